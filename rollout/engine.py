@@ -1,0 +1,72 @@
+"""What a sampler is, to the rest of Lockstep: token ids in, token ids with evidence out.
+
+Text never crosses this protocol. `rollout/embedded.py` implements it over vLLM in this process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rollout.errors import ConfigError
+from rollout.records import EngineCall
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """Sampling settings, always sent in full: what is left out would come from the model's generation_config.json."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    """0 is greedy (evaluation only: a greedy token has no distribution to train against)."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: off."""
+    min_p: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    """Sample past the end-of-sequence token (fixed-length responses)."""
+    seed: int | None = None
+    """Of this request alone; the same seed gives the same tokens in any batch."""
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ConfigError(f"max_tokens must be at least 1, found {self.max_tokens}")
+        if self.temperature < 0:
+            raise ConfigError(f"temperature must not be negative, found {self.temperature}")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are drawn from less than the whole vocabulary."""
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+
+class Engine(Protocol):
+    """A sampler with versioned weights."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus completion, in tokens."""
+        ...
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> EngineCall:
+        """Sample one completion.
+
+        Raises:
+            EngineError: the engine is dead or refused the request.
+            EvidenceError: the answer lacks ids, logprobs or version spans that agree with each other.
+        """
+        ...
+
+    async def score(self, ids: Sequence[int]) -> list[float]:
+        """log π(ids[i] | ids[:i]) at temperature 1 for i = 1 .. len(ids) - 1."""
+        ...
+
+    async def pause(self, mode: str) -> None:
+        """Stop sampling. mode: wait (drain), keep (freeze in place), abort. Clears the KV cache."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def close(self) -> None: ...
