@@ -1,0 +1,21 @@
+"""Train a policy with rollouts from vLLM.
+
+    python scripts/train.py                                                          the demo, one process
+    accelerate launch --config_file configs/accelerate/zero3.yaml scripts/train.py   DeepSpeed ZeRO-3, several ranks
+    python scripts/train.py algorithm=dr_grpo optimizer.lr=1e-4 model.path=...       override any setting
+    python scripts/train.py --cfg job                                                print the resolved config
+
+Settings: trainer/config.py. What one step does: `Trainer.step` in trainer/loop.py.
+"""
+
+from trainer.launch import launch
+
+
+def main(config) -> None:
+    from trainer.run import run  # torch, transformers and vLLM load only after the settings were found to be right
+
+    run(config)
+
+
+if __name__ == "__main__":
+    launch(main)

@@ -1,0 +1,193 @@
+"""Every setting of a run: its name, default, meaning and unit. The YAML files under `configs/` only choose values.
+
+This module imports neither torch nor transformers, so that a mistake is found before anything heavy starts.
+Values that depend on each other are checked in `trainer/validate.py`.
+
+Strings with a fixed set of values carry it as `choices` (Hydra refuses `Literal` in structured configs).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+LOSSES = ("ppo_clip", "gspo", "cispo", "sapo", "reinforce", "clipped_tis")
+NORMALIZERS = ("grpo", "dr_grpo", "token", "sequence_sum")
+
+
+def setting(default: Any, description: str, *, choices: tuple[str, ...] | None = None) -> Any:
+    metadata = {"description": description, "choices": choices}
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass
+class ModelConfig:
+    path: str = setting("models/calculator", "directory or hub id of the policy, for `from_pretrained`")
+    dtype: str = setting(
+        "float32",
+        "dtype of the trained parameters and of the engine",
+        choices=("float32", "bfloat16"),
+    )
+    attn_implementation: str = setting(
+        "auto",
+        "attention of the trainer; auto: FlashAttention varlen on CUDA, exact per-row SDPA elsewhere",
+        choices=("auto", "flash_attention_2", "sdpa", "eager"),
+    )
+    gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass to save memory")
+    trust_remote_code: bool = setting(False, "run code that ships with the model, in trainer and engine alike")
+
+
+@dataclass
+class DataConfig:
+    path: str = setting("data/demo/calculator/train.jsonl", "JSONL, JSON, CSV or parquet file, or a hub data set id")
+    split: str = setting("train", "split of a hub data set")
+    heldout_path: str | None = setting(None, "file or hub id for evaluation; null: no evaluation data")
+    heldout_split: str = setting("test", "split of a hub data set for evaluation")
+    shuffle: bool = setting(True, "draw a new permutation per epoch from `seed`; false: file order")
+    max_prompt_tokens: int | None = setting(None, "rows with longer prompts are left out, visibly [tokens]")
+
+
+@dataclass
+class EnvironmentConfig:
+    name: str = setting("calculator", "key of rollout.environments.ENVIRONMENTS")
+    settings: dict[str, Any] = setting({}, "keyword arguments of the environment")
+    max_turns: int = setting(3, "assistant turns per episode at most")
+    history: str = setting(
+        "keep",
+        "keep: past turns stay as sampled; template: follow the chat template (branches where it drops reasoning)",
+        choices=("keep", "template"),
+    )
+
+
+@dataclass
+class RewardConfig:
+    weights: dict[str, float] = setting(
+        {"demo_answer": 1.0}, "weight per reward function: a built-in name, or path/to/file.py:function"
+    )
+    settings: dict[str, Any] = setting({}, "keyword arguments per reward function name")
+    timeout_s: float = setting(30.0, "wall-clock limit of one reward call [s]")
+
+
+@dataclass
+class RolloutConfig:
+    engine: str = setting("embedded", "embedded: vLLM in the process of rank 0", choices=("embedded",))
+    prompts_per_step: int = setting(16, "prompts per rollout batch, over all ranks")
+    samples_per_prompt: int = setting(8, "rollouts per prompt (the group size G)")
+    temperature: float = setting(1.0, "sampling temperature; the trainer divides logits by the same")
+    top_p: float = setting(1.0, "nucleus; below 1 changes the sampling distribution")
+    top_k: int = setting(0, "0: off")
+    min_p: float = setting(0.0, "0: off")
+    max_tokens_per_turn: int = setting(48, "sampled tokens per assistant turn at most [tokens]")
+    max_model_len: int = setting(512, "context of the engine: prompt and completion [tokens]")
+    max_num_seqs: int = setting(256, "requests the engine batches at once")
+    kv_cache_gib: float = setting(0.25, "KV cache of the engine [GiB]")
+    request_timeout_s: float = setting(600.0, "a request without an answer for this long is an engine failure [s]")
+    start_timeout_s: float = setting(600.0, "limit for the engine to become ready [s]")
+    mask_truncated: bool = setting(False, "do not train rollouts that ended on a length limit (they still count)")
+
+
+@dataclass
+class SyncConfig:
+    pause: str = setting("wait", "what happens to running requests during a sync", choices=("wait", "keep", "abort"))
+    bucket_mib: float = setting(512.0, "parameters gathered and sent at once, at most [MiB]")
+    canary_threshold: float | None = setting(
+        None, "largest |logp engine - logp trainer| of the canary; null: 1e-3 in float32, 0.5 in bfloat16 [nats]"
+    )
+    timeout_s: float = setting(300.0, "deadline of one sync on all ranks [s]")
+
+
+@dataclass
+class AlgorithmConfig:
+    name: str = setting("grpo", "label of the preset, for logs only")
+    advantage: str = setting("grpo", "how rewards become advantages", choices=ADVANTAGES)
+    loss: str = setting("ppo_clip", "per-token policy loss", choices=LOSSES)
+    normalizer: str = setting("token", "denominator of the loss, counted over all ranks", choices=NORMALIZERS)
+    clip_low: float = setting(0.2, "lower clip of the importance ratio: 1 - clip_low")
+    clip_high: float = setting(0.28, "upper clip of the importance ratio: 1 + clip_high")
+    dual_clip: float | None = setting(None, "lower bound of the objective for negative advantages, c > 1; null: off")
+    epochs: int = setting(1, "passes over a rollout batch")
+    minibatches: int = setting(1, "optimizer steps per pass; must divide prompts_per_step x samples_per_prompt")
+    entropy_coef: float = setting(0.0, "weight of the entropy bonus")
+    max_completion_tokens: int | None = setting(
+        None, "horizon H of dr_grpo [tokens]; null: environment.max_turns x rollout.max_tokens_per_turn"
+    )
+
+
+@dataclass
+class CorrectionConfig:
+    mode: str = setting(
+        "token_truncate",
+        "importance weights between engine and trainer; off: metrics only",
+        choices=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "off", "none"),
+    )
+    high: float = setting(2.0, "upper bound of the weight: truncated to it, or masked above it")
+    low: float = setting(0.0, "lower bound of the weight, for masks")
+    logp_old: str = setting(
+        "recompute",
+        "recompute: proximal logprobs by the trainer; bypass: the engine's own (one update per batch)",
+        choices=("recompute", "bypass"),
+    )
+    alarm_kl: float = setting(0.1, "alarm when |kl| is above [nats]")
+    alarm_ess: float = setting(0.3, "alarm when the effective sample size is below")
+
+
+@dataclass
+class OptimizerConfig:
+    name: str = setting("adamw", "optimizer", choices=("adamw",))
+    lr: float = setting(3e-4, "learning rate at its highest")
+    betas: list[float] = setting([0.9, 0.95], "Adam's moment decays")
+    eps: float = setting(1e-8, "Adam's epsilon")
+    weight_decay: float = setting(0.0, "decoupled weight decay, on matrices only")
+    max_grad_norm: float = setting(1.0, "gradients are scaled down to this global norm; 0: off")
+    schedule: str = setting("constant", "learning rate after warm-up", choices=("constant", "linear", "cosine"))
+    warmup_updates: int = setting(0, "updates over which the learning rate rises linearly")
+    final_lr_fraction: float = setting(0.0, "where linear and cosine end, as a fraction of lr")
+
+
+@dataclass
+class LoggerConfig:
+    wandb: str = setting("off", "Weights & Biases", choices=("off", "online", "offline"))
+    project: str = setting("lockstep", "W&B project")
+    entity: str | None = setting(None, "W&B entity")
+    print_rollouts: int = setting(1, "sample rollouts printed per report")
+    print_rollouts_every: int = setting(10, "updates between printed sample rollouts; 0: never")
+    save_rollouts: bool = setting(True, "write all rollouts of each step as JSONL into the run directory")
+
+
+@dataclass
+class CheckpointConfig:
+    every: int = setting(20, "updates between checkpoints; 0: only at the end and when interrupted")
+    keep: int = setting(2, "checkpoints kept; older ones go after a new one is published")
+
+
+@dataclass
+class EvalConfig:
+    every: int = setting(0, "updates between evaluations on data.heldout_path; 0: never")
+    prompts: int = setting(128, "held-out prompts per evaluation")
+    samples_per_prompt: int = setting(1, "rollouts per held-out prompt")
+    temperature: float = setting(0.0, "0: greedy")
+
+
+@dataclass
+class Config:
+    seed: int = setting(0, "of data order, sampling and initialisation")
+    updates: int = setting(60, "optimizer updates of the whole run")
+    run_root: str = setting("runs", "directory that holds run directories")
+    run_name: str | None = setting(None, "name of the run directory; null: experiment name and time")
+    resume: str = setting("never", "never, auto (latest checkpoint of run_name), or the path of a checkpoint")
+    token_budget: int = setting(16384, "tokens per packed microbatch on one rank, at most")
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)

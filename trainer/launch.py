@@ -1,0 +1,109 @@
+"""From the command line to a checked `Config`, or to one sentence that says what to type instead.
+
+Hydra composes and overrides. Its own error reports name internals, so they are rewritten here; the exit status
+of every mistake of the user is 2.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rollout.errors import ConfigError, LockstepError
+from trainer.config import Config
+from trainer.validate import closest, validate
+
+CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
+
+
+def launch(main: Callable[[Config], None], *, config_name: str = "train") -> None:
+    """Compose the configuration from `sys.argv`, check it, and call `main` with it.
+
+    Exits with status 2 and one line per problem on a mistake in the configuration, and with status 1 and the
+    sentence of the error when the run fails in a way that Lockstep knows.
+    """
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # raise instead of printing, so that the text can be rewritten
+    ConfigStore.instance().store(name="schema", node=Config)
+
+    composed: list[DictConfig] = []
+    # Hydra prefixes whatever its task raises with lines of its own, so the task only hands the tree out.
+    compose = hydra.main(config_path=str(CONFIG_DIR), config_name=config_name, version_base="1.3")(composed.append)
+
+    try:
+        compose()
+        for tree in composed:  # empty after --help and --cfg
+            config = to_config(tree)
+            validate(config)
+            main(config)
+    except (HydraException, OmegaConfBaseException) as error:
+        _exit(2, explain(error))
+    except ConfigError as error:
+        _exit(2, str(error))
+    except LockstepError as error:
+        _exit(1, f"{type(error).__name__}: {error}")
+
+
+def to_config(tree: DictConfig) -> Config:
+    known = set(_all_keys(OmegaConf.structured(Config)))
+    free_form = tuple(f"{name}." for name in ("environment.settings", "reward.settings", "reward.weights"))
+    for key in _all_keys(tree):  # `+key=value` gets past the schema
+        if key not in known and not key.startswith(free_form):
+            raise ConfigError(f"{key} is not a setting{closest(key, sorted(known))}; `--cfg job` prints all of them")
+    config = OmegaConf.to_object(tree)
+    assert isinstance(config, Config), "configs/train.yaml must start its defaults with `schema`"
+    return config
+
+
+def explain(error: Exception) -> str:
+    """One sentence for Hydra's and OmegaConf's errors, with the closest existing name."""
+    text = f"{error}\n{error.__cause__ or ''}"
+    keys = _all_keys(OmegaConf.structured(Config))
+    if match := re.search(r"Could not override '([^']+)'", text):
+        key = match.group(1)
+        if "not in" in text or "Key" in text:
+            return f"{key} is not a setting{closest(key, keys)}; `--cfg job` prints all of them"
+    if match := re.search(r"Key '([^']+)' not in '(\w+)'(?:\n\s+full_key: (\S+))?", text):
+        key = match.group(3) or match.group(1)
+        return f"{key} is not a setting{closest(key, keys)}; `--cfg job` prints all of them"
+    if match := re.search(r"(?:Value|Cannot convert|Unsupported).*", text):
+        full_key = re.search(r"full_key: (\S+)", text)
+        where = f"{full_key.group(1)}: " if full_key else ""
+        return f"{where}{match.group(0)}; see the field's description in trainer/config.py"
+    if match := re.search(r"(?:Could not find|In 'train': Could not find) '([^']+)'", text):
+        group, _, option = match.group(1).partition("/")
+        options = sorted(path.stem for path in (CONFIG_DIR / group).glob("*.yaml"))
+        if options:
+            return f"{group}={option} does not exist{closest(option, options)}; there are: {', '.join(options)}"
+    if match := re.search(r"Could not override '([^']+)'[^\n]*", text):
+        return match.group(0)
+    return " ".join(str(error).split("\n")[:2])
+
+
+def _all_keys(tree: DictConfig) -> list[str]:
+    keys: list[str] = []
+
+    def walk(prefix: str, node: DictConfig) -> None:
+        for key in node:
+            name = f"{prefix}{key}"
+            keys.append(name)
+            child = node._get_node(key)
+            if isinstance(child, DictConfig) and not child._is_none():
+                walk(f"{name}.", child)
+
+    walk("", tree)
+    return keys
+
+
+def _exit(status: int, message: str) -> None:
+    for line in message.splitlines():
+        print(f"lockstep: {line}", file=sys.stderr)
+    sys.exit(status)

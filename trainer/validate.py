@@ -1,0 +1,178 @@
+"""Settings that contradict each other, files that are not there: found in milliseconds, with the override that helps.
+
+Nothing heavy is imported here. Every problem is one sentence; all of them are reported at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rollout.errors import ConfigError
+from trainer.config import Config
+
+DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+
+
+def validate(config: Config) -> None:
+    """Raise `ConfigError` with one line per problem, or return."""
+    problems = [*_choices("", config), *_ranges(config), *_batch(config), *_sampling(config), *_files(config)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def closest(word: str, words: list[str] | tuple[str, ...]) -> str:
+    """' (did you mean x?)' or nothing."""
+    match = difflib.get_close_matches(word, words, n=1)
+    return f" (did you mean {match[0]!r}?)" if match else ""
+
+
+def _choices(prefix: str, node: Any) -> Iterator[str]:
+    for field in dataclasses.fields(node):
+        value = getattr(node, field.name)
+        name = f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(value):
+            yield from _choices(f"{name}.", value)
+        choices = field.metadata.get("choices")
+        if choices and value not in choices:
+            hint = closest(str(value), choices)
+            yield f"{name}={value} is not one of {', '.join(choices)}{hint}; set {name}={choices[0]}"
+
+
+def _ranges(config: Config) -> Iterator[str]:
+    at_least_one = {
+        "updates": config.updates,
+        "token_budget": config.token_budget,
+        "environment.max_turns": config.environment.max_turns,
+        "rollout.prompts_per_step": config.rollout.prompts_per_step,
+        "rollout.samples_per_prompt": config.rollout.samples_per_prompt,
+        "rollout.max_tokens_per_turn": config.rollout.max_tokens_per_turn,
+        "rollout.max_num_seqs": config.rollout.max_num_seqs,
+        "algorithm.epochs": config.algorithm.epochs,
+        "algorithm.minibatches": config.algorithm.minibatches,
+        "checkpoint.keep": config.checkpoint.keep,
+        "eval.prompts": config.eval.prompts,
+        "eval.samples_per_prompt": config.eval.samples_per_prompt,
+    }
+    for name, value in at_least_one.items():
+        if value < 1:
+            yield f"{name}={value} must be at least 1; set {name}=1"
+    positive = {
+        "optimizer.lr": config.optimizer.lr,
+        "optimizer.eps": config.optimizer.eps,
+        "rollout.kv_cache_gib": config.rollout.kv_cache_gib,
+        "rollout.request_timeout_s": config.rollout.request_timeout_s,
+        "rollout.start_timeout_s": config.rollout.start_timeout_s,
+        "sync.bucket_mib": config.sync.bucket_mib,
+        "sync.timeout_s": config.sync.timeout_s,
+        "reward.timeout_s": config.reward.timeout_s,
+    }
+    for name, value in positive.items():
+        if not value > 0:
+            yield f"{name}={value} must be greater than 0"
+    not_negative = {
+        "optimizer.weight_decay": config.optimizer.weight_decay,
+        "optimizer.max_grad_norm": config.optimizer.max_grad_norm,
+        "optimizer.warmup_updates": config.optimizer.warmup_updates,
+        "checkpoint.every": config.checkpoint.every,
+        "eval.every": config.eval.every,
+        "eval.temperature": config.eval.temperature,
+    }
+    for name, value in not_negative.items():
+        if value < 0:
+            yield f"{name}={value} must not be negative; set {name}=0 to switch it off"
+    if not 0 < config.algorithm.clip_low < 1:
+        yield f"algorithm.clip_low={config.algorithm.clip_low} must lie between 0 and 1; set algorithm.clip_low=0.2"
+    if not config.algorithm.clip_high > 0:
+        yield f"algorithm.clip_high={config.algorithm.clip_high} must be greater than 0; set algorithm.clip_high=0.28"
+    if config.algorithm.dual_clip is not None and config.algorithm.dual_clip <= 1:
+        yield f"algorithm.dual_clip={config.algorithm.dual_clip} must be greater than 1; set algorithm.dual_clip=3"
+    if len(config.optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in config.optimizer.betas):
+        yield f"optimizer.betas={config.optimizer.betas} must be two numbers in [0, 1); set optimizer.betas=[0.9,0.95]"
+    if not 0 <= config.correction.low < config.correction.high:
+        yield (
+            f"correction.low={config.correction.low} and correction.high={config.correction.high} must satisfy "
+            "0 <= low < high; set correction.low=0.5 correction.high=2.0"
+        )
+    if not config.reward.weights:
+        yield "reward.weights is empty, so every reward would be 0; set reward.weights={exact_match:1.0}"
+
+
+def _batch(config: Config) -> Iterator[str]:
+    rollout, algorithm = config.rollout, config.algorithm
+    if rollout.samples_per_prompt == 1 and algorithm.advantage in ("grpo", "dr_grpo", "rloo"):
+        yield (
+            f"rollout.samples_per_prompt=1 gives groups of one, whose {algorithm.advantage} advantage is always 0; "
+            "set rollout.samples_per_prompt=8, or algorithm.advantage=reinforce_plus_plus"
+        )
+    batch = rollout.prompts_per_step * rollout.samples_per_prompt
+    if algorithm.minibatches >= 1 and batch % algorithm.minibatches:
+        fitting = [n for n in range(1, batch + 1) if batch % n == 0]
+        nearest = min(fitting, key=lambda n: (abs(n - algorithm.minibatches), n))
+        yield (
+            f"algorithm.minibatches={algorithm.minibatches} does not divide the {batch} rollouts of a step "
+            f"(rollout.prompts_per_step x rollout.samples_per_prompt); set algorithm.minibatches={nearest}"
+        )
+    if config.correction.logp_old == "bypass" and algorithm.epochs * algorithm.minibatches > 1:
+        yield (
+            "correction.logp_old=bypass needs one update per rollout batch, but algorithm.epochs x "
+            f"algorithm.minibatches = {algorithm.epochs * algorithm.minibatches}; set correction.logp_old=recompute"
+        )
+
+
+def _sampling(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    if rollout.temperature <= 0:
+        yield (
+            f"rollout.temperature={rollout.temperature}: a greedy sample has no distribution to train against; "
+            "set rollout.temperature=1.0 (eval.temperature=0 is fine)"
+        )
+    for name, value, full in (
+        ("top_p", rollout.top_p, 1.0),
+        ("top_k", rollout.top_k, 0),
+        ("min_p", rollout.min_p, 0.0),
+    ):
+        if value != full:
+            yield (
+                f"rollout.{name}={value} truncates the sampling distribution, so the engine's logprobs are over another "
+                f"support than the trainer's and every importance ratio is biased; set rollout.{name}={full}"
+            )
+    if rollout.max_tokens_per_turn >= rollout.max_model_len:
+        yield (
+            f"rollout.max_tokens_per_turn={rollout.max_tokens_per_turn} leaves no room for a prompt in "
+            f"rollout.max_model_len={rollout.max_model_len}; set rollout.max_model_len={4 * rollout.max_tokens_per_turn}"
+        )
+
+
+def _files(config: Config) -> Iterator[str]:
+    if _is_local(config.model.path) and not (Path(config.model.path).expanduser() / "config.json").is_file():
+        task = Path(config.model.path).name
+        make = (
+            f"run `python scripts/make_demo_model.py --task {task}`"
+            if task in ("calculator", "chain", "reverse")
+            else "point it at a directory that `save_pretrained` wrote"
+        )
+        yield f"model.path={config.model.path} has no config.json; {make}, or set model.path=<directory or hub id>"
+    paths = {"data.path": config.data.path}
+    if config.eval.every and config.data.heldout_path is None:
+        yield f"eval.every={config.eval.every} needs held-out data; set data.heldout_path=<file or hub id>, or eval.every=0"
+    if config.data.heldout_path is not None:
+        paths["data.heldout_path"] = config.data.heldout_path
+    for name, path in paths.items():
+        if Path(path).suffix in DATA_SUFFIXES and not Path(path).expanduser().is_file():
+            yield f"{name}={path} does not exist (looked in {Path.cwd()}); set {name}=<file or hub id>"
+    if config.resume not in ("never", "auto") and not Path(config.resume).is_dir():
+        yield f"resume={config.resume} is neither never, auto nor a checkpoint directory; set resume=auto"
+    if config.resume == "auto" and config.run_name is None:
+        yield "resume=auto does not know which run to continue; set run_name=<name of the directory under runs/>"
+    if config.run_name is not None and (os.sep in config.run_name or config.run_name in (".", "..", "latest")):
+        yield f"run_name={config.run_name} must be a plain directory name; set run_name=my-run"
+
+
+def _is_local(path: str) -> bool:
+    """Whether a model path can only mean a directory: hub ids look like 'name' or 'organisation/name'."""
+    return path.startswith(("/", ".", "~", "models/")) or Path(path).exists()
