@@ -64,9 +64,8 @@ class EnvironmentConfig:
 
 @dataclass
 class RewardConfig:
-    weights: dict[str, float] = setting(
-        {"demo_answer": 1.0}, "weight per reward function: a built-in name, or path/to/file.py:function"
-    )
+    functions: list[str] = setting(["demo_answer"], "reward functions: a built-in name, or path/to/file.py:function")
+    weights: list[float] | None = setting(None, "weight per reward function, in the same order; null: 1 each")
     settings: dict[str, Any] = setting({}, "keyword arguments per reward function name")
     timeout_s: float = setting(30.0, "wall-clock limit of one reward call [s]")
 

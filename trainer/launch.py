@@ -22,6 +22,8 @@ from rollout.errors import ConfigError, LockstepError
 from trainer.config import Config
 from trainer.validate import closest, validate
 
+FREE_FORM = ("environment.settings", "reward.settings")
+"""Settings whose keys belong to the user's own classes and functions."""
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
 
 
@@ -32,7 +34,7 @@ def launch(main: Callable[[Config], None], *, config_name: str = "train") -> Non
     sentence of the error when the run fails in a way that Lockstep knows.
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise instead of printing, so that the text can be rewritten
-    ConfigStore.instance().store(name="schema", node=Config)
+    ConfigStore.instance().store(name="schema", node=schema())
 
     composed: list[DictConfig] = []
     # Hydra prefixes whatever its task raises with lines of its own, so the task only hands the tree out.
@@ -52,11 +54,17 @@ def launch(main: Callable[[Config], None], *, config_name: str = "train") -> Non
         _exit(1, f"{type(error).__name__}: {error}")
 
 
+def schema() -> DictConfig:
+    tree = OmegaConf.structured(Config)
+    for name in FREE_FORM:  # so that environment.settings.anything=1 needs no `+`
+        OmegaConf.set_struct(OmegaConf.select(tree, name), False)
+    return tree
+
+
 def to_config(tree: DictConfig) -> Config:
-    known = set(_all_keys(OmegaConf.structured(Config)))
-    free_form = tuple(f"{name}." for name in ("environment.settings", "reward.settings", "reward.weights"))
+    known = set(_all_keys(schema()))
     for key in _all_keys(tree):  # `+key=value` gets past the schema
-        if key not in known and not key.startswith(free_form):
+        if key not in known and not key.startswith(tuple(f"{name}." for name in FREE_FORM)):
             raise ConfigError(f"{key} is not a setting{closest(key, sorted(known))}; `--cfg job` prints all of them")
     config = OmegaConf.to_object(tree)
     assert isinstance(config, Config), "configs/train.yaml must start its defaults with `schema`"
@@ -66,7 +74,7 @@ def to_config(tree: DictConfig) -> Config:
 def explain(error: Exception) -> str:
     """One sentence for Hydra's and OmegaConf's errors, with the closest existing name."""
     text = f"{error}\n{error.__cause__ or ''}"
-    keys = _all_keys(OmegaConf.structured(Config))
+    keys = _all_keys(schema())
     if match := re.search(r"Could not override '([^']+)'", text):
         key = match.group(1)
         if "not in" in text or "Key" in text:

@@ -98,8 +98,13 @@ def _ranges(config: Config) -> Iterator[str]:
             f"correction.low={config.correction.low} and correction.high={config.correction.high} must satisfy "
             "0 <= low < high; set correction.low=0.5 correction.high=2.0"
         )
-    if not config.reward.weights:
-        yield "reward.weights is empty, so every reward would be 0; set reward.weights={exact_match:1.0}"
+    if not config.reward.functions:
+        yield "reward.functions is empty, so every reward would be 0; set reward.functions=[exact_match]"
+    if config.reward.weights is not None and len(config.reward.weights) != len(config.reward.functions):
+        yield (
+            f"reward.weights={config.reward.weights} has {len(config.reward.weights)} entries for "
+            f"{len(config.reward.functions)} reward.functions; set reward.weights=null, or one weight per function"
+        )
 
 
 def _batch(config: Config) -> Iterator[str]:
@@ -138,13 +143,14 @@ def _sampling(config: Config) -> Iterator[str]:
     ):
         if value != full:
             yield (
-                f"rollout.{name}={value} truncates the sampling distribution, so the engine's logprobs are over another "
-                f"support than the trainer's and every importance ratio is biased; set rollout.{name}={full}"
+                f"rollout.{name}={value} truncates the sampling distribution, so the engine's logprobs are over "
+                f"another support than the trainer's and every importance ratio is biased; set rollout.{name}={full}"
             )
     if rollout.max_tokens_per_turn >= rollout.max_model_len:
         yield (
             f"rollout.max_tokens_per_turn={rollout.max_tokens_per_turn} leaves no room for a prompt in "
-            f"rollout.max_model_len={rollout.max_model_len}; set rollout.max_model_len={4 * rollout.max_tokens_per_turn}"
+            f"rollout.max_model_len={rollout.max_model_len}; "
+            f"set rollout.max_model_len={4 * rollout.max_tokens_per_turn}"
         )
 
 
@@ -159,7 +165,10 @@ def _files(config: Config) -> Iterator[str]:
         yield f"model.path={config.model.path} has no config.json; {make}, or set model.path=<directory or hub id>"
     paths = {"data.path": config.data.path}
     if config.eval.every and config.data.heldout_path is None:
-        yield f"eval.every={config.eval.every} needs held-out data; set data.heldout_path=<file or hub id>, or eval.every=0"
+        yield (
+            f"eval.every={config.eval.every} needs held-out data; "
+            "set data.heldout_path=<file or hub id>, or eval.every=0"
+        )
     if config.data.heldout_path is not None:
         paths["data.heldout_path"] = config.data.heldout_path
     for name, path in paths.items():
