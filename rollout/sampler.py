@@ -1,0 +1,78 @@
+"""Groups of episodes: every rollout is one asyncio task, the engine batches them as they come.
+
+There are no lock-step turns: a slow tool or a long answer holds up nobody else. What is sampled depends on the
+seeds alone, not on the order in which requests reach the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rollout.chat import Chat
+from rollout.engine import Engine, Sampling
+from rollout.environment import Environment
+from rollout.episode import request_seed, run_episode
+from rollout.records import Rollout
+
+OnRollout = Callable[[Rollout], None]
+
+
+class Sampler:
+    """Runs the episodes of a batch of data rows against one engine."""
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        chat: Chat,
+        make_environment: Callable[[], Environment],
+        max_turns: int,
+        seed: int,
+    ) -> None:
+        self._engine = engine
+        self._chat = chat
+        self._make_environment = make_environment
+        self._max_turns = max_turns
+        self._seed = seed
+
+    async def collect(
+        self,
+        examples: Sequence[Mapping[str, Any]],
+        *,
+        samples_per_prompt: int,
+        sampling: Sampling,
+        step: int,
+        on_rollout: OnRollout = lambda rollout: None,
+    ) -> list[Rollout]:
+        """`samples_per_prompt` rollouts of every example, in the order prompt by prompt.
+
+        `step` enters the seeds, so that the same prompt is sampled anew in another step; rollout ids are
+        `prompt index x samples_per_prompt + sample index`, group ids are prompt indices.
+
+        Raises `EngineError` if the engine dies; the remaining episodes are cancelled.
+        """
+
+        async def one(rollout_id: int) -> Rollout:
+            group_id = rollout_id // samples_per_prompt
+            rollout = await run_episode(
+                engine=self._engine,
+                chat=self._chat,
+                environment=self._make_environment(),
+                example=examples[group_id],
+                sampling=sampling,
+                max_turns=self._max_turns,
+                rollout_id=rollout_id,
+                group_id=group_id,
+                seed=request_seed(self._seed, step, rollout_id),
+            )
+            on_rollout(rollout)
+            return rollout
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(i)) for i in range(len(examples) * samples_per_prompt)]
+        except* Exception as failures:
+            raise failures.exceptions[0] from None  # the first is the cause; the others are its echo
+        return [task.result() for task in tasks]

@@ -1,0 +1,228 @@
+"""Processes, devices and the optimizer step. The only module of `trainer/` that knows Accelerate and DeepSpeed.
+
+The rest of the trainer sees ranks, a few collectives over small CPU tensors, and `accumulate` / `step`. What it may
+rely on: gradients of `accumulate(loss)` over all microbatches and ranks are *averaged over ranks and summed over
+microbatches*, nothing else is divided anywhere. A loss that is `local sum x world_size / global denominator` on
+every rank is therefore the global objective (seed 004; spec: one denominator per optimizer step).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as torch_dist
+from torch import nn
+
+from rollout.errors import CheckpointError, LockstepError
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+T = TypeVar("T")
+
+COLLECTIVE_TIMEOUT = timedelta(hours=2)
+"""Ranks without an engine wait in a collective while rank 0 samples; this bounds the longest rollout phase."""
+
+
+class Distributed:
+    """One process of the training job, and what it does together with the others."""
+
+    def __init__(self, accelerator: Accelerator, *, max_grad_norm: float) -> None:
+        self._accelerator = accelerator
+        self._max_grad_norm = max_grad_norm
+        self.rank: int = accelerator.process_index
+        self.world_size: int = accelerator.num_processes
+        self.device: torch.device = accelerator.device
+        # Rows, metrics and errors travel as CPU tensors over gloo, whatever carries the gradients.
+        self._control = (
+            torch_dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if self.world_size > 1 else None
+        )
+        self.module: nn.Module  # set by prepare
+        self._optimizer: torch.optim.Optimizer
+
+    @classmethod
+    def start(cls, *, dtype: str, max_grad_norm: float) -> Distributed:
+        """Join the other ranks, if this process was started by `accelerate launch`; otherwise be the only one."""
+        on_gpu = torch.cuda.is_available()
+        if not on_gpu:
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when DeepSpeed is first imported
+        from accelerate import Accelerator
+        from accelerate.utils import InitProcessGroupKwargs
+
+        # `cpu=True` would switch DeepSpeed off, so the backend alone says where the collectives run.
+        group = InitProcessGroupKwargs(backend="nccl" if on_gpu else "gloo", timeout=COLLECTIVE_TIMEOUT)
+        accelerator = Accelerator(
+            kwargs_handlers=[group],
+            mixed_precision="bf16" if dtype == "bfloat16" else "no",
+        )
+        plugin = accelerator.state.deepspeed_plugin
+        if plugin is not None:
+            plugin.deepspeed_config.update(
+                train_micro_batch_size_per_gpu=1,  # microbatches are packed here, no dataloader is prepared
+                gradient_accumulation_steps=1,  # boundaries are set by hand, and losses are never divided by it
+                gradient_clipping=max_grad_norm,
+            )
+        return cls(accelerator, max_grad_norm=max_grad_norm)
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def uses_deepspeed(self) -> bool:
+        return self._accelerator.state.deepspeed_plugin is not None
+
+    @property
+    def zero_stage(self) -> int:
+        plugin = self._accelerator.state.deepspeed_plugin
+        return 0 if plugin is None else int(plugin.zero_stage)
+
+    # The model and its optimizer
+
+    def prepare(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
+        """Wrap the module for this kind of training. Call the result for every forward pass."""
+        self.module, self._optimizer = self._accelerator.prepare(module, optimizer)
+        return self.module
+
+    @property
+    def unwrapped(self) -> nn.Module:
+        return self._accelerator.unwrap_model(self.module)
+
+    @contextlib.contextmanager
+    def accumulate(self, *, is_last: bool) -> Iterator[Callable[[torch.Tensor], None]]:
+        """Forward and backward of one microbatch; gradients are reduced over ranks once, with the last one.
+
+        Yields the function that back-propagates the loss. All ranks must run the same number of microbatches.
+        """
+        if self.uses_deepspeed:
+            self.module.set_gradient_accumulation_boundary(is_last)  # type: ignore[operator]
+            yield lambda loss: self.module.backward(loss, scale_wrt_gas=False)  # type: ignore[operator]
+        elif is_last:
+            yield lambda loss: loss.backward()
+        else:
+            with self._accelerator.no_sync(self.module):
+                yield lambda loss: loss.backward()
+
+    def step(self, lr: float) -> float:
+        """Clip, update the parameters with this learning rate, clear the gradients.
+
+        Returns the global gradient norm before clipping.
+        """
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        if self.uses_deepspeed:
+            self.module.step()  # type: ignore[operator]
+            return float(self.module.get_global_grad_norm() or 0.0)  # type: ignore[operator]
+        limit = self._max_grad_norm or float("inf")
+        norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), limit)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return float(norm)
+
+    # Collectives over the control group
+
+    def barrier(self) -> None:
+        if self._control is not None:
+            torch_dist.barrier(group=self._control)
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum of a tensor over ranks, on every rank, on the device it came from."""
+        if self._control is None:
+            return tensor
+        total = tensor.detach().cpu().clone()
+        torch_dist.all_reduce(total, group=self._control)
+        return total.to(tensor.device)
+
+    def gather_bytes(self, payload: bytes) -> list[bytes]:
+        """Every rank's payload on every rank, in rank order."""
+        if self._control is None:
+            return [payload]
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        torch_dist.all_gather(sizes, torch.tensor([len(payload)]), group=self._control)
+        longest = max(int(size) for size in sizes)
+        mine = torch.zeros(longest, dtype=torch.uint8)
+        mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else mine[:0]
+        buffers = [torch.empty_like(mine) for _ in range(self.world_size)]
+        torch_dist.all_gather(buffers, mine, group=self._control)
+        return [buffer[: int(size)].numpy().tobytes() for buffer, size in zip(buffers, sizes, strict=True)]
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's JSON value on every rank."""
+        if self._control is None:
+            return value
+        return json.loads(self.gather_bytes(json.dumps(value).encode() if self.is_main else b"")[0])
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Run `work` on every rank; if it fails on one, raise the same error on all, so that nobody waits forever."""
+        result: T | None = None
+        failure: LockstepError | None = None
+        try:
+            result = work()
+        except LockstepError as error:
+            failure = error
+        report = b"" if failure is None else f"{type(failure).__name__}: {failure}".encode()
+        for rank, message in enumerate(self.gather_bytes(report)):
+            if message:
+                raise failure or LockstepError(f"rank {rank} failed: {message.decode()}")
+        return result  # type: ignore[return-value]
+
+    # State on disk
+
+    def save_state(self, directory: Path) -> None:
+        """Write parameters and optimizer state; a collective. Shards of DeepSpeed, one file each otherwise."""
+        if self.uses_deepspeed:
+            self.module.save_checkpoint(str(directory), tag="state")  # type: ignore[operator]
+            return
+        if self.is_main:
+            from safetensors.torch import save_file
+
+            tensors = dict(self.unwrapped.named_parameters())
+            save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()},
+                      directory / "parameters.safetensors")
+            torch.save(self._optimizer.state_dict(), directory / "optimizer.pt")
+
+    def load_state(self, directory: Path) -> None:
+        """Read what `save_state` wrote on the same number of ranks; a collective.
+
+        Raises `CheckpointError` when it was written by another kind of training or for other parameters.
+        """
+        if self.uses_deepspeed:
+            path, _ = self.module.load_checkpoint(str(directory), tag="state")  # type: ignore[operator]
+            if path is None:
+                raise CheckpointError(f"{directory} holds no DeepSpeed state; resume with the config it was saved with")
+            return
+        from safetensors.torch import load_file
+
+        file = directory / "parameters.safetensors"
+        if not file.is_file():
+            raise CheckpointError(f"{directory} holds no parameters.safetensors; resume with the config it was saved with")
+        saved = load_file(file)
+        own = dict(self.unwrapped.named_parameters())
+        if saved.keys() != own.keys():
+            differing = sorted(saved.keys() ^ own.keys())
+            raise CheckpointError(f"{file} is of another model: {len(differing)} parameters differ, first {differing[0]}")
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(saved[name])
+        state = torch.load(directory / "optimizer.pt", map_location=self.device, weights_only=True)
+        self._optimizer.load_state_dict(state)
+
+    def save_pretrained(self, directory: Path) -> None:
+        """Write the policy as `from_pretrained` reads it; a collective (ZeRO-3 parameters are gathered on rank 0)."""
+        state = self._accelerator.get_state_dict(self.module)
+        if self.is_main:
+            model = self.unwrapped.model
+            own = {name.removeprefix("model."): tensor for name, tensor in (state or {}).items()}
+            model.save_pretrained(directory, state_dict=own, safe_serialization=True)  # type: ignore[operator]
+
+    def close(self) -> None:
+        self._accelerator.end_training()
+        if torch_dist.is_initialized():
+            torch_dist.destroy_process_group()
