@@ -163,6 +163,11 @@ class Rollout:
         return sum(len(call.sampled_ids) for call in self.calls)
 
     @property
+    def is_cut_off(self) -> bool:
+        """Whether a token limit, not the model, ended it."""
+        return self.status in (RolloutStatus.TRUNCATED, RolloutStatus.CONTEXT_FULL)
+
+    @property
     def is_trainable(self) -> bool:
         return self.status is not RolloutStatus.FAILED and self.num_sampled > 0
 

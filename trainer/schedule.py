@@ -1,0 +1,23 @@
+"""Learning rate of an update: a function of the update's number alone, so that nothing about it needs saving."""
+
+from __future__ import annotations
+
+import math
+
+
+def learning_rate(
+    update: int, *, peak: float, schedule: str, warmup_updates: int, total_updates: int, final_fraction: float
+) -> float:
+    """Learning rate of update 0, 1, ... of `total_updates`.
+
+    Rises linearly over `warmup_updates` (the first update already moves), then stays (`constant`), or falls to
+    `final_fraction x peak` at the last update along a line (`linear`) or a half cosine (`cosine`).
+    """
+    if update < warmup_updates:
+        return peak * (update + 1) / warmup_updates
+    if schedule == "constant":
+        return peak
+    after = max(1, total_updates - 1 - warmup_updates)
+    progress = min(1.0, (update - warmup_updates) / after)
+    fraction = 1 - progress if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return peak * (final_fraction + (1 - final_fraction) * fraction)
