@@ -1,0 +1,64 @@
+# Every target sets up what it needs by itself; on a fresh machine start with `make test` or `make train`.
+#
+# Settings: PYTHON=python3.12        the Python to build the environment from
+#           ACCELERATOR=cpu|cuda     which vLLM to install (default: cuda when nvidia-smi lists a GPU)
+#           VENV=.venv               where the environment is
+#           SKIP_INSTALL=1           use the environment in VENV as it is (containers, conda)
+#           ARGS="..."               settings for training, for example ARGS="algorithm=dr_grpo optimizer.lr=1e-4"
+#           PYTEST_ARGS="..."        for the test targets, for example PYTEST_ARGS="-k packing -x"
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+VENV ?= .venv
+ARGS ?=
+PYTEST_ARGS ?=
+NUM_PROCESSES ?= 2
+BIN := $(VENV)/bin
+# pip-installed tools are found by the programs that call them by name: ninja by torch, accelerate by scripts.
+export PATH := $(abspath $(BIN)):$(PATH)
+export PYTHON ACCELERATOR VENV
+
+.PHONY: help install model train train-zero3 test test-unit test-slow lint format plot bench docs clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+install: ## Set up .venv (every target does this by itself; instant when nothing changed)
+ifndef SKIP_INSTALL
+	@bash scripts/install.sh
+endif
+
+model: install ## Make the small demo model, unless it is there
+	@$(BIN)/python scripts/make_demo_model.py --task calculator
+
+train: model ## Train the demo model to use a calculator; settings in ARGS
+	$(BIN)/python scripts/train.py $(ARGS)
+
+train-zero3: model ## The same on NUM_PROCESSES=2 processes with DeepSpeed ZeRO-3
+	$(BIN)/accelerate launch --config_file configs/accelerate/zero3.yaml --num_processes $(NUM_PROCESSES) scripts/train.py $(ARGS)
+
+test: install ## Unit and integration tests that need no GPU; PYTEST_ARGS for pytest
+	@started=$$SECONDS; status=0; \
+	$(BIN)/python -m pytest -m "not slow and not gpu" tests $(PYTEST_ARGS) || status=$$?; \
+	echo "make test: $$((SECONDS - started)) s in all"; exit $$status
+
+test-unit: install ## Unit tests only
+	$(BIN)/python -m pytest -m "not slow and not gpu" tests/unit $(PYTEST_ARGS)
+
+test-slow: install ## Tests that take minutes
+	$(BIN)/python -m pytest -m "slow and not gpu" tests $(PYTEST_ARGS)
+
+lint: install ## Style, formatting and types, changing nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: install ## Apply the formatting and the safe fixes
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean: ## Remove caches and build output; keeps .venv, models and runs
+	rm -rf .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info
+	find . -name .venv -prune -o -name .git -prune -o -type d -name __pycache__ -print0 | xargs -0 rm -rf

