@@ -1,0 +1,196 @@
+"""Engine calls → training rows: the call tree of one rollout.
+
+The prompts of a rollout's calls mostly extend each other, so training each call by itself would compute the same
+context again and again. Calls are therefore put into a tree and every path from a root to a leaf becomes one row:
+
+    parent of a call   the call whose `prompt + sampled` is the longest prefix of its prompt
+    row                `prompt + sampled` of a leaf; the calls on its path are the sampled stretches inside it
+    trained            a sampled token is trained in the first row that holds it, and is context in the others
+
+A prompt that does not extend anything (reasoning stripped, history edited or summarised, another agent) is simply
+another root, and a prompt that ends inside an earlier generation does not merge with it: nothing is realigned,
+nothing dropped.
+
+Order of arrival does not matter. Ids, masks, logprobs, versions and support of the set of rows are the same for every
+permutation of the calls: which of several rows trains a shared stretch is decided by the token ids, not by the clock.
+Two things follow the order in which the calls are given, because people read them: `TrainingRow.turns`, the index of
+the call in that sequence, and the order of the rows in the list.
+
+Not covered: calls that were aborted (`FinishReason.ABORT`) are left out, as parents and as rows. Where another call
+continues after their tokens, these are context like any other prompt token. Calls that sampled nothing have nothing
+to train and make no row.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rollout.errors import EvidenceError
+from rollout.records import EngineCall, FinishReason, SamplingSupport, TrainingRow
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """A call in the tree."""
+
+    call: EngineCall
+    turn: int
+    """Index of the call in the sequence given."""
+    path: bytes
+    """`prompt + sampled`, 8 bytes a token, most significant first: bytes compare and nest as the token ids do."""
+    parent: _Node | None = None
+    children: list[_Node] = field(default_factory=list)
+    is_trained: bool = False
+
+
+def is_trainable(call: EngineCall) -> bool:
+    """Whether the sampled tokens of a call are trained. Over such calls, trained tokens == sampled tokens."""
+    return call.finish_reason is not FinishReason.ABORT and len(call.sampled_ids) > 0
+
+
+def rows_from_calls(calls: Sequence[EngineCall], *, rollout_id: int = 0, group_id: int = 0) -> list[TrainingRow]:
+    """Make the training rows of one rollout.
+
+    Time is linear in the total number of tokens, up to the logarithm of the number of calls in byte comparisons.
+
+    Args:
+        calls: the calls of one rollout, in any order. Not modified.
+
+    Returns:
+        One row per leaf of the call tree. Independent trees come in the order of their first calls; within a tree, a
+        row that trains a shared stretch comes before the rows that hold the stretch as context.
+
+    Raises:
+        EvidenceError: calls of one row disagree about having a sampling support (tokens.md rule 11).
+    """
+    rows = []
+    for leaf in _leaves(_call_tree(calls)):
+        newly_trained = []
+        node: _Node | None = leaf
+        while node is not None and not node.is_trained:
+            node.is_trained = True
+            newly_trained.append(node)
+            node = node.parent
+        rows.append(_row(leaf, newly_trained[::-1], rollout_id=rollout_id, group_id=group_id))
+    return rows
+
+
+def branch_count(calls: Sequence[EngineCall]) -> int:
+    """Rows beyond the first that the calls need: 0 where every call extends the one before."""
+    return max(0, sum(1 for _ in _leaves(_call_tree(calls))) - 1)
+
+
+def extension_count(calls: Sequence[EngineCall]) -> int:
+    """How many calls extend another call."""
+    nodes = _call_tree(calls)
+    return sum(node.parent is not None for node in nodes)
+
+
+def _call_tree(calls: Sequence[EngineCall]) -> list[_Node]:
+    """Link every trainable call to its parent. Returned in the order of their ids, parents before children."""
+    nodes = [
+        _Node(call=call, turn=turn, path=_big_endian(call.all_ids))
+        for turn, call in enumerate(calls)
+        if is_trainable(call)
+    ]
+    nodes.sort(key=_content_key)
+
+    # In sorted order every prefix of a path comes before it, and the prefixes of the current path form a stack.
+    # Each path is compared once when it is kept and once when it is popped: linear in tokens.
+    stack: list[_Node] = []
+    lengths: list[int] = []
+    for node in nodes:
+        while stack and not node.path.startswith(stack[-1].path):
+            stack.pop()
+            lengths.pop()
+        # A longer prefix than the prompt would cut into this call's own generation.
+        depth = bisect_right(lengths, len(node.call.prompt_ids))
+        if depth:
+            node.parent = stack[depth - 1]
+            node.parent.children.append(node)
+        stack.append(node)
+        lengths.append(len(node.path) // 8)
+    return nodes
+
+
+def _content_key(node: _Node) -> tuple:
+    """Orders calls by what they hold and never by when they came, so that permutations give the same tree."""
+    call = node.call
+    return (
+        node.path,
+        len(call.prompt_ids),
+        call.sampled_logprobs,
+        tuple((span.version, span.start, span.end) for span in call.version_spans),
+        call.finish_reason.value,
+        b"" if call.support is None else call.support.offsets.tobytes() + call.support.token_ids.tobytes(),
+    )
+
+
+def _leaves(nodes: list[_Node]) -> Iterator[_Node]:
+    """Walk the trees depth first, without recursion: an agent may take thousands of turns.
+
+    The first child in content order is entered first, since its row trains what the children share; the others
+    follow as they arrived.
+    """
+    stack = sorted((node for node in nodes if node.parent is None), key=lambda node: node.turn, reverse=True)
+    while stack:
+        node = stack.pop()
+        if not node.children:
+            yield node
+            continue
+        first, *others = node.children
+        stack.extend(sorted(others, key=lambda child: child.turn, reverse=True))
+        stack.append(first)
+
+
+def _row(leaf: _Node, trained: Sequence[_Node], *, rollout_id: int, group_id: int) -> TrainingRow:
+    ids = np.frombuffer(leaf.path, dtype=">i8").astype(np.int64)
+    loss_mask = np.zeros(len(ids), dtype=bool)
+    logprobs = np.zeros(len(ids), dtype=np.float32)
+    versions = np.full(len(ids), -1, dtype=np.int32)
+    turns = np.full(len(ids), -1, dtype=np.int32)
+    for node in trained:
+        start = len(node.call.prompt_ids)
+        sampled = slice(start, start + len(node.call.sampled_ids))
+        loss_mask[sampled] = True
+        logprobs[sampled] = node.call.sampled_logprobs
+        turns[sampled] = node.turn
+        for span in node.call.version_spans:
+            versions[start + span.start : start + span.end] = span.version
+    return TrainingRow(
+        ids=ids,
+        loss_mask=loss_mask,
+        sampling_logprobs=logprobs,
+        versions=versions,
+        turns=turns,
+        rollout_id=rollout_id,
+        group_id=group_id,
+        support=_joined_support(trained),
+    )
+
+
+def _joined_support(trained: Sequence[_Node]) -> SamplingSupport | None:
+    supports = [node.call.support for node in trained if node.call.support is not None]
+    if not supports:
+        return None
+    if len(supports) != len(trained):
+        without = [node.turn for node in trained if node.call.support is None]
+        raise EvidenceError(
+            f"sampling support: calls {without} have none, {len(supports)} other calls of the same row do; all calls "
+            "of a rollout must be sampled with the same top_p, top_k and min_p, and the engine must return the support"
+        )
+    sizes = np.concatenate([np.diff(support.offsets) for support in supports])
+    return SamplingSupport(
+        offsets=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
+        token_ids=np.concatenate([support.token_ids for support in supports]).astype(np.int32),
+    )
+
+
+def _big_endian(ids: Sequence[int]) -> bytes:
+    # numpy reads a tuple several times slower than array does.
+    return np.frombuffer(array("q", ids), dtype=np.int64).astype(">i8").tobytes()
