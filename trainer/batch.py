@@ -89,9 +89,7 @@ def encode(rollouts: Sequence[Rollout], *, mask_truncated: bool) -> bytes:
         "rollout_ids": np.array([rollout.rollout_id for rollout in delivered], dtype=np.int64),
         "group_S": np.array([rollout.group_id for rollout in delivered], dtype=np.int64),
         "rewards_S": np.array([rollout.reward for rollout in delivered], dtype=np.float64),
-        "is_kept_S": np.array(
-            [not (mask_truncated and rollout.is_cut_off) for rollout in delivered], dtype=np.bool_
-        ),
+        "is_kept_S": np.array([not (mask_truncated and rollout.is_cut_off) for rollout in delivered], dtype=np.bool_),
     }
     supports = [row.support for row in rows]
     if rows and all(support is not None for support in supports):
@@ -108,8 +106,9 @@ def decode(payloads: Sequence[bytes]) -> StepBatch:
         arrays = safetensors.numpy.load(payload)
         tables.append(arrays)
         rows += _rows(arrays)
-    merged = {name: np.concatenate([t[name] for t in tables]) for name in
-              ("rollout_ids", "group_S", "rewards_S", "is_kept_S")}
+    merged = {
+        name: np.concatenate([t[name] for t in tables]) for name in ("rollout_ids", "group_S", "rewards_S", "is_kept_S")
+    }
     order = np.argsort(merged["rollout_ids"], kind="stable")
     rows.sort(key=lambda row: row.rollout_id)  # stable: rows of a rollout stay in the order of its branches
     return StepBatch(rows=tuple(rows), **{name: array[order] for name, array in merged.items()})

@@ -184,8 +184,10 @@ class Distributed:
             from safetensors.torch import save_file
 
             tensors = dict(self.unwrapped.named_parameters())
-            save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()},
-                      directory / "parameters.safetensors")
+            save_file(
+                {name: tensor.detach().contiguous() for name, tensor in tensors.items()},
+                directory / "parameters.safetensors",
+            )
             torch.save(self._optimizer.state_dict(), directory / "optimizer.pt")
 
     def load_state(self, directory: Path) -> None:
@@ -202,12 +204,16 @@ class Distributed:
 
         file = directory / "parameters.safetensors"
         if not file.is_file():
-            raise CheckpointError(f"{directory} holds no parameters.safetensors; resume with the config it was saved with")
+            raise CheckpointError(
+                f"{directory} holds no parameters.safetensors; resume with the config it was saved with"
+            )
         saved = load_file(file)
         own = dict(self.unwrapped.named_parameters())
         if saved.keys() != own.keys():
             differing = sorted(saved.keys() ^ own.keys())
-            raise CheckpointError(f"{file} is of another model: {len(differing)} parameters differ, first {differing[0]}")
+            raise CheckpointError(
+                f"{file} is of another model: {len(differing)} parameters differ, first {differing[0]}"
+            )
         with torch.no_grad():
             for name, parameter in own.items():
                 parameter.copy_(saved[name])

@@ -1,0 +1,92 @@
+"""Where a run's numbers go: `metrics.jsonl` always, Weights & Biases if asked for. Rank 0 only.
+
+The step axis is the optimizer update. A logger that fails (network, quota, disk of W&B) never ends a run: it warns
+once and is counted in `health/logger_errors`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.config import LoggerConfig
+
+log = logging.getLogger(__name__)
+
+
+class MetricsLog:
+    """Appends one JSON object per step, and mirrors it to W&B."""
+
+    def __init__(
+        self, path: Path, config: LoggerConfig, *, run_config: Mapping[str, Any], wandb_id: str | None
+    ) -> None:
+        self._path = path
+        self._errors = 0
+        self._wandb: Any = None
+        self.wandb_id = wandb_id
+        if config.wandb != "off":
+            self._start_wandb(config, run_config, path.parent)
+
+    def _start_wandb(self, config: LoggerConfig, run_config: Mapping[str, Any], directory: Path) -> None:
+        import wandb
+
+        try:
+            self.wandb_id = self.wandb_id or wandb.util.generate_id()
+            self._wandb = wandb.init(
+                project=config.project,
+                entity=config.entity,
+                name=directory.name,
+                id=self.wandb_id,
+                resume="allow",
+                mode="offline" if config.wandb == "offline" else "online",
+                dir=str(directory),
+                config=dict(run_config),
+            )
+            self._wandb.define_metric("step")
+            self._wandb.define_metric("*", step_metric="step")
+        except (wandb.errors.Error, OSError) as error:
+            self._failed(error)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One step. Non-finite numbers become null in the file, which is JSON, not Python."""
+        if self._errors:
+            metrics = {**metrics, "health/logger_errors": float(self._errors)}
+        line = {"step": step, **{k: (v if math.isfinite(v) else None) for k, v in sorted(metrics.items())}}
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        if self._wandb is not None:
+            try:
+                self._wandb.log({"step": step, **metrics})
+            except Exception as error:  # one of the three places where faults are tolerated, with a counter
+                self._failed(error)
+
+    def truncate_after(self, step: int) -> None:
+        """Drop the lines of steps after a resumed one: they will be written again."""
+        if not self._path.exists():
+            return
+        kept = []
+        for line in self._path.read_text().splitlines():
+            try:
+                if json.loads(line)["step"] <= step:
+                    kept.append(line)
+            except (ValueError, KeyError):
+                continue  # the line a kill cut in half
+        self._path.write_text("".join(f"{line}\n" for line in kept))
+
+    def close(self) -> None:
+        if self._wandb is not None:
+            try:
+                self._wandb.finish()
+            except Exception as error:
+                self._failed(error)
+
+    def _failed(self, error: Exception) -> None:
+        self._errors += 1
+        if self._errors == 1:
+            log.warning(
+                "W&B failed (%s: %s); the run goes on, metrics are in %s", type(error).__name__, error, self._path
+            )
