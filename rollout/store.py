@@ -1,0 +1,91 @@
+"""Rollouts as JSON, one per line: everything that was sampled, to look at, to diagnose and to train again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rollout.errors import DataError
+from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus, SamplingSupport, VersionSpan
+
+
+def write_rollouts(path: Path, rollouts: Iterable[Rollout]) -> None:
+    with path.open("w") as file:
+        for rollout in rollouts:
+            file.write(json.dumps(to_json(rollout), default=str) + "\n")
+
+
+def read_rollouts(path: Path) -> Iterator[Rollout]:
+    """Raises `DataError` with the line number if a line is not a rollout."""
+    with path.open() as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                yield from_json(json.loads(line))
+            except (ValueError, KeyError, TypeError) as error:
+                raise DataError(f"{path}:{number} is not a saved rollout: {error}") from error
+
+
+def to_json(rollout: Rollout) -> dict[str, Any]:
+    return {
+        "rollout_id": rollout.rollout_id,
+        "group_id": rollout.group_id,
+        "status": rollout.status.value,
+        "reward": rollout.reward,
+        "rewards": dict(rollout.rewards),
+        "outcome": dict(rollout.outcome),
+        "error": rollout.error,
+        "duration_s": rollout.duration_s,
+        "example": dict(rollout.example),
+        "messages": [dict(message) for message in rollout.messages],
+        "calls": [_call_to_json(call) for call in rollout.calls],
+    }
+
+
+def from_json(data: dict[str, Any]) -> Rollout:
+    return Rollout(
+        rollout_id=data["rollout_id"],
+        group_id=data["group_id"],
+        status=RolloutStatus(data["status"]),
+        reward=data["reward"],
+        rewards=data["rewards"],
+        outcome=data["outcome"],
+        error=data["error"],
+        duration_s=data["duration_s"],
+        example=data["example"],
+        messages=tuple(data["messages"]),
+        calls=tuple(_call_from_json(call) for call in data["calls"]),
+    )
+
+
+def _call_to_json(call: EngineCall) -> dict[str, Any]:
+    data: dict[str, Any] = {
+        "prompt_ids": call.prompt_ids,
+        "sampled_ids": call.sampled_ids,
+        "sampled_logprobs": call.sampled_logprobs,
+        "finish_reason": call.finish_reason.value,
+        "version_spans": [(span.version, span.start, span.end) for span in call.version_spans],
+    }
+    if call.support is not None:
+        data["support"] = {"offsets": call.support.offsets.tolist(), "token_ids": call.support.token_ids.tolist()}
+    return data
+
+
+def _call_from_json(data: dict[str, Any]) -> EngineCall:
+    support = data.get("support")
+    return EngineCall(
+        prompt_ids=tuple(data["prompt_ids"]),
+        sampled_ids=tuple(data["sampled_ids"]),
+        sampled_logprobs=tuple(data["sampled_logprobs"]),
+        finish_reason=FinishReason(data["finish_reason"]),
+        version_spans=tuple(VersionSpan(version=v, start=s, end=e) for v, s, e in data["version_spans"]),
+        support=None
+        if support is None
+        else SamplingSupport(
+            offsets=np.asarray(support["offsets"], dtype=np.int64),
+            token_ids=np.asarray(support["token_ids"], dtype=np.int32),
+        ),
+    )

@@ -1,0 +1,31 @@
+"""Wall-clock seconds of the stages of a step, under the names `time/<stage>`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Stopwatch:
+    """Adds up the time spent in each stage."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
+
+    def seconds(self, name: str) -> float:
+        return self._seconds.get(name, 0.0)
+
+    def metrics(self) -> dict[str, float]:
+        return {f"time/{name}": seconds for name, seconds in self._seconds.items()} | {
+            "time/step": time.perf_counter() - self._started
+        }
