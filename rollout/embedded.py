@@ -1,0 +1,372 @@
+"""The engine in this process: vLLM's AsyncLLM behind the `Engine` protocol, token ids in, ids and evidence out.
+
+What can kill or leak a vLLM engine is refused or prevented here, each for a reason that was measured:
+
+* ids outside the vocabulary and prompts that do not fit are refused before they reach the engine: it has no
+  check of its own when it runs without a tokenizer, and dies;
+* chunked prefill is off, because a partial prefill of a request with a seed kills the CPU worker;
+* engine processes are spawned, never forked, and exit with this process (`rollout/plugin.py`);
+* every request has a deadline, since vLLM waits for a hung worker;
+* sampling parameters are sent in full, since what is left out comes from the model's generation_config.json.
+
+vLLM writes to a log file, not to the console; an error quotes the end of that file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import tempfile
+from collections.abc import Awaitable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from rollout.errors import ConfigError, EngineError, EvidenceError
+from rollout.loop import BackgroundLoop
+from rollout.plugin import CHILD_LOG_ENV
+from rollout.records import EngineCall, FinishReason, VersionSpan
+
+if TYPE_CHECKING:
+    from vllm import CompletionOutput, RequestOutput, SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from rollout.engine import Sampling
+
+T = TypeVar("T")
+
+PAUSE_MODES = ("wait", "keep", "abort")
+LOG_TAIL_LINES = 15
+
+
+class EmbeddedEngine:
+    """vLLM in this process and child processes of it. Make one with `start`; all coroutines run in its `loop`."""
+
+    def __init__(self, llm: AsyncLLM, *, loop: BackgroundLoop, log_path: Path, request_timeout_s: float) -> None:
+        self._llm = llm
+        self._log_path = log_path
+        self._request_timeout_s = request_timeout_s
+        self._request_ids = itertools.count()
+        self._is_closed = False
+        self.loop = loop
+        self.vocab_size = llm.model_config.get_vocab_size()
+        self.dtype = llm.model_config.dtype
+        parallel = llm.vllm_config.parallel_config
+        self.num_workers = parallel.world_size * parallel.data_parallel_size
+        transfer = llm.vllm_config.weight_transfer_config
+        assert transfer is not None
+        self.weight_transfer_backend = transfer.backend
+
+    @classmethod
+    def start(
+        cls,
+        model_path: str | Path,
+        *,
+        loop: BackgroundLoop,
+        log_path: str | Path,
+        dtype: str = "float32",
+        max_model_len: int | None = None,
+        kv_cache_gib: float | None = None,
+        max_num_seqs: int = 256,
+        seed: int = 0,
+        weight_transfer_backend: str = "gloo",
+        weight_version: int = 0,
+        request_timeout_s: float = 600.0,
+        start_timeout_s: float = 600.0,
+        num_threads: int | None = None,
+        enforce_eager: bool | None = None,
+        gpu_memory_utilization: float = 0.5,
+        tensor_parallel_size: int = 1,
+        trust_remote_code: bool = False,
+    ) -> EmbeddedEngine:
+        """Load the model and wait until it can sample.
+
+        Args:
+            model_path: directory of a checkpoint (or a hub name); its tokenizer is not needed.
+            loop: the engine's coroutines must run in this loop and no other.
+            log_path: file that vLLM and its processes append to.
+            dtype: torch name of the weights and the computation.
+            max_model_len: longest prompt plus completion, in tokens; None: what the model was made for.
+            kv_cache_gib: memory for the KV cache; None on a GPU: what `gpu_memory_utilization` leaves.
+            max_num_seqs: requests that are sampled at once.
+            seed: of requests without a seed of their own.
+            weight_transfer_backend: gloo, ipc or nccl.
+            weight_version: the version of the weights that are loaded.
+            request_timeout_s: a request that takes longer, waiting included, is given up as hung.
+            start_timeout_s: the same for the start.
+            num_threads: compute threads on CPU; None: the CPUs of this process less one, at least one.
+            enforce_eager: no compilation; None: on CPU, where the first request would compile for seconds.
+            gpu_memory_utilization: share of the GPU's memory; ignored on CPU.
+            tensor_parallel_size: workers that share one copy of the model.
+            trust_remote_code: run model code that comes with the checkpoint.
+
+        Raises:
+            EngineError: vLLM could not load the model, or not in time.
+        """
+        log_path = Path(log_path)
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        is_cpu = not torch.cuda.is_available()
+        eager = is_cpu if enforce_eager is None else enforce_eager
+        if is_cpu and not eager:
+            raise ConfigError("enforce_eager=false needs a GPU; leave it out on CPU")
+        if num_threads is None:
+            num_threads = max(1, len(os.sched_getaffinity(0)) - 1)
+
+        async def build() -> AsyncLLM:
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
+
+            args = AsyncEngineArgs(
+                model=str(model_path),
+                dtype=dtype,  # type: ignore[arg-type]
+                max_model_len=max_model_len,
+                kv_cache_memory_bytes=None if kv_cache_gib is None else int(kv_cache_gib * 2**30),
+                max_num_seqs=max_num_seqs,
+                # A whole prompt must fit one step, because chunked prefill is off.
+                max_num_batched_tokens=None if max_model_len is None else max(max_model_len, 8192),
+                enable_chunked_prefill=False,
+                seed=seed,
+                enforce_eager=eager,
+                gpu_memory_utilization=gpu_memory_utilization,
+                tensor_parallel_size=tensor_parallel_size,
+                distributed_executor_backend="uni" if tensor_parallel_size == 1 else "mp",
+                logprobs_mode="processed_logprobs",
+                weight_transfer_config={"backend": weight_transfer_backend},  # type: ignore[arg-type]
+                skip_tokenizer_init=True,
+                disable_log_stats=True,
+                trust_remote_code=trust_remote_code,
+            )
+            llm = AsyncLLM.from_engine_args(args)
+            await llm.update_weight_version(str(weight_version))
+            return llm
+
+        with _environment(log_path, is_cpu=is_cpu, num_threads=num_threads, start_timeout_s=start_timeout_s):
+            try:
+                llm = loop.run(build())
+            except Exception as error:  # vLLM raises whatever its parts raise, and a failed start has one meaning
+                raise EngineError(
+                    f"the engine could not start with {model_path}: {error}\n{_log_tail(log_path)}"
+                ) from error
+        return cls(llm, loop=loop, log_path=log_path, request_timeout_s=request_timeout_s)
+
+    @property
+    def llm(self) -> AsyncLLM:
+        """vLLM's engine, for the weight sync; everything else goes through the methods below."""
+        return self._llm
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus completion, in tokens."""
+        return self._llm.model_config.max_model_len
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> EngineCall:
+        """Sample one completion; `max_tokens` is cut to what the context leaves.
+
+        Raises:
+            EngineError: the prompt does not fit or holds ids outside the vocabulary, or the engine is dead,
+                hung, or failed on the request.
+            EvidenceError: the answer lacks ids, logprobs or version spans that agree with each other.
+        """
+        room = self._check_prompt(prompt_ids)
+        if sampling.truncates:
+            raise EngineError(
+                "the engine samples from the whole vocabulary only: its logprobs under top_p, top_k or min_p are over "
+                "the kept tokens, the trainer's over all. Set rollout.top_p=1 rollout.top_k=0 rollout.min_p=0"
+            )
+        output = await self._request(prompt_ids, _sampling_params(sampling, max_tokens=min(sampling.max_tokens, room)))
+        return _engine_call(prompt_ids, output.outputs[0])
+
+    async def score(self, ids: Sequence[int]) -> list[float]:
+        """log π(ids[i] | ids[:i]) at temperature 1 for i = 1 .. len(ids) - 1, computed anew (no cached prefix).
+
+        One token of the context must be free: at most `max_model_len - 1` ids.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        self._check_prompt(ids)
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=1.0,
+            prompt_logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            skip_reading_prefix_cache=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        output = await self._request(ids, params)
+        flat = output.prompt_logprobs
+        # Position 0 has no logprob, so the flat list starts with the token at position 1.
+        if flat is None or list(flat.token_ids) != list(ids[1:]):
+            raise EvidenceError(f"engine score: {len(ids)} ids were sent, but the logprobs are not of these ids")
+        return list(flat.logprobs)
+
+    async def pause(self, mode: str) -> None:
+        """Stop sampling. mode: wait (drain), keep (freeze in place), abort. Clears the KV cache."""
+        if mode not in PAUSE_MODES:
+            raise ConfigError(f"pause mode must be one of {', '.join(PAUSE_MODES)}, found {mode!r}")
+        await self._guard(self._llm.pause_generation(mode=mode, clear_cache=True), "pause")  # type: ignore[arg-type]
+
+    async def resume(self) -> None:
+        await self._guard(self._llm.resume_generation(), "resume")
+
+    async def weight_version(self) -> int:
+        """The version that the next sampled token will carry."""
+        return int(await self._guard(self._llm.get_weight_version(), "read the weight version"))
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes. Raises `EngineError` if blocks are in use (pause first)."""
+        if not await self._guard(self._llm.reset_prefix_cache(), "reset the prefix cache"):
+            raise EngineError("the engine did not reset its prefix cache because requests hold blocks; pause it first")
+
+    async def close(self) -> None:
+        """End the engine's processes. Requests in flight fail with `EngineError`. Closing twice is allowed."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._llm.shutdown(timeout=5.0)
+
+    def _check_prompt(self, ids: Sequence[int]) -> int:
+        """The number of tokens that may still be sampled after these ids; at least 1."""
+        if not ids:
+            raise EngineError("the prompt is empty; the engine needs at least one token to condition on")
+        room = self.max_model_len - len(ids)
+        if room < 1:
+            raise EngineError(
+                f"a prompt of {len(ids)} tokens leaves no room to sample in a context of {self.max_model_len}; "
+                f"raise rollout.max_model_len or filter long prompts"
+            )
+        if min(ids) < 0 or max(ids) >= self.vocab_size:
+            bad = next(token for token in ids if not 0 <= token < self.vocab_size)
+            raise EngineError(
+                f"token id {bad} is outside the engine's vocabulary of {self.vocab_size}; "
+                f"are the tokenizer and the model of the same checkpoint?"
+            )
+        return room
+
+    async def _request(self, ids: Sequence[int], params: SamplingParams) -> RequestOutput:
+        async def last_output() -> RequestOutput:
+            last = None
+            stream = self._llm.generate({"prompt_token_ids": list(ids)}, params, f"lockstep-{next(self._request_ids)}")
+            async for last in stream:
+                pass
+            if last is None:
+                raise EvidenceError("engine: the request ended without an output")
+            return last
+
+        return await self._guard(last_output(), "sample", timeout_s=self._request_timeout_s)
+
+    async def _guard(self, call: Awaitable[T], what: str, *, timeout_s: float | None = None) -> T:
+        """Await a vLLM call; whatever goes wrong with the engine becomes an `EngineError` that says what to do."""
+        from vllm.exceptions import VLLMError
+        from vllm.v1.engine.exceptions import EngineGenerateError
+
+        if self._is_closed:
+            raise EngineError(f"cannot {what}: the engine was closed")
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await call
+        except TimeoutError as error:
+            raise EngineError(
+                f"cannot {what}: no answer within {timeout_s} s, so the engine hangs or is overloaded "
+                f"(rollout.request_timeout_s)\n{_log_tail(self._log_path)}"
+            ) from error
+        except (VLLMError, EngineGenerateError) as error:
+            state = "is dead; the run must be resumed from its last checkpoint" if self._llm.errored else "failed"
+            raise EngineError(f"cannot {what}: the engine {state}: {error}\n{_log_tail(self._log_path)}") from error
+
+
+def _sampling_params(sampling: Sampling, *, max_tokens: int) -> SamplingParams:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        n=1,
+        max_tokens=max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        repetition_penalty=1.0,
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=sampling.ignore_eos,
+        seed=sampling.seed,
+        logprobs=0,  # of the sampled token alone
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _engine_call(prompt_ids: Sequence[int], output: CompletionOutput) -> EngineCall:
+    sampled = tuple(output.token_ids)
+    flat = output.logprobs
+    if flat is None or tuple(flat.token_ids) != sampled:
+        raise EvidenceError(f"engine call: the logprobs are not of the {len(sampled)} sampled tokens")
+    if output.finish_reason not in set(FinishReason):
+        raise EvidenceError(f"engine call: unknown finish reason {output.finish_reason!r}")
+    if sampled and not output.weight_versions:
+        raise EvidenceError("engine call: the sampled tokens carry no weight version")
+    return EngineCall(
+        prompt_ids=tuple(prompt_ids),
+        sampled_ids=sampled,
+        sampled_logprobs=tuple(flat.logprobs),
+        finish_reason=FinishReason(output.finish_reason),
+        version_spans=tuple(
+            VersionSpan(version=int(span.version), start=span.start, end=span.end)
+            for span in output.weight_versions or ()
+        ),
+    )
+
+
+@contextmanager
+def _environment(log_path: Path, *, is_cpu: bool, num_threads: int, start_timeout_s: float) -> Iterator[None]:
+    """What vLLM and its processes read from the environment, set while they start and put back afterwards."""
+    handler = {"class": "logging.FileHandler", "filename": str(log_path), "formatter": "plain"}
+    logging_config = {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"plain": {"format": "%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"}},
+        "handlers": {"file": handler},
+        "loggers": {"vllm": {"handlers": ["file"], "level": "INFO", "propagate": False}},
+    }
+    variables = {
+        CHILD_LOG_ENV: str(log_path),
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_ENGINE_READY_TIMEOUT_S": str(int(start_timeout_s)),
+    }
+    if is_cpu:
+        variables |= {
+            # Lets the CPU platform keep the in-process executor: one process and one import of vLLM less.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "OMP_NUM_THREADS": str(num_threads),
+            # Eager mode still compiles single functions at the first request, for 4 to 18 s.
+            "TORCHDYNAMO_DISABLE": "1",
+        }
+    with tempfile.TemporaryDirectory(prefix="lockstep-engine-") as directory:
+        config_path = Path(directory) / "logging.json"
+        config_path.write_text(json.dumps(logging_config), encoding="utf-8")
+        variables["VLLM_LOGGING_CONFIG_PATH"] = str(config_path)
+        before = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+
+
+def _log_tail(path: Path) -> str:
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        return f"(its log {path} cannot be read: {error})"
+    return "\n".join([f"the last lines of {path}:", *(f"  {line}" for line in lines[-LOG_TAIL_LINES:])])

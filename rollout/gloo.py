@@ -1,0 +1,280 @@
+"""Weight transfer over gloo: what vLLM's nccl engine does, for machines without an accelerator.
+
+The trainer's sender is rank 0 of a group of its own, the engine's workers are ranks 1 and up. Weights travel
+as flat byte buckets, one broadcast each. The lifecycle is vLLM's (`start`, `update`, `finish`), and differs
+from the nccl engine in one point: workers stage what they receive and load it in `finish`. So if the trainer
+dies half-way the old weights stay live, at the price of a second copy of the weights in main memory.
+
+Covered: tensor and data parallel workers, tied embeddings, a deadline on every collective.
+Not covered: draft models, quantised engines' completeness check (their scales never travel).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import ClassVar, Self
+
+import torch
+from torch.distributed import ProcessGroup, Work
+from vllm.distributed.utils import stateless_init_torch_distributed_process_group
+from vllm.distributed.weight_transfer.base import (
+    ParamMeta,
+    TrainerInitInfo,
+    TrainerWeightTransferEngine,
+    VLLMWeightSyncClient,
+    WeightSource,
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from rollout.buckets import DEFAULT_BUCKET_BYTES, bucket_layout, plan_buckets, views
+from rollout.errors import SyncError
+
+@dataclass(kw_only=True)
+class GlooInitInfo(WeightTransferInitInfo):
+    """What a worker needs to join: the rendezvous and the deadline of each collective."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    timeout_s: float
+
+
+@dataclass(kw_only=True)
+class GlooTrainerInitInfo(TrainerInitInfo):
+    """What the sender needs: `rank` 0 sends; any other rank only takes part in the gather."""
+
+    backend: ClassVar[str] = "gloo"
+
+    master_address: str
+    master_port: int
+    world_size: int
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    timeout_s: float = 300.0
+
+
+@dataclass(kw_only=True)
+class GlooUpdateInfo(WeightTransferUpdateInfo):
+    """What one round will send, in order."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    bucket_sizes: list[int]
+    """Number of tensors in each bucket: shipped, so that the two sides cannot cut differently."""
+
+    def buckets(self) -> Iterator[list[ParamMeta]]:
+        metas = (
+            ParamMeta(name, getattr(torch, dtype_name), tuple(shape))
+            for name, dtype_name, shape in zip(self.names, self.dtype_names, self.shapes, strict=True)
+        )
+        for size in self.bucket_sizes:
+            yield [next(metas) for _ in range(size)]
+
+
+def _join(address: str, port: int, rank: int, world_size: int, timeout_s: float) -> ProcessGroup:
+    group = stateless_init_torch_distributed_process_group(
+        address, port, rank, world_size, backend="gloo", timeout=timedelta(seconds=timeout_s)
+    )
+    assert isinstance(group, ProcessGroup)
+    return group
+
+
+def _broadcast(group: ProcessGroup, tensor: torch.Tensor) -> Work:
+    return group.broadcast(tensor, 0)
+
+
+class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
+    """The worker's side: receive into staging, load in `finish`."""
+
+    init_info_cls = GlooInitInfo
+    update_info_cls = GlooUpdateInfo
+    supports_draft_weight_update = False
+
+    _group: ProcessGroup | None = None
+    _staged: list[tuple[str, torch.Tensor]]
+
+    def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
+        self.shutdown()  # a trainer that was restarted makes a new group
+        self._staged = []
+        parallel = self.parallel_config
+        worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        self._group = _join(
+            init_info.master_address,
+            init_info.master_port,
+            init_info.rank_offset + worker,
+            init_info.world_size,
+            init_info.timeout_s,
+        )
+
+    def start_weight_update(self) -> None:
+        self._staged = []
+
+    def update_weights(self, update_info: dict) -> None:
+        # The base class would synchronise an accelerator, which is an error where there is none.
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: GlooUpdateInfo) -> None:
+        if self._group is None:
+            raise RuntimeError("gloo weight transfer: init_weight_transfer_engine was not called on this engine")
+        try:
+            for metas in update_info.buckets():
+                bucket = torch.empty(bucket_layout(metas)[1], dtype=torch.uint8)
+                _broadcast(self._group, bucket).wait()
+                self._staged.extend(views(bucket, metas))
+        except BaseException:
+            self._staged = []
+            raise
+
+    def finish_weight_update(self) -> None:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        expected = {name for name, _ in self.model.named_parameters()}
+        staged, self._staged = self._staged, []
+        initialize_layerwise_reload(self.model)
+        try:
+            loaded = self.model.load_weights(self._on_device(staged))
+        finally:
+            # Also after an error: without it layers stay on the meta device and the next step kills the engine.
+            finalize_layerwise_reload(self.model, self.model_config)
+            self._repack_heads()
+        missing = sorted(expected - loaded)
+        if missing and self.model_config.quantization is None:
+            raise RuntimeError(
+                f"weight update: {len(missing)} of {len(expected)} parameters were not among the weights that "
+                f"arrived, first {missing[:3]}; they keep their old values"
+            )
+
+    def _on_device(self, staged: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in staged:
+            yield name, tensor.to(self.device)
+
+    def _repack_heads(self) -> None:
+        """On CPU linear weights are used in a packed copy, and a head tied to the embedding is not loaded itself.
+
+        Without this a tied head computes with its old packing: logprobs off by 2 to 10.
+        """
+        from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+        for module in self.model.modules():
+            if isinstance(module, ParallelLMHead) and isinstance(module.quant_method, QuantizeMethodBase):
+                module.quant_method.process_weights_after_loading(module)
+
+    def shutdown(self) -> None:
+        if self._group is not None:
+            self._group.shutdown()
+            self._group = None
+
+
+class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
+    """The trainer's side. Two buckets are alive at most: one on its way while the next is gathered.
+
+    The source is iterated on the calling thread, so its collectives keep one order on all ranks; the overlap
+    comes from gloo, which sends on threads of its own.
+    """
+
+    init_info_cls = GlooTrainerInitInfo
+
+    def __init__(self, info: GlooTrainerInitInfo, *, client: VLLMWeightSyncClient, source: WeightSource) -> None:
+        super().__init__(client=client, source=source, is_sender=info.is_sender)
+        self._info = info
+        self._source = source
+        self._group: ProcessGroup | None = None
+
+    @classmethod
+    def trainer_init(
+        cls, init_info: GlooTrainerInitInfo, *, client: VLLMWeightSyncClient, source: WeightSource | None = None
+    ) -> Self:
+        if source is None:
+            raise ValueError("gloo weight transfer needs a WeightSource")
+        engine = cls(init_info, client=client, source=source)
+        if init_info.is_sender:
+            engine._rendezvous()
+        return engine
+
+    def _rendezvous(self) -> None:
+        info = self._info
+        worker_info = GlooInitInfo(
+            master_address=info.master_address,
+            master_port=info.master_port,
+            rank_offset=1,
+            world_size=info.world_size,
+            timeout_s=info.timeout_s,
+        )
+        executor = ThreadPoolExecutor(max_workers=1)
+        try:
+            workers = executor.submit(self.client.init_weight_transfer_engine, asdict(worker_info))
+            self._group = _join(info.master_address, info.master_port, 0, info.world_size, info.timeout_s)
+            workers.result(timeout=info.timeout_s)
+        finally:
+            executor.shutdown(wait=False)
+
+    def send_weights(self) -> None:
+        """One round on every trainer rank: start, broadcast while the workers receive, finish."""
+        metas = self._source.metadata()
+        if not self.is_sender:
+            for _ in self._source:
+                pass
+            return
+        buckets = plan_buckets(metas, self._info.bucket_bytes)
+        ordered = [meta for bucket in buckets for meta in bucket]
+        info = GlooUpdateInfo(
+            names=[meta.name for meta in ordered],
+            dtype_names=[str(meta.dtype).removeprefix("torch.") for meta in ordered],
+            shapes=[list(meta.shape) for meta in ordered],
+            bucket_sizes=[len(bucket) for bucket in buckets],
+        )
+        self.client.start_weight_update()
+        executor = ThreadPoolExecutor(max_workers=1)
+        try:
+            receiving = executor.submit(self.client.update_weights, asdict(info))
+            self._broadcast_all(buckets, receiving)
+            receiving.result(timeout=self._info.timeout_s)
+        finally:
+            # Not waiting: if the broadcast failed, the workers' RPC may sit in a collective until its own deadline.
+            executor.shutdown(wait=False)
+        self.client.finish_weight_update()
+
+    def _broadcast_all(self, buckets: Sequence[Sequence[ParamMeta]], receiving: Future[None]) -> None:
+        assert self._group is not None
+        pairs = iter(self._source)
+        in_flight: tuple[Work, torch.Tensor] | None = None
+        for metas in buckets:
+            bucket = _pack(pairs, metas)
+            if in_flight is not None:
+                in_flight[0].wait()
+            if receiving.done():
+                receiving.result()  # the workers gave up: their reason is better than ours
+            in_flight = (_broadcast(self._group, bucket), bucket)
+        if in_flight is not None:
+            in_flight[0].wait()
+        if (extra := next(pairs, None)) is not None:
+            raise SyncError(f"weight source yields {extra[0]!r}, which its metadata() does not declare")
+
+    def shutdown(self) -> None:
+        if self._group is not None:
+            self._group.shutdown()
+            self._group = None
+
+
+def _pack(pairs: Iterator[tuple[str, torch.Tensor]], metas: Sequence[ParamMeta]) -> torch.Tensor:
+    """Copy the next tensors of the source into one flat byte bucket in main memory."""
+    bucket = torch.empty(bucket_layout(metas)[1], dtype=torch.uint8)
+    for (_, view), expected in zip(views(bucket, metas), metas, strict=True):
+        found = next(pairs, None)
+        if found is None:
+            raise SyncError(f"weight source ended before {expected.name!r}, which its metadata() declares")
+        name, tensor = found
+        if (name, tensor.dtype, tuple(tensor.shape)) != (expected.name, expected.dtype, expected.shape):
+            raise SyncError(
+                f"weight source yields {name!r} {tensor.dtype} {tuple(tensor.shape)} where its metadata() declares "
+                f"{expected.name!r} {expected.dtype} {expected.shape}"
+            )
+        view.copy_(tensor)
+    return bucket
