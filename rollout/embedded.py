@@ -15,20 +15,24 @@ vLLM writes to a log file, not to the console; an error quotes the end of that f
 from __future__ import annotations
 
 import asyncio
+import atexit
 import itertools
 import json
+import math
 import os
+import sys
 import tempfile
-from collections.abc import Awaitable, Iterator, Sequence
+import time
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from rollout.errors import ConfigError, EngineError, EvidenceError
 from rollout.loop import BackgroundLoop
-from rollout.plugin import CHILD_LOG_ENV
+from rollout.plugin import CHILD_ENV
 from rollout.records import EngineCall, FinishReason, VersionSpan
 
 if TYPE_CHECKING:
@@ -39,6 +43,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+WATCH_S = 0.5
+"""How often a call that waits looks whether the engine still lives."""
+SHUTDOWN_TIMEOUT_S = 5.0
 PAUSE_MODES = ("wait", "keep", "abort")
 LOG_TAIL_LINES = 15
 
@@ -47,12 +54,12 @@ class EmbeddedEngine:
     """vLLM in this process and child processes of it. Make one with `start`; all coroutines run in its `loop`."""
 
     def __init__(self, llm: AsyncLLM, *, loop: BackgroundLoop, log_path: Path, request_timeout_s: float) -> None:
-        self._llm = llm
+        self._llm: AsyncLLM | None = llm
         self._log_path = log_path
         self._request_timeout_s = request_timeout_s
         self._request_ids = itertools.count()
-        self._is_closed = False
         self.loop = loop
+        self.max_model_len = llm.model_config.max_model_len
         self.vocab_size = llm.model_config.get_vocab_size()
         self.dtype = llm.model_config.dtype
         parallel = llm.vllm_config.parallel_config
@@ -60,6 +67,7 @@ class EmbeddedEngine:
         transfer = llm.vllm_config.weight_transfer_config
         assert transfer is not None
         self.weight_transfer_backend = transfer.backend
+        atexit.register(self._shutdown)
 
     @classmethod
     def start(
@@ -144,7 +152,7 @@ class EmbeddedEngine:
             await llm.update_weight_version(str(weight_version))
             return llm
 
-        with _environment(log_path, is_cpu=is_cpu, num_threads=num_threads, start_timeout_s=start_timeout_s):
+        with _output_to(log_path), _environment(log_path, is_cpu=is_cpu, num_threads=num_threads, start_timeout_s=start_timeout_s):
             try:
                 llm = loop.run(build())
             except Exception as error:  # vLLM raises whatever its parts raise, and a failed start has one meaning
@@ -156,12 +164,9 @@ class EmbeddedEngine:
     @property
     def llm(self) -> AsyncLLM:
         """vLLM's engine, for the weight sync; everything else goes through the methods below."""
+        if self._llm is None:
+            raise EngineError("the engine was closed")
         return self._llm
-
-    @property
-    def max_model_len(self) -> int:
-        """Longest prompt plus completion, in tokens."""
-        return self._llm.model_config.max_model_len
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> EngineCall:
         """Sample one completion; `max_tokens` is cut to what the context leaves.
@@ -209,25 +214,39 @@ class EmbeddedEngine:
         """Stop sampling. mode: wait (drain), keep (freeze in place), abort. Clears the KV cache."""
         if mode not in PAUSE_MODES:
             raise ConfigError(f"pause mode must be one of {', '.join(PAUSE_MODES)}, found {mode!r}")
-        await self._guard(self._llm.pause_generation(mode=mode, clear_cache=True), "pause")  # type: ignore[arg-type]
+        await self.guard(self.llm.pause_generation(mode=mode, clear_cache=True), "pause")  # type: ignore[arg-type]
 
     async def resume(self) -> None:
-        await self._guard(self._llm.resume_generation(), "resume")
+        await self.guard(self.llm.resume_generation(), "resume")
 
     async def weight_version(self) -> int:
         """The version that the next sampled token will carry."""
-        return int(await self._guard(self._llm.get_weight_version(), "read the weight version"))
+        return int(await self.guard(self.llm.get_weight_version(), "read the weight version"))
 
     async def reset_prefix_cache(self) -> None:
         """Forget cached prefixes. Raises `EngineError` if blocks are in use (pause first)."""
-        if not await self._guard(self._llm.reset_prefix_cache(), "reset the prefix cache"):
+        if not await self.guard(self.llm.reset_prefix_cache(), "reset the prefix cache"):
             raise EngineError("the engine did not reset its prefix cache because requests hold blocks; pause it first")
+
+    async def control(self, name: str, *arguments: object) -> None:
+        """Call one of vLLM's weight transfer methods by name, as `WeightSync` does."""
+        calls = {
+            "init_weight_transfer_engine": self.llm.init_weight_transfer_engine,
+            "start_weight_update": self.llm.start_weight_update,
+            "update_weights": self.llm.update_weights,
+            "finish_weight_update": self.llm.finish_weight_update,
+        }
+        await self.guard(calls[name](*arguments), name.replace("_", " "))
 
     async def close(self) -> None:
         """End the engine's processes. Requests in flight fail with `EngineError`. Closing twice is allowed."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._llm.shutdown(timeout=5.0)
+        await asyncio.to_thread(self._shutdown)
+
+    def _shutdown(self) -> None:
+        atexit.unregister(self._shutdown)
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            llm.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
 
     def _check_prompt(self, ids: Sequence[int]) -> int:
         """The number of tokens that may still be sampled after these ids; at least 1."""
@@ -250,33 +269,50 @@ class EmbeddedEngine:
     async def _request(self, ids: Sequence[int], params: SamplingParams) -> RequestOutput:
         async def last_output() -> RequestOutput:
             last = None
-            stream = self._llm.generate({"prompt_token_ids": list(ids)}, params, f"lockstep-{next(self._request_ids)}")
+            stream = self.llm.generate({"prompt_token_ids": list(ids)}, params, f"lockstep-{next(self._request_ids)}")
             async for last in stream:
                 pass
             if last is None:
                 raise EvidenceError("engine: the request ended without an output")
             return last
 
-        return await self._guard(last_output(), "sample", timeout_s=self._request_timeout_s)
+        return await self.guard(last_output(), "sample", timeout_s=self._request_timeout_s)
 
-    async def _guard(self, call: Awaitable[T], what: str, *, timeout_s: float | None = None) -> T:
-        """Await a vLLM call; whatever goes wrong with the engine becomes an `EngineError` that says what to do."""
+    async def guard(self, call: Coroutine[Any, Any, T], what: str, *, timeout_s: float | None = None) -> T:
+        """Await a vLLM call; whatever goes wrong with the engine becomes an `EngineError` that says what to do.
+
+        The call is watched, not only awaited: vLLM leaves control calls unanswered when the engine dies under
+        them, and waits for a hung worker.
+        """
         from vllm.exceptions import VLLMError
         from vllm.v1.engine.exceptions import EngineGenerateError
 
-        if self._is_closed:
-            raise EngineError(f"cannot {what}: the engine was closed")
+        task = asyncio.ensure_future(call)
+        give_up_at = math.inf if timeout_s is None else time.monotonic() + timeout_s
         try:
-            async with asyncio.timeout(timeout_s):
-                return await call
-        except TimeoutError as error:
-            raise EngineError(
-                f"cannot {what}: no answer within {timeout_s} s, so the engine hangs or is overloaded "
-                f"(rollout.request_timeout_s)\n{_log_tail(self._log_path)}"
-            ) from error
+            while not task.done():
+                await asyncio.wait({task}, timeout=max(0.0, min(WATCH_S, give_up_at - time.monotonic())))
+                if task.done():
+                    break
+                if self.llm.errored:
+                    raise self._dead(what)
+                if time.monotonic() >= give_up_at:
+                    raise EngineError(
+                        f"cannot {what}: no answer within {timeout_s:g} s, so the engine hangs or is overloaded; "
+                        f"raise rollout.request_timeout_s if it is only slow\n{_log_tail(self._log_path)}"
+                    )
+            return task.result()
         except (VLLMError, EngineGenerateError) as error:
-            state = "is dead; the run must be resumed from its last checkpoint" if self._llm.errored else "failed"
-            raise EngineError(f"cannot {what}: the engine {state}: {error}\n{_log_tail(self._log_path)}") from error
+            if self.llm.errored:
+                raise self._dead(what) from error
+            raise EngineError(f"cannot {what}: {error}\n{_log_tail(self._log_path)}") from error
+        finally:
+            task.cancel()
+
+    def _dead(self, what: str) -> EngineError:
+        return EngineError(
+            f"cannot {what}: the engine is dead; resume the run from its last checkpoint\n{_log_tail(self._log_path)}"
+        )
 
 
 def _sampling_params(sampling: Sampling, *, max_tokens: int) -> SamplingParams:
@@ -336,7 +372,7 @@ def _environment(log_path: Path, *, is_cpu: bool, num_threads: int, start_timeou
         "loggers": {"vllm": {"handlers": ["file"], "level": "INFO", "propagate": False}},
     }
     variables = {
-        CHILD_LOG_ENV: str(log_path),
+        CHILD_ENV: "1",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_ENGINE_READY_TIMEOUT_S": str(int(start_timeout_s)),
     }
@@ -362,6 +398,26 @@ def _environment(log_path: Path, *, is_cpu: bool, num_threads: int, start_timeou
                     del os.environ[name]
                 else:
                     os.environ[name] = value
+
+
+@contextmanager
+def _output_to(log_path: Path) -> Iterator[None]:
+    """Send this process's stdout and stderr to a file. Child processes started meanwhile keep it for good."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    console = {descriptor: os.dup(descriptor) for descriptor in (1, 2)}
+    try:
+        for descriptor in console:
+            os.dup2(log, descriptor)
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for descriptor, saved in console.items():
+            os.dup2(saved, descriptor)
+            os.close(saved)
+        os.close(log)
 
 
 def _log_tail(path: Path) -> str:

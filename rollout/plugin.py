@@ -1,12 +1,11 @@
 """The vLLM general plugin: what Lockstep adds to every vLLM process, and to the processes of its own engines.
 
 vLLM calls `register` in each of its processes (entry point `vllm.general_plugins`). In all of them it only
-names the gloo weight transfer. In processes that `rollout/embedded.py` started, marked by `CHILD_LOG_ENV`,
+names the gloo weight transfer. In processes that `rollout/embedded.py` started, marked by `CHILD_ENV`,
 it also makes the process a good child:
 
 * it exits when its parent does, also when the parent was killed with SIGKILL (vLLM's own would live for ever);
-* it leaves the terminal's process group, so that Ctrl-C reaches the trainer alone, which can then finish its update;
-* its stdout and stderr go to the engine log, so that the console stays the trainer's.
+* it leaves the terminal's process group, so that Ctrl-C reaches the trainer alone, which can then finish its update.
 
 Not covered: the seconds between the start of a child and the loading of plugins, which are imports.
 """
@@ -16,11 +15,10 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.connection
 import os
-import sys
 import threading
 
-CHILD_LOG_ENV = "LOCKSTEP_ENGINE_LOG"
-"""Set while an embedded engine starts its processes: the file that their output goes to."""
+CHILD_ENV = "LOCKSTEP_ENGINE_CHILD"
+"""Set while an embedded engine starts its processes."""
 
 ORPHAN_POLL_S = 1.0
 
@@ -28,11 +26,9 @@ ORPHAN_POLL_S = 1.0
 def register() -> None:
     """Entry point `lockstep`; safe to call more than once."""
     _register_gloo()
-    log_path = os.environ.get(CHILD_LOG_ENV)
     parent = multiprocessing.parent_process()
-    if log_path and parent is not None:
+    if CHILD_ENV in os.environ and parent is not None:
         _leave_the_terminal()
-        _redirect_output(log_path)
         _exit_with_parent(parent.sentinel)
 
 
@@ -49,15 +45,6 @@ def _register_gloo() -> None:
 def _leave_the_terminal() -> None:
     if os.getpgrp() != os.getpid():  # a process that already leads a group may not start a session
         os.setsid()
-
-
-def _redirect_output(log_path: str) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
 
 
 def _exit_with_parent(parent_sentinel: int) -> None:
