@@ -93,7 +93,7 @@ class SyncConfig:
     pause: str = setting("wait", "what happens to running requests during a sync", choices=("wait", "keep", "abort"))
     bucket_mib: float = setting(512.0, "parameters gathered and sent at once, at most [MiB]")
     canary_threshold: float | None = setting(
-        None, "largest |logp engine - logp trainer| of the canary; null: 1e-3 in float32, 0.5 in bfloat16 [nats]"
+        None, "largest |logp engine - logp trainer| of the canary; null: by the engine's dtype [nats]"
     )
     timeout_s: float = setting(300.0, "deadline of one sync on all ranks [s]")
 

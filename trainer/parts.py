@@ -1,0 +1,77 @@
+"""The parts of a run that sample and score, made from the configuration. Training and evaluation share them."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from rewards.composition import RewardSet
+from rollout.chat import Chat
+from rollout.embedded import EmbeddedEngine
+from rollout.engine import Engine, Sampling
+from rollout.environments import make_environment
+from rollout.loop import BackgroundLoop
+from rollout.sampler import Sampler
+from trainer.config import Config
+
+
+def start_engine(config: Config, *, loop: BackgroundLoop, log_path: Path) -> EmbeddedEngine:
+    """vLLM with the model of the configuration; raises `EngineError` with the end of its log if it does not start."""
+    settings = config.rollout
+    return EmbeddedEngine.start(
+        config.model.path,
+        loop=loop,
+        log_path=log_path,
+        dtype=config.model.dtype,
+        max_model_len=settings.max_model_len,
+        kv_cache_gib=settings.kv_cache_gib,
+        max_num_seqs=settings.max_num_seqs,
+        seed=config.seed,
+        # CUDA IPC hands weights to an engine on the trainer's own GPU; gloo is the transport between CPU processes.
+        weight_transfer_backend="ipc" if torch.cuda.is_available() else "gloo",
+        request_timeout_s=settings.request_timeout_s,
+        start_timeout_s=settings.start_timeout_s,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+
+
+def make_chat(config: Config) -> Chat:
+    return Chat.from_pretrained(
+        config.model.path,
+        history=config.environment.history,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+
+
+def make_sampler(config: Config, *, engine: Engine, chat: Chat) -> Sampler:
+    environment = config.environment
+    return Sampler(
+        engine=engine,
+        chat=chat,
+        make_environment=partial(make_environment, environment.name, **environment.settings),
+        max_turns=environment.max_turns,
+        seed=config.seed,
+    )
+
+
+def make_sampling(config: Config, chat: Chat, *, temperature: float) -> Sampling:
+    settings = config.rollout
+    return Sampling(
+        max_tokens=settings.max_tokens_per_turn,
+        temperature=temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        min_p=settings.min_p,
+        stop_token_ids=tuple(chat.stop_token_ids),
+    )
+
+
+def make_rewards(config: Config) -> RewardSet:
+    return RewardSet.from_settings(
+        config.reward.functions,
+        weights=config.reward.weights,
+        settings=config.reward.settings,
+        timeout_s=config.reward.timeout_s,
+    )

@@ -1,0 +1,244 @@
+"""A whole run: build the parts, train, save. `scripts/train.py` calls `run` on every rank."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch
+from omegaconf import OmegaConf
+
+from rollout.embedded import EmbeddedEngine
+from rollout.loop import BackgroundLoop
+from rollout.store import write_rollouts
+from rollout.sync import WeightSync
+from trainer import checkpoint
+from trainer.alarms import AlarmThresholds, alarms
+from trainer.checkpoint import TrainerState
+from trainer.config import Config
+from trainer.console import RunConsole
+from trainer.data import Prompts, load_rows
+from trainer.distributed import Distributed
+from trainer.evaluation import heldout_rows, sample_and_score, summary
+from trainer.interrupt import Interrupt
+from trainer.loop import StepReport, Trainer
+from trainer.metrics import MetricsLog
+from trainer.optimizer import make_optimizer
+from trainer.parts import make_chat, make_rewards, make_sampler, make_sampling, start_engine
+from trainer.policy import Policy
+from trainer.rundir import RunDirectory, open_run
+from trainer.update import Updater
+
+
+def run(config: Config) -> None:
+    """Train as configured. Raises `LockstepError` on every rank when the run cannot go on."""
+    quiet_third_parties()
+    distributed = Distributed.start(dtype=config.model.dtype, max_grad_norm=config.optimizer.max_grad_norm)
+    try:
+        directory, _lock = open_run(config, distributed)
+        with BackgroundLoop() as loop:
+            Run(config, distributed, directory, loop).train()
+    finally:
+        distributed.close()
+
+
+class Run:
+    """The parts of a run on this rank, and the life around `Trainer.step`: checkpoints, evaluation, reports."""
+
+    def __init__(self, config: Config, distributed: Distributed, directory: RunDirectory, loop: BackgroundLoop) -> None:
+        self._config = config
+        self._distributed = distributed
+        self._directory = directory
+        self._loop = loop
+        self._console = RunConsole(enabled=distributed.is_main, total_updates=config.updates)
+        self._console.say(f"run directory  {directory.path}")
+        self._interrupt = Interrupt()
+        torch.manual_seed(config.seed)
+
+        # The engine starts first: it forks workers, which must not inherit threads of a model that computes.
+        self._engine = distributed.together(self._start_engine)
+        policy = Policy.from_pretrained(
+            config.model.path,
+            dtype="float32",  # master weights; mixed precision is the framework's (trainer/distributed.py)
+            attn_implementation=config.model.attn_implementation,
+            gradient_checkpointing=config.model.gradient_checkpointing,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+        self._module = distributed.prepare(policy, make_optimizer(policy, config.optimizer))
+        self._updater = Updater(self._module, distributed, config)
+        self._rewards = make_rewards(config)
+        self._prompts = Prompts(
+            distributed.together(lambda: load_rows(config.data.path, config.data.split)),
+            seed=config.seed,
+            shuffle=config.data.shuffle,
+        )
+        self._chat = make_chat(config)
+        self._sampler = make_sampler(config, engine=self._engine, chat=self._chat) if self._engine else None
+        self._trainer = Trainer(
+            config,
+            distributed=distributed,
+            updater=self._updater,
+            loop=loop,
+            sampler=self._sampler,
+            sampling=make_sampling(config, self._chat, temperature=config.rollout.temperature),
+            rewards=self._rewards,
+            prompts=self._prompts,
+            sync=self._make_sync(),
+        )
+        self._metrics = self._restore_or_begin()
+
+    def train(self) -> None:
+        """All updates, then the final checkpoint and model."""
+        try:
+            self._console.say(
+                f"engine ready; {self._config.rollout.prompts_per_step} prompts x "
+                f"{self._config.rollout.samples_per_prompt} samples per update, {self._config.updates} updates, "
+                f"{self._distributed.world_size} rank(s), ZeRO stage {self._distributed.zero_stage}"
+            )
+            self._trainer.push_weights()  # also after a resume: the engine has loaded the base model
+            saved_at = self._trainer.version
+            while self._trainer.version < self._config.updates and not self._must_stop():
+                report = self._one_step()
+                if self._is_due(self._config.checkpoint.every, report.update):
+                    self._save()
+                    saved_at = report.update
+                if self._is_due(self._config.eval.every, report.update):
+                    self._evaluate(report.update)
+            if saved_at != self._trainer.version:
+                self._save()
+            self._finish()
+        finally:
+            if self._metrics is not None:
+                self._metrics.close()
+            if self._engine is not None:
+                self._loop.run(self._engine.close())
+
+    # Parts
+
+    def _start_engine(self) -> EmbeddedEngine | None:
+        """On rank 0; None elsewhere."""
+        if not self._distributed.is_main:
+            return None
+        self._console.say("starting the engine ...")
+        return start_engine(self._config, loop=self._loop, log_path=self._directory.logs / "engine.log")
+
+    def _make_sync(self) -> WeightSync:
+        settings = self._config.sync
+        policy = self._distributed.unwrapped
+        assert isinstance(policy, Policy)
+        return WeightSync(
+            engine=self._engine,
+            module=policy.model,
+            score_canary=self._updater.logprobs,
+            canary_threshold=settings.canary_threshold,
+            pause_mode=settings.pause,
+            bucket_bytes=int(settings.bucket_mib * 2**20),
+            deadline_s=settings.timeout_s,
+        )
+
+    # Life of a run
+
+    def _restore_or_begin(self) -> MetricsLog | None:
+        """Load the checkpoint that `resume` asks for, and open the logs."""
+        path, skipped = self._distributed.together(
+            lambda: checkpoint.find(self._config.resume, self._directory.checkpoints)
+        )
+        for sentence in skipped:
+            self._console.warn(f"checkpoint passed over: {sentence}")
+        state = None
+        if path is not None:
+            state = checkpoint.load(path, self._distributed)
+            self._trainer.num_steps = state.step
+            self._updater.num_updates = state.update
+            self._prompts.cursor = state.data_cursor
+            self._console.say(f"resumed from {path} at update {state.update}")
+        if not self._distributed.is_main:
+            return None
+        metrics = MetricsLog(
+            self._directory.metrics,
+            self._config.logger,
+            run_config=OmegaConf.to_container(OmegaConf.structured(self._config)),  # type: ignore[arg-type]
+            wandb_id=state.wandb_id if state else None,
+        )
+        metrics.truncate_after(self._updater.num_updates)
+        return metrics
+
+    def _one_step(self) -> StepReport:
+        batch_size = self._config.rollout.prompts_per_step * self._config.rollout.samples_per_prompt
+        with self._console.rollouts(self._trainer.version + 1, batch_size) as on_rollout:
+            report = self._trainer.step(on_rollout)
+        if self._metrics is None:
+            return report
+        thresholds = AlarmThresholds(kl=self._config.correction.alarm_kl, ess=self._config.correction.alarm_ess)
+        sentences = alarms(report.metrics, thresholds)
+        self._metrics.write(report.update, {**report.metrics, "health/alarms": float(len(sentences))})
+        self._console.row({**report.metrics, "step": report.update})
+        self._console.alarms(sentences)
+        if self._config.logger.save_rollouts:
+            write_rollouts(self._directory.rollouts / f"step-{report.update:06d}.jsonl", report.rollouts)
+        if self._is_due(self._config.logger.print_rollouts_every, report.update) or report.update == 1:
+            for rollout in report.rollouts[: self._config.logger.print_rollouts]:
+                self._console.sample(rollout)
+        return report
+
+    def _evaluate(self, update: int) -> None:
+        """Held-out rows on rank 0's engine; the other ranks wait at the next collective."""
+        if self._sampler is None or self._metrics is None:
+            return
+        temperature = self._config.eval.temperature
+        rollouts = sample_and_score(
+            heldout_rows(self._config),
+            sampler=self._sampler,
+            rewards=self._rewards,
+            loop=self._loop,
+            sampling=make_sampling(self._config, self._chat, temperature=temperature),
+            samples_per_prompt=self._config.eval.samples_per_prompt,
+        )
+        metrics = summary(rollouts)
+        self._metrics.write(update, metrics)
+        self._console.say(
+            f"evaluation at update {update}: reward {metrics['eval/reward_mean']:.3f} "
+            f"± {metrics['eval/reward_stderr']:.3f} over {len(rollouts)} held-out rollouts"
+        )
+
+    def _save(self) -> None:
+        state = TrainerState(
+            step=self._trainer.num_steps,
+            update=self._trainer.version,
+            data_cursor=self._prompts.cursor,
+            wandb_id=self._metrics.wandb_id if self._metrics else None,
+        )
+        checkpoint.save(self._directory.checkpoints, state, self._distributed, keep=self._config.checkpoint.keep)
+
+    def _finish(self) -> None:
+        """Write the model, and say what can be done with the run."""
+        self._distributed.save_pretrained(self._directory.model)
+        if not self._distributed.is_main:
+            return
+        self._chat.tokenizer.save_pretrained(self._directory.model)
+        path = self._directory.path
+        if self._trainer.version < self._config.updates:
+            self._console.say(f"stopped after update {self._trainer.version}; everything is saved")
+        self._console.say(
+            f"model          {self._directory.model}\n"
+            f"resume         python scripts/train.py run_name={path.name} resume=auto updates=<more> "
+            "[the overrides of this run]\n"
+            f"evaluate       python scripts/evaluate.py model.path={self._directory.model}\n"
+            f"inspect        python scripts/inspect_run.py {path}"
+        )
+
+    def _must_stop(self) -> bool:
+        """Whether any rank was asked to stop; agreed by all, because the next step is a collective."""
+        return bool(self._distributed.sum(torch.tensor([float(self._interrupt.requested)])).item())
+
+    @staticmethod
+    def _is_due(every: int, update: int) -> bool:
+        return every > 0 and update % every == 0
+
+
+def quiet_third_parties() -> None:
+    """Libraries report through their own loggers; the console belongs to the run."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    for name in ("transformers", "deepspeed", "DeepSpeed", "accelerate", "datasets", "torch.distributed"):
+        logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,0 +1,260 @@
+"""Scoring and updating the policy on the rows of a step: packs, microbatches, one denominator.
+
+What each token is worth (advantage, correction weight, old logprob) is a tensor over all trained tokens of the step
+(`Targets`); a microbatch looks its tokens up by `PackedBatch.token_index_T`. So the numbers a token is trained with
+cannot depend on where it was packed, and only sums of per-token losses meet the framework.
+
+Shape legend: _S rollouts of the step, _N trained tokens of the step, _T trained tokens of a microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rollout.records import TrainingRow
+from trainer.balance import Plan, plan
+from trainer.batch import StepBatch
+from trainer.config import AlgorithmConfig, Config
+from trainer.correction import CorrectionResult
+from trainer.distributed import Distributed
+from trainer.losses import POLICY_LOSSES, LossInputs, LossOutputs, entropy_bonus, sequence_log_ratio
+from trainer.normalization import StepCounts, loss_coefficients, normalized_loss
+from trainer.packing import PackedBatch, collate
+from trainer.schedule import learning_rate
+from trainer.segments import rollout_count
+
+SEQUENCE_LEVEL = ("gspo",)
+"""Losses whose ratio is one per rollout, which no microbatch can see alone."""
+
+LOSS_SETTINGS = {
+    "ppo_clip": ("clip_low", "clip_high", "dual_clip"),
+    "gspo": ("clip_low", "clip_high"),
+    "cispo": ("clip_low", "clip_high"),
+    "clipped_tis": ("clip_high",),
+}
+"""Which settings of `algorithm` a loss takes; the others have constants of their papers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Targets:
+    """Per trained token of the step, what it is trained with. All detached, on CPU."""
+
+    advantages_N: Tensor
+    old_logp_N: Tensor
+    weights_N: Tensor
+    keep_N: Tensor
+    """bool: False for tokens that left the loss mask (rejected, or of a masked rollout), and so the denominators."""
+
+    @classmethod
+    def of(cls, batch: StepBatch, advantages_S: Tensor, old_logp_N: Tensor, correction: CorrectionResult) -> Targets:
+        rollout_N = batch.rollout_N
+        return cls(
+            advantages_N=advantages_S[rollout_N].float(),
+            old_logp_N=old_logp_N,
+            weights_N=correction.weights_T,
+            keep_N=correction.keep_T & torch.from_numpy(batch.is_kept_S)[rollout_N],
+        )
+
+
+class Updater:
+    """The policy, how it is scored, and how it is changed."""
+
+    def __init__(self, module: nn.Module, distributed: Distributed, config: Config) -> None:
+        self._module = module
+        self._distributed = distributed
+        self._config = config
+        self._loss = policy_loss(config.algorithm)
+        self.num_updates = 0
+        """Optimizer steps done; the version of the weights."""
+
+    def score(self, batch: StepBatch) -> Tensor:
+        """(N,) logprobs of all trained tokens under the weights as they are, on every rank; a collective."""
+        return self._score(batch, range(len(batch.rows)))
+
+    def update(self, batch: StepBatch, targets: Targets) -> dict[str, float]:
+        """All epochs and minibatches of one rollout batch; a collective. Returns means over the step."""
+        reports = []
+        for rollouts in self._minibatches(batch.num_rollouts):
+            if len(rollouts):
+                reports.append(self._one_update(batch, targets, rollouts, is_first=not reports))
+        return {name: float(np.mean([r[name] for r in reports])) for name in reports[0]} if reports else {}
+
+    def logprobs(self, ids: Sequence[int]) -> list[float]:
+        """log π(ids[i] | ids[:i]) at temperature 1 for i ≥ 1, by the trainer's own forward; a collective."""
+        packed = collate([whole_row(ids)], [0], device=self._distributed.device)
+        with torch.no_grad():
+            logp_T, _ = self._module(packed, temperature=1.0, with_entropy=False)
+        return logp_T.float().tolist()
+
+    # One optimizer step
+
+    def _one_update(
+        self, batch: StepBatch, targets: Targets, rollouts: np.ndarray, *, is_first: bool
+    ) -> dict[str, float]:
+        chosen = np.isin(batch.layout.rollout_index, rollouts)
+        rows = np.flatnonzero(chosen).tolist()
+        counts, tokens_S = self._counts(batch, targets, rollouts)
+        seq_log_ratio_S = self._sequence_log_ratio(batch, targets, rows, is_first=is_first)
+        share = self._plan(batch, rows)
+        sums: dict[str, float] = {}
+        packs = share.microbatches[self._distributed.rank]
+        for number, pack in enumerate(packs):
+            packed = collate(batch.rows, pack, batch.layout, device=self._distributed.device)
+            with self._distributed.accumulate(is_last=number == len(packs) - 1) as backward:
+                loss, microbatch_sums = self._microbatch_loss(packed, targets, counts, tokens_S, seq_log_ratio_S)
+                # Ranks average gradients; the loss is a sum over them.
+                backward(loss * self._distributed.world_size)
+            for name, value in microbatch_sums.items():
+                sums[name] = sums.get(name, 0.0) + float(value)
+        lr = self._learning_rate()
+        grad_norm = self._distributed.step(lr)
+        self.num_updates += 1
+        names = sorted(sums)
+        totals = self._distributed.sum(torch.tensor([sums[name] for name in names], dtype=torch.float64)).tolist()
+        means = {
+            name: total if name == "policy/loss" else total / max(counts.num_tokens, 1)
+            for name, total in zip(names, totals, strict=True)
+        }
+        return means | {
+            "optim/grad_norm": grad_norm,
+            "optim/lr": lr,
+            "perf/packing_ratio": share.packing_ratio,
+            "perf/rank_imbalance": share.rank_imbalance,
+            "perf/microbatches": float(len(packs)),
+        }
+
+    def _microbatch_loss(
+        self,
+        packed: PackedBatch,
+        targets: Targets,
+        counts: StepCounts,
+        tokens_S: Tensor,
+        seq_log_ratio_S: Tensor | None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """This microbatch's share of the loss of the optimizer step, and its sums for metrics."""
+        algorithm = self._config.algorithm
+        with_entropy = algorithm.entropy_coef != 0
+        logp_T, entropy_T = self._module(
+            packed, temperature=self._config.rollout.temperature, with_entropy=with_entropy
+        )
+        index_T = packed.token_index_T.cpu()
+        keep_T = targets.keep_N[index_T]
+        kept_index_T = index_T[keep_T]
+
+        def at_tokens(values_N: Tensor) -> Tensor:
+            return values_N[kept_index_T].to(logp_T.device, logp_T.dtype)
+
+        keep = keep_T.to(logp_T.device)
+        rollout_T = packed.rollout_T[keep]
+        outputs = self._loss(
+            LossInputs(
+                logp_T=logp_T[keep],
+                old_logp_T=at_tokens(targets.old_logp_N),
+                advantages_T=at_tokens(targets.advantages_N),
+                rollout_T=rollout_T,
+                num_rollouts=len(tokens_S),
+                weights_T=at_tokens(targets.weights_N),
+                seq_log_ratio_S=seq_log_ratio_S,
+            )
+        )
+        loss_T = outputs.loss_T
+        sums = dict(outputs.metrics)
+        if entropy_T is not None:
+            loss_T = loss_T + entropy_bonus(entropy_T[keep], algorithm.entropy_coef)
+            sums["policy/entropy"] = entropy_T[keep].detach().sum()
+        coefficient_T = loss_coefficients(
+            algorithm.normalizer, rollout_T, tokens_S.to(rollout_T.device), counts, dtype=loss_T.dtype
+        )
+        # A pack without trained tokens still runs backward, through zeros: its rank takes part in every collective.
+        loss = normalized_loss(loss_T, coefficient_T) + 0.0 * logp_T.sum()
+        return loss, sums | {"policy/loss": loss.detach()}
+
+    def _counts(self, batch: StepBatch, targets: Targets, rollouts: np.ndarray) -> tuple[StepCounts, Tensor]:
+        """Denominators of this optimizer step, from the whole of it; every rank counts the same."""
+        kept_S = rollout_count(batch.rollout_N[targets.keep_N], batch.num_rollouts)
+        horizon = self._config.algorithm.max_completion_tokens or (
+            self._config.environment.max_turns * self._config.rollout.max_tokens_per_turn
+        )
+        counts = StepCounts(
+            num_rollouts=len(rollouts),
+            num_tokens=int(kept_S[torch.from_numpy(rollouts)].sum()),
+            max_completion_length=horizon,
+        )
+        return counts, kept_S
+
+    def _sequence_log_ratio(
+        self, batch: StepBatch, targets: Targets, rows: Sequence[int], *, is_first: bool
+    ) -> Tensor | None:
+        """(S,) for losses with one ratio per rollout; before the first update of a batch θ is θ_old, so it is 0."""
+        if self._config.algorithm.loss not in SEQUENCE_LEVEL:
+            return None
+        if is_first and self._config.correction.logp_old == "recompute":
+            return torch.zeros(batch.num_rollouts, device=self._distributed.device)
+        logp_N = self._score(batch, rows)
+        return sequence_log_ratio(logp_N, targets.old_logp_N, batch.rollout_N, batch.num_rollouts).to(
+            self._distributed.device
+        )
+
+    # Partition of the work
+
+    def _minibatches(self, num_rollouts: int) -> Iterator[np.ndarray]:
+        """Rollout indices of each optimizer step: a fresh permutation per epoch, cut into equal parts."""
+        algorithm = self._config.algorithm
+        for epoch in range(algorithm.epochs):
+            if algorithm.minibatches == 1:
+                yield np.arange(num_rollouts)
+                continue
+            order = np.random.default_rng([self._config.seed, self.num_updates, epoch]).permutation(num_rollouts)
+            yield from np.array_split(order, algorithm.minibatches)
+
+    def _plan(self, batch: StepBatch, rows: Sequence[int]) -> Plan:
+        """Which rank trains which of these rows, in which pack."""
+        return plan(
+            {row: len(batch.rows[row]) for row in rows},
+            num_ranks=self._distributed.world_size,
+            token_budget=self._config.token_budget,
+        )
+
+    def _score(self, batch: StepBatch, rows: Sequence[int]) -> Tensor:
+        logp_N = torch.zeros(batch.layout.num_tokens)
+        with torch.no_grad():
+            for pack in self._plan(batch, rows).microbatches[self._distributed.rank]:
+                packed = collate(batch.rows, pack, batch.layout, device=self._distributed.device)
+                logp_T, _ = self._module(packed, temperature=self._config.rollout.temperature, with_entropy=False)
+                logp_N[packed.token_index_T.cpu()] = logp_T.float().cpu()
+        return self._distributed.sum(logp_N)  # each token was scored on one rank, the others hold 0
+
+    def _learning_rate(self) -> float:
+        settings = self._config.optimizer
+        return learning_rate(
+            self.num_updates,
+            peak=settings.lr,
+            schedule=settings.schedule,
+            warmup_updates=settings.warmup_updates,
+            total_updates=self._config.updates,
+            final_fraction=settings.final_lr_fraction,
+        )
+
+
+def policy_loss(algorithm: AlgorithmConfig) -> Callable[[LossInputs], LossOutputs]:
+    """The loss by name, with the settings that it takes."""
+    settings = {name: getattr(algorithm, name) for name in LOSS_SETTINGS.get(algorithm.loss, ())}
+    return partial(POLICY_LOSSES[algorithm.loss], **settings)
+
+
+def whole_row(ids: Sequence[int]) -> TrainingRow:
+    """A row in which every token but the first counts as sampled, to score a plain sequence."""
+    length = len(ids)
+    return TrainingRow(
+        ids=np.asarray(ids, dtype=np.int64),
+        loss_mask=np.arange(length) > 0,
+        sampling_logprobs=np.zeros(length, dtype=np.float32),
+        versions=np.full(length, -1, dtype=np.int32),
+        turns=np.zeros(length, dtype=np.int32),
+    )
