@@ -1,0 +1,213 @@
+"""Sampled text → an assistant message: reasoning, content and tool calls.
+
+The text is whatever a model wrote, so nothing here raises: what cannot be read as a tool call stays in the content
+as it was written, and a sentence in `tool_call_errors` says what is wrong with it, so that an environment can tell
+the model.
+
+    hermes   <tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number of them (ChatML, Qwen)
+    llama3   {"name": ..., "parameters": {...}}, several separated by ";", optionally after <|python_tag|>
+
+Not covered: XML-style arguments (Qwen3-Coder) and Python-style call lists (Llama 3.2 and 4).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+TOOL_CALL_OPEN, TOOL_CALL_CLOSE = "<tool_call>", "</tool_call>"
+PYTHON_TAG = "<|python_tag|>"
+
+MAX_DEPTH = 100
+"""Deeper arguments are refused: templates and JSON writers recurse, and a model must not be able to exhaust them."""
+
+_HERMES_CALL = re.compile(rf"{TOOL_CALL_OPEN}(.*?)(?:{TOOL_CALL_CLOSE}|(?={TOOL_CALL_OPEN})|\Z)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    name: str
+    arguments: str
+    """A JSON object, as text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What an assistant turn says."""
+
+    content: str
+    reasoning: str | None = None
+    calls: tuple[ToolCall, ...] = ()
+    errors: tuple[str, ...] = ()
+    """One sentence per malformed call; its text is still in `content`."""
+
+    def message(self, sampled_ids: Sequence[int]) -> dict[str, Any]:
+        """The turn as an OpenAI message. Keys without a value are left out; `content` and `role` are always there."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning is not None:
+            message["reasoning_content"] = self.reasoning
+        if self.calls:
+            message["tool_calls"] = [
+                {
+                    "id": _call_id(sampled_ids, index),
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for index, call in enumerate(self.calls)
+            ]
+        if self.errors:
+            message["tool_call_errors"] = list(self.errors)
+        return message
+
+
+def turn_from_message(message: Mapping[str, Any]) -> Turn:
+    """The turn that an assistant message records (arguments as objects or as JSON text)."""
+    calls = []
+    for call in message.get("tool_calls") or ():
+        arguments = call["function"]["arguments"]
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        calls.append(ToolCall(name=call["function"]["name"], arguments=text))
+    return Turn(content=message["content"], reasoning=message.get("reasoning_content"), calls=tuple(calls))
+
+
+def split_reasoning(text: str, *, is_open: bool = False) -> tuple[str | None, str]:
+    """Take the think block out of a text: (reasoning or None, the rest).
+
+    Args:
+        is_open: the prompt ended inside a think block, so the text starts in one.
+
+    A block that is never closed is all reasoning. A close without an open ends a block that began with the text.
+    """
+    head, closed, rest = text.partition(THINK_CLOSE)
+    before, opened, inside = head.partition(THINK_OPEN)
+    if closed:
+        reasoning = inside if opened else before
+        outside = before.strip() if opened else ""
+        return reasoning.strip("\n"), outside + rest.lstrip("\n")
+    if opened and not before.strip():
+        return inside.strip("\n"), ""
+    if is_open:
+        return text.strip("\n"), ""
+    return None, text
+
+
+def parse_hermes(text: str, *, reasoning_is_open: bool = False) -> Turn:
+    reasoning, content = split_reasoning(text, is_open=reasoning_is_open)
+    calls: list[ToolCall] = []
+    errors: list[str] = []
+
+    def read(match: re.Match[str]) -> str:
+        found = (
+            _read_call(match[1], arguments_keys=("arguments",))
+            if match[0].endswith(TOOL_CALL_CLOSE)
+            else f"a tool call was opened with {TOOL_CALL_OPEN} and never closed with {TOOL_CALL_CLOSE}"
+        )
+        if isinstance(found, ToolCall):
+            calls.append(found)
+            return ""
+        errors.append(found)
+        return match[0]
+
+    remaining = _HERMES_CALL.sub(read, content)
+    if calls:
+        remaining = remaining.strip("\n")
+    return Turn(content=remaining, reasoning=reasoning, calls=tuple(calls), errors=tuple(errors))
+
+
+def parse_llama3(text: str, *, tool_names: Collection[str] = (), reasoning_is_open: bool = False) -> Turn:
+    """Read Llama 3 calls.
+
+    Args:
+        tool_names: Without <|python_tag|>, a turn that is JSON counts as a call only where tools were offered, since
+            JSON is also how a model answers when it is asked for JSON.
+    """
+    reasoning, content = split_reasoning(text, is_open=reasoning_is_open)
+    body = content.strip()
+    is_tagged = body.startswith(PYTHON_TAG)
+    body = body.removeprefix(PYTHON_TAG).strip()
+    if not is_tagged and not (tool_names and body.startswith("{")):
+        return Turn(content=content, reasoning=reasoning)
+    calls: list[ToolCall] = []
+    for part in _json_values(body):
+        found = _read_call(part, arguments_keys=("parameters", "arguments"))
+        if isinstance(found, str):
+            return Turn(content=content, reasoning=reasoning, errors=(found,))
+        calls.append(found)
+    return Turn(content="", reasoning=reasoning, calls=tuple(calls))
+
+
+def _json_values(text: str) -> list[str]:
+    """Cut `{...}; {...}` into its values. A rest that is no JSON is returned as the last part."""
+    decoder = json.JSONDecoder()
+    parts = []
+    while text:
+        try:
+            _, end = decoder.raw_decode(text)
+        except (ValueError, RecursionError):
+            parts.append(text)
+            break
+        parts.append(text[:end])
+        text = text[end:].lstrip("; \n\t")
+    return parts or [""]
+
+
+def _read_call(text: str, *, arguments_keys: Sequence[str]) -> ToolCall | str:
+    """The call that a JSON text describes, or a sentence that says why it describes none."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        return f"a tool call is not valid JSON: {error}"
+    except RecursionError:
+        return "a tool call is not valid JSON: it is nested too deeply"
+    if not isinstance(value, dict):
+        return f"a tool call must be a JSON object with a name and arguments, found {_kind(value)}"
+    name = value.get("name")
+    if not isinstance(name, str) or not name:
+        return "a tool call must have a name that is a string"
+    arguments = next((value[key] for key in arguments_keys if key in value), {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return f"the arguments of the call to {name!r} are a string that is not valid JSON"
+    if not isinstance(arguments, dict):
+        return f"the arguments of the call to {name!r} must be a JSON object, found {_kind(arguments)}"
+    if _depth(arguments) > MAX_DEPTH:
+        return f"the arguments of the call to {name!r} are nested more than {MAX_DEPTH} levels deep"
+    dumped = json.dumps(arguments, ensure_ascii=False)
+    return ToolCall(name=without_surrogates(name), arguments=without_surrogates(dumped))
+
+
+def without_surrogates(text: str) -> str:
+    """Replace lone surrogates, which JSON escapes can smuggle in and no tokenizer can encode, by U+FFFD."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _depth(value: object) -> int:
+    """Levels of nesting of a JSON value, counted without recursion."""
+    depth, level = 0, [value]
+    while level:
+        depth += 1
+        level = [
+            item
+            for parent in level
+            if isinstance(parent, (dict, list))
+            for item in (parent.values() if isinstance(parent, dict) else parent)
+        ]
+    return depth
+
+
+def _kind(value: object) -> str:
+    names = {list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number", dict: "an object"}
+    return names.get(type(value), "null")
+
+
+def _call_id(sampled_ids: Sequence[int], index: int) -> str:
+    """The same turn always gets the same ids. Nine letters and digits, the one form that every template accepts."""
+    digest = hashlib.blake2b(repr((tuple(sampled_ids), index)).encode(), digest_size=5)
+    return digest.hexdigest()[:9]
