@@ -82,10 +82,10 @@ def sequence_log_ratio(
 def sequence_ratio(inputs: LossInputs) -> Tensor:
     """(T,) geometric mean ratio s of the token's rollout; the gradient with respect to logp_t is s.
 
-    The value is s = exp(mean_t (logp_t − old_logp_t)) for every token of the rollout. Differentiating s itself would give
-    s / |T_s| to each of its tokens, in whichever microbatch they are. Giving each token s for itself alone (GSPO-token:
-    sg[s] · π_θ / sg[π_θ]) has the same sum over the tokens of a rollout when they share advantage and weight, and
-    needs nothing from other microbatches but the value of s.
+    The value is s = exp(mean_t (logp_t − old_logp_t)) for every token of the rollout. Differentiating s itself would
+    give s / |T_s| to each of its tokens, in whichever microbatch they are. Giving each token s for itself alone
+    (GSPO-token: sg[s] · π_θ / sg[π_θ]) has the same sum over the tokens of a rollout when they share advantage and
+    weight, and needs nothing from other microbatches but the value of s.
     """
     seq_log_ratio_S = inputs.seq_log_ratio_S
     if seq_log_ratio_S is None:

@@ -1,0 +1,224 @@
+"""Policy losses against numbers worked out by hand, and gradients against autograd through the written formula."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from trainer.losses import POLICY_LOSSES, LossInputs, cispo, clipped_tis, entropy_bonus, gspo, ppo_clip, reinforce, sapo
+from trainer.losses.inputs import sequence_log_ratio
+
+
+def inputs_for(ratios, advantages, *, rollouts=None, weights=None, old=-1.0) -> LossInputs:
+    """Tokens whose ratio to the old policy is the one given."""
+    rollouts = list(range(len(ratios))) if rollouts is None else rollouts
+    logp_T = torch.tensor([old + math.log(r) for r in ratios], dtype=torch.float64, requires_grad=True)
+    return LossInputs(
+        logp_T=logp_T,
+        old_logp_T=torch.full((len(ratios),), old, dtype=torch.float64),
+        advantages_T=torch.tensor(advantages, dtype=torch.float64),
+        rollout_T=torch.tensor(rollouts),
+        num_rollouts=max(rollouts) + 1,
+        weights_T=None if weights is None else torch.tensor(weights, dtype=torch.float64),
+    )
+
+
+def gradient(inputs: LossInputs, loss_T: torch.Tensor) -> list[float]:
+    return torch.autograd.grad(loss_T.sum(), inputs.logp_T)[0].tolist()
+
+
+def test_ppo_clip_follows_the_table_of_ratio_and_sign():
+    # r:      inside  above   above   below   below
+    # A:        +       +       −       +       −
+    inputs = inputs_for([1.1, 1.5, 1.5, 0.5, 0.5], [2.0, 2.0, -2.0, 2.0, -2.0])
+    outputs = ppo_clip(inputs, clip_low=0.2, clip_high=0.3)
+    # −min(rA, clip(r)A): −2.2; −min(3, 2.6); −min(−3, −2.6); −min(1, 1.6); −min(−1, −1.6)
+    assert outputs.loss_T.tolist() == pytest.approx([-2.2, -2.6, 3.0, -1.0, 1.6])
+    # d/dlogp = −r A where r decides, 0 where the bound does
+    assert gradient(inputs, outputs.loss_T) == pytest.approx([-2.2, 0.0, 3.0, -1.0, 0.0])
+    assert outputs.metrics["policy/clip_high_frac"] == 1
+    assert outputs.metrics["policy/clip_low_frac"] == 1
+    assert outputs.metrics["policy/clip_frac"] == 2
+
+
+def test_dual_clip_caps_only_negative_advantages_and_stops_their_gradient():
+    inputs = inputs_for([5.0, 5.0, 2.0], [-1.0, 1.0, -1.0])
+    outputs = ppo_clip(inputs, clip_low=0.2, clip_high=0.2, dual_clip=3.0)
+    assert outputs.loss_T.tolist() == pytest.approx([3.0, -1.2, 2.0])
+    assert gradient(inputs, outputs.loss_T) == pytest.approx([0.0, 0.0, 2.0])
+    assert outputs.metrics["policy/dual_clip_frac"] == 1
+
+
+def test_gspo_clips_whole_rollouts_by_their_geometric_mean_ratio():
+    # rollout 0: sqrt(1.2 · 1.2) = 1.2 inside; 1: sqrt(4 · 1) = 2, clipped at 1.4; 2: sqrt(0.25) = 0.5, clipped at 0.6
+    inputs = inputs_for([1.2, 4.0, 0.25, 1.2, 1.0, 1.0], [1.0, 1.0, -1.0, 1.0, 1.0, -1.0], rollouts=[0, 1, 2, 0, 1, 2])
+    outputs = gspo(inputs, clip_low=0.4, clip_high=0.4)
+    assert outputs.loss_T.tolist() == pytest.approx([-1.2, -1.4, 0.6, -1.2, -1.4, 0.6])
+    assert gradient(inputs, outputs.loss_T) == pytest.approx([-1.2, 0.0, 0.0, -1.2, 0.0, 0.0])
+
+
+def test_gspo_gradient_is_that_of_the_papers_objective():
+    """Autograd through s itself, without the stop-gradient trick: J = mean_i min(s_i A_i, clip(s_i) A_i)."""
+    generator = torch.Generator().manual_seed(0)
+    rollout_T = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2])
+    noise_T = 0.3 * torch.randn(9, generator=generator, dtype=torch.float64)
+    advantages_S = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    logp_T = (-1 + noise_T).requires_grad_()
+    inputs = LossInputs(
+        logp_T=logp_T,
+        old_logp_T=torch.full((9,), -1.0, dtype=torch.float64),
+        advantages_T=advantages_S[rollout_T],
+        rollout_T=rollout_T,
+        num_rollouts=3,
+    )
+    length_S = torch.tensor([3.0, 2.0, 4.0], dtype=torch.float64)
+    ours = torch.autograd.grad((gspo(inputs, clip_low=0.2, clip_high=0.2).loss_T / length_S[rollout_T]).sum(), logp_T)
+    sums_S = torch.stack([(logp_T + 1)[rollout_T == s].sum() for s in range(3)])
+    ratio_S = (sums_S / length_S).exp()
+    paper = -torch.minimum(ratio_S * advantages_S, ratio_S.clamp(0.8, 1.2) * advantages_S).sum()
+    torch.testing.assert_close(ours, torch.autograd.grad(paper, logp_T), rtol=0, atol=1e-12)
+    assert ours[0].abs().max() > 0.1
+
+
+def test_gspo_keeps_advantages_per_token():
+    inputs = inputs_for([1.0, 1.0], [1.0, 3.0], rollouts=[0, 0])
+    assert gradient(inputs, gspo(inputs).loss_T) == pytest.approx([-1.0, -3.0])
+
+
+def test_cispo_clips_the_coefficient_and_keeps_the_gradient():
+    inputs = inputs_for([8.0, 0.1, 1.0], [1.0, -1.0, 2.0], old=-3.0)
+    outputs = cispo(inputs, clip_low=None, clip_high=4.0)
+    assert outputs.loss_T.tolist() == pytest.approx([-5 * (math.log(8) - 3), 0.1 * (math.log(0.1) - 3), 6.0])
+    assert gradient(inputs, outputs.loss_T) == pytest.approx([-5.0, 0.1, -2.0])
+    assert outputs.metrics["policy/clip_frac"] == 1
+    assert gradient(inputs, cispo(inputs, clip_low=0.5, clip_high=4.0).loss_T) == pytest.approx([-5.0, 0.5, -2.0])
+
+
+def test_sapo_equals_the_gate_and_has_slope_one_on_policy():
+    inputs = inputs_for([1.0, 1.0, 2.0], [1.0, -1.0, 1.0])
+    outputs = sapo(inputs, tau_positive=1.0, tau_negative=1.05)
+    sigmoid_1 = 1 / (1 + math.exp(-1))
+    assert outputs.loss_T.tolist() == pytest.approx([-2.0, 2 / 1.05, -4 * sigmoid_1])
+    # d gate / d logp = 4 σ(1−σ) r: 1 on policy; at r = 2: 8 σ(1)(1 − σ(1))
+    assert gradient(inputs, outputs.loss_T) == pytest.approx([-1.0, 1.0, -8 * sigmoid_1 * (1 - sigmoid_1)])
+
+
+def test_reinforce_ignores_the_old_policy():
+    inputs = inputs_for([3.0, 0.5], [2.0, -1.0])
+    assert gradient(inputs, reinforce(inputs).loss_T) == pytest.approx([-2.0, 1.0])
+
+
+def test_clipped_tis_gradient_is_minus_tau_rho_advantage():
+    inputs = inputs_for([0.5, 1.1, 3.0], [1.0, -2.0, 1.0], weights=[2.0, 0.5, 0.25])
+    # min(r, 1.2) ρ A
+    assert gradient(inputs, clipped_tis(inputs, clip_high=0.2).loss_T) == pytest.approx([-1.0, 1.1, -0.3])
+
+
+def test_clipped_tis_sequence_level_uses_the_geometric_mean_of_the_rollout():
+    inputs = inputs_for([4.0, 0.25, 2.0, 8.0], [1.0, 1.0, 1.0, 1.0], rollouts=[0, 0, 1, 1])
+    # rollout 0: sqrt(4 · 0.25) = 1; rollout 1: sqrt(16) = 4, truncated at 1.5
+    assert gradient(inputs, clipped_tis(inputs, clip_high=0.5, level="sequence").loss_T) == pytest.approx(
+        [-1.0, -1.0, -1.5, -1.5]
+    )
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_every_loss_is_policy_gradient_on_policy(name):
+    """At π_θ = π_old the gradient of all of them is −w A ∇logp."""
+    inputs = inputs_for([1.0] * 4, [1.0, -2.0, 0.5, 0.0], rollouts=[0, 0, 1, 2], weights=[1.0, 2.0, 0.0, 1.0])
+    assert gradient(inputs, POLICY_LOSSES[name](inputs).loss_T) == pytest.approx([-1.0, 4.0, 0.0, 0.0])
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_every_loss_keeps_dtype_and_takes_no_tokens(name):
+    for dtype in (torch.float32, torch.float64):
+        empty = torch.zeros(0, dtype=dtype)
+        inputs = LossInputs(
+            logp_T=empty.clone().requires_grad_(),
+            old_logp_T=empty,
+            advantages_T=empty,
+            rollout_T=empty.long(),
+            num_rollouts=3,
+        )
+        outputs = POLICY_LOSSES[name](inputs)
+        assert outputs.loss_T.dtype == dtype
+        outputs.loss_T.sum().backward()
+        assert inputs.logp_T.grad is not None
+        assert all(float(value) == 0 for value in outputs.metrics.values())
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_every_loss_stays_finite_when_the_policy_has_run_away(name):
+    inputs = LossInputs(
+        logp_T=torch.tensor([-0.1, -300.0], requires_grad=True),
+        old_logp_T=torch.tensor([-300.0, -0.1]),
+        advantages_T=torch.tensor([-1.0, 1.0]),
+        rollout_T=torch.tensor([0, 1]),
+        num_rollouts=2,
+    )
+    loss_T = POLICY_LOSSES[name](inputs).loss_T
+    assert torch.isfinite(loss_T).all()
+    assert torch.isfinite(torch.autograd.grad(loss_T.sum(), inputs.logp_T)[0]).all()
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_metrics_are_sums_that_add_up_over_microbatches(name):
+    whole = inputs_for([1.5, 0.5, 1.0, 2.0], [1.0, -1.0, 1.0, -1.0])
+    parts = [inputs_for([1.5], [1.0]), inputs_for([0.5, 1.0, 2.0], [-1.0, 1.0, -1.0])]
+    loss = POLICY_LOSSES[name]
+    for key, value in loss(whole).metrics.items():
+        assert float(sum(loss(part).metrics[key] for part in parts)) == pytest.approx(float(value)), key
+        assert not value.requires_grad
+
+
+def test_correction_weights_multiply_the_loss_and_carry_no_gradient():
+    weights_T = torch.tensor([2.0, 0.0], dtype=torch.float64, requires_grad=True)
+    plain = inputs_for([1.1, 0.9], [1.0, 1.0])
+    weighted = LossInputs(
+        logp_T=plain.logp_T,
+        old_logp_T=plain.old_logp_T,
+        advantages_T=plain.advantages_T,
+        rollout_T=plain.rollout_T,
+        num_rollouts=2,
+        weights_T=weights_T,
+    )
+    assert ppo_clip(weighted).loss_T.tolist() == pytest.approx([-2.2, 0.0])
+    ppo_clip(weighted).loss_T.sum().backward()
+    assert weights_T.grad is None
+
+
+def test_sequence_log_ratio_is_the_mean_over_all_rows_of_a_rollout():
+    logp_T, old_T = torch.tensor([-1.0, -2.0, -3.0, -1.0]), torch.tensor([-2.0, -2.0, -1.0, -1.5])
+    found = sequence_log_ratio(logp_T, old_T, torch.tensor([0, 2, 0, 2]), 4)
+    assert found.tolist() == pytest.approx([-0.5, 0.0, 0.25, 0.0])
+
+
+def test_entropy_bonus_lowers_the_loss():
+    assert entropy_bonus(torch.tensor([2.0, 0.0]), 0.1).tolist() == pytest.approx([-0.2, 0.0])
+
+
+def test_inputs_of_different_length_are_refused_with_their_shapes():
+    with pytest.raises(ValueError, match=r"one length.*'old_logp_T': \(2,\)"):
+        LossInputs(
+            logp_T=torch.zeros(3),
+            old_logp_T=torch.zeros(2),
+            advantages_T=torch.zeros(3),
+            rollout_T=torch.zeros(3, dtype=torch.long),
+            num_rollouts=1,
+        )
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "message"),
+    [
+        (ppo_clip, {"clip_low": -0.1}, "clip_low is -0.1"),
+        (ppo_clip, {"dual_clip": 0.9}, "dual_clip is 0.9, expected above 1"),
+        (sapo, {"tau_positive": 0.0}, "tau_positive is 0.0"),
+        (clipped_tis, {"level": "batch"}, "expected token or sequence"),
+    ],
+)
+def test_impossible_options_are_refused(loss, options, message):
+    with pytest.raises(ValueError, match=message):
+        loss(inputs_for([1.0], [1.0]), **options)

@@ -1,0 +1,56 @@
+"""Loss normalisation: hand-computed coefficients, and the counts they are made from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trainer.normalization import NORMALIZERS, StepCounts, loss_coefficients, normalized_loss
+
+# Rollout 0 has 2 trained tokens, rollout 1 has 4, rollout 2 none: it was delivered, and all its tokens are masked.
+ROLLOUT_T = torch.tensor([0, 1, 1, 0, 1, 1])
+TOKENS_S = torch.tensor([2, 4, 0])
+COUNTS = StepCounts(num_rollouts=3, num_tokens=6, max_completion_length=10)
+LOSS_T = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("name", "loss"),
+    [
+        ("grpo", ((1 + 4) / 2 + (2 + 3 + 5 + 6) / 4) / 3),
+        ("dr_grpo", 21 / 30),
+        ("token", 21 / 6),
+        ("sequence_sum", 21 / 3),
+    ],
+)
+def test_loss_is_the_sum_over_its_denominator(name, loss):
+    coefficient_T = loss_coefficients(name, ROLLOUT_T, TOKENS_S, COUNTS, dtype=torch.float64)
+    assert float(normalized_loss(LOSS_T, coefficient_T)) == pytest.approx(loss, rel=1e-12)
+
+
+def test_grpo_weighs_a_branched_rollout_like_an_unbranched_one():
+    """|T_s| counts all rows of the rollout, so the tokens of a microbatch that holds one of them weigh the same."""
+    part = loss_coefficients("grpo", ROLLOUT_T[:3], TOKENS_S, COUNTS)
+    assert part.tolist() == pytest.approx([1 / 6, 1 / 12, 1 / 12])
+
+
+@pytest.mark.parametrize("name", NORMALIZERS)
+def test_nothing_delivered_is_loss_zero_with_zero_gradient(name):
+    logp_T = torch.zeros(0, requires_grad=True)
+    counts = StepCounts(num_rollouts=0, num_tokens=0, max_completion_length=10)
+    coefficient_T = loss_coefficients(name, torch.zeros(0, dtype=torch.long), torch.zeros(0), counts)
+    loss = normalized_loss(logp_T * 2, coefficient_T)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert logp_T.grad is not None
+
+
+def test_token_denominator_of_zero_is_not_a_division_by_zero():
+    counts = StepCounts(num_rollouts=2, num_tokens=0, max_completion_length=10)
+    coefficient_T = loss_coefficients("token", torch.tensor([0]), torch.tensor([0, 0]), counts)
+    assert coefficient_T.tolist() == [0.0]
+
+
+def test_an_unknown_name_is_answered_with_the_known_ones():
+    with pytest.raises(ValueError, match="unknown normalisation 'mean'; expected one of: grpo, dr_grpo, token"):
+        loss_coefficients("mean", ROLLOUT_T, TOKENS_S, COUNTS)
