@@ -1,0 +1,105 @@
+"""What can come of one reward call, as a type: a value, or one of the ways in which there is none."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from numbers import Real
+from typing import Any
+
+import numpy as np
+
+from rollout.deadline import DeadlineExceeded, Finished, TooManyAbandoned
+
+
+class Outcome(StrEnum):
+    """How a reward function did on one rollout."""
+
+    VALUE = "value"
+    """A finite number."""
+    ABSTAINED = "abstained"
+    """A function of a TRL signature returned None for this rollout: it does not apply. Not an error."""
+    TIMEOUT = "timeout"
+    """It did not return in time."""
+    EXCEPTION = "exception"
+    """It raised."""
+    NON_FINITE = "non_finite"
+    """It returned NaN, an infinity, or an integer too large for a float."""
+    WRONG_TYPE = "wrong_type"
+    """It returned something that is not a number."""
+    WRONG_LENGTH = "wrong_length"
+    """A function over a batch returned another number of rewards than there were rollouts."""
+
+    @property
+    def is_error(self) -> bool:
+        return self not in (Outcome.VALUE, Outcome.ABSTAINED)
+
+
+ERRORS = tuple(outcome for outcome in Outcome if outcome.is_error)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """One reward function on one rollout."""
+
+    outcome: Outcome
+    value: float = math.nan
+    """Finite if the outcome is `VALUE`, else NaN."""
+    detail: str = ""
+    """For people: what was returned or raised."""
+
+
+def judge(value: Any) -> Verdict:
+    """The verdict on a returned value: any real number (bool and numpy scalars too) that is finite."""
+    if not isinstance(value, Real | np.bool_):
+        return Verdict(outcome=Outcome.WRONG_TYPE, detail=f"returned {_short(value)}; expected a float")
+    try:
+        number = float(value)
+    except OverflowError:
+        return Verdict(outcome=Outcome.NON_FINITE, detail="returned an integer that does not fit a float")
+    if not math.isfinite(number):
+        return Verdict(outcome=Outcome.NON_FINITE, detail=f"returned {number}")
+    return Verdict(outcome=Outcome.VALUE, value=number)
+
+
+def judge_call(finished: Finished) -> Verdict:
+    """The verdict on a call for one rollout."""
+    if finished.error is not None:
+        return _judge_error(finished.error)
+    return judge(finished.value)
+
+
+def judge_batch(finished: Finished, count: int) -> list[Verdict]:
+    """Verdicts on a call for `count` rollouts at once. None stands for "does not apply", as in TRL."""
+    if finished.error is not None:
+        return [_judge_error(finished.error)] * count
+    values = finished.value
+    if isinstance(values, np.ndarray):
+        values = values.tolist()
+    if not isinstance(values, list | tuple):
+        detail = f"returned {_short(values)}; expected a list of {count} floats"
+        return [Verdict(outcome=Outcome.WRONG_TYPE, detail=detail)] * count
+    if len(values) != count:
+        detail = f"returned {len(values)} rewards for {count} rollouts"
+        return [Verdict(outcome=Outcome.WRONG_LENGTH, detail=detail)] * count
+    return [Verdict(outcome=Outcome.ABSTAINED) if value is None else judge(value) for value in values]
+
+
+def _judge_error(error: BaseException) -> Verdict:
+    if isinstance(error, DeadlineExceeded | TooManyAbandoned):
+        return Verdict(outcome=Outcome.TIMEOUT, detail=str(error))
+    return Verdict(outcome=Outcome.EXCEPTION, detail=f"{type(error).__name__}: {_text(error)}"[:500])
+
+
+def _short(value: Any) -> str:
+    # Only for plain values is repr known to be cheap and harmless; a returned object may be anything.
+    plain = value is None or isinstance(value, str | bytes | bool | int | float)
+    return f"{type(value).__name__} {value!r:.80}" if plain else f"a {type(value).__name__}"
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # an exception class of somebody else's may fail even at this
+        return "(its message cannot be printed)"

@@ -1,0 +1,121 @@
+"""A tokenizer for the demo tasks: byte-level BPE with a ChatML template that reads like Qwen3's.
+
+Merges may span punctuation and spaces, so the fixed part of a tool call is two or three tokens. What the model must
+copy is never merged: digits, operators and line breaks are one token each. That line breaks stand alone has a second
+reason: every border between template and content is a special token or a line break, so a conversation tokenised
+piece by piece equals the conversation tokenised whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+VOCAB_SIZE = 384
+
+PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+SPECIAL_TOKENS = (PAD, TURN_START, TURN_END)
+# As in Qwen3 these are tokens of their own but not special: decoding keeps them, a parser reads them.
+MARKUP_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+
+CHAT_TEMPLATE = """\
+{%- set opening = messages[0].content if messages[0].role == 'system' else '' %}
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if opening %}{{- opening + '\\n' }}{%- endif %}
+    {{- 'Tools:' }}
+    {%- for tool in tools %}
+        {{- ' ' + tool.function.name + '(' + tool.function.parameters.properties.keys() | join(', ') + ')' }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- elif opening %}
+    {{- '<|im_start|>system\\n' + opening + '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {{- '<|im_start|>assistant\\n' }}
+        {%- if message.reasoning_content %}
+            {{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}
+        {%- endif %}
+        {{- message.content or '' }}
+        {%- for tool_call in message.tool_calls or [] %}
+            {%- if message.content or not loop.first %}{{- '\\n' }}{%- endif %}
+            {%- set call = tool_call.function or tool_call %}
+            {{- '<tool_call>\\n{"name": "' + call.name + '", "arguments": ' }}
+            {{- call.arguments if call.arguments is string else call.arguments | tojson }}
+            {{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == 'tool' %}
+        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}
+            {{- '<|im_start|>user' }}
+        {%- endif %}
+        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}
+            {{- '<|im_end|>\\n' }}
+        {%- endif %}
+    {%- elif message.role != 'system' or not loop.first %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+
+def untrained() -> PreTrainedTokenizerFast:
+    """The tokenizer before it has learned any merges: renders the corpus that it is trained on."""
+    return _wrap(_byte_level([]))
+
+
+def train_tokenizer(conversations: Iterable[str]) -> PreTrainedTokenizerFast:
+    """A tokenizer of at most `VOCAB_SIZE` ids whose merges come from these rendered conversations."""
+    return _wrap(_byte_level(conversations))
+
+
+def _byte_level(corpus: Iterable[str]) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            # The letter of a key such as c42 is copied too; it must not melt into "find c".
+            pre_tokenizers.Split(Regex(r"[0-9+\-*\n]|[a-z](?=[0-9])"), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    markup = [
+        *(AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS),
+        *(AddedToken(token, special=False, normalized=False) for token in MARKUP_TOKENS),
+    ]
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=markup,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_without_markup(corpus), trainer)
+    tokenizer.add_tokens(markup[len(SPECIAL_TOKENS) :])
+    return tokenizer
+
+
+def _without_markup(corpus: Iterable[str]) -> Iterable[str]:
+    """The pieces between special tokens. The trainer splits at none of them by itself."""
+    for text in corpus:
+        for token in (*SPECIAL_TOKENS, *MARKUP_TOKENS):
+            text = text.replace(token, "\0")
+        yield from (piece for piece in text.split("\0") if piece)
+
+
+def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=TURN_END,
+        pad_token=PAD,
+        additional_special_tokens=[TURN_START],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=1024,
+    )

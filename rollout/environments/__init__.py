@@ -1,0 +1,40 @@
+"""Environments by the name that a setting gives them. One instance lives for one episode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rollout.environment import Environment
+from rollout.environments.calculator import CalculatorEnvironment
+from rollout.environments.chain import ChainEnvironment
+from rollout.environments.mixed import Mixed
+from rollout.environments.single_turn import SingleTurn
+from rollout.environments.tools import ToolEnvironment
+from rollout.environments.user import SimulatedUser
+from rollout.errors import ConfigError
+
+ENVIRONMENTS: dict[str, Callable[..., Environment]] = {
+    "single_turn": SingleTurn,
+    "tools": ToolEnvironment,
+    "user": SimulatedUser,
+    "mixed": Mixed,
+    "calculator": CalculatorEnvironment,
+    "chain": ChainEnvironment,
+    "reverse": SingleTurn,
+}
+
+
+def make_environment(name: str, **settings: Any) -> Environment:
+    """A fresh environment for one episode.
+
+    Raises:
+        ConfigError: no environment has this name, or it does not take these settings.
+    """
+    factory = ENVIRONMENTS.get(name)
+    if factory is None:
+        raise ConfigError(f"unknown environment {name!r}; expected one of {', '.join(ENVIRONMENTS)}")
+    try:
+        return factory(**settings)
+    except TypeError as error:
+        raise ConfigError(f"environment {name}: {error}") from error

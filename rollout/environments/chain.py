@@ -1,0 +1,38 @@
+"""Follow a chain of look-ups: each result names the next key, the last one holds the value.
+
+The reward comes after the last turn only, so this shows whether credit reaches the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollout.environments.tools import ToolEnvironment
+from rollout.errors import DataError
+from rollout.records import Message
+
+
+class ChainEnvironment(ToolEnvironment):
+    """Rows hold their own little world in column `links`: a list of {"key", "value"}."""
+
+    def __init__(self, **settings: Any):
+        self._links: dict[str, str] = {}
+        super().__init__([self.lookup], **settings)
+
+    async def reset(self, example: Mapping[str, Any]) -> Sequence[Message]:
+        links = example.get("links")
+        if not links:
+            raise DataError("chain: the row has no links; expected a column links with a list of {key, value}")
+        self._links = {link["key"]: link["value"] for link in links}
+        return await super().reset(example)
+
+    async def lookup(self, key: str) -> str:
+        """Look up what a key says.
+
+        Args:
+            key: for example c42
+        """
+        if key not in self._links:
+            raise ValueError(f"nothing is known about {key}")
+        return self._links[key]

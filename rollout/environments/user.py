@@ -1,0 +1,67 @@
+"""A second speaker: user turns from a script or from a function that reads the conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from rollout.environment import Step
+from rollout.environments.prompt import Prompt
+from rollout.errors import DataError
+from rollout.records import Message
+
+Reply = str | None
+User = Callable[[Sequence[Message]], Reply | Awaitable[Reply]]
+"""Reads the conversation so far; returns the next user turn, or None when it has nothing more to say."""
+
+
+class SimulatedUser:
+    """Answers every assistant turn with a user turn, until the script or the function ends."""
+
+    def __init__(
+        self,
+        user: User | None = None,
+        *,
+        turns: Sequence[str] = (),
+        turns_column: str = "user_turns",
+        prompt_column: str | None = None,
+        system_prompt: str | None = None,
+    ):
+        """user: a function (sync ones must be quick: they run in the event loop). Without one, the user turns are
+        the row's `turns_column` if it has that column, else `turns`."""
+        self._user = user
+        self._script = tuple(turns)
+        self._turns_column = turns_column
+        self._prompt = Prompt(column=prompt_column, system=system_prompt)
+        self._conversation: list[Message] = []
+        self._said = 0
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        return ()
+
+    async def reset(self, example: Mapping[str, Any]) -> Sequence[Message]:
+        script = example.get(self._turns_column)
+        if script is not None:
+            if isinstance(script, str) or not all(isinstance(turn, str) for turn in script):
+                raise DataError(f"column {self._turns_column}: expected a list of texts, found {script!r}")
+            self._script = tuple(script)
+        self._conversation = list(self._prompt.messages(example))
+        self._said = 0
+        return tuple(self._conversation)
+
+    async def step(self, message: Message) -> Step:
+        self._conversation.append(message)
+        reply = await self._next_turn()
+        if reply is None:
+            return Step(done=True)
+        turn: Message = {"role": "user", "content": reply}
+        self._conversation.append(turn)
+        self._said += 1
+        return Step(messages=(turn,), outcome={"user_turns": 1})
+
+    async def _next_turn(self) -> Reply:
+        if self._user is None:
+            return self._script[self._said] if self._said < len(self._script) else None
+        reply = self._user(tuple(self._conversation))
+        return await reply if isinstance(reply, Awaitable) else reply

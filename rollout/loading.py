@@ -1,0 +1,68 @@
+"""Load a user's own functions from a Python file: `path/to/file.py:name,other`.
+
+Loading runs the file with all the rights of this process. It happens only where a setting names the file; callers
+print what was loaded. There is no sandbox here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rollout.errors import ConfigError
+
+
+def load_functions(spec: str) -> list[Callable[..., Any]]:
+    """The functions that `path.py:name` or `path.py:name,other` names, in that order.
+
+    Raises:
+        ConfigError: the spec has another form, the file is missing or fails to load, or lacks a name.
+    """
+    path_text, colon, names_text = spec.rpartition(":")
+    names = [name.strip() for name in names_text.split(",") if name.strip()]
+    if not colon or not path_text.endswith(".py") or not names:
+        raise ConfigError(f"found {spec!r}, expected path/to/file.py:name or path/to/file.py:name,other_name")
+    module = _load_module(Path(path_text))
+    return [_lookup(module, name, path_text) for name in names]
+
+
+def load_function(spec: str) -> Callable[..., Any]:
+    """The one function that `path.py:name` names. Raises `ConfigError` as `load_functions` does."""
+    functions = load_functions(spec)
+    if len(functions) != 1:
+        raise ConfigError(f"found {spec!r}, which names {len(functions)} functions; expected one: path/to/file.py:name")
+    return functions[0]
+
+
+def _load_module(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ConfigError(f"no file {path} (looked in {Path.cwd()}); give the path from where you start the run")
+    resolved = path.resolve()
+    # Two files of one name must not become one module; the same file must (its module state is then shared).
+    name = f"lockstep_user_{resolved.stem}_{hashlib.sha256(str(resolved).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    found = importlib.util.spec_from_file_location(name, resolved)
+    assert found is not None  # a .py file always has the source loader
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    sys.modules[name] = module  # dataclasses and pickling look their module up there while it loads
+    try:
+        found.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise ConfigError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _lookup(module: ModuleType, name: str, path: str) -> Callable[..., Any]:
+    value = vars(module).get(name)
+    if not callable(value):
+        public = sorted(key for key, item in vars(module).items() if callable(item) and not key.startswith("_"))
+        raise ConfigError(f"{path} has no function {name!r}; it has {', '.join(public) or 'none'}")
+    return value
