@@ -196,7 +196,7 @@ class Trainer:
         }
         for status in RolloutStatus:
             metrics[f"rollout/{status}_fraction"] = sum(r.status is status for r in rollouts) / len(rollouts)
-        return metrics | self._rewards.metrics() | token_metrics(rollouts, batch.rows) | outcome_metrics(rollouts)
+        return metrics | self._rewards.take_metrics() | token_metrics(rollouts, batch.rows) | outcome_metrics(rollouts)
 
 
 def outcome_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from rewards.composition import RewardSet
+from rewards.composition import FaultTolerance, RewardSet, make_reward_set
 from rollout.chat import Chat
 from rollout.embedded import EmbeddedEngine
 from rollout.engine import Engine, Sampling
@@ -69,9 +69,9 @@ def make_sampling(config: Config, chat: Chat, *, temperature: float) -> Sampling
 
 
 def make_rewards(config: Config) -> RewardSet:
-    return RewardSet.from_settings(
+    return make_reward_set(
         config.reward.functions,
-        weights=config.reward.weights,
-        settings=config.reward.settings,
-        timeout_s=config.reward.timeout_s,
+        config.reward.weights,
+        config.reward.settings,
+        FaultTolerance(timeout_s=config.reward.timeout_s),
     )

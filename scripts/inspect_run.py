@@ -1,0 +1,84 @@
+"""Look at what a run sampled and how it went.
+
+    python scripts/inspect_run.py runs/latest                      last metrics, and the best and worst rollouts
+    python scripts/inspect_run.py runs/latest --step 5 --rollout 3 --tokens
+
+`--tokens` prints every token with its id and the engine's logprob; trained tokens are bold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+SHOWN = ("reward/", "rollout/", "rollout_correction/", "policy/", "optim/", "sync/", "time/", "perf/", "health/")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Look at what a run sampled and how it went.")
+    parser.add_argument("run", type=Path, nargs="?", default=Path("runs/latest"))
+    parser.add_argument("--step", type=int, help="update whose rollouts are shown (default: the newest saved)")
+    parser.add_argument("--rollout", type=int, help="rollout id (default: the best and the worst)")
+    parser.add_argument("--tokens", action="store_true", help="print every token with id and logprob")
+    arguments = parser.parse_args()
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from rollout.errors import LockstepError
+    from rollout.store import read_rollouts
+    from trainer.console import RunConsole
+
+    console = Console(highlight=False)
+    files = sorted((arguments.run / "rollouts").glob("step-*.jsonl"))
+    if arguments.step is not None:
+        files = [arguments.run / "rollouts" / f"step-{arguments.step:06d}.jsonl"]
+    if not files or not files[-1].is_file():
+        print(f"lockstep: no saved rollouts at {files[-1] if files else arguments.run / 'rollouts'}", file=sys.stderr)
+        return 2
+    try:
+        rollouts = list(read_rollouts(files[-1]))
+    except LockstepError as error:
+        print(f"lockstep: {error}", file=sys.stderr)
+        return 1
+    update = int(files[-1].stem.removeprefix("step-"))
+    lines = [json.loads(line) for line in (arguments.run / "metrics.jsonl").read_text().splitlines()]
+    metrics = next((line for line in lines if line["step"] == update), {})
+    table = Table(title=f"{arguments.run.resolve().name}, update {update}", show_header=False)
+    for name, value in metrics.items():
+        if name.startswith(SHOWN) and value is not None:
+            table.add_row(name, f"{value:.6g}")
+    console.print(table)
+
+    ordered = sorted(rollouts, key=lambda rollout: rollout.reward)
+    chosen = [ordered[-1], ordered[0]] if len(ordered) > 1 else ordered
+    if arguments.rollout is not None:
+        chosen = [rollout for rollout in rollouts if rollout.rollout_id == arguments.rollout]
+    for rollout in chosen:
+        RunConsole(enabled=True, total_updates=0).sample(rollout)
+        if arguments.tokens:
+            _print_tokens(console, rollout, arguments.run)
+    return 0
+
+
+def _print_tokens(console, rollout, run: Path) -> None:
+    from rich.text import Text
+    from transformers import AutoTokenizer
+
+    from rollout.rows import rows_from_calls
+
+    model = run / "model"
+    tokenizer = AutoTokenizer.from_pretrained(model) if model.is_dir() else None
+    for number, row in enumerate(rows_from_calls(rollout.calls, rollout_id=rollout.rollout_id)):
+        console.print(f"row {number}: {len(row)} tokens, {row.num_trained} trained")
+        for i, token in enumerate(row.ids.tolist()):
+            piece = repr(tokenizer.decode([token])) if tokenizer else ""
+            style = "bold" if row.loss_mask[i] else "dim"
+            logprob = f"{row.sampling_logprobs[i]:9.4f}" if row.loss_mask[i] else " " * 9
+            console.print(Text(f"  {i:5d} {token:7d} {logprob} turn {row.turns[i]:3d}  {piece}", style=style))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

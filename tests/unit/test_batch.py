@@ -1,0 +1,74 @@
+"""Rollouts of several ranks become one batch, the same whatever rank made them."""
+
+import numpy as np
+import pytest
+
+from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus, SamplingSupport, VersionSpan
+from trainer.batch import decode, encode
+
+
+def rollout(rollout_id: int, *, sampled: int = 3, status: RolloutStatus = RolloutStatus.COMPLETED, support=None) -> Rollout:
+    call = EngineCall(
+        prompt_ids=(1, 2, 3),
+        sampled_ids=tuple(range(10, 10 + sampled)),
+        sampled_logprobs=tuple(-0.1 * (i + 1) - rollout_id for i in range(sampled)),
+        finish_reason=FinishReason.STOP,
+        version_spans=(VersionSpan(version=7, start=0, end=sampled),),
+        support=support,
+    )
+    return Rollout(
+        rollout_id=rollout_id, group_id=rollout_id // 2, calls=(call,), status=status, reward=float(rollout_id)
+    )
+
+
+def test_the_partition_over_ranks_does_not_show() -> None:
+    rollouts = [rollout(i, sampled=2 + i) for i in range(5)]
+    one = decode([encode(rollouts, mask_truncated=False)])
+    three = decode([encode(part, mask_truncated=False) for part in (rollouts[3:], [], rollouts[:3])])
+    for name in ("rollout_ids", "group_S", "rewards_S", "is_kept_S"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(three, name))
+    assert one.sampling_logprobs_N.tolist() == three.sampling_logprobs_N.tolist()
+    assert one.rollout_N.tolist() == three.rollout_N.tolist() == [0] * 2 + [1] * 3 + [2] * 4 + [3] * 5 + [4] * 6
+
+
+def test_rows_survive_the_journey() -> None:
+    batch = decode([encode([rollout(0)], mask_truncated=False)])
+    (row,) = batch.rows
+    assert row.ids.tolist() == [1, 2, 3, 10, 11, 12]
+    assert row.loss_mask.tolist() == [False] * 3 + [True] * 3
+    np.testing.assert_allclose(row.sampling_logprobs, [0, 0, 0, -0.1, -0.2, -0.3], rtol=1e-6)
+    assert row.versions.tolist() == [-1, -1, -1, 7, 7, 7]
+
+
+def test_failed_rollouts_are_not_delivered() -> None:
+    batch = decode([encode([rollout(0, status=RolloutStatus.FAILED), rollout(1)], mask_truncated=False)])
+    assert batch.rollout_ids.tolist() == [1]
+    assert len(batch.rows) == 1
+
+
+def test_truncated_rollouts_are_masked_only_when_asked() -> None:
+    rollouts = [rollout(0, status=RolloutStatus.TRUNCATED), rollout(1)]
+    assert decode([encode(rollouts, mask_truncated=False)]).is_kept_S.tolist() == [True, True]
+    assert decode([encode(rollouts, mask_truncated=True)]).is_kept_S.tolist() == [False, True]
+
+
+def test_sampling_support_survives_the_journey() -> None:
+    support = SamplingSupport(offsets=np.array([0, 2, 3, 6]), token_ids=np.array([10, 4, 11, 12, 5, 6], dtype=np.int32))
+    batch = decode([encode([rollout(0, support=support), rollout(1, support=support)], mask_truncated=False)])
+    for row in batch.rows:
+        assert row.support is not None
+        assert row.support.offsets.tolist() == [0, 2, 3, 6]
+        assert row.support.token_ids.tolist() == [10, 4, 11, 12, 5, 6]
+
+
+def test_an_empty_step_is_an_empty_batch() -> None:
+    batch = decode([encode([], mask_truncated=False)])
+    assert batch.num_rollouts == 0
+    assert len(batch.sampling_logprobs_N) == 0
+    assert len(batch.rollout_N) == 0
+
+
+@pytest.mark.parametrize("bad", [b"", b"\x00" * 20])
+def test_bytes_that_are_no_batch_are_refused(bad: bytes) -> None:
+    with pytest.raises(Exception, match=r"(?i)header|buffer|deserializ"):
+        decode([bad])
