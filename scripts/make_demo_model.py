@@ -13,7 +13,8 @@ import argparse
 import sys
 from pathlib import Path
 
-TASK_NAMES = ("calculator", "chain", "reverse")
+from rollout.demo.manifest import TASK_NAMES, find_made
+from rollout.errors import LockstepError
 
 
 def main() -> int:
@@ -23,20 +24,18 @@ def main() -> int:
     parser.add_argument("--data", type=Path, help="directory of the data (default: data/demo/<task>)")
     parser.add_argument("--seed", type=int, default=0, help="of data, initialisation and warm start")
     arguments = parser.parse_args()
-
-    from rich.console import Console  # imported here: --help and typing errors answer at once
-
-    from rollout.demo import make_demo
-    from rollout.errors import LockstepError
-
+    model_dir = arguments.out or Path("models") / arguments.task
+    data_dir = arguments.data or Path("data") / "demo" / arguments.task
     try:
-        make_demo(
-            arguments.task,
-            arguments.out or Path("models") / arguments.task,
-            arguments.data or Path("data") / "demo" / arguments.task,
-            arguments.seed,
-            Console(),
-        )
+        made = find_made(arguments.task, model_dir, data_dir, arguments.seed)
+        if made is not None:
+            print(f"{made.task}: {model_dir} and {data_dir} are there already, made by this recipe")
+            return 0
+        from rich.console import Console  # torch and transformers are imported only when there is work for them
+
+        from rollout.demo.make import make_demo
+
+        make_demo(arguments.task, model_dir, data_dir, arguments.seed, Console())
     except LockstepError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -1,6 +1,4 @@
-"""Small tasks that a model made from nothing learns in a minute: data, tokenizer and warm-started model."""
+"""Small tasks that a model made from nothing learns in a minute: data, tokenizer and warm-started model.
 
-from rollout.demo.make import DemoInfo, make_demo
-from rollout.demo.tasks import TASKS
-
-__all__ = ["TASKS", "DemoInfo", "make_demo"]
+Start with `make.py`; `tasks.py` says what the tasks are and `warm_start.py` how the model comes to be middling at them.
+"""
