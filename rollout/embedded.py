@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import gc
 import itertools
 import json
 import math
@@ -152,7 +153,10 @@ class EmbeddedEngine:
             await llm.update_weight_version(str(weight_version))
             return llm
 
-        with _output_to(log_path), _environment(log_path, is_cpu=is_cpu, num_threads=num_threads, start_timeout_s=start_timeout_s):
+        with (
+            _output_to(log_path),
+            _environment(log_path, is_cpu=is_cpu, num_threads=num_threads, start_timeout_s=start_timeout_s),
+        ):
             try:
                 llm = loop.run(build())
             except Exception as error:  # vLLM raises whatever its parts raise, and a failed start has one meaning
@@ -240,6 +244,8 @@ class EmbeddedEngine:
 
     async def close(self) -> None:
         """End the engine's processes. Requests in flight fail with `EngineError`. Closing twice is allowed."""
+        if self._llm is not None and self._llm.output_handler is not None:
+            self._llm.output_handler.cancel()  # or it reports the closing as a death
         await asyncio.to_thread(self._shutdown)
 
     def _shutdown(self) -> None:
@@ -247,6 +253,8 @@ class EmbeddedEngine:
         llm, self._llm = self._llm, None
         if llm is not None:
             llm.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
+            del llm
+            gc.collect()  # vLLM's engine is part of a cycle, and complains if it is collected while Python exits
 
     def _check_prompt(self, ids: Sequence[int]) -> int:
         """The number of tokens that may still be sampled after these ids; at least 1."""
@@ -267,16 +275,14 @@ class EmbeddedEngine:
         return room
 
     async def _request(self, ids: Sequence[int], params: SamplingParams) -> RequestOutput:
-        async def last_output() -> RequestOutput:
-            last = None
+        async def final_output() -> RequestOutput:
             stream = self.llm.generate({"prompt_token_ids": list(ids)}, params, f"lockstep-{next(self._request_ids)}")
-            async for last in stream:
-                pass
-            if last is None:
-                raise EvidenceError("engine: the request ended without an output")
-            return last
+            outputs = [output async for output in stream]  # one, the final one
+            if len(outputs) != 1:
+                raise EvidenceError(f"engine: the request ended with {len(outputs)} outputs, expected 1")
+            return outputs[0]
 
-        return await self.guard(last_output(), "sample", timeout_s=self._request_timeout_s)
+        return await self.guard(final_output(), "sample", timeout_s=self._request_timeout_s)
 
     async def guard(self, call: Coroutine[Any, Any, T], what: str, *, timeout_s: float | None = None) -> T:
         """Await a vLLM call; whatever goes wrong with the engine becomes an `EngineError` that says what to do.

@@ -11,6 +11,8 @@ Not covered: draft models, quantised engines' completeness check (their scales n
 
 from __future__ import annotations
 
+import ipaddress
+import socket
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -18,8 +20,7 @@ from datetime import timedelta
 from typing import ClassVar, Self
 
 import torch
-from torch.distributed import ProcessGroup, Work
-from vllm.distributed.utils import stateless_init_torch_distributed_process_group
+from torch.distributed import ProcessGroupGloo, TCPStore, Work
 from vllm.distributed.weight_transfer.base import (
     ParamMeta,
     TrainerInitInfo,
@@ -34,6 +35,10 @@ from vllm.distributed.weight_transfer.base import (
 from rollout.buckets import DEFAULT_BUCKET_BYTES, bucket_layout, plan_buckets, views
 from rollout.errors import SyncError
 
+SENT = 1
+"""Last byte of a bucket that holds weights; 0 in one that a failing sender sends so that nobody waits for it."""
+
+
 @dataclass(kw_only=True)
 class GlooInitInfo(WeightTransferInitInfo):
     """What a worker needs to join: the rendezvous and the deadline of each collective."""
@@ -47,12 +52,14 @@ class GlooInitInfo(WeightTransferInitInfo):
 
 @dataclass(kw_only=True)
 class GlooTrainerInitInfo(TrainerInitInfo):
-    """What the sender needs: `rank` 0 sends; any other rank only takes part in the gather."""
+    """What the sender needs: `rank` 0 sends; any other rank only takes part in the gather.
+
+    `master_address` is this host's, as the workers reach it. The port is chosen when the group is made.
+    """
 
     backend: ClassVar[str] = "gloo"
 
     master_address: str
-    master_port: int
     world_size: int
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     timeout_s: float = 300.0
@@ -77,15 +84,40 @@ class GlooUpdateInfo(WeightTransferUpdateInfo):
             yield [next(metas) for _ in range(size)]
 
 
-def _join(address: str, port: int, rank: int, world_size: int, timeout_s: float) -> ProcessGroup:
-    group = stateless_init_torch_distributed_process_group(
-        address, port, rank, world_size, backend="gloo", timeout=timedelta(seconds=timeout_s)
+def _listen(address: str) -> socket.socket:
+    """A listening socket on a free port of this address alone; torch would open the port on all interfaces."""
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    listener.bind((address, 0))
+    listener.listen()
+    return listener
+
+
+def _join(
+    address: str, port: int, rank: int, world_size: int, timeout_s: float, listener: socket.socket | None = None
+) -> ProcessGroupGloo:
+    """Join a group outside torch's global state. Rank 0 brings the listener; data stays on loopback if `address` is.
+
+    vLLM's own helper for this listens on every interface, and sends over the one that the host name resolves to.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    store = TCPStore(
+        address,
+        port,
+        is_master=listener is not None,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=None if listener is None else listener.detach(),
     )
-    assert isinstance(group, ProcessGroup)
-    return group
+    options = ProcessGroupGloo._Options()
+    options._timeout = timeout
+    is_local = listener is not None or ipaddress.ip_address(address).is_loopback
+    options._devices = [
+        ProcessGroupGloo.create_device(hostname=address) if is_local else ProcessGroupGloo.create_default_device()
+    ]
+    return ProcessGroupGloo(store, rank, world_size, options)
 
 
-def _broadcast(group: ProcessGroup, tensor: torch.Tensor) -> Work:
+def _broadcast(group: ProcessGroupGloo, tensor: torch.Tensor) -> Work:
     return group.broadcast(tensor, 0)
 
 
@@ -96,7 +128,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
     update_info_cls = GlooUpdateInfo
     supports_draft_weight_update = False
 
-    _group: ProcessGroup | None = None
+    _group: ProcessGroupGloo | None = None
     _staged: list[tuple[str, torch.Tensor]]
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
@@ -124,8 +156,10 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
             raise RuntimeError("gloo weight transfer: init_weight_transfer_engine was not called on this engine")
         try:
             for metas in update_info.buckets():
-                bucket = torch.empty(bucket_layout(metas)[1], dtype=torch.uint8)
+                bucket = _empty_bucket(metas)
                 _broadcast(self._group, bucket).wait()
+                if bucket[-1] != SENT:
+                    raise RuntimeError("gloo weight transfer: the trainer gave up; the old weights stay")
                 self._staged.extend(views(bucket, metas))
         except BaseException:
             self._staged = []
@@ -167,9 +201,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
                 module.quant_method.process_weights_after_loading(module)
 
     def shutdown(self) -> None:
-        if self._group is not None:
-            self._group.shutdown()
-            self._group = None
+        self._group = None
 
 
 class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
@@ -185,7 +217,7 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
         super().__init__(client=client, source=source, is_sender=info.is_sender)
         self._info = info
         self._source = source
-        self._group: ProcessGroup | None = None
+        self._group: ProcessGroupGloo | None = None
 
     @classmethod
     def trainer_init(
@@ -195,14 +227,15 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
             raise ValueError("gloo weight transfer needs a WeightSource")
         engine = cls(init_info, client=client, source=source)
         if init_info.is_sender:
-            engine._rendezvous()
+            engine._group = engine._rendezvous()
         return engine
 
-    def _rendezvous(self) -> None:
+    def _rendezvous(self) -> ProcessGroupGloo:
         info = self._info
+        listener = _listen(info.master_address)
         worker_info = GlooInitInfo(
             master_address=info.master_address,
-            master_port=info.master_port,
+            master_port=listener.getsockname()[1],
             rank_offset=1,
             world_size=info.world_size,
             timeout_s=info.timeout_s,
@@ -210,62 +243,70 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
         executor = ThreadPoolExecutor(max_workers=1)
         try:
             workers = executor.submit(self.client.init_weight_transfer_engine, asdict(worker_info))
-            self._group = _join(info.master_address, info.master_port, 0, info.world_size, info.timeout_s)
+            address, port = worker_info.master_address, worker_info.master_port
+            group = _join(address, port, 0, info.world_size, info.timeout_s, listener)
             workers.result(timeout=info.timeout_s)
         finally:
             executor.shutdown(wait=False)
+        return group
 
     def send_weights(self) -> None:
         """One round on every trainer rank: start, broadcast while the workers receive, finish."""
-        metas = self._source.metadata()
         if not self.is_sender:
             for _ in self._source:
                 pass
             return
-        buckets = plan_buckets(metas, self._info.bucket_bytes)
-        ordered = [meta for bucket in buckets for meta in bucket]
-        info = GlooUpdateInfo(
-            names=[meta.name for meta in ordered],
-            dtype_names=[str(meta.dtype).removeprefix("torch.") for meta in ordered],
-            shapes=[list(meta.shape) for meta in ordered],
+        if self._group is None:
+            self._group = self._rendezvous()
+        buckets = plan_buckets(self._source.metadata(), self._info.bucket_bytes)
+        metas = [meta for bucket in buckets for meta in bucket]
+        update = GlooUpdateInfo(
+            names=[meta.name for meta in metas],
+            dtype_names=[str(meta.dtype).removeprefix("torch.") for meta in metas],
+            shapes=[list(meta.shape) for meta in metas],
             bucket_sizes=[len(bucket) for bucket in buckets],
         )
         self.client.start_weight_update()
         executor = ThreadPoolExecutor(max_workers=1)
         try:
-            receiving = executor.submit(self.client.update_weights, asdict(info))
-            self._broadcast_all(buckets, receiving)
+            receiving = executor.submit(self.client.update_weights, asdict(update))
+            self._broadcast_all(self._group, buckets, receiving)
             receiving.result(timeout=self._info.timeout_s)
+        except BaseException:
+            self._group = None  # in what state it is nobody knows; the next round makes a new one
+            raise
         finally:
-            # Not waiting: if the broadcast failed, the workers' RPC may sit in a collective until its own deadline.
+            # Not waiting: workers that lost us sit in a collective until its own deadline.
             executor.shutdown(wait=False)
         self.client.finish_weight_update()
 
-    def _broadcast_all(self, buckets: Sequence[Sequence[ParamMeta]], receiving: Future[None]) -> None:
-        assert self._group is not None
+    def _broadcast_all(
+        self, group: ProcessGroupGloo, buckets: Sequence[Sequence[ParamMeta]], receiving: Future[None]
+    ) -> None:
         pairs = iter(self._source)
-        in_flight: tuple[Work, torch.Tensor] | None = None
+        in_flight: tuple[Work, torch.Tensor] | None = None  # the tensor must live until gloo has sent it
         for metas in buckets:
-            bucket = _pack(pairs, metas)
+            try:
+                bucket = _pack(pairs, metas)
+            except BaseException:
+                # The workers wait for this bucket: they get it, empty and marked, so that they give up now.
+                _broadcast(group, _empty_bucket(metas)).wait()
+                raise
             if in_flight is not None:
                 in_flight[0].wait()
             if receiving.done():
-                receiving.result()  # the workers gave up: their reason is better than ours
-            in_flight = (_broadcast(self._group, bucket), bucket)
+                receiving.result()  # the workers gave up, and say why
+            in_flight = (_broadcast(group, bucket), bucket)
         if in_flight is not None:
             in_flight[0].wait()
-        if (extra := next(pairs, None)) is not None:
-            raise SyncError(f"weight source yields {extra[0]!r}, which its metadata() does not declare")
 
     def shutdown(self) -> None:
-        if self._group is not None:
-            self._group.shutdown()
-            self._group = None
+        self._group = None
 
 
 def _pack(pairs: Iterator[tuple[str, torch.Tensor]], metas: Sequence[ParamMeta]) -> torch.Tensor:
     """Copy the next tensors of the source into one flat byte bucket in main memory."""
-    bucket = torch.empty(bucket_layout(metas)[1], dtype=torch.uint8)
+    bucket = _empty_bucket(metas)
     for (_, view), expected in zip(views(bucket, metas), metas, strict=True):
         found = next(pairs, None)
         if found is None:
@@ -277,4 +318,12 @@ def _pack(pairs: Iterator[tuple[str, torch.Tensor]], metas: Sequence[ParamMeta])
                 f"{expected.name!r} {expected.dtype} {expected.shape}"
             )
         view.copy_(tensor)
+    bucket[-1] = SENT
+    return bucket
+
+
+def _empty_bucket(metas: Sequence[ParamMeta]) -> torch.Tensor:
+    """Bytes for these tensors and, behind them, one that says whether they were filled in."""
+    bucket = torch.empty(bucket_layout(metas)[1] + 1, dtype=torch.uint8)
+    bucket[-1] = 0
     return bucket

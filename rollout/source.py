@@ -6,8 +6,8 @@ never the whole model and never one collective per tensor.
 
 LoRA adapters are merged into the copies that are sent; the training weights are never written.
 
-Covered: PEFT LoRA on layers that offer `get_delta_weight` (linear, embedding, convolution), `modules_to_save`, and tied weights (sent once,
-under the name that the module lists first).
+Covered: PEFT LoRA on layers that offer `get_delta_weight` (linear, embedding, convolution), `modules_to_save`,
+and tied weights (sent once, under the name that the module lists first).
 Not covered: DoRA (refused), models whose checkpoint names differ from their module names by more than PEFT's.
 """
 

@@ -39,12 +39,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 ScoreCanary = Callable[[list[int]], list[float]]
-"""log π(ids[i] | ids[:i]) at temperature 1 for i >= 1, by the trainer. Called on every rank: a collective under ZeRO-3."""
+"""The trainer's log π(ids[i] | ids[:i]) at temperature 1 for i >= 1. Called on every rank, as under ZeRO-3 it is a
+collective, without gradients, on a thread of its own (so an autocast context must be entered inside)."""
 
 CANARY_TOKENS = 24
 CANARY_THRESHOLD: Mapping[torch.dtype, float] = {torch.float32: 1e-2, torch.bfloat16: 1.0, torch.float16: 0.5}
-"""Largest |Δ log π| that passes, by the engine's dtype. Measured noise on random models: 1e-5 (float32), 0.2 (bfloat16);
-a head that was not reloaded: 2 to 10."""
+"""Largest |Δ log π| that passes, by the engine's dtype. Measured noise on random models: 1e-5 in float32, 0.2 in
+bfloat16; with a head that was not reloaded: 2 to 10."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +192,8 @@ class WeightSync:
         """Largest |Δ log π| on this rank's engine; NaN without a canary or an engine."""
         if self._score_canary is None:
             return float("nan")
-        trained = torch.tensor(self._score_canary(list(self._canary_ids)), dtype=torch.float64)
+        with torch.no_grad():
+            trained = torch.tensor(self._score_canary(list(self._canary_ids)), dtype=torch.float64)
         if self._engine is None:
             return float("nan")
         sampled = torch.tensor(self._client.call(lambda engine: engine.score(self._canary_ids)), dtype=torch.float64)
@@ -230,7 +232,6 @@ class WeightSync:
             return GlooTrainerInitInfo(
                 rank=rank,
                 master_address=address,
-                master_port=_free_port(address),
                 world_size=world_size,
                 bucket_bytes=bucket_bytes,
                 timeout_s=self._deadline_s,
