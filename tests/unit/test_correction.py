@@ -1,0 +1,267 @@
+"""Correction weights and rejection: numbers by hand, and the same result however rollouts are spread over ranks."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rollout.errors import ConfigError, EvidenceError
+from trainer.correction import CORRECTION_MODES, correction_weights, kl_penalized_advantages
+from trainer.rejection import REJECTION_CRITERIA, rejection_mask
+from trainer.segments import RankReduction
+
+LOG = math.log
+# Two rollouts; ratios 4, 1/4, 1 (rollout 0: product 1, geometric mean 1) and 8, 2 (rollout 1: product 16, mean 4).
+RATIOS = [4.0, 8.0, 0.25, 2.0, 1.0]
+ROLLOUT_T = torch.tensor([0, 1, 0, 1, 0])
+SAMP_T = torch.full((5,), -3.0, dtype=torch.float64)
+OLD_T = SAMP_T + torch.tensor(RATIOS, dtype=torch.float64).log()
+
+
+def weights(mode: str, bounds=(0.0, 2.0), **options) -> list[float]:
+    return correction_weights(OLD_T, SAMP_T, ROLLOUT_T, 3, mode=mode, bounds=bounds, **options).weights_T.tolist()
+
+
+@pytest.mark.parametrize(
+    ("mode", "bounds", "expected"),
+    [
+        ("token_truncate", 2.0, [2.0, 2.0, 0.25, 2.0, 1.0]),
+        ("token_truncate", (0.5, 3.0), [3.0, 3.0, 0.5, 2.0, 1.0]),
+        ("token_mask", 2.0, [0.0, 0.0, 0.25, 2.0, 1.0]),
+        ("token_mask", (0.5, 4.0), [4.0, 0.0, 0.0, 2.0, 1.0]),
+        ("sequence_truncate", 2.0, [1.0, 2.0, 1.0, 2.0, 1.0]),
+        ("sequence_mask", 2.0, [1.0, 0.0, 1.0, 0.0, 1.0]),
+        ("sequence_mask", 5.0, [1.0, 4.0, 1.0, 4.0, 1.0]),
+        ("sequence_product_truncate", 10.0, [1.0, 10.0, 1.0, 10.0, 1.0]),
+        ("sequence_product_mask", 20.0, [1.0, 16.0, 1.0, 16.0, 1.0]),
+        ("off", 2.0, [1.0] * 5),
+        ("none", 2.0, [1.0] * 5),
+    ],
+)
+def test_weights_by_mode_and_bounds(mode, bounds, expected):
+    assert weights(mode, bounds) == pytest.approx(expected)
+
+
+def test_default_is_token_truncation_at_two():
+    assert correction_weights(OLD_T, SAMP_T, ROLLOUT_T, 3).weights_T.tolist() == pytest.approx([2, 2, 0.25, 2, 1])
+
+
+def test_modes_are_the_documented_names():
+    assert set(CORRECTION_MODES) == {
+        *("none", "off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+        *("sequence_product_truncate", "sequence_product_mask"),
+    }
+
+
+def test_clipped_marks_what_control_changed_and_raw_keeps_what_it_was():
+    result = correction_weights(OLD_T, SAMP_T, ROLLOUT_T, 3, mode="token_mask", bounds=(0.5, 4.0))
+    assert result.clipped_T.tolist() == [False, True, True, False, False]
+    assert result.raw_weights_T.tolist() == pytest.approx(RATIOS)
+    assert result.keep_T.all(), "a masked weight stays in the loss mask, and so in the denominators"
+
+
+def test_log_ratio_is_clamped_to_twenty_before_exp():
+    old_T, samp_T = torch.tensor([-1.0, -500.0]), torch.tensor([-500.0, -1.0])
+    result = correction_weights(old_T, samp_T, torch.tensor([0, 1]), 2, mode="token_truncate", bounds=1e12)
+    assert result.weights_T.tolist() == pytest.approx([math.exp(20), math.exp(-20)])
+
+
+def test_weights_are_detached_and_keep_the_dtype():
+    for dtype in (torch.float32, torch.float64):
+        old_T = OLD_T.to(dtype).requires_grad_()
+        result = correction_weights(old_T, SAMP_T.to(dtype), ROLLOUT_T, 3, mode="sequence_mask", batch_normalize=True)
+        assert result.weights_T.dtype == dtype
+        assert not result.weights_T.requires_grad
+
+
+def test_batch_normalisation_averages_tokens_or_rollouts():
+    # token: mean of 2, 2, .25, 2, 1 is 1.45; sequence: rollouts have 1 and 2, the third has no tokens
+    assert weights("token_truncate", 2.0, batch_normalize=True) == pytest.approx([x / 1.45 for x in [2, 2, 0.25, 2, 1]])
+    assert weights("sequence_truncate", 2.0, batch_normalize=True) == pytest.approx([x / 1.5 for x in [1, 2, 1, 2, 1]])
+    assert weights("token_mask", (100.0, 200.0), batch_normalize=True) == [0.0] * 5
+
+
+@pytest.mark.parametrize("mode", CORRECTION_MODES)
+def test_no_tokens_is_fine(mode):
+    empty = torch.zeros(0)
+    result = correction_weights(
+        empty, empty, empty.long(), 2, mode=mode, rejection={"seq_max_k3": 0.1}, batch_normalize=True
+    )
+    assert result.weights_T.shape == (0,)
+    assert result.metrics["rollout_correction/rejected_frac"] == 0.0
+
+
+# k1 = −log ρ = samp − old. Rollout 0: −log 4, log 4, 0. Rollout 1: −log 8, −log 2.
+@pytest.mark.parametrize(
+    ("criterion", "threshold", "kept"),
+    [
+        ("token_k1", 4.1, [True, False, True, True, True]),
+        ("token_k1", (0.2, 2.1), [True, False, False, True, True]),
+        ("token_k2", 0.5 * LOG(4) ** 2 + 1e-9, [True, False, True, True, True]),
+        ("token_k3", 1.0, [False, False, True, True, True]),  # 4−log 4−1 = 1.61; .25+log 4−1 = .64; 2−log 2−1 = .31
+        ("seq_sum_k1", 10.0, [True, False, True, False, True]),  # sums 0 and −log 16
+        ("seq_sum_k1", 16.1, [True, True, True, True, True]),
+        ("seq_sum_k2", 2.0, [True, False, True, False, True]),  # log²4 = 1.92; (log²8 + log²2)/2 = 2.40
+        ("seq_sum_k3", 3.0, [True, False, True, False, True]),  # 1.61 + .64 = 2.25; 4.92 + .31 = 5.23
+        ("seq_mean_k1", 3.9, [True, False, True, False, True]),  # means 0 and −log 4
+        ("seq_mean_k2", 1.0, [True, False, True, False, True]),  # .64 and 1.20
+        ("seq_mean_k3", 0.8, [True, False, True, False, True]),  # .75 and 2.61
+        ("seq_max_k2", 1.0, [True, False, True, False, True]),  # .96 and 2.16
+        ("seq_max_k3", 1.5, [False, False, False, False, False]),  # 1.61 and 4.92
+        ("seq_max_k3", 1.7, [True, False, True, False, True]),
+    ],
+)
+def test_rejection_by_criterion(criterion, threshold, kept):
+    keep_T, metrics = rejection_mask(OLD_T - SAMP_T, ROLLOUT_T, 3, {criterion: threshold})
+    assert keep_T.tolist() == kept
+    rejected = 1 - sum(kept) / 5
+    assert metrics["rollout_correction/rejected_frac"] == pytest.approx(rejected)
+    assert metrics[f"rollout_correction/rejected_{criterion}_frac"] == pytest.approx(rejected)
+
+
+def test_a_token_must_pass_every_criterion():
+    criteria = {"token_k1": (0.2, 2.0), "seq_mean_k2": 1.0}
+    keep_T, metrics = rejection_mask(OLD_T - SAMP_T, ROLLOUT_T, 3, criteria)
+    assert keep_T.tolist() == [True, False, False, False, True]
+    assert metrics["rollout_correction/rejected_frac"] == pytest.approx(0.6)
+    assert metrics["rollout_correction/rejected_token_k1_frac"] == pytest.approx(0.4)
+    assert metrics["rollout_correction/rejected_rollouts_frac"] == 1.0
+
+
+def test_rejection_does_not_change_the_weights_of_others():
+    plain = correction_weights(OLD_T, SAMP_T, ROLLOUT_T, 3, mode="sequence_truncate", bounds=9.0)
+    rejecting = correction_weights(
+        OLD_T, SAMP_T, ROLLOUT_T, 3, mode="sequence_truncate", bounds=9.0, rejection={"token_k1": 4.0}
+    )
+    assert not rejecting.keep_T.all()
+    assert torch.equal(plain.weights_T, rejecting.weights_T)
+
+
+def test_kl_penalty_is_average_difference_minus_difference_over_trained_tokens():
+    advantages_T = torch.tensor([1.0, 1.0, -1.0])
+    samp_T, train_T = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.2, -2.0, -3.7])
+    penalized = kl_penalized_advantages(advantages_T, samp_T, train_T.requires_grad_(), coef=0.1)
+    # d = .2, 0, .7, mean .3
+    assert penalized.tolist() == pytest.approx([1.01, 1.03, -1.04])
+    assert not penalized.requires_grad
+    assert float((penalized - advantages_T).sum()) == pytest.approx(0.0, abs=1e-7)
+
+
+def test_kl_penalty_of_no_tokens_is_no_tokens():
+    empty = torch.zeros(0)
+    assert kl_penalized_advantages(empty, empty, empty, coef=0.1).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "token"}, "unknown correction mode 'token'; expected one of: none, off, token_truncate"),
+        ({"bounds": (2.0, 1.0)}, "low 2.0, high 1.0, expected 0 <= low <= high"),
+        ({"bounds": 0.0}, "high > 0"),
+        ({"bounds": (1.0, 2.0, 3.0)}, r"expected a number or \[low, high\]"),
+        ({"rejection": {"seq_max_k1": 2.0}}, "unknown rejection criterion 'seq_max_k1'"),
+        ({"rejection": {"token_k3": (0.1, 0.2)}}, "token_k3: .* expected one upper bound"),
+        ({"rejection": {"token_k2": -1.0}}, "token_k2: found -1.0, expected a positive number"),
+        ({"rejection": {"token_k1": (0.0, 2.0)}}, "token_k1: the lower ratio is 0.0"),
+    ],
+)
+def test_impossible_settings_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        correction_weights(OLD_T, SAMP_T, ROLLOUT_T, 3, **options)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_logprob_that_is_not_finite_never_becomes_a_weight(bad):
+    samp_T = SAMP_T.clone()
+    samp_T[3] = bad
+    with pytest.raises(
+        EvidenceError, match=r"1 of 5 engine logprobs are not finite; the first is .* token 3, rollout 1"
+    ):
+        correction_weights(OLD_T, samp_T, ROLLOUT_T, 3)
+    with pytest.raises(EvidenceError, match="trainer logprobs"):
+        correction_weights(samp_T, OLD_T, ROLLOUT_T, 3)
+
+
+def test_evidence_of_another_length_is_refused():
+    with pytest.raises(EvidenceError, match=r"logp_samp \(4,\)"):
+        correction_weights(OLD_T, SAMP_T[:4], ROLLOUT_T, 3)
+
+
+def on_ranks(num_ranks: int, work: Callable[[int, RankReduction], Any]) -> list[Any]:
+    """Run `work(rank, over_ranks)` in one thread per rank, with reductions that wait for all of them."""
+    slots: list[Tensor] = [torch.zeros(0)] * num_ranks
+    results: list = [None] * num_ranks
+    barrier = threading.Barrier(num_ranks, timeout=30)
+
+    def run(rank: int) -> None:
+        def reduce(x: Tensor, combine: Callable[[Tensor], Tensor]) -> Tensor:
+            slots[rank] = x
+            barrier.wait()
+            result = combine(torch.stack(slots))
+            barrier.wait()
+            return result
+
+        results[rank] = work(
+            rank,
+            RankReduction(
+                sum=lambda x: reduce(x, lambda stacked: stacked.sum(dim=0)),
+                max=lambda x: reduce(x, lambda stacked: stacked.amax(dim=0)),
+            ),
+        )
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    return results
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    num_ranks=st.integers(1, 4),
+    mode=st.sampled_from(sorted(CORRECTION_MODES)),
+    criteria=st.lists(st.sampled_from(sorted(REJECTION_CRITERIA)), max_size=3, unique=True),
+    batch_normalize=st.booleans(),
+)
+def test_weights_and_rejection_do_not_depend_on_ranks(seed, num_ranks, mode, criteria, batch_normalize):
+    generator = torch.Generator().manual_seed(seed)
+    num_tokens = 40
+    rollout_T = torch.randint(7, (num_tokens,), generator=generator)
+    samp_T = -torch.rand(num_tokens, generator=generator, dtype=torch.float64) * 3
+    old_T = samp_T + 0.4 * torch.randn(num_tokens, generator=generator, dtype=torch.float64)
+    rank_T = torch.randint(num_ranks, (num_tokens,), generator=generator)
+    options = {
+        "mode": mode,
+        "bounds": (0.7, 1.5),
+        "rejection": {name: (0.3, 1.6) if name.endswith("k1") else 0.3 for name in criteria},
+        "batch_normalize": batch_normalize,
+    }
+    whole = correction_weights(old_T, samp_T, rollout_T, 8, **options)
+    parts = on_ranks(
+        num_ranks,
+        lambda rank, over_ranks: correction_weights(
+            *(x[rank_T == rank] for x in (old_T, samp_T, rollout_T)), 8, **options, over_ranks=over_ranks
+        ),
+    )
+    penalized = kl_penalized_advantages(samp_T, samp_T, old_T, coef=0.3)
+    penalized_parts = on_ranks(
+        num_ranks,
+        lambda rank, over_ranks: kl_penalized_advantages(
+            *(x[rank_T == rank] for x in (samp_T, samp_T, old_T)), coef=0.3, over_ranks=over_ranks
+        ),
+    )
+    for rank, part in enumerate(parts):
+        torch.testing.assert_close(part.weights_T, whole.weights_T[rank_T == rank], rtol=0, atol=1e-12)
+        assert torch.equal(part.keep_T, whole.keep_T[rank_T == rank])
+        assert part.metrics == pytest.approx(whole.metrics)
+        torch.testing.assert_close(penalized_parts[rank], penalized[rank_T == rank], rtol=0, atol=1e-12)

@@ -1,0 +1,278 @@
+"""Mismatch metrics against plain Python loops over the formulas, and the same values for every partition."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.alarms import AlarmThresholds, alarms
+from trainer.correction import CorrectionResult, correction_weights
+from trainer.mismatch import LENGTH_BUCKETS, PREFIX, UNKNOWN_VERSION, MismatchStatistics, noise_floor
+from trainer.segments import RankReduction
+
+TRAIN = [-1.0, -2.0, -0.5, -0.001, -3.0, -0.7]
+SAMP = [-1.1, -1.5, -0.5, -0.002, -3.4, -1.9]
+ROLLOUT = [0, 0, 3, 1, 1, 1]  # rollout 2 was delivered without trained tokens
+VERSION = [4, 5, 5, 3, UNKNOWN_VERSION, 5]
+
+
+def correction(**options) -> CorrectionResult:
+    return correction_weights(
+        torch.tensor(TRAIN, dtype=torch.float64),
+        torch.tensor(SAMP, dtype=torch.float64),
+        torch.tensor(ROLLOUT),
+        4,
+        **options,
+    )
+
+
+def metrics_of(**options) -> dict[str, float]:
+    found = MismatchStatistics.from_tokens(
+        torch.tensor(TRAIN, dtype=torch.float64),
+        torch.tensor(SAMP, dtype=torch.float64),
+        torch.tensor(ROLLOUT),
+        4,
+        version_T=torch.tensor(VERSION),
+        current_version=6,
+        **options,
+    ).finalize()
+    assert all(name.startswith(PREFIX) for name in found)
+    return {name.removeprefix(PREFIX): value for name, value in found.items()}
+
+
+def mean(values) -> float:
+    values = list(values)
+    return sum(values) / len(values)
+
+
+def expected_metrics(weights: list[float], raw: list[float], clipped: list[bool]) -> dict[str, float]:
+    """The table of the objective, word by word."""
+    d = [s - t for s, t in zip(SAMP, TRAIN, strict=True)]
+    rho = [math.exp(-x) for x in d]
+
+    def per_rollout(values):
+        groups = {}
+        for rollout, value in zip(ROLLOUT, values, strict=True):
+            groups.setdefault(rollout, []).append(value)
+        return [mean(values) for values in groups.values()]
+
+    d_S, train_S, samp_S = per_rollout(d), per_rollout(TRAIN), per_rollout(SAMP)
+    unforced = [x for x, s in zip(d, SAMP, strict=True) if s < -0.01]
+    lags = [6 - v for v in VERSION if v != UNKNOWN_VERSION]
+    expected = {
+        "kl": mean(d),
+        "kl_v1": mean(d),
+        "kl_v2": mean(x * x / 2 for x in d),
+        "k3_kl": mean(r - math.log(r) - 1 for r in rho),
+        "training_ppl": mean(math.exp(-x) for x in train_S),
+        "rollout_ppl": mean(math.exp(-x) for x in samp_S),
+        "training_log_ppl": mean(-x for x in train_S),
+        "rollout_log_ppl": mean(-x for x in samp_S),
+        "log_ppl_diff": mean(d_S),
+        "log_ppl_abs_diff": mean(abs(x) for x in d_S),
+        "log_ppl_diff_max": max(d_S),
+        "log_ppl_diff_min": min(d_S),
+        "ppl_ratio": mean(math.exp(x) for x in d_S),
+        "chi2_token": mean(r * r for r in rho) - 1,
+        "chi2_seq": mean(math.exp(-x) ** 2 for x in d_S) - 1,
+        "clipped_frac": mean(float(c) for c in clipped),
+        "logp_diff_abs_mean": mean(abs(x) for x in d),
+        "logp_diff_abs_max": max(abs(x) for x in d),
+        "pearson": statistics.correlation(TRAIN, SAMP),
+        "stale_tokens_frac": mean(float(lag > 0) for lag in lags),
+        "version_lag_mean": mean(lags),
+        "version_lag_max": max(lags),
+        "forced_token_ratio": 1 / 6,
+        "kl_v1_unforced": mean(unforced),
+        "kl_v2_unforced": mean(x * x / 2 for x in unforced),
+        "weight_removed/len_1-64": sum(max(r - w, 0) for r, w, c in zip(raw, weights, clipped, strict=True) if c)
+        / sum(raw),
+    }
+    for prefix, values in (("", weights), ("raw_", raw)):
+        normalized = [w / mean(values) for w in values] if mean(values) else []
+        expected |= {
+            f"{prefix}ess": 1 / mean(w * w for w in normalized) if normalized else 0.0,
+            f"{prefix}is_weight_mean": mean(values),
+            f"{prefix}is_weight_std": statistics.pstdev(values),
+            f"{prefix}is_weight_max": max(values),
+            f"{prefix}is_weight_min": min(values),
+        }
+    return expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mode": "token_truncate", "bounds": 1.2},
+        {"mode": "token_mask", "bounds": (0.7, 1.6)},
+        {"mode": "token_mask", "bounds": (50.0, 60.0)},
+        {"mode": "sequence_truncate", "bounds": 1.1},
+        {"mode": "sequence_mask", "bounds": 1.1, "batch_normalize": True},
+        {"mode": "off"},
+    ],
+    ids=str,
+)
+def test_every_metric_equals_its_formula(options):
+    result = correction(**options)
+    expected = expected_metrics(
+        result.controlled_weights_T.tolist(), result.raw_weights_T.tolist(), result.clipped_T.tolist()
+    )
+    assert metrics_of(correction=result) == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+def test_without_correction_weights_are_one_and_raw_is_the_token_ratio():
+    ratios = [math.exp(t - s) for t, s in zip(TRAIN, SAMP, strict=True)]
+    assert metrics_of() == pytest.approx(expected_metrics([1.0] * 6, ratios, [False] * 6), rel=1e-9, abs=1e-12)
+
+
+def test_kl_is_positive_when_the_sampler_is_surer_of_its_tokens_than_the_trainer():
+    """Seed 001's formula has the other sign; its code, seed 000 and verl have this one."""
+    found = MismatchStatistics.from_tokens(torch.tensor([-2.0]), torch.tensor([-1.5]), torch.tensor([0]), 1).finalize()
+    assert found[PREFIX + "kl"] == pytest.approx(0.5)
+    assert found[PREFIX + "log_ppl_diff"] == pytest.approx(0.5)
+    assert found[PREFIX + "ppl_ratio"] == pytest.approx(math.exp(0.5))
+    assert found[PREFIX + "training_ppl"] > found[PREFIX + "rollout_ppl"]
+
+
+def test_agreement_is_exact():
+    logp_T = -torch.rand(100, generator=torch.Generator().manual_seed(0))
+    found = MismatchStatistics.from_tokens(logp_T, logp_T, torch.zeros(100, dtype=torch.long), 1).finalize()
+    for name in ("kl", "kl_v2", "k3_kl", "chi2_token", "chi2_seq", "is_weight_std", "logp_diff_abs_max"):
+        assert found[PREFIX + name] == 0.0, name
+    for name in ("ess", "raw_ess", "ppl_ratio", "is_weight_mean"):
+        assert found[PREFIX + name] == 1.0, name
+    assert found[PREFIX + "pearson"] == pytest.approx(1.0, abs=1e-12)
+
+
+def test_a_tiny_mismatch_is_measured_and_not_lost_to_rounding():
+    """float32 engines differ by 1e-6: the quadratic metrics are then 1e-12, below the rounding of 1."""
+    train_T = torch.full((1000,), -1.0, dtype=torch.float64)
+    sign_T = torch.where(torch.arange(1000) % 2 == 0, 1.0, -1.0).double()
+    found = MismatchStatistics.from_tokens(train_T, train_T + 1e-6 * sign_T, torch.arange(1000) % 7, 7).finalize()
+    assert found[PREFIX + "k3_kl"] == pytest.approx(5e-13, rel=1e-4)
+    assert found[PREFIX + "kl_v2"] == pytest.approx(5e-13, rel=1e-6)
+    assert found[PREFIX + "chi2_token"] == pytest.approx(2e-12, rel=1e-3)  # E[ρ²] − 1 = cosh(2e-6) − 1
+    assert found[PREFIX + "raw_is_weight_std"] == pytest.approx(1e-6, rel=1e-4)
+
+
+def test_no_tokens_gives_no_metrics():
+    empty = torch.zeros(0)
+    assert MismatchStatistics.from_tokens(empty, empty, empty.long(), 3).finalize() == {}
+    assert noise_floor(empty, empty) == {}
+
+
+def test_undefined_metrics_are_left_out():
+    logp_T = torch.tensor([-0.005, -0.005])
+    found = MismatchStatistics.from_tokens(logp_T, logp_T, torch.tensor([0, 0]), 1).finalize()
+    absent = {"pearson", "kl_v1_unforced", "kl_v2_unforced", "stale_tokens_frac", "version_lag_mean", "version_lag_max"}
+    assert not absent & {name.removeprefix(PREFIX) for name in found}
+    assert found[PREFIX + "forced_token_ratio"] == 1.0
+    assert all(math.isfinite(value) for value in found.values())
+
+
+def test_a_disagreement_beyond_all_bounds_stays_finite():
+    found = MismatchStatistics.from_tokens(
+        torch.tensor([-600.0, -0.1]), torch.tensor([-0.1, -600.0]), torch.tensor([0, 1]), 2
+    ).finalize()
+    assert all(math.isfinite(value) for value in found.values())
+
+
+def test_weight_removed_is_counted_by_the_length_of_the_rollout():
+    long = LENGTH_BUCKETS[0] + 1
+    ratio_T = torch.cat([torch.full((long,), 4.0), torch.tensor([4.0, 1.0])]).double()
+    rollout_T = torch.cat([torch.zeros(long, dtype=torch.long), torch.ones(2, dtype=torch.long)])
+    samp_T = torch.full_like(ratio_T, -5.0)
+    result = correction_weights(samp_T + ratio_T.log(), samp_T, rollout_T, 2, mode="token_truncate", bounds=3.0)
+    found = MismatchStatistics.from_tokens(samp_T + ratio_T.log(), samp_T, rollout_T, 2, correction=result).finalize()
+    removed = {name: value for name, value in found.items() if "weight_removed" in name}
+    assert removed == pytest.approx(
+        {PREFIX + "weight_removed/len_1-64": 1 / 5, PREFIX + "weight_removed/len_65-256": 1 / 4}
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10_000), parts=st.integers(1, 5), mode=st.sampled_from(["token_mask", "sequence_truncate"]))
+def test_metrics_do_not_depend_on_the_partition(seed, parts, mode):
+    generator = torch.Generator().manual_seed(seed)
+    num_tokens = 60
+    rollout_T = torch.randint(9, (num_tokens,), generator=generator)
+    samp_T = -3 * torch.rand(num_tokens, generator=generator)
+    train_T = samp_T + 0.4 * torch.randn(num_tokens, generator=generator)
+    version_T = torch.randint(-1, 4, (num_tokens,), generator=generator)
+    whole_correction = correction_weights(train_T, samp_T, rollout_T, 10, mode=mode, bounds=(0.8, 1.3))
+    part_T = torch.randint(parts, (num_tokens,), generator=generator)
+
+    def of(tokens: torch.Tensor) -> MismatchStatistics:
+        selected = CorrectionResult(
+            weights_T=whole_correction.weights_T[tokens],
+            raw_weights_T=whole_correction.raw_weights_T[tokens],
+            controlled_weights_T=whole_correction.controlled_weights_T[tokens],
+            clipped_T=whole_correction.clipped_T[tokens],
+            keep_T=whole_correction.keep_T[tokens],
+            metrics={},
+        )
+        return MismatchStatistics.from_tokens(
+            train_T[tokens],
+            samp_T[tokens],
+            rollout_T[tokens],
+            10,
+            correction=selected,
+            version_T=version_T[tokens],
+            current_version=4,
+        )
+
+    merged = of(torch.zeros(0, dtype=torch.long))  # a rank without tokens changes nothing
+    for part in range(parts):
+        merged = merged.merge(of((part_T == part).nonzero()[:, 0]))
+    whole = of(torch.arange(num_tokens)).finalize()
+    assert merged.finalize() == pytest.approx(whole, rel=1e-9, abs=1e-12)
+
+
+def test_reduction_over_ranks_is_merging():
+    first = MismatchStatistics.from_tokens(torch.tensor([-1.0]), torch.tensor([-2.0]), torch.tensor([0]), 2)
+    second = MismatchStatistics.from_tokens(torch.tensor([-1.5]), torch.tensor([-1.0]), torch.tensor([1]), 2)
+    others = iter([second.sums, second.per_rollout])
+    over_ranks = RankReduction(sum=lambda x: x + next(others), max=lambda x: torch.maximum(x, second.maxima))
+    assert first.reduced(over_ranks).finalize() == first.merge(second).finalize()
+
+
+def test_noise_floor_is_the_divergence_of_two_scorings():
+    first_T, second_T = torch.tensor([-1.0, -2.0], dtype=torch.float64), torch.tensor([-0.9, -2.1], dtype=torch.float64)
+    found = noise_floor(first_T, second_T)
+    k3 = (math.exp(-0.1) + 0.1 - 1 + math.exp(0.1) - 0.1 - 1) / 2
+    assert found == pytest.approx({PREFIX + "noise_floor_kl": 0.0, PREFIX + "noise_floor_k3": k3}, abs=1e-12)
+
+
+HEALTHY = {
+    PREFIX + "kl": 0.001,
+    PREFIX + "ess": 0.99,
+    PREFIX + "k3_kl": 4e-4,
+    PREFIX + "noise_floor_k3": 4e-4,
+    "rollout/token_match_rate": 1.0,
+}
+
+
+def test_a_healthy_step_raises_no_alarm():
+    assert alarms(HEALTHY, AlarmThresholds()) == []
+    assert alarms({}, AlarmThresholds()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        (PREFIX + "kl", -0.11, "is 0.11, above 0.1"),
+        (PREFIX + "ess", 0.29, "is 0.290, below 0.3"),
+        (PREFIX + "k3_kl", 4.1e-3, "more than 10 times the trainer's own noise"),
+        ("rollout/token_match_rate", 0.999, "tokens are trained that the engine did not sample"),
+        (PREFIX + "kl", math.nan, "is nan"),
+    ],
+)
+def test_each_alarm_says_what_is_wrong(name, value, sentence):
+    (alarm,) = alarms(HEALTHY | {name: value}, AlarmThresholds())
+    assert sentence in alarm
+    assert name in alarm
