@@ -145,10 +145,10 @@ def grpo_passk(
     is_only_best_S = is_best_S & (rollout_sum(is_best_S.double(), groups.index_S, num_groups)[groups.index_S] == 1)
     others_S = groups.rewards_S.masked_fill(is_best_S, -torch.inf)
     second_S = rollout_max(others_S, groups.index_S, num_groups)[groups.index_S]
-    lead_S = torch.where(is_only_best_S & ~groups.is_flat_S, groups.rewards_S - second_S, 0.0)
+    lead_S = groups.rewards_S - second_S
     if normalize_std:
         lead_S = lead_S / (groups.std(ddof) + eps)
-    return _finish(rewards_S, groups, lead_S)
+    return _finish(rewards_S, groups, lead_S.masked_fill(~is_only_best_S | groups.is_flat_S, 0.0))
 
 
 ADVANTAGES: dict[str, Callable[..., Advantages]] = {

@@ -1,0 +1,96 @@
+"""GAE: λ at its ends, holes, ragged rollouts, against a loop over plain lists."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.gae import gae, gae_flat
+
+
+def naive(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
+    """Σ_l (γλ)^l δ_{t+l}, summed forwards as the paper writes it."""
+    after = [*values[1:], 0.0]
+    deltas = [r + gamma * n - v for r, v, n in zip(rewards, values, after, strict=True)]
+    return [sum((gamma * lam) ** (j - t) * deltas[j] for j in range(t, len(deltas))) for t in range(len(deltas))]
+
+
+def row(*values: float) -> torch.Tensor:
+    return torch.tensor([values], dtype=torch.float64)
+
+
+def test_two_tokens_by_hand():
+    found = gae(row(0, 1), row(0.5, 0.2), row(1, 1).bool(), gamma=0.9, lam=0.8)
+    # δ1 = 1 − .2 = .8; δ0 = .9 · .2 − .5 = −.32; A0 = −.32 + .72 · .8
+    assert found.advantages[0].tolist() == pytest.approx([0.256, 0.8])
+    assert found.returns[0].tolist() == pytest.approx([0.756, 1.0])
+
+
+def test_lambda_one_gives_reward_to_go_and_lambda_zero_one_step_td():
+    rewards, values, mask = row(1, 2, 3), row(0.1, 0.2, 0.3), row(1, 1, 1).bool()
+    assert gae(rewards, values, mask, gamma=1.0, lam=1.0).returns[0].tolist() == pytest.approx([6.0, 5.0, 3.0])
+    assert gae(rewards, values, mask, gamma=1.0, lam=0.0).returns[0].tolist() == pytest.approx([1.2, 2.3, 3.0])
+
+
+def test_a_hole_is_skipped_and_what_is_in_it_has_no_effect():
+    solid = gae(row(0, 1, 5), row(0.5, 0.2, 0.7), row(1, 1, 1).bool(), gamma=0.9, lam=0.8)
+    mask = row(0, 1, 0, 0, 1, 1, 0).bool()
+    rewards = row(9, 0, math.nan, 9, 1, 5, math.inf)
+    holes = gae(rewards, row(9, 0.5, 9, math.nan, 0.2, 0.7, 9), mask, gamma=0.9, lam=0.8)
+    assert holes.advantages[mask].tolist() == pytest.approx(solid.advantages[0].tolist())
+    assert holes.returns[mask].tolist() == pytest.approx(solid.returns[0].tolist())
+    assert holes.advantages[~mask].tolist() == [0.0] * 4
+    assert holes.returns[~mask].tolist() == [0.0] * 4
+
+
+TOKENS = st.lists(
+    st.tuples(st.integers(0, 3), st.floats(-5, 5), st.floats(-5, 5), st.integers(0, 2)), min_size=0, max_size=30
+)
+
+
+@given(tokens=TOKENS, gamma=st.floats(0, 1), lam=st.floats(0, 1), by_turn=st.booleans())
+def test_each_rollout_gets_what_it_would_get_alone(tokens, gamma, lam, by_turn):
+    rollouts, rewards, values, turns = (list(column) for column in zip(*tokens, strict=True)) if tokens else ([],) * 4
+    found = gae_flat(
+        torch.tensor(rewards, dtype=torch.float64),
+        torch.tensor(values, dtype=torch.float64),
+        torch.tensor(rollouts, dtype=torch.long),
+        gamma=gamma,
+        lam=lam,
+        turn_T=torch.tensor(turns, dtype=torch.long) if by_turn else None,
+    )
+    for rollout in set(rollouts):
+        order = [t for t in range(len(tokens)) if rollouts[t] == rollout]
+        if by_turn:
+            order.sort(key=lambda t: turns[t])
+        alone = naive([rewards[t] for t in order], [values[t] for t in order], gamma, lam)
+        assert found.advantages[order].tolist() == pytest.approx(alone, abs=1e-9)
+        assert found.returns[order].tolist() == pytest.approx(
+            [a + values[t] for a, t in zip(alone, order, strict=True)], abs=1e-9
+        )
+
+
+def test_rows_of_a_rollout_follow_each_other_by_turn():
+    """The row with turns 0 and 2 comes before the branch with turn 1."""
+    values_T = torch.tensor([0.0, 4.0, 2.0], dtype=torch.float64)
+    found = gae_flat(
+        torch.zeros(3, dtype=torch.float64),
+        values_T,
+        torch.zeros(3, dtype=torch.long),
+        gamma=1.0,
+        lam=0.0,
+        turn_T=torch.tensor([0, 2, 1]),
+    )
+    # one-step TD: the successor of turn 0 is turn 1 (value 2), of turn 1 turn 2 (value 4)
+    assert found.returns.tolist() == [2.0, 0.0, 4.0]
+
+
+def test_impossible_arguments_are_refused():
+    with pytest.raises(ValueError, match=r"gamma is 1\.5"):
+        gae(row(1), row(1), row(1), gamma=1.5, lam=1.0)
+    with pytest.raises(ValueError, match=r"rewards \(1, 2\), values \(1, 1\)"):
+        gae(row(1, 2), row(1), row(1), gamma=1.0, lam=1.0)
