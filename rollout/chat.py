@@ -23,6 +23,7 @@ from typing import Any, Protocol
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from rollout.errors import ConfigError, TemplateError
+from rollout.harmony import CONTROL_IDS, STOPS, HarmonyRenderer, load_encoding, parse_harmony
 from rollout.records import EngineCall, Message
 from rollout.template import History, TemplateRenderer, Tools
 from rollout.tool_calls import Turn, parse_hermes, parse_llama3
@@ -30,7 +31,8 @@ from rollout.tool_calls import Turn, parse_hermes, parse_llama3
 FAMILIES = ("auto", "chatml", "qwen3", "llama3", "harmony")
 """How tool calls and reasoning are written. chatml and qwen3 share the Hermes form."""
 
-_LLAMA3_STOPS = ("<|eot_id|>", "<|eom_id|>")
+_FAMILY_STOPS = {"llama3": ("<|eot_id|>", "<|eom_id|>"), "harmony": STOPS}
+"""End-of-turn tokens that a template may show only in some turns, for instance after a tool call."""
 
 
 class Renderer(Protocol):
@@ -78,18 +80,23 @@ class Chat:
         self.family = _family_of(tokenizer) if family == "auto" else family
         vocabulary = tokenizer.get_vocab()
         self._num_ids = 1 + max(vocabulary.values())
-        named = [vocabulary[text] for text in _LLAMA3_STOPS if self.family == "llama3" and text in vocabulary]
-        eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        names = (tokenizer.eos_token, *_FAMILY_STOPS.get(self.family, ()))
+        stops = [*(vocabulary[str(name)] for name in names if name in vocabulary), *stop_token_ids]
         self._opens_reasoning = False
-        renderer = TemplateRenderer(
-            tokenizer,
-            history=History(history),
-            parse=self._parse_text,
-            stop_token_ids=[*eos, *stop_token_ids, *named],
-            template_kwargs=template_kwargs,
-        )
-        self._opens_reasoning = renderer.opens_reasoning
-        self._renderer: Renderer = renderer
+        self._renderer: Renderer
+        if self.family == "harmony" and CONTROL_IDS.items() <= vocabulary.items():
+            self._renderer = _harmony_renderer(History(history), stops, template_kwargs or {})
+        else:
+            renderer = TemplateRenderer(
+                tokenizer,
+                history=History(history),
+                parse=self._parse_text,
+                stop_token_ids=stops,
+                closing_tokens=["<|end|>"] if self.family == "harmony" else [],
+                template_kwargs=template_kwargs,
+            )
+            self._opens_reasoning = renderer.opens_reasoning
+            self._renderer = renderer
 
     @classmethod
     def from_pretrained(
@@ -159,20 +166,32 @@ class Chat:
         # A model's output layer may be padded beyond the vocabulary; such ids have no text.
         known = [token for token in ids if 0 <= token < self._num_ids]
         text = self.tokenizer.decode(known, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return self._parse_text(text, tools or ()).message(sampled_ids)
+        return self._parse_text(str(text), tools or ()).message(sampled_ids)
 
     def _parse_text(self, text: str, tools: Tools) -> Turn:
         if self.family == "llama3":
             names = [tool.get("function", tool).get("name", "") for tool in tools]
             return parse_llama3(text, tool_names=names, reasoning_is_open=self._opens_reasoning)
+        if self.family == "harmony":
+            return parse_harmony(text)
         return parse_hermes(text, reasoning_is_open=self._opens_reasoning)
 
 
 def _family_of(tokenizer: PreTrainedTokenizerFast) -> str:
     vocabulary = tokenizer.get_vocab()
+    if "<|channel|>" in vocabulary and "<|call|>" in vocabulary:
+        return "harmony"
     if "<|python_tag|>" in vocabulary or "<|start_header_id|>" in vocabulary:
         return "llama3"
     return "qwen3" if "<think>" in str(tokenizer.chat_template) else "chatml"
+
+
+def _harmony_renderer(history: History, stops: Sequence[int], template_kwargs: Mapping[str, Any]) -> HarmonyRenderer:
+    unknown = set(template_kwargs) - {"reasoning_effort"}
+    if unknown:
+        raise ConfigError(f"gpt-oss takes reasoning_effort only in template_kwargs; found {', '.join(sorted(unknown))}")
+    effort = str(template_kwargs.get("reasoning_effort", "medium"))
+    return HarmonyRenderer(load_encoding(), history=history, stop_token_ids=stops, reasoning_effort=effort)
 
 
 def _generation_stops(path: str | Path) -> list[int]:

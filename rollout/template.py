@@ -19,7 +19,7 @@ extension. How a tool call is spaced or quoted is not compared; what it says is.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -42,6 +42,14 @@ class History(StrEnum):
     """They stay as they were sampled, reasoning included: always an extension where the glue can be proven."""
     TEMPLATE = "template"
     """The chat template decides; where it strips or edits an earlier turn, the conversation branches."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Glue:
+    """What follows an assistant turn: its closing token, the new messages, the generation prompt."""
+
+    text: str
+    ids: list[int]
 
 
 class TemplateRenderer:
@@ -100,6 +108,7 @@ class TemplateRenderer:
     def extend(
         self, call: EngineCall, history: Sequence[Message], new_messages: Sequence[Message], tools: Tools
     ) -> list[int] | None:
+        """Ids of the call followed by closing tokens, new messages and generation prompt; None if unproven."""
         conversation = normalised([*history, *new_messages])
         turn, new = conversation[len(history) - 1], conversation[len(history) :]
         glue = self._glue(turn, new, tools, keep_calls=True)
@@ -108,17 +117,17 @@ class TemplateRenderer:
             glue = self._glue(turn, new, tools, keep_calls=False)
         if glue is None:
             return None
-        if self._history is History.TEMPLATE and not self._template_keeps_history(conversation, len(new), tools):
+        if self._history is History.TEMPLATE and not self._template_keeps_history(conversation, len(new), tools, glue):
             return None
-        is_closed = bool(call.sampled_ids) and call.sampled_ids[-1] in self.stop_token_ids
-        if is_closed and glue[0] in self._closing_ids:
-            glue = glue[1:]  # the turn's own stop token stays, and is never doubled
-        return [*call.all_ids, *glue]
+        ids = glue.ids
+        if call.sampled_ids and call.sampled_ids[-1] in self.stop_token_ids and ids[0] in self._closing_ids:
+            ids = ids[1:]  # the turn's own stop token stays, and is never doubled
+        return [*call.all_ids, *ids]
 
     def _glue(
         self, turn: Mapping[str, Any], new: Sequence[Mapping[str, Any]], tools: Tools, *, keep_calls: bool
-    ) -> list[int] | None:
-        """Ids of what follows the content of an assistant turn, from its closing token on; None if unproven."""
+    ) -> _Glue | None:
+        """What follows an assistant turn, from its closing token on; None if unproven."""
         marker = word_not_in([turn, new, tools])
         dummy = [{"role": "user", "content": "x"}, with_marker(turn, marker, keep_calls=keep_calls)]
         mask = self._encoder.mask_for([dummy, new, tools])
@@ -130,34 +139,35 @@ class TemplateRenderer:
         if marker not in ended or marker not in going_on:
             return None
         ended, going_on = _behind(marker, ended), _behind(marker, going_on)
+        # Some templates put the end-of-sequence token behind a conversation that does not go on.
+        end_of_text = str(self._tokenizer.eos_token or "")
         end = self._encoder.first_control(ended, self._closing_ids)
         end_going_on = self._encoder.first_control(going_on, self._closing_ids)
-        if end is None or end_going_on is None:
+        if end is not None and end_going_on is not None:
+            is_same_turn = ended[: end.start()] == going_on[: end_going_on.start()]
+            after = ended[end.end() :].removesuffix(end_of_text)
+            is_proven = is_same_turn and going_on[end_going_on.end() :].startswith(after)
+            text = going_on[end_going_on.start() :]
+        else:
             # Without a closing token, the rest of a tool call cannot be told from what follows it.
-            is_proven = end is None and not (keep_calls and "tool_calls" in turn) and going_on.startswith(ended)
-            return self._encoder.encode(going_on, mask) if is_proven and going_on else None
-        # Some templates put the end-of-sequence token behind a conversation that does not go on.
-        after = ended[end.end() :].removesuffix(self._tokenizer.eos_token or "")
-        same_turn = ended[: end.start()] == going_on[: end_going_on.start()]
-        if not same_turn or not going_on[end_going_on.end() :].startswith(after):
+            has_calls = keep_calls and "tool_calls" in turn
+            is_proven = end is end_going_on and not has_calls and going_on.startswith(ended)
+            text = going_on
+        if not is_proven or not text:
             return None
-        return self._encoder.encode(going_on[end_going_on.start() :], mask)
+        return _Glue(text=mask.restore(text), ids=self._encoder.encode(text, mask))
 
-    def _template_keeps_history(self, conversation: Sequence[Mapping[str, Any]], num_new: int, tools: Tools) -> bool:
+    def _template_keeps_history(
+        self, conversation: Sequence[Mapping[str, Any]], num_new: int, tools: Tools, glue: _Glue
+    ) -> bool:
         """Whether the template, with the new messages there, shows the last prompt and the last turn unchanged."""
         num_earlier = len(conversation) - num_new - 1
-        mask = self._encoder.mask_for([conversation, tools])
-        shown = self._render_masked(conversation[:num_earlier], tools, mask, generation_prompt=True)
-        whole = self._render_masked(conversation, tools, mask, generation_prompt=True)
-        if not whole.startswith(shown):
+        shown = self._render(conversation[:num_earlier], tools, generation_prompt=True)
+        whole = self._render(conversation, tools, generation_prompt=True)
+        if not whole.startswith(shown) or not whole[len(shown) :].endswith(glue.text):
             return False
-        rest = whole[len(shown) :]
-        end = self._encoder.first_control(rest, self._closing_ids)
-        if end is None:
-            return False
-        rendered = self._parse(mask.restore(rest[: end.start()]), tools)
-        said = turn_from_message(conversation[num_earlier])
-        return _trimmed(rendered) == _trimmed(said)
+        rendered = self._parse(whole[len(shown) :].removesuffix(glue.text), tools)
+        return _trimmed(rendered) == _trimmed(turn_from_message(conversation[num_earlier]))
 
     def _end_of_turn(self) -> int | None:
         """The control token that follows the content of an assistant turn, if the template has one."""

@@ -169,12 +169,16 @@ def _read_call(text: str, *, arguments_keys: Sequence[str]) -> ToolCall | str:
     name = value.get("name")
     if not isinstance(name, str) or not name:
         return "a tool call must have a name that is a string"
-    arguments = next((value[key] for key in arguments_keys if key in value), {})
+    return read_arguments(name, next((value[key] for key in arguments_keys if key in value), {}))
+
+
+def read_arguments(name: str, arguments: Any) -> ToolCall | str:
+    """A call with these arguments (an object, or one as JSON text), or a sentence that says what is wrong with them."""
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
-            return f"the arguments of the call to {name!r} are a string that is not valid JSON"
+            return f"the arguments of the call to {name!r} are not valid JSON"
     if not isinstance(arguments, dict):
         return f"the arguments of the call to {name!r} must be a JSON object, found {_kind(arguments)}"
     if _depth(arguments) > MAX_DEPTH:
