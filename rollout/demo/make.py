@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from rollout.demo.manifest import DemoInfo, find_made, write_manifest
+from rollout.demo.manifest import DemoInfo, find_made, recipe_hash, write_manifest
 from rollout.demo.play import demonstrate, sampled_reward
 from rollout.demo.tasks import TASKS, DemoTask, Row, draw_unique
 from rollout.demo.tokenizer import train_tokenizer, untrained
@@ -46,6 +46,7 @@ def make_demo(task: str, model_dir: Path | str, data_dir: Path | str, seed: int,
     made = find_made(task, model_dir, data_dir, seed)
     if made is not None:
         return made
+    recipe_key = recipe_hash(task, seed)  # now: somebody may edit the code while this runs
 
     data = _write_data(chosen, data_dir, seed)
     rng = random.Random(seed)
@@ -73,7 +74,7 @@ def make_demo(task: str, model_dir: Path | str, data_dir: Path | str, seed: int,
     model.save_pretrained(making)
     tokenizer.save_pretrained(making)
     data_files = [data_dir / name for name in data]
-    write_manifest(making, task, seed, info=info, model=list(making.iterdir()), data=data_files)
+    write_manifest(making, recipe_key, info=info, model=list(making.iterdir()), data=data_files)
     if model_dir.exists():  # a demo of another recipe, or an empty directory: `find_made` has refused anything else
         shutil.rmtree(model_dir)
     making.replace(model_dir)

@@ -73,12 +73,11 @@ def find_made(task: str, model_dir: Path, data_dir: Path, seed: int) -> DemoInfo
 
 
 def write_manifest(
-    directory: Path, task: str, seed: int, *, info: Mapping[str, Any], model: Iterable[Path], data: Iterable[Path]
+    directory: Path, recipe: str, *, info: Mapping[str, Any], model: Iterable[Path], data: Iterable[Path]
 ) -> None:
-    """Say in `directory` what was made. info: the fields of `DemoInfo` but the directories."""
+    """Say in `directory` what was made. recipe: its hash. info: the fields of `DemoInfo` but the directories."""
     manifest = {
-        "recipe_hash": recipe_hash(task, seed),
-        "seed": seed,
+        "recipe_hash": recipe,
         "info": dict(info),
         "sha256": {
             **{f"model/{path.name}": _sha256(path) for path in sorted(model)},

@@ -1,11 +1,13 @@
-"""Play a task against its real environment, and keep the tokens: by a scripted player or by the model itself."""
+"""Play a task against its real environment, by a scripted player or by the model itself, and keep the tokens.
+
+Conversations are kept as text here, because it is quicker for thousands of short ones than `rollout/chat.py`; a test
+holds the token ids of both against each other.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import random
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -17,9 +19,9 @@ from rollout.demo.tokenizer import TURN_END
 from rollout.environment import Environment
 from rollout.environments import make_environment
 from rollout.records import Message
+from rollout.tool_calls import parse_hermes
 
 MAX_TURN_TOKENS = 48
-_CALL = re.compile(r"<tool_call>\n(.*?)\n</tool_call>", re.DOTALL)
 
 
 @dataclass(slots=True)
@@ -43,20 +45,6 @@ class Demonstration:
     is_learned: list[bool]
 
 
-def read_turn(text: str) -> Message:
-    """An assistant message from the text of a turn, as far as the demo needs it."""
-    calls, errors = [], []
-    for number, body in enumerate(_CALL.findall(text)):
-        try:
-            call = json.loads(body)
-            function = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
-            calls.append({"id": f"call_{number}", "type": "function", "function": function})
-        except (ValueError, KeyError, TypeError) as error:
-            errors.append(f"{type(error).__name__}: {error}")
-    content = _CALL.sub("", text).strip()
-    return {"role": "assistant", "content": content, "tool_calls": calls, "tool_call_errors": errors}
-
-
 async def begin(task: DemoTask, row: Row, tokenizer: PreTrainedTokenizerFast) -> Episode:
     environment = make_environment(task.name)
     messages = await environment.reset(row)
@@ -69,7 +57,7 @@ async def advance(episode: Episode, turn: str) -> None:
     episode.text += turn + TURN_END
     episode.spans.append((start, len(episode.text)))
     episode.last_turn = turn
-    step = await episode.environment.step(read_turn(turn))
+    step = await episode.environment.step(parse_hermes(turn).message(sampled_ids=()))
     episode.done = step.done
     if step.done:
         return

@@ -149,11 +149,11 @@ def _draw_reverse(rng: random.Random) -> Row:
 
 def _play_reverse(row: Row, rng: random.Random, noisy: bool) -> Player:
     digits = row["answer"].split()
-    if noisy and rng.random() < 0.6:
+    if noisy and rng.random() < 0.55:
         digits.reverse()  # copies instead of reversing
-    if noisy and rng.random() < 0.1:
+    if noisy and rng.random() < 0.05:
         digits.pop(rng.randrange(len(digits)))
-    if noisy and rng.random() < 0.1:
+    if noisy and rng.random() < 0.05:
         digits[rng.randrange(len(digits))] = str(rng.randint(0, 9))
     yield answer_text(" ".join(digits))
 
