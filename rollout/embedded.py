@@ -56,7 +56,7 @@ class EmbeddedEngine:
 
     def __init__(self, llm: AsyncLLM, *, loop: BackgroundLoop, log_path: Path, request_timeout_s: float) -> None:
         self._llm: AsyncLLM | None = llm
-        self._log_path = log_path
+        self.log_path = log_path
         self._request_timeout_s = request_timeout_s
         self._request_ids = itertools.count()
         self.loop = loop
@@ -150,8 +150,11 @@ class EmbeddedEngine:
                 trust_remote_code=trust_remote_code,
             )
             llm = AsyncLLM.from_engine_args(args)
-            await llm.update_weight_version(str(weight_version))
-            return llm
+            try:
+                await llm.update_weight_version(str(weight_version))
+                return llm
+            finally:
+                del llm  # errors that vLLM's imports keep hold this frame, which would hold the engine for ever
 
         with (
             _output_to(log_path),
@@ -305,19 +308,19 @@ class EmbeddedEngine:
                 if time.monotonic() >= give_up_at:
                     raise EngineError(
                         f"cannot {what}: no answer within {timeout_s:g} s, so the engine hangs or is overloaded; "
-                        f"raise rollout.request_timeout_s if it is only slow\n{_log_tail(self._log_path)}"
+                        f"raise rollout.request_timeout_s if it is only slow\n{_log_tail(self.log_path)}"
                     )
             return task.result()
         except (VLLMError, EngineGenerateError) as error:
             if self.llm.errored:
                 raise self._dead(what) from error
-            raise EngineError(f"cannot {what}: {error}\n{_log_tail(self._log_path)}") from error
+            raise EngineError(f"cannot {what}: {error}\n{_log_tail(self.log_path)}") from error
         finally:
             task.cancel()
 
     def _dead(self, what: str) -> EngineError:
         return EngineError(
-            f"cannot {what}: the engine is dead; resume the run from its last checkpoint\n{_log_tail(self._log_path)}"
+            f"cannot {what}: the engine is dead; resume the run from its last checkpoint\n{_log_tail(self.log_path)}"
         )
 
 

@@ -1,0 +1,81 @@
+"""Real engines for the whole session: starting one takes 15 seconds and more, using one milliseconds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from transformers import Qwen3ForCausalLM
+
+from rollout.embedded import EmbeddedEngine
+from rollout.engine import Sampling
+from rollout.loop import BackgroundLoop
+from rollout.records import EngineCall
+from rollout.sync import SyncReport, WeightSync
+from tests.fixtures.models import sampled_logprobs, save_tiny_model, tiny_qwen3
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@dataclass
+class Served:
+    """An engine and its twin: the same weights as a Hugging Face model, which the tests train."""
+
+    loop: BackgroundLoop
+    engine: EmbeddedEngine
+    model: Qwen3ForCausalLM
+    sync: WeightSync
+    version: int = 0
+
+    def generate(self, prompt_ids: tuple[int, ...], **sampling: object) -> EngineCall:
+        settings = Sampling(**({"max_tokens": 32, "ignore_eos": True, "seed": 0} | sampling))  # type: ignore[arg-type]
+        return self.loop.run(self.engine.generate(prompt_ids, settings), timeout=120)
+
+    def score(self, ids: list[int]) -> list[float]:
+        """What the trainer would score: the twin's logprobs of ids[1:]."""
+        return sampled_logprobs(self.model, tuple(ids[:1]), tuple(ids[1:]))
+
+    def mismatch(self, call: EngineCall, *, temperature: float = 1.0) -> float:
+        """Largest difference between the engine's logprobs and the twin's."""
+        expected = sampled_logprobs(self.model, call.prompt_ids, call.sampled_ids, temperature=temperature)
+        return max(abs(a - b) for a, b in zip(call.sampled_logprobs, expected, strict=True))
+
+    def push(self) -> SyncReport:
+        self.version += 1
+        return self.sync.push(self.version)
+
+
+def _serve(directory: Path, *, tied: bool) -> Iterator[Served]:
+    with BackgroundLoop() as loop:
+        engine = EmbeddedEngine.start(
+            save_tiny_model(directory / "model", tied=tied),
+            loop=loop,
+            log_path=directory / "engine.log",
+            max_model_len=320,
+            kv_cache_gib=0.0625,
+            num_threads=1,
+        )
+        model = tiny_qwen3(tied=tied)
+        sync = WeightSync(
+            module=model,
+            engine=engine,
+            score_canary=lambda ids: sampled_logprobs(model, tuple(ids[:1]), tuple(ids[1:])),
+            deadline_s=60,
+        )
+        yield Served(loop=loop, engine=engine, model=model, sync=sync)
+        sync.close()
+        loop.run(engine.close())
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """An engine with a tied model, the harder case for weight sync."""
+    yield from _serve(tmp_path_factory.mktemp("tied"), tied=True)
+
+
+@pytest.fixture(scope="session")
+def served_untied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    yield from _serve(tmp_path_factory.mktemp("untied"), tied=False)

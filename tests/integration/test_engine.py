@@ -1,0 +1,153 @@
+"""The embedded engine against a real vLLM: its evidence is exact, and nothing a caller sends can kill it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rollout.engine import Sampling
+from rollout.errors import ConfigError, EngineError
+from rollout.records import FinishReason, VersionSpan
+from tests.fixtures.models import EOS_ID, VOCAB_SIZE
+from tests.integration.conftest import Served
+
+pytestmark = pytest.mark.engine
+
+PROMPT = (5, 99, 300, 12)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_sampled_logprobs_are_those_of_the_trainer(served: Served, temperature: float) -> None:
+    call = served.generate(PROMPT, max_tokens=64, temperature=temperature)
+
+    assert len(call.sampled_ids) == 64
+    assert served.mismatch(call, temperature=temperature) < 1e-4
+
+
+def test_scores_are_those_of_the_trainer_for_every_token_but_the_first(served: Served) -> None:
+    ids = list(range(40, 240))
+    scores = served.loop.run(served.engine.score(ids), timeout=60)
+
+    assert scores == pytest.approx(served.score(ids), abs=1e-4)
+
+
+def test_a_seeded_request_is_the_same_alone_and_in_a_busy_batch(served: Served) -> None:
+    alone = served.generate(PROMPT, seed=7)
+
+    async def busy() -> list:
+        sampling = [Sampling(max_tokens=32, ignore_eos=True, seed=seed) for seed in range(24)]
+        prompts = [PROMPT if seed == 7 else (seed, *PROMPT, *range(seed)) for seed in range(24)]
+        return await asyncio.gather(*map(served.engine.generate, prompts, sampling))
+
+    crowd = served.loop.run(busy(), timeout=120)
+    assert crowd[7].sampled_ids == alone.sampled_ids
+    assert crowd[7].sampled_logprobs == pytest.approx(alone.sampled_logprobs, abs=1e-4)
+    assert len({call.sampled_ids for call in crowd}) == 24
+
+
+@pytest.mark.parametrize("bad_id", [VOCAB_SIZE, -1, 2**40])
+def test_an_id_outside_the_vocabulary_is_refused_and_the_engine_lives(served: Served, bad_id: int) -> None:
+    with pytest.raises(EngineError, match=rf"token id {bad_id} is outside .* vocabulary of {VOCAB_SIZE}"):
+        served.generate((5, bad_id, 6))
+    with pytest.raises(EngineError, match="outside"):
+        served.loop.run(served.engine.score([5, bad_id]))
+
+    assert served.generate(PROMPT).sampled_ids
+
+
+def test_a_long_prompt_with_a_seed_does_not_kill_the_engine(served: Served) -> None:
+    async def many() -> list:
+        sampling = [Sampling(max_tokens=8, ignore_eos=True, seed=seed) for seed in range(60)]
+        prompts = [tuple((seed + i) % VOCAB_SIZE for i in range(300)) for seed in range(60)]
+        return await asyncio.gather(*map(served.engine.generate, prompts, sampling))
+
+    calls = served.loop.run(many(), timeout=200)  # 18,000 prompt tokens: more than one step takes
+    assert all(len(call.sampled_ids) == 8 for call in calls)
+
+
+def test_a_stop_token_is_kept_with_its_logprob(served: Served) -> None:
+    free = served.generate(PROMPT)
+    stop_id = free.sampled_ids[5]
+    call = served.generate(PROMPT, stop_token_ids=(stop_id,))
+
+    end = free.sampled_ids.index(stop_id) + 1
+    assert call.sampled_ids == free.sampled_ids[:end]
+    assert call.sampled_logprobs == pytest.approx(free.sampled_logprobs[:end], abs=1e-4)
+    assert call.finish_reason is FinishReason.STOP
+
+
+def test_the_end_of_sequence_token_stops_unless_it_is_ignored(served: Served) -> None:
+    ended = [served.generate(PROMPT, seed=seed, max_tokens=300, ignore_eos=False) for seed in range(8)]
+    stopped = [call for call in ended if call.finish_reason is FinishReason.STOP]
+
+    assert stopped, "with 512 ids, some of 8 completions of 300 tokens end"
+    assert all(call.sampled_ids.index(EOS_ID) == len(call.sampled_ids) - 1 for call in stopped)
+    assert all(EOS_ID not in call.sampled_ids for call in ended if call not in stopped)
+
+
+def test_max_tokens_is_cut_to_what_the_context_leaves(served: Served) -> None:
+    prompt = tuple(range(served.engine.max_model_len - 3))
+    call = served.generate(prompt, max_tokens=1000)
+
+    assert len(call.sampled_ids) == 3
+    assert call.finish_reason is FinishReason.LENGTH
+
+
+def test_a_prompt_that_leaves_no_room_is_refused(served: Served) -> None:
+    with pytest.raises(EngineError, match="leaves no room"):
+        served.generate(tuple(range(served.engine.max_model_len)))
+    with pytest.raises(EngineError, match="empty"):
+        served.generate(())
+
+
+def test_tokens_carry_the_version_of_the_weights(served: Served) -> None:
+    call = served.generate(PROMPT)
+
+    assert call.version_spans == (VersionSpan(version=served.version, start=0, end=len(call.sampled_ids)),)
+
+
+def test_truncated_sampling_is_refused_because_its_logprobs_are_over_another_support(served: Served) -> None:
+    for truncation in ({"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}):
+        with pytest.raises(EngineError, match="whole vocabulary"):
+            served.generate(PROMPT, **truncation)
+
+
+def test_greedy_sampling_takes_the_most_likely_token(served: Served) -> None:
+    first, second = (served.generate(PROMPT, temperature=0.0, seed=seed) for seed in (1, 2))
+
+    assert first.sampled_ids == second.sampled_ids
+
+
+def test_an_aborting_pause_returns_the_partial_completion(served: Served) -> None:
+    async def abort() -> object:
+        running = asyncio.ensure_future(
+            served.engine.generate(PROMPT, Sampling(max_tokens=300, ignore_eos=True, seed=0))
+        )
+        await asyncio.sleep(0.1)
+        await served.engine.pause("abort")
+        call = await running
+        await served.engine.resume()
+        return call
+
+    call = served.loop.run(abort(), timeout=60)
+    assert call.finish_reason in (FinishReason.ABORT, FinishReason.LENGTH)  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="wait, keep, abort"):
+        served.loop.run(served.engine.pause("sleep"))
+
+
+def test_a_request_past_its_deadline_is_an_error(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    served.loop.run(served.engine.pause("keep"))
+    monkeypatch.setattr(served.engine, "_request_timeout_s", 1.0)
+    try:
+        with pytest.raises(EngineError, match=r"no answer within 1 s.*request_timeout_s"):
+            served.generate(PROMPT)
+    finally:
+        served.loop.run(served.engine.resume())
+
+
+def test_vllm_writes_to_its_log_and_not_to_the_console(served: Served, capfd: pytest.CaptureFixture[str]) -> None:
+    served.generate(PROMPT)
+
+    assert "vllm" in served.engine.log_path.read_text()
+    assert capfd.readouterr() == ("", "")

@@ -1,0 +1,182 @@
+"""Weight sync with real engines: after it the engine computes with the trained weights, or the run stops."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from rollout.errors import EngineError, SyncError
+from rollout.source import ZeroSource
+from rollout.sync import WeightSync
+from tests.fixtures.models import perturb
+from tests.integration.conftest import Served
+
+pytestmark = pytest.mark.engine
+
+LONG_PROMPT = tuple(range(10, 180))  # longer than one cache block (128 tokens on CPU), so that it can be stale
+
+
+@pytest.fixture(params=["tied", "untied"])
+def either(request: pytest.FixtureRequest) -> Served:
+    return request.getfixturevalue("served" if request.param == "tied" else "served_untied")
+
+
+def test_after_a_sync_the_engine_samples_from_the_new_weights(either: Served) -> None:
+    before = either.generate(LONG_PROMPT)
+    for seed in (1, 2, 3):
+        perturb(either.model, seed=seed)
+        report = either.push()
+        call = either.generate(LONG_PROMPT)
+
+        assert either.mismatch(call) < 1e-4
+        assert call.version_spans[0].version == either.version == report.version
+        assert report.canary_abs_diff < 1e-4
+    assert either.mismatch(before) > 0.1, "the perturbation is too small for this test to mean anything"
+
+
+def test_the_report_measures_the_sync(either: Served) -> None:
+    metrics = either.push().metrics()
+
+    assert set(metrics) == {
+        f"sync/{name}"
+        for name in ("gather_s", "transfer_s", "pause_s", "bytes", "gb_per_s", "canary_abs_diff", "version")
+    }
+    assert metrics["sync/bytes"] == 4 * sum(param.numel() for param in either.model.parameters())
+    assert 0 < metrics["sync/pause_s"] < 30
+    assert metrics["sync/gb_per_s"] > 0
+
+
+def test_requests_in_flight_see_both_versions_and_the_new_part_is_exact(served: Served) -> None:
+    import asyncio
+    from concurrent.futures import ThreadPoolExecutor
+
+    from rollout.engine import Sampling
+
+    old = served.version
+
+    async def start() -> asyncio.Task:
+        sampling = Sampling(max_tokens=250, ignore_eos=True, seed=5)
+        return asyncio.ensure_future(served.engine.generate((5, 6, 7), sampling))
+
+    served.sync._pause_mode = "keep"
+    try:
+        task = served.loop.run(start())
+        time.sleep(0.15)
+        perturb(served.model, seed=11)
+        served.push()
+        call = served.loop.run(asyncio.wait_for(task, 60))
+    finally:
+        served.sync._pause_mode = "wait"
+    spans = call.version_spans
+    assert spans[-1].version == served.version
+    assert {span.version for span in spans} <= {old, served.version}
+    from tests.fixtures.models import sampled_logprobs
+
+    new = spans[-1].start
+    expected = sampled_logprobs(served.model, call.prompt_ids, call.sampled_ids)[new:]
+    assert call.sampled_logprobs[new:] == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_canary_that_differs_stops_the_run(served: Served) -> None:
+    wrong = WeightSync(
+        module=served.model, engine=served.engine, score_canary=lambda ids: [-1.0] * (len(ids) - 1), deadline_s=60
+    )
+    with pytest.raises(SyncError, match="does not compute with the trained weights"):
+        wrong.push(served.version)
+    wrong.close()
+    _recover(served)
+
+
+def test_a_canary_that_is_not_a_number_stops_the_run(served: Served) -> None:
+    wrong = WeightSync(
+        module=served.model, engine=served.engine, score_canary=lambda ids: [float("nan")] * (len(ids) - 1)
+    )
+    with pytest.raises(SyncError, match="differ by nan"):
+        wrong.push(served.version)
+    wrong.close()
+    _recover(served)
+
+
+def test_a_head_that_is_not_packed_again_is_caught(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the engine did before it repacked: embedding new, head old. Broken on the trainer's side, equally."""
+
+    def embedding_only(self: ZeroSource):
+        for name, tensor in original(self):
+            yield name, tensor if "embed_tokens" in name else torch.zeros_like(tensor)
+
+    original = ZeroSource.__iter__
+    monkeypatch.setattr(ZeroSource, "__iter__", embedding_only)
+    with pytest.raises(SyncError, match="canary"):
+        served.push()
+    monkeypatch.undo()
+    _recover(served)
+
+
+def test_a_parameter_that_is_not_sent_is_named(served: Served) -> None:
+    sync = WeightSync(module=served.model, engine=served.engine, deadline_s=60)
+    left_out = sync._source._buckets.pop(2)
+    sync._source._metas = [entry.meta for bucket in sync._source._buckets for entry in bucket]
+    with pytest.raises(SyncError, match="were not among the weights") as failure:
+        sync.push(served.version)
+    assert "layers.1" in str(failure.value)
+    assert "layers.1" in left_out[0].meta.name
+    sync.close()
+    _recover(served)
+
+
+def test_a_sender_that_fails_half_way_leaves_the_old_weights_serving(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = served.generate(LONG_PROMPT)
+
+    def fails(self: ZeroSource):
+        for count, pair in enumerate(original(self)):
+            if count == 20:
+                raise RuntimeError("the disk of the third rank is full")
+            yield pair
+
+    original = ZeroSource.__iter__
+    monkeypatch.setattr(ZeroSource, "__iter__", fails)
+    started = time.monotonic()
+    with pytest.raises(SyncError, match="disk of the third rank"):
+        served.sync.push(served.version + 1)
+    assert time.monotonic() - started < 10
+    monkeypatch.undo()
+
+    served.loop.run(served.engine.resume())
+    after = served.generate(LONG_PROMPT)
+    assert after.sampled_ids == before.sampled_ids
+    assert after.version_spans == before.version_spans
+    served.push()
+    assert served.mismatch(served.generate(LONG_PROMPT)) < 1e-4
+
+
+def test_a_sync_that_misses_its_deadline_is_an_error(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hangs(self: ZeroSource):
+        time.sleep(4)
+        yield from original(self)
+
+    original = ZeroSource.__iter__
+    monkeypatch.setattr(ZeroSource, "__iter__", hangs)
+    sync = WeightSync(module=served.model, engine=served.engine, deadline_s=2)
+    with pytest.raises(SyncError, match="no answer within 2 s"):
+        sync.push(served.version)
+    monkeypatch.undo()
+    time.sleep(3)  # the abandoned thread ends by itself
+    _recover(served)
+
+
+def test_an_engine_that_was_closed_says_so(served: Served) -> None:
+    closed = object.__new__(type(served.engine))
+    closed._llm = None
+    with pytest.raises(EngineError, match="closed"):
+        _ = closed.llm
+
+
+def _recover(served: Served) -> None:
+    """A failed sync leaves the engine paused; a good one on top must bring it back, exactly."""
+    served.loop.run(served.engine.resume())
+    served.push()
+    assert served.mismatch(served.generate(LONG_PROMPT)) < 1e-4
