@@ -1,0 +1,183 @@
+"""The same microbatch through TRL's GRPO loss and ours: equal losses and equal gradients, where both define them.
+
+TRL sees padded rows with masks, we see flat tokens. Its trainer is built without model or data; only the method that
+computes logprobs is replaced, by the logprobs of the test. TRL normalises within one microbatch on one process, so one
+microbatch is all that can be compared; across microbatches the two differ on purpose (see the partition test).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainer.advantages import grpo
+from trainer.kl import kl_term
+from trainer.losses import POLICY_LOSSES, LossInputs
+from trainer.normalization import StepCounts, loss_coefficients, normalized_loss
+
+grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer", reason="TRL is a peer to compare with, not a dependency")
+
+ROWS, COLUMNS, H = 5, 8, 16
+
+
+class Batch:
+    """Random logprobs of padded rows; the last row is masked whole, and row 1 has a tool result in its middle."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(3)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+        self.logp = -normal(ROWS, COLUMNS).abs() - 0.1
+        self.old = self.logp + 0.3 * normal(ROWS, COLUMNS)
+        self.ref = self.logp + 0.3 * normal(ROWS, COLUMNS)
+        self.ratio = (0.2 * normal(ROWS, COLUMNS)).exp()
+        self.advantages = normal(ROWS)
+        lengths = torch.tensor([8, 7, 3, 1, 0])
+        self.mask = torch.arange(COLUMNS) < lengths[:, None]
+        self.tool_mask = torch.ones_like(self.mask)
+        self.tool_mask[1, 2:4] = False
+        self.trained = self.mask & self.tool_mask
+
+
+def trl_loss(batch: Batch, **settings: Any) -> tuple[Tensor, Tensor]:
+    """(loss, its gradient with respect to the padded logprobs)."""
+    logp = batch.logp.clone().requires_grad_()
+
+    class Peer(grpo_trainer.GRPOTrainer):
+        def __init__(self) -> None:
+            """Nothing: no model, no data."""
+
+        def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+            return logp, torch.zeros_like(logp), None
+
+    peer = Peer()
+    vars(peer).update(
+        {
+            "args": SimpleNamespace(
+                delta=settings.pop("delta", None),
+                use_bias_correction_kl=settings.pop("use_bias_correction_kl", False),
+                sapo_temperature_pos=1.0,
+                sapo_temperature_neg=1.05,
+                steps_per_generation=1,
+            ),
+            "accelerator": SimpleNamespace(
+                num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x, sync_gradients=True
+            ),
+            "model": SimpleNamespace(training=True),
+            "current_gradient_accumulation_steps": 1,
+            "max_completion_length": H,
+            "top_entropy_quantile": 1.0,
+            "off_policy_mask_threshold": None,
+            "_entropy_bonus_enabled": False,
+            "aux_loss_enabled": False,
+            "use_vllm": True,
+            "vllm_importance_sampling_correction": True,
+            "importance_sampling_level": "token",
+            "epsilon_low": 0.2,
+            "epsilon_high": 0.28,
+            "beta": 0.0,
+            "_metrics": {"train": defaultdict(list)},
+        }
+        | settings
+    )
+    inputs = {
+        "prompt_ids": torch.zeros(ROWS, 1, dtype=torch.long),
+        "prompt_mask": torch.ones(ROWS, 1),
+        "completion_ids": torch.zeros(ROWS, COLUMNS, dtype=torch.long),
+        "completion_mask": batch.mask.double(),
+        "tool_mask": batch.tool_mask.double(),
+        "advantages": batch.advantages,
+        "old_per_token_logps": batch.old,
+        "ref_per_token_logps": batch.ref,
+        "importance_sampling_ratio": batch.ratio,
+        "num_items_in_batch": batch.trained.sum(),
+    }
+    loss = peer._compute_loss(peer.model, inputs)
+    return loss.detach(), torch.autograd.grad(loss, logp)[0]
+
+
+def our_loss(
+    batch: Batch, name: str, normalizer: str, *, kl: str | None = None, beta: float = 0.0, **options: Any
+) -> tuple[Tensor, Tensor]:
+    logp = batch.logp.clone().requires_grad_()
+    rollout_T = torch.arange(ROWS)[:, None].expand(ROWS, COLUMNS)[batch.trained]
+    inputs = LossInputs(
+        logp_T=logp[batch.trained],
+        old_logp_T=batch.old[batch.trained],
+        advantages_T=batch.advantages[rollout_T],
+        rollout_T=rollout_T,
+        num_rollouts=ROWS,
+        weights_T=batch.ratio[batch.trained],
+    )
+    loss_T = POLICY_LOSSES[name](inputs, **options).loss_T
+    if kl is not None:
+        loss_T = loss_T + beta * kl_term(kl, inputs.logp_T, batch.ref[batch.trained], inputs.old_logp_T)
+    counts = StepCounts(num_rollouts=ROWS, num_tokens=len(rollout_T), max_completion_length=H)
+    coefficient_T = loss_coefficients(normalizer, rollout_T, batch.trained.sum(dim=1), counts, dtype=torch.float64)
+    loss = normalized_loss(loss_T, coefficient_T)
+    return loss.detach(), torch.autograd.grad(loss, logp)[0]
+
+
+CLIP = {"clip_low": 0.2, "clip_high": 0.28}
+SEQUENCE = {"importance_sampling_level": "sequence", "epsilon_low": 0.05, "epsilon_high": 0.06}
+GSPO = {"clip_low": 0.05, "clip_high": 0.06}
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ({"loss_type": "grpo"}, {"name": "ppo_clip", "normalizer": "grpo", **CLIP}),
+        ({"loss_type": "bnpo"}, {"name": "ppo_clip", "normalizer": "token", **CLIP}),
+        ({"loss_type": "dapo"}, {"name": "ppo_clip", "normalizer": "token", **CLIP}),
+        ({"loss_type": "dr_grpo"}, {"name": "ppo_clip", "normalizer": "dr_grpo", **CLIP}),
+        ({"loss_type": "grpo", "delta": 1.3}, {"name": "ppo_clip", "normalizer": "grpo", "dual_clip": 1.3, **CLIP}),
+        ({"loss_type": "cispo", "epsilon_high": 1.2}, {"name": "cispo", "normalizer": "token", "clip_high": 0.2}),
+        ({"loss_type": "sapo"}, {"name": "sapo", "normalizer": "grpo"}),
+        (
+            {"loss_type": "grpo", "beta": 0.3},
+            {"name": "ppo_clip", "normalizer": "grpo", "kl": "k3", "beta": 0.3, **CLIP},
+        ),
+        (
+            {"loss_type": "dapo", "beta": 0.3, "use_bias_correction_kl": True},
+            {"name": "ppo_clip", "normalizer": "token", "kl": "unbiased", "beta": 0.3, **CLIP},
+        ),
+    ],
+    ids=str,
+)
+def test_loss_and_gradient_equal_trl(theirs, ours):
+    batch = Batch()
+    their_loss, their_gradient = trl_loss(batch, **theirs)
+    loss, gradient = our_loss(batch, **ours)
+    assert their_gradient.abs().max() > 1e-3
+    torch.testing.assert_close(loss, their_loss, rtol=0, atol=1e-12)
+    torch.testing.assert_close(gradient, their_gradient, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("loss_type", "normalizer"), [("grpo", "grpo"), ("luspo", "sequence_sum")])
+def test_sequence_level_loss_and_gradient_equal_trl_when_weights_are_per_rollout(loss_type, normalizer):
+    """With a weight per token TRL averages the weights of a rollout before they meet the gradient; ours stay with
+    their tokens (GSPO-token). With one weight per rollout the two are the same."""
+    batch = Batch()
+    batch.ratio = batch.ratio[:, :1].expand(ROWS, COLUMNS)
+    their_loss, their_gradient = trl_loss(batch, loss_type=loss_type, **SEQUENCE)
+    loss, gradient = our_loss(batch, "gspo", normalizer, **GSPO)
+    assert (their_gradient.abs().amax(dim=1) > 1e-3).sum() >= 2, "not every rollout may be clipped"
+    torch.testing.assert_close(loss, their_loss, rtol=0, atol=1e-12)
+    torch.testing.assert_close(gradient, their_gradient, rtol=0, atol=1e-12)
+
+
+def test_group_advantages_equal_trl():
+    """`(rewards - mean) / (nanstd + 1e-4)` over groups of neighbours, as in its `_generate_and_score_completions`."""
+    rewards = torch.tensor([1.0, 0.0, 0.5, 0.25, 3.0, -1.0, 0.0, 1.0], dtype=torch.float64)
+    grouped = rewards.view(-1, 4)
+    std = grpo_trainer.nanstd(grouped, dim=1).repeat_interleave(4)
+    theirs = (rewards - grouped.mean(dim=1).repeat_interleave(4)) / (std + 1e-4)
+    ours = grpo(rewards, torch.arange(8) // 4, eps=1e-4).advantages_S
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-7)  # Bessel's factor is float32 there
