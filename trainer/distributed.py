@@ -58,8 +58,9 @@ class Distributed:
 
         # `cpu=True` would switch DeepSpeed off, so the backend alone says where the collectives run.
         group = InitProcessGroupKwargs(backend="nccl" if on_gpu else "gloo", timeout=COLLECTIVE_TIMEOUT)
+        was_launched = "LOCAL_RANK" in os.environ
         accelerator = Accelerator(
-            kwargs_handlers=[group],
+            kwargs_handlers=[group] if was_launched else [],
             mixed_precision="bf16" if dtype == "bfloat16" else "no",
         )
         plugin = accelerator.state.deepspeed_plugin

@@ -17,7 +17,7 @@ from rollout.engine import Sampling
 from rollout.errors import TrainingError
 from rollout.loop import BackgroundLoop
 from rollout.records import Rollout, RolloutStatus
-from rollout.rows import token_metrics
+from rollout.token_metrics import token_metrics
 from rollout.sampler import OnRollout, Sampler
 from rollout.sync import SyncReport, WeightSync
 from trainer.advantages import ADVANTAGES

@@ -10,7 +10,7 @@ Shape legend: _S rollouts of the step, _N trained tokens of the step, _T trained
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -124,9 +124,7 @@ class Updater:
         return means | {
             "optim/grad_norm": grad_norm,
             "optim/lr": lr,
-            "perf/packing_ratio": share.packing_ratio,
-            "perf/rank_imbalance": share.rank_imbalance,
-            "perf/microbatches": float(len(packs)),
+            **share.metrics(),
         }
 
     def _microbatch_loss(
@@ -139,10 +137,7 @@ class Updater:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """This microbatch's share of the loss of the optimizer step, and its sums for metrics."""
         algorithm = self._config.algorithm
-        with_entropy = algorithm.entropy_coef != 0
-        logp_T, entropy_T = self._module(
-            packed, temperature=self._config.rollout.temperature, with_entropy=with_entropy
-        )
+        logp_T, entropy_T = self._module(packed, temperature=self._config.rollout.temperature, with_entropy=True)
         index_T = packed.token_index_T.cpu()
         keep_T = targets.keep_N[index_T]
         kept_index_T = index_T[keep_T]
@@ -164,16 +159,15 @@ class Updater:
             )
         )
         loss_T = outputs.loss_T
-        sums = dict(outputs.metrics)
-        if entropy_T is not None:
+        if algorithm.entropy_coef:
             loss_T = loss_T + entropy_bonus(entropy_T[keep], algorithm.entropy_coef)
-            sums["policy/entropy"] = entropy_T[keep].detach().sum()
         coefficient_T = loss_coefficients(
             algorithm.normalizer, rollout_T, tokens_S.to(rollout_T.device), counts, dtype=loss_T.dtype
         )
         # A pack without trained tokens still runs backward, through zeros: its rank takes part in every collective.
         loss = normalized_loss(loss_T, coefficient_T) + 0.0 * logp_T.sum()
-        return loss, sums | {"policy/loss": loss.detach()}
+        entropy = entropy_T[keep].detach().sum()
+        return loss, outputs.metrics | {"policy/entropy": entropy, "policy/loss": loss.detach()}
 
     def _counts(self, batch: StepBatch, targets: Targets, rollouts: np.ndarray) -> tuple[StepCounts, Tensor]:
         """Denominators of this optimizer step, from the whole of it; every rank counts the same."""
@@ -215,11 +209,13 @@ class Updater:
 
     def _plan(self, batch: StepBatch, rows: Sequence[int]) -> Plan:
         """Which rank trains which of these rows, in which pack."""
-        return plan(
-            {row: len(batch.rows[row]) for row in rows},
+        share = plan(
+            [len(batch.rows[row]) for row in rows],
             num_ranks=self._distributed.world_size,
             token_budget=self._config.token_budget,
         )
+        of_batch = tuple(tuple(tuple(rows[i] for i in pack) for pack in packs) for packs in share.microbatches)
+        return replace(share, microbatches=of_batch)
 
     def _score(self, batch: StepBatch, rows: Sequence[int]) -> Tensor:
         logp_N = torch.zeros(batch.layout.num_tokens)
