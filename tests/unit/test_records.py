@@ -1,0 +1,94 @@
+"""Evidence is checked where it enters: a call or a row that contradicts itself cannot be made."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollout.errors import EvidenceError
+from rollout.records import (
+    EngineCall,
+    FinishReason,
+    Rollout,
+    RolloutStatus,
+    SamplingSupport,
+    TrainingRow,
+    VersionSpan,
+)
+
+GOOD: dict[str, Any] = {
+    "prompt_ids": (1, 2),
+    "sampled_ids": (3, 4),
+    "sampled_logprobs": (-0.5, 0.0),
+    "finish_reason": FinishReason.STOP,
+}
+
+
+def spans(*bounds: tuple[int, int]) -> tuple[VersionSpan, ...]:
+    return tuple(VersionSpan(version=index, start=start, end=end) for index, (start, end) in enumerate(bounds))
+
+
+def a_support(offsets: list[int], token_ids: list[int]) -> SamplingSupport:
+    return SamplingSupport(offsets=np.array(offsets), token_ids=np.array(token_ids))
+
+
+def test_complete_evidence_is_accepted() -> None:
+    call = EngineCall(**GOOD, version_spans=spans((0, 1), (1, 2)), support=a_support([0, 1, 3], [3, 4, 5]))
+    assert call.all_ids == (1, 2, 3, 4)
+    assert call.oldest_version == 0
+    assert EngineCall(**GOOD).oldest_version == -1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt_ids": ()}, "the prompt is empty"),
+        ({"sampled_logprobs": (-0.5,)}, "2 sampled tokens but 1 logprobs"),
+        ({"sampled_logprobs": (-0.5, math.nan)}, "token 1 .id 4. has logprob nan"),
+        ({"sampled_logprobs": (-math.inf, -0.5)}, "token 0 .id 3. has logprob -inf"),
+        ({"sampled_logprobs": (-9999.0, -0.5)}, "logprob -9999"),
+        ({"sampled_logprobs": (0.1, -0.5)}, "logprob 0.1"),
+        ({"sampled_ids": (3, -1)}, "negative token id"),
+        ({"prompt_ids": (-1,)}, "negative token id"),
+        ({"version_spans": spans((0, 1))}, "end at token 1, but 2 tokens"),
+        ({"version_spans": spans((0, 1), (0, 2))}, "do not tile"),
+        ({"version_spans": spans((1, 2))}, "do not tile"),
+        ({"support": a_support([0, 1], [3])}, "support for 1 tokens, 2 were sampled"),
+    ],
+)
+def test_evidence_that_contradicts_itself_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(EvidenceError, match=message):
+        EngineCall(**{**GOOD, **change})
+
+
+def test_a_sampled_token_has_a_support() -> None:
+    with pytest.raises(EvidenceError, match="empty support"):
+        a_support([0, 0, 1], [3])
+    with pytest.raises(EvidenceError, match="must run from 0 to 2"):
+        a_support([0, 1], [3, 4])
+
+
+def test_the_arrays_of_a_row_have_its_length() -> None:
+    arrays: dict[str, Any] = {
+        "ids": np.array([1, 2]),
+        "loss_mask": np.array([False, True]),
+        "sampling_logprobs": np.zeros(2, np.float32),
+        "versions": np.zeros(2, np.int32),
+        "turns": np.zeros(2, np.int32),
+    }
+    assert TrainingRow(**arrays).num_trained == 1
+    with pytest.raises(EvidenceError, match="'versions': 3"):
+        TrainingRow(**{**arrays, "versions": np.zeros(3, np.int32)})
+    with pytest.raises(EvidenceError, match="nothing predicts it"):
+        TrainingRow(**{**arrays, "loss_mask": np.array([True, True])})
+
+
+def test_a_rollout_that_failed_or_sampled_nothing_is_not_trainable() -> None:
+    call = EngineCall(**GOOD)
+    assert Rollout(rollout_id=0, group_id=0, calls=(call,)).is_trainable
+    assert Rollout(rollout_id=0, group_id=0, calls=(call,), status=RolloutStatus.CONTEXT_FULL).is_trainable
+    assert not Rollout(rollout_id=0, group_id=0, calls=(call,), status=RolloutStatus.FAILED).is_trainable
+    assert not Rollout(rollout_id=0, group_id=0, calls=()).is_trainable
