@@ -5,6 +5,7 @@
 #           VENV=.venv               where the environment is
 #           SKIP_INSTALL=1           use the environment in VENV as it is (containers, conda)
 #           ARGS="..."               settings for training, for example ARGS="algorithm=dr_grpo optimizer.lr=1e-4"
+#           NUM_PROCESSES=2          ranks of train-zero3
 #           PYTEST_ARGS="..."        for the test targets, for example PYTEST_ARGS="-k packing -x"
 
 SHELL := bash
@@ -15,6 +16,7 @@ VENV ?= .venv
 ARGS ?=
 PYTEST_ARGS ?=
 NUM_PROCESSES ?= 2
+BENCH ?= $(basename $(notdir $(wildcard benchmarks/*.py)))
 BIN := $(VENV)/bin
 # pip-installed tools are found by the programs that call them by name: ninja by torch, accelerate by scripts.
 export PATH := $(abspath $(BIN)):$(PATH)
@@ -58,6 +60,15 @@ lint: install ## Style, formatting and types, changing nothing
 format: install ## Apply the formatting and the safe fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+plot: install ## Draw the curves of a run; ARGS="runs/<name>" or several, default runs/latest
+	$(BIN)/python scripts/plot.py $(ARGS)
+
+bench: install ## Run the programs in benchmarks/; BENCH=head for one of them, ARGS for its options
+	@for name in $(BENCH); do echo "benchmarks/$$name.py"; $(BIN)/python "benchmarks/$$name.py" $(ARGS); done
+
+docs: install ## Write docs/settings.md, the table of all settings, from trainer/config.py
+	$(BIN)/python scripts/list_settings.py
 
 clean: ## Remove caches and build output; keeps .venv, models and runs
 	rm -rf .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info

@@ -1,0 +1,74 @@
+"""Write docs/settings.md: every setting of `trainer/config.py` with its default, meaning and unit.
+
+    python scripts/list_settings.py            # also: make docs
+    python scripts/list_settings.py --check    # exit 1 when the page is not what the code says
+
+The page is generated, so it cannot contradict the code; edit the descriptions in trainer/config.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+
+import yaml
+
+from trainer.config import Config
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
+
+HEADER = """# Settings
+
+Every setting can be given on the command line: `python scripts/train.py optimizer.lr=1e-4`. The defaults below are
+those of the schema; the files under `configs/` choose other values by group, for example `algorithm=dr_grpo`, and
+`python scripts/train.py --cfg job` prints what results. This page is written by `make docs`.
+"""
+
+
+def row(prefix: str, field: dataclasses.Field, default: object) -> str:
+    meaning = field.metadata["description"]
+    if field.metadata["choices"]:
+        meaning += "; one of " + ", ".join(f"`{choice}`" for choice in field.metadata["choices"])
+    shown = yaml.safe_dump(default, default_flow_style=True, width=1000).removesuffix("...\n").strip()
+    # A bar ends a table cell, even inside code.
+    return " | ".join(["", f"`{prefix}{field.name}`", f"`{shown}`", meaning.replace("|", "\\|"), ""]).strip()
+
+
+def table(prefix: str, settings: object) -> list[str]:
+    """Markdown table of the plain fields of one dataclass instance; groups inside it are left out."""
+    rows = [
+        row(prefix, field, getattr(settings, field.name))
+        for field in dataclasses.fields(settings)  # type: ignore[arg-type]
+        if not dataclasses.is_dataclass(getattr(settings, field.name))
+    ]
+    return ["| setting | default | meaning |", "|---|---|---|", *rows, ""]
+
+
+def page() -> str:
+    config = Config()
+    lines = [HEADER, "## Top level", "", *table("", config)]
+    for field in dataclasses.fields(config):
+        group = getattr(config, field.name)
+        if dataclasses.is_dataclass(group):
+            lines += [f"## {field.name}", "", *table(f"{field.name}.", group)]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Write docs/settings.md from trainer/config.py.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when the page is out of date")
+    if parser.parse_args().check:
+        if PAGE.is_file() and PAGE.read_text() == page():
+            return 0
+        print("docs/settings.md is not what trainer/config.py says; run: make docs", file=sys.stderr)
+        return 1
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(page())
+    print(f"wrote {PAGE.relative_to(Path.cwd()) if PAGE.is_relative_to(Path.cwd()) else PAGE}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

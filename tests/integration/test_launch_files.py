@@ -1,0 +1,120 @@
+"""Every file in configs/accelerate is launched for real, on the CPU, and its update compared with one made by hand.
+
+A launch that does not join its ranks, or joins them and does not reduce their gradients, ends with other weights.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+LEARNING_RATE = 0.1
+TIMEOUT_S = 200
+
+# Every rank has its own batch, so that ranks that train alone end up apart.
+SCRIPT = f"""
+import json, sys
+import torch
+from trainer.distributed import Distributed
+
+distributed = Distributed.start(dtype="float32", max_grad_norm=1e9)
+torch.manual_seed(0)
+layer = torch.nn.Linear(4, 3)
+layer = distributed.prepare(layer, torch.optim.SGD(layer.parameters(), lr=1.0))
+with distributed.accumulate(is_last=True) as backward:
+    backward(layer(torch.full((2, 4), float(distributed.rank + 1))).square().mean())
+distributed.step({LEARNING_RATE})
+output = layer(torch.ones(1, 4)).detach().float().flatten().tolist()
+with open(f"{{sys.argv[1]}}/rank{{distributed.rank}}.json", "w") as file:
+    json.dump({{"world_size": distributed.world_size, "zero_stage": distributed.zero_stage, "output": output}}, file)
+distributed.barrier()
+"""
+
+
+def update_by_hand(num_ranks: int) -> list[float]:
+    """Output of the layer after one SGD step on the mean gradient of all ranks' batches."""
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(4, 3)
+    loss = sum(layer(torch.full((2, 4), rank + 1.0)).square().mean() for rank in range(num_ranks)) / num_ranks
+    assert isinstance(loss, torch.Tensor)
+    loss.backward()
+    torch.optim.SGD(layer.parameters(), lr=LEARNING_RATE).step()
+    return layer(torch.ones(1, 4)).detach().flatten().tolist()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def launch(directory: Path, name: str, *options: str) -> subprocess.Popen[str]:
+    script = directory / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+    command += ["--config_file", str(ROOT / "configs" / "accelerate" / f"{name}.yaml"), *options]
+    command += [str(script), str(directory)]
+    # Without a GPU even where there is one: here the CPU side of the files is under test.
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    # The DeepSpeed build calls ninja by name.
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def finish(*launches: subprocess.Popen[str]) -> None:
+    """Wait for all; whatever happens, leave none behind."""
+    try:
+        for running in launches:
+            output, _ = running.communicate(timeout=TIMEOUT_S)
+            assert running.returncode == 0, output[-3000:]
+    finally:
+        for running in launches:
+            if running.poll() is None:
+                running.terminate()  # the launcher ends its ranks
+                running.wait(timeout=30)
+
+
+def check(directory: Path, *, num_ranks: int, zero_stage: int) -> None:
+    ranks = [json.loads(path.read_text()) for path in sorted(directory.glob("rank*.json"))]
+    assert len(ranks) == num_ranks
+    for rank in ranks:
+        assert rank["world_size"] == num_ranks
+        assert rank["zero_stage"] == zero_stage
+        assert rank["output"] == pytest.approx(update_by_hand(num_ranks), abs=1e-6)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "zero_stage"), [("single", 1, 0), ("ddp", 2, 0), ("zero2", 2, 2), ("zero3", 2, 3)]
+)
+def test_a_launch_file_makes_the_update_of_all_ranks(
+    tmp_path: Path, name: str, num_ranks: int, zero_stage: int
+) -> None:
+    finish(launch(tmp_path, name, "--main_process_port", str(free_port())))
+    check(tmp_path, num_ranks=num_ranks, zero_stage=zero_stage)
+
+
+@pytest.mark.distributed
+def test_two_machines_make_the_update_of_all_ranks(tmp_path: Path) -> None:
+    """Two launchers on loopback, as two machines would run them."""
+    options = ["--num_processes", "2", "--main_process_port", str(free_port()), "--machine_rank"]
+    finish(launch(tmp_path, "multi_node", *options, "1"), launch(tmp_path, "multi_node", *options, "0"))
+    check(tmp_path, num_ranks=2, zero_stage=3)
+
+
+@pytest.mark.distributed
+def test_a_script_without_a_launcher_is_one_rank(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, tmp_path / "script.py", tmp_path], env=environment, check=True, timeout=TIMEOUT_S)
+    check(tmp_path, num_ranks=1, zero_stage=0)
