@@ -1,0 +1,269 @@
+"""Python functions as tools: whatever a model calls, it gets an answer, and the event loop lives on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout.errors import ConfigError
+from rollout.tools import Tool, Toolbox, ToolFault, count_results, load_tools
+
+
+def add(a: int, b: int = 1) -> int:
+    """Add two numbers.
+
+    Args:
+        a: the first
+        b: the second
+    """
+    return a + b
+
+
+async def echo(text: str) -> str:
+    """Say it again.
+
+    Args:
+        text: what to say
+    """
+    return text
+
+
+def pick(items: list[int], mode: str | None = None) -> dict:
+    """Pick from items.
+
+    Args:
+        items: where to pick from
+        mode: how (choices: ["first", "last"])
+    """
+    return {"picked": items[0], "mode": mode}
+
+
+def fail(kind: str) -> str:
+    """Fail in some way.
+
+    Args:
+        kind: the way
+    """
+    if kind == "exit":
+        raise SystemExit(3)
+    if kind == "interrupt":
+        raise KeyboardInterrupt
+    raise RuntimeError("the disk is full")
+
+
+async def fail_async(kind: str) -> str:
+    """Fail in some way.
+
+    Args:
+        kind: the way
+    """
+    if kind == "cancelled":
+        raise asyncio.CancelledError
+    raise SystemExit(3)
+
+
+def sleep(seconds: float) -> str:
+    """Sleep in a thread.
+
+    Args:
+        seconds: how long
+    """
+    time.sleep(seconds)
+    return "slept"
+
+
+async def sleep_async(seconds: float) -> str:
+    """Sleep in the loop.
+
+    Args:
+        seconds: how long
+    """
+    await asyncio.sleep(seconds)
+    return "slept"
+
+
+def message(*calls: tuple[str, object], errors: tuple[str, ...] = ()) -> dict:
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"id": f"id{n}", "type": "function", "function": {"name": name, "arguments": arguments}}
+            for n, (name, arguments) in enumerate(calls)
+        ],
+        "tool_call_errors": list(errors),
+    }
+
+
+async def call(function, arguments: object, **settings):
+    (result,) = await Toolbox([function], **settings).answer(message((function.__name__, arguments)))
+    return result
+
+
+async def test_a_call_returns_its_result_as_a_tool_message():
+    result = await call(add, '{"a": 2, "b": 3}')
+    assert result.fault is None
+    assert result.message == {"role": "tool", "name": "add", "tool_call_id": "id0", "content": "5"}
+
+
+async def test_arguments_may_be_parsed_already_and_defaults_apply():
+    assert (await call(add, {"a": 2})).content == "3"
+
+
+async def test_async_functions_and_json_results_work():
+    assert (await call(echo, '{"text": "x"}')).content == "x"
+    assert json.loads((await call(pick, '{"items": [7], "mode": "last"}')).content) == {"picked": 7, "mode": "last"}
+
+
+def test_schema_comes_from_type_hints_and_docstring():
+    function = Tool.of(add).schema["function"]
+    assert function["name"] == "add"
+    assert function["description"] == "Add two numbers."
+    assert function["parameters"]["required"] == ["a"]
+    assert function["parameters"]["properties"]["a"] == {"type": "integer", "description": "the first"}
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "fault", "says"),
+    [
+        (add, '{"a": "two"}', ToolFault.BAD_ARGUMENTS, "'two' is not of type 'integer'"),
+        (add, '{"a": true}', ToolFault.BAD_ARGUMENTS, "True is not of type 'integer'"),
+        (add, '{"b": 2}', ToolFault.BAD_ARGUMENTS, "'a' is a required property"),
+        (add, '{"a": 2, "c": 3}', ToolFault.BAD_ARGUMENTS, "'c' was unexpected"),
+        (pick, '{"items": [1, "x"]}', ToolFault.BAD_ARGUMENTS, "items[1]"),
+        (pick, '{"items": [1], "mode": "middle"}', ToolFault.BAD_ARGUMENTS, "'middle'"),
+        (add, '{"a": 2', ToolFault.MALFORMED, "not a JSON object"),
+        (add, "[1, 2]", ToolFault.MALFORMED, "not a JSON object: found list"),
+        (add, '{"a": NaN}', ToolFault.MALFORMED, "NaN is not JSON"),
+        (add, "[" * 100_000, ToolFault.MALFORMED, "not a JSON object"),
+        (fail, '{"kind": "error"}', ToolFault.EXCEPTION, "RuntimeError: the disk is full"),
+        (fail, '{"kind": "exit"}', ToolFault.EXCEPTION, "SystemExit: 3"),
+        (fail, '{"kind": "interrupt"}', ToolFault.EXCEPTION, "KeyboardInterrupt"),
+        (fail_async, '{"kind": "exit"}', ToolFault.EXCEPTION, "SystemExit: 3"),
+        (fail_async, '{"kind": "cancelled"}', ToolFault.EXCEPTION, "CancelledError"),
+    ],
+)
+async def test_a_wrong_call_is_answered_with_what_is_wrong(function, arguments, fault, says):
+    result = await call(function, arguments)
+    assert result.fault is fault
+    assert result.content.startswith("error: ")
+    assert says in result.content
+
+
+async def test_none_is_accepted_for_an_optional_argument():
+    result = await call(pick, '{"items": [7], "mode": null}')
+    # An enum does not list null, so this is the union's other branch that must take it.
+    assert result.fault is None
+
+
+async def test_an_unknown_tool_is_answered_with_the_names_there_are():
+    (result,) = await Toolbox([add, echo]).answer(message(("subtract", "{}")))
+    assert result.fault is ToolFault.UNKNOWN_TOOL
+    assert "'subtract'" in result.content
+    assert "add, echo" in result.content
+
+
+async def test_calls_that_could_not_be_read_are_answered_after_the_good_ones():
+    results = await Toolbox([add]).answer(message(("add", '{"a": 1}'), errors=("line 1 is no JSON",)))
+    assert [result.fault for result in results] == [None, ToolFault.MALFORMED]
+    assert "line 1 is no JSON" in results[1].content
+    assert count_results(results) == {"tool_calls": 2, "tool_errors": 1, "tool_errors_malformed": 1}
+
+
+async def test_a_message_without_calls_gets_no_answer():
+    toolbox = Toolbox([add])
+    assert await toolbox.answer({"role": "assistant", "content": "hello"}) == []
+    assert await toolbox.answer({"role": "assistant", "content": "hello", "tool_calls": None}) == []
+
+
+@pytest.mark.parametrize("function", [sleep, sleep_async])
+async def test_a_slow_tool_times_out_and_the_loop_goes_on(function):
+    started = time.monotonic()
+    result = await call(function, '{"seconds": 1.5}', timeout_s=0.1)
+    assert time.monotonic() - started < 1.0
+    assert result.fault is ToolFault.TIMEOUT
+    assert "0.1 s" in result.content
+
+
+@pytest.mark.parametrize("function", [sleep, sleep_async])
+async def test_calls_of_one_turn_run_at_the_same_time_and_answer_in_order(function):
+    name = function.__name__
+    started = time.monotonic()
+    results = await Toolbox([function]).answer(message(*[(name, {"seconds": s}) for s in (0.4, 0.3, 0.2, 0.1)]))
+    assert time.monotonic() - started < 0.9
+    assert [result.call_id for result in results] == ["id0", "id1", "id2", "id3"]
+
+
+async def test_a_long_result_is_cut_and_says_so():
+    result = await call(echo, {"text": "x" * 100}, max_result_chars=10)
+    assert result.content == "x" * 10 + "\n[cut: 100 characters, 10 shown]"
+
+
+async def test_a_result_that_no_tokenizer_could_encode_is_made_printable():
+    assert (await call(echo, {"text": "a\ud800b"})).content == "a?b"
+
+
+def test_functions_that_cannot_be_tools_are_refused_with_the_reason():
+    def no_docstring(a: int) -> int:
+        return a
+
+    def no_types(a) -> int:
+        """Do it.
+
+        Args:
+            a: something
+        """
+        return a
+
+    def variadic(*a: int) -> int:
+        """Do it.
+
+        Args:
+            a: something
+        """
+        return a[0]
+
+    for function, says in ((no_docstring, "docstring"), (no_types, "type hint"), (variadic, "plain parameters")):
+        with pytest.raises(ConfigError, match=says):
+            Tool.of(function)
+    with pytest.raises(ConfigError, match="two tools are named 'add'"):
+        Toolbox([add, add])
+
+
+def test_tools_are_loaded_from_a_users_file(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        'def double(x: int) -> int:\n    """Double.\n\n    Args:\n        x: a number\n    """\n    return 2 * x\n\n'
+        "def untyped(x):\n    return x\n"
+    )
+    (double,) = load_tools(f"{file}:double")
+    assert double(4) == 8
+    with pytest.raises(ConfigError, match="untyped"):
+        load_tools(f"{file}:double,untyped")
+    with pytest.raises(ConfigError, match=r"no function 'triple'; it has double, untyped"):
+        load_tools(f"{file}:triple")
+    with pytest.raises(ConfigError, match="no file"):
+        load_tools(f"{tmp_path}/absent.py:double")
+    with pytest.raises(ConfigError, match=r"expected path/to/file\.py:name"):
+        load_tools("os.system")
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(name=st.sampled_from(["add", "pick", "nothing"]) | st.text(), arguments=json_values | st.text().map(str))
+def test_whatever_a_model_calls_is_answered(name, arguments):
+    toolbox = Toolbox([add, pick])
+    for form in (arguments, json.dumps(arguments)):
+        (result,) = asyncio.run(toolbox.answer(message((name, form))))
+        assert isinstance(result.content, str)
+        result.content.encode("utf-8")
