@@ -128,9 +128,9 @@ class _whole:
 
     def __enter__(self) -> bool:
         if self._sharded:
-            from deepspeed.zero import GatheredParameters
+            from deepspeed import zero
 
-            self._context = GatheredParameters(self._sharded, modifier_rank=None)
+            self._context = zero.GatheredParameters(self._sharded, modifier_rank=None)
             self._context.__enter__()
         return bool(self._sharded)
 
