@@ -7,16 +7,23 @@ seeds alone, not on the order in which requests reach the engine.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
+from rollout.agents import run_agent_episode
 from rollout.chat import Chat
 from rollout.engine import Engine, Sampling
 from rollout.environment import Environment
+from rollout.environments.agent import AgentEnvironment
 from rollout.episode import request_seed, run_episode
+from rollout.gateway import Gateway, GatewaySettings
 from rollout.records import Rollout
 
 OnRollout = Callable[[Rollout], None]
+RunEpisode = Callable[..., Awaitable[Rollout]]
+"""`run_episode` or `run_agent_episode`, with what all episodes share filled in."""
 
 
 class Sampler:
@@ -30,12 +37,15 @@ class Sampler:
         make_environment: Callable[[], Environment],
         max_turns: int,
         seed: int,
+        gateway: GatewaySettings | None = None,
     ) -> None:
+        """gateway: where agents find the model, if the environment is one (`rollout/environments/agent.py`)."""
         self._engine = engine
         self._chat = chat
         self._make_environment = make_environment
         self._max_turns = max_turns
         self._seed = seed
+        self._gateway = gateway
 
     async def collect(
         self,
@@ -54,11 +64,9 @@ class Sampler:
         Raises `EngineError` if the engine dies; the remaining episodes are cancelled.
         """
 
-        async def one(rollout_id: int) -> Rollout:
+        async def one(run: RunEpisode, rollout_id: int) -> Rollout:
             group_id = rollout_id // samples_per_prompt
-            rollout = await run_episode(
-                engine=self._engine,
-                chat=self._chat,
+            rollout = await run(
                 environment=self._make_environment(),
                 example=examples[group_id],
                 sampling=sampling,
@@ -71,8 +79,19 @@ class Sampler:
             return rollout
 
         try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(i)) for i in range(len(examples) * samples_per_prompt)]
+            async with self._episode_runner(sampling) as run, asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(run, i)) for i in range(len(examples) * samples_per_prompt)]
         except* Exception as failures:
             raise failures.exceptions[0] from None  # the first is the cause; the others are its echo
         return [task.result() for task in tasks]
+
+    @asynccontextmanager
+    async def _episode_runner(self, sampling: Sampling) -> AsyncIterator[RunEpisode]:
+        """Environments run in this loop; agents talk to a gateway, which lives as long as the batch."""
+        environment = self._make_environment()
+        if not isinstance(environment, AgentEnvironment):
+            yield partial(run_episode, engine=self._engine, chat=self._chat)
+            return
+        slots = asyncio.Semaphore(environment.max_concurrent)
+        async with Gateway(engine=self._engine, chat=self._chat, offered=[sampling], settings=self._gateway) as gateway:
+            yield partial(run_agent_episode, gateway=gateway, slots=slots)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rollout.environment import Environment
+from rollout.environments.agent import AgentEnvironment
 from rollout.environments.calculator import CalculatorEnvironment
 from rollout.environments.chain import ChainEnvironment
 from rollout.environments.mixed import Mixed
@@ -22,6 +23,7 @@ ENVIRONMENTS: dict[str, Callable[..., Environment]] = {
     "calculator": CalculatorEnvironment,
     "chain": ChainEnvironment,
     "reverse": SingleTurn,
+    "agent": AgentEnvironment,
 }
 
 

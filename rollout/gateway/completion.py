@@ -1,0 +1,158 @@
+"""One chat completion: prompt, samples, record."""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from rollout.chat import Chat
+from rollout.engine import Engine
+from rollout.episode import request_seed
+from rollout.errors import EngineError, EvidenceError
+from rollout.gateway.errors import server_error
+from rollout.gateway.messages import without_ids
+from rollout.gateway.protocol import ChatRequest
+from rollout.gateway.session import CONTEXT_FULL, Recorded, Session
+from rollout.gateway.splice import Prompt, make_prompt
+from rollout.records import EngineCall, FinishReason, Message, SamplingSupport
+
+Decode = Callable[[Sequence[int]], str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One of the `n` answers."""
+
+    call: EngineCall
+    message: Message
+    """Without token ids; the response adds them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """An answered request."""
+
+    completion_id: str
+    created: int
+    """Seconds since 1970."""
+    prompt: Prompt
+    choices: tuple[Choice, ...]
+
+
+async def complete(engine: Engine, chat: Chat, session: Session, request: ChatRequest) -> Completion:
+    """Sample the answers to a request, and record them.
+
+    Raises:
+        ApiError: the conversation does not fit the model, the session is at its limit, the sample was cut off by a
+            weight update, or the engine failed (which the session remembers).
+        TemplateError: the chat template refuses the messages.
+    """
+    prompt = make_prompt(chat, session, request.messages, request.tools)
+    room = engine.max_model_len - len(prompt.ids)
+    if room < 1:
+        raise session.refused(
+            f"This model's maximum context length is {engine.max_model_len} tokens, but the messages are "
+            f"{len(prompt.ids)} tokens; at least one must be left for the answer",
+            code=CONTEXT_FULL,
+        )
+    number = session.begin_request()
+    session.prompts[prompt.kind] += 1
+    sampling = replace(request.sampling, max_tokens=min(request.sampling.max_tokens, room))
+    seeds = [_seed(session, request, number, choice) for choice in range(request.num_choices)]
+    answers = (engine.generate(prompt.ids, replace(sampling, seed=seed)) for seed in seeds)
+    try:
+        calls = await asyncio.gather(*answers)
+    except (EngineError, EvidenceError) as failure:
+        session.failed(failure)
+        # The rest of the message is the engine's log, which is not the client's business.
+        raise server_error(f"{type(failure).__name__}: {str(failure).splitlines()[0]}") from failure
+    if any(call.finish_reason is FinishReason.ABORT for call in calls):
+        raise server_error("the answer was cut off by an update of the weights; send the request again", status=503)
+    choices = tuple(_choice(chat, call, request) for call in calls)
+    history = without_ids(request.messages)
+    for index, choice in enumerate(choices):
+        recorded = Recorded(call=choice.call, history=history, message=choice.message, order=(number, index))
+        session.record(recorded, request.tools)
+    return Completion(
+        completion_id=f"chatcmpl-{secrets.token_hex(12)}", created=int(time.time()), prompt=prompt, choices=choices
+    )
+
+
+def _seed(session: Session, request: ChatRequest, number: int, choice: int) -> int | None:
+    if session.seed is not None:
+        return request_seed(session.seed, number, choice)
+    return None if request.seed is None else request_seed(request.seed, choice)
+
+
+def _choice(chat: Chat, call: EngineCall, request: ChatRequest) -> Choice:
+    call, stop = cut_at_stop(call, request.stop_strings, text_decoder(chat))
+    message = dict(chat.parse(call.sampled_ids, request.tools))
+    if stop is not None:
+        _hide_stop(message, stop)
+    return Choice(call=call, message=message)
+
+
+def cut_at_stop(call: EngineCall, stops: Sequence[str], decode: Decode) -> tuple[EngineCall, str | None]:
+    """End a call with the token that completes the first stop string; the tokens of the string stay.
+
+    Exact, though the engine sampled on: when to stop depends on the tokens up to there alone, so what is kept has the
+    distribution and the logprobs of a call that had stopped there. What is cut off was never part of the answer.
+
+    Returns:
+        The call and the stop string, or the call as it was and None.
+    """
+    text = decode(call.sampled_ids)
+    found = [stop for stop in stops if stop in text]
+    if not found:
+        return call, None
+    lengths = range(len(call.sampled_ids) + 1)
+    ends = {stop: bisect.bisect_left(lengths, True, key=_contains(stop, call.sampled_ids, decode)) for stop in found}
+    stop = min(found, key=lambda one: (ends[one], text.index(one)))
+    return _first_tokens(call, ends[stop]), stop
+
+
+def _contains(stop: str, ids: Sequence[int], decode: Decode) -> Callable[[int], bool]:
+    return lambda length: stop in decode(ids[:length])
+
+
+def _first_tokens(call: EngineCall, length: int) -> EngineCall:
+    support = call.support
+    if support is not None:
+        offsets = support.offsets[: length + 1]
+        support = SamplingSupport(offsets=np.array(offsets), token_ids=support.token_ids[: offsets[-1]])
+    return replace(
+        call,
+        sampled_ids=call.sampled_ids[:length],
+        sampled_logprobs=call.sampled_logprobs[:length],
+        finish_reason=FinishReason.STOP,
+        version_spans=tuple(
+            replace(span, end=min(span.end, length)) for span in call.version_spans if span.start < length
+        ),
+        support=support,
+    )
+
+
+def _hide_stop(message: dict[str, Any], stop: str) -> None:
+    """The API's rule: the text does not show the stop string."""
+    for field in ("content", "reasoning_content"):
+        if stop in message.get(field, ""):
+            message[field] = message[field].partition(stop)[0]
+            return
+
+
+def text_decoder(chat: Chat) -> Decode:
+    size = len(chat.tokenizer)
+
+    def decode(ids: Sequence[int]) -> str:
+        # A model's output layer may be padded beyond the vocabulary; such ids have no text.
+        known = [token for token in ids if 0 <= token < size]
+        return str(chat.tokenizer.decode(known, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    return decode

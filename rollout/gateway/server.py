@@ -1,0 +1,338 @@
+"""The HTTP server: routes, keys, sessions, errors.
+
+    POST /v1/chat/completions     GET /v1/models     GET /v1/models/{model}     POST /tokenize     GET /health
+
+and the same under `/s/<session>`, where `GET /s/<session>/rollout` reads the record and `DELETE /s/<session>`
+forgets it. The gateway's own key opens everything; the key of a session opens that session alone, under `/v1`.
+
+Covered: loopback by default, a random key, keys compared in constant time, a limit on the size of a request, errors
+without anything from inside. Not covered: TLS, rate limits, and clients that hold the key and mean harm to the
+engine's time; put a reverse proxy in front before anybody else can reach the port.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from aiohttp import web
+
+from rollout.chat import Chat
+from rollout.engine import Engine, Sampling
+from rollout.errors import ConfigError, LockstepError, TemplateError
+from rollout.gateway.completion import complete, text_decoder
+from rollout.gateway.errors import ApiError, not_supported, server_error, shown
+from rollout.gateway.messages import read_messages, read_tools
+from rollout.gateway.protocol import read_chat_request, read_json
+from rollout.gateway.response import completion_body, completion_events
+from rollout.gateway.session import Session
+from rollout.gateway.splice import make_prompt
+from rollout.records import Rollout
+from rollout.store import to_json
+from rollout.untrusted import UntrustedTextEncoder
+
+logger = logging.getLogger(__name__)
+
+MAX_NAMED_SESSIONS = 1024
+MAX_CALLS_WITHOUT_SESSION = 256
+"""Answers that plain `/v1` requests with the gateway's own key can go on from; nobody trains on them."""
+SHUTDOWN_S = 1.0
+_SESSION_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
+_TOKENIZE_FIELDS = {"model", "messages", "tools", "prompt", "add_special_tokens", "add_generation_prompt"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewaySettings:
+    """Where a gateway listens, and who may use it."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0: any free port."""
+    api_key: str | None = None
+    """None: a random one."""
+    model_name: str = "policy"
+    """In `/v1/models`, and what requests without a session of their own must ask for."""
+    max_request_mib: float = 64.0
+    """A conversation that is sent back with its ids takes about 15 bytes a token and turn."""
+
+    def __post_init__(self) -> None:
+        if self.api_key is not None and len(self.api_key) < 8:
+            raise ConfigError("gateway.api_key has fewer than 8 characters; set gateway.api_key=null for a random key")
+
+
+class Gateway:
+    """An OpenAI-compatible server for one engine and one chat. `async with Gateway(...) as gateway:`
+
+    Runs in the loop that enters it, which must be the engine's.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        chat: Chat,
+        offered: Sequence[Sampling],
+        settings: GatewaySettings | None = None,
+    ) -> None:
+        """
+        Args:
+            offered: sampling settings that requests may ask for, the default first: those of training, and those of
+                evaluation. Sessions that are opened with `open_session` have their own.
+        """
+        self._engine = engine
+        self._chat = chat
+        self._offered = tuple(offered)
+        self._settings = settings or GatewaySettings()
+        self.api_key = self._settings.api_key or secrets.token_urlsafe(32)
+        self._anonymous = Session("", offered=offered, max_calls=MAX_CALLS_WITHOUT_SESSION, forgets_oldest=True)
+        self._named: dict[str, Session] = {}
+        self._by_key: dict[bytes, Session] = {}
+        self._encoder = UntrustedTextEncoder(chat.tokenizer)
+        self._runner: web.AppRunner | None = None
+        self._address = ""
+
+    @property
+    def base_url(self) -> str:
+        """What OpenAI clients take as `base_url`. Known once the gateway runs."""
+        return f"{self._address}/v1"
+
+    async def __aenter__(self) -> Self:
+        app = web.Application(middlewares=[errors_as_json], client_max_size=int(self._settings.max_request_mib * 2**20))
+        for prefix in ("", "/s/{session}"):
+            app.router.add_post(f"{prefix}/v1/chat/completions", self._chat_completions)
+            app.router.add_get(f"{prefix}/v1/models", self._models)
+            app.router.add_get(f"{prefix}/v1/models/{{model}}", self._model)
+            app.router.add_post(f"{prefix}/tokenize", self._tokenize)
+            app.router.add_post(f"{prefix}/v1/tokenize", self._tokenize)
+        app.router.add_get("/s/{session}/rollout", self._read_session)
+        app.router.add_delete("/s/{session}", self._delete_session)
+        app.router.add_get("/health", self._health)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_S)
+        await runner.setup()
+        site = web.TCPSite(runner, self._settings.host, self._settings.port)
+        try:
+            await site.start()
+        except OSError as error:
+            await runner.cleanup()
+            raise ConfigError(
+                f"the gateway cannot listen on {self._settings.host} port {self._settings.port}: {error.strerror}; "
+                "set gateway.port=0 for any free port"
+            ) from error
+        self._runner = runner
+        host, port = runner.addresses[0][:2]
+        host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+        self._address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    def open_session(self, *, sampling: Sampling, seed: int, max_requests: int) -> Session:
+        """A session with a key of its own, for one episode. End it with `close_session`."""
+        session = Session(
+            "", offered=(sampling,), seed=seed, max_requests=max_requests, max_calls=2**31, any_model=True
+        )
+        self._by_key[_digest(session.key)] = session
+        return session
+
+    def close_session(self, session: Session) -> None:
+        """From now on its key opens nothing, and answers that are still on their way are not recorded."""
+        del self._by_key[_digest(session.key)]
+        session.close()
+
+    # Who asks
+
+    def _authenticate(self, request: web.Request) -> Session | None:
+        """The session that a key opens by itself; None for the gateway's own key. Raises `ApiError` 401."""
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        presented = _digest(key.strip())
+        if scheme.lower() == "bearer":
+            if hmac.compare_digest(presented, _digest(self.api_key)):
+                return None
+            # Looked up by its digest: how long that takes says nothing about any key.
+            session = self._by_key.get(presented)
+            if session is not None:
+                return session
+        raise ApiError(
+            f"{'an incorrect' if key else 'no'} API key was sent; expected the header `Authorization: Bearer <key>` "
+            "with the key of this gateway or of one of its sessions",
+            status=401,
+            code="invalid_api_key",
+        )
+
+    def _session(self, request: web.Request) -> Session:
+        """The session that a request belongs to, by its key and its path. Raises `ApiError`."""
+        session, name = self._authenticate(request), request.match_info.get("session")
+        if session is None:
+            return self._anonymous if name is None else self._named_session(name)
+        if name is not None:
+            raise ApiError("this key opens one session, which is under /v1, not under /s/<session>", status=403)
+        return session
+
+    def _named_session(self, name: str) -> Session:
+        if not _SESSION_NAME.fullmatch(name):
+            raise ApiError(
+                f"session name {shown(name)}: expected 1 to 128 letters, digits, dots, dashes or underscores",
+                status=404,
+            )
+        if name not in self._named:
+            if len(self._named) >= MAX_NAMED_SESSIONS:
+                raise ApiError(
+                    f"{len(self._named)} sessions are open; DELETE /s/<session> those that were read",
+                    status=429,
+                    kind="requests",
+                    code="too_many_sessions",
+                )
+            self._named[name] = Session(name, offered=self._offered)
+        return self._named[name]
+
+    # Routes
+
+    async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
+        session = self._session(request)
+        body = read_json(await request.read())
+        self._check_model(session, body.get("model"))
+        parsed = read_chat_request(body, offered=session.offered, vocab_size=len(self._chat.tokenizer))
+        completion = await complete(self._engine, self._chat, session, parsed)
+        decode, model = text_decoder(self._chat), self._settings.model_name
+        if not parsed.stream:
+            return web.json_response(
+                completion_body(completion, model=model, wants_logprobs=parsed.wants_logprobs, decode=decode)
+            )
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+        )
+        await response.prepare(request)
+        for event in completion_events(
+            completion,
+            model=model,
+            wants_logprobs=parsed.wants_logprobs,
+            wants_usage=parsed.wants_usage,
+            decode=decode,
+        ):
+            await response.write(event)
+        await response.write_eof()
+        return response
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        """The ids that a chat completion with these messages would be sampled from, or those of a plain text."""
+        session = self._session(request)
+        body = read_json(await request.read())
+        self._check_model(session, body.get("model"), may_be_missing=True)
+        for field, value in body.items():
+            if field not in _TOKENIZE_FIELDS:
+                raise ApiError(f"unrecognized request argument: {shown(field)}", param=field, code="unknown_parameter")
+            if field == "add_generation_prompt" and value is False:
+                raise not_supported(field, why="a prompt always ends where the assistant begins; leave it out")
+        if body.get("messages") is not None:
+            ids = make_prompt(self._chat, session, read_messages(body["messages"]), read_tools(body.get("tools"))).ids
+        elif isinstance(body.get("prompt"), str):
+            mask = self._encoder.mask_for(body["prompt"])
+            ids = self._encoder.encode(mask.hide(body["prompt"]), mask)
+        else:
+            raise ApiError("expected messages (a list) or prompt (a string)", param="messages")
+        return web.json_response({"count": len(ids), "max_model_len": self._engine.max_model_len, "tokens": list(ids)})
+
+    async def _models(self, request: web.Request) -> web.Response:
+        self._session(request)
+        return web.json_response({"object": "list", "data": [self._model_card()]})
+
+    async def _model(self, request: web.Request) -> web.Response:
+        self._check_model(self._session(request), request.match_info["model"])
+        return web.json_response(self._model_card())
+
+    async def _read_session(self, request: web.Request) -> web.Response:
+        """The record as a rollout in the form of `rollouts/*.jsonl`: calls with ids, logprobs and versions."""
+        session = self._recorded_session(request)
+        rollout = Rollout(
+            rollout_id=0,
+            group_id=0,
+            calls=session.calls,
+            messages=session.last_conversation,
+            outcome={f"prompts_{kind}": count for kind, count in session.prompts.items()},
+        )
+        return web.json_response(to_json(rollout))
+
+    async def _delete_session(self, request: web.Request) -> web.Response:
+        session = self._recorded_session(request)
+        session.close()
+        del self._named[session.name]
+        return web.json_response({"id": session.name, "object": "session", "deleted": True})
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    def _recorded_session(self, request: web.Request) -> Session:
+        """The named session of a path, which must exist."""
+        name = request.match_info["session"]
+        if self._authenticate(request) is not None:
+            raise ApiError("the record of a session is read with the gateway's own key", status=403)
+        if name not in self._named:
+            raise ApiError(f"there is no session {shown(name)}", status=404)
+        return self._named[name]
+
+    def _check_model(self, session: Session, model: Any, *, may_be_missing: bool = False) -> None:
+        if model is None and may_be_missing:
+            return
+        if not isinstance(model, str):
+            raise ApiError("you must provide a model parameter", param="model")
+        if model != self._settings.model_name and not session.any_model:
+            raise ApiError(
+                f"the model {shown(model)} does not exist; this gateway serves {self._settings.model_name!r}",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+
+    def _model_card(self) -> dict[str, Any]:
+        return {
+            "id": self._settings.model_name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "lockstep",
+            "max_model_len": self._engine.max_model_len,
+        }
+
+
+@web.middleware
+async def errors_as_json(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Every error in the form of the OpenAI API, and nothing from inside."""
+    try:
+        return await handler(request)
+    except ApiError as error:
+        return _error(error)
+    except TemplateError as error:
+        return _error(ApiError(str(error), param="messages"))
+    except web.HTTPRequestEntityTooLarge as error:
+        return _error(ApiError(f"the request is too large: {error.text}", status=413))
+    except web.HTTPException as error:
+        what = f"{request.method} {request.path}"
+        return _error(ApiError(f"invalid URL or method ({what}): {error.reason}", status=error.status))
+    except ConnectionResetError:
+        raise  # the client has gone
+    except LockstepError as error:
+        logger.exception("gateway: %s %s", request.method, request.path)
+        return _error(server_error(str(error).splitlines()[0]))
+    except Exception:
+        # The edge of the process: a client must get an answer, and must not see a traceback.
+        logger.exception("gateway: %s %s", request.method, request.path)
+        return _error(server_error("internal error of the gateway; its log has the details"))
+
+
+def _error(error: ApiError) -> web.Response:
+    headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
+    return web.json_response(error.body(), status=error.status, headers=headers)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
