@@ -77,7 +77,7 @@ def test_every_environment_can_be_made_by_its_name():
 
 
 def test_an_unknown_name_or_setting_is_a_config_error():
-    with pytest.raises(ConfigError, match="expected one of .*calculator"):
+    with pytest.raises(ConfigError, match=r"expected one of .*calculator"):
         make_environment("calculater")
     with pytest.raises(ConfigError, match="turns_per_day"):
         make_environment("calculator", turns_per_day=3)
