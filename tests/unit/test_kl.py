@@ -27,7 +27,8 @@ def test_k2_and_k3_are_never_negative(x):
 
 
 def test_k3_of_a_small_difference_is_not_rounding():
-    assert float(k3(torch.tensor(1e-6, dtype=torch.float64))) == pytest.approx(5e-13, rel=1e-5)
+    assert float(k3(torch.tensor(1e-8, dtype=torch.float64))) == pytest.approx(5e-17, rel=1e-5)
+    assert float(k3(torch.tensor(1e-3))) == pytest.approx(5e-7, rel=1e-3)
 
 
 def test_terms_by_hand():

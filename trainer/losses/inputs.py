@@ -105,7 +105,6 @@ def common_metrics(inputs: LossInputs, ratio_T: Tensor) -> dict[str, Tensor]:
     return {
         "policy/ratio_mean": ratio_T.detach().sum(),
         "policy/approx_kl": k2(log_ratio_T).sum(),
-        "policy/old_kl_k1": -log_ratio_T.sum(),
     }
 
 
