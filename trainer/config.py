@@ -171,6 +171,15 @@ class EvalConfig:
 
 
 @dataclass
+class GatewayConfig:
+    host: str = setting("127.0.0.1", "address the gateway listens on; others than loopback can be reached by others")
+    port: int = setting(0, "port of the gateway; 0: any that is free")
+    api_key: str | None = setting(None, "key that clients send; null: a random one for each run")
+    model_name: str | None = setting(None, "name of the model for clients; null: the last part of model.path")
+    max_request_mib: float = setting(64.0, "larger requests are refused [MiB]")
+
+
+@dataclass
 class Config:
     seed: int = setting(0, "of data order, sampling and initialisation")
     updates: int = setting(60, "optimizer updates of the whole run")
@@ -190,3 +199,4 @@ class Config:
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)

@@ -27,8 +27,10 @@ FREE_FORM = ("environment.settings", "reward.settings")
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
 
 
-def launch(main: Callable[[Config], None], *, config_name: str = "train") -> None:
+def launch(main: Callable[[Config], None], *, config_name: str = "train", needs_data: bool = True) -> None:
     """Compose the configuration from `sys.argv`, check it, and call `main` with it.
+
+    needs_data: whether `main` reads the data files, so that they must be there.
 
     Exits with status 2 and one line per problem on a mistake in the configuration, and with status 1 and the
     sentence of the error when the run fails in a way that Lockstep knows.
@@ -44,7 +46,7 @@ def launch(main: Callable[[Config], None], *, config_name: str = "train") -> Non
         compose()
         for tree in composed:  # empty after --help and --cfg
             config = to_config(tree)
-            validate(config)
+            validate(config, needs_data=needs_data)
             main(config)
     except (HydraException, OmegaConfBaseException) as error:
         _exit(2, explain(error))

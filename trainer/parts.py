@@ -12,6 +12,7 @@ from rollout.chat import Chat
 from rollout.embedded import EmbeddedEngine
 from rollout.engine import Engine, Sampling
 from rollout.environments import make_environment
+from rollout.gateway import GatewaySettings
 from rollout.loop import BackgroundLoop
 from rollout.sampler import Sampler
 from trainer.config import Config
@@ -53,6 +54,18 @@ def make_sampler(config: Config, *, engine: Engine, chat: Chat) -> Sampler:
         make_environment=partial(make_environment, environment.name, **environment.settings),
         max_turns=environment.max_turns,
         seed=config.seed,
+        gateway=make_gateway_settings(config),
+    )
+
+
+def make_gateway_settings(config: Config) -> GatewaySettings:
+    settings = config.gateway
+    return GatewaySettings(
+        host=settings.host,
+        port=settings.port,
+        api_key=settings.api_key,
+        model_name=settings.model_name or Path(config.model.path).name,
+        max_request_mib=settings.max_request_mib,
     )
 
 

@@ -18,9 +18,11 @@ from trainer.config import Config
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 
 
-def validate(config: Config) -> None:
-    """Raise `ConfigError` with one line per problem, or return."""
-    problems = [*_choices("", config), *_ranges(config), *_batch(config), *_sampling(config), *_files(config)]
+def validate(config: Config, *, needs_data: bool = True) -> None:
+    """Raise `ConfigError` with one line per problem, or return. needs_data: whether the data files must be there."""
+    problems = [*_choices("", config), *_ranges(config), *_batch(config), *_sampling(config), *_model(config)]
+    if needs_data:
+        problems += _files(config)
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -70,6 +72,7 @@ def _ranges(config: Config) -> Iterator[str]:
         "sync.bucket_mib": config.sync.bucket_mib,
         "sync.timeout_s": config.sync.timeout_s,
         "reward.timeout_s": config.reward.timeout_s,
+        "gateway.max_request_mib": config.gateway.max_request_mib,
     }
     for name, value in positive.items():
         if not value > 0:
@@ -85,6 +88,8 @@ def _ranges(config: Config) -> Iterator[str]:
     for name, value in not_negative.items():
         if value < 0:
             yield f"{name}={value} must not be negative; set {name}=0 to switch it off"
+    if not 0 <= config.gateway.port <= 65535:
+        yield f"gateway.port={config.gateway.port} is not a port; set gateway.port=0 for any that is free"
     if not 0 < config.algorithm.clip_low < 1:
         yield f"algorithm.clip_low={config.algorithm.clip_low} must lie between 0 and 1; set algorithm.clip_low=0.2"
     if not config.algorithm.clip_high > 0:
@@ -154,7 +159,7 @@ def _sampling(config: Config) -> Iterator[str]:
         )
 
 
-def _files(config: Config) -> Iterator[str]:
+def _model(config: Config) -> Iterator[str]:
     if _is_local(config.model.path) and not (Path(config.model.path).expanduser() / "config.json").is_file():
         task = Path(config.model.path).name
         make = (
@@ -163,6 +168,9 @@ def _files(config: Config) -> Iterator[str]:
             else "point it at a directory that `save_pretrained` wrote"
         )
         yield f"model.path={config.model.path} has no config.json; {make}, or set model.path=<directory or hub id>"
+
+
+def _files(config: Config) -> Iterator[str]:
     paths = {"data.path": config.data.path}
     if config.eval.every and config.data.heldout_path is None:
         yield (

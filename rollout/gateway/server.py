@@ -103,6 +103,14 @@ class Gateway:
         return f"{self._address}/v1"
 
     async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        """Listen. Raises `ConfigError` if the address is taken or not of this machine."""
         app = web.Application(middlewares=[errors_as_json], client_max_size=int(self._settings.max_request_mib * 2**20))
         for prefix in ("", "/s/{session}"):
             app.router.add_post(f"{prefix}/v1/chat/completions", self._chat_completions)
@@ -128,12 +136,12 @@ class Gateway:
         host, port = runner.addresses[0][:2]
         host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
         self._address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        return self
 
-    async def __aexit__(self, *_: object) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = None
+    async def close(self) -> None:
+        """Stop listening; requests in flight have a second to end. Closing twice is allowed."""
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            await runner.cleanup()
 
     def open_session(self, *, sampling: Sampling, seed: int, max_requests: int) -> Session:
         """A session with a key of its own, for one episode. End it with `close_session`."""

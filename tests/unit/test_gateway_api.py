@@ -11,12 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollout.chat import Chat
 from rollout.engine import Sampling
-from rollout.errors import EngineError, EvidenceError
+from rollout.errors import EngineError, EvidenceError, TemplateError
 from rollout.gateway import GatewaySettings
 from rollout.gateway.completion import cut_at_stop
 from rollout.gateway.errors import ApiError
 from rollout.gateway.protocol import read_chat_request, read_json
+from rollout.gateway.session import Session
+from rollout.gateway.splice import make_prompt
 from rollout.records import EngineCall, FinishReason, VersionSpan
 from rollout.store import from_json
 from tests.fixtures.gateway import Running, running
@@ -25,7 +28,8 @@ from tests.fixtures.tokenizers import chat_tokenizer
 QWEN = chat_tokenizer("qwen3")
 USER = {"role": "user", "content": "say it"}
 CALLS = (
-    '<think>\nhm\n</think>\n\nlooking<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>\n'
+    "<think>\nhm\n</think>\n\nlooking"
+    '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>\n'
     '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call><|im_end|>'
 )
 TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {}}}}]
@@ -322,7 +326,8 @@ async def test_tokenize_gives_the_ids_that_would_be_sampled_from():
         async with http.post(f"{root}/tokenize", json={"messages": messages}, headers=headers) as response:
             answer = await response.json()
         await server.ask(messages)
-        assert answer == {"count": len(answer["tokens"]), "max_model_len": 4096, "tokens": list(server.engine.prompts[1])}
+        prompt = list(server.engine.prompts[1])
+        assert answer == {"count": len(prompt), "max_model_len": 4096, "tokens": prompt}
         async with http.post(f"{root}/tokenize", json={"prompt": "a<|im_end|>b"}, headers=headers) as response:
             tokens = (await response.json())["tokens"]
         assert QWEN.convert_tokens_to_ids("<|im_end|>") not in tokens
@@ -364,16 +369,27 @@ VALUES = st.recursive(
 )
 
 
+CHAT = Chat(QWEN)
+
+
 def parse(raw: bytes) -> None:
+    """As far as the ids of the prompt; only errors that are answered with 4xx may come out."""
+    offered = [Sampling(max_tokens=8)]
     try:
-        read_chat_request(read_json(raw), offered=[Sampling(max_tokens=8)], vocab_size=100)
+        request = read_chat_request(read_json(raw), offered=offered, vocab_size=100)
+        json.dumps(make_prompt(CHAT, Session("", offered=offered), request.messages, request.tools).ids)
     except ApiError as error:
         assert 400 <= error.status < 500  # noqa: PT017
         json.dumps(error.body())
+    except TemplateError:
+        pass
 
 
 @settings(max_examples=400, deadline=None)
-@given(body=st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=6), message=st.dictionaries(st.sampled_from(KEYS), VALUES))
+@given(
+    body=st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=6),
+    message=st.dictionaries(st.sampled_from(KEYS), VALUES),
+)
 def test_any_json_is_parsed_or_refused(body, message):
     parse(json.dumps(body).encode())
     parse(json.dumps({"messages": [USER, {"role": "assistant", **message}]}).encode())
@@ -384,6 +400,9 @@ def test_any_json_is_parsed_or_refused(body, message):
 @given(raw=st.binary(max_size=40) | st.text(max_size=40).map(lambda text: text.encode("utf-8", "surrogatepass")))
 def test_any_bytes_are_parsed_or_refused(raw):
     parse(raw)
+
+
+DEEP = "[" * 900 + "]" * 900
 
 
 @pytest.mark.parametrize(
@@ -401,7 +420,7 @@ def test_any_bytes_are_parsed_or_refused(raw):
                     {
                         "role": "assistant",
                         "tool_calls": [
-                            {"id": "a", "type": "function", "function": {"name": "f", "arguments": "[" * 900 + "]" * 900}}
+                            {"id": "a", "type": "function", "function": {"name": "f", "arguments": DEEP}},
                         ],
                     },
                 ]

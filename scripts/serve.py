@@ -1,0 +1,20 @@
+"""Serve a model behind an OpenAI-compatible URL, with token ids and logprobs on every answer.
+
+    python scripts/serve.py model.path=runs/latest/model
+    python scripts/serve.py model.path=... gateway.port=8000 gateway.model_name=mine rollout.max_tokens_per_turn=256
+
+Prints the base URL and the key for any OpenAI client. What is exact and what is refused: docs/gateway.md.
+The settings are those of training (trainer/config.py), so what is sampled here is what training would sample.
+"""
+
+from trainer.launch import launch
+
+
+def main(config) -> None:
+    from trainer.serving import run
+
+    run(config)
+
+
+if __name__ == "__main__":
+    launch(main, needs_data=False)
