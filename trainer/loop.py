@@ -16,8 +16,8 @@ from rewards.composition import RewardSet
 from rollout.engine import Sampling
 from rollout.errors import TrainingError
 from rollout.loop import BackgroundLoop
-from rollout.records import Rollout, RolloutStatus
-from rollout.token_metrics import token_metrics
+from rollout.records import Rollout, RolloutStatus, TrainingRow
+from rollout.token_metrics import TokenCounts, count_tokens
 from rollout.sampler import OnRollout, Sampler
 from rollout.sync import SyncReport, WeightSync
 from trainer.advantages import ADVANTAGES
@@ -196,7 +196,17 @@ class Trainer:
         }
         for status in RolloutStatus:
             metrics[f"rollout/{status}_fraction"] = sum(r.status is status for r in rollouts) / len(rollouts)
-        return metrics | self._rewards.take_metrics() | token_metrics(rollouts, batch.rows) | outcome_metrics(rollouts)
+        return metrics | self._rewards.take_metrics() | token_metrics(rollouts, batch) | outcome_metrics(rollouts)
+
+
+def token_metrics(rollouts: Sequence[Rollout], batch: StepBatch) -> dict[str, float]:
+    """Whether the rows that are trained hold what the engine sampled: of the batch, after its journey over ranks."""
+    rows: dict[int, list[TrainingRow]] = {}
+    for row in batch.rows:
+        rows.setdefault(row.rollout_id, []).append(row)
+    delivered = (rollout for rollout in rollouts if rollout.is_trainable)
+    counts = (count_tokens(rollout.calls, rows.get(rollout.rollout_id, [])) for rollout in delivered)
+    return sum(counts, TokenCounts()).metrics()
 
 
 def outcome_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
