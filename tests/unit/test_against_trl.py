@@ -156,8 +156,9 @@ def test_loss_and_gradient_equal_trl(theirs, ours):
     their_loss, their_gradient = trl_loss(batch, **theirs)
     loss, gradient = our_loss(batch, **ours)
     assert their_gradient.abs().max() > 1e-3
-    torch.testing.assert_close(loss, their_loss, rtol=0, atol=1e-12)
-    torch.testing.assert_close(gradient, their_gradient, rtol=0, atol=1e-12)
+    atol = 1e-7 if theirs["loss_type"] == "sapo" else 1e-12  # its temperatures are float32 whatever the logprobs are
+    torch.testing.assert_close(loss, their_loss, rtol=0, atol=atol)
+    torch.testing.assert_close(gradient, their_gradient, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize(("loss_type", "normalizer"), [("grpo", "grpo"), ("luspo", "sequence_sum")])

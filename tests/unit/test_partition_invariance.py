@@ -1,7 +1,7 @@
 """The gradient of an optimizer step is the same however its tokens are cut into ranks and microbatches.
 
-A toy policy (softmax over a linear map of random features) in float64; every loss with every normaliser, against one
-microbatch that holds everything. What is compared is gradients, to 1e-10.
+A toy policy (softmax over a linear map of random features); every loss with every normaliser, against one microbatch
+that holds everything. What is compared is gradients: to 1e-10 in float64, in float32 to 1e-6 of the largest one.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ VOCABULARY, WIDTH = 7, 4
 class ToyStep:
     """One optimizer step of a toy policy: all its trained tokens, and what was recorded about them."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float64) -> None:
         generator = torch.Generator().manual_seed(seed)
 
         def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator, dtype=torch.float64)
+            return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
         self.rollout_T = torch.repeat_interleave(torch.arange(NUM_ROLLOUTS), torch.tensor(LENGTHS))
         num_tokens = len(self.rollout_T)
@@ -119,6 +119,16 @@ def test_gradient_does_not_depend_on_ranks_and_microbatches(name, loss, options,
         torch.testing.assert_close(
             step.gradient(loss, options, normalizer, parts), whole, rtol=0, atol=1e-10, msg=f"{ranks} x {microbatches}"
         )
+
+
+@pytest.mark.parametrize("normalizer", NORMALIZERS)
+@pytest.mark.parametrize(("name", "loss", "options"), LOSSES, ids=[name for name, _, _ in LOSSES])
+def test_float32_gradient_does_not_depend_on_ranks_and_microbatches(name, loss, options, normalizer):
+    step = ToyStep(dtype=torch.float32)
+    whole = step.gradient(loss, options, normalizer, [[step.kept]])
+    parts = step.gradient(loss, options, normalizer, partition(step.kept, 3, 4, seed=5))
+    assert parts.dtype == torch.float32
+    torch.testing.assert_close(parts, whole, rtol=0, atol=1e-6 * float(whole.abs().max()))
 
 
 @settings(max_examples=30, deadline=None)

@@ -17,7 +17,7 @@ def sapo(inputs: LossInputs, *, tau_positive: float = 1.0, tau_negative: float =
     if not (tau_positive > 0 and tau_negative > 0):
         raise ValueError(f"tau_positive is {tau_positive} and tau_negative {tau_negative}, expected both above 0")
     ratio_T = token_ratio(inputs)
-    tau_T = torch.where(inputs.advantages_T > 0, tau_positive, tau_negative).to(ratio_T.dtype)
+    tau_T = torch.full_like(ratio_T, tau_negative).masked_fill(inputs.advantages_T > 0, tau_positive)
     gate_T = torch.sigmoid(tau_T * (ratio_T - 1)) * 4 / tau_T
     slope_T = 4 * torch.sigmoid(tau_T * (ratio_T - 1)) * torch.sigmoid(-tau_T * (ratio_T - 1))
     metrics = {"policy/gate_slope_mean": slope_T.detach().sum(), **common_metrics(inputs, ratio_T)}
