@@ -83,7 +83,8 @@ class SyncReport:
 class WeightSync:
     """Keeps one engine per rank that has one at the weights of the module that the ranks train together.
 
-    Make it on every rank, with the same arguments but `engine`; making it is a collective.
+    Make it on every rank, with the same arguments but `engine`; making it is a collective. One per engine: a later
+    one takes the engine over from an earlier one.
 
     Args:
         module: the trained module as it is wrapped (see `ZeroSource`).

@@ -1,0 +1,33 @@
+"""Run by `test_engine_processes.py`: starts an engine, says who its processes are, and samples when told to."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+from rollout.embedded import EmbeddedEngine
+from rollout.engine import Sampling
+from rollout.loop import BackgroundLoop
+from tests.fixtures.models import save_tiny_model
+
+
+def main(directory: Path) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a trainer that finishes its update on Ctrl-C
+    loop = BackgroundLoop()
+    engine = EmbeddedEngine.start(
+        save_tiny_model(directory / "model", tied=True),
+        loop=loop,
+        log_path=directory / "engine.log",
+        max_model_len=64,
+        kv_cache_gib=0.0625,
+        num_threads=1,
+    )
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        call = loop.run(engine.generate((5, 6, 7), Sampling(max_tokens=4, ignore_eos=True, seed=0)), timeout=60)
+        print(len(call.sampled_ids), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

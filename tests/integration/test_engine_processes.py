@@ -1,0 +1,78 @@
+"""The engine's processes: Ctrl-C does not reach them, and they do not outlive their parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.engine, pytest.mark.distributed]
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen]:
+    directory = tmp_path_factory.mktemp("parent")
+    with (directory / "stderr").open("w+") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.integration.orphan_parent", str(directory)],
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        ready = process.stdout.readline()
+        assert ready == "ready\n", (directory / "stderr").read_text()[-3000:]
+        yield process
+        process.kill()
+        process.wait()
+
+
+def test_ctrl_c_in_the_terminal_does_not_reach_the_engine(parent: subprocess.Popen) -> None:
+    os.killpg(parent.pid, signal.SIGINT)  # what a terminal does: the whole foreground group
+    time.sleep(1)
+
+    assert parent.stdin is not None
+    assert parent.stdout is not None
+    parent.stdin.write("sample\n")
+    parent.stdin.flush()
+    assert parent.stdout.readline() == "4\n"
+
+
+def test_a_killed_parent_leaves_no_engine_process(parent: subprocess.Popen) -> None:
+    processes = _descendants(parent.pid)
+    assert processes, "the engine runs in a process of its own"
+
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    deadline = time.monotonic() + 15
+    while (alive := [pid for pid in processes if _is_alive(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    for pid in alive:
+        os.kill(pid, signal.SIGKILL)
+    assert not alive
+
+
+def _descendants(pid: int) -> list[int]:
+    tasks = list(Path(f"/proc/{pid}/task").iterdir())
+    children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    return children + [descendant for child in children for descendant in _descendants(child)]
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
+    return state != "Z"

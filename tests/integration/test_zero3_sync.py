@@ -1,0 +1,65 @@
+"""Weight sync out of a real DeepSpeed ZeRO-3 model on two ranks, and what the ranks see when something dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.zero3_ranks import BUCKET_BYTES
+
+pytestmark = [pytest.mark.engine, pytest.mark.distributed]
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    directory = tmp_path_factory.mktemp("zero3")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    command += ["-m", "tests.integration.zero3_ranks", str(directory)]
+    environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    files = [directory / f"rank{rank}.json" for rank in (0, 1)]
+    assert all(file.exists() for file in files), done.stdout[-3000:] + done.stderr[-6000:]
+    return [json.loads(file.read_text()) for file in files]
+
+
+def test_the_engine_gets_the_gathered_weights(ranks: list[dict]) -> None:
+    for rank in ranks:
+        assert [sync["version"] for sync in rank["syncs"]] == [1, 2]
+        assert max(sync["mismatch"] for sync in rank["syncs"]) < 1e-4
+    assert max(sync["sync/canary_abs_diff"] for sync in ranks[0]["syncs"]) < 1e-4
+
+
+def test_no_gather_is_larger_than_a_bucket_and_there_are_few(ranks: list[dict]) -> None:
+    for rank in ranks:
+        largest_tensor = 512 * 64 * 4  # the embedding, larger than a bucket: gathered by itself
+        assert max(rank["gathered_bytes"]) <= max(BUCKET_BYTES, largest_tensor) < rank["model_bytes"] / 4
+        per_sync = len(rank["gathered_bytes"]) / 4  # four passes: two syncs and one that fails, and one drained
+        assert per_sync < 20, "one collective per tensor would be 46"
+
+
+def test_a_failure_on_one_rank_is_the_same_error_on_all(ranks: list[dict]) -> None:
+    errors = [rank["one_rank_fails"] for rank in ranks]
+
+    assert errors[0]["text"] == errors[1]["text"]
+    assert "rank 1: OSError: out of host memory" in errors[0]["text"]
+
+
+def test_a_killed_engine_is_an_error_at_once(ranks: list[dict]) -> None:
+    for error in (ranks[0]["generate_on_dead"], ranks[0]["generate_again"]):
+        assert error["error"] == "EngineError"
+        assert "dead" in error["text"]
+        assert error["after_s"] < 10
+
+
+def test_a_push_to_a_killed_engine_is_an_error_on_all_ranks(ranks: list[dict]) -> None:
+    for rank in ranks:
+        assert rank["push_on_dead"]["error"] == "SyncError"
+        assert rank["push_on_dead"]["after_s"] < 20
+        assert "rank 0: cannot pause" in rank["push_on_dead"]["text"]

@@ -1,0 +1,138 @@
+"""Run by `test_zero3_sync.py` under torchrun, two ranks: trains a ZeRO-3 model, rank 0 with an engine.
+
+Writes what each rank saw to `<directory>/rank<n>.json`; the test judges it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+from rollout.embedded import EmbeddedEngine
+from rollout.engine import Sampling
+from rollout.errors import EngineError, SyncError
+from rollout.loop import BackgroundLoop
+from rollout.sync import WeightSync
+from tests.fixtures.models import perturb, sampled_logprobs, save_tiny_model, tiny_qwen3
+
+BUCKET_BYTES = 64 * 1024
+PROMPT = tuple(range(10, 180))
+
+
+def main(directory: Path) -> None:
+    deepspeed.init_distributed("gloo")
+    rank = dist.get_rank()
+    model = tiny_qwen3(tied=True)
+    if rank == 0:
+        save_tiny_model(directory / "model", tied=True)
+    perturb(model, seed=1)
+    trained, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+            "zero_allow_untested_optimizer": True,
+        },
+    )
+    seen: dict[str, object] = {"gathered_bytes": gathered_bytes(), "model_bytes": model_bytes(model)}
+
+    def score(ids: list[int]) -> list[float]:
+        return sampled_logprobs(trained, tuple(ids[:1]), tuple(ids[1:]))
+
+    loop = BackgroundLoop()
+    engine = None
+    if rank == 0:
+        engine = EmbeddedEngine.start(
+            directory / "model",
+            loop=loop,
+            log_path=directory / "engine.log",
+            max_model_len=320,
+            kv_cache_gib=0.0625,
+            num_threads=1,
+        )
+    sync = WeightSync(module=trained, engine=engine, score_canary=score, bucket_bytes=BUCKET_BYTES, deadline_s=60)
+    seen["syncs"] = []
+    for version in (1, 2):
+        report = sync.push(version)
+        call = [None]
+        if engine is not None:
+            sampling = Sampling(max_tokens=24, ignore_eos=True, seed=version)
+            call = [loop.run(engine.generate(PROMPT, sampling))]
+        dist.broadcast_object_list(call)
+        expected = sampled_logprobs(trained, call[0].prompt_ids, call[0].sampled_ids)
+        mismatch = max(abs(a - b) for a, b in zip(expected, call[0].sampled_logprobs, strict=True))
+        seen["syncs"].append({"mismatch": mismatch, "version": call[0].oldest_version} | report.metrics())
+        trained.backward(trained(input_ids=torch.tensor([PROMPT]), labels=torch.tensor([PROMPT])).loss)
+        trained.step()
+
+    seen["one_rank_fails"] = raised(lambda: failing_push(sync, rank))
+    if engine is not None:
+        loop.run(engine.resume())
+        for pid in children():
+            os.kill(pid, signal.SIGKILL)
+        request = loop.run
+        seen["generate_on_dead"] = raised(lambda: request(engine.generate(PROMPT, Sampling(max_tokens=4)), 30))
+        seen["generate_again"] = raised(lambda: request(engine.generate(PROMPT, Sampling(max_tokens=4)), 30))
+    dist.barrier()
+    seen["push_on_dead"] = raised(lambda: sync.push(9))
+    (directory / f"rank{rank}.json").write_text(json.dumps(seen))
+
+
+def failing_push(sync: WeightSync, rank: int) -> None:
+    """Rank 1 fails after the last gather, where rank 0 would wait for its next collective."""
+    send = sync._transport.send_weights
+
+    def fail() -> None:
+        send()
+        raise OSError("out of host memory")
+
+    if rank == 1:
+        sync._transport.send_weights = fail  # type: ignore[method-assign]
+    try:
+        sync.push(3)
+    finally:
+        sync._transport.send_weights = send  # type: ignore[method-assign]
+
+
+def raised(act: object) -> dict[str, object]:
+    started = time.monotonic()
+    try:
+        act()  # type: ignore[operator]
+    except (EngineError, SyncError) as error:
+        return {"error": type(error).__name__, "text": str(error), "after_s": time.monotonic() - started}
+    return {"error": None}
+
+
+def gathered_bytes() -> list[int]:
+    """Bytes of each gather from here on, by wrapping DeepSpeed's context."""
+    sizes: list[int] = []
+    original = deepspeed.zero.GatheredParameters
+
+    def counted(params: list, **settings: object):
+        sizes.append(sum(param.ds_numel * param.element_size() for param in params))
+        return original(params, **settings)
+
+    deepspeed.zero.GatheredParameters = counted
+    return sizes
+
+
+def model_bytes(model: torch.nn.Module) -> int:
+    return sum(param.ds_numel * param.element_size() for param in model.parameters())
+
+
+def children() -> list[int]:
+    tasks = Path(f"/proc/{os.getpid()}/task")
+    return [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
