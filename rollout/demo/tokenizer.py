@@ -86,18 +86,15 @@ def _byte_level(corpus: Iterable[str]) -> Tokenizer:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    markup = [
-        *(AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS),
-        *(AddedToken(token, special=False, normalized=False) for token in MARKUP_TOKENS),
-    ]
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=markup,
+        vocab_size=VOCAB_SIZE - len(MARKUP_TOKENS),
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(_without_markup(corpus), trainer)
-    tokenizer.add_tokens(markup[len(SPECIAL_TOKENS) :])
+    # Added after training, because a trainer makes everything special that it is given.
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in MARKUP_TOKENS])
     return tokenizer
 
 
