@@ -1,8 +1,8 @@
 """Causal attention within the rows of a pack, for where FlashAttention's varlen kernel is not to be had (CPU first).
 
 Registered with transformers as the attention implementation `packed_rows`: one causal SDPA call per row, on slices of
-the pack. No mask is built and no work crosses rows; a block-diagonal mask over the pack costs L² memory and was 35 to
-47 times slower on CPU at 64 rows, batches of similar lengths with right padding 1.6 to 2.5 times (benchmarks/packing.py).
+the pack. No mask is built and no work crosses rows. On CPU at 64 rows, a block-diagonal mask over the pack was 35 to
+47 times slower (and takes L² memory), batches of similar lengths with right padding 1.6 to 2.5 times.
 
 Covered: grouped-query heads, sliding windows, softcapped scores (Gemma 2), attention sinks (gpt-oss).
 Not covered: attention that is not causal, chunked attention, position biases, attention dropout (the policy has none).
@@ -60,37 +60,44 @@ def packed_rows_attention(
         query: (1, heads, L, head_dim).
         key: (1, kv_heads, L, head_dim).
         value: (1, kv_heads, L, head_dim).
-        attention_mask: `no_mask()` for packs.
-        row_lengths: tokens of each row, summing to L. None: a plain batch, left to transformers' own SDPA.
+        attention_mask: `no_mask()` for packs; bool or None for plain batches.
+        row_lengths: tokens of each row, summing to L. None: a plain batch, which goes to
+            transformers' own SDPA where that can.
         scaling: factor of the scores; by default head_dim ** -0.5.
         sliding_window: a token sees itself and the `sliding_window - 1` tokens before it.
         softcap: scores become softcap · tanh(score / softcap).
         s_aux: (heads,) logit of the attention sink, which takes probability and gives no value.
         dropout: must be 0 for packs.
+        kwargs: what transformers passes besides; used by plain batches only.
 
     Returns:
         (1, L, heads, head_dim) and None (no attention weights).
     """
+    written_out = softcap is not None or s_aux is not None  # SDPA kernels know neither
     if row_lengths is None:
-        assert softcap is None and s_aux is None, "plain batches with softcap or sinks: attn_implementation='eager'"
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
-    assert query.shape[0] == 1 and query.shape[2] == sum(row_lengths), "one pack whose rows tile it"
+        if not written_out:
+            return sdpa_attention_forward(
+                module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+            )
+        keep = _band(key.shape[2], None, query.device)[-query.shape[2] :] if attention_mask is None else attention_mask
+        output = _explicit(query, key, value, keep, scaling=scaling, softcap=softcap, s_aux=s_aux)
+        return output.transpose(1, 2).contiguous(), None
+
+    assert query.shape[:3:2] == (1, sum(row_lengths)), "one pack, tiled by its rows"
     assert dropout == 0.0, "the policy has no dropout"
     lengths = list(row_lengths)
+    gqa = query.shape[1] != key.shape[1]
     outputs = []
     for q, k, v in zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True):
         length = q.shape[2]
-        window = sliding_window if sliding_window is not None and sliding_window < length else None
-        if softcap is not None or s_aux is not None:
-            outputs.append(_explicit(q, k, v, scaling=scaling, window=window, softcap=softcap, s_aux=s_aux))
-            continue
-        mask = None if window is None else _band(length, window, q.device)
-        gqa = q.shape[1] != k.shape[1]
-        outputs.append(
-            F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa)
-        )
+        is_windowed = sliding_window is not None and sliding_window < length
+        keep = _band(length, sliding_window, q.device) if is_windowed or written_out else None
+        if written_out:
+            outputs.append(_explicit(q, k, v, keep, scaling=scaling, softcap=softcap, s_aux=s_aux))
+        else:
+            outputs.append(
+                F.scaled_dot_product_attention(q, k, v, keep, is_causal=keep is None, scale=scaling, enable_gqa=gqa)
+            )
     return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
 
 
@@ -101,24 +108,23 @@ def _band(length: int, window: int | None, device: torch.device) -> torch.Tensor
 
 
 def _explicit(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keep: torch.Tensor,
     *,
     scaling: float | None,
-    window: int | None,
     softcap: float | None,
     s_aux: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of one row written out, for what the SDPA kernels lack. Softmax in float32 or wider."""
-    length, group = q.shape[2], q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = (q @ k.transpose(2, 3)) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
+    """Attention written out, (B, heads, Q, head_dim), softmax in float32 or wider. `keep`: which keys a query sees."""
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    scores = (query @ key.transpose(2, 3)) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~_band(length, window, q.device), -torch.inf)
+    scores = scores.masked_fill(~keep, torch.finfo(scores.dtype).min)
     if s_aux is not None:
-        scores = torch.cat([scores, s_aux.view(1, -1, 1, 1).expand(1, -1, length, 1).to(scores)], -1)
-    dtype = torch.promote_types(scores.dtype, torch.float32)
-    weights = torch.softmax(scores, -1, dtype=dtype).to(q.dtype)
-    return weights[..., :length] @ v
+        scores = torch.cat([scores, s_aux.view(1, -1, 1, 1).expand(*scores.shape[:3], 1).to(scores)], -1)
+    weights = torch.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    return weights[..., : key.shape[2]].to(query.dtype) @ value

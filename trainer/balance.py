@@ -29,7 +29,7 @@ class Plan:
     microbatches: tuple[tuple[tuple[int, ...], ...], ...]
     """`microbatches[rank][m]` holds row indices."""
     packing_ratio: float
-    """Tokens over the room for them: ranks × microbatches × token budget. 1 is full; above it, rows exceed the budget."""
+    """Tokens over the room for them: ranks × microbatches × token budget. 1 is full; more if rows exceed the budget."""
     rank_imbalance: float
     """Cost of the busiest rank over the mean of ranks. 1 is even."""
     step_imbalance: float
@@ -112,7 +112,7 @@ def plan(
 def _spread(
     row_lengths: Sequence[int], costs: Sequence[float], num_packs: int, token_budget: int
 ) -> list[list[int]] | None:
-    """Rows into exactly `num_packs` packs, costliest first, each to the cheapest pack with room; None if one has none."""
+    """Rows into `num_packs` packs, costliest first, each to the cheapest pack with room; None if there is no room."""
     packs: list[list[int]] = [[] for _ in range(num_packs)]
     tokens, totals = [0] * num_packs, [0.0] * num_packs
     for i in sorted(range(len(row_lengths)), key=lambda i: (-costs[i], i)):

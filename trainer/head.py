@@ -9,7 +9,7 @@ Covered: bias, logit scale, final softcap, temperature, restricted sampling supp
 products accumulated and softmax taken in float32 or wider. Not covered: heads that are not one linear layer,
 derivatives of derivatives.
 
-Shape legend: _N target tokens, _D hidden size, _V vocabulary, _C tokens of one chunk, _K vocabulary entries of one tile.
+Shape legend: _N target tokens, _D hidden size, _V vocabulary, _C tokens of a chunk, _K vocabulary entries of a tile.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def fused_logprobs(
     if hidden_ND.ndim != 2 or weight_VD.ndim != 2 or hidden_ND.shape[1] != weight_VD.shape[1]:
         raise ValueError(
             f"hidden states (tokens, D) and weight (V, D) do not fit: {tuple(hidden_ND.shape)} and "
-            f"{tuple(weight_VD.shape)}. A weight of shape (0,) is a ZeRO-3 partition used outside of its module's forward"
+            f"{tuple(weight_VD.shape)}. A weight of shape (0,) is a ZeRO-3 partition outside of its module's forward"
         )
     if support is not None and len(support[0]) != len(target_ids_N) + 1:
         raise ValueError(f"support for {len(support[0]) - 1} tokens, there are {len(target_ids_N)} targets")

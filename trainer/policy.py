@@ -22,7 +22,7 @@ import torch
 from peft import PeftModel
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.utils import is_flash_attn_2_available
+from transformers.utils.import_utils import is_flash_attn_2_available
 
 from rollout.errors import ConfigError
 from trainer import attention
@@ -100,11 +100,13 @@ class Policy(nn.Module):
     @property
     def causal_lm(self) -> PreTrainedModel:
         """The transformers model itself, with adapters inside if there are any."""
-        return self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
+        inner = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
+        assert isinstance(inner, PreTrainedModel)
+        return inner
 
     @property
     def attn_implementation(self) -> str:
-        return self.causal_lm.config.get_text_config()._attn_implementation
+        return str(self.causal_lm.config.get_text_config()._attn_implementation)
 
     def forward(
         self, packed: PackedBatch, *, temperature: float = 1.0, with_entropy: bool = True
@@ -124,7 +126,9 @@ class Policy(nn.Module):
         support = None
         if packed.support_offsets is not None and packed.support_ids is not None:
             support = (packed.support_offsets, packed.support_ids)
-        return self.causal_lm.get_output_embeddings()(
+        head = self.causal_lm.get_output_embeddings()
+        assert isinstance(head, FusedHead)
+        return head(
             hidden_LD.index_select(0, packed.target_index_T),
             packed.target_ids_T,
             transform=LogitTransform(temperature=temperature, scale=self.logit_scale, softcap=self.softcap),
@@ -218,8 +222,9 @@ def fused_head(model: PreTrainedModel) -> FusedHead:
         return head
     if type(head) is not nn.Linear:
         raise ConfigError(
-            f"the head of {type(model).__name__} is a {type(head).__name__}; expected a plain torch.nn.Linear. If it is "
-            "adapted or quantised, leave lm_head out: LoraConfig(target_modules=...) and modules_to_save without "
+            f"the head of {type(model).__name__} is a {type(head).__name__}; expected a plain torch.nn.Linear. If it "
+            "is adapted or quantised, leave lm_head out: "
+            "LoraConfig(target_modules=...) and modules_to_save without "
             "lm_head, or llm_int8_skip_modules=['lm_head'] when quantising"
         )
     return FusedHead(head)
@@ -254,13 +259,10 @@ def disable_randomness(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        for name, value in list(vars(module).items()):
-            if isinstance(value, float) and _is_random(name):
-                setattr(module, name, 0.0)
-            elif isinstance(value, PreTrainedConfig):
-                for field, setting in value.to_dict().items():
-                    if isinstance(setting, float) and _is_random(field):
-                        setattr(value, field, 0.0)
+        for holder in (module, *(value for value in vars(module).values() if isinstance(value, PreTrainedConfig))):
+            for name, value in list(vars(holder).items()):
+                if isinstance(value, float) and any(part in name for part in _RANDOM):
+                    setattr(holder, name, 0.0)
 
 
 def logit_settings(config: PreTrainedConfig) -> tuple[float, float | None]:
@@ -268,10 +270,6 @@ def logit_settings(config: PreTrainedConfig) -> tuple[float, float | None]:
     settings = config.to_dict()
     scale = settings.get("logit_scale") or 1.0 / (settings.get("logits_scaling") or 1.0)
     return float(scale), settings.get("final_logit_softcapping")
-
-
-def _is_random(name: str) -> bool:
-    return any(part in name for part in _RANDOM)
 
 
 def _probe(ids: torch.Tensor) -> PackedBatch:

@@ -1,0 +1,108 @@
+"""Time and peak memory of the fused LM head against full logits, forward and backward, as ratios.
+
+    python benchmarks/head.py [--vocab 151936] [--tokens 2048] [--hidden 1024] [--threads 1] [--device cpu]
+
+Each side runs in a process of its own, because the high-water mark of a process never goes down. What is measured is
+the memory above inputs and their gradients. "Full" is what a trainer without a fused head does: one matrix product,
+log-softmax, gather, and the entropy if asked for.
+
+On a CPU the clock is the process's CPU time, which other processes on the machine disturb less than wall time.
+
+Not measured: the decoder, and bfloat16 on GPUs unless started there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+
+import torch
+
+from trainer.head import LogitTransform, fused_logprobs
+
+TEMPERATURE = 0.7
+
+
+def full(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, with_entropy: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The computation with materialised logits."""
+    logp = torch.log_softmax((hidden @ weight.T).float() / TEMPERATURE, -1)
+    entropy = -(logp.exp() * logp).sum(-1) if with_entropy else torch.zeros(len(targets), device=hidden.device)
+    return logp.gather(1, targets[:, None])[:, 0], entropy
+
+
+def fused(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, with_entropy: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    transform = LogitTransform(temperature=TEMPERATURE)
+    return fused_logprobs(hidden, weight, targets, transform=transform, with_entropy=with_entropy)
+
+
+def clock(device: str) -> float:
+    """Seconds; on a GPU after all queued work is done."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        return time.perf_counter()
+    return time.process_time()
+
+
+def peak_bytes(device: str) -> int:
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def measure(args: argparse.Namespace) -> dict[str, float]:
+    """Best time (s) of the repeats, and peak memory (GiB) above inputs and gradients, of one side."""
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    dtype = getattr(torch, args.dtype)
+    weight = (torch.randn(args.vocab, args.hidden, device=args.device) * 0.05).to(dtype).requires_grad_()
+    hidden = torch.randn(args.tokens, args.hidden, device=args.device).to(dtype).requires_grad_()
+    targets = torch.randint(args.vocab, (args.tokens,), device=args.device)
+    weight.grad, hidden.grad = torch.ones_like(weight), torch.ones_like(hidden)
+    before = peak_bytes(args.device)
+    function = {"full": full, "fused": fused}[args.side]
+    forward, total = [], []
+    for _ in range(args.repeats):
+        start = clock(args.device)
+        logp, entropy = function(hidden, weight, targets, args.entropy)
+        forward.append(clock(args.device) - start)
+        (logp.sum() + 0.01 * entropy.sum()).backward()
+        total.append(clock(args.device) - start)
+    peak = (peak_bytes(args.device) - before) / 2**30
+    return {"forward_s": min(forward), "total_s": min(total), "peak_gib": peak}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vocab", type=int, default=151_936)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--entropy", action="store_true", help="also compute the entropy and its gradient")
+    parser.add_argument("--side", choices=["full", "fused"], help="measure one side in this process (used by itself)")
+    args = parser.parse_args()
+    if args.side:
+        print(json.dumps(measure(args)))
+        return
+    results = {}
+    for side in ("full", "fused"):
+        command = [sys.executable, __file__, *sys.argv[1:], "--side", side]
+        output = subprocess.run(command, check=True, stdout=subprocess.PIPE)
+        results[side] = json.loads(output.stdout)
+        print(f"{side:6}" + "".join(f"  {name} {value:8.3f}" for name, value in results[side].items()))
+    ratios = {name: results["fused"][name] / results["full"][name] for name in results["full"]}
+    print("ratio " + "".join(f"  {name} {value:8.3f}" for name, value in ratios.items()))
+
+
+if __name__ == "__main__":
+    main()
