@@ -1,0 +1,215 @@
+"""Agents that only know a URL and a key, over a scripted engine: what becomes of their episodes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from functools import partial
+from typing import Any
+
+import openai
+import pytest
+
+from rollout.chat import Chat
+from rollout.engine import Sampling
+from rollout.environments import make_environment
+from rollout.errors import ConfigError, EngineError
+from rollout.records import FinishReason, Rollout, RolloutStatus
+from rollout.rows import rows_from_calls
+from rollout.sampler import Sampler
+from tests.fixtures.gateway import ScriptedEngine, says
+from tests.fixtures.tokenizers import chat_tokenizer
+
+QWEN = chat_tokenizer("qwen3")
+CHAT = Chat(QWEN)
+
+
+def engine_saying(*turns: str, **options: Any) -> ScriptedEngine:
+    return ScriptedEngine(says(QWEN, *turns), **options)
+
+
+async def collect(
+    agent: Any, engine: ScriptedEngine, *, prompts: int = 1, samples: int = 1, **settings
+) -> list[Rollout]:
+    max_turns = settings.pop("max_turns", 8)
+    sampler = Sampler(
+        engine=engine,
+        chat=CHAT,
+        make_environment=partial(make_environment, "agent", agent=agent, **settings),
+        max_turns=max_turns,
+        seed=5,
+    )
+    return await sampler.collect(
+        [{"question": f"question {i}"} for i in range(prompts)],
+        samples_per_prompt=samples,
+        sampling=Sampling(max_tokens=64, stop_token_ids=CHAT.stop_token_ids),
+        step=0,
+    )
+
+
+async def two_turns(base_url: str, api_key: str, example: dict[str, Any]) -> dict[str, Any]:
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        messages: list[Any] = [{"role": "user", "content": example["question"]}]
+        for _ in range(2):
+            answer = await client.chat.completions.create(model="gpt-4o", messages=messages)
+            messages += [answer.choices[0].message, {"role": "user", "content": "go on"}]
+    return {"steps": 2, "note": "fine"}
+
+
+def blocking(base_url: str, api_key: str, example: dict[str, Any]) -> None:
+    with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+        client.chat.completions.create(model="m", messages=[{"role": "user", "content": example["question"]}])
+
+
+async def blocking_in_async(base_url: str, api_key: str, example: dict[str, Any]) -> None:
+    blocking(base_url, api_key, example)
+
+
+async def test_an_agent_gives_rollouts_like_any_environment():
+    seen: list[Rollout] = await collect(two_turns, engine_saying("fine<|im_end|>"), prompts=2, samples=3)
+    assert [(r.rollout_id, r.group_id) for r in seen] == [(i, i // 3) for i in range(6)]
+    for rollout in seen:
+        assert rollout.status is RolloutStatus.COMPLETED
+        assert len(rollout.calls) == 2
+        assert len(rollout_rows := rows_from_calls(rollout.calls)) == 1
+        assert rollout_rows[0].num_trained == rollout.num_sampled
+        assert rollout.outcome == {"steps": 2, "note": "fine", "prompts_root": 1, "prompts_extended": 1}
+        assert [m["content"] for m in rollout.messages] == [rollout.example["question"], "fine", "go on", "fine"]
+
+
+@pytest.mark.parametrize("agent", [blocking, blocking_in_async])
+async def test_an_agent_that_blocks_its_thread_blocks_nobody(agent):
+    rollouts = await asyncio.wait_for(collect(agent, engine_saying("fine<|im_end|>"), samples=8), 30)
+    assert all(rollout.status is RolloutStatus.COMPLETED for rollout in rollouts)
+
+
+async def test_the_same_seeds_give_the_same_requests_in_every_run():
+    async def seeds() -> list[int | None]:
+        engine = engine_saying("fine<|im_end|>")
+        await collect(two_turns, engine, samples=4)
+        return sorted(sampling.seed or 0 for sampling in engine.samplings)
+
+    first = await seeds()
+    assert len(set(first)) == 8
+    assert await seeds() == first
+
+
+async def test_an_agent_that_raises_is_a_failed_rollout_and_costs_no_other():
+    async def agent(base_url, api_key, example):
+        await two_turns(base_url, api_key, example)
+        if example["question"] == "question 0":
+            raise ValueError("cannot read the answer")
+
+    failed, fine = await collect(agent, engine_saying("fine<|im_end|>"), prompts=2)
+    assert failed.status is RolloutStatus.FAILED
+    assert "ValueError: cannot read the answer" in (failed.error or "")
+    assert fine.status is RolloutStatus.COMPLETED
+
+
+@pytest.mark.parametrize("swallows", [True, False])
+async def test_an_agent_at_its_limit_of_turns_keeps_what_was_sampled(swallows):
+    async def agent(base_url, api_key, example):
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            try:
+                while True:
+                    await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "again"}])
+            except openai.BadRequestError:
+                if not swallows:
+                    raise
+
+    (rollout,) = await collect(agent, engine_saying("fine<|im_end|>"), max_turns=3)
+    assert rollout.status is RolloutStatus.MAX_TURNS
+    assert len(rollout.calls) == 3
+    assert rollout.is_trainable
+
+
+async def test_a_context_that_is_full_ends_the_episode_and_keeps_what_was_sampled():
+    async def agent(base_url, api_key, example):
+        messages: list[Any] = [{"role": "user", "content": "word " * 10}]
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            while True:
+                answer = await client.chat.completions.create(model="m", messages=messages)
+                messages += [answer.choices[0].message, {"role": "user", "content": "word " * 10}]
+
+    (rollout,) = await collect(agent, engine_saying("fine<|im_end|>", max_model_len=100))
+    assert rollout.status is RolloutStatus.CONTEXT_FULL
+    assert rollout.is_trainable
+
+
+async def test_a_last_turn_cut_by_length_is_a_truncated_rollout():
+    engine = engine_saying("fine " * 100)
+    (rollout,) = await collect(two_turns, engine)
+    assert rollout.calls[-1].finish_reason is FinishReason.LENGTH
+    assert rollout.status is RolloutStatus.TRUNCATED
+
+
+@pytest.mark.parametrize("kind", ["async", "sync"])
+async def test_an_agent_that_does_not_end_is_given_up(kind):
+    async def hangs(base_url, api_key, example):
+        await asyncio.sleep(60)
+
+    def blocks(base_url, api_key, example):
+        time.sleep(3)
+
+    started = time.perf_counter()
+    (rollout,) = await collect(hangs if kind == "async" else blocks, engine_saying("fine<|im_end|>"), timeout_s=0.2)
+    assert rollout.status is RolloutStatus.FAILED
+    assert "did not finish" in (rollout.error or "")
+    assert time.perf_counter() - started < 2.5
+
+
+async def test_an_agent_that_never_asks_is_a_failed_rollout():
+    async def silent(base_url, api_key, example):
+        return None
+
+    (rollout,) = await collect(silent, engine_saying("fine<|im_end|>"))
+    assert rollout.status is RolloutStatus.FAILED
+    assert "no request" in (rollout.error or "")
+
+
+async def test_an_engine_that_dies_ends_the_batch_even_if_agents_hide_it():
+    async def agent(base_url, api_key, example):
+        try:
+            await two_turns(base_url, api_key, example)
+        except openai.OpenAIError:
+            return None
+
+    engine = engine_saying("fine<|im_end|>")
+    engine.error = EngineError("the engine is dead")
+    with pytest.raises(EngineError, match="the engine is dead"):
+        await collect(agent, engine)
+
+
+async def test_an_outcome_that_is_not_a_mapping_is_a_mistake_in_the_agent():
+    async def agent(base_url, api_key, example):
+        await two_turns(base_url, api_key, example)
+        return 1.0
+
+    with pytest.raises(ConfigError, match="returned float, expected None or a dictionary"):
+        await collect(agent, engine_saying("fine<|im_end|>"))
+
+
+async def test_a_summarised_history_branches_and_trains_every_sampled_token():
+    async def agent(base_url, api_key, example):
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            messages: list[Any] = [{"role": "user", "content": "a"}]
+            for turn in range(4):
+                if turn == 2:
+                    messages = [{"role": "user", "content": "summary of what was said"}]
+                answer = await client.chat.completions.create(model="m", messages=messages)
+                messages += [answer.choices[0].message, {"role": "user", "content": "b"}]
+
+    (rollout,) = await collect(agent, engine_saying("fine<|im_end|>"))
+    rows = rows_from_calls(rollout.calls)
+    assert len(rows) == 2
+    assert sum(row.num_trained for row in rows) == rollout.num_sampled
+
+
+def test_an_agent_must_be_named():
+    with pytest.raises(ConfigError, match=r"environment\.settings\.agent=path/to/file\.py:function"):
+        make_environment("agent")
+
+
+def test_an_agent_is_loaded_from_a_file(tmp_path):
+    (tmp_path / "mine.py").write_text("async def play(base_url, api_key, example): return None\n")
+    assert make_environment("agent", agent=f"{tmp_path}/mine.py:play").agent.__name__ == "play"  # type: ignore[attr-defined]
