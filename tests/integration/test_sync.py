@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import pytest
 import torch
 
+from rollout.engine import Sampling
 from rollout.errors import EngineError, SyncError
 from rollout.source import ZeroSource
-from tests.fixtures.models import perturb
+from tests.fixtures.models import perturb, sampled_logprobs
 from tests.integration.conftest import Served
 
 pytestmark = pytest.mark.engine
@@ -48,11 +50,6 @@ def test_the_report_measures_the_sync(either: Served) -> None:
 
 
 def test_requests_in_flight_see_both_versions_and_the_new_part_is_exact(served: Served) -> None:
-    import asyncio
-    from concurrent.futures import ThreadPoolExecutor
-
-    from rollout.engine import Sampling
-
     old = served.version
 
     async def start() -> asyncio.Task:
@@ -71,8 +68,6 @@ def test_requests_in_flight_see_both_versions_and_the_new_part_is_exact(served: 
     spans = call.version_spans
     assert spans[-1].version == served.version
     assert {span.version for span in spans} <= {old, served.version}
-    from tests.fixtures.models import sampled_logprobs
-
     new = spans[-1].start
     expected = sampled_logprobs(served.model, call.prompt_ids, call.sampled_ids)[new:]
     assert call.sampled_logprobs[new:] == pytest.approx(expected, abs=1e-4)
