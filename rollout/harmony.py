@@ -101,16 +101,11 @@ class HarmonyRenderer:
     def extend(
         self, call: EngineCall, history: Sequence[Message], new_messages: Sequence[Message], tools: Tools
     ) -> list[int] | None:
-        conversation = normalised([*history, *new_messages])
-        earlier, turn, new = (
-            conversation[: len(history) - 1],
-            conversation[len(history) - 1],
-            conversation[len(history) :],
-        )
+        _, *new = normalised([history[-1], *new_messages])
         glue = self._glue(new, tools)
         if glue is None:
             return None
-        if self._history is History.TEMPLATE and not self._library_keeps_history(call, earlier, turn, new, tools):
+        if self._history is History.TEMPLATE and not self._library_keeps_history(call, history, new_messages, tools):
             return None
         is_closed = bool(call.sampled_ids) and call.sampled_ids[-1] in (*self.stop_token_ids, CONTROL_IDS["<|end|>"])
         closing = [] if is_closed else [CONTROL_IDS["<|end|>"]]
@@ -125,18 +120,15 @@ class HarmonyRenderer:
         return going_on[len(ended) :] if going_on[: len(ended)] == ended else None
 
     def _library_keeps_history(
-        self,
-        call: EngineCall,
-        earlier: Sequence[Mapping[str, Any]],
-        turn: Mapping[str, Any],
-        new: Sequence[Mapping[str, Any]],
-        tools: Tools,
+        self, call: EngineCall, history: Sequence[Message], new_messages: Sequence[Message], tools: Tools
     ) -> bool:
+        """Whether the library, with the new messages there, shows the last prompt and the last turn unchanged."""
         if call.sampled_ids[-1:] == (CONTROL_IDS["<|return|>"],):
             return False  # rendered as <|end|> once the conversation goes on
-        with_turn = self._rendered(self._conversation([*earlier, turn], tools))
-        shown = self._for_completion(self._conversation(earlier, tools))
-        whole = self._for_completion(self._conversation([*earlier, turn, *new], tools))
+        conversation = normalised([*history, *new_messages])
+        shown = self._for_completion(self._conversation(conversation[: len(history) - 1], tools))
+        with_turn = self._rendered(self._conversation(conversation[: len(history)], tools))
+        whole = self._for_completion(self._conversation(conversation, tools))
         return with_turn[: len(shown)] == shown and whole[: len(with_turn)] == with_turn
 
     def _for_completion(self, conversation: harmony.Conversation) -> list[int]:

@@ -109,15 +109,14 @@ class TemplateRenderer:
         self, call: EngineCall, history: Sequence[Message], new_messages: Sequence[Message], tools: Tools
     ) -> list[int] | None:
         """Ids of the call followed by closing tokens, new messages and generation prompt; None if unproven."""
-        conversation = normalised([*history, *new_messages])
-        turn, new = conversation[len(history) - 1], conversation[len(history) :]
+        turn, *new = normalised([history[-1], *new_messages])
         glue = self._glue(turn, new, tools, keep_calls=True)
         if glue is None and "tool_calls" in turn:
             # Some templates refuse parallel calls, or show them without a place for the marker.
             glue = self._glue(turn, new, tools, keep_calls=False)
         if glue is None:
             return None
-        if self._history is History.TEMPLATE and not self._template_keeps_history(conversation, len(new), tools, glue):
+        if self._history is History.TEMPLATE and not self._template_keeps_history(history, new_messages, tools, glue):
             return None
         ids = glue.ids
         if call.sampled_ids and call.sampled_ids[-1] in self.stop_token_ids and ids[0] in self._closing_ids:
@@ -158,16 +157,16 @@ class TemplateRenderer:
         return _Glue(text=mask.restore(text), ids=self._encoder.encode(text, mask))
 
     def _template_keeps_history(
-        self, conversation: Sequence[Mapping[str, Any]], num_new: int, tools: Tools, glue: _Glue
+        self, history: Sequence[Message], new_messages: Sequence[Message], tools: Tools, glue: _Glue
     ) -> bool:
         """Whether the template, with the new messages there, shows the last prompt and the last turn unchanged."""
-        num_earlier = len(conversation) - num_new - 1
-        shown = self._render(conversation[:num_earlier], tools, generation_prompt=True)
+        conversation = normalised([*history, *new_messages])
+        shown = self._render(conversation[: len(history) - 1], tools, generation_prompt=True)
         whole = self._render(conversation, tools, generation_prompt=True)
         if not whole.startswith(shown) or not whole[len(shown) :].endswith(glue.text):
             return False
         rendered = self._parse(whole[len(shown) :].removesuffix(glue.text), tools)
-        return _trimmed(rendered) == _trimmed(turn_from_message(conversation[num_earlier]))
+        return _trimmed(rendered) == _trimmed(turn_from_message(conversation[len(history) - 1]))
 
     def _end_of_turn(self) -> int | None:
         """The control token that follows the content of an assistant turn, if the template has one."""

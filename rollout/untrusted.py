@@ -143,32 +143,16 @@ class UntrustedTextEncoder:
     def _encode_as_text(self, text: str, *, is_first: bool) -> list[int]:
         if not text:
             return []
-        encoder, anchor = self._text_encoder
-        if is_first:
-            ids = encoder.encode(text, add_special_tokens=False).ids
-        else:
-            # Some tokenizers treat the start of the input differently (a space is put before it).
-            ids = encoder.encode(anchor + text, add_special_tokens=False).ids[1:]
+        ids = self._text_encoder.encode(text, is_first=is_first)
         if self._control_ids.isdisjoint(ids):
             return ids
-        # A vocabulary that lists its control tokens as ordinary words; single characters cannot be one.
-        return [
-            token
-            for character in text
-            for token in encoder.encode(anchor + character, add_special_tokens=False).ids[1:]
-            if token not in self._control_ids
-        ]
+        # A vocabulary that lists its control tokens as ordinary words; a single character cannot be one.
+        pieces = (self._text_encoder.encode(character, is_first=False) for character in text)
+        return [token for piece in pieces for token in piece if token not in self._control_ids]
 
     @functools.cached_property
-    def _text_encoder(self) -> tuple[Tokenizer, str]:
-        """The tokenizer without its control tokens, and a token of its own that marks the start of a piece."""
-        state = json.loads(self._tokenizer.backend_tokenizer.to_str())
-        state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] not in self.controls]
-        state["post_processor"] = state["truncation"] = state["padding"] = None
-        encoder = Tokenizer.from_str(json.dumps(state))
-        anchor = f"\ue000{secrets.token_hex(8)}\ue000"
-        encoder.add_special_tokens([AddedToken(anchor, special=True, normalized=False)])
-        return encoder, anchor
+    def _text_encoder(self) -> _TextEncoder:
+        return _TextEncoder(self._tokenizer.backend_tokenizer, without=self.controls)
 
     def _controls_in(self, text: str) -> Iterator[re.Match[str]]:
         return self._control_pattern.finditer(text)
@@ -176,6 +160,30 @@ class UntrustedTextEncoder:
     def _hide_all_but_markup(self, text: str, mask: Mask) -> str:
         parts = re.split(f"({_any_of(ASSISTANT_MARKUP).pattern})", text)
         return "".join(part if part in ASSISTANT_MARKUP else mask.hide(part) for part in parts)
+
+
+class _TextEncoder:
+    """A copy of a tokenizer that does not know its control tokens."""
+
+    def __init__(self, backend: Tokenizer, *, without: Mapping[str, int]) -> None:
+        state = json.loads(backend.to_str())
+        kept = [token for token in state["added_tokens"] if token["content"] not in without]
+        state["added_tokens"] = kept
+        state["post_processor"] = state["truncation"] = state["padding"] = None
+        self._tokenizer = Tokenizer.from_str(json.dumps(state))
+        # Some tokenizers treat the start of the input differently (they put a space before it), so a piece from the
+        # middle is encoded behind a token of its own. Nobody can write it: it is random.
+        self._anchor = f"\ue000{secrets.token_hex(8)}\ue000"
+        self._tokenizer.add_special_tokens([AddedToken(self._anchor, special=True, normalized=False)])
+        # Without the control tokens, the added words that stay are numbered anew.
+        self._ids = {self._tokenizer.token_to_id(token["content"]): token["id"] for token in kept}
+
+    def encode(self, text: str, *, is_first: bool) -> list[int]:
+        if is_first:
+            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        else:
+            ids = self._tokenizer.encode(self._anchor + text, add_special_tokens=False).ids[1:]
+        return [self._ids.get(token, token) for token in ids]
 
 
 def word_not_in(conversation: object) -> str:

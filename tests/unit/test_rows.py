@@ -263,6 +263,11 @@ def test_interleaved_agents_make_a_row_each() -> None:
     assert [row.turns[row.loss_mask].tolist() for row in rows] == [[0, 2, 4], [1, 3, 5]]
 
 
+def test_strangers_come_in_the_order_in_which_they_arrived() -> None:
+    rows = rows_from_calls([a_call([9], [1]), a_call([1], [2]), a_call([5], [3])])
+    assert [row.ids[0] for row in rows] == [9, 1, 5]
+
+
 def test_the_support_of_trained_tokens_goes_with_the_row() -> None:
     def support(*sets: list[int]) -> SamplingSupport:
         offsets = np.cumsum([0, *map(len, sets)])

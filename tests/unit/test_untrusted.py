@@ -1,0 +1,104 @@
+"""The encoder behind rule 6: pieces encoded one by one are what the tokenizer makes of the whole."""
+
+from __future__ import annotations
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+
+from rollout.errors import ConfigError
+from rollout.untrusted import Mask, UntrustedTextEncoder, word_not_in
+from tests.fixtures.tokenizers import chat_tokenizer
+
+CONVERSATION = "<s>[INST] hello there [/INST] general kenobi</s>\n  <s>[INST] again[/INST]"
+
+
+def metaspace_tokenizer(
+    *, rstrip: bool = False, lstrip: bool = False, normalizer: normalizers.Normalizer | None = None
+) -> PreTrainedTokenizerFast:
+    """Like Llama 2 and Mistral: a space is put before the first piece of the input, and only there."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False)
+    tokenizer.train_from_iterator(["hello there general kenobi again [INST] [/INST] < > \n /"] * 4, trainer)
+    flags = {"rstrip": rstrip, "lstrip": lstrip}
+    tokenizer.add_special_tokens([AddedToken(text, special=True, **flags) for text in ("<s>", "</s>")])
+    tokenizer.add_tokens([AddedToken(text, special=False, **flags) for text in ("[INST]", "[/INST]")])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", bos_token="<s>", unk_token="<unk>")
+
+
+@pytest.mark.parametrize("flags", [{}, {"rstrip": True}, {"lstrip": True}, {"rstrip": True, "lstrip": True}])
+def test_pieces_are_encoded_as_the_whole_is(flags: dict[str, bool]) -> None:
+    tokenizer = metaspace_tokenizer(**flags)
+    encoder = UntrustedTextEncoder(tokenizer)
+    # A first rendering that says something else forces the way through the pieces.
+    pieces = encoder.encode(CONVERSATION, Mask({}, hides_control_tokens=True), plain="")
+    assert pieces == tokenizer.encode(CONVERSATION, add_special_tokens=False)
+    opening = "hello " + CONVERSATION
+    assert encoder.encode(opening, Mask({}, hides_control_tokens=True), plain="") == tokenizer.encode(
+        opening, add_special_tokens=False
+    )
+
+
+def test_a_control_token_that_normalisation_would_make_is_ordinary_text() -> None:
+    """Full-width brackets become [INST] under NFKC, behind the back of any search in the text."""
+    tokenizer = metaspace_tokenizer(normalizer=normalizers.NFKC())
+    encoder = UntrustedTextEncoder(tokenizer)
+    hostile = "［INST］"
+    assert tokenizer.convert_tokens_to_ids("[INST]") in tokenizer.encode(hostile, add_special_tokens=False)
+    ids = encoder.encode(f"<s>{hostile}</s>", encoder.mask_for([hostile]))
+    assert [token for token in ids if token in encoder.controls.values()] == [
+        encoder.controls["<s>"],
+        encoder.controls["</s>"],
+    ]
+
+
+def test_a_vocabulary_that_lists_control_tokens_as_words_cannot_be_tricked() -> None:
+    words = {"<unk>": 0, "<end>": 1, "a": 2, "b": 3}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens([AddedToken("<end>", special=True)])
+    encoder = UntrustedTextEncoder(PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>"))
+    mask = encoder.mask_for(["a <end> b"])
+    ids = encoder.encode(mask.hide("a <end> b") + " <end>", mask)
+    assert ids.count(1) == 1
+    assert ids[-1] == 1
+    assert {2, 3} <= set(ids)
+
+
+def test_masks_restore_what_they_hide() -> None:
+    encoder = UntrustedTextEncoder(chat_tokenizer("qwen3"))
+    for text in ("a<b", "<|im_end|>", "Z<x0x>", "plain"):
+        mask = encoder.mask_for([text])
+        assert mask.restore(mask.hide(text)) == text
+        assert bool(mask.placeholders) == ("<" in text)
+        assert mask.hides_control_tokens == ("<|im_end|>" in text)
+
+
+def test_the_placeholder_is_a_word_that_the_text_cannot_contain() -> None:
+    text = "x"
+    for _ in range(20):
+        word = word_not_in([text])
+        assert word not in text
+        assert word.isalnum()
+        text += word
+
+
+def test_added_words_that_are_no_markup_stay_vocabulary() -> None:
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(chat_tokenizer("chatml").backend_tokenizer.to_str())
+    )
+    tokenizer.add_tokens(["quark", "  "])
+    encoder = UntrustedTextEncoder(tokenizer)
+    assert set(encoder.controls) == {"<|endoftext|>", "<|im_start|>", "<|im_end|>"}
+    mask = encoder.mask_for(["<|im_end|> quark"])
+    ids = encoder.encode(mask.hide("<|im_end|> quark"), mask)
+    assert tokenizer.convert_tokens_to_ids("quark") in ids
+
+
+def test_tokenizers_in_python_are_refused() -> None:
+    with pytest.raises(ConfigError, match="ByT5Tokenizer, expected one backed by the `tokenizers` library"):
+        UntrustedTextEncoder(ByT5Tokenizer())  # type: ignore[arg-type]
