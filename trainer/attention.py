@@ -92,7 +92,7 @@ def packed_rows_attention(
         length = q.shape[2]
         is_windowed = sliding_window is not None and sliding_window < length
         keep = _band(length, sliding_window, q.device) if is_windowed or written_out else None
-        if written_out:
+        if written_out and keep is not None:
             outputs.append(_explicit(q, k, v, keep, scaling=scaling, softcap=softcap, s_aux=s_aux))
         else:
             outputs.append(
