@@ -1,7 +1,7 @@
 """Draw reward and mismatch of one or more runs over their updates.
 
-    python scripts/plot.py                                   runs/latest -> runs/latest/curves.png
-    python scripts/plot.py runs/a runs/b --out compare.png
+python scripts/plot.py                                   runs/latest -> runs/latest/curves.png
+python scripts/plot.py runs/a runs/b --out compare.png
 """
 
 from __future__ import annotations

@@ -56,11 +56,12 @@ class Distributed:
         from accelerate import Accelerator
         from accelerate.utils import InitProcessGroupKwargs
 
-        # `cpu=True` would switch DeepSpeed off, so the backend alone says where the collectives run.
-        group = InitProcessGroupKwargs(backend="nccl" if on_gpu else "gloo", timeout=COLLECTIVE_TIMEOUT)
-        was_launched = "LOCAL_RANK" in os.environ
+        # `cpu=True` switches DeepSpeed off, and without it DDP on CPU is not wrapped at all: ranks would train apart.
+        with_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+        backend = {"backend": "gloo"} if with_deepspeed and not on_gpu else {}
         accelerator = Accelerator(
-            kwargs_handlers=[group] if was_launched else [],
+            cpu=not on_gpu and not with_deepspeed,
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT, **backend)],
             mixed_precision="bf16" if dtype == "bfloat16" else "no",
         )
         plugin = accelerator.state.deepspeed_plugin

@@ -17,9 +17,9 @@ from rollout.engine import Sampling
 from rollout.errors import TrainingError
 from rollout.loop import BackgroundLoop
 from rollout.records import Rollout, RolloutStatus, TrainingRow
-from rollout.token_metrics import TokenCounts, count_tokens
 from rollout.sampler import OnRollout, Sampler
 from rollout.sync import SyncReport, WeightSync
+from rollout.token_metrics import TokenCounts, count_tokens
 from trainer.advantages import ADVANTAGES
 from trainer.batch import StepBatch, decode, encode
 from trainer.config import Config

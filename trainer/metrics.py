@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ class MetricsLog:
         import wandb
 
         try:
-            self.wandb_id = self.wandb_id or wandb.util.generate_id()
+            self.wandb_id = self.wandb_id or secrets.token_hex(4)
             self._wandb = wandb.init(
                 project=config.project,
                 entity=config.entity,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 
 import torch
+import transformers
 from omegaconf import OmegaConf
 
 from rollout.embedded import EmbeddedEngine
@@ -237,8 +239,11 @@ class Run:
 
 
 def quiet_third_parties() -> None:
-    """Libraries report through their own loggers; the console belongs to the run."""
+    """Libraries report through their own loggers and progress bars; the console belongs to the run."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    for name in ("transformers", "deepspeed", "DeepSpeed", "accelerate", "datasets", "torch.distributed"):
+    for name in ("deepspeed", "DeepSpeed", "accelerate", "datasets", "torch.distributed"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    # torch renames collectives that DeepSpeed calls by their old names, once per call
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")

@@ -7,7 +7,9 @@ from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus, Sa
 from trainer.batch import decode, encode
 
 
-def rollout(rollout_id: int, *, sampled: int = 3, status: RolloutStatus = RolloutStatus.COMPLETED, support=None) -> Rollout:
+def rollout(
+    rollout_id: int, *, sampled: int = 3, status: RolloutStatus = RolloutStatus.COMPLETED, support=None
+) -> Rollout:
     call = EngineCall(
         prompt_ids=(1, 2, 3),
         sampled_ids=tuple(range(10, 10 + sampled)),

@@ -1,0 +1,75 @@
+"""One batch, cut up in every way the trainer can cut it, gives one gradient.
+
+Plain, DDP, ZeRO-2 and ZeRO-3; one, two and three ranks; one microbatch and many; rollouts that are branched into
+rows on different ranks. Compared are gradients, not losses (spec: one denominator per optimizer step).
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.fixtures.models import save_tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKER = Path(__file__).parent / "workers" / "gradients.py"
+ALGORITHMS = "grpo,dr_grpo,dapo,gspo,cispo,sapo,clipped_tis,reinforce"
+ONE_MICROBATCH, MANY_MICROBATCHES = 100_000, 48
+
+PARTITIONS = {
+    "one process, many microbatches": (None, 1, MANY_MICROBATCHES),
+    "ddp, two ranks": ("ddp", 2, ONE_MICROBATCH),
+    "zero2, two ranks, many microbatches": ("zero2", 2, MANY_MICROBATCHES),
+    "zero3, two ranks": ("zero3", 2, ONE_MICROBATCH),
+    "zero3, three ranks, many microbatches": ("zero3", 3, MANY_MICROBATCHES),
+}
+
+
+def gradients(model: Path, out: Path, launcher: str | None, ranks: int, token_budget: int) -> dict[str, np.ndarray]:
+    command = [sys.executable]
+    if launcher is not None:
+        file = ROOT / "configs" / "accelerate" / f"{launcher}.yaml"
+        command += ["-m", "accelerate.commands.launch", "--config_file", str(file), "--num_processes", str(ranks),
+                    "--main_process_port", "0"]  # fmt: skip
+    done = subprocess.run(
+        [*command, str(WORKER), str(model), str(out), ALGORITHMS, str(token_budget)],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    with np.load(out) as arrays:
+        return dict(arrays)
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tied embeddings: the head's gradient and the embedding's meet in one partitioned parameter."""
+    return save_tiny_model(tmp_path_factory.mktemp("model"), tied=True)
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
+    out = tmp_path_factory.mktemp("reference") / "gradients.npz"
+    return gradients(tiny_model, out, None, 1, ONE_MICROBATCH)
+
+
+def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(found - expected) / max(np.linalg.norm(expected), 1e-12))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_the_gradient_does_not_depend_on_the_partition(
+    partition: str, reference: dict[str, np.ndarray], tiny_model: Path, tmp_path: Path
+) -> None:
+    found = gradients(tiny_model, tmp_path / "gradients.npz", *PARTITIONS[partition])
+    assert found.keys() == reference.keys()
+    for algorithm in ALGORITHMS.split(","):
+        names = [name for name in reference if name.startswith(f"{algorithm}/") and not name.endswith("/scored")]
+        whole = np.concatenate([reference[name].ravel() for name in names])
+        assert np.linalg.norm(whole) > 1e-4, f"{algorithm} has no gradient, so nothing is compared"
+        error = relative_error(np.concatenate([found[name].ravel() for name in names]), whole)
+        assert error < 1e-5, f"{algorithm}: relative error {error:.1e} of the gradient"
+    np.testing.assert_allclose(found["grpo/scored"], reference["grpo/scored"], atol=1e-5)

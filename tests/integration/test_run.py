@@ -1,0 +1,217 @@
+"""Whole runs of scripts/train.py on the demo: they learn, they leave what they promise, they end and go on cleanly."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from safetensors.numpy import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rollout.demo.make import make_demo
+from rollout.rows import rows_from_calls
+from rollout.store import read_rollouts
+from trainer import checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+SMALL = ("rollout.prompts_per_step=8", "rollout.samples_per_prompt=8", "logger.print_rollouts_every=0")
+
+
+@pytest.fixture(scope="session")
+def demo() -> tuple[str, ...]:
+    """Overrides that name the demo's model and data, made if they are not there."""
+    made = make_demo(
+        "calculator", ROOT / "models/calculator", ROOT / "data/demo/calculator", 0, Console(file=sys.stderr)
+    )
+    return (
+        f"model.path={made.model_dir}",
+        f"data.path={made.data_dir}/train.jsonl",
+        f"data.heldout_path={made.data_dir}/heldout.jsonl",
+    )
+
+
+def command(*overrides: str, ranks: int | None = None) -> list[str]:
+    launcher = [sys.executable]
+    if ranks is not None:
+        launcher += ["-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/zero3.yaml",
+                     "--num_processes", str(ranks), "--main_process_port", "0"]  # fmt: skip
+    return [*launcher, "scripts/train.py", *overrides]
+
+
+def train(*overrides: str, ranks: int | None = None) -> str:
+    done = subprocess.run(
+        command(*overrides, ranks=ranks), cwd=ROOT, capture_output=True, text=True, timeout=500,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return done.stdout
+
+
+def metrics(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def first_run(demo: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Twelve updates in one process, W&B offline, with an evaluation and checkpoints on the way."""
+    root = tmp_path_factory.mktemp("runs")
+    output = train(
+        *demo, *SMALL, "updates=12", f"run_root={root}", "run_name=first", "checkpoint.every=4", "eval.every=12",
+        "eval.prompts=16", "logger.wandb=offline",
+    )  # fmt: skip
+    return root / "first", output
+
+
+def test_the_reward_rises(first_run: tuple[Path, str]) -> None:
+    rewards = [line["reward/mean"] for line in metrics(first_run[0]) if "reward/mean" in line]
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:2]) + 0.15, rewards
+
+
+def test_every_update_has_one_line_with_its_evidence(first_run: tuple[Path, str]) -> None:
+    lines = [line for line in metrics(first_run[0]) if "reward/mean" in line]
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    for line in lines:
+        assert line["rollout/token_match_rate"] == 1.0
+        assert line["rollout/trained_fraction"] == 1.0
+        assert abs(line["rollout_correction/kl"]) < 1e-5
+        assert line["rollout_correction/logp_diff_abs_max"] < 1e-3
+        assert line["sync/canary_abs_diff"] < 1e-3
+        assert line["sync/version"] == line["step"]
+        assert line["rollout_correction/version_lag_max"] == 0
+
+
+def test_every_sampled_token_is_saved_and_trained(first_run: tuple[Path, str]) -> None:
+    for update, line in enumerate((entry for entry in metrics(first_run[0]) if "reward/mean" in entry), start=1):
+        rollouts = list(read_rollouts(first_run[0] / "rollouts" / f"step-{update:06d}.jsonl"))
+        assert len(rollouts) == 64
+        trained = sum(row.num_trained for rollout in rollouts for row in rows_from_calls(rollout.calls))
+        assert trained == sum(rollout.num_sampled for rollout in rollouts) == line["rollout/trained_tokens"]
+
+
+def test_the_rows_end_with_the_stop_token_of_the_last_turn(first_run: tuple[Path, str]) -> None:
+    """Seed 000's first bug: the tokens of the last turn never reached the training row."""
+    stop = AutoTokenizer.from_pretrained(first_run[0] / "model").convert_tokens_to_ids("<|im_end|>")
+    for rollout in read_rollouts(first_run[0] / "rollouts" / "step-000012.jsonl"):
+        last = rows_from_calls(rollout.calls)[-1]
+        assert last.loss_mask[-1]
+        if rollout.calls[-1].finish_reason == "stop":
+            assert last.ids[-1] == stop
+
+
+def test_the_model_loads_and_is_what_the_engine_last_sampled_with(first_run: tuple[Path, str]) -> None:
+    """The saved policy scores the last rollouts one update away from how they were sampled, the base model farther."""
+    rollout = next(iter(read_rollouts(first_run[0] / "rollouts" / "step-000012.jsonl")))
+    (row, *_) = rows_from_calls(rollout.calls)
+
+    def distance(path: Path) -> float:
+        model = AutoModelForCausalLM.from_pretrained(path)
+        with torch.no_grad():
+            logp = model(torch.from_numpy(row.ids)[None]).logits[0, :-1].log_softmax(-1)
+        logp = logp.gather(1, torch.from_numpy(row.ids)[1:, None])[:, 0].numpy()
+        return float(np.abs(logp - row.sampling_logprobs[1:])[row.loss_mask[1:]].mean())
+
+    assert 0 < distance(first_run[0] / "model") < distance(ROOT / "models/calculator")
+
+
+def test_wandb_offline_has_the_metrics(first_run: tuple[Path, str]) -> None:
+    files = list((first_run[0] / "wandb").glob("offline-run-*/*.wandb"))
+    assert len(files) == 1
+    content = files[0].read_bytes()
+    for name in (b"rollout_correction/kl", b"reward/mean", b"sync/canary_abs_diff"):
+        assert name in content
+
+
+def test_the_end_says_how_to_go_on(first_run: tuple[Path, str]) -> None:
+    output = first_run[1]
+    for word in ("run directory", "resume", "scripts/evaluate.py", "scripts/inspect_run.py", "evaluation at update 12"):
+        assert word in output
+
+
+def test_checkpoints_are_whole_and_only_the_newest_are_kept(first_run: tuple[Path, str]) -> None:
+    found, skipped = checkpoint.complete(first_run[0] / "checkpoints")
+    assert [path.name for path in found] == ["step-8", "step-12"]
+    assert skipped == []
+
+
+def test_a_resumed_run_equals_one_that_was_never_interrupted(demo: tuple[str, ...], tmp_path: Path) -> None:
+    settings = (*demo, *SMALL, f"run_root={tmp_path}")
+    train(*settings, "run_name=whole", "updates=4")
+    train(*settings, "run_name=halved", "updates=2")
+    train(*settings, "run_name=halved", "updates=4", "resume=auto")
+    whole, halved = metrics(tmp_path / "whole"), metrics(tmp_path / "halved")
+    for name in ("step", "reward/mean", "optim/grad_norm", "policy/loss", "rollout_correction/kl"):
+        assert [line[name] for line in whole] == [line[name] for line in halved], name
+    expected = load_file(tmp_path / "whole/model/model.safetensors")
+    for name, tensor in load_file(tmp_path / "halved/model/model.safetensors").items():
+        np.testing.assert_array_equal(tensor, expected[name], err_msg=name)
+
+
+def test_a_run_directory_is_not_overwritten(first_run: tuple[Path, str], demo: tuple[str, ...]) -> None:
+    done = subprocess.run(
+        command(*demo, f"run_root={first_run[0].parent}", "run_name=first"),
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "is not overwritten" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_control_c_finishes_the_update_and_saves(demo: tuple[str, ...], tmp_path: Path) -> None:
+    run = tmp_path / "interrupted"
+    process = subprocess.Popen(
+        command(*demo, *SMALL, "updates=500", f"run_root={tmp_path}", "run_name=interrupted"),
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 240
+        while not (run / "metrics.jsonl").exists() or len(metrics(run)) < 2:
+            assert process.poll() is None, process.communicate()[0][-4000:]
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        children = _descendants(process.pid)
+        assert children, "the engine has processes of its own"
+        os.killpg(process.pid, signal.SIGINT)  # what a terminal does: the whole foreground group gets it
+        output, _ = process.communicate(timeout=120)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, output[-4000:]
+    assert "everything is saved" in output
+    last = metrics(run)[-1]["step"]
+    found, _ = checkpoint.complete(run / "checkpoints")
+    assert found[-1].name == f"step-{last}"
+    time.sleep(2)
+    assert not [pid for pid in children if Path(f"/proc/{pid}").exists()], "engine processes were left behind"
+
+
+@pytest.mark.distributed
+def test_two_zero3_ranks_do_what_one_process_does(demo: tuple[str, ...], tmp_path: Path) -> None:
+    settings = (*demo, *SMALL, f"run_root={tmp_path}", "updates=6")
+    train(*settings, "run_name=one", "updates=1")
+    train(*settings, "run_name=two", ranks=2)
+    one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
+    assert one[0]["reward/mean"] == two[0]["reward/mean"], "the first rollouts do not depend on the trainer"
+    assert two[0]["optim/grad_norm"] == pytest.approx(one[0]["optim/grad_norm"], rel=1e-5)
+    assert two[0]["rollout_correction/k3_kl"] == pytest.approx(one[0]["rollout_correction/k3_kl"], abs=1e-9)
+    assert [line["sync/version"] for line in two] == list(range(1, 7))
+    assert max(line["sync/canary_abs_diff"] for line in two) < 1e-3
+    rewards = [line["reward/mean"] for line in two]
+    assert np.mean(rewards[-2:]) > rewards[0], rewards
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "two" / "model")
+    assert sum(parameter.numel() for parameter in model.parameters()) > 500_000
+
+
+def _descendants(pid: int) -> list[int]:
+    lists = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]  # by thread
+    children = [int(child) for names in lists for child in names]
+    return children + [descendant for child in children for descendant in _descendants(child)]
