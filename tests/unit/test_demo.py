@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -183,22 +184,23 @@ def test_demonstrations_have_the_tokens_that_rollouts_have(demo):
 
 
 def test_the_template_renders_reasoning_parallel_calls_and_system_turns():
+    conversation: Any = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "q"},
+        {
+            "role": "assistant",
+            "content": "so",
+            "reasoning_content": "hm",
+            "tool_calls": [
+                {"function": {"name": "f", "arguments": {"x": 1}}},
+                {"function": {"name": "g", "arguments": '{"y": 2}'}},
+            ],
+        },
+        {"role": "tool", "content": "1"},
+        {"role": "tool", "content": "2"},
+    ]
     text = _CALCULATOR_TOKENIZER.apply_chat_template(
-        [
-            {"role": "system", "content": "be brief"},
-            {"role": "user", "content": "q"},
-            {
-                "role": "assistant",
-                "content": "so",
-                "reasoning_content": "hm",
-                "tool_calls": [
-                    {"function": {"name": "f", "arguments": {"x": 1}}},
-                    {"function": {"name": "g", "arguments": '{"y": 2}'}},
-                ],
-            },
-            {"role": "tool", "content": "1"},
-            {"role": "tool", "content": "2"},
-        ],  # type: ignore[arg-type]
+        conversation,
         tools=[{"function": {"name": "f", "parameters": {"properties": {"x": {}, "z": {}}}}}],
         add_generation_prompt=True,
         tokenize=False,
