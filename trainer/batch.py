@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import safetensors.numpy
@@ -120,7 +121,7 @@ def _rows(arrays: dict[str, np.ndarray]) -> list[TrainingRow]:
     with_support = "support_sizes" in arrays
     support_bounds = np.concatenate([[0], np.cumsum(arrays["support_sizes"])]) if with_support else None
     rows = []
-    for i, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for i, (start, end) in enumerate(pairwise(bounds)):
         support = None
         if support_bounds is not None:
             offsets = support_bounds[trained[i] : trained[i + 1] + 1]

@@ -104,8 +104,13 @@ class AlgorithmConfig:
     advantage: str = setting("grpo", "how rewards become advantages", choices=ADVANTAGES)
     loss: str = setting("ppo_clip", "per-token policy loss", choices=LOSSES)
     normalizer: str = setting("token", "denominator of the loss, counted over all ranks", choices=NORMALIZERS)
-    clip_low: float = setting(0.2, "lower clip of the importance ratio: 1 - clip_low")
+    importance_sampling_level: str = setting(
+        "token", "ratio of clipped_tis: per token, or one per rollout", choices=("token", "sequence")
+    )
+    clip_low: float | None = setting(0.2, "lower clip of the importance ratio: 1 - clip_low; null: none (cispo only)")
     clip_high: float = setting(0.28, "upper clip of the importance ratio: 1 + clip_high")
+    tau_positive: float = setting(1.0, "sapo: temperature of the gate for positive advantages")
+    tau_negative: float = setting(1.05, "sapo: temperature of the gate for negative advantages")
     dual_clip: float | None = setting(None, "lower bound of the objective for negative advantages, c > 1; null: off")
     epochs: int = setting(1, "passes over a rollout batch")
     minibatches: int = setting(1, "optimizer steps per pass; must divide prompts_per_step x samples_per_prompt")
@@ -120,10 +125,23 @@ class CorrectionConfig:
     mode: str = setting(
         "token_truncate",
         "importance weights between engine and trainer; off: metrics only",
-        choices=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "off", "none"),
+        choices=(
+            "token_truncate",
+            "token_mask",
+            "sequence_truncate",
+            "sequence_mask",
+            "sequence_product_truncate",
+            "sequence_product_mask",
+            "off",
+            "none",
+        ),
     )
     high: float = setting(2.0, "upper bound of the weight: truncated to it, or masked above it")
     low: float = setting(0.0, "lower bound of the weight, for masks")
+    batch_normalize: bool = setting(False, "divide the weights by their mean over the step")
+    rejection: dict[str, float] = setting(
+        {}, "criterion: threshold; tokens that fail one leave the loss and its denominator (trainer/rejection.py)"
+    )
     logp_old: str = setting(
         "recompute",
         "recompute: proximal logprobs by the trainer; bypass: the engine's own (one update per batch)",

@@ -22,7 +22,7 @@ from rollout.errors import ConfigError, LockstepError
 from trainer.config import Config
 from trainer.validate import closest, validate
 
-FREE_FORM = ("environment.settings", "reward.settings")
+FREE_FORM = ("environment.settings", "reward.settings", "correction.rejection")
 """Settings whose keys belong to the user's own classes and functions."""
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
 

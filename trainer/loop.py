@@ -75,6 +75,10 @@ class Trainer:
         """Rollout batches done; enters the sampling seeds."""
 
     @property
+    def _bypass(self) -> bool:
+        return self._config.correction.logp_old == "bypass"
+
+    @property
     def version(self) -> int:
         """Version of the weights: the number of optimizer updates that made them."""
         return self._updater.num_updates
@@ -91,17 +95,18 @@ class Trainer:
         )
         with watch.stage("score"):
             logp_old_N = self._old_logprobs(batch)
-        correction, mismatch = self._correct(batch, logp_old_N)
+        correction = self._correct(batch, logp_old_N)
+        version = self.version
         with watch.stage("update"):
             targets = Targets.of(batch, advantages_S, logp_old_N, correction)
-            update_metrics = self._updater.update(batch, targets)
+            update_metrics, logp_seen_N = self._updater.update(batch, targets)
         with watch.stage("sync"):
             synced = self.push_weights()
         self.num_steps += 1
         metrics = {
             **self._count(rollouts, batch),
             **advantage_metrics,
-            **mismatch,
+            **self._mismatch(batch, correction, logp_seen_N if self._bypass else logp_old_N, version),
             **update_metrics,
             **synced.metrics(),
             **watch.metrics(),
@@ -145,36 +150,40 @@ class Trainer:
 
     def _old_logprobs(self, batch: StepBatch) -> torch.Tensor:
         """(N,) log π_old of all trained tokens: the trainer's own, or in bypass mode the engine's."""
-        if self._config.correction.logp_old == "bypass":
-            return batch.sampling_logprobs_N
-        return self._updater.score(batch)
+        return batch.sampling_logprobs_N if self._bypass else self._updater.score(batch)
 
-    def _correct(self, batch: StepBatch, logp_old_N: torch.Tensor) -> tuple[CorrectionResult, dict[str, float]]:
-        """Importance weights between engine and trainer, and how far the two are apart."""
+    def _correct(self, batch: StepBatch, logp_old_N: torch.Tensor) -> CorrectionResult:
+        """Importance weights between engine and trainer; in bypass mode the ratio of the loss carries them."""
         settings = self._config.correction
-        bypass = settings.logp_old == "bypass"
-        correction = correction_weights(
+        return correction_weights(
             logp_old_N,
             batch.sampling_logprobs_N,
             batch.rollout_N,
             batch.num_rollouts,
-            mode="off" if bypass else settings.mode,
+            mode="off" if self._bypass else settings.mode,
             bounds=(settings.low, settings.high),
+            rejection=settings.rejection,
+            batch_normalize=settings.batch_normalize,
         )
-        if settings.mode == "none" or not len(logp_old_N):
-            return correction, correction.metrics
-        statistics = MismatchStatistics.from_tokens(
-            logp_old_N,
-            batch.sampling_logprobs_N,
-            batch.rollout_N,
-            batch.num_rollouts,
-            correction=correction,
-            version_T=batch.versions_N,
-            current_version=self.version,
-        )
-        return correction, statistics.finalize() | correction.metrics
 
     # Numbers
+
+    def _mismatch(
+        self, batch: StepBatch, correction: CorrectionResult, logp_train_N: torch.Tensor, version: int
+    ) -> dict[str, float]:
+        """`rollout_correction/*`: how far apart engine and trainer are on the tokens of this step."""
+        if self._config.correction.mode == "none" or not len(logp_train_N):
+            return correction.metrics
+        statistics = MismatchStatistics.from_tokens(
+            logp_train_N,
+            batch.sampling_logprobs_N,
+            batch.rollout_N,
+            batch.num_rollouts,
+            correction=None if self._bypass else correction,  # there the ratio of the loss is the weight
+            version_T=batch.versions_N,
+            current_version=version,
+        )
+        return statistics.finalize() | correction.metrics
 
     def _count(self, rollouts: Sequence[Rollout], batch: StepBatch) -> dict[str, float]:
         """`reward/*` and `rollout/*`; on ranks without an engine only what the batch shows."""

@@ -30,15 +30,17 @@ from trainer.schedule import learning_rate
 from trainer.segments import rollout_count
 
 SEQUENCE_LEVEL = ("gspo",)
-"""Losses whose ratio is one per rollout, which no microbatch can see alone."""
+"""Losses whose ratio is always one per rollout, which no microbatch can see alone; others go by `importance_sampling_level`."""
 
 LOSS_SETTINGS = {
-    "ppo_clip": ("clip_low", "clip_high", "dual_clip"),
-    "gspo": ("clip_low", "clip_high"),
-    "cispo": ("clip_low", "clip_high"),
-    "clipped_tis": ("clip_high",),
+    "ppo_clip": {"clip_low": "clip_low", "clip_high": "clip_high", "dual_clip": "dual_clip"},
+    "gspo": {"clip_low": "clip_low", "clip_high": "clip_high"},
+    "cispo": {"clip_low": "clip_low", "clip_high": "clip_high"},
+    "sapo": {"tau_positive": "tau_positive", "tau_negative": "tau_negative"},
+    "clipped_tis": {"clip_high": "clip_high", "level": "importance_sampling_level"},
+    "reinforce": {},
 }
-"""Which settings of `algorithm` a loss takes; the others have constants of their papers."""
+"""Argument of the loss ← field of `algorithm`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -77,13 +79,19 @@ class Updater:
         """(N,) logprobs of all trained tokens under the weights as they are, on every rank; a collective."""
         return self._score(batch, range(len(batch.rows)))
 
-    def update(self, batch: StepBatch, targets: Targets) -> dict[str, float]:
-        """All epochs and minibatches of one rollout batch; a collective. Returns means over the step."""
+    def update(self, batch: StepBatch, targets: Targets) -> tuple[dict[str, float], Tensor]:
+        """All epochs and minibatches of one rollout batch; a collective.
+
+        Returns means over the optimizer steps, and (N,) the logprobs that the trained tokens had in their first
+        forward pass of the update.
+        """
         reports = []
+        seen_N = torch.full((batch.layout.num_tokens,), torch.nan)
         for rollouts in self._minibatches(batch.num_rollouts):
             if len(rollouts):
-                reports.append(self._one_update(batch, targets, rollouts, is_first=not reports))
-        return {name: float(np.mean([r[name] for r in reports])) for name in reports[0]} if reports else {}
+                reports.append(self._one_update(batch, targets, rollouts, seen_N, is_first=not reports))
+        seen_N = self._distributed.sum(seen_N.nan_to_num())
+        return {name: float(np.mean([r[name] for r in reports])) for name in reports[0]} if reports else {}, seen_N
 
     def logprobs(self, ids: Sequence[int]) -> list[float]:
         """log π(ids[i] | ids[:i]) at temperature 1 for i ≥ 1, by the trainer's own forward; a collective."""
@@ -95,7 +103,7 @@ class Updater:
     # One optimizer step
 
     def _one_update(
-        self, batch: StepBatch, targets: Targets, rollouts: np.ndarray, *, is_first: bool
+        self, batch: StepBatch, targets: Targets, rollouts: np.ndarray, seen_N: Tensor, *, is_first: bool
     ) -> dict[str, float]:
         chosen = np.isin(batch.layout.rollout_index, rollouts)
         rows = np.flatnonzero(chosen).tolist()
@@ -107,9 +115,13 @@ class Updater:
         for number, pack in enumerate(packs):
             packed = collate(batch.rows, pack, batch.layout, device=self._distributed.device)
             with self._distributed.accumulate(is_last=number == len(packs) - 1) as backward:
-                loss, microbatch_sums = self._microbatch_loss(packed, targets, counts, tokens_S, seq_log_ratio_S)
+                loss, logp_T, microbatch_sums = self._microbatch_loss(
+                    packed, targets, counts, tokens_S, seq_log_ratio_S
+                )
                 # Ranks average gradients; the loss is a sum over them.
                 backward(loss * self._distributed.world_size)
+            index_T = packed.token_index_T.cpu()
+            seen_N[index_T] = torch.where(seen_N[index_T].isnan(), logp_T.detach().float().cpu(), seen_N[index_T])
             for name, value in microbatch_sums.items():
                 sums[name] = sums.get(name, 0.0) + float(value)
         lr = self._learning_rate()
@@ -134,8 +146,8 @@ class Updater:
         counts: StepCounts,
         tokens_S: Tensor,
         seq_log_ratio_S: Tensor | None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """This microbatch's share of the loss of the optimizer step, and its sums for metrics."""
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """This microbatch's share of the loss of the optimizer step, its logprobs, and its sums for metrics."""
         algorithm = self._config.algorithm
         logp_T, entropy_T = self._module(packed, temperature=self._config.rollout.temperature, with_entropy=True)
         index_T = packed.token_index_T.cpu()
@@ -167,7 +179,7 @@ class Updater:
         # A pack without trained tokens still runs backward, through zeros: its rank takes part in every collective.
         loss = normalized_loss(loss_T, coefficient_T) + 0.0 * logp_T.sum()
         entropy = entropy_T[keep].detach().sum()
-        return loss, outputs.metrics | {"policy/entropy": entropy, "policy/loss": loss.detach()}
+        return loss, logp_T, outputs.metrics | {"policy/entropy": entropy, "policy/loss": loss.detach()}
 
     def _counts(self, batch: StepBatch, targets: Targets, rollouts: np.ndarray) -> tuple[StepCounts, Tensor]:
         """Denominators of this optimizer step, from the whole of it; every rank counts the same."""
@@ -186,14 +198,15 @@ class Updater:
         self, batch: StepBatch, targets: Targets, rows: Sequence[int], *, is_first: bool
     ) -> Tensor | None:
         """(S,) for losses with one ratio per rollout; before the first update of a batch θ is θ_old, so it is 0."""
-        if self._config.algorithm.loss not in SEQUENCE_LEVEL:
+        algorithm = self._config.algorithm
+        if algorithm.loss not in SEQUENCE_LEVEL and algorithm.importance_sampling_level != "sequence":
             return None
         if is_first and self._config.correction.logp_old == "recompute":
             return torch.zeros(batch.num_rollouts, device=self._distributed.device)
+        kept = targets.keep_N
         logp_N = self._score(batch, rows)
-        return sequence_log_ratio(logp_N, targets.old_logp_N, batch.rollout_N, batch.num_rollouts).to(
-            self._distributed.device
-        )
+        ratio_S = sequence_log_ratio(logp_N[kept], targets.old_logp_N[kept], batch.rollout_N[kept], batch.num_rollouts)
+        return ratio_S.to(self._distributed.device)
 
     # Partition of the work
 
@@ -240,7 +253,7 @@ class Updater:
 
 def policy_loss(algorithm: AlgorithmConfig) -> Callable[[LossInputs], LossOutputs]:
     """The loss by name, with the settings that it takes."""
-    settings = {name: getattr(algorithm, name) for name in LOSS_SETTINGS.get(algorithm.loss, ())}
+    settings = {argument: getattr(algorithm, field) for argument, field in LOSS_SETTINGS[algorithm.loss].items()}
     return partial(POLICY_LOSSES[algorithm.loss], **settings)
 
 

@@ -72,6 +72,8 @@ def _ranges(config: Config) -> Iterator[str]:
         "sync.bucket_mib": config.sync.bucket_mib,
         "sync.timeout_s": config.sync.timeout_s,
         "reward.timeout_s": config.reward.timeout_s,
+        "algorithm.tau_positive": config.algorithm.tau_positive,
+        "algorithm.tau_negative": config.algorithm.tau_negative,
         "gateway.max_request_mib": config.gateway.max_request_mib,
     }
     for name, value in positive.items():
@@ -90,8 +92,22 @@ def _ranges(config: Config) -> Iterator[str]:
             yield f"{name}={value} must not be negative; set {name}=0 to switch it off"
     if not 0 <= config.gateway.port <= 65535:
         yield f"gateway.port={config.gateway.port} is not a port; set gateway.port=0 for any that is free"
-    if not 0 < config.algorithm.clip_low < 1:
-        yield f"algorithm.clip_low={config.algorithm.clip_low} must lie between 0 and 1; set algorithm.clip_low=0.2"
+    low = config.algorithm.clip_low
+    if low is None and config.algorithm.loss != "cispo":
+        yield (
+            f"algorithm.clip_low=null is for algorithm.loss=cispo, found algorithm.loss={config.algorithm.loss}; "
+            "set algorithm.clip_low=0.2"
+        )
+    if low is not None and not 0 < low < 1:
+        yield f"algorithm.clip_low={low} must lie between 0 and 1; set algorithm.clip_low=0.2"
+    if config.algorithm.importance_sampling_level == "sequence" and config.algorithm.loss not in (
+        "clipped_tis",
+        "gspo",
+    ):
+        yield (
+            f"algorithm.importance_sampling_level=sequence has no meaning for algorithm.loss={config.algorithm.loss}; "
+            "set algorithm.loss=gspo (clipped) or algorithm.loss=clipped_tis"
+        )
     if not config.algorithm.clip_high > 0:
         yield f"algorithm.clip_high={config.algorithm.clip_high} must be greater than 0; set algorithm.clip_high=0.28"
     if config.algorithm.dual_clip is not None and config.algorithm.dual_clip <= 1:

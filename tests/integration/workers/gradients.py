@@ -94,7 +94,7 @@ def main(model_dir: str, out: str, algorithms: str, token_budget: str) -> None:
             old, batch.sampling_logprobs_N, batch.rollout_N, batch.num_rollouts, mode="token_truncate"
         )
         config.correction.logp_old = "given"  # neither recomputed nor bypassed: sequence ratios need their own pass
-        updater.update(batch, Targets.of(batch, advantages_S, old, weights))
+        updater.update(batch, Targets.of(batch, advantages_S, old, weights))  # in place of the step: see above
         result |= {f"{name}/{parameter}": grad for parameter, grad in distributed.gradients.items()}
         result[f"{name}/scored"] = scored.numpy()
     if distributed.is_main:
