@@ -30,7 +30,7 @@ from trainer.schedule import learning_rate
 from trainer.segments import rollout_count
 
 SEQUENCE_LEVEL = ("gspo",)
-"""Losses whose ratio is always one per rollout, which no microbatch can see alone; others go by `importance_sampling_level`."""
+"""Losses whose ratio is one per rollout, which no microbatch can see alone; others: `importance_sampling_level`."""
 
 LOSS_SETTINGS = {
     "ppo_clip": {"clip_low": "clip_low", "clip_high": "clip_high", "dual_clip": "dual_clip"},
