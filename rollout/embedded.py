@@ -132,7 +132,7 @@ class EmbeddedEngine:
             args = AsyncEngineArgs(
                 model=str(model_path),
                 dtype=dtype,  # type: ignore[arg-type]
-                max_model_len=max_model_len,
+                max_model_len=max_model_len,  # type: ignore[arg-type]  # None is its default
                 kv_cache_memory_bytes=None if kv_cache_gib is None else int(kv_cache_gib * 2**30),
                 max_num_seqs=max_num_seqs,
                 # A whole prompt must fit one step, because chunked prefill is off.
@@ -198,6 +198,7 @@ class EmbeddedEngine:
         One token of the context must be free: at most `max_model_len - 1` ids.
         """
         from vllm import SamplingParams
+        from vllm.logprobs import FlatLogprobs
         from vllm.sampling_params import RequestOutputKind
 
         self._check_prompt(ids)
@@ -213,7 +214,7 @@ class EmbeddedEngine:
         output = await self._request(ids, params)
         flat = output.prompt_logprobs
         # Position 0 has no logprob, so the flat list starts with the token at position 1.
-        if flat is None or list(flat.token_ids) != list(ids[1:]):
+        if not isinstance(flat, FlatLogprobs) or list(flat.token_ids) != list(ids[1:]):
             raise EvidenceError(f"engine score: {len(ids)} ids were sent, but the logprobs are not of these ids")
         return list(flat.logprobs)
 
@@ -349,9 +350,11 @@ def _sampling_params(sampling: Sampling, *, max_tokens: int) -> SamplingParams:
 
 
 def _engine_call(prompt_ids: Sequence[int], output: CompletionOutput) -> EngineCall:
+    from vllm.logprobs import FlatLogprobs
+
     sampled = tuple(output.token_ids)
     flat = output.logprobs
-    if flat is None or tuple(flat.token_ids) != sampled:
+    if not isinstance(flat, FlatLogprobs) or tuple(flat.token_ids) != sampled:
         raise EvidenceError(f"engine call: the logprobs are not of the {len(sampled)} sampled tokens")
     if output.finish_reason not in set(FinishReason):
         raise EvidenceError(f"engine call: unknown finish reason {output.finish_reason!r}")

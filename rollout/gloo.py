@@ -20,7 +20,7 @@ from datetime import timedelta
 from typing import ClassVar, Self
 
 import torch
-from torch.distributed import ProcessGroupGloo, TCPStore, Work
+from torch.distributed import ProcessGroupGloo, TCPStore, Work  # type: ignore[attr-defined]
 from vllm.distributed.weight_transfer.base import (
     ParamMeta,
     TrainerInitInfo,
@@ -108,7 +108,7 @@ def _join(
         wait_for_workers=False,
         master_listen_fd=None if listener is None else listener.detach(),
     )
-    options = ProcessGroupGloo._Options()
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     is_local = listener is not None or ipaddress.ip_address(address).is_loopback
     options._devices = [
@@ -118,7 +118,7 @@ def _join(
 
 
 def _broadcast(group: ProcessGroupGloo, tensor: torch.Tensor) -> Work:
-    return group.broadcast(tensor, 0)
+    return group.broadcast(tensor, 0)  # type: ignore[attr-defined]
 
 
 class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
@@ -172,7 +172,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         staged, self._staged = self._staged, []
         initialize_layerwise_reload(self.model)
         try:
-            loaded = self.model.load_weights(self._on_device(staged))
+            loaded = self.model.load_weights(self._on_device(staged))  # type: ignore[operator]
         finally:
             # Also after an error: without it layers stay on the meta device and the next step kills the engine.
             finalize_layerwise_reload(self.model, self.model_config)

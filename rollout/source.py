@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -112,7 +112,7 @@ def unwrap(module: nn.Module) -> nn.Module:
         wrappers.append(DeepSpeedEngine)
     while True:
         if isinstance(module, tuple(wrappers)):
-            module = module.module
+            module = module.module  # type: ignore[assignment]
         elif isinstance(module, torch._dynamo.OptimizedModule):
             module = module._orig_mod
         else:
@@ -134,7 +134,7 @@ class _whole:
             self._context.__enter__()
         return bool(self._sharded)
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, *exception: Any) -> None:
         self._context.__exit__(*exception)
 
 

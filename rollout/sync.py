@@ -278,7 +278,7 @@ class _Client:
     def start_weight_update(self) -> None:
         self._rpc("start_weight_update")
 
-    def update_weights(self, update_info: dict[str, Any]) -> None:
+    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         self._rpc("update_weights", WeightTransferUpdateRequest(update_info))
@@ -299,8 +299,10 @@ class _Ranks:
         self.rank = 0
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self.rank = dist.get_rank()
+            # A rank may just have spent minutes starting its engine: wait for it under the default group's timeout.
+            dist.barrier()
             # Twice the deadline: a rank that just missed its own must still find the others here.
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=2 * deadline_s))
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=2 * deadline_s))  # type: ignore[assignment]
 
     def agree(self, what: str, act: Callable[[], Any], *, own: bool = False) -> Any:
         """Run `act` here while the other ranks run theirs; return all results, or only this rank's `own`.
