@@ -11,10 +11,12 @@ import json
 import sys
 from pathlib import Path
 
-PANELS = (
-    ("reward/mean", "mean reward", "linear"),
-    ("rollout_correction/k3_kl", "k3 KL, engine against trainer [nats]", "log"),
+MISMATCH = (
+    ("rollout_correction/logp_diff_abs_max", "largest |Δ logp| of a token"),
+    ("rollout_correction/kl", "|kl|"),
 )
+"""Of the engine against the trainer; below the dashed line training is on policy, above the solid one it breaks."""
+EXPECTED_KL, CRITICAL_KL = 0.01, 0.1
 
 
 def read(run: Path) -> list[dict[str, float]]:
@@ -22,6 +24,11 @@ def read(run: Path) -> list[dict[str, float]]:
     if not path.is_file():
         sys.exit(f"lockstep: {path} does not exist; name a run directory, for example runs/latest")
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def series(lines: list[dict[str, float]], name: str) -> tuple[list[float], list[float]]:
+    points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+    return [step for step, _ in points], [value for _, value in points]
 
 
 def main() -> None:
@@ -35,17 +42,32 @@ def main() -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(PANELS), figsize=(10, 3.4), constrained_layout=True)
+    figure, (reward, mismatch) = pyplot.subplots(1, 2, figsize=(10, 3.4), constrained_layout=True)
     for run in arguments.runs:
-        lines = read(run)
-        for axis, (name, label, scale) in zip(axes, PANELS, strict=True):
-            points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
-            axis.plot(*zip(*points, strict=True), label=run.resolve().name, linewidth=1.6)
-            axis.set(xlabel="update", ylabel=label, yscale=scale)
-            axis.grid(alpha=0.25)
-    axes[0].set_ylim(0, 1.02)
+        lines, name = read(run), run.resolve().name
+        updates, values = series(lines, "reward/mean")
+        (drawn,) = reward.plot(updates, values, label=name, linewidth=1.6)
+        for (metric, label), style in zip(MISMATCH, ("-", ":"), strict=True):
+            updates, values = series(lines, metric)
+            mismatch.plot(
+                updates,
+                [abs(value) for value in values],
+                style,
+                color=drawn.get_color(),
+                linewidth=1.4,
+                label=label if len(arguments.runs) == 1 else f"{name}: {label}",
+            )
+    reward.set(xlabel="update", ylabel="mean reward", ylim=(0, 1.02))
+    mismatch.axhline(EXPECTED_KL, color="0.5", linestyle="--", linewidth=1)
+    mismatch.axhline(CRITICAL_KL, color="0.5", linewidth=1)
+    mismatch.set(xlabel="update", ylabel="engine against trainer [nats]", yscale="log", ylim=(None, 1))
+    for level, text in ((EXPECTED_KL, "on policy below"), (CRITICAL_KL, "critical above")):
+        mismatch.annotate(text, (1, level), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8)
+    mismatch.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(0, 0.68))
+    for axis in (reward, mismatch):
+        axis.grid(alpha=0.25)
     if len(arguments.runs) > 1:
-        axes[0].legend(frameon=False, fontsize=8)
+        reward.legend(frameon=False, fontsize=8)
     out = arguments.out or arguments.runs[0] / "curves.png"
     figure.savefig(out, dpi=140)
     print(out)

@@ -200,7 +200,7 @@ class GatewayConfig:
 @dataclass
 class Config:
     seed: int = setting(0, "of data order, sampling and initialisation")
-    updates: int = setting(60, "optimizer updates of the whole run")
+    updates: int = setting(80, "optimizer updates of the whole run")
     run_root: str = setting("runs", "directory that holds run directories")
     run_name: str | None = setting(None, "name of the run directory; null: experiment name and time")
     resume: str = setting("never", "never, auto (latest checkpoint of run_name), or the path of a checkpoint")
