@@ -1,0 +1,142 @@
+"""The diagnosis on a real engine and a real policy: one engine, every variant, and the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rollout.demo.tokenizer import train_tokenizer
+from rollout.demo.warm_start import new_model
+from rollout.loop import BackgroundLoop
+from rollout.store import write_rollouts
+from trainer.config import Config
+from trainer.diagnosis.bench import Bench
+from trainer.diagnosis.cases import REEXAMINED, Case
+from trainer.diagnosis.causes import Cause, Verdict
+from trainer.diagnosis.run import open_bench, sample
+from trainer.diagnosis.scorer import EmbeddedScores
+from trainer.diagnosis.variants import Variant
+from trainer.parts import start_engine
+
+ROOT = Path(__file__).resolve().parents[2]
+CASES = ("simple_text", "single_turn", "multi_turn", "training_path", *REEXAMINED)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """A random model of the demo's architecture with the demo's kind of tokenizer, and two questions."""
+    directory = tmp_path_factory.mktemp("diagnosis")
+    tokenizer = train_tokenizer(["The answer is 1353", "compute 64*22-55", "What is the answer?"] * 8)
+    new_model(tokenizer, seed=0).save_pretrained(directory / "model")
+    tokenizer.save_pretrained(directory / "model")
+    rows = [{"question": "compute 64*22-55", "answer": "1353"}, {"question": "compute 1+1+1", "answer": "3"}]
+    (directory / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = Config()
+    config.model.path = str(directory / "model")
+    config.data.path = str(directory / "train.jsonl")
+    config.rollout.max_tokens_per_turn = 24
+    return config
+
+
+@pytest.fixture(scope="module")
+def examined(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Bench, list[Case]]]:
+    with BackgroundLoop() as loop:
+        log_path = tmp_path_factory.mktemp("engine") / "engine.log"
+        engine = start_engine(config, loop=loop, log_path=log_path)
+        try:
+            cases = sample(config, engine)
+            with open_bench(config, engine_scores=EmbeddedScores(engine=engine, loop=loop)) as bench:
+                yield bench, cases
+        finally:
+            loop.run(engine.close())
+
+
+@pytest.mark.engine
+def test_a_right_pipeline_agrees_to_rounding_in_every_case(examined):
+    bench, cases = examined
+    diagnosis = bench.examine(cases)
+    assert (diagnosis.verdict, diagnosis.cause) == (Verdict.OK, None)
+    assert tuple(case.name for case in diagnosis.cases) == CASES
+    for case in diagnosis.cases:
+        assert case.match.is_exact
+        assert case.mismatch["logp_diff_abs_max"] < 1e-4
+        assert case.engine is not None
+        assert case.engine.engine_vs_trainer < 1e-4
+    assert diagnosis.noise_floor["logp_diff_abs_max"] < 1e-4
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("variant", list(Variant))
+def test_every_broken_variant_is_detected_and_named(examined, variant):
+    bench, cases = examined
+    diagnosis = bench.examine(cases, variant)
+    assert diagnosis.verdict is not Verdict.OK
+    assert diagnosis.cause == variant.value
+    assert bench.examine(cases[:1]).verdict is Verdict.OK, "the variant left something broken"
+
+
+@pytest.mark.engine
+def test_each_variant_shows_in_its_own_evidence(examined):
+    bench, cases = examined
+    reports = {variant: bench.examine(cases[:1], variant).cases[0] for variant in Variant}
+    assert reports[Variant.RETOKENISE].match.id_match_rate < 1
+    assert reports[Variant.MISSING_FINAL].match.coverage < 1
+    assert reports[Variant.MISSING_FINAL].mismatch["kl_v2"] < 1e-6, "what is left is right"
+    offsets = reports[Variant.SHIFT].abs_diff_by_offset
+    assert offsets[1] < 1e-4 < offsets[0]
+    assert reports[Variant.DROPOUT].noise["kl_v2"] > reports[Variant.DROPOUT].mismatch["kl_v2"] / 4
+    stale = reports[Variant.STALE_WEIGHTS]
+    assert stale.noise["kl_v2"] < 1e-8
+    assert stale.match.is_exact
+    assert stale.engine is not None
+    assert stale.engine.engine_vs_record is not None
+    assert stale.engine.engine_vs_record < 1e-4 < stale.engine.engine_vs_trainer
+
+
+def diagnose(arguments: list[str], directory: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, ROOT / "scripts" / "diagnose.py", *arguments],
+        cwd=directory,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+@pytest.mark.engine
+def test_saved_rollouts_are_diagnosed_from_the_command_line_with_the_settings_of_their_run(examined, config, tmp_path):
+    _, cases = examined
+    run = tmp_path / "runs" / "my-run"
+    (run / "rollouts").mkdir(parents=True)
+    write_rollouts(run / "rollouts" / "step-000001.jsonl", cases[0].rollouts)
+    (run / "config.yaml").write_text(
+        f"model:\n  path: {config.model.path}\nrollout:\n  temperature: 1.0\ndata:\n  path: {config.data.path}\n"
+    )
+    page = tmp_path / "view.html"
+    arguments = ["--rollouts", str(run), "data.heldout_path=null", "--json", "--html", str(page)]
+    right = diagnose(arguments, tmp_path)
+    assert right.returncode == 0, right.stderr
+    data = json.loads(right.stdout)
+    assert data["verdict"] == "ok"
+    assert data["settings"]["model"] == config.model.path
+    assert data["cases"][0]["name"] == "saved_rollouts"
+    assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+
+    colder = diagnose([*arguments, "rollout.temperature=0.5"], tmp_path)
+    assert colder.returncode == 1
+    assert json.loads(colder.stdout)["cause"] == Cause.STALE_ROLLOUTS
+
+
+def test_mistakes_on_the_command_line_are_one_sentence_and_status_2(tmp_path):
+    missing = diagnose(["--rollouts", str(tmp_path / "nothing")], tmp_path)
+    assert missing.returncode == 2
+    assert "neither" in missing.stderr
+    assert "Traceback" not in missing.stderr
