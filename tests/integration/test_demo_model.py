@@ -10,7 +10,7 @@ import pytest
 import torch
 from datasets import load_dataset
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
 from rewards import make_reward_set
 from rollout.chat import Chat
@@ -61,6 +61,7 @@ def test_a_second_call_changes_nothing_and_a_damaged_model_is_made_anew(demo):
 def test_the_saved_model_and_tokenizer_load_and_earn_what_was_said(demo):
     model = AutoModelForCausalLM.from_pretrained(demo.model_dir).eval()
     tokenizer = AutoTokenizer.from_pretrained(demo.model_dir)
+    assert isinstance(model, Qwen3ForCausalLM)
     assert model.dtype is torch.float32
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id == model.config.eos_token_id
     assert model.config.vocab_size == len(tokenizer) == demo.vocab_size
