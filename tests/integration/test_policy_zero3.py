@@ -152,11 +152,11 @@ DEEPSPEED = {
 
 DDP = """\
 compute_environment: LOCAL_MACHINE
-distributed_type: MULTI_CPU
+distributed_type: MULTI_GPU
 machine_rank: 0
 num_machines: 1
 num_processes: 2
-use_cpu: true
+use_cpu: false
 """
 
 
