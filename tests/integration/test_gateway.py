@@ -22,7 +22,7 @@ from rollout.records import EngineCall, FinishReason
 from rollout.rows import rows_from_calls
 from rollout.sampler import Sampler
 from rollout.store import read_rollouts
-from tests.fixtures.agents import TOOLS, calculator_agent
+from tests.fixtures.agents import calculator_agent
 from tests.fixtures.models import sampled_logprobs, tiny_qwen3
 from tests.fixtures.tokenizers import chat_tokenizer
 from tests.integration.conftest import Served
@@ -58,7 +58,7 @@ def recorded(gateway: Gateway) -> tuple[EngineCall, ...]:
 def test_a_conversation_is_trained_as_it_was_sampled(served: Served, gateway: Gateway, client: openai.OpenAI):
     messages: list[Any] = [USER]
     for turn in range(4):
-        answer = client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
+        answer = client.chat.completions.create(model="policy", messages=messages)
         message: Any = answer.choices[0].message
         if turn % 2:  # every other turn comes back without the fields that a harness may not know
             fields = message.model_dump()
@@ -101,10 +101,14 @@ def test_several_choices_are_several_samples_with_their_own_evidence(served: Ser
 
 def test_a_stream_is_the_answer_in_pieces(client: openai.OpenAI):
     whole = client.chat.completions.create(model="policy", messages=[USER], seed=3)
-    with client.chat.completions.stream(model="policy", messages=[USER], seed=3) as stream:
-        streamed = stream.get_final_completion()
-    assert streamed.choices[0].message.content == whole.choices[0].message.content
-    assert streamed.choices[0].message.model_extra == whole.choices[0].message.model_extra
+    text, extra = "", {}
+    for chunk in client.chat.completions.create(model="policy", messages=[USER], seed=3, stream=True):
+        delta = chunk.choices[0].delta
+        text += delta.content or ""
+        extra |= delta.model_extra or {}
+    message = whole.choices[0].message
+    assert text == message.content
+    assert extra == message.model_extra
 
 
 def test_a_stop_string_leaves_the_logprobs_of_what_is_kept_exact(
