@@ -1,0 +1,45 @@
+"""Gain and bias with which a reward model's rewards have mean 0 and variance 1.
+
+    reward = gain · score + bias,   gain = 1 / σ,   bias = −gain · μ
+
+μ and σ² are mean and population variance of the *raw* scores (gain 1, bias 0: the reset comes first) of responses that
+the frozen pretrained model samples, over all ranks. It is done before training, so that the first loss sees rewards of
+order 1, and after it, so that β means the same for every reward model.
+
+Source: Ziegler et al. 2019, section 2.1; seed 003, "Reward model normalization before and after".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from rollout.errors import TrainingError
+from trainer.segments import LOCAL, RankReduction
+from trainer.whitening import moments
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Normalization:
+    gain: float = 1.0
+    bias: float = 0.0
+
+    def __call__(self, scores: Tensor) -> Tensor:
+        return scores * self.gain + self.bias
+
+
+def fit(scores_B: Tensor, *, over_ranks: RankReduction = LOCAL) -> Normalization:
+    """From raw scores of this rank's samples.
+
+    Raises:
+        TrainingError: all scores are equal or one is not finite, so no gain exists.
+    """
+    mean, variance = moments(scores_B, over_ranks=over_ranks)
+    if not (variance.isfinite() and variance > 0):
+        raise TrainingError(
+            f"reward normalisation: scores of the samples have mean {float(mean):g} and variance {float(variance):g}; "
+            "expected a finite variance above 0. Look at the head's initialisation and at the sampled responses"
+        )
+    gain = float(variance.rsqrt())
+    return Normalization(gain=gain, bias=-gain * float(mean))
