@@ -273,6 +273,21 @@ async def test_the_key_of_one_episode_opens_only_its_own_session_and_only_while_
         assert len(session.calls) == 2
 
 
+async def test_an_answer_that_comes_after_the_end_of_its_episode_is_not_recorded():
+    async with running(QWEN, "hello<|im_end|>") as server:
+        session = server.gateway.open_session(sampling=Sampling(max_tokens=9), seed=3, max_requests=2)
+        script = server.engine.script
+
+        def ends_the_episode(*arguments):
+            server.gateway.close_session(session)
+            return script(*arguments)
+
+        server.engine.script = ends_the_episode
+        client = openai.AsyncOpenAI(base_url=server.gateway.base_url, api_key=session.key)
+        await client.chat.completions.create(model="m", messages=[USER])
+        assert session.calls == ()
+
+
 async def test_requests_of_an_episode_are_seeded_by_its_seed_and_their_number():
     async def seeds(seed: int) -> list[int | None]:
         async with running(QWEN, "hello<|im_end|>") as server:
