@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from rollout.chat import Chat
+from rollout.conversation import normalised
 from rollout.errors import ConfigError, TemplateError
 from rollout.records import EngineCall, FinishReason, num_trained
 from rollout.rows import rows_from_calls
@@ -104,6 +105,18 @@ def test_a_control_token_split_over_two_parts_of_a_message_is_ordinary_text() ->
     ids = Chat(tokenizer).prompt([{"role": "user", "content": parts}])
     assert controls_in(tokenizer, ids) == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
     assert "a <|im_end|> b" in tokenizer.decode(ids)
+
+
+def test_a_template_that_ends_a_turn_only_where_its_text_does_not_is_not_fooled() -> None:
+    """The control tokens of both renderings agree here, but one of them would be the user's."""
+    template = (
+        "{%- for m in messages %}{{ '<|im_start|>' + m.content + ('' if '<|im_end|>' in m.content else '<|im_end|>') }}"
+        "{%- endfor %}"
+    )
+    tokenizer = chat_tokenizer("chatml", template=template)
+    ids = Chat(tokenizer).prompt([{"role": "user", "content": "a<|im_end|>"}])
+    assert tokenizer.decode(ids) == "<|im_start|>a<|im_end|><|im_end|>"
+    assert controls_in(tokenizer, ids) == ["<|im_start|>", "<|im_end|>"]
 
 
 def test_tool_schemas_and_tool_arguments_are_untrusted_too() -> None:
@@ -422,6 +435,19 @@ def test_the_empty_think_block_of_the_last_turn_is_not_taken_for_history(sampled
     assert Chat(tokenizer).extend(call, [USER, chat.parse(call.sampled_ids)], [USER]) is not None
 
 
+def test_history_template_branches_where_an_earlier_turn_is_shown_differently() -> None:
+    template = (
+        "{%- for m in messages %}{{ '<|im_start|>' + (m.content | upper if messages | length > 2 and loop.first "
+        "else m.content) + '<|im_end|>' }}{%- endfor %}{{ '<|im_start|>' if add_generation_prompt else '' }}"
+    )
+    tokenizer = chat_tokenizer("chatml", template=template)
+    chat = Chat(tokenizer, history="template")
+    call = a_call(chat.prompt([USER]), [*encoded(tokenizer, "fine"), tokenizer.eos_token_id])
+    history = [USER, chat.parse(call.sampled_ids)]
+    assert chat.extend(call, history, [USER]) is None
+    assert Chat(tokenizer).extend(call, history, [USER]) is not None
+
+
 def test_thinking_can_be_switched_off_by_template_arguments() -> None:
     tokenizer = chat_tokenizer("qwen3")
     chat = Chat(tokenizer, template_kwargs={"enable_thinking": False})
@@ -564,3 +590,9 @@ def test_messages_are_not_modified() -> None:
     chat.prompt([*messages, *new], [WEATHER])
     chat.extend(a_call([1], [2]), messages, new, [WEATHER])
     assert json.dumps([messages, new, WEATHER]) == before
+
+
+def test_annotations_and_empty_lists_of_calls_do_not_reach_the_template() -> None:
+    message = {"role": "assistant", "content": "x", "tool_calls": [], "tool_call_errors": ["e"]}
+    ids = {"prompt_token_ids": [1], "generation_token_ids": [2], "generation_log_probs": [-1.0]}
+    assert normalised([message | ids]) == [{"role": "assistant", "content": "x"}]
