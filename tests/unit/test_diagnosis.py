@@ -298,6 +298,13 @@ class TestStatistics:
         assert by_offset[0] < 1e-6
         assert min(by_offset[-1], by_offset[1]) > 0.1
 
+    @pytest.mark.parametrize(("places", "offset"), [(1, 1), (-1, -1)])
+    def test_the_offset_tells_to_which_side_logprobs_were_moved(self, places, offset):
+        (scored,) = scored_rows([two_turns()], FakeScorer())
+        moved = replace(scored, logp_samp_T=np.roll(scored.logp_samp_T, places))
+        by_offset = statistics.abs_diff_by_offset([moved])
+        assert min(by_offset, key=lambda o: by_offset[o]) == offset
+
     def test_worst_positions_are_sorted_and_carry_their_context(self):
         scored = scored_rows([two_turns()], FakeScorer(noise=0.4))
         worst = statistics.worst_positions(scored, TEXTS, count=3)

@@ -22,6 +22,13 @@ HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=al
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
+class HostileTexts(TokenTexts):
+    """A vocabulary in which every token is an attack: a tokenizer file comes from a stranger too."""
+
+    def __getitem__(self, token_id: int) -> str:
+        return HOSTILE
+
+
 def diagnosis(*, said: str = "the answer is 42", noise: float = 0.3) -> Diagnosis:
     rollouts = [two_turns(0, said=said), two_turns(1, said="hello")]
     return bench(FakeScorer(noise=noise)).examine(saved_cases(rollouts))
@@ -40,12 +47,12 @@ class TestPage:
         assert "default-src 'none'" in page
 
     def test_hostile_text_is_data_and_never_markup(self):
-        page = token_view(diagnosis(said=HOSTILE), TEXTS)
+        page = token_view(diagnosis(), HostileTexts(TEXTS._tokenizer))
         assert page.count("<script") == 2
         assert page.count("</script") == 2
         assert "<img" not in page
         texts = data_of(page)["rollouts"][0]["rows"][0]["texts"]
-        assert HOSTILE in "".join(texts)
+        assert set(texts) == {HOSTILE}
 
     def test_hostile_settings_are_escaped(self):
         broken = diagnosis()
@@ -135,10 +142,10 @@ class TestInABrowser:
         assert "<dt>version</dt><dd>0</dd>" in details
 
     def test_hostile_text_is_shown_and_does_nothing(self, tmp_path: Path):
-        dom = self.dom(token_view(diagnosis(said=HOSTILE), TEXTS), tmp_path)
+        dom = self.dom(token_view(diagnosis(), HostileTexts(TEXTS._tokenizer)), tmp_path)
         assert "<title>owned" not in dom
         assert "<img" not in dom
-        assert '<div id="details" role="status"' in dom
+        assert "&lt;/script&gt;&lt;script&gt;document.title" in dom
 
 
 def test_an_empty_diagnosis_makes_a_page(tmp_path: Path):

@@ -12,10 +12,10 @@ from torch import nn
 from rollout.engine import Engine
 from rollout.loop import BackgroundLoop
 from rollout.records import TrainingRow
-from trainer.batch import StepBatch
+from trainer.batch import StepBatch, decode, encode
 from trainer.config import Config
 from trainer.distributed import Distributed
-from trainer.update import Updater
+from trainer.scoring import Scorer
 
 ONE_ROW_PER_PACK = 1
 """As a token budget: every row exceeds it and is packed alone."""
@@ -34,14 +34,14 @@ class TrainerScorer:
     ) -> list[np.ndarray]:
         if not rows:
             return []
-        rollout = self.config.rollout
-        config = replace(
-            self.config,
+        scorer = Scorer(
+            self.module,
+            self.distributed,
+            temperature=self.config.rollout.temperature if temperature is None else temperature,
             token_budget=ONE_ROW_PER_PACK if alone else self.config.token_budget,
-            rollout=rollout if temperature is None else replace(rollout, temperature=temperature),
         )
         batch = _batch_of(rows)
-        logp_N = Updater(self.module, self.distributed, config).score(batch)
+        logp_N = scorer.score(batch)
         return np.split(logp_N.numpy(), batch.layout.token_start[1:-1])
 
 
@@ -64,12 +64,6 @@ class EmbeddedScores:
 
 
 def _batch_of(rows: Sequence[TrainingRow]) -> StepBatch:
-    """A batch to score, with rewards that nobody reads."""
+    """A batch to score and nothing else: it has no rewards, which scoring does not read."""
     rollout_ids = np.unique([row.rollout_id for row in rows])
-    return StepBatch(
-        rows=tuple(rows),
-        rollout_ids=rollout_ids,
-        group_S=np.zeros(len(rollout_ids), dtype=np.int64),
-        rewards_S=np.zeros(len(rollout_ids)),
-        is_kept_S=np.ones(len(rollout_ids), dtype=bool),
-    )
+    return replace(decode([encode([], mask_truncated=False)]), rows=tuple(rows), rollout_ids=rollout_ids)
