@@ -26,6 +26,9 @@ from rollout.errors import ConfigError, RewardError
 from rollout.loading import load_function
 from rollout.records import Rollout, RolloutStatus
 
+MODEL = "model"
+"""Name of the reward that is a reward model (`rewards/model.py`)."""
+
 Policy = Literal["drop", "raise"] | float
 """What an error means: drop the rollout (status FAILED), end the run, or count as this explicit value."""
 
@@ -88,6 +91,12 @@ class RewardSet:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(reward.name for reward in self._rewards)
+
+    def load(self) -> None:
+        """Load the models among the functions; on a rank that never scores, leave it out."""
+        for reward in self._rewards:
+            if isinstance(reward.function, BatchReward):
+                reward.function.load()
 
     async def score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """The rollouts, in order, with `rewards` by name and their weighted sum in `reward`.
@@ -206,16 +215,22 @@ def make_reward_set(
 
 
 def _resolve(spec: str) -> tuple[str, Callable[..., Any]]:
+    if spec == MODEL:
+        from rewards.model import model_reward  # torch and transformers, which other rewards do not need
+
+        return spec, model_reward
     if spec in FUNCTIONS:
         return spec, FUNCTIONS[spec]
     if ":" in spec:
         return spec.rpartition(":")[2], load_function(spec)
     raise ConfigError(
-        f"unknown reward function {spec!r}; expected one of {', '.join(FUNCTIONS)}, or path/to/file.py:function"
+        f"unknown reward function {spec!r}; expected one of {', '.join([*FUNCTIONS, MODEL])}, or path/to/file.py:function"
     )
 
 
 def _configure(name: str, function: Callable[..., Any], settings: dict[str, Any]) -> Callable[..., Any] | BatchReward:
+    if name == MODEL:
+        return function(**settings)
     if has_trl_signature(function):
         return from_trl(function, **settings)
     try:

@@ -21,6 +21,8 @@ class BatchReward:
 
     function: Callable[..., Any]
     arguments: Callable[[Sequence[Rollout]], Mapping[str, Any]]
+    load: Callable[[], None] = lambda: None
+    """Brings what the function needs (a model) into memory, before its first call and without its deadline."""
 
     @property
     def name(self) -> str:

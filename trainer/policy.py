@@ -122,7 +122,16 @@ class Policy(nn.Module):
             logp_T and entropy_T in nats, float32 or wider, normalised over `packed.support_ids` if there are any. A
             pack without trained tokens gives empty tensors that still reach every parameter in backward.
         """
-        hidden_LD = self.hidden_states(packed)
+        return self.score(self.hidden_states(packed), packed, temperature=temperature, with_entropy=with_entropy)
+
+    def hidden_states(self, packed: PackedBatch) -> torch.Tensor:
+        """(L, D): last hidden states of the pack, each row as if it were alone."""
+        return packed_hidden_states(self.causal_lm.get_decoder(), packed, self.attn_implementation)
+
+    def score(
+        self, hidden_LD: torch.Tensor, packed: PackedBatch, *, temperature: float = 1.0, with_entropy: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `forward` returns, from hidden states that something else reads too (a value head)."""
         support = None
         if packed.support_offsets is not None and packed.support_ids is not None:
             support = (packed.support_offsets, packed.support_ids)
@@ -135,25 +144,6 @@ class Policy(nn.Module):
             support=support,
             with_entropy=with_entropy,
         )
-
-    def hidden_states(self, packed: PackedBatch) -> torch.Tensor:
-        """(L, D): last hidden states of the pack, each row as if it were alone."""
-        arguments: dict[str, Any] = {}
-        if self.attn_implementation == attention.PACKED_ROWS:
-            arguments = {"attention_mask": attention.no_mask(packed.ids.device), "row_lengths": packed.row_lengths}
-        elif self.attn_implementation.startswith("flash_attention"):
-            longest = max(packed.row_lengths)
-            arguments = {
-                "cu_seq_lens_q": packed.cu_seqlens,
-                "cu_seq_lens_k": packed.cu_seqlens,
-                "max_length_q": longest,
-                "max_length_k": longest,
-            }
-        # sdpa, eager: without a mask and a cache, transformers makes a block-causal mask where position ids restart.
-        output = self.causal_lm.get_decoder()(
-            input_ids=packed.ids[None], position_ids=packed.position_ids[None], use_cache=False, **arguments
-        )
-        return output.last_hidden_state[0]
 
     @torch.no_grad()
     def _compare_head_with_model(self) -> None:
@@ -180,6 +170,27 @@ class Policy(nn.Module):
                 f"forward ({found.tolist()} and {expected.tolist()}). It changes logits in a way this version does not "
                 "know; known are scale (logit_scale, logits_scaling), softcap (final_logit_softcapping) and bias"
             )
+
+
+def packed_hidden_states(decoder: nn.Module, packed: PackedBatch, attn_implementation: str) -> torch.Tensor:
+    """(L, D): last hidden states of a decoder over a pack, each row as if it were alone.
+
+    attn_implementation: what the decoder was set to, one of `ATTENTION_CHOICES` but `auto`.
+    """
+    arguments: dict[str, Any] = {}
+    if attn_implementation == attention.PACKED_ROWS:
+        arguments = {"attention_mask": attention.no_mask(packed.ids.device), "row_lengths": packed.row_lengths}
+    elif attn_implementation.startswith("flash_attention"):
+        longest = max(packed.row_lengths)
+        arguments = {
+            "cu_seq_lens_q": packed.cu_seqlens,
+            "cu_seq_lens_k": packed.cu_seqlens,
+            "max_length_q": longest,
+            "max_length_k": longest,
+        }
+    # sdpa, eager: without a mask and a cache, transformers makes a block-causal mask where position ids restart.
+    output = decoder(input_ids=packed.ids[None], position_ids=packed.position_ids[None], use_cache=False, **arguments)
+    return output.last_hidden_state[0]
 
 
 def refuse_architecture(config: PreTrainedConfig) -> None:

@@ -1,0 +1,164 @@
+"""A reward model as a reward function: `reward.functions=[model] reward.settings.model.path=<directory or hub id>`.
+
+A batch of rollouts is scored in one call, on the model's own device, in batches of `batch_size`. What it reads:
+
+    input=messages   the conversation, through the reward model's chat template (for classifiers off the hub)
+    input=tokens     the prompt and the sampled tokens of the last call, cut behind the first stop token that counts;
+                     decoded and encoded again if the tokenizers differ (for reward models trained on such text)
+
+A response without a stop token that counts is rejected: its score is replaced, not lowered (P5). Only the score sees
+the cut; all sampled tokens are trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from rewards.classifier import load_reward_model
+from rewards.trl import BatchReward
+from rewards.truncation import StopRule, replace_rejected
+from rollout.errors import ConfigError
+from rollout.records import Rollout
+
+INPUTS = ("messages", "tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelReward:
+    """Settings of the reward; the model is loaded by `load` or the first `score`, only on ranks that score."""
+
+    path: str
+    """Directory or hub id of a sequence classifier with one label."""
+    input: str = "messages"
+    """One of `INPUTS`."""
+    policy_path: str | None = None
+    """For input=tokens: where the policy's tokenizer is; None: it is the reward model's own."""
+    stop: str | None = None
+    """Text of the one token that ends a response for the score, for example "."; None: nothing is cut or rejected."""
+    stop_after: int = 0
+    """First index of a sampled token at which `stop` counts."""
+    rejected: float = -1.0
+    """Score of a response without a stop token that counts."""
+    max_tokens: int = 4096
+    """Longer texts are cut on the left: what is scored is the end."""
+    batch_size: int = 32
+    device: str | None = None
+    """None: the GPU if there is one."""
+    dtype: str = "float32"
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        if self.input not in INPUTS:
+            raise ConfigError(
+                f"reward.settings.model.input={self.input}: expected one of {', '.join(INPUTS)}; "
+                "set reward.settings.model.input=messages"
+            )
+        if self.stop is not None and self.input != "tokens":
+            raise ConfigError(
+                "reward.settings.model.stop counts sampled tokens; set reward.settings.model.input=tokens with it"
+            )
+        if self.batch_size < 1 or self.max_tokens < 1:
+            raise ConfigError(
+                f"reward model: batch_size={self.batch_size} and max_tokens={self.max_tokens} must be at least 1"
+            )
+
+    def score(self, rollouts: Sequence[Rollout]) -> list[float]:
+        """One reward per rollout.
+
+        Raises:
+            ConfigError: the model or its tokenizer cannot be loaded or used.
+        """
+        if not rollouts:
+            return []
+        model, bias = self._model
+        texts = [self._read(rollout)[-self.max_tokens :] for rollout in rollouts]
+        scores = (model.score(texts, batch_size=self.batch_size) + bias).tolist()
+        rule = self._stop_rule
+        if rule is None:
+            return scores
+        return replace_rejected(
+            scores, [rule.accepts(sampled(rollout)) for rollout in rollouts], rejected=self.rejected
+        )
+
+    def load(self) -> None:
+        """Load model and tokenizers now, not inside the first call and its deadline."""
+        _ = self._model, self._tokenizer, self._stop_rule
+
+    def _read(self, rollout: Rollout) -> list[int]:
+        """What the model scores, as its own token ids."""
+        if self.input == "messages":
+            encoded = self._tokenizer.apply_chat_template(list(rollout.messages), tokenize=True, return_dict=True)
+            return list(encoded["input_ids"])
+        rule = self._stop_rule
+        response = sampled(rollout)
+        ids = [*rollout.calls[-1].prompt_ids, *(response if rule is None else rule.truncate(response))]
+        if self.policy_path is None:
+            return ids
+        text = self._policy_tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return list(self._tokenizer(str(text))["input_ids"])
+
+    @cached_property
+    def _model(self):
+        device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        return load_reward_model(self.path, device=device, dtype=self.dtype, trust_remote_code=self.trust_remote_code)
+
+    @cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerFast:
+        return AutoTokenizer.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
+
+    @cached_property
+    def _policy_tokenizer(self) -> PreTrainedTokenizerFast:
+        if self.policy_path is None:
+            return self._tokenizer
+        return AutoTokenizer.from_pretrained(self.policy_path, trust_remote_code=self.trust_remote_code)
+
+    @cached_property
+    def _stop_rule(self) -> StopRule | None:
+        if self.stop is None:
+            return None
+        return StopRule(token_ids=frozenset({token_id_of(self._policy_tokenizer, self.stop)}), after=self.stop_after)
+
+
+def sampled(rollout: Rollout) -> tuple[int, ...]:
+    """Sampled tokens of the last call: the response."""
+    return rollout.calls[-1].sampled_ids
+
+
+def token_id_of(tokenizer: PreTrainedTokenizerFast, text: str) -> int:
+    """The token that is written exactly so; one after a space may be another (in GPT-2 "." is 13, " ." is not).
+
+    Raises:
+        ConfigError: the text is no single token.
+    """
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if len(ids) != 1:
+        raise ConfigError(
+            f"reward.settings.model.stop={text!r} is {len(ids)} tokens of {tokenizer.name_or_path}; "
+            "choose a text that is one token, for example '.'"
+        )
+    return int(ids[0])
+
+
+def model_reward(**settings: Any) -> BatchReward:
+    """The reward function `model`. Keyword arguments: the fields of `ModelReward`.
+
+    Raises:
+        ConfigError: settings that do not exist, are missing, or contradict each other.
+    """
+    try:
+        reward = ModelReward(**settings)
+    except TypeError as error:
+        raise ConfigError(
+            f"reward model: {error}; set for example reward.settings.model.path=<directory or hub id>"
+        ) from error
+
+    def arguments(rollouts: Sequence[Rollout]) -> Mapping[str, Any]:
+        return {"rollouts": rollouts}
+
+    return BatchReward(function=reward.score, arguments=arguments, load=reward.load)

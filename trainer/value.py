@@ -1,0 +1,150 @@
+"""The critic: what a state is worth, at the positions where the policy is trained.
+
+The value of a trained token is that of the state *before* it, so it is read from the hidden state at
+`target_index_T`, the same that predicts the token. A critic has a decoder of its own (`separate`) or reads the policy's
+hidden states (`shared`: one pass of the trunk serves both, and the value loss reaches the trunk).
+
+Policy and critic are one module, so that one DeepSpeed engine and one optimizer train both and ZeRO-3 shards both.
+
+Shape legend: _L tokens of the pack, _T trained tokens of the pack, _D hidden size.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, PreTrainedModel
+
+from rollout.errors import ConfigError
+from trainer import attention
+from trainer.packing import PackedBatch
+from trainer.policy import (
+    AUTO,
+    Policy,
+    choose_attention,
+    disable_randomness,
+    packed_hidden_states,
+    refuse_architecture,
+    refuse_unpackable,
+)
+
+CRITICS = ("separate", "shared")
+
+
+class ValueHead(nn.Module):
+    """Hidden states to values: one linear layer, zero at first, so that V = 0 at step 0 (P2).
+
+    Random first values would be noise that GAE hands to the policy as advantages.
+    """
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, 1)
+        self.reset()
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        self.linear.weight.zero_()
+        self.linear.bias.zero_()
+
+    def forward(self, hidden_TD: Tensor) -> Tensor:
+        """(T,) values, float32 or wider: returns are sums, which half precision rounds away."""
+        values_T = self.linear(hidden_TD)[:, 0]
+        return values_T.to(torch.promote_types(values_T.dtype, torch.float32))
+
+
+class Critic(nn.Module):
+    """A decoder of its own under a value head."""
+
+    def __init__(
+        self, decoder: PreTrainedModel, *, attn_implementation: str = AUTO, gradient_checkpointing: bool = False
+    ) -> None:
+        """Raises ConfigError if rows of a pack cannot be kept apart in the decoder."""
+        super().__init__()
+        refuse_unpackable(decoder)
+        attention.register()
+        decoder.set_attn_implementation(choose_attention(attn_implementation, decoder))
+        disable_randomness(decoder)
+        if gradient_checkpointing:
+            decoder.gradient_checkpointing_enable({"use_reentrant": False})
+        self.decoder = decoder
+        self.head = ValueHead(decoder.config.get_text_config().hidden_size)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        dtype: torch.dtype | str = torch.float32,
+        attn_implementation: str = AUTO,
+        gradient_checkpointing: bool = False,
+        trust_remote_code: bool = False,
+    ) -> Critic:
+        """The decoder of a checkpoint: of a policy, or of a reward model. Its own head, of whichever kind, is left out.
+
+        Raises:
+            ConfigError: nothing loadable is there, or the model is not a decoder whose rows can be packed.
+        """
+        try:
+            config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"model.critic_path={path}: no loadable model config ({error}). Expected a directory with config.json "
+                "and weights, the name of a model on the hub, or null for the policy's own weights"
+            ) from error
+        refuse_architecture(config)
+        decoder = AutoModel.from_pretrained(path, dtype=dtype, trust_remote_code=trust_remote_code)
+        return cls(decoder, attn_implementation=attn_implementation, gradient_checkpointing=gradient_checkpointing)
+
+    def forward(self, packed: PackedBatch) -> Tensor:
+        """(T,) value of the state before each trained token of the pack."""
+        attn_implementation = str(self.decoder.config.get_text_config()._attn_implementation)
+        hidden_LD = packed_hidden_states(self.decoder, packed, attn_implementation)
+        return self.head(hidden_LD.index_select(0, packed.target_index_T))
+
+
+class ActorCritic(nn.Module):
+    """Policy and critic as one module. Hand it whole to `Distributed.prepare`."""
+
+    def __init__(self, policy: Policy, critic: Critic | ValueHead) -> None:
+        """critic: a `Critic`, or a `ValueHead` on the policy's own trunk."""
+        super().__init__()
+        self.policy = policy
+        self.critic = critic
+
+    @classmethod
+    def shared(cls, policy: Policy) -> ActorCritic:
+        """A value head on the policy's trunk."""
+        weight = next(policy.causal_lm.get_decoder().parameters())
+        head = ValueHead(policy.causal_lm.config.get_text_config().hidden_size)
+        return cls(policy, head.to(weight.device, weight.dtype))
+
+    def forward(
+        self,
+        packed: PackedBatch,
+        *,
+        temperature: float = 1.0,
+        with_entropy: bool = True,
+        with_values: bool = False,
+    ) -> tuple[Tensor, ...]:
+        """logp_T and entropy_T as `Policy.forward`, and with `with_values` also values_T.
+
+        A pack without trained tokens gives empty tensors that still reach every parameter in backward.
+        """
+        if not with_values:
+            return self.policy(packed, temperature=temperature, with_entropy=with_entropy)
+        if isinstance(self.critic, Critic):
+            scored = self.policy(packed, temperature=temperature, with_entropy=with_entropy)
+            return (*scored, self.critic(packed))
+        hidden_LD = self.policy.hidden_states(packed)
+        scored = self.policy.score(hidden_LD, packed, temperature=temperature, with_entropy=with_entropy)
+        return (*scored, self.critic(hidden_LD.index_select(0, packed.target_index_T)))
+
+
+def policy_of(module: nn.Module) -> Policy:
+    """The policy inside what a run trains, with or without a critic."""
+    policy = module.policy if isinstance(module, ActorCritic) else module
+    assert isinstance(policy, Policy)
+    return policy
