@@ -76,7 +76,7 @@ def padded_step(policy: Policy, rows: list[TrainingRow], budget: int) -> int:
             trained[index, : len(row)] = torch.from_numpy(row.loss_mask)
         hidden = policy.causal_lm.get_decoder()(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
         where = trained[:, 1:].bool()
-        weight = policy.causal_lm.get_input_embeddings().weight  # tied
+        weight = policy.causal_lm.get_parameter("lm_head.weight")
         logp_T, _ = fused_logprobs(
             hidden[:, :-1][where],
             weight,

@@ -86,10 +86,16 @@ def worker(directory: Path) -> None:
     loss_of(reference, collate(rows, range(len(rows))), layout.num_tokens, 1.0).backward()
     expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
 
-    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])
+    # Without cpu=True, Accelerate on a machine without a GPU wraps nothing (DistributedType.NO with two processes);
+    # with it, DeepSpeed is switched off.
+    wants_ddp = os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true"
+    accelerator = Accelerator(cpu=wants_ddp, kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])
+    assert accelerator.distributed_type != DistributedType.NO, "nothing would reduce gradients over the ranks"
     is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
     if is_deepspeed:
-        accelerator.state.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 1
+        plugin = accelerator.state.deepspeed_plugin
+        assert plugin is not None
+        plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 1
     # From here on transformers loads models under ZeRO-3's own partitioning, as in training.
     policy = Policy.from_pretrained(directory / "model", gradient_checkpointing=True)
     names_of = dict(policy.named_parameters())
@@ -101,16 +107,22 @@ def worker(directory: Path) -> None:
     own = MICROBATCHES[accelerator.process_index]
     for step, indices in enumerate(own):
         packed = collate(rows, indices, layout, device=accelerator.device)
-        loss = loss_of(engine, packed, layout.num_tokens, accelerator.num_processes)
+        is_last = step == len(own) - 1
         if is_deepspeed:
-            engine.set_gradient_accumulation_boundary(step == len(own) - 1)
-            engine.backward(loss)
+            engine.set_gradient_accumulation_boundary(is_last)
+            engine.backward(loss_of(engine, packed, layout.num_tokens, accelerator.num_processes))
         else:
-            with accelerator.no_sync(engine) if step < len(own) - 1 else contextlib.nullcontext():
-                loss.backward()
+            # DDP decides in forward whether the backward that follows reduces gradients.
+            with contextlib.nullcontext() if is_last else accelerator.no_sync(engine):
+                loss_of(engine, packed, layout.num_tokens, accelerator.num_processes).backward()
 
     found = {name: safe_get_full_grad(p) if is_deepspeed else p.grad for name, p in names_of.items()}
-    errors = {name: ((found[name] - grad).norm() / grad.norm()).item() for name, grad in expected.items()}
+    errors = {}
+    for name, gradient in expected.items():
+        ours = found[name]
+        assert ours is not None, name
+        assert gradient is not None, name
+        errors[name] = ((ours - gradient).norm() / gradient.norm()).item()
     gathers = [count_gathers(engine, collate(rows, [0]), tile) for tile in (512, 32)] if is_deepspeed else None
     if accelerator.is_main_process:
         (directory / "report.json").write_text(json.dumps({"errors": errors, "gathers": gathers}))
