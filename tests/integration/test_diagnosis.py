@@ -40,7 +40,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     config = Config()
     config.model.path = str(directory / "model")
     config.data.path = str(directory / "train.jsonl")
-    config.rollout.max_tokens_per_turn = 24
+    config.rollout.max_tokens_per_turn = 16
     return config
 
 
@@ -75,7 +75,7 @@ def test_a_right_pipeline_agrees_to_rounding_in_every_case(examined):
 @pytest.mark.parametrize("variant", list(Variant))
 def test_every_broken_variant_is_detected_and_named(examined, variant):
     bench, cases = examined
-    diagnosis = bench.examine(cases, variant)
+    diagnosis = bench.examine(cases[:4], variant)  # the others look at the rollouts of the fourth again
     assert diagnosis.verdict is not Verdict.OK
     assert diagnosis.cause == variant.value
     assert bench.examine(cases[:1]).verdict is Verdict.OK, "the variant left something broken"
