@@ -121,7 +121,7 @@ def test_saved_rollouts_are_diagnosed_from_the_command_line_with_the_settings_of
         f"model:\n  path: {config.model.path}\nrollout:\n  temperature: 1.0\ndata:\n  path: {config.data.path}\n"
     )
     page = tmp_path / "view.html"
-    arguments = ["--rollouts", str(run), "data.heldout_path=null", "--json", "--html", str(page)]
+    arguments = ["--rollouts", str(run), "--json", "--html", str(page)]
     right = diagnose(arguments, tmp_path)
     assert right.returncode == 0, right.stderr
     data = json.loads(right.stdout)

@@ -52,8 +52,13 @@ def test_settings_come_from_the_run_unless_given(run: Path):
         "model.path='models/it\\'s mine'",
         "model.trust_remote_code=false",
         "rollout.temperature=0.7",
+        "data.heldout_path=null",
+        "eval.every=0",
     ]
-    assert run_overrides(path, ["rollout.temperature=1.0", "model.path=x"]) == ["model.trust_remote_code=false"]
+    assert run_overrides(path, ["rollout.temperature=1.0", "model.path=x", "eval.every=0"]) == [
+        "model.trust_remote_code=false",
+        "data.heldout_path=null",
+    ]
 
 
 def test_a_file_outside_of_a_run_brings_no_settings(tmp_path: Path):
@@ -66,4 +71,4 @@ def test_hydra_reads_the_overrides_back_as_they_were(run: Path):
     values = [
         override.value() for override in OverridesParser.create().parse_overrides(run_overrides(find_rollouts(run), []))
     ]
-    assert values == ["models/it's mine", False, 0.7]
+    assert values == ["models/it's mine", False, 0.7, None, 0]

@@ -18,6 +18,9 @@ RUN_SETTINGS = (
 )
 """What decides how saved rollouts are scored; anything else of their run does not matter to them."""
 
+UNUSED_DATA = ("data.heldout_path=null", "eval.every=0")
+"""Held-out data need not be there to look at what was sampled."""
+
 
 def find_rollouts(path: Path) -> Path:
     """The file itself, or the first step in a run's directory or in its `rollouts/`.
@@ -66,7 +69,7 @@ def run_overrides(path: Path, given: Sequence[str]) -> list[str]:
         value = OmegaConf.select(config, name)
         if name not in own and value is not None:
             overrides.append(f"{name}={_quoted(value)}")
-    return overrides
+    return overrides + [override for override in UNUSED_DATA if override.partition("=")[0] not in own]
 
 
 def _quoted(value: object) -> str:
