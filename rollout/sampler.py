@@ -54,12 +54,14 @@ class Sampler:
         samples_per_prompt: int,
         sampling: Sampling,
         step: int,
+        first_group: int = 0,
         on_rollout: OnRollout = lambda rollout: None,
     ) -> list[Rollout]:
         """`samples_per_prompt` rollouts of every example, in the order prompt by prompt.
 
-        `step` enters the seeds, so that the same prompt is sampled anew in another step; rollout ids are
-        `prompt index x samples_per_prompt + sample index`, group ids are prompt indices.
+        `step` enters the seeds, so that the same prompt is sampled anew in another step. Group ids are prompt indices
+        from `first_group` on (a batch that completes an earlier one of the same step), rollout ids are
+        `group id x samples_per_prompt + sample index`.
 
         Raises `EngineError` if the engine dies; the remaining episodes are cancelled.
         """
@@ -68,7 +70,7 @@ class Sampler:
             group_id = rollout_id // samples_per_prompt
             rollout = await run(
                 environment=self._make_environment(),
-                example=examples[group_id],
+                example=examples[group_id - first_group],
                 sampling=sampling,
                 max_turns=self._max_turns,
                 rollout_id=rollout_id,
@@ -80,7 +82,8 @@ class Sampler:
 
         try:
             async with self._episode_runner(sampling) as run, asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(run, i)) for i in range(len(examples) * samples_per_prompt)]
+                first, count = first_group * samples_per_prompt, len(examples) * samples_per_prompt
+                tasks = [group.create_task(one(run, i)) for i in range(first, first + count)]
         except* Exception as failures:
             raise failures.exceptions[0] from None  # the first is the cause; the others are its echo
         return [task.result() for task in tasks]

@@ -19,6 +19,9 @@ class AlarmThresholds:
     """Effective sample size below this, share of tokens."""
     k3_over_noise_floor: float = 10.0
     """k3_kl above this many times the trainer's own noise."""
+    k3_negligible: float = 1e-8
+    """Below this k3_kl is no alarm whatever the noise, nats per token: two float32 programs differ by some 1e-6 per
+    logprob, which is k3 = 1e-12 and still ten times the noise of one of them."""
     token_match_rate: float = 1.0
     """Share of trained positions whose id and logprob are the engine's own, below this."""
 
@@ -44,7 +47,7 @@ def alarms(metrics: Mapping[str, float], thresholds: AlarmThresholds) -> list[st
             f"{PREFIX}ess is {ess:.3f}, below {thresholds.ess:g}: few tokens carry most of the correction weight. "
             "Lower rollout.max_staleness, or correct per token with tighter bounds."
         )
-    if k3_kl > thresholds.k3_over_noise_floor * floor:
+    if k3_kl > max(thresholds.k3_over_noise_floor * floor, thresholds.k3_negligible):
         found.append(
             f"{PREFIX}k3_kl is {k3_kl:.3g}, more than {thresholds.k3_over_noise_floor:g} times the trainer's own noise "
             f"of {floor:.3g}: the difference is not rounding. Run scripts/diagnose.py."

@@ -9,7 +9,7 @@ Shape legend: _S delivered rollouts of the step, _N trained tokens of the step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -40,6 +40,7 @@ class StepBatch:
     group_S: np.ndarray  # (S,) int64
     rewards_S: np.ndarray  # (S,) float64
     is_kept_S: np.ndarray  # (S,) bool: False: masked, for instance because it was truncated
+    greedy_rewards_S: np.ndarray  # (S,) float64: of the greedy answer to the same prompt; NaN: none was sampled
 
     @cached_property
     def layout(self) -> StepLayout:
@@ -71,8 +72,14 @@ class StepBatch:
         return torch.from_numpy(np.concatenate(parts)) if parts else torch.zeros(0)
 
 
-def encode(rollouts: Sequence[Rollout], *, mask_truncated: bool) -> bytes:
-    """The trainable rollouts of one rank as bytes: arrays only, nothing that runs when it is read (safetensors)."""
+def encode(
+    rollouts: Sequence[Rollout], *, mask_truncated: bool, greedy_rewards: Mapping[int, float] | None = None
+) -> bytes:
+    """The trainable rollouts of one rank as bytes: arrays only, nothing that runs when it is read (safetensors).
+
+    greedy_rewards: by group id.
+    """
+    greedy = greedy_rewards or {}
     delivered = [rollout for rollout in rollouts if rollout.is_trainable]
     rows = [
         row
@@ -91,6 +98,7 @@ def encode(rollouts: Sequence[Rollout], *, mask_truncated: bool) -> bytes:
         "group_S": np.array([rollout.group_id for rollout in delivered], dtype=np.int64),
         "rewards_S": np.array([rollout.reward for rollout in delivered], dtype=np.float64),
         "is_kept_S": np.array([not (mask_truncated and rollout.is_cut_off) for rollout in delivered], dtype=np.bool_),
+        "greedy_rewards_S": np.array([greedy.get(rollout.group_id, np.nan) for rollout in delivered], dtype=np.float64),
     }
     supports = [row.support for row in rows]
     if rows and all(support is not None for support in supports):
@@ -108,7 +116,8 @@ def decode(payloads: Sequence[bytes]) -> StepBatch:
         tables.append(arrays)
         rows += _rows(arrays)
     merged = {
-        name: np.concatenate([t[name] for t in tables]) for name in ("rollout_ids", "group_S", "rewards_S", "is_kept_S")
+        name: np.concatenate([t[name] for t in tables])
+        for name in ("rollout_ids", "group_S", "rewards_S", "is_kept_S", "greedy_rewards_S")
     }
     order = np.argsort(merged["rollout_ids"], kind="stable")
     rows.sort(key=lambda row: row.rollout_id)  # stable: rows of a rollout stay in the order of its branches

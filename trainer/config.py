@@ -11,12 +11,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+ADVANTAGES = (
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "grpo_passk",
+)
 LOSSES = ("ppo_clip", "gspo", "cispo", "sapo", "reinforce", "clipped_tis")
+KL_ESTIMATORS = ("k1", "k2", "k3", "unbiased")
 NORMALIZERS = ("grpo", "dr_grpo", "token", "sequence_sum")
 
 
-def setting(default: Any, description: str, *, choices: tuple[str, ...] | None = None) -> Any:
+def setting(default: Any, description: str, *, choices: tuple[Any, ...] | None = None) -> Any:
     metadata = {"description": description, "choices": choices}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
@@ -36,6 +45,7 @@ class ModelConfig:
         "attention of the trainer; auto: FlashAttention varlen on CUDA, exact per-row SDPA elsewhere",
         choices=("auto", "flash_attention_2", "sdpa", "eager"),
     )
+    reference_path: str | None = setting(None, "frozen reference of algorithm.kl_coef; null: model.path")
     gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass to save memory")
     trust_remote_code: bool = setting(False, "run code that ships with the model, in trainer and engine alike")
 
@@ -102,6 +112,9 @@ class SyncConfig:
 class AlgorithmConfig:
     name: str = setting("grpo", "label of the preset, for logs only")
     advantage: str = setting("grpo", "how rewards become advantages", choices=ADVANTAGES)
+    advantage_std: bool = setting(True, "grpo, grpo_passk: divide by the standard deviation of the group's rewards")
+    advantage_ddof: int = setting(1, "grpo, grpo_passk: 1: sample, 0: population standard deviation", choices=(0, 1))
+    advantage_eps: float = setting(1e-6, "added to the standard deviation that advantages are divided by")
     loss: str = setting("ppo_clip", "per-token policy loss", choices=LOSSES)
     normalizer: str = setting("token", "denominator of the loss, counted over all ranks", choices=NORMALIZERS)
     importance_sampling_level: str = setting(
@@ -115,9 +128,24 @@ class AlgorithmConfig:
     epochs: int = setting(1, "passes over a rollout batch")
     minibatches: int = setting(1, "optimizer steps per pass; must divide prompts_per_step x samples_per_prompt")
     entropy_coef: float = setting(0.0, "weight of the entropy bonus")
-    max_completion_tokens: int | None = setting(
-        None, "horizon H of dr_grpo [tokens]; null: environment.max_turns x rollout.max_tokens_per_turn"
+    kl_coef: float = setting(0.0, "weight of the KL divergence from the frozen reference; 0: no reference is loaded")
+    kl_place: str = setting(
+        "loss", "loss: a term of the loss; reward: a penalty per token in the advantages", choices=("loss", "reward")
     )
+    kl_estimator: str = setting(
+        "k3", "estimate in the loss (trainer/kl.py); in the reward it is always k1", choices=KL_ESTIMATORS
+    )
+    max_completion_tokens: int | None = setting(
+        None,
+        "horizon H of dr_grpo and of overlong shaping [tokens]; "
+        "null: environment.max_turns x rollout.max_tokens_per_turn",
+    )
+    overlong_buffer: float = setting(
+        0.0, "share of the horizon at its end in which the reward falls linearly by overlong_penalty; 0: off"
+    )
+    overlong_penalty: float = setting(1.0, "what a rollout of the whole horizon loses of its reward")
+    dynamic_sampling: bool = setting(False, "drop groups whose rewards are all equal and sample others for them")
+    max_refills: int = setting(3, "dynamic_sampling: times per step that dropped groups are replaced, at most")
 
 
 @dataclass
@@ -147,8 +175,16 @@ class CorrectionConfig:
         "recompute: proximal logprobs by the trainer; bypass: the engine's own (one update per batch)",
         choices=("recompute", "bypass"),
     )
+    kl_penalty: float = setting(
+        0.0, "advantage lost per nat by which a token's logp_samp - logp_old is above its mean over the step"
+    )
+    noise_floor_every: int = setting(
+        10,
+        "updates between measurements of the trainer against itself in another packing, the first one included; 0: off",
+    )
     alarm_kl: float = setting(0.1, "alarm when |kl| is above [nats]")
     alarm_ess: float = setting(0.3, "alarm when the effective sample size is below")
+    alarm_k3: float = setting(10.0, "alarm when k3_kl is above this many times the noise floor")
 
 
 @dataclass
@@ -218,3 +254,8 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
+
+    @property
+    def horizon(self) -> int:
+        """Longest completion of a rollout, over all of its turns [tokens]."""
+        return self.algorithm.max_completion_tokens or (self.environment.max_turns * self.rollout.max_tokens_per_turn)

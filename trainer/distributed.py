@@ -93,6 +93,55 @@ class Distributed:
         self.module, self._optimizer = self._accelerator.prepare(module, optimizer)
         return self.module
 
+    def prepare_frozen(self, module: nn.Module) -> nn.Module:
+        """A module that is only evaluated: on the device, in the precision of the trained one, sharded under ZeRO-3.
+
+        A collective under ZeRO-3: every forward pass gathers its parameters on all ranks.
+        """
+        module.requires_grad_(False).eval()
+        if self.zero_stage == 3:
+            import deepspeed
+
+            plugin = self._accelerator.state.deepspeed_plugin
+            assert plugin is not None
+            inherited = ("train_micro_batch_size_per_gpu", "bf16", "fp16")
+            zero = dict(plugin.deepspeed_config["zero_optimization"])
+            zero.pop("offload_optimizer", None)  # it would need an optimizer
+            settings = {key: plugin.deepspeed_config[key] for key in inherited if key in plugin.deepspeed_config}
+            engine, *_ = deepspeed.initialize(model=module, config={**settings, "zero_optimization": zero})
+            engine.eval()
+            return engine
+        if self.uses_deepspeed:
+            return module.to(self.device)
+        return self._accelerator.prepare_model(module, evaluation_mode=True)
+
+    @contextlib.contextmanager
+    def whole_parameters(self, module: nn.Module) -> Iterator[None]:
+        """Inside, a module that was loaded under ZeRO-3 has its full tensors; what rank 0 makes of them is kept."""
+        if self.zero_stage != 3:
+            yield
+            return
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(list(module.parameters()), modifier_rank=0):
+            yield
+
+    @contextlib.contextmanager
+    def whole_models(self) -> Iterator[None]:
+        """Inside, `from_pretrained` loads models whole, on this rank alone, also under ZeRO-3 (a reward model)."""
+        plugin = self._accelerator.state.deepspeed_plugin
+        if plugin is None or self.zero_stage != 3:
+            yield
+            return
+        from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
+
+        unset_hf_deepspeed_config()
+        try:
+            yield
+        finally:
+            if plugin.dschf is not None:
+                set_hf_deepspeed_config(plugin.dschf)
+
     @property
     def unwrapped(self) -> nn.Module:
         return self._accelerator.unwrap_model(self.module)
@@ -222,13 +271,27 @@ class Distributed:
         state = torch.load(directory / "optimizer.pt", map_location=self.device, weights_only=True)
         self._optimizer.load_state_dict(state)
 
-    def save_pretrained(self, directory: Path) -> None:
-        """Write the policy as `from_pretrained` reads it; a collective (ZeRO-3 parameters are gathered on rank 0)."""
-        state = self._accelerator.get_state_dict(self.module)
+    def save_pretrained(
+        self,
+        directory: Path,
+        *,
+        prefix: str = "model.",
+        edit: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = dict,
+    ) -> None:
+        """Write a part of the trained module as `from_pretrained` reads it; a collective.
+
+        Args:
+            directory: made if it is not there.
+            prefix: name of the part, a transformers model, with a dot behind it; other parts are not written.
+            edit: from the part's state dict, whole on rank 0, to the one that is written.
+        """
+        state = self._accelerator.get_state_dict(self.module)  # ZeRO-3 parameters are gathered on rank 0
         if self.is_main:
-            model = self.unwrapped.model
-            own = {name.removeprefix("model."): tensor for name, tensor in (state or {}).items()}
-            model.save_pretrained(directory, state_dict=own, safe_serialization=True)  # type: ignore[operator]
+            model = self.unwrapped.get_submodule(prefix.removesuffix("."))
+            own = {
+                name.removeprefix(prefix): tensor for name, tensor in (state or {}).items() if name.startswith(prefix)
+            }
+            model.save_pretrained(directory, state_dict=edit(own), safe_serialization=True)  # type: ignore[operator]
 
     def close(self) -> None:
         self._accelerator.end_training()

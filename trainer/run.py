@@ -17,6 +17,7 @@ from rollout.sync import WeightSync
 from trainer import checkpoint
 from trainer.alarms import AlarmThresholds, alarms
 from trainer.checkpoint import TrainerState
+from trainer.collection import Collector
 from trainer.config import Config
 from trainer.console import RunConsole
 from trainer.data import Prompts, load_rows
@@ -28,6 +29,7 @@ from trainer.metrics import MetricsLog
 from trainer.optimizer import make_optimizer
 from trainer.parts import make_chat, make_rewards, make_sampler, make_sampling, start_engine
 from trainer.policy import Policy
+from trainer.reference import make_reference
 from trainer.rundir import RunDirectory, open_run
 from trainer.update import Updater
 
@@ -76,15 +78,21 @@ class Run:
         )
         self._chat = make_chat(config)
         self._sampler = make_sampler(config, engine=self._engine, chat=self._chat) if self._engine else None
-        self._trainer = Trainer(
+        collector = Collector(
             config,
             distributed=distributed,
-            updater=self._updater,
             loop=loop,
             sampler=self._sampler,
             sampling=make_sampling(config, self._chat, temperature=config.rollout.temperature),
             rewards=self._rewards,
             prompts=self._prompts,
+        )
+        self._trainer = Trainer(
+            config,
+            distributed=distributed,
+            updater=self._updater,
+            collector=collector,
+            reference=make_reference(config, distributed, self._module),
             sync=self._make_sync(),
         )
         self._metrics = self._restore_or_begin()
@@ -171,7 +179,11 @@ class Run:
             report = self._trainer.step(on_rollout)
         if self._metrics is None:
             return report
-        thresholds = AlarmThresholds(kl=self._config.correction.alarm_kl, ess=self._config.correction.alarm_ess)
+        thresholds = AlarmThresholds(
+            kl=self._config.correction.alarm_kl,
+            ess=self._config.correction.alarm_ess,
+            k3_over_noise_floor=self._config.correction.alarm_k3,
+        )
         sentences = alarms(report.metrics, thresholds)
         self._metrics.write(report.update, {**report.metrics, "health/alarms": float(len(sentences))})
         self._console.row({**report.metrics, "step": report.update})

@@ -1,4 +1,4 @@
-"""Scoring and updating the policy on the rows of a step: packs, microbatches, one denominator.
+"""Updating the policy on the rows of a step: minibatches, packs, microbatches, one denominator.
 
 What each token is worth (advantage, correction weight, old logprob) is a tensor over all trained tokens of the step
 (`Targets`); a microbatch looks its tokens up by `PackedBatch.token_index_T`. So the numbers a token is trained with
@@ -10,7 +10,6 @@ Shape legend: _S rollouts of the step, _N trained tokens of the step, _T trained
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -18,16 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from rollout.records import TrainingRow
-from trainer.balance import Plan, plan
 from trainer.batch import StepBatch
 from trainer.config import AlgorithmConfig, Config
-from trainer.correction import CorrectionResult
 from trainer.distributed import Distributed
+from trainer.kl import kl_term
 from trainer.losses import POLICY_LOSSES, LossInputs, LossOutputs, entropy_bonus, sequence_log_ratio
 from trainer.normalization import StepCounts, loss_coefficients, normalized_loss
 from trainer.packing import PackedBatch, collate
 from trainer.schedule import learning_rate
+from trainer.scoring import Scorer
 from trainer.segments import rollout_count
+from trainer.targets import Targets
 
 SEQUENCE_LEVEL = ("gspo",)
 """Losses whose ratio is one per rollout, which no microbatch can see alone; others: `importance_sampling_level`."""
@@ -43,27 +43,6 @@ LOSS_SETTINGS = {
 """Argument of the loss ← field of `algorithm`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Targets:
-    """Per trained token of the step, what it is trained with. All detached, on CPU."""
-
-    advantages_N: Tensor
-    old_logp_N: Tensor
-    weights_N: Tensor
-    keep_N: Tensor
-    """bool: False for tokens that left the loss mask (rejected, or of a masked rollout), and so the denominators."""
-
-    @classmethod
-    def of(cls, batch: StepBatch, advantages_S: Tensor, old_logp_N: Tensor, correction: CorrectionResult) -> Targets:
-        rollout_N = batch.rollout_N
-        return cls(
-            advantages_N=advantages_S[rollout_N].float(),
-            old_logp_N=old_logp_N,
-            weights_N=correction.weights_T,
-            keep_N=correction.keep_T & torch.from_numpy(batch.is_kept_S)[rollout_N],
-        )
-
-
 class Updater:
     """The policy, how it is scored, and how it is changed."""
 
@@ -72,12 +51,11 @@ class Updater:
         self._distributed = distributed
         self._config = config
         self._loss = policy_loss(config.algorithm)
+        self.scorer = Scorer(
+            module, distributed, temperature=config.rollout.temperature, token_budget=config.token_budget
+        )
         self.num_updates = 0
         """Optimizer steps done; the version of the weights."""
-
-    def score(self, batch: StepBatch) -> Tensor:
-        """(N,) logprobs of all trained tokens under the weights as they are, on every rank; a collective."""
-        return self._score(batch, range(len(batch.rows)))
 
     def update(self, batch: StepBatch, targets: Targets) -> tuple[dict[str, float], Tensor]:
         """All epochs and minibatches of one rollout batch; a collective.
@@ -109,7 +87,7 @@ class Updater:
         rows = np.flatnonzero(chosen).tolist()
         counts, tokens_S = self._counts(batch, targets, rollouts)
         seq_log_ratio_S = self._sequence_log_ratio(batch, targets, rows, is_first=is_first)
-        share = self._plan(batch, rows)
+        share = self.scorer.plan(batch, rows)
         sums: dict[str, float] = {}
         packs = share.microbatches[self._distributed.rank]
         for number, pack in enumerate(packs):
@@ -171,6 +149,11 @@ class Updater:
             )
         )
         loss_T = outputs.loss_T
+        if targets.ref_logp_N is not None and algorithm.kl_place == "loss":
+            kl_T = kl_term(
+                algorithm.kl_estimator, logp_T[keep], at_tokens(targets.ref_logp_N), at_tokens(targets.old_logp_N)
+            )
+            loss_T = loss_T + algorithm.kl_coef * kl_T
         if algorithm.entropy_coef:
             loss_T = loss_T + entropy_bonus(entropy_T[keep], algorithm.entropy_coef)
         coefficient_T = loss_coefficients(
@@ -184,13 +167,10 @@ class Updater:
     def _counts(self, batch: StepBatch, targets: Targets, rollouts: np.ndarray) -> tuple[StepCounts, Tensor]:
         """Denominators of this optimizer step, from the whole of it; every rank counts the same."""
         kept_S = rollout_count(batch.rollout_N[targets.keep_N], batch.num_rollouts)
-        horizon = self._config.algorithm.max_completion_tokens or (
-            self._config.environment.max_turns * self._config.rollout.max_tokens_per_turn
-        )
         counts = StepCounts(
             num_rollouts=len(rollouts),
             num_tokens=int(kept_S[torch.from_numpy(rollouts)].sum()),
-            max_completion_length=horizon,
+            max_completion_length=self._config.horizon,
         )
         return counts, kept_S
 
@@ -204,7 +184,7 @@ class Updater:
         if is_first and self._config.correction.logp_old == "recompute":
             return torch.zeros(batch.num_rollouts, device=self._distributed.device)
         kept = targets.keep_N
-        logp_N = self._score(batch, rows)
+        logp_N = self.scorer.score(batch, rows)
         ratio_S = sequence_log_ratio(logp_N[kept], targets.old_logp_N[kept], batch.rollout_N[kept], batch.num_rollouts)
         return ratio_S.to(self._distributed.device)
 
@@ -219,25 +199,6 @@ class Updater:
                 continue
             order = np.random.default_rng([self._config.seed, self.num_updates, epoch]).permutation(num_rollouts)
             yield from np.array_split(order, algorithm.minibatches)
-
-    def _plan(self, batch: StepBatch, rows: Sequence[int]) -> Plan:
-        """Which rank trains which of these rows, in which pack."""
-        share = plan(
-            [len(batch.rows[row]) for row in rows],
-            num_ranks=self._distributed.world_size,
-            token_budget=self._config.token_budget,
-        )
-        of_batch = tuple(tuple(tuple(rows[i] for i in pack) for pack in packs) for packs in share.microbatches)
-        return replace(share, microbatches=of_batch)
-
-    def _score(self, batch: StepBatch, rows: Sequence[int]) -> Tensor:
-        logp_N = torch.zeros(batch.layout.num_tokens)
-        with torch.no_grad():
-            for pack in self._plan(batch, rows).microbatches[self._distributed.rank]:
-                packed = collate(batch.rows, pack, batch.layout, device=self._distributed.device)
-                logp_T, _ = self._module(packed, temperature=self._config.rollout.temperature, with_entropy=False)
-                logp_N[packed.token_index_T.cpu()] = logp_T.float().cpu()
-        return self._distributed.sum(logp_N)  # each token was scored on one rank, the others hold 0
 
     def _learning_rate(self) -> float:
         settings = self._config.optimizer

@@ -15,12 +15,15 @@ from typing import Any
 from rollout.errors import ConfigError
 from trainer.config import Config
 
+GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "grpo_passk")
+"""Advantages that compare a rollout with the others of its group."""
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 
 
 def validate(config: Config, *, needs_data: bool = True) -> None:
     """Raise `ConfigError` with one line per problem, or return. needs_data: whether the data files must be there."""
-    problems = [*_choices("", config), *_ranges(config), *_batch(config), *_sampling(config), *_model(config)]
+    problems = [*_choices("", config), *_ranges(config), *_batch(config), *_algorithm(config)]
+    problems += [*_sampling(config), *_model(config)]
     if needs_data:
         problems += _files(config)
     if problems:
@@ -72,6 +75,7 @@ def _ranges(config: Config) -> Iterator[str]:
         "sync.bucket_mib": config.sync.bucket_mib,
         "sync.timeout_s": config.sync.timeout_s,
         "reward.timeout_s": config.reward.timeout_s,
+        "correction.alarm_k3": config.correction.alarm_k3,
         "algorithm.tau_positive": config.algorithm.tau_positive,
         "algorithm.tau_negative": config.algorithm.tau_negative,
         "gateway.max_request_mib": config.gateway.max_request_mib,
@@ -80,6 +84,13 @@ def _ranges(config: Config) -> Iterator[str]:
         if not value > 0:
             yield f"{name}={value} must be greater than 0"
     not_negative = {
+        "algorithm.advantage_eps": config.algorithm.advantage_eps,
+        "algorithm.entropy_coef": config.algorithm.entropy_coef,
+        "algorithm.kl_coef": config.algorithm.kl_coef,
+        "algorithm.max_refills": config.algorithm.max_refills,
+        "algorithm.overlong_penalty": config.algorithm.overlong_penalty,
+        "correction.kl_penalty": config.correction.kl_penalty,
+        "correction.noise_floor_every": config.correction.noise_floor_every,
         "optimizer.weight_decay": config.optimizer.weight_decay,
         "optimizer.max_grad_norm": config.optimizer.max_grad_norm,
         "optimizer.warmup_updates": config.optimizer.warmup_updates,
@@ -92,26 +103,6 @@ def _ranges(config: Config) -> Iterator[str]:
             yield f"{name}={value} must not be negative; set {name}=0 to switch it off"
     if not 0 <= config.gateway.port <= 65535:
         yield f"gateway.port={config.gateway.port} is not a port; set gateway.port=0 for any that is free"
-    low = config.algorithm.clip_low
-    if low is None and config.algorithm.loss != "cispo":
-        yield (
-            f"algorithm.clip_low=null is for algorithm.loss=cispo, found algorithm.loss={config.algorithm.loss}; "
-            "set algorithm.clip_low=0.2"
-        )
-    if low is not None and not 0 < low < 1:
-        yield f"algorithm.clip_low={low} must lie between 0 and 1; set algorithm.clip_low=0.2"
-    if config.algorithm.importance_sampling_level == "sequence" and config.algorithm.loss not in (
-        "clipped_tis",
-        "gspo",
-    ):
-        yield (
-            f"algorithm.importance_sampling_level=sequence has no meaning for algorithm.loss={config.algorithm.loss}; "
-            "set algorithm.loss=gspo (clipped) or algorithm.loss=clipped_tis"
-        )
-    if not config.algorithm.clip_high > 0:
-        yield f"algorithm.clip_high={config.algorithm.clip_high} must be greater than 0; set algorithm.clip_high=0.28"
-    if config.algorithm.dual_clip is not None and config.algorithm.dual_clip <= 1:
-        yield f"algorithm.dual_clip={config.algorithm.dual_clip} must be greater than 1; set algorithm.dual_clip=3"
     if len(config.optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in config.optimizer.betas):
         yield f"optimizer.betas={config.optimizer.betas} must be two numbers in [0, 1); set optimizer.betas=[0.9,0.95]"
     if not 0 <= config.correction.low < config.correction.high:
@@ -130,7 +121,7 @@ def _ranges(config: Config) -> Iterator[str]:
 
 def _batch(config: Config) -> Iterator[str]:
     rollout, algorithm = config.rollout, config.algorithm
-    if rollout.samples_per_prompt == 1 and algorithm.advantage in ("grpo", "dr_grpo", "rloo"):
+    if rollout.samples_per_prompt == 1 and algorithm.advantage in GROUP_ADVANTAGES:
         yield (
             f"rollout.samples_per_prompt=1 gives groups of one, whose {algorithm.advantage} advantage is always 0; "
             "set rollout.samples_per_prompt=8, or algorithm.advantage=reinforce_plus_plus"
@@ -147,6 +138,50 @@ def _batch(config: Config) -> Iterator[str]:
         yield (
             "correction.logp_old=bypass needs one update per rollout batch, but algorithm.epochs x "
             f"algorithm.minibatches = {algorithm.epochs * algorithm.minibatches}; set correction.logp_old=recompute"
+        )
+
+
+def _algorithm(config: Config) -> Iterator[str]:
+    algorithm = config.algorithm
+    low = algorithm.clip_low
+    if low is None and algorithm.loss != "cispo":
+        yield (
+            f"algorithm.clip_low=null is for algorithm.loss=cispo, found algorithm.loss={algorithm.loss}; "
+            "set algorithm.clip_low=0.2"
+        )
+    if low is not None and not 0 < low < 1:
+        yield f"algorithm.clip_low={low} must lie between 0 and 1; set algorithm.clip_low=0.2"
+    if algorithm.importance_sampling_level == "sequence" and algorithm.loss not in (
+        "clipped_tis",
+        "gspo",
+    ):
+        yield (
+            f"algorithm.importance_sampling_level=sequence has no meaning for algorithm.loss={algorithm.loss}; "
+            "set algorithm.loss=gspo (clipped) or algorithm.loss=clipped_tis"
+        )
+    if not algorithm.clip_high > 0:
+        yield f"algorithm.clip_high={algorithm.clip_high} must be greater than 0; set algorithm.clip_high=0.28"
+    if algorithm.dual_clip is not None and algorithm.dual_clip <= 1:
+        yield f"algorithm.dual_clip={algorithm.dual_clip} must be greater than 1; set algorithm.dual_clip=3"
+    if algorithm.dynamic_sampling and config.rollout.samples_per_prompt == 1:
+        yield (
+            "algorithm.dynamic_sampling=true keeps groups whose rewards differ, and with rollout.samples_per_prompt=1 "
+            "there are none; set rollout.samples_per_prompt=8 or algorithm.dynamic_sampling=false"
+        )
+    if not 0 <= algorithm.overlong_buffer <= 1:
+        yield (
+            f"algorithm.overlong_buffer={algorithm.overlong_buffer} is a share of the horizon of {config.horizon} "
+            "tokens, between 0 (off) and 1; set algorithm.overlong_buffer=0.2"
+        )
+    if config.model.reference_path is not None and not algorithm.kl_coef:
+        yield (
+            f"model.reference_path={config.model.reference_path} is not used while algorithm.kl_coef=0; "
+            "set algorithm.kl_coef=0.01 or model.reference_path=null"
+        )
+    if config.correction.kl_penalty and config.correction.logp_old == "bypass":
+        yield (
+            f"correction.kl_penalty={config.correction.kl_penalty} compares the engine's logprobs with the trainer's, "
+            "which correction.logp_old=bypass does not compute; set correction.logp_old=recompute"
         )
 
 
@@ -176,6 +211,12 @@ def _sampling(config: Config) -> Iterator[str]:
 
 
 def _model(config: Config) -> Iterator[str]:
+    reference = config.model.reference_path
+    if reference is not None and _is_local(reference) and not (Path(reference).expanduser() / "config.json").is_file():
+        yield (
+            f"model.reference_path={reference} has no config.json; point it at a directory that `save_pretrained` "
+            "wrote, or set model.reference_path=null for model.path"
+        )
     if _is_local(config.model.path) and not (Path(config.model.path).expanduser() / "config.json").is_file():
         task = Path(config.model.path).name
         make = (

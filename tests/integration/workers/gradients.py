@@ -2,26 +2,37 @@
 
 Started by tests/integration/test_gradients.py, by itself or by `accelerate launch`:
 
-    gradients.py MODEL_DIR OUT.npz ALGORITHM[,ALGORITHM...] TOKEN_BUDGET
+    gradients.py MODEL_DIR OUT.npz PRESET[,PRESET...] TOKEN_BUDGET
+
+A preset is a file of configs/algorithm. Every one is given a KL term against the reference, a copy of the model.
 """
 
 import sys
+from pathlib import Path
 
 import numpy as np
 import torch
+import yaml
 
 from rollout.records import EngineCall, FinishReason, Rollout, VersionSpan
-from trainer.advantages import ADVANTAGES
 from trainer.batch import decode, encode
 from trainer.config import AlgorithmConfig, Config
 from trainer.correction import correction_weights
 from trainer.distributed import Distributed
 from trainer.policy import Policy
-from trainer.update import Targets, Updater
+from trainer.reference import make_reference
+from trainer.targets import Logprobs, Targets, rollout_advantages, token_advantages
+from trainer.update import Updater
 
-NORMALIZER = {"grpo": "grpo", "dr_grpo": "dr_grpo", "dapo": "token", "gspo": "grpo", "cispo": "token",
-              "sapo": "sequence_sum", "clipped_tis": "token", "reinforce": "dr_grpo"}  # fmt: skip
-LOSS = {"grpo": "ppo_clip", "dr_grpo": "ppo_clip", "dapo": "ppo_clip"}
+PRESETS = Path(__file__).resolve().parents[3] / "configs" / "algorithm"
+
+
+def settings_of(preset: str) -> AlgorithmConfig:
+    """The preset, with a clip so narrow that this small batch is clipped on both sides, KL and entropy terms."""
+    values = yaml.safe_load((PRESETS / f"{preset}.yaml").read_text())
+    if values["loss"] == "ppo_clip":
+        values |= {"clip_low": 0.05, "clip_high": 0.1}
+    return AlgorithmConfig(**values, kl_coef=0.1, entropy_coef=0.01)
 
 
 def fixed_rollouts() -> list[Rollout]:
@@ -80,23 +91,30 @@ def main(model_dir: str, out: str, algorithms: str, token_budget: str) -> None:
     module = distributed.prepare(policy, torch.optim.SGD(policy.parameters(), lr=1.0))
     rollouts = fixed_rollouts()
     mine = [rollout for rollout in rollouts if rollout.rollout_id % distributed.world_size == distributed.rank]
-    batch = decode(distributed.gather_bytes(encode(mine, mask_truncated=False)))
+    greedy_rewards = dict.fromkeys(range(3), 0.5)
+    batch = decode(distributed.gather_bytes(encode(mine, mask_truncated=False, greedy_rewards=greedy_rewards)))
     result: dict[str, np.ndarray] = {}
+    reference = None
     for name in algorithms.split(","):
-        settings = AlgorithmConfig(loss=LOSS.get(name, name), normalizer=NORMALIZER[name], clip_low=0.05, clip_high=0.1)
-        config = Config(algorithm=settings, token_budget=int(token_budget))
+        config = Config(algorithm=settings_of(name), token_budget=int(token_budget))
+        config.model.path = model_dir
         updater = Updater(module, distributed, config)
-        scored = updater.score(batch)
+        reference = reference or make_reference(config, distributed, module)
+        assert reference is not None
+        scored = updater.scorer.score(batch)
         # Off-policy on purpose: ratios must differ from 1, or clipping and sequence levels would not be seen.
-        old = scored + 0.15 * torch.from_numpy(np.random.default_rng(1).normal(size=len(scored))).float()
-        advantages_S, _ = ADVANTAGES["grpo"](torch.from_numpy(batch.rewards_S), torch.from_numpy(batch.group_S))
+        noise = torch.from_numpy(np.random.default_rng(1).normal(size=(2, len(scored)))).float()
+        old = scored + 0.15 * noise[0]
+        result |= {"policy/scored": scored.numpy(), "reference/scored": reference.score(batch).numpy()}
+        logprobs = Logprobs(old_N=old, ref_N=scored + 0.2 * noise[1])
         weights = correction_weights(
             old, batch.sampling_logprobs_N, batch.rollout_N, batch.num_rollouts, mode="token_truncate"
         )
+        advantages_S, _ = rollout_advantages(batch, config.algorithm)
+        advantages_N = token_advantages(batch, advantages_S, logprobs, config)
         config.correction.logp_old = "given"  # neither recomputed nor bypassed: sequence ratios need their own pass
-        updater.update(batch, Targets.of(batch, advantages_S, old, weights))  # in place of the step: see above
+        updater.update(batch, Targets.of(batch, advantages_N, logprobs, weights))  # in place of the step: see above
         result |= {f"{name}/{parameter}": grad for parameter, grad in distributed.gradients.items()}
-        result[f"{name}/scored"] = scored.numpy()
     if distributed.is_main:
         np.savez(out, **result)
     distributed.close()

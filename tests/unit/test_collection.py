@@ -1,0 +1,228 @@
+"""Collecting the rollouts of a step: refills, greedy baselines, length penalties; the same decisions on every rank."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rollout.engine import Sampling
+from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
+from trainer.collection import Collected, Collector, has_spread
+from trainer.config import AlgorithmConfig, Config
+from trainer.data import Prompts
+from trainer.shaping import overlong_penalty
+from trainer.timing import Stopwatch
+
+GROUP = 4
+
+
+def rollout(rollout_id: int, group_id: int, *, length: int = 3, example: Any = None) -> Rollout:
+    call = EngineCall(
+        prompt_ids=(1,), sampled_ids=(5,) * length, sampled_logprobs=(-1.0,) * length, finish_reason=FinishReason.STOP
+    )
+    return Rollout(rollout_id=rollout_id, group_id=group_id, calls=(call,), example=example or {})
+
+
+class FakeSampler:
+    """Rollouts without an engine; remembers what it was asked for."""
+
+    def __init__(self, length: Callable[[int], int] = lambda rollout_id: 3) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self._length = length
+
+    async def collect(self, examples, *, samples_per_prompt, sampling, step, first_group=0, on_rollout=None):
+        self.asked.append({"rows": list(examples), "sampling": sampling, "step": step, "first_group": first_group})
+        return [
+            rollout((first_group + g) * samples_per_prompt + i, first_group + g, example=example,
+                    length=self._length(i))
+            for g, example in enumerate(examples) for i in range(samples_per_prompt)
+        ]  # fmt: skip
+
+
+class FakeRewards:
+    """`reward(rollout)`; None makes the rollout fail."""
+
+    def __init__(self, reward: Callable[[Rollout], float | None]) -> None:
+        self._reward = reward
+
+    async def score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        values = [self._reward(found) for found in rollouts]
+        return [
+            replace(found, status=RolloutStatus.FAILED) if value is None else replace(found, reward=value)
+            for found, value in zip(rollouts, values, strict=True)
+        ]
+
+    def take_metrics(self) -> dict[str, float]:
+        return {}
+
+
+class FakeLoop:
+    def run(self, coroutine):
+        return asyncio.new_event_loop().run_until_complete(coroutine)
+
+
+class FakeRank:
+    """Rank 0 broadcasts, the others hear what it said."""
+
+    def __init__(self, heard: list[Any] | None = None) -> None:
+        self.said: list[Any] = []
+        self._heard = heard
+
+    def together(self, work):
+        return work()
+
+    def broadcast(self, value):
+        if self._heard is None:
+            self.said.append(value)
+            return value
+        return self._heard.pop(0)
+
+
+def config(**algorithm: Any) -> Config:
+    made = Config(algorithm=AlgorithmConfig(**algorithm))
+    made.rollout.prompts_per_step = 3
+    made.rollout.samples_per_prompt = GROUP
+    return made
+
+
+def collector(
+    settings: Config,
+    sampler: FakeSampler | None,
+    reward: Callable[[Rollout], float | None],
+    rank: FakeRank | None = None,
+) -> tuple[Collector, Prompts]:
+    prompts = Prompts([{"n": n} for n in range(50)], seed=0, shuffle=False)
+    made = Collector(
+        settings,
+        distributed=rank or FakeRank(),  # type: ignore[arg-type]
+        loop=FakeLoop(),  # type: ignore[arg-type]
+        sampler=sampler,  # type: ignore[arg-type]
+        sampling=Sampling(max_tokens=8),
+        rewards=FakeRewards(reward),  # type: ignore[arg-type]
+        prompts=prompts,
+    )
+    return made, prompts
+
+
+def collect(made: Collector, step: int = 0) -> Collected:
+    return made.collect(step, Stopwatch())
+
+
+def only_odd_prompts_vary(found: Rollout) -> float:
+    return float(found.example["n"] % 2 and found.rollout_id % 2)
+
+
+def test_without_dynamic_sampling_every_group_goes_on() -> None:
+    made, prompts = collector(config(), FakeSampler(), only_odd_prompts_vary)
+    collected = collect(made)
+    assert collected.trained == collected.rollouts
+    assert len(collected.rollouts) == 3 * GROUP
+    assert prompts.cursor == 3
+    assert "rollout/refill_factor" not in collected.metrics
+
+
+def test_groups_with_equal_rewards_are_replaced_by_other_prompts() -> None:
+    sampler = FakeSampler()
+    made, prompts = collector(config(dynamic_sampling=True, max_refills=5), sampler, only_odd_prompts_vary)
+    collected = collect(made)
+    assert sorted({found.example["n"] for found in collected.trained}) == [1, 3, 5]
+    assert [len(asked["rows"]) for asked in sampler.asked] == [3, 2, 1], "only what is missing is sampled"
+    assert prompts.cursor == 6
+    assert len({found.rollout_id for found in collected.rollouts}) == 6 * GROUP, "ids are unique over refills"
+    assert all(found.rollout_id // GROUP == found.group_id for found in collected.rollouts)
+    assert collected.metrics["rollout/refill_factor"] == 2.0
+    assert collected.metrics["rollout/dropped_groups"] == 3
+    assert collected.metrics["reward/zero_std_fraction"] == 0.5
+
+
+def test_refills_end_at_the_cap_and_the_step_is_smaller() -> None:
+    made, prompts = collector(config(dynamic_sampling=True, max_refills=1), FakeSampler(), only_odd_prompts_vary)
+    collected = collect(made)
+    assert sorted({found.example["n"] for found in collected.trained}) == [1, 3]
+    assert prompts.cursor == 5
+
+
+def test_a_step_in_which_nothing_varies_trains_nothing() -> None:
+    made, prompts = collector(config(dynamic_sampling=True, max_refills=2), FakeSampler(), lambda found: 1.0)
+    collected = collect(made)
+    assert collected.trained == ()
+    assert prompts.cursor == 9
+    assert collected.metrics["reward/zero_std_fraction"] == 1.0
+
+
+def test_a_resumed_run_collects_what_the_whole_one_did() -> None:
+    settings = config(dynamic_sampling=True, max_refills=5)
+    whole, _ = collector(settings, FakeSampler(), only_odd_prompts_vary)
+    collect(whole, 0)
+    expected = collect(whole, 1)
+    resumed, prompts = collector(settings, FakeSampler(), only_odd_prompts_vary)
+    prompts.cursor = 6
+    assert [found.example for found in collect(resumed, 1).rollouts] == [found.example for found in expected.rollouts]
+
+
+def test_a_rank_without_an_engine_follows_the_cursor_of_rank_0() -> None:
+    settings = config(dynamic_sampling=True, max_refills=5)
+    main = FakeRank()
+    made, prompts = collector(settings, FakeSampler(), only_odd_prompts_vary, main)
+    collect(made, 0)
+    other, other_prompts = collector(settings, None, only_odd_prompts_vary, FakeRank(heard=list(main.said)))
+    assert collect(other, 0).rollouts == ()
+    assert other_prompts.cursor == prompts.cursor == 6
+
+
+def test_failed_rollouts_are_no_spread() -> None:
+    one, two = replace(rollout(0, 0), reward=1.0), replace(rollout(1, 0), reward=0.0)
+    assert has_spread([one, two])
+    assert not has_spread([one, replace(two, status=RolloutStatus.FAILED)])
+
+
+def test_remax_samples_one_greedy_answer_per_prompt_and_never_trains_it() -> None:
+    sampler = FakeSampler()
+    made, _ = collector(config(advantage="remax"), sampler, lambda found: float(found.example["n"]))
+    collected = collect(made, 7)
+    assert [asked["sampling"].temperature for asked in sampler.asked] == [1.0, 0.0]
+    assert sampler.asked[1]["rows"] == [{"n": 0}, {"n": 1}, {"n": 2}]
+    assert collected.greedy_rewards == {0: 0.0, 1: 1.0, 2: 2.0}
+    assert len(collected.trained) == 3 * GROUP
+    assert collected.metrics["rollout/greedy_fraction"] == 3 / (3 + 3 * GROUP)
+    assert collected.metrics["rollout/greedy_tokens"] == 9
+
+
+def test_a_failed_baseline_fails_its_group_and_no_other() -> None:
+    def reward(found: Rollout) -> float | None:
+        greedy = len(sampler.asked) == 2
+        return None if greedy and found.example["n"] == 1 else 1.0
+
+    sampler = FakeSampler()
+    made, _ = collector(config(advantage="remax"), sampler, reward)
+    collected = collect(made)
+    failed = [found for found in collected.rollouts if found.status is RolloutStatus.FAILED]
+    assert {found.group_id for found in failed} == {1}
+    assert all("no baseline" in (found.error or "") for found in failed)
+    assert set(collected.greedy_rewards) == {0, 2}
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"), [(0, 0.0), (80, 0.0), (90, -0.5), (95, -0.75), (100, -1.0), (130, -1.0)]
+)
+def test_overlong_penalty_is_linear_in_the_buffer(length: int, expected: float) -> None:
+    """DAPO, equation 13, with H = 100 and B = 20."""
+    assert overlong_penalty(length, horizon=100, buffer=0.2) == pytest.approx(expected)
+
+
+def test_overlong_shaping_is_part_of_the_reward_and_visible_by_name() -> None:
+    settings = config(overlong_buffer=0.5, overlong_penalty=2.0, max_completion_tokens=8)
+    made, _ = collector(settings, FakeSampler(length=lambda i: (4, 6, 8, 9)[i]), lambda found: 1.0)
+    first_group = collect(made).rollouts[:GROUP]
+    assert [found.reward for found in first_group] == [1.0, 0.0, -1.0, -1.0]
+    assert [found.rewards["overlong"] for found in first_group] == [0.0, -1.0, -2.0, -2.0]
+
+
+def test_dynamic_sampling_sees_the_shaped_reward() -> None:
+    settings = config(overlong_buffer=0.5, max_completion_tokens=8, dynamic_sampling=True)
+    made, _ = collector(settings, FakeSampler(length=lambda i: (4, 6, 8, 9)[i]), lambda found: 1.0)
+    assert len(collect(made).trained) == 3 * GROUP

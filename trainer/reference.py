@@ -1,0 +1,54 @@
+"""The frozen reference policy: the model that the run began with, as a copy, or the policy without its adapters.
+
+Loaded only when `algorithm.kl_coef` is not 0. A copy is sharded like the policy under ZeRO-3, and whole on every rank
+otherwise. A policy with LoRA adapters needs no copy: with the adapters switched off it is the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+from peft import PeftModel
+from torch import Tensor, nn
+
+from trainer.batch import StepBatch
+from trainer.config import Config
+from trainer.distributed import Distributed
+from trainer.policy import Policy
+from trainer.scoring import Scorer
+
+
+class Reference:
+    """log π_ref of the trained tokens of a step."""
+
+    def __init__(self, scorer: Scorer, frozen: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
+        """frozen: entered while scoring; what the scorer's module computes inside it is the reference."""
+        self._scorer = scorer
+        self._frozen = frozen
+
+    def score(self, batch: StepBatch) -> Tensor:
+        """(N,) logprobs; a collective."""
+        with self._frozen():
+            return self._scorer.score(batch)
+
+
+def make_reference(config: Config, distributed: Distributed, module: nn.Module) -> Reference | None:
+    """The reference that the configuration asks for; a collective under ZeRO-3.
+
+    module: the policy, as `Distributed.prepare` returned it.
+    """
+    if not config.algorithm.kl_coef:
+        return None
+    policy = distributed.unwrapped
+    assert isinstance(policy, Policy)
+    settings = {"temperature": config.rollout.temperature, "token_budget": config.token_budget}
+    if isinstance(policy.model, PeftModel) and config.model.reference_path is None:
+        return Reference(Scorer(module, distributed, **settings), policy.model.disable_adapter)
+    copy = Policy.from_pretrained(
+        config.model.reference_path or config.model.path,
+        dtype=config.model.dtype,
+        attn_implementation=config.model.attn_implementation,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    return Reference(Scorer(distributed.prepare_frozen(copy), distributed, **settings))

@@ -1,0 +1,113 @@
+"""What each trained token of a step is trained with: advantage, old and reference logprob, weight, mask.
+
+    rewards ─► advantage per rollout ─► per token, less the KL penalties ─┐
+    logprobs of engine, trainer, reference ───────────────────────────────┼─► Targets
+    correction weights, rejection, masked rollouts ───────────────────────┘
+
+KL penalties inside advantages are per token, and come after the estimator:
+
+    A_t = A_s − β (logp_old,t − logp_ref,t)                    `algorithm.kl_place=reward`
+    A_t = A_t + c (mean d − d_t),  d = logp_samp − logp_old     `correction.kl_penalty`, seed 000
+
+After, because inside a group they would be divided by the group's deviation: a group whose task rewards are equal would
+then train on nothing but its KL noise, scaled up to 1. On policy the expected gradient of the first is −β times that of
+KL(π ‖ π_ref) at each visited position; its effect on later positions is left out (discount 0), which is also what makes
+it independent of how a rollout branches into rows.
+
+Shape legend: _S rollouts of the step, _N trained tokens of the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trainer.advantages import ADVANTAGES, Advantages
+from trainer.batch import StepBatch
+from trainer.config import AlgorithmConfig, Config
+from trainer.correction import CorrectionResult, kl_penalized_advantages
+from trainer.kl import k3
+from trainer.segments import rollout_sum
+
+ADVANTAGE_SETTINGS = {
+    "grpo": {"normalize_std": "advantage_std", "ddof": "advantage_ddof", "eps": "advantage_eps"},
+    "dr_grpo": {},
+    "rloo": {},
+    "reinforce_plus_plus": {"eps": "advantage_eps"},
+    "reinforce_plus_plus_baseline": {"eps": "advantage_eps"},
+    "remax": {},
+    "grpo_passk": {"normalize_std": "advantage_std", "ddof": "advantage_ddof", "eps": "advantage_eps"},
+}
+"""Argument of the estimator ← field of `algorithm`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Logprobs:
+    """Of all trained tokens of the step, on every rank."""
+
+    old_N: Tensor
+    """Under the proximal policy: the trainer's own, or in bypass mode the engine's."""
+    ref_N: Tensor | None = None
+    """Under the frozen reference; None: there is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Targets:
+    """Per trained token of the step, what it is trained with. All detached, on CPU."""
+
+    advantages_N: Tensor
+    old_logp_N: Tensor
+    weights_N: Tensor
+    keep_N: Tensor
+    """bool: False for tokens that left the loss mask (rejected, or of a masked rollout), and so the denominators."""
+    ref_logp_N: Tensor | None = None
+
+    @classmethod
+    def of(cls, batch: StepBatch, advantages_N: Tensor, logprobs: Logprobs, correction: CorrectionResult) -> Targets:
+        return cls(
+            advantages_N=advantages_N.float(),
+            old_logp_N=logprobs.old_N,
+            weights_N=correction.weights_T,
+            keep_N=correction.keep_T & torch.from_numpy(batch.is_kept_S)[batch.rollout_N],
+            ref_logp_N=logprobs.ref_N,
+        )
+
+
+def rollout_advantages(batch: StepBatch, algorithm: AlgorithmConfig) -> Advantages:
+    """(S,) by the configured estimator, float64."""
+    settings = {name: getattr(algorithm, field) for name, field in ADVANTAGE_SETTINGS[algorithm.advantage].items()}
+    if algorithm.advantage == "remax":
+        settings["greedy_rewards_S"] = torch.from_numpy(batch.greedy_rewards_S)
+    return ADVANTAGES[algorithm.advantage](
+        torch.from_numpy(batch.rewards_S), torch.from_numpy(batch.group_S), **settings
+    )
+
+
+def token_advantages(batch: StepBatch, advantages_S: Tensor, logprobs: Logprobs, config: Config) -> Tensor:
+    """(N,) the rollout's advantage at each of its tokens, less the KL penalties that are configured."""
+    advantages_N = advantages_S[batch.rollout_N].float()
+    if logprobs.ref_N is not None and config.algorithm.kl_place == "reward":
+        advantages_N = advantages_N - config.algorithm.kl_coef * (logprobs.old_N - logprobs.ref_N)
+    if config.correction.kl_penalty:
+        advantages_N = kl_penalized_advantages(
+            advantages_N, batch.sampling_logprobs_N, logprobs.old_N, coef=config.correction.kl_penalty
+        )
+    return advantages_N
+
+
+def reference_metrics(logprobs: Logprobs, rollout_N: Tensor, num_rollouts: int) -> dict[str, float]:
+    """Distance from the reference before the update; empty without one.
+
+    `objective/kl`: mean over rollouts of Σ_t (logp_old − logp_ref), what PPO's reward pays for. `policy/ref_kl` and
+    `policy/ref_kl_k3`: means over tokens of the same difference and of its k3 estimate, which is never negative.
+    """
+    if logprobs.ref_N is None or not len(logprobs.old_N):
+        return {}
+    diff_N = (logprobs.old_N - logprobs.ref_N).double()
+    return {
+        "objective/kl": float(rollout_sum(diff_N, rollout_N, num_rollouts).mean()),
+        "policy/ref_kl": float(diff_N.mean()),
+        "policy/ref_kl_k3": float(k3(-diff_N).mean()),
+    }
