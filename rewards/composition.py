@@ -224,7 +224,8 @@ def _resolve(spec: str) -> tuple[str, Callable[..., Any]]:
     if ":" in spec:
         return spec.rpartition(":")[2], load_function(spec)
     raise ConfigError(
-        f"unknown reward function {spec!r}; expected one of {', '.join([*FUNCTIONS, MODEL])}, or path/to/file.py:function"
+        f"unknown reward function {spec!r}; expected one of {', '.join([*FUNCTIONS, MODEL])}, "
+        "or path/to/file.py:function"
     )
 
 

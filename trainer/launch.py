@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -27,16 +28,28 @@ FREE_FORM = ("environment.settings", "reward.settings", "correction.rejection")
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
 
 
-def launch(main: Callable[[Config], None], *, config_name: str = "train", needs_data: bool = True) -> None:
+def launch(
+    main: Callable[[Any], None],
+    *,
+    config_name: str = "train",
+    needs_data: bool = True,
+    config_class: type = Config,
+    check: Callable[[Any], None] | None = None,
+) -> None:
     """Compose the configuration from `sys.argv`, check it, and call `main` with it.
 
-    needs_data: whether `main` reads the data files, so that they must be there.
+    Args:
+        main: what runs with the checked configuration.
+        config_name: file under configs/.
+        needs_data: whether `main` reads the data files, so that they must be there.
+        config_class: dataclass schema of the configuration.
+        check: raises `ConfigError` for values that do not fit together; None: `validate`, which knows `Config`.
 
     Exits with status 2 and one line per problem on a mistake in the configuration, and with status 1 and the
     sentence of the error when the run fails in a way that Lockstep knows.
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise instead of printing, so that the text can be rewritten
-    ConfigStore.instance().store(name="schema", node=schema())
+    ConfigStore.instance().store(name="schema", node=schema(config_class))
 
     composed: list[DictConfig] = []
     # Hydra prefixes whatever its task raises with lines of its own, so the task only hands the tree out.
@@ -45,38 +58,43 @@ def launch(main: Callable[[Config], None], *, config_name: str = "train", needs_
     try:
         compose()
         for tree in composed:  # empty after --help and --cfg
-            config = to_config(tree)
-            validate(config, needs_data=needs_data)
+            config = to_config(tree, config_class)
+            if check is None:
+                validate(config, needs_data=needs_data)
+            else:
+                check(config)
             main(config)
     except (HydraException, OmegaConfBaseException) as error:
-        _exit(2, explain(error))
+        _exit(2, explain(error, config_class))
     except ConfigError as error:
         _exit(2, str(error))
     except LockstepError as error:
         _exit(1, f"{type(error).__name__}: {error}")
 
 
-def schema() -> DictConfig:
-    tree = OmegaConf.structured(Config)
+def schema(config_class: type = Config) -> DictConfig:
+    tree = OmegaConf.structured(config_class)
     for name in FREE_FORM:  # so that environment.settings.anything=1 needs no `+`
-        OmegaConf.set_struct(OmegaConf.select(tree, name), False)
+        node = OmegaConf.select(tree, name)
+        if node is not None:
+            OmegaConf.set_struct(node, False)
     return tree
 
 
-def to_config(tree: DictConfig) -> Config:
-    known = set(_all_keys(schema()))
+def to_config(tree: DictConfig, config_class: type = Config) -> Any:
+    known = set(_all_keys(schema(config_class)))
     for key in _all_keys(tree):  # `+key=value` gets past the schema
         if key not in known and not key.startswith(tuple(f"{name}." for name in FREE_FORM)):
             raise ConfigError(f"{key} is not a setting{closest(key, sorted(known))}; `--cfg job` prints all of them")
     config = OmegaConf.to_object(tree)
-    assert isinstance(config, Config), "configs/train.yaml must start its defaults with `schema`"
+    assert isinstance(config, config_class), "a config file must start its defaults with `schema`"
     return config
 
 
-def explain(error: Exception) -> str:
+def explain(error: Exception, config_class: type = Config) -> str:
     """One sentence for Hydra's and OmegaConf's errors, with the closest existing name."""
     text = f"{error}\n{error.__cause__ or ''}"
-    keys = _all_keys(schema())
+    keys = _all_keys(schema(config_class))
     if match := re.search(r"Could not override '([^']+)'", text):
         key = match.group(1)
         if "not in" in text or "Key" in text:

@@ -16,13 +16,18 @@ from transformers import PreTrainedTokenizerFast
 
 END_OF_TEXT, UNKNOWN, STOP = "<|endoftext|>", "<|unknown|>", "."
 
-NAMES = "he she they anna omar the_child the_old_man her_sister".split()
-NOUNS = "door river garden house letter road table window horse boat lamp coat stone field song fire".split()
-VERBS = "opened found watched left crossed carried followed remembered painted touched heard lost".split()
-PLACES = "near behind beyond under beside above".split()
-ADJECTIVES = "tall dark silver quiet narrow wooden golden ancient pale heavy crooked velvet".split()
-GLAD = "happy delighted hopeful proud calm grateful joyful loved".split()
-SAD = "sad afraid angry lonely bitter tired ashamed broken".split()
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+NAMES = _words("he she they anna omar the_child the_old_man her_sister")
+NOUNS = _words("door river garden house letter road table window horse boat lamp coat stone field song fire")
+VERBS = _words("opened found watched left crossed carried followed remembered painted touched heard lost")
+PLACES = _words("near behind beyond under beside above")
+ADJECTIVES = _words("tall dark silver quiet narrow wooden golden ancient pale heavy crooked velvet")
+GLAD = _words("happy delighted hopeful proud calm grateful joyful loved")
+SAD = _words("sad afraid angry lonely bitter tired ashamed broken")
 GLUE = ["the", "a", "was", "and", ",", STOP]
 
 VOCABULARY = [END_OF_TEXT, UNKNOWN, *GLUE, *NAMES, *NOUNS, *VERBS, *PLACES, *ADJECTIVES, *GLAD, *SAD]

@@ -1,0 +1,23 @@
+"""Train a reward model on comparisons.
+
+    python scripts/make_preference_data.py --task sentiment && python scripts/train_reward_model.py
+    accelerate launch --config_file configs/accelerate/zero3.yaml scripts/train_reward_model.py
+    python scripts/train_reward_model.py model.path=... data.path=pairs.jsonl optimizer.lr=1e-5
+    python scripts/train_reward_model.py --cfg job                     print the resolved config
+
+Settings: trainer/reward_model/config.py. The model is written to <run directory>/model; use it in a run with
+`reward.functions=[model] reward.settings.model.path=<run directory>/model`.
+"""
+
+from trainer.launch import launch
+from trainer.reward_model.config import RewardModelConfig, check
+
+
+def main(config) -> None:
+    from trainer.reward_model.train import train  # torch and transformers load only after the settings were checked
+
+    train(config)
+
+
+if __name__ == "__main__":
+    launch(main, config_name="train_reward_model", config_class=RewardModelConfig, check=check)

@@ -1,0 +1,105 @@
+"""Reward models trained by the script, on one process and on two ranks of ZeRO-3, and loaded again."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from rewards.classifier import load_reward_model
+from rollout.preferences.make import PreferenceRecipe, make_preferences
+from tests.integration.test_policy_zero3 import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = PreferenceRecipe(
+    query_length=24,
+    num_queries=8,
+    num_heldout=16,
+    num_comparisons=100,
+    pretraining_steps=30,
+    rater_noise=0.0,
+    hidden_size=32,
+    num_heads=2,
+)
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("preferences")
+    make_preferences("sentiment", directory / "model", directory / "data", recipe=RECIPE)
+    return directory
+
+
+def train(task: Path, name: str, *overrides: str, ranks: int = 1) -> list[dict]:
+    """Metrics of a training; the model is in task/name/model."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
+    launcher = [sys.executable]
+    if ranks > 1:
+        launcher += ["-m", "accelerate.commands.launch", "--config_file", str(ROOT / "configs/accelerate/zero3.yaml")]
+        launcher += ["--num_processes", str(ranks), "--main_process_port", str(free_port())]
+    command = [*launcher, str(ROOT / "scripts/train_reward_model.py")]
+    command += [f"run_root={task}", f"run_name={name}", f"model.path={task}/model"]
+    command += [f"data.path={task}/data/comparisons.jsonl", f"data.heldout_path={task}/data/comparisons_heldout.jsonl"]
+    command += ["microbatch_size=8", "optimizer.lr=3e-3", *overrides]
+    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-6000:]
+    return [json.loads(line) for line in (task / name / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_trained_reward_model_is_normalised_saved_and_loads_as_a_sequence_classifier(task):
+    metrics = train(task, "one", "normalization.num_samples=64", "batch_size=8")
+    final = metrics[-1]
+    assert final["reward_model/normalized_mean"] == pytest.approx(0, abs=1e-6)
+    assert final["reward_model/normalized_var"] == pytest.approx(1, abs=1e-6)
+    assert len(metrics) == 13 + 1, "one epoch of 100 comparisons, eight a step, the rest in a smaller one"
+    assert metrics[-2]["optim/lr"] == 0, "the learning rate falls to zero"
+    assert metrics[0]["optim/lr"] == pytest.approx(3e-3)
+    assert final["eval/accuracy"] > 0.4, "four responses: 0.25 by chance"
+
+    path = task / "one" / "model"
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    ids = tokenizer("anna was happy . he was sad .")["input_ids"]
+    ours, bias = load_reward_model(path)
+    assert bias == 0, "GPT-2's last LayerNorm holds it"
+    plain = AutoModelForSequenceClassification.from_pretrained(path).eval()
+    expected = ours.score([ids], batch_size=1).item()
+    assert plain(input_ids=torch.tensor([ids])).logits.item() == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_ranks_of_zero3_train_the_reward_model_of_one_process(task):
+    """9 comparisons a step do not divide by two ranks, nor by the microbatch: nothing is dropped or counted twice."""
+    settings = ("normalization.num_samples=0", "batch_size=9", "data.max_comparisons=30", "microbatch_size=2")
+    one = train(task, "single", *settings)
+    two = train(task, "pair", *settings, ranks=2)
+    assert [m["step"] for m in one] == [m["step"] for m in two]
+    for mine, theirs in zip(one, two, strict=True):
+        for name in ("reward_model/loss", "reward_model/accuracy", "reward_model/margin", "eval/loss"):
+            if name in mine:
+                assert theirs[name] == pytest.approx(mine[name], abs=2e-4), (mine["step"], name)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_normalisation_on_two_ranks_is_over_all_samples(task):
+    final = train(task, "normalised", "normalization.num_samples=33", "data.max_comparisons=8", ranks=2)[-1]
+    assert final["reward_model/normalized_mean"] == pytest.approx(0, abs=1e-6)
+    assert final["reward_model/normalized_var"] == pytest.approx(1, abs=1e-6)
+
+
+def test_mistakes_in_settings_are_one_sentence(tmp_path):
+    command = [sys.executable, str(ROOT / "scripts/train_reward_model.py"), "data.path=missing.jsonl", "batch_size=0"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 2
+    assert "data.path=missing.jsonl does not exist" in result.stderr
+    assert "batch_size=0 must be at least 1" in result.stderr
+    assert "Traceback" not in result.stderr

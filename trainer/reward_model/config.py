@@ -1,0 +1,105 @@
+"""Settings of `scripts/train_reward_model.py`. Values are in configs/train_reward_model.yaml."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rollout.errors import ConfigError
+from trainer.config import LoggerConfig, OptimizerConfig, setting
+
+DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+
+
+@dataclass
+class RewardModelSettings:
+    path: str = setting("models/sentiment_lm", "pretrained model, or a sequence classifier to go on with")
+    new_head: bool = setting(True, "start from a fresh head, N(0, 1/sqrt(d + 1)); false: the checkpoint's own")
+    dtype: str = setting("float32", "dtype of the computation", choices=("float32", "bfloat16"))
+    gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass to save memory")
+    trust_remote_code: bool = setting(False, "run code that ships with the model")
+
+
+@dataclass
+class ComparisonData:
+    path: str = setting("data/preferences/sentiment/comparisons.jsonl", "comparisons: a file, or a hub data set id")
+    split: str = setting("train", "split of a hub data set")
+    heldout_path: str | None = setting(None, "comparisons for evaluation; null: none")
+    heldout_split: str = setting("test", "split of a hub data set for evaluation")
+    max_comparisons: int | None = setting(None, "use the first so many after shuffling; null: all")
+    query_tokens: int | None = setting(None, "longer queries keep their beginning [tokens]; null: no limit")
+    response_tokens: int | None = setting(None, "longer responses keep their beginning [tokens]; null: no limit")
+    max_tokens: int | None = setting(2048, "longer sequences keep their end [tokens]; null: no limit")
+
+
+@dataclass
+class NormalizationConfig:
+    """Rewards of the pretrained model's samples get mean 0 and variance 1, before and after training."""
+
+    num_samples: int = setting(256, "responses to normalise on, over all ranks; 0: no normalisation")
+    queries_path: str | None = setting(None, "rows with `prompt`, and `response` if they are sampled already; "
+                                             "null: the prompts of data.path")  # fmt: skip
+    model_path: str | None = setting(None, "model that samples; null: model.path")
+    response_tokens: int = setting(24, "length of a sampled response [tokens]")
+    temperature: float = setting(0.7, "of sampling")
+    stop: str | None = setting(None, "one token that ends a response for the score; null: none")
+    stop_after: int = setting(0, "first index at which it counts [tokens]")
+
+
+@dataclass
+class RewardModelConfig:
+    seed: int = setting(0, "of data order, head and sampling; ranks sample with seed + rank x 100003")
+    run_root: str = setting("runs", "directory that holds run directories")
+    run_name: str | None = setting(None, "name of the run directory; null: reward_model and time")
+    epochs: int = setting(1, "passes over the comparisons; more than one overfits the labels")
+    batch_size: int = setting(32, "comparisons per optimizer step, over all ranks")
+    microbatch_size: int = setting(8, "comparisons per forward pass on one rank, at most")
+    eval_every: int = setting(0, "optimizer steps between evaluations on data.heldout_path; 0: only at the end")
+    model: RewardModelSettings = field(default_factory=RewardModelSettings)
+    data: ComparisonData = field(default_factory=ComparisonData)
+    normalization: NormalizationConfig = field(default_factory=NormalizationConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+
+
+def check(config: RewardModelConfig) -> None:
+    """Raise `ConfigError` with one line per problem, or return."""
+    problems = list(_problems(config))
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _problems(config: RewardModelConfig) -> Iterator[str]:
+    at_least_one = {
+        "epochs": config.epochs,
+        "batch_size": config.batch_size,
+        "microbatch_size": config.microbatch_size,
+        "normalization.response_tokens": config.normalization.response_tokens,
+    }
+    for name, value in at_least_one.items():
+        if value < 1:
+            yield f"{name}={value} must be at least 1; set {name}=1"
+    if config.normalization.num_samples == 1 or config.normalization.num_samples < 0:
+        yield (
+            f"normalization.num_samples={config.normalization.num_samples} has no variance; "
+            "set normalization.num_samples=256, or 0 for no normalisation"
+        )
+    if not config.normalization.temperature > 0:
+        yield f"normalization.temperature={config.normalization.temperature} must be greater than 0"
+    if not config.optimizer.lr > 0:
+        yield f"optimizer.lr={config.optimizer.lr} must be greater than 0; set optimizer.lr=5e-5"
+    paths = {
+        "data.path": config.data.path,
+        "data.heldout_path": config.data.heldout_path,
+        "normalization.queries_path": config.normalization.queries_path,
+    }
+    for name, path in paths.items():
+        if path is not None and Path(path).suffix in DATA_SUFFIXES and not Path(path).expanduser().is_file():
+            yield (
+                f"{name}={path} does not exist (looked in {Path.cwd()}); set {name}=<file or hub id>, or make the "
+                "synthetic task with `python scripts/make_preference_data.py`"
+            )
+    model = config.model.path
+    if model.startswith(("/", ".", "~", "models/")) and not (Path(model).expanduser() / "config.json").is_file():
+        yield f"model.path={model} has no config.json; set model.path=<directory or hub id>"

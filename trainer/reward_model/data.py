@@ -1,0 +1,99 @@
+"""Comparisons from rows of a data set, as token ids.
+
+    {"prompt": "...", "responses": ["...", ...], "best": 2}             best of n, a text and its continuations
+    {"prompt": "...", "chosen": "...", "rejected": "..."}               a pair; optional "margin"
+    {"prompt": [messages], "chosen": [messages], "rejected": [...]}     conversations, through the chat template
+    {"chosen": [messages], "rejected": [messages]}                      the same, each conversation whole
+
+`query` is another name for `prompt`. Prompt and response are tokenised apart and joined as ids, so that the prompt's
+tokens are the same under every response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from rollout.errors import DataError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Responses to one query, one of which was preferred."""
+
+    sequences: tuple[tuple[int, ...], ...]
+    """Query and response as ids, one per response."""
+    best: int
+    margin: float = 0.0
+    """By how much the preferred one must win."""
+
+    def __post_init__(self) -> None:
+        if len(self.sequences) < 2 or not 0 <= self.best < len(self.sequences):
+            raise DataError(
+                f"a comparison needs at least two responses and one of them as the best; found "
+                f"{len(self.sequences)} and best={self.best}"
+            )
+        if any(not sequence for sequence in self.sequences):
+            raise DataError("a comparison has a response without any token")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """Longest parts of a sequence [tokens]; None: no limit."""
+
+    query: int | None = None
+    """Longer queries keep their beginning, as the historical fixed query length does."""
+    response: int | None = None
+    total: int | None = None
+    """Longer sequences keep their end, where the score is read."""
+
+
+def read_comparisons(
+    rows: Iterable[Mapping[str, Any]], tokenizer: PreTrainedTokenizerFast, lengths: Lengths
+) -> list[Comparison]:
+    """All rows in order. Raises `DataError` with the number of the row that is none of the forms above."""
+    comparisons = []
+    for number, row in enumerate(rows):
+        try:
+            comparisons.append(_read(row, tokenizer, lengths))
+        except DataError as error:
+            raise DataError(f"row {number}: {error}") from error
+    return comparisons
+
+
+def _read(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast, lengths: Lengths) -> Comparison:
+    prompt = row.get("prompt") if row.get("prompt") is not None else row.get("query")
+    if row.get("responses") is not None and row.get("best") is not None:
+        responses, best = list(row["responses"]), int(row["best"])
+    elif row.get("chosen") is not None and row.get("rejected") is not None:
+        responses, best = [row["chosen"], row["rejected"]], 0
+    else:
+        raise DataError(
+            f"found columns {', '.join(row)}; expected prompt, responses and best, or prompt, chosen and rejected"
+        )
+    sequences = tuple(tuple(_encode(prompt, response, tokenizer, lengths)) for response in responses)
+    return Comparison(sequences=sequences, best=best, margin=float(row.get("margin") or 0.0))
+
+
+def _encode(prompt: Any, response: Any, tokenizer: PreTrainedTokenizerFast, lengths: Lengths) -> list[int]:
+    if isinstance(response, str) and isinstance(prompt, str):
+        query = tokenizer(prompt)["input_ids"][: lengths.query]
+        ids = [*query, *tokenizer(response, add_special_tokens=False)["input_ids"][: lengths.response]]
+    elif isinstance(prompt, str | list | None):
+        if not tokenizer.chat_template:
+            raise DataError("conversations need a tokenizer with a chat template; use texts, or another model.path")
+        ids = tokenizer.apply_chat_template(
+            [*_messages(prompt, "user"), *_messages(response, "assistant")], tokenize=True, return_dict=True
+        )["input_ids"]
+    else:
+        raise DataError(f"prompt is a {type(prompt).__name__}; expected a text or a list of messages")
+    return list(ids) if lengths.total is None else list(ids[-lengths.total :])
+
+
+def _messages(value: Any, role: str) -> Sequence[Mapping[str, Any]]:
+    if value is None:
+        return []
+    return [{"role": role, "content": value}] if isinstance(value, str) else value
