@@ -95,7 +95,9 @@ def pretrain(tokenizer: PreTrainedTokenizerFast, recipe: PreferenceRecipe, *, se
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = GPT2LMHeadModel(config)
-    model.generation_config.top_k, model.generation_config.top_p = 0, 1.0
+    generation = model.generation_config
+    # Said in full, so that no engine or pipeline fills in a default that truncates.
+    generation.do_sample, generation.temperature, generation.top_p, generation.top_k = True, 1.0, 1.0, 0
     rng = random.Random(f"{seed}-pretraining")
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.0)
     length = recipe.query_length + recipe.response_length
