@@ -29,15 +29,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 
 from rollout.errors import ConfigError, EngineError, EvidenceError
 from rollout.loop import BackgroundLoop
 from rollout.plugin import CHILD_ENV
-from rollout.records import EngineCall, FinishReason, VersionSpan
+from rollout.records import EngineCall, FinishReason, SamplingSupport, VersionSpan
 
 if TYPE_CHECKING:
     from vllm import CompletionOutput, RequestOutput, SamplingParams
+    from vllm.logprobs import FlatLogprobs
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from rollout.engine import Sampling
@@ -49,6 +51,11 @@ WATCH_S = 0.5
 SHUTDOWN_TIMEOUT_S = 5.0
 PAUSE_MODES = ("wait", "keep", "abort")
 LOG_TAIL_LINES = 15
+MAX_SUPPORT = 20
+"""Tokens whose logprobs vLLM returns with each sampled one, at most (its `max_logprobs`). Under a top_k within it they
+are the support: what truncated sampling left out has a logprob of -inf."""
+SUPPORT_TOLERANCE = 1e-3
+"""How far the probabilities of a support may be from 1 in all: above bfloat16 rounding, below a token left out."""
 
 
 class EmbeddedEngine:
@@ -184,13 +191,14 @@ class EmbeddedEngine:
             EvidenceError: the answer lacks ids, logprobs or version spans that agree with each other.
         """
         room = self._check_prompt(prompt_ids)
-        if sampling.truncates:
+        if sampling.truncates and not 1 <= sampling.top_k <= MAX_SUPPORT:
             raise EngineError(
-                "the engine samples from the whole vocabulary only: its logprobs under top_p, top_k or min_p are over "
-                "the kept tokens, the trainer's over all. Set rollout.top_p=1 rollout.top_k=0 rollout.min_p=0"
+                "under top_p or min_p alone the engine does not say which tokens it sampled from, and its logprobs are "
+                f"over those, the trainer's over all; set rollout.top_k to 1 .. {MAX_SUPPORT}, or "
+                "rollout.top_p=1 rollout.top_k=0 rollout.min_p=0"
             )
         output = await self._request(prompt_ids, _sampling_params(sampling, max_tokens=min(sampling.max_tokens, room)))
-        return _engine_call(prompt_ids, output.outputs[0])
+        return _engine_call(prompt_ids, output.outputs[0], with_support=sampling.truncates)
 
     async def score(self, ids: Sequence[int]) -> list[float]:
         """log π(ids[i] | ids[:i]) at temperature 1 for i = 1 .. len(ids) - 1, computed anew (no cached prefix).
@@ -342,19 +350,22 @@ def _sampling_params(sampling: Sampling, *, max_tokens: int) -> SamplingParams:
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=sampling.ignore_eos,
         seed=sampling.seed,
-        logprobs=0,  # of the sampled token alone
+        logprobs=MAX_SUPPORT if sampling.truncates else 0,  # 0: of the sampled token alone
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
 
-def _engine_call(prompt_ids: Sequence[int], output: CompletionOutput) -> EngineCall:
+def _engine_call(prompt_ids: Sequence[int], output: CompletionOutput, *, with_support: bool = False) -> EngineCall:
     from vllm.logprobs import FlatLogprobs
 
     sampled = tuple(output.token_ids)
     flat = output.logprobs
-    if not isinstance(flat, FlatLogprobs) or tuple(flat.token_ids) != sampled:
+    if not isinstance(flat, FlatLogprobs) or len(flat.start_indices) != len(sampled):
+        raise EvidenceError(f"engine call: the logprobs are not of the {len(sampled)} sampled tokens")
+    # A position starts with the token that was sampled; the most probable ones follow, it perhaps among them.
+    if tuple(flat.token_ids[start] for start in flat.start_indices) != sampled:
         raise EvidenceError(f"engine call: the logprobs are not of the {len(sampled)} sampled tokens")
     if output.finish_reason not in set(FinishReason):
         raise EvidenceError(f"engine call: unknown finish reason {output.finish_reason!r}")
@@ -363,12 +374,35 @@ def _engine_call(prompt_ids: Sequence[int], output: CompletionOutput) -> EngineC
     return EngineCall(
         prompt_ids=tuple(prompt_ids),
         sampled_ids=sampled,
-        sampled_logprobs=tuple(flat.logprobs),
+        sampled_logprobs=tuple(flat.logprobs[start] for start in flat.start_indices),
         finish_reason=FinishReason(output.finish_reason),
         version_spans=tuple(
             VersionSpan(version=int(span.version), start=span.start, end=span.end)
             for span in output.weight_versions or ()
         ),
+        support=_support(flat) if with_support else None,
+    )
+
+
+def _support(flat: FlatLogprobs) -> SamplingSupport:
+    """The tokens that each sampled token was drawn from.
+
+    Raises `EvidenceError` where the returned tokens are not all of them: ties at the k-th place are all sampled from.
+    """
+    supports: list[list[int]] = []
+    for start, end in zip(flat.start_indices, flat.end_indices, strict=True):
+        kept = dict(zip(flat.token_ids[start:end], flat.logprobs[start:end], strict=True))
+        kept = {token: logprob for token, logprob in kept.items() if math.isfinite(logprob)}
+        total = sum(map(math.exp, kept.values()))
+        if abs(total - 1) > SUPPORT_TOLERANCE:
+            raise EvidenceError(
+                f"engine call: the {len(kept)} returned tokens at position {len(supports)} have a probability of "
+                f"{total:.4f}, expected 1: the support of the sampled token is not complete"
+            )
+        supports.append(sorted(kept))
+    return SamplingSupport(
+        offsets=np.cumsum([0, *map(len, supports)], dtype=np.int64),
+        token_ids=np.array([token for support in supports for token in support], dtype=np.int32),
     )
 
 

@@ -38,7 +38,9 @@ class Sampling:
 
     @property
     def truncates(self) -> bool:
-        """Whether tokens are drawn from less than the whole vocabulary."""
+        """Whether tokens are drawn from a part of the vocabulary; a greedy token is not drawn at all."""
+        if self.temperature == 0:
+            return False
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
 

@@ -21,6 +21,7 @@ ADVANTAGES = (
     "grpo_passk",
 )
 LOSSES = ("ppo_clip", "gspo", "cispo", "sapo", "reinforce", "clipped_tis")
+OPTIMIZERS = ("adamw", "adamw_tf", "adamw_8bit", "muon", "sgd")
 KL_ESTIMATORS = ("k1", "k2", "k3", "unbiased")
 NORMALIZERS = ("grpo", "dr_grpo", "token", "sequence_sum")
 
@@ -33,11 +34,20 @@ def setting(default: Any, description: str, *, choices: tuple[Any, ...] | None =
 
 
 @dataclass
+class LoraConfig:
+    rank: int = setting(0, "rank of the low-rank adapters that are trained in place of the weights; 0: no adapters")
+    alpha: float = setting(32.0, "adapters are scaled by alpha / rank")
+    target_modules: list[str] | None = setting(
+        None, "names of the linear layers that get adapters; null: all but the head"
+    )
+
+
+@dataclass
 class ModelConfig:
     path: str = setting("models/calculator", "directory or hub id of the policy, for `from_pretrained`")
     dtype: str = setting(
         "float32",
-        "dtype of the trained parameters and of the engine",
+        "dtype of the computation and of the engine; bfloat16: master weights, gradients and optimizer stay float32",
         choices=("float32", "bfloat16"),
     )
     attn_implementation: str = setting(
@@ -48,6 +58,7 @@ class ModelConfig:
     reference_path: str | None = setting(None, "frozen reference of algorithm.kl_coef; null: model.path")
     gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass to save memory")
     trust_remote_code: bool = setting(False, "run code that ships with the model, in trainer and engine alike")
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 @dataclass
@@ -89,6 +100,9 @@ class RolloutConfig:
     top_p: float = setting(1.0, "nucleus; below 1 changes the sampling distribution")
     top_k: int = setting(0, "0: off")
     min_p: float = setting(0.0, "0: off")
+    replay_support: bool = setting(
+        False, "truncated sampling: normalise the trainer's logprobs over the tokens the engine sampled from, too"
+    )
     max_tokens_per_turn: int = setting(48, "sampled tokens per assistant turn at most [tokens]")
     max_model_len: int = setting(512, "context of the engine: prompt and completion [tokens]")
     max_num_seqs: int = setting(256, "requests the engine batches at once")
@@ -189,10 +203,11 @@ class CorrectionConfig:
 
 @dataclass
 class OptimizerConfig:
-    name: str = setting("adamw", "optimizer", choices=("adamw",))
+    name: str = setting("adamw", "optimizer (trainer/optimizer.py)", choices=OPTIMIZERS)
     lr: float = setting(3e-4, "learning rate at its highest")
     betas: list[float] = setting([0.9, 0.95], "Adam's moment decays")
     eps: float = setting(1e-8, "Adam's epsilon")
+    momentum: float = setting(0.95, "of muon and sgd")
     weight_decay: float = setting(0.0, "decoupled weight decay, on matrices only")
     max_grad_norm: float = setting(1.0, "gradients are scaled down to this global norm; 0: off")
     schedule: str = setting("constant", "learning rate after warm-up", choices=("constant", "linear", "cosine"))

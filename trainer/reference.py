@@ -34,7 +34,7 @@ class Reference:
 
 
 def make_reference(config: Config, distributed: Distributed, module: nn.Module) -> Reference | None:
-    """The reference that the configuration asks for; a collective under ZeRO-3.
+    """The reference that the configuration asks for, in the dtype of the computation; a collective under ZeRO-3.
 
     module: the policy, as `Distributed.prepare` returned it.
     """

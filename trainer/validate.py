@@ -12,11 +12,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rewards.composition import MODEL
+from rewards.functions import FUNCTIONS
+from rollout.environments import ENVIRONMENTS, make_environment
 from rollout.errors import ConfigError
 from trainer.config import Config
 
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "grpo_passk")
 """Advantages that compare a rollout with the others of its group."""
+MAX_SUPPORT = 20
+"""rollout.embedded.MAX_SUPPORT, which cannot be imported before torch may be; a test holds them equal."""
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 
 
@@ -24,8 +29,11 @@ def validate(config: Config, *, needs_data: bool = True) -> None:
     """Raise `ConfigError` with one line per problem, or return. needs_data: whether the data files must be there."""
     problems = [*_choices("", config), *_ranges(config), *_batch(config), *_algorithm(config)]
     problems += [*_sampling(config), *_model(config)]
+    problems += [*_names(config)]
     if needs_data:
         problems += _files(config)
+    if not problems:
+        problems += _environment(config)
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -192,16 +200,27 @@ def _sampling(config: Config) -> Iterator[str]:
             f"rollout.temperature={rollout.temperature}: a greedy sample has no distribution to train against; "
             "set rollout.temperature=1.0 (eval.temperature=0 is fine)"
         )
-    for name, value, full in (
-        ("top_p", rollout.top_p, 1.0),
-        ("top_k", rollout.top_k, 0),
-        ("min_p", rollout.min_p, 0.0),
-    ):
-        if value != full:
-            yield (
-                f"rollout.{name}={value} truncates the sampling distribution, so the engine's logprobs are over "
-                f"another support than the trainer's and every importance ratio is biased; set rollout.{name}={full}"
-            )
+    truncations = (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, 0), ("min_p", rollout.min_p, 0.0))
+    truncating = [(name, value, full) for name, value, full in truncations if value != full]
+    replayable = 1 <= rollout.top_k <= MAX_SUPPORT
+    for name, value, full in truncating if not rollout.replay_support else ():
+        replay = "rollout.replay_support=true" + ("" if replayable else f" rollout.top_k={MAX_SUPPORT}")
+        yield (
+            f"rollout.{name}={value} truncates the sampling distribution, so the engine's logprobs are over another "
+            "support than the trainer's and every importance ratio is biased; "
+            f"set rollout.{name}={full}, or {replay} to train on the engine's support"
+        )
+    if rollout.replay_support and truncating and not replayable:
+        yield (
+            f"rollout.replay_support=true needs rollout.top_k in 1 .. {MAX_SUPPORT}, found {rollout.top_k}: the engine "
+            f"returns the logprobs of that many tokens, and only under top_k they are the whole support; "
+            f"set rollout.top_k={MAX_SUPPORT}"
+        )
+    if rollout.replay_support and not truncating:
+        yield (
+            "rollout.replay_support=true has nothing to replay: rollout.top_p=1.0, top_k=0 and min_p=0.0 sample from "
+            f"the whole vocabulary; set rollout.top_k={MAX_SUPPORT} or rollout.replay_support=false"
+        )
     if rollout.max_tokens_per_turn >= rollout.max_model_len:
         yield (
             f"rollout.max_tokens_per_turn={rollout.max_tokens_per_turn} leaves no room for a prompt in "
@@ -225,6 +244,34 @@ def _model(config: Config) -> Iterator[str]:
             else "point it at a directory that `save_pretrained` wrote"
         )
         yield f"model.path={config.model.path} has no config.json; {make}, or set model.path=<directory or hub id>"
+
+
+def _names(config: Config) -> Iterator[str]:
+    """Names of environments and reward functions; what a user's own file holds is seen when it is loaded."""
+    name = config.environment.name
+    if name not in ENVIRONMENTS:
+        hint = closest(name, list(ENVIRONMENTS))
+        yield (
+            f"environment.name={name} is not one of {', '.join(ENVIRONMENTS)}{hint}; set environment.name=single_turn"
+        )
+    for spec in config.reward.functions:
+        path, colon, _ = spec.rpartition(":")
+        if colon and not Path(path).is_file():
+            yield f"reward.functions: no file {path} (looked in {Path.cwd()}); expected path/to/file.py:function"
+        if not colon and spec not in (*FUNCTIONS, MODEL):
+            hint = closest(spec, [*FUNCTIONS, MODEL])
+            yield (
+                f"reward.functions: {spec} is not one of {', '.join([*FUNCTIONS, MODEL])}{hint}; set "
+                "reward.functions=[exact_match], or reward.functions=[path/to/file.py:function]"
+            )
+
+
+def _environment(config: Config) -> Iterator[str]:
+    """Settings that the environment itself refuses. Asked last: it may load the user's files."""
+    try:
+        make_environment(config.environment.name, **config.environment.settings)
+    except ConfigError as error:
+        yield str(error)
 
 
 def _files(config: Config) -> Iterator[str]:

@@ -9,10 +9,11 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 
+import rollout.embedded
 from rollout.errors import ConfigError
 from trainer.config import Config
 from trainer.launch import CONFIG_DIR, schema, to_config
-from trainer.validate import validate
+from trainer.validate import MAX_SUPPORT, validate
 
 ROOT = CONFIG_DIR.parent
 GROUP_FILES = sorted(
@@ -56,12 +57,21 @@ def test_defaults_are_the_schema_or_a_group_value(complete: tuple[str, ...]) -> 
         (["rollout.samples_per_prompt=1"], ["rollout.samples_per_prompt=8"]),
         (["algorithm.minibatches=7"], ["algorithm.minibatches=8"]),
         (["rollout.top_p=0.9"], ["rollout.top_p=1.0", "support"]),
+        (["rollout.top_p=0.9"], ["rollout.replay_support=true rollout.top_k=20"]),
+        (["rollout.top_k=50", "rollout.replay_support=true"], ["rollout.top_k=20", "whole support"]),
+        (["rollout.replay_support=true"], ["rollout.replay_support=false"]),
         (["rollout.temperature=0"], ["rollout.temperature=1.0"]),
         (["algorithm.loss=ppo_clp"], ["ppo_clip", "did you mean"]),
         (["correction.logp_old=bypass", "algorithm.epochs=2"], ["correction.logp_old=recompute"]),
         (["correction.low=3"], ["correction.low=0.5"]),
         (["reward.functions=[]"], ["reward.functions=[exact_match]"]),
         (["reward.functions=[a,b]", "reward.weights=[1.0]"], ["reward.weights=null"]),
+        (["algorithm=dapo", "rollout.samples_per_prompt=1"], ["algorithm.dynamic_sampling=false"]),
+        (["algorithm.overlong_buffer=32"], ["algorithm.overlong_buffer=0.2"]),
+        (["algorithm.kl_coef=-1"], ["algorithm.kl_coef=0"]),
+        (["algorithm.kl_estimator=k4"], ["k3", "unbiased"]),
+        (["model.reference_path=models/nothing"], ["algorithm.kl_coef=0.01", "model.reference_path=null"]),
+        (["correction.kl_penalty=0.1", "correction.logp_old=bypass"], ["correction.logp_old=recompute"]),
         (["rollout.max_tokens_per_turn=512"], ["rollout.max_model_len=2048"]),
         (["eval.every=5"], ["data.heldout_path="]),
         (["resume=auto"], ["run_name="]),
@@ -81,6 +91,11 @@ def test_a_contradiction_names_the_override_that_ends_it(
         validate(composed(*complete, *overrides))
     for name in names:
         assert name in str(error.value)
+
+
+def test_a_truncated_support_is_accepted_when_it_is_replayed(complete: tuple[str, ...]) -> None:
+    validate(composed(*complete, "rollout.top_k=20", "rollout.top_p=0.9", "rollout.replay_support=true"))
+    assert MAX_SUPPORT == rollout.embedded.MAX_SUPPORT
 
 
 def test_all_problems_are_reported_at_once(complete: tuple[str, ...]) -> None:

@@ -1,0 +1,79 @@
+"""Truncated sampling: the trainer's logprobs agree with the engine's when its support is replayed, and only then."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from rollout.engine import Sampling
+from rollout.errors import EngineError
+from rollout.records import EngineCall, Rollout
+from tests.fixtures.models import tiny_qwen3
+from tests.integration.conftest import Served
+from trainer.batch import decode, encode
+from trainer.packing import collate
+from trainer.policy import Policy
+
+pytestmark = pytest.mark.engine
+
+TRUNCATED = {"top_k": 12, "top_p": 0.9, "min_p": 0.01, "temperature": 0.8, "max_tokens": 48}
+
+
+@pytest.fixture(scope="module")
+def calls(served_untied: Served) -> list[EngineCall]:
+    return [served_untied.generate((3, 5 + i, 8), **TRUNCATED, seed=i) for i in range(6)]
+
+
+def trainer_logprobs(calls: list[EngineCall]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of engine and trainer, along the trainer's own path: rows, the journey over ranks, a pack, the fused head."""
+    rollouts = [Rollout(rollout_id=i, group_id=0, calls=(call,)) for i, call in enumerate(calls)]
+    batch = decode([encode(rollouts, mask_truncated=False)])
+    packed = collate(batch.rows, range(len(batch.rows)), batch.layout)
+    with torch.no_grad():
+        logp_T, _ = Policy(tiny_qwen3(tied=False))(packed, temperature=TRUNCATED["temperature"])
+    return packed.sampling_logprobs_T, logp_T
+
+
+def test_the_engine_returns_the_support_of_every_token(calls: list[EngineCall]) -> None:
+    sizes = np.concatenate([np.diff(call.support.offsets) for call in calls if call.support is not None])
+    assert len(sizes) == sum(len(call.sampled_ids) for call in calls)
+    assert sizes.max() <= TRUNCATED["top_k"]
+    assert len(set(sizes.tolist())) > 1, "top_p or min_p left tokens out, so the sizes differ"
+    for call in calls:
+        assert call.support is not None
+        for position, token in enumerate(call.sampled_ids):
+            low, high = call.support.offsets[position : position + 2]
+            assert token in call.support.token_ids[low:high]
+
+
+def test_with_the_support_replayed_trainer_and_engine_agree(calls: list[EngineCall]) -> None:
+    engine_T, trainer_T = trainer_logprobs(calls)
+    assert float((engine_T - trainer_T).abs().max()) < 1e-4
+
+
+def test_without_it_every_importance_ratio_is_biased(calls: list[EngineCall]) -> None:
+    engine_T, trainer_T = trainer_logprobs([replace(call, support=None) for call in calls])
+    ratio_T = (trainer_T - engine_T).exp()
+    assert bool((ratio_T < 1 + 1e-4).all()), "more tokens to share the probability with can only lower it"
+    assert float(ratio_T.mean()) < 0.9
+
+
+def test_whole_distributions_carry_no_support(served_untied: Served) -> None:
+    assert served_untied.generate((3, 5, 8)).support is None
+    greedy = served_untied.generate((3, 5, 8), temperature=0.0, top_k=5)
+    assert greedy.support is None, "a greedy token is not drawn from anything"
+
+
+@pytest.mark.parametrize("sampling", [{"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 21}], ids=str)
+def test_a_support_that_the_engine_cannot_tell_is_refused(served_untied: Served, sampling: dict[str, float]) -> None:
+    with pytest.raises(EngineError, match=r"rollout\.top_k"):
+        served_untied.generate((3, 5, 8), **sampling)
+
+
+def test_only_sampling_that_leaves_tokens_out_truncates() -> None:
+    assert Sampling(max_tokens=1, top_k=5).truncates
+    assert not Sampling(max_tokens=1).truncates
+    assert not Sampling(max_tokens=1, temperature=0.0, top_k=5).truncates

@@ -1,0 +1,242 @@
+"""What the update makes of weights, rejection, masks, KL and entropy: gradients against the formula on plain logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
+from tests.fixtures.models import tiny_qwen3
+from trainer.batch import StepBatch, decode, encode
+from trainer.config import AlgorithmConfig, Config
+from trainer.correction import CorrectionResult, correction_weights
+from trainer.kl import kl_term
+from trainer.policy import Policy
+from trainer.targets import Logprobs, Targets, reference_metrics, token_advantages
+from trainer.update import Updater
+
+
+class OneProcess:
+    """`Distributed` for one process; keeps the gradient in place of stepping."""
+
+    rank, world_size, device = 0, 1, torch.device("cpu")
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.gradient = torch.zeros(0)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    @contextmanager
+    def accumulate(self, *, is_last: bool) -> Iterator[Callable[[Tensor], None]]:
+        yield lambda loss: loss.backward()
+
+    def step(self, lr: float) -> float:
+        self.gradient = flat_gradient(self._policy)
+        self._policy.zero_grad()
+        return 0.0
+
+
+def flat_gradient(policy: Policy) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None]).double()
+
+
+def rollouts() -> list[Rollout]:
+    rng = np.random.default_rng(3)
+
+    def one(rollout_id: int, length: int, status: RolloutStatus = RolloutStatus.COMPLETED) -> Rollout:
+        call = EngineCall(
+            prompt_ids=tuple(rng.integers(5, 200, 4).tolist()),
+            sampled_ids=tuple(rng.integers(5, 200, length).tolist()),
+            sampled_logprobs=tuple((-6 + rng.normal(0, 0.5, length)).tolist()),
+            finish_reason=FinishReason.STOP,
+        )
+        return Rollout(
+            rollout_id=rollout_id, group_id=rollout_id // 2, calls=(call,), reward=float(rollout_id % 2), status=status
+        )
+
+    return [one(0, 7), one(1, 12), one(2, 3, RolloutStatus.TRUNCATED), one(3, 20)]
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    torch.manual_seed(0)
+    return Policy(tiny_qwen3(tied=True))
+
+
+@pytest.fixture
+def batch() -> StepBatch:
+    return decode([encode(rollouts(), mask_truncated=False)])
+
+
+def config(**algorithm: Any) -> Config:
+    made = Config(algorithm=AlgorithmConfig(**{"loss": "reinforce", "normalizer": "token"} | algorithm))
+    made.correction.logp_old = "given"
+    return made
+
+
+def gradient(policy: Policy, batch: StepBatch, made: Config, targets: Targets) -> tuple[Tensor, dict[str, float]]:
+    distributed = OneProcess(policy)
+    updater = Updater(policy, distributed, made)  # type: ignore[arg-type]
+    metrics, _ = updater.update(batch, targets)
+    return distributed.gradient, metrics
+
+
+def expected_gradient(policy: Policy, batch: StepBatch, loss: Callable[[Tensor], Tensor]) -> Tensor:
+    """Of a loss of (N,) logprobs that are taken from the plain logits, row by row."""
+    logp = []
+    for row in batch.rows:
+        ids = torch.from_numpy(row.ids)
+        rows_logp = policy.causal_lm(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        logp.append(rows_logp[torch.from_numpy(row.loss_mask[1:])])
+    loss(torch.cat(logp)).backward()
+    found = flat_gradient(policy)
+    policy.zero_grad()
+    return found
+
+
+def close(found: Tensor, expected: Tensor) -> bool:
+    return float((found - expected).norm() / expected.norm()) < 1e-5
+
+
+def random_logp(batch: StepBatch, seed: int) -> Tensor:
+    rng = np.random.default_rng(seed)
+    return torch.from_numpy(-6 + rng.normal(0, 0.5, batch.layout.num_tokens)).float()
+
+
+def targets_of(
+    batch: StepBatch, made: Config, logprobs: Logprobs, **correction: Any
+) -> tuple[Targets, CorrectionResult, Tensor]:
+    weights = correction_weights(
+        logprobs.old_N, batch.sampling_logprobs_N, batch.rollout_N, batch.num_rollouts, **correction
+    )
+    advantages_N = token_advantages(batch, torch.tensor([-1.0, 1.0, -0.5, 2.0]).double(), logprobs, made)
+    return Targets.of(batch, advantages_N, logprobs, weights), weights, advantages_N
+
+
+def test_rejected_tokens_leave_the_denominator(policy: Policy, batch: StepBatch) -> None:
+    made = config()
+    logprobs = Logprobs(old_N=random_logp(batch, 1))
+    targets, weights, a_N = targets_of(batch, made, logprobs, mode="off", rejection={"token_k2": 0.1})
+    keep_N = weights.keep_T
+    assert 0 < int(keep_N.sum()) < len(keep_N)
+    found, _ = gradient(policy, batch, made, targets)
+    expected = expected_gradient(policy, batch, lambda logp: -(a_N * logp)[keep_N].sum() / keep_N.sum())
+    assert close(found, expected)
+
+
+def test_tokens_whose_weight_is_masked_stay_in_the_denominator(policy: Policy, batch: StepBatch) -> None:
+    made = config()
+    logprobs = Logprobs(old_N=random_logp(batch, 1))
+    targets, weights, a_N = targets_of(batch, made, logprobs, mode="token_mask", bounds=(0.7, 1.5))
+    assert 0 < int(weights.clipped_T.sum()) < len(a_N)
+    found, _ = gradient(policy, batch, made, targets)
+    expected = expected_gradient(policy, batch, lambda logp: -(weights.weights_T * a_N * logp).sum() / len(a_N))
+    assert close(found, expected)
+
+
+def test_batch_normalised_weights_reach_the_gradient(policy: Policy, batch: StepBatch) -> None:
+    made = config()
+    logprobs = Logprobs(old_N=random_logp(batch, 1))
+    found = {}
+    for normalize in (False, True):
+        targets, weights, _ = targets_of(batch, made, logprobs, mode="token_truncate", batch_normalize=normalize)
+        found[normalize], _ = gradient(policy, batch, made, targets)
+    mean = float(weights.controlled_weights_T.mean())
+    assert abs(mean - 1) > 0.01
+    assert close(found[True] * mean, found[False])
+
+
+def test_masked_rollouts_train_nothing_but_are_delivered(policy: Policy) -> None:
+    batch = decode([encode(rollouts(), mask_truncated=True)])
+    made = config(normalizer="sequence_sum")
+    targets, _, a_N = targets_of(batch, made, Logprobs(old_N=random_logp(batch, 1)), mode="off")
+    keep_N = batch.rollout_N != 2
+    found, _ = gradient(policy, batch, made, targets)
+    expected = expected_gradient(policy, batch, lambda logp: -(a_N * logp)[keep_N].sum() / 4)
+    assert close(found, expected)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "unbiased"])
+def test_the_kl_term_is_part_of_the_loss_and_not_weighted(estimator: str, policy: Policy, batch: StepBatch) -> None:
+    made = config(kl_coef=0.5, kl_estimator=estimator)
+    old_N, ref_N = random_logp(batch, 1), random_logp(batch, 2)
+    targets, weights, a_N = targets_of(batch, made, Logprobs(old_N=old_N, ref_N=ref_N), mode="token_truncate")
+
+    def loss(logp_N: Tensor) -> Tensor:
+        kl_N = kl_term(estimator, logp_N, ref_N, old_N)
+        return (-weights.weights_T * a_N * logp_N + 0.5 * kl_N).sum() / len(a_N)
+
+    found, _ = gradient(policy, batch, made, targets)
+    assert close(found, expected_gradient(policy, batch, loss))
+
+
+def test_kl_in_the_reward_is_a_penalty_on_each_token(policy: Policy, batch: StepBatch) -> None:
+    made = config(kl_coef=0.5, kl_place="reward")
+    old_N, ref_N = random_logp(batch, 1), random_logp(batch, 2)
+    targets, _, _ = targets_of(batch, made, Logprobs(old_N=old_N, ref_N=ref_N), mode="off")
+    plain_N = torch.tensor([-1.0, 1.0, -0.5, 2.0])[batch.rollout_N]
+    torch.testing.assert_close(targets.advantages_N, plain_N - 0.5 * (old_N - ref_N))
+    found, _ = gradient(policy, batch, made, targets)
+    expected = expected_gradient(policy, batch, lambda logp: -(targets.advantages_N * logp).sum() / len(plain_N))
+    assert close(found, expected)
+
+
+def test_the_entropy_bonus_raises_entropy(policy: Policy, batch: StepBatch) -> None:
+    """Without advantages nothing else is left in the gradient: a step along it must raise the entropy."""
+    made = config(entropy_coef=1.0)
+    targets, _, _ = targets_of(batch, made, Logprobs(old_N=random_logp(batch, 1)), mode="off")
+    targets = Targets(
+        advantages_N=torch.zeros_like(targets.advantages_N),
+        old_logp_N=targets.old_logp_N,
+        weights_N=targets.weights_N,
+        keep_N=targets.keep_N,
+    )
+    found, before = gradient(policy, batch, made, targets)
+    saved = [parameter.detach().clone() for parameter in policy.parameters()]
+    pieces = found.float().split([parameter.numel() for parameter in policy.parameters()])
+    with torch.no_grad():
+        for parameter, piece in zip(policy.parameters(), pieces, strict=True):
+            parameter -= 0.05 * piece.view_as(parameter) / found.norm()
+    _, after = gradient(policy, batch, made, targets)
+    with torch.no_grad():
+        for parameter, old in zip(policy.parameters(), saved, strict=True):
+            parameter.copy_(old)
+    assert after["policy/entropy"] > before["policy/entropy"]
+
+
+def test_seed_000s_penalty_sums_to_zero_over_trained_tokens(batch: StepBatch) -> None:
+    made = config()
+    made.correction.kl_penalty = 2.0
+    old_N = random_logp(batch, 1)
+    targets, _, _ = targets_of(batch, made, Logprobs(old_N=old_N), mode="off")
+    plain_N = torch.tensor([-1.0, 1.0, -0.5, 2.0])[batch.rollout_N]
+    added_N = targets.advantages_N - plain_N
+    d_N = batch.sampling_logprobs_N - old_N
+    assert float(added_N.sum()) == pytest.approx(0, abs=1e-4)
+    torch.testing.assert_close(added_N, 2.0 * (d_N.mean() - d_N), atol=1e-5, rtol=1e-5)
+
+
+def test_the_distance_from_the_reference_is_reported_per_rollout_and_per_token(batch: StepBatch) -> None:
+    old_N = random_logp(batch, 1)
+    assert reference_metrics(Logprobs(old_N=old_N), batch.rollout_N, 4) == {}
+    assert set(reference_metrics(Logprobs(old_N=old_N, ref_N=old_N), batch.rollout_N, 4).values()) == {0.0}
+    shifted = reference_metrics(Logprobs(old_N=old_N, ref_N=old_N - 0.1), batch.rollout_N, 4)
+    assert shifted["policy/ref_kl"] == pytest.approx(0.1, rel=1e-4)
+    assert shifted["objective/kl"] == pytest.approx(0.1 * (7 + 12 + 3 + 20) / 4, rel=1e-4)
+    assert shifted["policy/ref_kl_k3"] == pytest.approx(np.exp(-0.1) + 0.1 - 1, rel=1e-3)
+
+
+def test_another_packing_scores_the_same_up_to_rounding(policy: Policy, batch: StepBatch) -> None:
+    scorer = Updater(policy, OneProcess(policy), config()).scorer  # type: ignore[arg-type]
+    whole_N, repacked_N = scorer.score(batch), scorer.score_repacked(batch)
+    assert len(scorer.plan(batch, range(4)).microbatches[0]) == 1
+    assert len(scorer.plan(batch, range(4), token_budget=24).microbatches[0]) > 1
+    assert float((whole_N - repacked_N).abs().max()) < 1e-4
