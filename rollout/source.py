@@ -147,7 +147,7 @@ def _is_sharded(param: nn.Parameter) -> bool:
 
 
 def _full_shape(param: nn.Parameter) -> tuple[int, ...]:
-    return tuple(param.ds_shape) if _is_sharded(param) else tuple(param.shape)
+    return tuple(param.ds_shape) if _is_sharded(param) else tuple(param.shape)  # type: ignore[attr-defined]
 
 
 def _wire_dtype(param: nn.Parameter, dtype: torch.dtype | None) -> torch.dtype:
@@ -229,9 +229,9 @@ def _merged_entry(name: str, layer: LoraLayer, weight: nn.Parameter, dtype: torc
         # Added in float32 so that a small update is not rounded away before the sum is.
         total = weight.to(torch.float32, copy=True)
         for adapter in adapters:
-            total += layer.get_delta_weight(adapter).to(total)
+            total += layer.get_delta_weight(adapter).to(total)  # type: ignore[attr-defined]
         return total
 
     meta = ParamMeta(name, _wire_dtype(weight, dtype), _full_shape(weight))
-    adapter_params = [p for n, p in layer.named_parameters() if n.startswith("lora_")]
+    adapter_params = [p for n, p in layer.named_parameters() if n.startswith("lora_")]  # type: ignore[attr-defined]
     return _Entry(meta, (weight, *adapter_params), read, is_copy=True)

@@ -25,6 +25,7 @@ def load_rows(path: str, split: str) -> Any:
     Raises `DataError` if it cannot be loaded or is empty.
     """
     import datasets
+    from datasets.exceptions import DatasetGenerationError
 
     datasets.disable_progress_bars()
     suffix = Path(path).suffix
@@ -35,7 +36,7 @@ def load_rows(path: str, split: str) -> Any:
             )
         else:
             rows = datasets.load_dataset(path, split=split)
-    except (OSError, ValueError, datasets.exceptions.DatasetGenerationError) as error:
+    except (OSError, ValueError, DatasetGenerationError) as error:
         cause = error.__cause__ or error
         raise DataError(f"data set {path} cannot be loaded: {str(cause).splitlines()[0]}") from error
     if len(rows) == 0:

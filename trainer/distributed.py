@@ -41,8 +41,10 @@ class Distributed:
         self.world_size: int = accelerator.num_processes
         self.device: torch.device = accelerator.device
         # Rows, metrics and errors travel as CPU tensors over gloo, whatever carries the gradients.
-        self._control = (
-            torch_dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if self.world_size > 1 else None
+        self._control: torch_dist.ProcessGroup | None = (
+            torch_dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)  # type: ignore[assignment]
+            if self.world_size > 1
+            else None
         )
         self.module: nn.Module  # set by prepare
         self._optimizer: torch.optim.Optimizer
@@ -70,6 +72,9 @@ class Distributed:
                 train_micro_batch_size_per_gpu=1,  # microbatches are packed here, no dataloader is prepared
                 gradient_accumulation_steps=1,  # boundaries are set by hand, and losses are never divided by it
                 gradient_clipping=max_grad_norm,
+                # Sums over many small gradients (microbatches, ranks) lose to rounding what single ones do not.
+                communication_data_type="fp32",
+                data_types={"grad_accum_dtype": "fp32"},
             )
         return cls(accelerator, max_grad_norm=max_grad_norm)
 
@@ -144,7 +149,7 @@ class Distributed:
 
     @property
     def unwrapped(self) -> nn.Module:
-        return self._accelerator.unwrap_model(self.module)
+        return self._accelerator.unwrap_model(self.module)  # type: ignore[return-value]
 
     @contextlib.contextmanager
     def accumulate(self, *, is_last: bool) -> Iterator[Callable[[torch.Tensor], None]]:
@@ -285,12 +290,12 @@ class Distributed:
             prefix: name of the part, a transformers model, with a dot behind it; other parts are not written.
             edit: from the part's state dict, whole on rank 0, to the one that is written.
         """
-        state = self._accelerator.get_state_dict(self.module)  # ZeRO-3 parameters are gathered on rank 0
+        # ZeRO-3 parameters are gathered on rank 0; the others get None.
+        state: dict[str, torch.Tensor] | None = self._accelerator.get_state_dict(self.module)  # type: ignore[assignment]
         if self.is_main:
             model = self.unwrapped.get_submodule(prefix.removesuffix("."))
-            own = {
-                name.removeprefix(prefix): tensor for name, tensor in (state or {}).items() if name.startswith(prefix)
-            }
+            assert state is not None
+            own = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
             model.save_pretrained(directory, state_dict=edit(own), safe_serialization=True)  # type: ignore[operator]
 
     def close(self) -> None:

@@ -49,7 +49,7 @@ class MetricsLog:
             )
             self._wandb.define_metric("step")
             self._wandb.define_metric("*", step_metric="step")
-        except (wandb.errors.Error, OSError) as error:
+        except (wandb.Error, OSError) as error:
             self._failed(error)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:

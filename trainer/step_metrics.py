@@ -26,7 +26,7 @@ def rollout_metrics(collected: Collected, batch: StepBatch) -> dict[str, float]:
         | _sampling_metrics(collected.rollouts)
         | token_metrics(collected.trained, batch)
         | outcome_metrics(collected.rollouts)
-        | collected.metrics
+        | dict(collected.metrics)
     )
 
 
