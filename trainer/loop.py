@@ -40,6 +40,9 @@ class StepReport:
     metrics: Mapping[str, float]
     rollouts: Sequence[Rollout]
     """Of this rank's engine; empty on ranks without one."""
+    batch: StepBatch
+    logp_train_N: torch.Tensor
+    """The trainer's logprobs of the trained tokens, with the weights that sampled them."""
 
 
 class Trainer:
@@ -88,16 +91,23 @@ class Trainer:
         with watch.stage("sync"):
             synced = self.push_weights()
         self.num_steps += 1
+        logp_train_N = logp_seen_N if self._bypass else logprobs.old_N
         metrics = {
             **advantage_metrics,
             **rollout_metrics(collected, batch),
-            **self._mismatch(batch, correction, logp_seen_N if self._bypass else logprobs.old_N, version),
+            **self._mismatch(batch, correction, logp_train_N, version),
             **reference_metrics(logprobs, batch.rollout_N, batch.num_rollouts),
             **update_metrics,
             **synced.metrics(),
             **watch.metrics(),
         }
-        return StepReport(update=self.version, metrics=metrics | throughput(metrics), rollouts=collected.rollouts)
+        return StepReport(
+            update=self.version,
+            metrics=metrics | throughput(metrics),
+            rollouts=collected.rollouts,
+            batch=batch,
+            logp_train_N=logp_train_N,
+        )
 
     def push_weights(self) -> SyncReport:
         """Give the engine the weights of this update, and prove that it computes with them; a collective."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
+import sys
 import warnings
 
 import torch
 import transformers
 from omegaconf import OmegaConf
+from peft import PeftModel
 
 from rollout.embedded import EmbeddedEngine
 from rollout.loop import BackgroundLoop
@@ -25,12 +28,14 @@ from trainer.distributed import Distributed
 from trainer.evaluation import heldout_rows, sample_and_score, summary
 from trainer.interrupt import Interrupt
 from trainer.loop import StepReport, Trainer
+from trainer.lora import save_merged
 from trainer.metrics import MetricsLog
 from trainer.optimizer import make_optimizer
 from trainer.parts import make_chat, make_rewards, make_sampler, make_sampling, start_engine
 from trainer.policy import Policy
 from trainer.reference import make_reference
 from trainer.rundir import RunDirectory, open_run
+from trainer.step_summary import first_step_summary
 from trainer.update import Updater
 
 
@@ -67,8 +72,11 @@ class Run:
             attn_implementation=config.model.attn_implementation,
             gradient_checkpointing=config.model.gradient_checkpointing,
             trust_remote_code=config.model.trust_remote_code,
+            compute_dtype=config.model.dtype,
+            lora=config.model.lora,
         )
-        self._module = distributed.prepare(policy, make_optimizer(policy, config.optimizer))
+        optimizer = make_optimizer(policy, config.optimizer, is_sharded=distributed.zero_stage > 0)
+        self._module = distributed.prepare(policy, optimizer)
         self._updater = Updater(self._module, distributed, config)
         self._rewards = make_rewards(config)
         self._prompts = Prompts(
@@ -186,6 +194,9 @@ class Run:
         )
         sentences = alarms(report.metrics, thresholds)
         self._metrics.write(report.update, {**report.metrics, "health/alarms": float(len(sentences))})
+        if self._trainer.num_steps == 1:
+            for line in first_step_summary(report.batch, report.logp_train_N, self._chat.tokenizer):
+                self._console.say(line)
         self._console.row({**report.metrics, "step": report.update})
         self._console.alarms(sentences)
         if self._config.logger.save_rollouts:
@@ -226,17 +237,24 @@ class Run:
 
     def _finish(self) -> None:
         """Write the model, and say what can be done with the run."""
-        self._distributed.save_pretrained(self._directory.model)
+        policy = self._distributed.unwrapped
+        assert isinstance(policy, Policy)
+        if isinstance(policy.model, PeftModel):
+            save_merged(policy.model, self._directory.model, self._distributed)
+        else:
+            self._distributed.save_pretrained(self._directory.model)
         if not self._distributed.is_main:
             return
         self._chat.tokenizer.save_pretrained(self._directory.model)
         path = self._directory.path
         if self._trainer.version < self._config.updates:
             self._console.say(f"stopped after update {self._trainer.version}; everything is saved")
+        own = [word for word in sys.argv[1:] if not word.startswith(("run_name=", "resume=", "updates="))]
+        goal = self._config.updates if self._trainer.version < self._config.updates else 2 * self._config.updates
+        again = shlex.join([*own, f"run_name={path.name}", "resume=auto", f"updates={goal}"])
         self._console.say(
             f"model          {self._directory.model}\n"
-            f"resume         python scripts/train.py run_name={path.name} resume=auto updates=<more> "
-            "[the overrides of this run]\n"
+            f"resume         python scripts/train.py {again}\n"
             f"evaluate       python scripts/evaluate.py model.path={self._directory.model}\n"
             f"inspect        python scripts/inspect_run.py {path}"
         )
