@@ -9,6 +9,12 @@ from dataclasses import dataclass
 from trainer.mismatch import PREFIX
 
 
+K3_NEGLIGIBLE = {"float32": 1e-8, "bfloat16": 5e-3}
+"""By `model.dtype`: what two correct programs differ by, with a margin of ten and more. Two float32 programs differ by
+some 1e-6 per logprob, which is k3 = 1e-12; two in bfloat16 by 2e-2, which is 4e-4 to 7e-4 (random 4-layer model). The
+noise of one program can be less, or nothing at all: in another packing its kernels may round the same way."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlarmThresholds:
     """Defaults of the objective: seed 000's critical KL, a third of the samples left, ten times the noise."""
@@ -20,8 +26,7 @@ class AlarmThresholds:
     k3_over_noise_floor: float = 10.0
     """k3_kl above this many times the trainer's own noise."""
     k3_negligible: float = 1e-8
-    """Below this k3_kl is no alarm whatever the noise, nats per token: two float32 programs differ by some 1e-6 per
-    logprob, which is k3 = 1e-12 and still ten times the noise of one of them."""
+    """Below this k3_kl is no alarm whatever the noise, nats per token. See `K3_NEGLIGIBLE`."""
     token_match_rate: float = 1.0
     """Share of trained positions whose id and logprob are the engine's own, below this."""
 

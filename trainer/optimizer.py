@@ -1,29 +1,150 @@
-"""The optimizer over a policy's parameters."""
+"""Optimizers by name, over the trained parameters of a module.
+
+| name | what |
+|---|---|
+| `adamw` | PyTorch's fused AdamW |
+| `adamw_tf` | the same with TensorFlow's place for epsilon (trainer/tf_adam.py) |
+| `adamw_8bit` | moments in 8 bits, from bitsandbytes: a quarter of AdamW's memory; CUDA only |
+| `muon` | orthogonalised momentum for the matrices of the layers (Jordan et al. 2024), AdamW for all else |
+| `sgd` | with momentum; for tests and comparisons |
+
+Weight decay acts on matrices only: norms, biases and other vectors are never decayed. Each optimizer keeps all of its
+state in its `state_dict`, so that a resumed run goes on bit for bit.
+"""
 
 from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
 
+from rollout.errors import ConfigError
 from trainer.config import OptimizerConfig
+from trainer.tf_adam import tf_epsilon
+
+NOT_IN_LAYERS = ("embed", "wte", "wpe", "head", "score")
+"""Parts of the names of matrices that are no map between hidden states, to which Muon's theory does not apply."""
 
 
-def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW with weight decay on matrices only: norms, biases and other vectors are never decayed."""
-    trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-    # ZeRO-3 leaves parameters with no elements of their own; their true number of dimensions is in ds_shape.
+def make_optimizer(module: nn.Module, config: OptimizerConfig, *, is_sharded: bool = False) -> torch.optim.Optimizer:
+    """The optimizer that the configuration names, over parameters that require gradients.
+
+    Args:
+        module: before it is prepared; under ZeRO-3 its parameters may already be partitions.
+        is_sharded: whether ranks hold parts of the optimizer's state (ZeRO).
+
+    Raises:
+        ConfigError: `adamw_8bit` without bitsandbytes; `muon` on sharded state.
+    """
+    groups = parameter_groups(module, config.weight_decay)
+    adam: dict[str, Any] = {"lr": config.lr, "betas": (config.betas[0], config.betas[1]), "eps": config.eps}
+    if config.name == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
+    if config.name == "adamw_tf":
+        return TFAdamW(groups, **adam, fused=True)
+    if config.name == "adamw_8bit":
+        return _adamw_8bit(groups, adam)
+    if config.name == "muon":
+        if is_sharded:
+            raise ConfigError(
+                "optimizer.name=muon orthogonalises whole matrices, and ZeRO gives every rank flat pieces of them; "
+                "launch with configs/accelerate/ddp.yaml, or set optimizer.name=adamw"
+            )
+        return _muon(module, config, adam)
+    return torch.optim.AdamW(groups, **adam, fused=True)
+
+
+def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Trained parameters as matrices, which decay, and the rest, which does not."""
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for _, parameter in trained:
-        shape = parameter.ds_shape if "ds_shape" in vars(parameter) else parameter.shape
-        groups[len(shape) >= 2].append(parameter)
-    return torch.optim.AdamW(
-        [
-            {"params": parameters, "weight_decay": config.weight_decay if is_matrix else 0.0}
-            for is_matrix, parameters in groups.items()
-            if parameters
-        ],
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            groups[_num_dimensions(parameter) >= 2].append(parameter)
+    return [
+        {"params": parameters, "weight_decay": weight_decay if is_matrix else 0.0}
+        for is_matrix, parameters in groups.items()
+        if parameters
+    ]
+
+
+class TFAdamW(torch.optim.AdamW):
+    """AdamW that adds epsilon where TensorFlow does. The number of the step comes from its own state."""
+
+    def __init__(self, groups: Sequence[dict[str, Any]], *, eps: float, **settings: Any) -> None:
+        super().__init__([{**group, "tf_eps": eps} for group in groups], eps=eps, **settings)
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        for group in self.param_groups:
+            done = next((int(self.state[p]["step"]) for p in group["params"] if p in self.state), 0)
+            group["eps"] = tf_epsilon(group["tf_eps"], group["betas"][1], done + 1)
+        return super().step(closure)
+
+
+class Together(torch.optim.Optimizer):
+    """Several optimizers, each over its own parameters, as one."""
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        self.parts = list(parts)
+        super().__init__(list(chain.from_iterable(part.param_groups for part in self.parts)), {})
+        self._share_groups()
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        assert closure is None, "nothing here evaluates the loss again"
+        for part in self.parts:
+            part.step()
+        return None
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        return {"parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+        for part, state in zip(self.parts, state_dict["parts"], strict=True):
+            part.load_state_dict(state)
+        self._share_groups()
+
+    def _share_groups(self) -> None:
+        """The groups seen from outside are the parts' own, so that a learning rate set there reaches them."""
+        self.param_groups = list(chain.from_iterable(part.param_groups for part in self.parts))
+
+
+def _muon(module: nn.Module, config: OptimizerConfig, adam: dict[str, Any]) -> torch.optim.Optimizer:
+    hidden: list[nn.Parameter] = []
+    rest = nn.Module()
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if parameter.ndim == 2 and not any(part in name for part in NOT_IN_LAYERS):
+            hidden.append(parameter)
+        else:
+            rest.register_parameter(name.replace(".", "/"), parameter)
+    muon = torch.optim.Muon(
+        hidden,
         lr=config.lr,
-        betas=(config.betas[0], config.betas[1]),
-        eps=config.eps,
-        fused=True,
+        momentum=config.momentum,
+        weight_decay=config.weight_decay,
+        adjust_lr_fn="match_rms_adamw",  # steps as large as AdamW's, so that one learning rate serves both
     )
+    others = parameter_groups(rest, config.weight_decay)
+    return Together([muon, torch.optim.AdamW(others, **adam, fused=True)] if others else [muon])
+
+
+def _adamw_8bit(groups: list[dict[str, Any]], adam: dict[str, Any]) -> torch.optim.Optimizer:
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            "optimizer.name=adamw_8bit needs bitsandbytes, which is not installed; `pip install bitsandbytes`, or set "
+            "optimizer.name=adamw"
+        )
+    if not torch.cuda.is_available():
+        raise ConfigError("optimizer.name=adamw_8bit has kernels for CUDA only; set optimizer.name=adamw")
+    import bitsandbytes  # type: ignore[import-not-found]  # optional, for GPUs
+
+    return bitsandbytes.optim.AdamW8bit(groups, **adam)
+
+
+def _num_dimensions(parameter: nn.Parameter) -> int:
+    """ZeRO-3 leaves parameters with no elements of their own; their true shape is in ds_shape."""
+    return len(vars(parameter)["ds_shape"] if "ds_shape" in vars(parameter) else parameter.shape)

@@ -26,7 +26,9 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 
 from rollout.errors import ConfigError
 from trainer import attention
+from trainer.config import LoraConfig
 from trainer.head import FusedHead, LogitTransform
+from trainer.lora import add_adapters
 from trainer.packing import PackedBatch
 
 AUTO = "auto"
@@ -50,8 +52,16 @@ class Policy(nn.Module):
         *,
         attn_implementation: str = AUTO,
         gradient_checkpointing: bool = False,
+        compute_dtype: torch.dtype | str | None = None,
     ) -> None:
         """Wrap a loaded model, which goes on working by itself (`policy.model`): saving, generation, plain logits.
+
+        Args:
+            model: with adapters or without.
+            attn_implementation: one of `ATTENTION_CHOICES`.
+            gradient_checkpointing: keep only the inputs of layers between forward and backward.
+            compute_dtype: what mixed precision will compute in, which decides about FlashAttention; None: the dtype
+                of the weights.
 
         Raises:
             ConfigError: the model's rows cannot be kept apart in a pack, or its head cannot be fused.
@@ -63,7 +73,7 @@ class Policy(nn.Module):
         head = fused_head(causal_lm)
         causal_lm.set_output_embeddings(head)
         attention.register()
-        causal_lm.set_attn_implementation(choose_attention(attn_implementation, causal_lm))
+        causal_lm.set_attn_implementation(choose_attention(attn_implementation, causal_lm, compute_dtype))
         disable_randomness(causal_lm)
         self.logit_scale, self.softcap = logit_settings(causal_lm.config.get_text_config())
         if gradient_checkpointing:
@@ -79,8 +89,10 @@ class Policy(nn.Module):
         attn_implementation: str = AUTO,
         gradient_checkpointing: bool = False,
         trust_remote_code: bool = False,
+        compute_dtype: torch.dtype | str | None = None,
+        lora: LoraConfig | None = None,
     ) -> Policy:
-        """Load weights from a directory or a hub name.
+        """Load weights from a directory or a hub name, and add the adapters that `lora` asks for.
 
         Raises:
             ConfigError: nothing loadable is there, or the model cannot be a policy; found before weights are read
@@ -95,7 +107,12 @@ class Policy(nn.Module):
             ) from error
         refuse_architecture(config)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=trust_remote_code)
-        return cls(model, attn_implementation=attn_implementation, gradient_checkpointing=gradient_checkpointing)
+        return cls(
+            model if lora is None or not lora.rank else add_adapters(model, lora),
+            attn_implementation=attn_implementation,
+            gradient_checkpointing=gradient_checkpointing,
+            compute_dtype=compute_dtype,
+        )
 
     @property
     def causal_lm(self) -> PreTrainedModel:
@@ -241,22 +258,25 @@ def fused_head(model: PreTrainedModel) -> FusedHead:
     return FusedHead(head)
 
 
-def choose_attention(requested: str, model: PreTrainedModel) -> str:
-    """The attention implementation to use for `requested`.
+def choose_attention(requested: str, model: PreTrainedModel, compute_dtype: torch.dtype | str | None = None) -> str:
+    """The attention implementation to use for `requested`; compute_dtype: of mixed precision, else the weights'.
 
     Raises:
         ConfigError: an unknown name, or FlashAttention for weights it cannot compute with.
     """
     if requested not in ATTENTION_CHOICES:
         raise ConfigError(f"attn_implementation={requested}: expected one of {', '.join(ATTENTION_CHOICES)}")
-    half = model.dtype in (torch.bfloat16, torch.float16)
+    if isinstance(compute_dtype, str):
+        compute_dtype = getattr(torch, compute_dtype)
+    dtype = compute_dtype or model.dtype
+    half = dtype in (torch.bfloat16, torch.float16)
     if requested == AUTO:
         flash = half and torch.cuda.is_available() and is_flash_attn_2_available() and model._supports_flash_attn
         return "flash_attention_2" if flash else attention.PACKED_ROWS
     if requested.startswith("flash_attention") and not half:
         raise ConfigError(
-            f"attn_implementation={requested} needs bfloat16 or float16 weights, found {model.dtype}: "
-            f"set dtype=bfloat16 or attn_implementation={attention.PACKED_ROWS}"
+            f"attn_implementation={requested} computes in bfloat16 or float16, found {dtype}: "
+            f"set model.dtype=bfloat16 or model.attn_implementation={attention.PACKED_ROWS}"
         )
     return requested
 

@@ -18,7 +18,7 @@ from rollout.loop import BackgroundLoop
 from rollout.store import write_rollouts
 from rollout.sync import WeightSync
 from trainer import checkpoint
-from trainer.alarms import AlarmThresholds, alarms
+from trainer.alarms import K3_NEGLIGIBLE, AlarmThresholds, alarms
 from trainer.checkpoint import TrainerState
 from trainer.collection import Collector
 from trainer.config import Config
@@ -191,6 +191,7 @@ class Run:
             kl=self._config.correction.alarm_kl,
             ess=self._config.correction.alarm_ess,
             k3_over_noise_floor=self._config.correction.alarm_k3,
+            k3_negligible=K3_NEGLIGIBLE[self._config.model.dtype],
         )
         sentences = alarms(report.metrics, thresholds)
         self._metrics.write(report.update, {**report.metrics, "health/alarms": float(len(sentences))})
