@@ -22,6 +22,8 @@ from rollout.records import Rollout, SamplingSupport, TrainingRow
 from rollout.rows import rows_from_calls
 from trainer.packing import StepLayout
 
+TURN_REWARDS = "turn_rewards"
+"""Outcome in which an environment reports a reward per turn: numbers in the order of the engine calls."""
 ROW_ARRAYS = {
     "ids": np.int64,
     "loss_mask": np.bool_,
@@ -41,6 +43,10 @@ class StepBatch:
     rewards_S: np.ndarray  # (S,) float64
     is_kept_S: np.ndarray  # (S,) bool: False: masked, for instance because it was truncated
     greedy_rewards_S: np.ndarray  # (S,) float64: of the greedy answer to the same prompt; NaN: none was sampled
+    num_turns_S: np.ndarray  # (S,) int64: engine calls, also those without trained tokens
+    turn_rewards_K: (
+        np.ndarray
+    )  # (K,) float64: of the turns of all rollouts in order; those of a rollout add up to its reward
 
     @cached_property
     def layout(self) -> StepLayout:
@@ -73,11 +79,15 @@ class StepBatch:
 
 
 def encode(
-    rollouts: Sequence[Rollout], *, mask_truncated: bool, greedy_rewards: Mapping[int, float] | None = None
+    rollouts: Sequence[Rollout],
+    *,
+    mask_truncated: bool,
+    greedy_rewards: Mapping[int, float] | None = None,
+    with_turn_rewards: bool = False,
 ) -> bytes:
     """The trainable rollouts of one rank as bytes: arrays only, nothing that runs when it is read (safetensors).
 
-    greedy_rewards: by group id.
+    greedy_rewards: by group id. with_turn_rewards: else the last turn gets the whole reward.
     """
     greedy = greedy_rewards or {}
     delivered = [rollout for rollout in rollouts if rollout.is_trainable]
@@ -100,11 +110,25 @@ def encode(
         "is_kept_S": np.array([not (mask_truncated and rollout.is_cut_off) for rollout in delivered], dtype=np.bool_),
         "greedy_rewards_S": np.array([greedy.get(rollout.group_id, np.nan) for rollout in delivered], dtype=np.float64),
     }
+    turn_rewards = [_turn_rewards(rollout, TURN_REWARDS if with_turn_rewards else None) for rollout in delivered]
+    arrays |= {
+        "num_turns_S": np.array([len(rewards) for rewards in turn_rewards], dtype=np.int64),
+        "turn_rewards_K": np.concatenate([np.zeros(0), *turn_rewards]),
+    }
     supports = [row.support for row in rows]
     if rows and all(support is not None for support in supports):
         arrays["support_sizes"] = np.concatenate([np.diff(s.offsets) for s in supports if s is not None])
         arrays["support_ids"] = np.concatenate([s.token_ids for s in supports if s is not None])
     return safetensors.numpy.save(arrays)
+
+
+def _turn_rewards(rollout: Rollout, key: str | None) -> np.ndarray:
+    """(turns,) what each turn was given; the last one also what the reward functions gave to the whole."""
+    rewards = np.zeros(rollout.num_turns)
+    given = rollout.outcome.get(key, ()) if key else ()
+    rewards[: len(given)] = given
+    rewards[-1] += rollout.reward - rewards.sum()
+    return rewards
 
 
 def decode(payloads: Sequence[bytes]) -> StepBatch:
@@ -117,11 +141,16 @@ def decode(payloads: Sequence[bytes]) -> StepBatch:
         rows += _rows(arrays)
     merged = {
         name: np.concatenate([t[name] for t in tables])
-        for name in ("rollout_ids", "group_S", "rewards_S", "is_kept_S", "greedy_rewards_S")
+        for name in ("rollout_ids", "group_S", "rewards_S", "is_kept_S", "greedy_rewards_S", "num_turns_S")
     }
     order = np.argsort(merged["rollout_ids"], kind="stable")
+    turns = np.split(np.concatenate([t["turn_rewards_K"] for t in tables]), np.cumsum(merged["num_turns_S"])[:-1])
     rows.sort(key=lambda row: row.rollout_id)  # stable: rows of a rollout stay in the order of its branches
-    return StepBatch(rows=tuple(rows), **{name: array[order] for name, array in merged.items()})
+    return StepBatch(
+        rows=tuple(rows),
+        turn_rewards_K=np.concatenate([np.zeros(0), *(turns[i] for i in order)]),
+        **{name: array[order] for name, array in merged.items()},
+    )
 
 
 def _rows(arrays: dict[str, np.ndarray]) -> list[TrainingRow]:

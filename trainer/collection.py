@@ -10,16 +10,18 @@ cannot decide differently. Everything is a function of the seed, the step and th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rewards.composition import RewardSet
 from rollout.engine import Sampling
 from rollout.loop import BackgroundLoop
 from rollout.records import Rollout, RolloutStatus
 from rollout.sampler import OnRollout, Sampler
+from trainer.batch import TURN_REWARDS
 from trainer.config import Config
 from trainer.data import Prompts, Row
 from trainer.distributed import Distributed
@@ -155,13 +157,24 @@ class Collector:
         return [self._shape(rollout) for rollout in scored]
 
     def _shape(self, rollout: Rollout) -> Rollout:
-        """The rollout with its length penalty, if one is configured, as a reward of its own."""
+        """The rollout with what is added to its reward, each as a reward of its own: turns, length penalty."""
         algorithm = self._config.algorithm
-        if not algorithm.overlong_buffer or not rollout.is_trainable:
+        if not rollout.is_trainable:
             return rollout
-        share = overlong_penalty(rollout.num_sampled, horizon=self._config.horizon, buffer=algorithm.overlong_buffer)
-        penalty = algorithm.overlong_penalty * share
-        return replace(rollout, reward=rollout.reward + penalty, rewards={**rollout.rewards, OVERLONG: penalty})
+        added: dict[str, float] = {}
+        if algorithm.turn_rewards:
+            given = rollout.outcome.get(TURN_REWARDS, ())
+            if problem := _turn_rewards_problem(given, rollout.num_turns):
+                return replace(rollout, status=RolloutStatus.FAILED, error=problem)
+            added["turns"] = math.fsum(given)
+        if algorithm.overlong_buffer:
+            share = overlong_penalty(
+                rollout.num_sampled, horizon=self._config.horizon, buffer=algorithm.overlong_buffer
+            )
+            added[OVERLONG] = algorithm.overlong_penalty * share
+        if not added:
+            return rollout
+        return replace(rollout, reward=rollout.reward + sum(added.values()), rewards={**rollout.rewards, **added})
 
 
 def has_spread(group: Sequence[Rollout]) -> bool:
@@ -174,3 +187,12 @@ def _with_baseline(rollout: Rollout, greedy_rewards: Mapping[int, float]) -> Rol
     if rollout.group_id in greedy_rewards or not rollout.is_trainable:
         return rollout
     return replace(rollout, status=RolloutStatus.FAILED, error="the greedy answer to its prompt failed: no baseline")
+
+
+def _turn_rewards_problem(given: Any, num_turns: int) -> str | None:
+    """Why these are not rewards of the turns, or None. Turns at the end that got nothing may be left out."""
+    if not isinstance(given, (list, tuple)) or not all(isinstance(value, (int, float)) for value in given):
+        return f"outcome {TURN_REWARDS} is {given!r:.200}; expected a list of numbers"
+    if len(given) > num_turns or not all(map(math.isfinite, given)):
+        return f"outcome {TURN_REWARDS} is {given!r:.200}; expected at most {num_turns} finite numbers, one per turn"
+    return None

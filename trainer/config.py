@@ -139,6 +139,10 @@ class AlgorithmConfig:
     tau_positive: float = setting(1.0, "sapo: temperature of the gate for positive advantages")
     tau_negative: float = setting(1.05, "sapo: temperature of the gate for negative advantages")
     dual_clip: float | None = setting(None, "lower bound of the objective for negative advantages, c > 1; null: off")
+    turn_rewards: bool = setting(
+        False, "credit per turn: rewards that the environment reports as outcome `turn_rewards` (docs/algorithms.md)"
+    )
+    turn_discount: float = setting(1.0, "turn_rewards: what a reward is worth one turn earlier")
     epochs: int = setting(1, "passes over a rollout batch")
     minibatches: int = setting(1, "optimizer steps per pass; must divide prompts_per_step x samples_per_prompt")
     entropy_coef: float = setting(0.0, "weight of the entropy bonus")

@@ -23,7 +23,7 @@ from trainer.distributed import Distributed
 from trainer.mismatch import MismatchStatistics, noise_floor
 from trainer.reference import Reference
 from trainer.step_metrics import rollout_metrics, throughput
-from trainer.targets import Logprobs, Targets, reference_metrics, rollout_advantages, token_advantages
+from trainer.targets import Logprobs, Targets, reference_metrics, token_advantages
 from trainer.timing import Stopwatch
 from trainer.update import Updater
 
@@ -82,8 +82,7 @@ class Trainer:
         with watch.stage("score"):
             logprobs = self._score(batch)
         correction = self._correct(batch, logprobs.old_N)
-        advantages_S, advantage_metrics = rollout_advantages(batch, self._config.algorithm)
-        advantages_N = token_advantages(batch, advantages_S, logprobs, self._config)
+        advantages_N, advantage_metrics = token_advantages(batch, logprobs, self._config)
         version = self.version
         with watch.stage("update"):
             targets = Targets.of(batch, advantages_N, logprobs, correction)
@@ -121,6 +120,7 @@ class Trainer:
             collected.trained,
             mask_truncated=self._config.rollout.mask_truncated,
             greedy_rewards=collected.greedy_rewards,
+            with_turn_rewards=self._config.algorithm.turn_rewards,
         )
         batch = decode(self._distributed.gather_bytes(payload))
         self._empty_steps = 0 if batch.num_rollouts else self._empty_steps + 1

@@ -72,11 +72,12 @@ def outcome_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def throughput(metrics: Mapping[str, float]) -> dict[str, float]:
-    """`perf/*` from counts and times."""
-    sampled, trained = metrics.get("rollout/sampled_tokens", 0.0), metrics["rollout/trained_tokens"]
-    training_s = metrics["time/score"] + metrics["time/update"]
-    return {
-        "perf/tokens_per_s": sampled / metrics["time/step"],
-        "perf/generated_tokens_per_s": sampled / metrics["time/rollout"],
-        "perf/trained_tokens_per_s": trained / training_s,
-    }
+    """`perf/*` from counts and times; what was sampled per second only where it was sampled."""
+    trained_s = metrics["time/score"] + metrics["time/update"]
+    rates = {"perf/trained_tokens_per_s": metrics["rollout/trained_tokens"] / trained_s}
+    if sampled := metrics.get("rollout/sampled_tokens"):
+        rates |= {
+            "perf/tokens_per_s": sampled / metrics["time/step"],
+            "perf/generated_tokens_per_s": sampled / metrics["time/rollout"],
+        }
+    return rates

@@ -1,8 +1,8 @@
 """What each trained token of a step is trained with: advantage, old and reference logprob, weight, mask.
 
-    rewards ─► advantage per rollout ─► per token, less the KL penalties ─┐
-    logprobs of engine, trainer, reference ───────────────────────────────┼─► Targets
-    correction weights, rejection, masked rollouts ───────────────────────┘
+    rewards ─► advantage per rollout or turn ─► per token, less KL penalties ─┐
+    logprobs of engine, trainer, reference ───────────────────────────────────┼─► Targets
+    correction weights, rejection, masked rollouts ───────────────────────────┘
 
 KL penalties inside advantages are per token, and come after the estimator:
 
@@ -14,13 +14,14 @@ then train on nothing but its KL noise, scaled up to 1. On policy the expected g
 KL(π ‖ π_ref) at each visited position; its effect on later positions is left out (discount 0), which is also what makes
 it independent of how a rollout branches into rows.
 
-Shape legend: _S rollouts of the step, _N trained tokens of the step.
+Shape legend: _S rollouts of the step, _K their turns, _N trained tokens of the step.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,6 +31,7 @@ from trainer.config import AlgorithmConfig, Config
 from trainer.correction import CorrectionResult, kl_penalized_advantages
 from trainer.kl import k3
 from trainer.segments import rollout_sum
+from trainer.turns import discounted_returns, spread_turns, turn_groups
 
 ADVANTAGE_SETTINGS = {
     "grpo": {"normalize_std": "advantage_std", "ddof": "advantage_ddof", "eps": "advantage_eps"},
@@ -77,17 +79,32 @@ class Targets:
 
 def rollout_advantages(batch: StepBatch, algorithm: AlgorithmConfig) -> Advantages:
     """(S,) by the configured estimator, float64."""
-    settings = {name: getattr(algorithm, field) for name, field in ADVANTAGE_SETTINGS[algorithm.advantage].items()}
-    if algorithm.advantage == "remax":
-        settings["greedy_rewards_S"] = torch.from_numpy(batch.greedy_rewards_S)
-    return ADVANTAGES[algorithm.advantage](
-        torch.from_numpy(batch.rewards_S), torch.from_numpy(batch.group_S), **settings
-    )
+    greedy = {"greedy_rewards_S": torch.from_numpy(batch.greedy_rewards_S)} if algorithm.advantage == "remax" else {}
+    return _estimate(torch.from_numpy(batch.rewards_S), torch.from_numpy(batch.group_S), algorithm, **greedy)
 
 
-def token_advantages(batch: StepBatch, advantages_S: Tensor, logprobs: Logprobs, config: Config) -> Tensor:
-    """(N,) the rollout's advantage at each of its tokens, less the KL penalties that are configured."""
-    advantages_N = advantages_S[batch.rollout_N].float()
+def turn_advantages(batch: StepBatch, algorithm: AlgorithmConfig) -> tuple[Tensor, dict[str, float]]:
+    """(N,) float64: the discounted rewards from the token's turn on, against the same turn of the group."""
+    rollout_K = torch.from_numpy(np.repeat(np.arange(batch.num_rollouts), batch.num_turns_S))
+    turn_K = torch.from_numpy(np.concatenate([np.zeros(0, int), *map(np.arange, batch.num_turns_S)]))
+    returns_K = discounted_returns(torch.from_numpy(batch.turn_rewards_K), rollout_K, gamma=algorithm.turn_discount)
+    groups_K = turn_groups(torch.from_numpy(batch.group_S)[rollout_K], turn_K)
+    advantages_K, metrics = _estimate(returns_K, groups_K, algorithm)
+    return spread_turns(advantages_K, rollout_K, turn_K, batch.rollout_N, batch.turns_N), metrics
+
+
+def token_advantages(batch: StepBatch, logprobs: Logprobs, config: Config) -> tuple[Tensor, dict[str, float]]:
+    """(N,) the advantage of the token's rollout, or turn, less the KL penalties that are configured; and metrics."""
+    if config.algorithm.turn_rewards:
+        advantages_N, metrics = turn_advantages(batch, config.algorithm)
+    else:
+        advantages_S, metrics = rollout_advantages(batch, config.algorithm)
+        advantages_N = advantages_S[batch.rollout_N]
+    return penalized(advantages_N.float(), batch, logprobs, config), metrics
+
+
+def penalized(advantages_N: Tensor, batch: StepBatch, logprobs: Logprobs, config: Config) -> Tensor:
+    """(N,) advantages less the KL penalties of the head of this module."""
     if logprobs.ref_N is not None and config.algorithm.kl_place == "reward":
         advantages_N = advantages_N - config.algorithm.kl_coef * (logprobs.old_N - logprobs.ref_N)
     if config.correction.kl_penalty:
@@ -95,6 +112,11 @@ def token_advantages(batch: StepBatch, advantages_S: Tensor, logprobs: Logprobs,
             advantages_N, batch.sampling_logprobs_N, logprobs.old_N, coef=config.correction.kl_penalty
         )
     return advantages_N
+
+
+def _estimate(rewards: Tensor, groups: Tensor, algorithm: AlgorithmConfig, **more: Tensor) -> Advantages:
+    settings = {name: getattr(algorithm, field) for name, field in ADVANTAGE_SETTINGS[algorithm.advantage].items()}
+    return ADVANTAGES[algorithm.advantage](rewards, groups, **settings, **more)
 
 
 def reference_metrics(logprobs: Logprobs, rollout_N: Tensor, num_rollouts: int) -> dict[str, float]:

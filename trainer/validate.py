@@ -176,6 +176,13 @@ def _algorithm(config: Config) -> Iterator[str]:
             "algorithm.dynamic_sampling=true keeps groups whose rewards differ, and with rollout.samples_per_prompt=1 "
             "there are none; set rollout.samples_per_prompt=8 or algorithm.dynamic_sampling=false"
         )
+    if algorithm.turn_rewards and algorithm.advantage in ("remax", "grpo_passk"):
+        yield (
+            f"algorithm.turn_rewards=true compares turns within a group, algorithm.advantage={algorithm.advantage} "
+            "whole rollouts; set algorithm.advantage=grpo or algorithm.turn_rewards=false"
+        )
+    if not 0 <= algorithm.turn_discount <= 1:
+        yield f"algorithm.turn_discount={algorithm.turn_discount} must lie in [0, 1]; set algorithm.turn_discount=1.0"
     if not 0 <= algorithm.overlong_buffer <= 1:
         yield (
             f"algorithm.overlong_buffer={algorithm.overlong_buffer} is a share of the horizon of {config.horizon} "

@@ -226,3 +226,20 @@ def test_dynamic_sampling_sees_the_shaped_reward() -> None:
     settings = config(overlong_buffer=0.5, max_completion_tokens=8, dynamic_sampling=True)
     made, _ = collector(settings, FakeSampler(length=lambda i: (4, 6, 8, 9)[i]), lambda found: 1.0)
     assert len(collect(made).trained) == 3 * GROUP
+
+
+def test_rewards_of_turns_are_part_of_the_reward() -> None:
+    made, _ = collector(config(turn_rewards=True), FakeSampler(), lambda found: 1.0)
+    plain = collect(made).rollouts[0]
+    assert plain.reward == 1.0
+    assert plain.rewards["turns"] == 0.0
+    given = replace(plain, reward=1.0, outcome={"turn_rewards": [0.25]})
+    assert made._shape(given).reward == 1.25
+
+
+@pytest.mark.parametrize("given", [[1.0, 2.0], [float("nan")], "good", [None]], ids=str)
+def test_turn_rewards_that_cannot_be_used_fail_the_rollout(given: Any) -> None:
+    made, _ = collector(config(turn_rewards=True), FakeSampler(), lambda found: 1.0)
+    shaped = made._shape(replace(rollout(0, 0), outcome={"turn_rewards": given}))
+    assert shaped.status is RolloutStatus.FAILED
+    assert "turn_rewards" in (shaped.error or "")

@@ -18,7 +18,7 @@ from trainer.config import AlgorithmConfig, Config
 from trainer.correction import CorrectionResult, correction_weights
 from trainer.kl import kl_term
 from trainer.policy import Policy
-from trainer.targets import Logprobs, Targets, reference_metrics, token_advantages
+from trainer.targets import Logprobs, Targets, penalized, reference_metrics
 from trainer.update import Updater
 
 
@@ -117,7 +117,8 @@ def targets_of(
     weights = correction_weights(
         logprobs.old_N, batch.sampling_logprobs_N, batch.rollout_N, batch.num_rollouts, **correction
     )
-    advantages_N = token_advantages(batch, torch.tensor([-1.0, 1.0, -0.5, 2.0]).double(), logprobs, made)
+    plain_N = torch.tensor([-1.0, 1.0, -0.5, 2.0])[batch.rollout_N]
+    advantages_N = penalized(plain_N, batch, logprobs, made)
     return Targets.of(batch, advantages_N, logprobs, weights), weights, advantages_N
 
 

@@ -21,7 +21,7 @@ from trainer.correction import correction_weights
 from trainer.distributed import Distributed
 from trainer.policy import Policy
 from trainer.reference import make_reference
-from trainer.targets import Logprobs, Targets, rollout_advantages, token_advantages
+from trainer.targets import Logprobs, Targets, token_advantages
 from trainer.update import Updater
 
 PRESETS = Path(__file__).resolve().parents[3] / "configs" / "algorithm"
@@ -110,8 +110,7 @@ def main(model_dir: str, out: str, algorithms: str, token_budget: str) -> None:
         weights = correction_weights(
             old, batch.sampling_logprobs_N, batch.rollout_N, batch.num_rollouts, mode="token_truncate"
         )
-        advantages_S, _ = rollout_advantages(batch, config.algorithm)
-        advantages_N = token_advantages(batch, advantages_S, logprobs, config)
+        advantages_N, _ = token_advantages(batch, logprobs, config)
         config.correction.logp_old = "given"  # neither recomputed nor bypassed: sequence ratios need their own pass
         updater.update(batch, Targets.of(batch, advantages_N, logprobs, weights))  # in place of the step: see above
         result |= {f"{name}/{parameter}": grad for parameter, grad in distributed.gradients.items()}

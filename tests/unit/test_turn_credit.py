@@ -1,0 +1,80 @@
+"""Credit per turn: from what environments report to the advantage of each token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rollout.records import EngineCall, FinishReason, Rollout
+from trainer.batch import StepBatch, decode, encode
+from trainer.config import AlgorithmConfig
+from trainer.targets import turn_advantages
+
+
+def rollout(rollout_id: int, group_id: int, reward: float, given: list[float], *, turns: int = 2) -> Rollout:
+    """Turns of 2 tokens, each extending the last; `given` is what the environment reported."""
+    calls, context = [], (1, 2)
+    for turn in range(turns):
+        call = EngineCall(
+            prompt_ids=context,
+            sampled_ids=(10 + turn, 20 + turn),
+            sampled_logprobs=(-1.0, -1.0),
+            finish_reason=FinishReason.STOP,
+        )
+        calls.append(call)
+        context = (*call.all_ids, 3)
+    return Rollout(
+        rollout_id=rollout_id, group_id=group_id, calls=tuple(calls), reward=reward, outcome={"turn_rewards": given}
+    )
+
+
+def batch_of(*rollouts: Rollout, ranks: int = 1) -> StepBatch:
+    parts = [rollouts[rank::ranks] for rank in range(ranks)]
+    return decode([encode(part, mask_truncated=False, with_turn_rewards=True) for part in parts])
+
+
+PAIR = (rollout(0, 0, reward=2.0, given=[1.0]), rollout(1, 0, reward=1.0, given=[0.0, 1.0]))
+
+
+def test_the_last_turn_gets_what_reward_functions_gave_to_the_whole() -> None:
+    assert batch_of(*PAIR).turn_rewards_K.tolist() == [1.0, 1.0, 0.0, 1.0]
+
+
+def test_without_turn_rewards_the_whole_reward_is_the_last_turns() -> None:
+    batch = decode([encode(PAIR, mask_truncated=False)])
+    assert batch.turn_rewards_K.tolist() == [0.0, 2.0, 0.0, 1.0]
+
+
+def test_a_turn_is_compared_with_the_same_turn_of_the_group() -> None:
+    """Returns: rollout 0 has (2, 1), rollout 1 has (1, 1). Turn 0 differs by 1, turn 1 not at all."""
+    advantages_N, metrics = turn_advantages(batch_of(*PAIR), AlgorithmConfig(advantage="dr_grpo"))
+    assert advantages_N.tolist() == pytest.approx([0.5, 0.5, 0, 0, -0.5, -0.5, 0, 0])
+    assert metrics["reward/zero_std_fraction"] == 0.5
+
+
+def test_later_rewards_are_discounted() -> None:
+    """Returns at turn 0 with a discount of 0.5: 1 + 0.5 and 0 + 0.5."""
+    settings = AlgorithmConfig(advantage="dr_grpo", turn_discount=0.5)
+    late = (rollout(0, 0, reward=2.0, given=[0.0]), rollout(1, 0, reward=0.0, given=[]))
+    advantages_N, _ = turn_advantages(batch_of(*late), settings)
+    assert advantages_N.tolist() == pytest.approx([0.5, 0.5, 1, 1, -0.5, -0.5, -1, -1])
+
+
+def test_a_turn_that_nobody_else_reached_has_no_advantage() -> None:
+    longer = (rollout(0, 0, reward=3.0, given=[0.0, 0.0], turns=3), rollout(1, 0, reward=1.0, given=[]))
+    advantages_N, _ = turn_advantages(batch_of(*longer), AlgorithmConfig(advantage="dr_grpo"))
+    assert advantages_N[4:6].tolist() == [0.0, 0.0]
+    assert advantages_N[:2].tolist() == pytest.approx([1, 1])
+
+
+def test_ranks_that_share_the_rollouts_change_nothing() -> None:
+    rollouts = (*PAIR, rollout(2, 1, reward=1.5, given=[0.5], turns=3), rollout(3, 1, reward=0.0, given=[]))
+    settings = AlgorithmConfig()
+    expected, _ = turn_advantages(batch_of(*rollouts), settings)
+    found, _ = turn_advantages(batch_of(*rollouts, ranks=3), settings)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_a_step_without_rollouts_has_no_turns() -> None:
+    advantages_N, _ = turn_advantages(batch_of(), AlgorithmConfig())
+    assert len(advantages_N) == 0
