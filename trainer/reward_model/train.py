@@ -1,4 +1,4 @@
-"""Training a reward model, from comparisons to a checkpoint. `scripts/train_reward_model.py` calls `train` on all ranks.
+"""Training a reward model, from comparisons to a checkpoint. All ranks of the script call `train`.
 
     samples of the pretrained model ─► normalise ─► one epoch over comparisons ─► reset, normalise again ─► save
 
