@@ -40,6 +40,18 @@ def demo_answer(rollout: Rollout) -> float:
     return float(final_answer(rollout) == f"The answer is {expected(rollout, 'answer')}")
 
 
+def environment_reward(rollout: Rollout, *, fact: str = "environment_reward") -> float:
+    """What the environment or the agent itself gave, as a number in the outcome (`environment=trl`, `verifiers`).
+
+    Raises `DataError` if it gave none.
+    """
+    value = rollout.outcome.get(fact)
+    if value is None:
+        reason = rollout.outcome.get("environment_error", f"its outcome has {', '.join(rollout.outcome) or 'nothing'}")
+        raise DataError(f"the environment gave no {fact!r}: {reason}")
+    return float(value)
+
+
 def exact_match(rollout: Rollout, *, column: str = "answer", ignore_case: bool = False) -> float:
     """1 if the answer is the reference, up to surrounding space."""
     answer, reference = final_answer(rollout), expected(rollout, column)
@@ -136,5 +148,6 @@ FUNCTIONS: dict[str, RewardFunction] = {
         think_format,
         soft_overlong,
         repetition,
+        environment_reward,
     )
 }

@@ -2,15 +2,21 @@
 
 An environment lives for one episode. It speaks messages only; tokens are `rollout/chat.py`'s business and
 sampling is `rollout/episode.py`'s. Environments by name are listed in `rollout/environments/__init__.py`.
+
+`Environment` is all that is needed. Two more protocols are for those that need them: `HostsConversations` opens
+further conversations with the model, `Concludes` has a last word when the episode ends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from rollout.records import Message
+
+Tools = Sequence[Mapping[str, Any]]
+"""JSON schemas of tools, in the OpenAI form, as the chat template renders them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +32,8 @@ class Step:
 
 class Environment(Protocol):
     @property
-    def tools(self) -> Sequence[Mapping[str, Any]]:
-        """JSON schemas of the tools, in the OpenAI form, as the chat template renders them. May be empty."""
+    def tools(self) -> Tools:
+        """Tools that the model may call. Read once, after `reset`. May be empty."""
         ...
 
     async def reset(self, example: Mapping[str, Any]) -> Sequence[Message]:
@@ -40,4 +46,58 @@ class Environment(Protocol):
         A tool that raises, hangs or is called wrongly is answered with a tool message, never an exception:
         the model must be able to see its mistake.
         """
+        ...
+
+
+class Conversation(Protocol):
+    """A conversation with the model that is trained. Its calls belong to the rollout of the episode."""
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        """Everything said so far, assistant turns included."""
+        ...
+
+    async def ask(self, new_messages: Sequence[Message] = ()) -> Message:
+        """Say something, and sample the assistant's turn.
+
+        Raises:
+            ContextFullError: the conversation no longer fits the model.
+            CallLimitError: the episode has no calls left, or is over.
+            TemplateError: the chat template refuses the messages.
+            EngineError, EvidenceError: the engine failed. The episode ends with it, whoever catches it here.
+        """
+        ...
+
+
+class OpenConversation(Protocol):
+    """Begins a conversation that goes on beside the episode's own, with other messages and other tools."""
+
+    def __call__(self, messages: Sequence[Message], tools: Tools = ()) -> Conversation: ...
+
+
+@runtime_checkable
+class HostsConversations(Protocol):
+    """An environment whose episodes hold several conversations with the model: sub-agents, debates, a user that the
+    policy plays. Every token that any of them sampled is trained, with the reward of the rollout."""
+
+    @property
+    def max_calls(self) -> int | None:
+        """Engine calls of the episode at most, over all its conversations; None for no limit."""
+        ...
+
+    def host(self, open_conversation: OpenConversation) -> None:
+        """Called once, before `reset`. A conversation may be opened at any time until the episode ends.
+
+        Conversations may run at the same time. Each is seeded by its number in the order of opening and by its own
+        turns, so what is sampled does not depend on which of them is answered first.
+        """
+        ...
+
+
+@runtime_checkable
+class Concludes(Protocol):
+    """An environment that has something to report when the episode is over, however it ended."""
+
+    async def conclude(self) -> Mapping[str, Any]:
+        """Facts for the outcome. Called once, unless the rollout failed."""
         ...

@@ -44,3 +44,11 @@ class CheckpointError(LockstepError, RuntimeError):
 
 class TrainingError(LockstepError, RuntimeError):
     """The update itself cannot go on (for example: repeatedly non-finite gradients)."""
+
+
+class ContextFullError(LockstepError, RuntimeError):
+    """A conversation no longer fits the model; what was sampled of it stays trainable."""
+
+
+class CallLimitError(LockstepError, RuntimeError):
+    """An episode has made as many engine calls as it may, or is over."""

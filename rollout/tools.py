@@ -19,11 +19,6 @@ from typing import Any
 
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
-from transformers.utils.chat_template_utils import (
-    DocstringParsingException,
-    TypeHintParsingException,
-    get_json_schema,
-)
 
 from rollout.deadline import DeadlineExceeded, TooManyAbandoned, call_with_deadline, describe
 from rollout.errors import ConfigError
@@ -187,6 +182,13 @@ def load_tools(spec: str) -> list[ToolFunction]:
 
 @functools.lru_cache(maxsize=256)
 def _describe(function: ToolFunction) -> tuple[Mapping[str, Any], Draft202012Validator]:
+    # Seconds on a busy machine: whoever only names an environment, as the check of a configuration does, is spared.
+    from transformers.utils.chat_template_utils import (
+        DocstringParsingException,
+        TypeHintParsingException,
+        get_json_schema,
+    )
+
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ConfigError(

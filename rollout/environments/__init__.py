@@ -11,8 +11,11 @@ from rollout.environments.calculator import CalculatorEnvironment
 from rollout.environments.chain import ChainEnvironment
 from rollout.environments.mixed import Mixed
 from rollout.environments.single_turn import SingleTurn
+from rollout.environments.subagents import SubAgents
 from rollout.environments.tools import ToolEnvironment
+from rollout.environments.trl import TRLEnvironment
 from rollout.environments.user import SimulatedUser
+from rollout.environments.verifiers import VerifiersEnvironment
 from rollout.errors import ConfigError
 
 ENVIRONMENTS: dict[str, Callable[..., Environment]] = {
@@ -23,7 +26,10 @@ ENVIRONMENTS: dict[str, Callable[..., Environment]] = {
     "calculator": CalculatorEnvironment,
     "chain": ChainEnvironment,
     "reverse": SingleTurn,
+    "subagents": SubAgents,
     "agent": AgentEnvironment,
+    "trl": TRLEnvironment,
+    "verifiers": VerifiersEnvironment,
 }
 
 

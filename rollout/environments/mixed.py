@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollout.environment import Environment, Step
+from rollout.environment import Concludes, Environment, HostsConversations, OpenConversation, Step
 from rollout.errors import ConfigError, DataError
 from rollout.records import Message
 
@@ -40,6 +40,15 @@ class Mixed:
     def tools(self) -> Sequence[Mapping[str, Any]]:
         return self._current.tools if self._current is not None else ()
 
+    @property
+    def max_calls(self) -> int | None:
+        return self._current.max_calls if isinstance(self._current, HostsConversations) else None
+
+    def host(self, open_conversation: OpenConversation) -> None:
+        for environment in self._by_name.values():
+            if isinstance(environment, HostsConversations):
+                environment.host(open_conversation)
+
     async def reset(self, example: Mapping[str, Any]) -> Sequence[Message]:
         name = example.get(self._column) or self._default
         if name not in self._by_name:
@@ -53,3 +62,6 @@ class Mixed:
     async def step(self, message: Message) -> Step:
         assert self._current is not None, "step before reset"
         return await self._current.step(message)
+
+    async def conclude(self) -> Mapping[str, Any]:
+        return await self._current.conclude() if isinstance(self._current, Concludes) else {}

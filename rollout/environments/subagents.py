@@ -1,0 +1,114 @@
+"""A model that hands tasks to copies of itself: `delegate(task)` runs a conversation of its own, with tools of its own.
+
+Several tasks of one turn run at the same time; their calls interleave in the engine and in the record. Every token
+that a copy sampled is trained, with the reward of the whole rollout.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollout.environment import OpenConversation, Step, Tools
+from rollout.environments.prompt import Prompt
+from rollout.errors import ConfigError
+from rollout.records import Message
+from rollout.tools import Toolbox, ToolFunction, count_results, load_tools
+
+AGENT_PROMPT = "You are given one task. Solve it with your tools, then state the result in one sentence."
+
+
+class SubAgents:
+    """The first conversation has one tool, `delegate`; the conversations that it opens have the tools given here.
+
+    A sub-agent that fails (too many turns, no calls or no context left, too slow) is a tool error for the one who
+    delegated, and counted.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[ToolFunction] = (),
+        *,
+        files: Sequence[str] = (),
+        agent_prompt: str = AGENT_PROMPT,
+        max_agent_turns: int = 4,
+        max_calls: int = 32,
+        agent_timeout_s: float = 600.0,
+        tool_timeout_s: float = 10.0,
+        max_result_chars: int = 8192,
+        prompt_column: str | None = None,
+        system_prompt: str | None = None,
+    ):
+        """
+        Args:
+            functions: tools of the sub-agents as Python functions.
+            files: more of them, as `path/to/file.py:name,other`.
+            agent_prompt: system turn of every sub-agent.
+            max_agent_turns: assistant turns of one sub-agent at most.
+            max_calls: engine calls of an episode at most, over all conversations.
+            agent_timeout_s: wall-clock limit of one sub-agent.
+
+        Raises:
+            ConfigError: a function cannot be a tool, a file cannot be loaded, or a limit is below 1.
+        """
+        if max_agent_turns < 1 or max_calls < 1:
+            raise ConfigError(
+                f"max_agent_turns={max_agent_turns} and max_calls={max_calls} must be at least 1; "
+                "set environment.settings.max_agent_turns=4 environment.settings.max_calls=32"
+            )
+        loaded = [function for file in files for function in load_tools(file)]
+        limits: dict[str, Any] = {"max_result_chars": max_result_chars}
+        self._toolbox = Toolbox([self.delegate], timeout_s=agent_timeout_s, **limits)
+        self._agent_toolbox = Toolbox([*functions, *loaded], timeout_s=tool_timeout_s, **limits)
+        self._agent_prompt = agent_prompt
+        self._max_agent_turns = max_agent_turns
+        self._max_calls = max_calls
+        self._prompt = Prompt(column=prompt_column, system=system_prompt)
+        self._open: OpenConversation | None = None
+        self._agents_outcome: Counter[str] = Counter()
+
+    @property
+    def tools(self) -> Tools:
+        return self._toolbox.schemas
+
+    @property
+    def max_calls(self) -> int:
+        return self._max_calls
+
+    def host(self, open_conversation: OpenConversation) -> None:
+        self._open = open_conversation
+
+    async def reset(self, example: Mapping[str, Any]) -> Sequence[Message]:
+        return self._prompt.messages(example)
+
+    async def step(self, message: Message) -> Step:
+        self._agents_outcome = Counter()
+        results = await self._toolbox.answer(message)
+        return Step(
+            messages=tuple(result.message for result in results),
+            done=not results,
+            outcome={**count_results(results), **self._agents_outcome},
+        )
+
+    async def delegate(self, task: str) -> str:
+        """Let an agent with tools solve a task. Several tasks can be delegated at the same time.
+
+        Args:
+            task: everything that the agent must know; it does not see this conversation
+        """
+        assert self._open is not None, "delegate before host"
+        conversation = self._open(
+            [{"role": "system", "content": self._agent_prompt}, {"role": "user", "content": task}],
+            self._agent_toolbox.schemas,
+        )
+        self._agents_outcome["agents"] += 1
+        answers: Sequence[Message] = ()
+        for _ in range(self._max_agent_turns):
+            message = await conversation.ask(answers)
+            results = await self._agent_toolbox.answer(message)
+            self._agents_outcome.update({f"agent_{name}": count for name, count in count_results(results).items()})
+            if not results:
+                return str(message["content"])
+            answers = tuple(result.message for result in results)
+        raise TimeoutError(f"the agent did not finish in {self._max_agent_turns} turns")

@@ -1,0 +1,134 @@
+"""Environments written for TRL's `environment_factory` (the contract of TRL 1.16), without changes.
+
+    class Game:
+        def reset(self, **row) -> str | None: ...       a text is appended to the prompt's last message
+        def guess(self, number: int) -> str: ...        every public method is a tool: type hints, Google docstring
+        def get_reward(self) -> float: ...              optional; may be async, like everything here
+
+Covered: one factory, or several that rows choose from by column `environment`; sync and async methods; the reward
+that the environment owns, as outcome `environment_reward` (`reward.functions=[environment_reward]`). TRL itself need
+not be installed. The episode ends, as in TRL, with the first turn that calls no tool.
+
+Not covered: images in observations; reward functions of a TRL script that ask for `environments`. Instances are not
+pooled: each episode has its own, which TRL's promise (reset before use) allows.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from rollout.deadline import call_with_deadline
+from rollout.environment import Step, Tools
+from rollout.environments.prompt import PROMPT_COLUMNS, Prompt
+from rollout.errors import ConfigError, DataError
+from rollout.loading import load_function
+from rollout.records import Message
+from rollout.tools import Toolbox, ToolFunction, count_results
+
+Factory = Callable[[], Any]
+_NOT_TOOLS = ("reset", "get_reward")
+
+
+class TRLEnvironment:
+    """Plays an instance of somebody's class: its methods are the tools, its state is the episode's."""
+
+    def __init__(
+        self,
+        factory: str | Factory | Mapping[str, str | Factory] | None = None,
+        *,
+        column: str = "environment",
+        prompt_column: str | None = None,
+        system_prompt: str | None = None,
+        tool_timeout_s: float = 10.0,
+        max_result_chars: int = 8192,
+    ):
+        """
+        Args:
+            factory: a class, or a function without arguments that makes an instance; or `path/to/file.py:name`; or
+                several of them by name.
+            column: where a row says its name, if there are several.
+            tool_timeout_s: of one method call, `reset` and `get_reward` included.
+
+        Raises:
+            ConfigError: no factory is given, or it cannot be loaded.
+        """
+        if not factory:
+            raise ConfigError("no factory is set; set environment.settings.factory=path/to/file.py:ClassName")
+        named = factory if isinstance(factory, Mapping) else {None: factory}
+        self._factories = {name: load_function(one) if isinstance(one, str) else one for name, one in named.items()}
+        self._has_names = isinstance(factory, Mapping)
+        self._column = column
+        self._prompt = Prompt(column=prompt_column, system=system_prompt)
+        self._timeout_s = tool_timeout_s
+        self._max_result_chars = max_result_chars
+        self._instance: Any = None
+        self._toolbox = Toolbox([])
+
+    @property
+    def tools(self) -> Tools:
+        return self._toolbox.schemas
+
+    async def reset(self, example: Mapping[str, Any]) -> Sequence[Message]:
+        name = example.get(self._column) if self._has_names else None
+        if name not in self._factories:
+            raise DataError(
+                f"trl: column {self._column!r} says {name!r}, expected one of {', '.join(map(str, self._factories))}; "
+                "add it to environment.settings.factory"
+            )
+        self._instance = self._factories[name]()
+        methods = _methods(self._instance)
+        if "reset" not in methods:
+            raise ConfigError(
+                f"trl: {type(self._instance).__name__} has no method reset, which TRL's contract asks for"
+            )
+        tools: list[ToolFunction] = [method for key, method in methods.items() if key not in _NOT_TOOLS]
+        self._toolbox = Toolbox(tools, timeout_s=self._timeout_s, max_result_chars=self._max_result_chars)
+        row = {key: value for key, value in example.items() if not (self._has_names and key == self._column)}
+        finished = await call_with_deadline(partial(methods["reset"], **row), timeout_s=self._timeout_s)
+        if finished.error is not None:
+            raise finished.error
+        return self._opening(example, finished.value)
+
+    async def step(self, message: Message) -> Step:
+        results = await self._toolbox.answer(message)
+        return Step(
+            messages=tuple(result.message for result in results),
+            done=not results,
+            outcome=count_results(results),
+        )
+
+    async def conclude(self) -> Mapping[str, Any]:
+        """The reward of an environment that owns one. None from it means, as in TRL, that it does not apply."""
+        get_reward = _methods(self._instance).get("get_reward")
+        if get_reward is None:
+            return {}
+        finished = await call_with_deadline(get_reward, timeout_s=self._timeout_s)
+        if finished.error is not None:  # the reward function then has nothing to read, and says so
+            return {"environment_error": f"get_reward: {type(finished.error).__name__}: {finished.error}"}
+        return {"environment_reward": None if finished.value is None else float(finished.value)}
+
+    def _opening(self, example: Mapping[str, Any], observation: Any) -> Sequence[Message]:
+        names = PROMPT_COLUMNS if self._prompt.column is None else (self._prompt.column,)
+        if not any(example.get(name) is not None for name in names):  # the environment owns the prompt
+            example = {**example, names[0]: [{"role": "user", "content": ""}]}
+        *first, last = self._prompt.messages(example)
+        if observation is None:
+            return (*first, last)
+        if not isinstance(observation, str):
+            raise DataError(
+                f"trl: {type(self._instance).__name__}.reset returned {type(observation).__name__}; expected a text or "
+                "None (images are not supported)"
+            )
+        return (*first, {**last, "content": f"{last['content']}{observation}"})
+
+
+def _methods(instance: Any) -> Mapping[str, Callable[..., Any]]:
+    """Public methods by name. Listed on the class, because listing an instance would evaluate its properties."""
+    return {
+        name: getattr(instance, name)
+        for name, _ in inspect.getmembers(type(instance), predicate=inspect.isfunction)
+        if not name.startswith("_")
+    }
