@@ -139,7 +139,8 @@ class Trainer:
         scorer = self._updater.scorer
         old_N = batch.sampling_logprobs_N if self._bypass else scorer.score(batch)
         every = self._config.correction.noise_floor_every
-        if every and self.num_steps % every == 0 and batch.num_rollouts:
+        is_due = every and (self.num_steps % every == 0 or not self._noise_floor)  # a resumed run measures anew
+        if is_due and batch.num_rollouts:
             first_N = scorer.score(batch) if self._bypass else old_N
             self._noise_floor = noise_floor(first_N, scorer.score_repacked(batch))
         return Logprobs(old_N=old_N, ref_N=self._reference.score(batch) if self._reference else None)
