@@ -4,7 +4,7 @@ A checkpoint is written into a temporary directory; its manifest, with the size 
 then the directory is renamed into place. What has no valid manifest is no checkpoint, and the loader names what it
 skipped. Old checkpoints go only after a new one is published.
 
-State is parameters, optimizer state, and three numbers: updates done, rows taken, the version of the weights. Data
+State is parameters, optimizer state, and a few numbers: updates done, rows taken, the weight of the KL penalty. Data
 order, sampling seeds, minibatch order and the learning rate are functions of these numbers and the configuration.
 """
 
@@ -35,6 +35,8 @@ class TrainerState:
     """Optimizer updates done; also the version of the weights."""
     data_cursor: int
     """Data rows taken."""
+    kl_coef: float | None = None
+    """Weight of the KL penalty, where a controller adapts it."""
     wandb_id: str | None = None
 
 

@@ -19,6 +19,7 @@ ADVANTAGES = (
     "reinforce_plus_plus_baseline",
     "remax",
     "grpo_passk",
+    "gae",
 )
 LOSSES = ("ppo_clip", "gspo", "cispo", "sapo", "reinforce", "clipped_tis")
 OPTIMIZERS = ("adamw", "adamw_tf", "adamw_8bit", "muon", "sgd")
@@ -55,6 +56,14 @@ class ModelConfig:
         "attention of the trainer; auto: FlashAttention varlen on CUDA, exact per-row SDPA elsewhere",
         choices=("auto", "flash_attention_2", "sdpa", "eager"),
     )
+    critic: str = setting(
+        "separate",
+        "algorithm.advantage=gae: a critic with a decoder of its own, or a value head on the policy's trunk",
+        choices=("separate", "shared"),
+    )
+    critic_path: str | None = setting(
+        None, "what a separate critic starts from, a model or a reward model; null: model.path"
+    )
     reference_path: str | None = setting(None, "frozen reference of algorithm.kl_coef; null: model.path")
     gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass to save memory")
     trust_remote_code: bool = setting(False, "run code that ships with the model, in trainer and engine alike")
@@ -73,7 +82,7 @@ class DataConfig:
 
 @dataclass
 class EnvironmentConfig:
-    name: str = setting("calculator", "key of rollout.environments.ENVIRONMENTS")
+    name: str = setting("calculator", "key of rollout.environments.ENVIRONMENTS, or path/to/file.py:ClassName")
     settings: dict[str, Any] = setting({}, "keyword arguments of the environment")
     max_turns: int = setting(3, "assistant turns per episode at most")
     history: str = setting(
@@ -109,6 +118,9 @@ class RolloutConfig:
     kv_cache_gib: float = setting(0.25, "KV cache of the engine [GiB]")
     request_timeout_s: float = setting(600.0, "a request without an answer for this long is an engine failure [s]")
     start_timeout_s: float = setting(600.0, "limit for the engine to become ready [s]")
+    ignore_eos: bool = setting(
+        False, "sample past the end of the turn, up to max_tokens_per_turn: responses of one fixed length"
+    )
     mask_truncated: bool = setting(False, "do not train rollouts that ended on a length limit (they still count)")
 
 
@@ -145,8 +157,20 @@ class AlgorithmConfig:
     turn_discount: float = setting(1.0, "turn_rewards: what a reward is worth one turn earlier")
     epochs: int = setting(1, "passes over a rollout batch")
     minibatches: int = setting(1, "optimizer steps per pass; must divide prompts_per_step x samples_per_prompt")
+    gamma: float = setting(1.0, "gae: discount per token")
+    gae_lambda: float = setting(0.95, "gae: 1: reward-to-go, 0: one-step temporal difference")
+    value_coef: float = setting(0.5, "gae: weight of the value loss")
+    value_clip: float | None = setting(
+        0.2, "gae: how far a value may move in an update before it gets no gradient [reward]; null: any distance"
+    )
+    whiten_rewards: bool = setting(False, "gae: scale rewards to variance 1 per optimizer step, keeping their mean")
+    whiten_advantages: bool = setting(True, "gae: scale advantages to mean 0, variance 1 per optimizer step")
     entropy_coef: float = setting(0.0, "weight of the entropy bonus")
     kl_coef: float = setting(0.0, "weight of the KL divergence from the frozen reference; 0: no reference is loaded")
+    kl_target: float | None = setting(
+        None, "gae with kl_place=reward: KL per rollout that kl_coef is adapted to [nats]; null: kl_coef is fixed"
+    )
+    kl_horizon: int = setting(10000, "kl_target: rollouts over which kl_coef changes by at most 20 %")
     kl_place: str = setting(
         "loss", "loss: a term of the loss; reward: a penalty per token in the advantages", choices=("loss", "reward")
     )
@@ -273,6 +297,11 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether advantages come from a learned value."""
+        return self.algorithm.advantage == "gae"
 
     @property
     def horizon(self) -> int:

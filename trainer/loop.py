@@ -19,6 +19,7 @@ from trainer.batch import StepBatch, decode, encode
 from trainer.collection import Collected, Collector
 from trainer.config import Config
 from trainer.correction import CorrectionResult, correction_weights
+from trainer.credit import CreditAssignment
 from trainer.distributed import Distributed
 from trainer.mismatch import MismatchStatistics, noise_floor
 from trainer.reference import Reference
@@ -65,10 +66,13 @@ class Trainer:
         self._collector = collector
         self._reference = reference
         self._sync = sync
+        self._critic = CreditAssignment(config) if config.has_critic else None
         self._empty_steps = 0
         self._noise_floor: dict[str, float] = {}
         self.num_steps = 0
         """Rollout batches done; enters the sampling seeds."""
+        self.kl_coef = config.algorithm.kl_coef
+        """Weight of the KL penalty in the reward; a controller changes it from step to step."""
 
     @property
     def version(self) -> int:
@@ -82,10 +86,9 @@ class Trainer:
         with watch.stage("score"):
             logprobs = self._score(batch)
         correction = self._correct(batch, logprobs.old_N)
-        advantages_N, advantage_metrics = token_advantages(batch, logprobs, self._config)
+        targets, advantage_metrics = self._targets(batch, logprobs, correction)
         version = self.version
         with watch.stage("update"):
-            targets = Targets.of(batch, advantages_N, logprobs, correction)
             update_metrics, logp_seen_N = self._updater.update(batch, targets)
         with watch.stage("sync"):
             synced = self.push_weights()
@@ -137,13 +140,19 @@ class Trainer:
     def _score(self, batch: StepBatch) -> Logprobs:
         """What policy and reference say about the trained tokens before the update."""
         scorer = self._updater.scorer
-        old_N = batch.sampling_logprobs_N if self._bypass else scorer.score(batch)
+        values_N = None
+        if self._critic is not None:
+            own_N, values_N = scorer.score_with_values(batch)
+            old_N = batch.sampling_logprobs_N if self._bypass else own_N
+        else:
+            old_N = batch.sampling_logprobs_N if self._bypass else scorer.score(batch)
         every = self._config.correction.noise_floor_every
         is_due = every and (self.num_steps % every == 0 or not self._noise_floor)  # a resumed run measures anew
         if is_due and batch.num_rollouts:
             first_N = scorer.score(batch) if self._bypass else old_N
             self._noise_floor = noise_floor(first_N, scorer.score_repacked(batch))
-        return Logprobs(old_N=old_N, ref_N=self._reference.score(batch) if self._reference else None)
+        ref_N = self._reference.score(batch) if self._reference else None
+        return Logprobs(old_N=old_N, ref_N=ref_N, values_N=values_N)
 
     def _correct(self, batch: StepBatch, logp_old_N: torch.Tensor) -> CorrectionResult:
         """Importance weights between engine and trainer; in bypass mode the ratio of the loss carries them."""
@@ -158,6 +167,17 @@ class Trainer:
             rejection=settings.rejection,
             batch_normalize=settings.batch_normalize,
         )
+
+    def _targets(
+        self, batch: StepBatch, logprobs: Logprobs, correction: CorrectionResult
+    ) -> tuple[Targets, dict[str, float]]:
+        """What each token is trained with: the advantage of its rollout, or with a critic one of its own."""
+        if self._critic is None:
+            advantages_N, metrics = token_advantages(batch, logprobs, self._config)
+            return Targets.of(batch, advantages_N, logprobs, correction), metrics
+        assigned = self._critic.assign(batch, logprobs, correction, kl_coef=self.kl_coef)
+        self.kl_coef = assigned.next_kl_coef
+        return Targets.of(batch, assigned.advantages_N, logprobs, correction, assigned.credit), assigned.metrics
 
     # Numbers
 

@@ -77,7 +77,8 @@ def make_sampling(config: Config, chat: Chat, *, temperature: float) -> Sampling
         top_p=settings.top_p,
         top_k=settings.top_k,
         min_p=settings.min_p,
-        stop_token_ids=tuple(chat.stop_token_ids),
+        stop_token_ids=() if settings.ignore_eos else tuple(chat.stop_token_ids),
+        ignore_eos=settings.ignore_eos,
     )
 
 

@@ -17,6 +17,7 @@ from trainer.config import Config
 from trainer.distributed import Distributed
 from trainer.policy import Policy
 from trainer.scoring import Scorer
+from trainer.value import policy_of
 
 
 class Reference:
@@ -40,8 +41,7 @@ def make_reference(config: Config, distributed: Distributed, module: nn.Module) 
     """
     if not config.algorithm.kl_coef:
         return None
-    policy = distributed.unwrapped
-    assert isinstance(policy, Policy)
+    policy = policy_of(distributed.unwrapped)
     settings = {"temperature": config.rollout.temperature, "token_budget": config.token_budget}
     if isinstance(policy.model, PeftModel) and config.model.reference_path is None:
         return Reference(Scorer(module, distributed, **settings), policy.model.disable_adapter)

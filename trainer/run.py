@@ -37,6 +37,7 @@ from trainer.reference import make_reference
 from trainer.rundir import RunDirectory, open_run
 from trainer.step_summary import first_step_summary
 from trainer.update import Updater
+from trainer.value import policy_of, with_critic
 
 
 def run(config: Config) -> None:
@@ -75,10 +76,14 @@ class Run:
             compute_dtype=config.model.dtype,
             lora=config.model.lora,
         )
-        optimizer = make_optimizer(policy, config.optimizer, is_sharded=distributed.zero_stage > 0)
-        self._module = distributed.prepare(policy, optimizer)
+        module = with_critic(policy, config)
+        optimizer = make_optimizer(module, config.optimizer, is_sharded=distributed.zero_stage > 0)
+        self._module = distributed.prepare(module, optimizer)
         self._updater = Updater(self._module, distributed, config)
         self._rewards = make_rewards(config)
+        if self._engine is not None:
+            with distributed.whole_models():
+                self._rewards.load()
         self._prompts = Prompts(
             distributed.together(lambda: load_rows(config.data.path, config.data.split)),
             seed=config.seed,
@@ -142,11 +147,9 @@ class Run:
 
     def _make_sync(self) -> WeightSync:
         settings = self._config.sync
-        policy = self._distributed.unwrapped
-        assert isinstance(policy, Policy)
         return WeightSync(
             engine=self._engine,
-            module=policy.model,
+            module=policy_of(self._distributed.unwrapped).model,
             score_canary=self._updater.logprobs,
             canary_threshold=settings.canary_threshold,
             pause_mode=settings.pause,
@@ -168,6 +171,8 @@ class Run:
             state = checkpoint.load(path, self._distributed)
             self._trainer.num_steps = state.step
             self._updater.num_updates = state.update
+            if state.kl_coef is not None:
+                self._trainer.kl_coef = state.kl_coef
             self._prompts.cursor = state.data_cursor
             self._console.say(f"resumed from {path} at update {state.update}")
         if not self._distributed.is_main:
@@ -232,18 +237,19 @@ class Run:
             step=self._trainer.num_steps,
             update=self._trainer.version,
             data_cursor=self._prompts.cursor,
+            kl_coef=self._trainer.kl_coef,
             wandb_id=self._metrics.wandb_id if self._metrics else None,
         )
         checkpoint.save(self._directory.checkpoints, state, self._distributed, keep=self._config.checkpoint.keep)
 
     def _finish(self) -> None:
         """Write the model, and say what can be done with the run."""
-        policy = self._distributed.unwrapped
-        assert isinstance(policy, Policy)
+        policy = policy_of(self._distributed.unwrapped)
         if isinstance(policy.model, PeftModel):
             save_merged(policy.model, self._directory.model, self._distributed)
         else:
-            self._distributed.save_pretrained(self._directory.model)
+            prefix = "policy.model." if self._config.has_critic else "model."
+            self._distributed.save_pretrained(self._directory.model, prefix=prefix)
         if not self._distributed.is_main:
             return
         self._chat.tokenizer.save_pretrained(self._directory.model)

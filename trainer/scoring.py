@@ -43,14 +43,31 @@ class Scorer:
     def score(self, batch: StepBatch, rows: Sequence[int] | None = None, *, token_budget: int | None = None) -> Tensor:
         """(N,) float32 logprobs of the trained tokens of these rows (by default all), 0 elsewhere; a collective."""
         chosen = range(len(batch.rows)) if rows is None else rows
-        packs = self.plan(batch, chosen, token_budget=token_budget).microbatches[self._distributed.rank]
-        logp_N = torch.zeros(batch.layout.num_tokens)
+        return self._run(batch, chosen, token_budget, with_values=False)[0]
+
+    def score_with_values(self, batch: StepBatch) -> tuple[Tensor, Tensor]:
+        """(N,) logprobs and values of all trained tokens, from one pass of a module with a critic; a collective."""
+        logp_N, values_N = self._run(batch, range(len(batch.rows)), None, with_values=True)
+        return logp_N, values_N
+
+    def _run(
+        self, batch: StepBatch, rows: Sequence[int], token_budget: int | None, *, with_values: bool
+    ) -> tuple[Tensor, ...]:
+        """(N,) logprobs, and with a critic values, of the trained tokens of these rows."""
+        packs = self.plan(batch, rows, token_budget=token_budget).microbatches[self._distributed.rank]
+        outputs_N = torch.zeros(1 + with_values, batch.layout.num_tokens)
+        arguments = {"with_values": True} if with_values else {}
         with torch.no_grad():
             for pack in packs:
                 packed = collate(batch.rows, pack, batch.layout, device=self._distributed.device)
-                logp_T, _ = self._module(packed, temperature=self._temperature, with_entropy=False)
-                logp_N[packed.token_index_T.cpu()] = logp_T.float().cpu()
-        return self._distributed.sum(logp_N)  # each token was scored on one rank, the others hold 0
+                logp_T, _, *values_T = self._module(
+                    packed, temperature=self._temperature, with_entropy=False, **arguments
+                )
+                index_T = packed.token_index_T.cpu()
+                for output_N, output_T in zip(outputs_N, (logp_T, *values_T), strict=True):
+                    output_N[index_T] = output_T.float().cpu()
+        # Each token was scored on one rank, the others hold 0.
+        return tuple(self._distributed.sum(outputs_N))
 
     def score_repacked(self, batch: StepBatch) -> Tensor:
         """(N,) the same as `score`, with every row in as small a pack as there is: about one row each; a collective."""

@@ -19,7 +19,7 @@ Shape legend: _S rollouts of the step, _K their turns, _N trained tokens of the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from trainer.batch import StepBatch
 from trainer.config import AlgorithmConfig, Config
 from trainer.correction import CorrectionResult, kl_penalized_advantages
 from trainer.kl import k3
+from trainer.ppo import Credit, CreditRule, assign
 from trainer.segments import rollout_sum
 from trainer.turns import discounted_returns, spread_turns, turn_groups
 
@@ -53,6 +54,8 @@ class Logprobs:
     """Under the proximal policy: the trainer's own, or in bypass mode the engine's."""
     ref_N: Tensor | None = None
     """Under the frozen reference; None: there is none."""
+    values_N: Tensor | None = None
+    """No logprob, but from the same pass: the critic's value of the state before each token; None: no critic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -65,16 +68,41 @@ class Targets:
     keep_N: Tensor
     """bool: False for tokens that left the loss mask (rejected, or of a masked rollout), and so the denominators."""
     ref_logp_N: Tensor | None = None
+    credit: Credit | None = None
+    """With a critic: what advantages and returns of each optimizer step are computed from (trainer/ppo.py)."""
+    returns_N: Tensor | None = None
+    """With a critic, what values are trained towards."""
 
     @classmethod
-    def of(cls, batch: StepBatch, advantages_N: Tensor, logprobs: Logprobs, correction: CorrectionResult) -> Targets:
+    def of(
+        cls,
+        batch: StepBatch,
+        advantages_N: Tensor,
+        logprobs: Logprobs,
+        correction: CorrectionResult,
+        credit: Credit | None = None,
+    ) -> Targets:
         return cls(
             advantages_N=advantages_N.float(),
             old_logp_N=logprobs.old_N,
             weights_N=correction.weights_T,
-            keep_N=correction.keep_T & torch.from_numpy(batch.is_kept_S)[batch.rollout_N],
+            keep_N=kept_tokens(batch, correction),
             ref_logp_N=logprobs.ref_N,
+            credit=credit,
         )
+
+    def for_rollouts(self, rollouts: Tensor, rule: CreditRule) -> Targets:
+        """The targets of an optimizer step on these rollouts (indices): with a critic, advantages are its own."""
+        if self.credit is None:
+            return self
+        chosen_N = torch.isin(self.credit.rollout_N, rollouts)
+        advantages_N, returns_N = assign(self.credit, chosen_N, rule)
+        return replace(self, advantages_N=advantages_N, returns_N=returns_N)
+
+
+def kept_tokens(batch: StepBatch, correction: CorrectionResult) -> Tensor:
+    """(N,) bool: tokens of the loss mask."""
+    return correction.keep_T & torch.from_numpy(batch.is_kept_S)[batch.rollout_N]
 
 
 def rollout_advantages(batch: StepBatch, algorithm: AlgorithmConfig) -> Advantages:

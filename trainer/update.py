@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from rollout.records import TrainingRow
 from trainer.batch import StepBatch
 from trainer.config import AlgorithmConfig, Config
+from trainer.credit import credit_rule
 from trainer.distributed import Distributed
 from trainer.kl import kl_term
 from trainer.losses import POLICY_LOSSES, LossInputs, LossOutputs, entropy_bonus, sequence_log_ratio
@@ -28,6 +29,7 @@ from trainer.schedule import learning_rate
 from trainer.scoring import Scorer
 from trainer.segments import rollout_count
 from trainer.targets import Targets
+from trainer.value_loss import clipped_value_loss
 
 SEQUENCE_LEVEL = ("gspo",)
 """Losses whose ratio is one per rollout, which no microbatch can see alone; others: `importance_sampling_level`."""
@@ -51,6 +53,8 @@ class Updater:
         self._distributed = distributed
         self._config = config
         self._loss = policy_loss(config.algorithm)
+        self._has_critic = config.has_critic
+        self._credit_rule = credit_rule(config.algorithm)
         self.scorer = Scorer(
             module, distributed, temperature=config.rollout.temperature, token_budget=config.token_budget
         )
@@ -65,9 +69,11 @@ class Updater:
         """
         reports = []
         seen_N = torch.full((batch.layout.num_tokens,), torch.nan)
+        lr = self._learning_rate()  # one for all epochs and minibatches of a rollout batch
         for rollouts in self._minibatches(batch.num_rollouts):
             if len(rollouts):
-                reports.append(self._one_update(batch, targets, rollouts, seen_N, is_first=not reports))
+                own = targets.for_rollouts(torch.from_numpy(rollouts), self._credit_rule)
+                reports.append(self._one_update(batch, own, rollouts, seen_N, lr=lr, is_first=not reports))
         seen_N = self._distributed.sum(seen_N.nan_to_num())
         return {name: float(np.mean([r[name] for r in reports])) for name in reports[0]} if reports else {}, seen_N
 
@@ -75,13 +81,13 @@ class Updater:
         """log π(ids[i] | ids[:i]) at temperature 1 for i ≥ 1, by the trainer's own forward; a collective."""
         packed = collate([whole_row(ids)], [0], device=self._distributed.device)
         with torch.no_grad():
-            logp_T, _ = self._module(packed, temperature=1.0, with_entropy=False)
+            logp_T, *_ = self._module(packed, temperature=1.0, with_entropy=False)
         return logp_T.float().tolist()
 
     # One optimizer step
 
     def _one_update(
-        self, batch: StepBatch, targets: Targets, rollouts: np.ndarray, seen_N: Tensor, *, is_first: bool
+        self, batch: StepBatch, targets: Targets, rollouts: np.ndarray, seen_N: Tensor, *, lr: float, is_first: bool
     ) -> dict[str, float]:
         chosen = np.isin(batch.layout.rollout_index, rollouts)
         rows = np.flatnonzero(chosen).tolist()
@@ -102,7 +108,6 @@ class Updater:
             seen_N[index_T] = torch.where(seen_N[index_T].isnan(), logp_T.detach().float().cpu(), seen_N[index_T])
             for name, value in microbatch_sums.items():
                 sums[name] = sums.get(name, 0.0) + float(value)
-        lr = self._learning_rate()
         grad_norm = self._distributed.step(lr)
         self.num_updates += 1
         names = sorted(sums)
@@ -111,11 +116,15 @@ class Updater:
             name: total if name == "policy/loss" else total / max(counts.num_tokens, 1)
             for name, total in zip(names, totals, strict=True)
         }
-        return means | {
-            "optim/grad_norm": grad_norm,
-            "optim/lr": lr,
-            **share.metrics(),
-        }
+        return (
+            means
+            | self._ppo_names(means)
+            | {
+                "optim/grad_norm": grad_norm,
+                "optim/lr": lr,
+                **share.metrics(),
+            }
+        )
 
     def _microbatch_loss(
         self,
@@ -127,7 +136,7 @@ class Updater:
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """This microbatch's share of the loss of the optimizer step, its logprobs, and its sums for metrics."""
         algorithm = self._config.algorithm
-        logp_T, entropy_T = self._module(packed, temperature=self._config.rollout.temperature, with_entropy=True)
+        logp_T, entropy_T, values_T = self._forward(packed)
         index_T = packed.token_index_T.cpu()
         keep_T = targets.keep_N[index_T]
         kept_index_T = index_T[keep_T]
@@ -148,7 +157,7 @@ class Updater:
                 seq_log_ratio_S=seq_log_ratio_S,
             )
         )
-        loss_T = outputs.loss_T
+        loss_T, metrics = outputs.loss_T, dict(outputs.metrics)
         if targets.ref_logp_N is not None and algorithm.kl_place == "loss":
             kl_T = kl_term(
                 algorithm.kl_estimator, logp_T[keep], at_tokens(targets.ref_logp_N), at_tokens(targets.old_logp_N)
@@ -156,13 +165,30 @@ class Updater:
             loss_T = loss_T + algorithm.kl_coef * kl_T
         if algorithm.entropy_coef:
             loss_T = loss_T + entropy_bonus(entropy_T[keep], algorithm.entropy_coef)
+        if targets.credit is not None and targets.returns_N is not None:
+            value_loss = clipped_value_loss(
+                values_T[keep],
+                at_tokens(targets.credit.values_N),
+                at_tokens(targets.returns_N),
+                clip=algorithm.value_clip,
+            )
+            metrics |= {**value_loss.metrics, "ppo/policy/loss": outputs.loss_T.detach().sum()}
+            loss_T = loss_T + algorithm.value_coef * value_loss.loss_T
         coefficient_T = loss_coefficients(
             algorithm.normalizer, rollout_T, tokens_S.to(rollout_T.device), counts, dtype=loss_T.dtype
         )
         # A pack without trained tokens still runs backward, through zeros: its rank takes part in every collective.
-        loss = normalized_loss(loss_T, coefficient_T) + 0.0 * logp_T.sum()
-        entropy = entropy_T[keep].detach().sum()
-        return loss, logp_T, outputs.metrics | {"policy/entropy": entropy, "policy/loss": loss.detach()}
+        loss = normalized_loss(loss_T, coefficient_T) + 0.0 * (logp_T.sum() + values_T.sum())
+        metrics |= {"policy/entropy": entropy_T[keep].detach().sum(), "policy/loss": loss.detach()}
+        return loss, logp_T, metrics
+
+    def _forward(self, packed: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """logp_T, entropy_T and, of a module with a critic, values_T; of another one they are 0."""
+        temperature = self._config.rollout.temperature
+        if not self._has_critic:
+            logp_T, entropy_T = self._module(packed, temperature=temperature, with_entropy=True)
+            return logp_T, entropy_T, torch.zeros_like(logp_T)
+        return self._module(packed, temperature=temperature, with_entropy=True, with_values=True)
 
     def _counts(self, batch: StepBatch, targets: Targets, rollouts: np.ndarray) -> tuple[StepCounts, Tensor]:
         """Denominators of this optimizer step, from the whole of it; every rank counts the same."""
@@ -199,6 +225,13 @@ class Updater:
                 continue
             order = np.random.default_rng([self._config.seed, self.num_updates, epoch]).permutation(num_rollouts)
             yield from np.array_split(order, algorithm.minibatches)
+
+    def _ppo_names(self, means: dict[str, float]) -> dict[str, float]:
+        """The policy's numbers under the names that the literature on PPO knows them by."""
+        if not self._has_critic:
+            return {}
+        names = {"approxkl": "policy/approx_kl", "clipfrac": "policy/clip_frac", "entropy": "policy/entropy"}
+        return {f"ppo/policy/{ours}": means[name] for ours, name in names.items() if name in means}
 
     def _learning_rate(self) -> float:
         settings = self._config.optimizer

@@ -27,7 +27,7 @@ DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 
 def validate(config: Config, *, needs_data: bool = True) -> None:
     """Raise `ConfigError` with one line per problem, or return. needs_data: whether the data files must be there."""
-    problems = [*_choices("", config), *_ranges(config), *_batch(config), *_algorithm(config)]
+    problems = [*_choices("", config), *_ranges(config), *_batch(config), *_algorithm(config), *_ppo(config)]
     problems += [*_sampling(config), *_model(config)]
     problems += [*_names(config)]
     if needs_data:
@@ -149,6 +149,49 @@ def _batch(config: Config) -> Iterator[str]:
         )
 
 
+def _ppo(config: Config) -> Iterator[str]:
+    algorithm = config.algorithm
+    for name, value in (("gamma", algorithm.gamma), ("gae_lambda", algorithm.gae_lambda)):
+        if not 0 <= value <= 1:
+            yield f"algorithm.{name}={value} must lie between 0 and 1; set algorithm.{name}=1.0"
+    if algorithm.value_clip is not None and not algorithm.value_clip > 0:
+        yield f"algorithm.value_clip={algorithm.value_clip} must be greater than 0; set algorithm.value_clip=null"
+    if algorithm.value_coef < 0:
+        yield f"algorithm.value_coef={algorithm.value_coef} must not be negative; set algorithm.value_coef=0.5"
+    batch = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+    if algorithm.kl_target is not None:
+        if algorithm.advantage != "gae" or algorithm.kl_place != "reward" or not algorithm.kl_coef > 0:
+            yield (
+                f"algorithm.kl_target={algorithm.kl_target} adapts the KL penalty in PPO's reward, but "
+                f"algorithm.advantage={algorithm.advantage}, algorithm.kl_place={algorithm.kl_place} and "
+                f"algorithm.kl_coef={algorithm.kl_coef}; set algorithm.advantage=gae algorithm.kl_place=reward "
+                "algorithm.kl_coef=0.15, or algorithm.kl_target=null"
+            )
+        if not algorithm.kl_target > 0:
+            yield f"algorithm.kl_target={algorithm.kl_target} must be greater than 0; set algorithm.kl_target=6"
+        if batch >= 5 * algorithm.kl_horizon:
+            yield (
+                f"algorithm.kl_horizon={algorithm.kl_horizon} with {batch} rollouts per step can turn the sign of the "
+                "KL coefficient (a batch must be below 5 horizons); "
+                f"set algorithm.kl_horizon={max(10 * batch, 10000)}"
+            )
+    if algorithm.advantage == "gae" and algorithm.turn_rewards:
+        yield (
+            "algorithm.turn_rewards=true is for advantages without a critic; algorithm.advantage=gae takes the score "
+            "at the end of the rollout: set algorithm.turn_rewards=false"
+        )
+    if algorithm.advantage == "gae" and config.correction.kl_penalty:
+        yield (
+            f"correction.kl_penalty={config.correction.kl_penalty} changes the advantage of a rollout, which "
+            "algorithm.advantage=gae does not have; set correction.kl_penalty=0"
+        )
+    if config.rollout.ignore_eos and config.environment.max_turns != 1:
+        yield (
+            f"rollout.ignore_eos=true samples past the end of a turn, which with environment.max_turns="
+            f"{config.environment.max_turns} leaves no turns to tell apart; set environment.max_turns=1"
+        )
+
+
 def _algorithm(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
     low = algorithm.clip_low
@@ -256,10 +299,11 @@ def _model(config: Config) -> Iterator[str]:
 def _names(config: Config) -> Iterator[str]:
     """Names of environments and reward functions; what a user's own file holds is seen when it is loaded."""
     name = config.environment.name
-    if name not in ENVIRONMENTS:
+    if ":" not in name and name not in ENVIRONMENTS:
         hint = closest(name, list(ENVIRONMENTS))
         yield (
-            f"environment.name={name} is not one of {', '.join(ENVIRONMENTS)}{hint}; set environment.name=single_turn"
+            f"environment.name={name} is not one of {', '.join(ENVIRONMENTS)}{hint}; set "
+            "environment.name=single_turn, or environment.name=path/to/file.py:ClassName"
         )
     for spec in config.reward.functions:
         path, colon, _ = spec.rpartition(":")

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from rollout.errors import ConfigError
 from trainer import attention
+from trainer.config import Config
 from trainer.packing import PackedBatch
 from trainer.policy import (
     AUTO,
@@ -29,8 +30,6 @@ from trainer.policy import (
     refuse_architecture,
     refuse_unpackable,
 )
-
-CRITICS = ("separate", "shared")
 
 
 class ValueHead(nn.Module):
@@ -141,6 +140,22 @@ class ActorCritic(nn.Module):
         hidden_LD = self.policy.hidden_states(packed)
         scored = self.policy.score(hidden_LD, packed, temperature=temperature, with_entropy=with_entropy)
         return (*scored, self.critic(hidden_LD.index_select(0, packed.target_index_T)))
+
+
+def with_critic(policy: Policy, config: Config) -> Policy | ActorCritic:
+    """What a run trains: the policy, and beside it the critic that the configuration asks for."""
+    if not config.has_critic:
+        return policy
+    if config.model.critic == "shared":
+        return ActorCritic.shared(policy)
+    critic = Critic.from_pretrained(
+        config.model.critic_path or config.model.path,
+        dtype="float32",
+        attn_implementation=config.model.attn_implementation,
+        gradient_checkpointing=config.model.gradient_checkpointing,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    return ActorCritic(policy, critic)
 
 
 def policy_of(module: nn.Module) -> Policy:

@@ -52,9 +52,12 @@ def whiten(
 
     The result has the shape and dtype of `x`.
     """
-    mean, variance = moments(x, mask, over_ranks=over_ranks)
-    whitened = (x.double() - mean) * torch.rsqrt(variance + VARIANCE_EPS)
-    if not shift_mean:
-        whitened = whitened + mean
-    whitened = whitened.to(x.dtype)
+    whitened = standardize(x, moments(x, mask, over_ranks=over_ranks), shift_mean=shift_mean)
     return whitened if mask is None else whitened.masked_fill(~mask.bool(), 0.0)
+
+
+def standardize(x: Tensor, statistics: Moments, *, shift_mean: bool) -> Tensor:
+    """`whiten` with statistics that were taken elsewhere, in the dtype of `x`."""
+    mean, variance = statistics
+    whitened = (x.double() - mean) * torch.rsqrt(variance + VARIANCE_EPS)
+    return (whitened if shift_mean else whitened + mean).to(x.dtype)

@@ -16,7 +16,8 @@ from tests.fixtures.models import save_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).parent / "workers" / "gradients.py"
-PRESETS = sorted(file.stem for file in (ROOT / "configs" / "algorithm").glob("*.yaml"))
+# PPO's preset has a critic, and a test of its own: test_ppo_gradients.py
+PRESETS = sorted(file.stem for file in (ROOT / "configs" / "algorithm").glob("*.yaml") if file.stem != "ppo")
 ONE_MICROBATCH, MANY_MICROBATCHES = 100_000, 48
 
 PARTITIONS = {

@@ -1,0 +1,66 @@
+"""Policy and critic train in one engine: one batch, however it is cut up and sharded, gives one gradient of both."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.fixtures.models import save_tiny_model
+from tests.integration.test_policy_zero3 import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKER = Path(__file__).parent / "workers" / "ppo_gradients.py"
+ONE_MICROBATCH, MANY_MICROBATCHES = 100_000, 48
+PARTITIONS = {
+    "one process, many microbatches": (None, 1, MANY_MICROBATCHES),
+    "ddp, two ranks": ("ddp", 2, MANY_MICROBATCHES),
+    "zero3, two ranks, many microbatches": ("zero3", 2, MANY_MICROBATCHES),
+}
+
+
+def gradients(model: Path, out: Path, critic: str, launcher: str | None, ranks: int, budget: int) -> dict:
+    command = [sys.executable]
+    if launcher is not None:
+        command += ["-m", "accelerate.commands.launch", "--config_file", f"configs/accelerate/{launcher}.yaml",
+                    "--num_processes", str(ranks), "--main_process_port", str(free_port())]  # fmt: skip
+    done = subprocess.run(
+        [*command, str(WORKER), str(model), str(out), critic, str(budget)],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    with np.load(out) as arrays:
+        return dict(arrays)
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tied embeddings: head and embedding of the policy are one parameter, and the critic has its own copy."""
+    return save_tiny_model(tmp_path_factory.mktemp("model"), tied=True)
+
+
+@pytest.fixture(scope="module", params=["separate", "shared"])
+def reference(request, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict]:
+    out = tmp_path_factory.mktemp("reference") / "gradients.npz"
+    return request.param, gradients(tiny_model, out, request.param, None, 1, ONE_MICROBATCH)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_gradients_of_policy_and_critic_do_not_depend_on_the_partition(
+    partition: str, reference: tuple[str, dict], tiny_model: Path, tmp_path: Path
+) -> None:
+    critic, expected = reference
+    found = gradients(tiny_model, tmp_path / "gradients.npz", critic, *PARTITIONS[partition])
+    assert found.keys() == expected.keys()
+    for part in ("policy.", "critic."):
+        names = [name for name in expected if name.startswith(part)]
+        whole = np.concatenate([expected[name].ravel() for name in names])
+        own = np.concatenate([found[name].ravel() for name in names])
+        assert np.linalg.norm(whole) > 1e-4, f"{part} has no gradient, so nothing is compared"
+        assert np.linalg.norm(own - whole) / np.linalg.norm(whole) < 1e-5, part
+    for name in ("scored", "values", "ppo/value/loss", "ppo/value/clip_frac", "ppo/policy/approxkl", "policy/loss"):
+        np.testing.assert_allclose(found[name], expected[name], atol=1e-5, err_msg=name)

@@ -1,0 +1,58 @@
+"""Back-propagate one fixed batch as PPO does, policy and critic in one module, and write the gradients.
+
+Started by tests/integration/test_ppo_gradients.py, by itself or by `accelerate launch`:
+
+    ppo_gradients.py MODEL_DIR OUT.npz separate|shared TOKEN_BUDGET
+"""
+
+import sys
+
+import numpy as np
+import torch
+
+from tests.integration.workers.gradients import GradientsOnly, fixed_rollouts
+from trainer.batch import decode, encode
+from trainer.config import AlgorithmConfig, Config
+from trainer.correction import correction_weights
+from trainer.credit import CreditAssignment
+from trainer.policy import Policy
+from trainer.targets import Logprobs, Targets
+from trainer.update import Updater
+from trainer.value import ActorCritic, ValueHead, with_critic
+
+
+def main(model_dir: str, out: str, critic: str, token_budget: str) -> None:
+    distributed = GradientsOnly.start(dtype="float32", max_grad_norm=0.0)
+    torch.manual_seed(0)
+    algorithm = AlgorithmConfig(
+        advantage="gae", clip_low=0.05, clip_high=0.1, kl_coef=0.1, kl_place="reward", whiten_rewards=True,
+        entropy_coef=0.01, value_coef=0.3, value_clip=0.2,
+    )  # fmt: skip
+    config = Config(algorithm=algorithm, token_budget=int(token_budget))
+    config.model.path, config.model.critic = model_dir, critic
+    module = with_critic(Policy.from_pretrained(model_dir), config)
+    assert isinstance(module, ActorCritic)
+    head = module.critic if isinstance(module.critic, ValueHead) else module.critic.head
+    torch.nn.init.normal_(head.linear.weight, std=0.3, generator=torch.Generator().manual_seed(1))
+    prepared = distributed.prepare(module, torch.optim.SGD(module.parameters(), lr=1.0))
+
+    mine = [r for r in fixed_rollouts() if r.rollout_id % distributed.world_size == distributed.rank]
+    batch = decode(distributed.gather_bytes(encode(mine, mask_truncated=False)))
+    updater = Updater(prepared, distributed, config)
+    scored, values = updater.scorer.score_with_values(batch)
+    # Off-policy on purpose: ratios and values must have moved, or clipping would not be seen.
+    noise = torch.from_numpy(np.random.default_rng(1).normal(size=(3, len(scored)))).float()
+    logprobs = Logprobs(old_N=scored + 0.15 * noise[0], ref_N=scored + 0.2 * noise[1], values_N=values + 0.3 * noise[2])
+    weights = correction_weights(
+        logprobs.old_N, batch.sampling_logprobs_N, batch.rollout_N, batch.num_rollouts, mode="token_truncate"
+    )
+    assigned = CreditAssignment(config).assign(batch, logprobs, weights, kl_coef=0.1)
+    metrics, _ = updater.update(batch, Targets.of(batch, assigned.advantages_N, logprobs, weights, assigned.credit))
+    if distributed.is_main:
+        numbers = {name: np.array(value) for name, value in metrics.items() if name.startswith(("ppo/", "policy/"))}
+        np.savez(out, **distributed.gradients, **numbers, scored=scored.numpy(), values=values.numpy())
+    distributed.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

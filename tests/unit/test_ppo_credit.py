@@ -1,0 +1,175 @@
+"""Credit of whole steps: minibatches of their own, masked tokens, multi-turn rollouts; settings that do not fit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from rollout.errors import ConfigError
+from rollout.records import EngineCall, FinishReason, Rollout
+from trainer.batch import decode, encode
+from trainer.config import AlgorithmConfig, Config
+from trainer.correction import correction_weights
+from trainer.credit import CreditAssignment, kl_controller
+from trainer.gae import gae
+from trainer.kl_control import AdaptiveKl, FixedKl
+from trainer.ppo import Credit, CreditRule, assign
+from trainer.targets import Logprobs, Targets
+from trainer.validate import validate
+from trainer.whitening import whiten
+
+PLAIN = CreditRule(gamma=1.0, lam=0.95, whiten_rewards=False, whiten_advantages=False)
+WHITE = CreditRule(gamma=1.0, lam=0.95, whiten_rewards=True, whiten_advantages=True)
+
+
+def credit(lengths, *, keep=None) -> Credit:
+    generator = torch.Generator().manual_seed(0)
+    total = sum(lengths)
+    return Credit(
+        rewards_N=torch.randn(total, generator=generator),
+        values_N=torch.randn(total, generator=generator),
+        rollout_N=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
+        turns_N=torch.zeros(total, dtype=torch.int64),
+        keep_N=torch.ones(total, dtype=torch.bool) if keep is None else keep,
+    )
+
+
+def test_a_minibatch_whitens_with_its_own_statistics_and_computes_gae_again():
+    whole = credit([4, 7, 3, 5])
+    chosen = torch.isin(whole.rollout_N, torch.tensor([1, 3]))
+    advantages, returns = assign(whole, chosen, WHITE)
+
+    rewards, values = whole.rewards_N[chosen], whole.values_N[chosen]
+    white = whiten(rewards, shift_mean=False)
+    parts = [
+        gae(white[None, a:b], values[None, a:b], torch.ones(1, b - a).bool(), gamma=1.0, lam=0.95)
+        for a, b in ((0, 7), (7, 12))
+    ]
+    expected = torch.cat([part.advantages[0] for part in parts])
+    torch.testing.assert_close(returns[chosen], expected + values)
+    torch.testing.assert_close(advantages[chosen], whiten(expected))
+    assert (advantages[~chosen] == 0).all()
+    other, _ = assign(whole, torch.ones_like(chosen), WHITE)
+    assert not torch.allclose(other[chosen], advantages[chosen])
+
+
+def test_returns_come_from_advantages_before_they_are_whitened():
+    whole = credit([6, 6])
+    chosen = torch.ones(12, dtype=torch.bool)
+    _, plain = assign(whole, chosen, PLAIN)
+    _, white = assign(whole, chosen, CreditRule(whiten_rewards=False, whiten_advantages=True))
+    torch.testing.assert_close(plain, white)
+
+
+def test_masked_tokens_carry_credit_on_but_are_not_counted():
+    keep = torch.tensor([True, False, True, True, True, True])
+    whole, masked = credit([3, 3]), credit([3, 3], keep=keep)
+    chosen = torch.ones(6, dtype=torch.bool)
+    torch.testing.assert_close(assign(whole, chosen, PLAIN), assign(masked, chosen, PLAIN))
+    advantages, _ = assign(masked, chosen, CreditRule(whiten_advantages=True))
+    assert float(advantages[keep].mean()) == pytest.approx(0, abs=1e-6)
+
+
+def test_every_epoch_visits_every_rollout_once_in_an_order_of_its_own():
+    from trainer.update import Updater
+
+    config = Config(algorithm=AlgorithmConfig(advantage="gae", epochs=3, minibatches=4))
+    updater = Updater(torch.nn.Linear(1, 1), distributed=None, config=config)  # type: ignore[arg-type]  # cuts, no more
+    parts = list(updater._minibatches(12))
+    epochs = [np.concatenate(parts[i : i + 4]).tolist() for i in (0, 4, 8)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(12))] * 3
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+# A step with settings
+
+
+def batch():
+    def call(prompt, sampled):
+        return EngineCall(
+            prompt_ids=prompt, sampled_ids=sampled, sampled_logprobs=(-1.0,) * len(sampled),
+            finish_reason=FinishReason.STOP,
+        )  # fmt: skip
+
+    first = call((1, 2), (3, 4))
+    second = call((*first.all_ids, 9, 9, 9), (5,))  # a tool result of three tokens lies between
+    rollouts = [
+        Rollout(rollout_id=0, group_id=0, calls=(first, second), reward=1.0),
+        Rollout(rollout_id=1, group_id=1, calls=(call((1, 2, 3), (7, 8)),), reward=-0.5),
+    ]
+    return decode([encode(rollouts, mask_truncated=False)])
+
+
+def assigned(**settings):
+    step = batch()
+    config = Config(algorithm=AlgorithmConfig(advantage="gae", whiten_advantages=False, **settings))
+    old = torch.tensor([-1.0, -2.0, -3.0, -1.0, -1.0])
+    ref = torch.tensor([-1.5, -2.0, -1.0, -1.0, -1.0]) if settings.get("kl_coef") else None
+    logprobs = Logprobs(old_N=old, ref_N=ref, values_N=torch.tensor([0.5, 0.25, 0.75, 0.1, 0.2]))
+    kept = correction_weights(old, step.sampling_logprobs_N, step.rollout_N, 2, mode="off")
+    result = CreditAssignment(config).assign(step, logprobs, kept, kl_coef=config.algorithm.kl_coef)
+    return step, logprobs, kept, result
+
+
+def test_the_next_value_across_a_tool_result_is_that_of_the_next_trained_token():
+    _, _, _, result = assigned(gae_lambda=0.0)
+    # δ = V_next − V, and at the end score − V
+    torch.testing.assert_close(result.advantages_N, torch.tensor([-0.25, 0.5, 0.25, 0.1, -0.7]))
+
+
+def test_the_penalty_the_controller_and_the_metrics_of_a_step():
+    _, _, _, result = assigned(gae_lambda=1.0, kl_coef=0.1, kl_place="reward", kl_target=1.0, kl_horizon=100)
+    # kl per token: 0.5, 0, −2; the penalty is −0.1 of it
+    torch.testing.assert_close(result.credit.rewards_N, torch.tensor([-0.05, 0.0, 0.2 + 1.0, 0.0, -0.5]))
+    assert result.metrics["objective/kl"] == pytest.approx(-0.75)
+    assert result.metrics["objective/score"] == pytest.approx(0.25)
+    assert result.metrics["objective/non_score_reward"] == pytest.approx(0.075)
+    assert result.metrics["objective/score_total"] == pytest.approx(0.325)
+    assert result.next_kl_coef == pytest.approx(0.1 * (1 - 0.2 * 2 / 100))
+
+
+def test_without_a_reference_no_kl_is_claimed():
+    _, _, _, result = assigned()
+    assert "objective/kl" not in result.metrics
+    assert result.next_kl_coef == 0.0
+    assert result.metrics["objective/score"] == pytest.approx(0.25)
+
+
+def test_an_optimizer_step_on_some_rollouts_has_targets_of_its_own():
+    step, logprobs, kept, result = assigned(gae_lambda=1.0)
+    targets = Targets.of(step, result.advantages_N, logprobs, kept, result.credit)
+    own = targets.for_rollouts(torch.tensor([1]), CreditRule(lam=1.0, whiten_advantages=False))
+    assert own.returns_N is not None
+    torch.testing.assert_close(own.returns_N, torch.tensor([0.0, 0.0, 0.0, -0.5, -0.5]))
+
+
+def test_the_controller_is_the_one_that_settings_ask_for():
+    assert kl_controller(AlgorithmConfig()) == FixedKl()
+    assert kl_controller(AlgorithmConfig(kl_target=6, kl_horizon=10000)) == AdaptiveKl(target=6, horizon=10000)
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"kl_target": 6.0}, "algorithm.kl_coef=0.15"),
+        ({"kl_target": 6.0, "kl_coef": 0.1, "kl_place": "reward", "kl_horizon": 20}, "turn the sign"),
+        ({"gae_lambda": 1.5}, "between 0 and 1"),
+        ({"value_clip": 0.0}, "value_clip=null"),
+        ({"minibatches": 7}, "set algorithm.minibatches=8"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_with_the_override_that_helps(change, sentence):
+    config = Config(algorithm=AlgorithmConfig(advantage="gae", **change))
+    with pytest.raises(ConfigError, match=sentence):
+        validate(config, needs_data=False)
+
+
+def test_fixed_length_responses_are_for_one_turn():
+    config = Config()
+    config.rollout.ignore_eos = True
+    with pytest.raises(ConfigError, match=r"environment\.max_turns=1"):
+        validate(config, needs_data=False)
