@@ -23,6 +23,9 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("update", "step", "{:.0f}"),
     ("reward", "reward/mean", "{:.3f}"),
     ("±", "reward/std", "{:.2f}"),
+    ("ref kl", "objective/kl", "{:.2f}"),
+    ("kl coef", "objective/kl_coef", "{:.4f}"),
+    ("value ev", "value/explained_variance", "{:.2f}"),
     ("tokens", "rollout/sampled_tokens_mean", "{:.1f}"),
     ("turns", "rollout/turns", "{:.2f}"),
     ("kl", "rollout_correction/kl", "{:+.1e}"),
@@ -34,6 +37,9 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("update s", "time/update", "{:.2f}"),
     ("sync s", "time/sync", "{:.2f}"),
 )
+OPTIONAL = frozenset({"ref kl", "kl coef", "value ev"})
+"""Columns of runs with a reference or a critic. Score, KL and length stand side by side: a reward that is hacked shows
+as a score that rises with them."""
 
 
 class RunConsole:
@@ -43,6 +49,7 @@ class RunConsole:
         self._console = Console(quiet=not enabled, highlight=False, soft_wrap=True)
         self._total_updates = total_updates
         self._rows = 0
+        self._columns = COLUMNS
 
     def say(self, text: str) -> None:
         self._console.print(escape(text))
@@ -76,14 +83,16 @@ class RunConsole:
 
     def row(self, metrics: Mapping[str, float]) -> None:
         """The step in one line, under a header that comes back every 20 rows."""
+        if not self._rows:
+            self._columns = tuple(column for column in COLUMNS if column[0] not in OPTIONAL or column[1] in metrics)
         cells = []
-        for name, key, form in COLUMNS:
+        for name, key, form in self._columns:
             text = form.format(metrics[key]) if key in metrics else "-"
             if name == "update":
                 text = f"{text}/{self._total_updates}"
             cells.append(text.rjust(max(len(name), 8)))
         if self._rows % HEADER_EVERY == 0:
-            header = " ".join(name.rjust(max(len(name), 8)) for name, _, _ in COLUMNS)
+            header = " ".join(name.rjust(max(len(name), 8)) for name, _, _ in self._columns)
             self._console.print(f"[bold]{escape(header)}[/bold]")
         self._rows += 1
         self._console.print(escape(" ".join(cells)))

@@ -1,0 +1,126 @@
+"""Whole runs of PPO: the demo with a critic, resumed in the middle, and the historical experiment on a small model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rollout.preferences.make import PreferenceRecipe, make_preferences
+from tests.integration.test_run import demo, metrics, train  # noqa: F401  # `demo` is a fixture
+from trainer import checkpoint
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
+
+QUIET = ("logger.print_rollouts=0", "rollout.prompts_per_step=8", "rollout.samples_per_prompt=8")
+ADAPTIVE = (
+    "algorithm=ppo", "algorithm.minibatches=2", "algorithm.kl_coef=0.05", "algorithm.kl_target=0.5",
+    "algorithm.kl_horizon=100", "optimizer=adamw_tf", "optimizer.schedule=linear",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def adaptive(demo: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+    """Four rollout batches of two updates each, with a reference, a controller and a checkpoint after each batch."""
+    root = tmp_path_factory.mktemp("runs")
+    train(*demo, *QUIET, *ADAPTIVE, "updates=8", f"run_root={root}", "run_name=whole", "checkpoint.every=2",
+          "checkpoint.keep=9")  # fmt: skip
+    return root / "whole"
+
+
+def test_the_first_step_starts_from_the_reference_with_values_of_zero(adaptive: Path) -> None:
+    first = metrics(adaptive)[0]
+    assert first["objective/kl"] == pytest.approx(0, abs=1e-4)
+    assert first["objective/kl_coef"] == 0.05
+    assert first["ppo/value/mean"] == first["ppo/value/var"] == 0
+    assert first["value/explained_variance"] == pytest.approx(0, abs=1e-9)
+
+
+def test_the_controller_moves_the_coefficient_by_its_rule(adaptive: Path) -> None:
+    lines = metrics(adaptive)
+    for before, after in zip(lines, lines[1:], strict=False):
+        error = np.clip(before["objective/kl"] / 0.5 - 1, -0.2, 0.2)
+        expected = before["objective/kl_coef"] * (1 + error * before["rollout/delivered"] / 100)
+        assert after["objective/kl_coef"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_score_kl_and_what_they_sum_to_are_reported_side_by_side(adaptive: Path) -> None:
+    for line in metrics(adaptive):
+        assert line["objective/score"] == pytest.approx(line["reward/mean"], abs=1e-6)
+        assert line["objective/score_total"] == pytest.approx(
+            line["objective/score"] + line["objective/non_score_reward"], abs=1e-6
+        )
+        assert line["objective/non_score_reward"] == pytest.approx(
+            -line["objective/kl_coef"] * line["objective/kl"], abs=1e-6
+        )
+
+
+def test_a_resumed_run_has_the_coefficient_the_learning_rate_and_the_step_of_adam(
+    adaptive: Path,
+    demo: tuple[str, ...],  # noqa: F811
+) -> None:
+    root = adaptive.parent
+    train(*demo, *QUIET, *ADAPTIVE, "updates=8", f"run_root={root}", "run_name=again", "checkpoint.every=2",
+          f"resume={adaptive}/checkpoints/step-4")  # fmt: skip
+    whole = {line["step"]: line for line in metrics(adaptive)}
+    resumed = metrics(root / "again")
+    assert [line["step"] for line in resumed] == [6, 8]
+    for line in resumed:
+        expected = whole[line["step"]]
+        assert line["optim/lr"] == expected["optim/lr"]
+        for name in ("objective/kl_coef", "objective/kl", "objective/score", "ppo/value/mean", "ppo/value/loss"):
+            assert line[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+    state = json.loads((adaptive / "checkpoints/step-4/manifest.json").read_text())["state"]
+    assert state["kl_coef"] == whole[6]["objective/kl_coef"]
+    moments = torch.load(root / "again/checkpoints/step-8/optimizer.pt", weights_only=True)["state"]
+    assert {int(entry["step"]) for entry in moments.values()} == {8}
+
+
+def test_checkpoints_hold_the_critic_and_the_saved_model_does_not(adaptive: Path) -> None:
+    from safetensors.torch import load_file
+
+    whole, _ = checkpoint.complete(adaptive / "checkpoints")
+    names = load_file(whole[-1] / "parameters.safetensors").keys()
+    assert any(name.startswith("critic.head") for name in names)
+    assert not any("critic" in name for name in load_file(adaptive / "model/model.safetensors"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [None, 2], ids=["one process", "two ranks of ZeRO-3"])
+def test_ppo_learns_the_demo_and_its_values_explain_the_returns(
+    ranks: int | None,
+    demo: tuple[str, ...],  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    train(*demo, "algorithm=ppo", "updates=40", f"run_root={tmp_path}", "run_name=ppo", "logger.print_rollouts=0",
+          ranks=ranks)  # fmt: skip
+    lines = metrics(tmp_path / "ppo")
+    assert all(line["policy/ratio_mean"] == 1.0 for line in lines), "one update per batch is on policy, exactly"
+    assert all(line["policy/approx_kl"] == 0.0 for line in lines)
+    assert np.mean([line["reward/mean"] for line in lines[-5:]]) >= 0.9
+    assert max(np.convolve([line["value/explained_variance"] for line in lines], np.ones(3) / 3, "valid")) > 0.5
+
+
+@pytest.mark.slow
+def test_the_historical_experiment_runs_end_to_end_and_raises_its_score(tmp_path: Path) -> None:
+    """Data, reward model, policy; every prompt once, 24 tokens each, every one of them trained."""
+    from tests.integration.test_reward_model import train as train_reward_model
+
+    recipe = PreferenceRecipe(num_queries=512, num_heldout=64, num_comparisons=512, pretraining_steps=200)
+    make_preferences("descriptiveness", tmp_path / "model", tmp_path / "data", recipe=recipe)
+    train_reward_model(tmp_path, "rm", "batch_size=16", "optimizer.lr=1e-3")
+    train(
+        "experiment=lm_human_preferences", f"model.path={tmp_path}/model", f"data.path={tmp_path}/data/train.jsonl",
+        "data.heldout_path=null", f"reward.settings.model.path={tmp_path}/rm/model", "updates=40",
+        f"run_root={tmp_path}", "run_name=policy", "logger.print_rollouts=0",
+    )  # fmt: skip
+    lines = metrics(tmp_path / "policy")
+    assert [line["step"] for line in lines] == list(range(4, 44, 4)), "four epochs per batch"
+    assert all(line["rollout/sampled_tokens_mean"] == 24 for line in lines)
+    assert all(line["rollout/trained_tokens"] == 64 * 24 for line in lines)
+    assert lines[0]["objective/kl"] == pytest.approx(0, abs=1e-3)
+    assert np.mean([line["objective/score"] for line in lines[-2:]]) > lines[0]["objective/score"] + 0.3
+    assert lines[-1]["objective/kl"] > 0.3
