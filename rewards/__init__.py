@@ -2,7 +2,18 @@
 
 from rewards.composition import FaultTolerance, Policy, Reward, RewardSet, make_reward_set
 from rewards.functions import FUNCTIONS
+from rewards.isolation import Isolation
 from rewards.outcomes import Outcome
 from rewards.trl import from_trl
 
-__all__ = ["FUNCTIONS", "FaultTolerance", "Outcome", "Policy", "Reward", "RewardSet", "from_trl", "make_reward_set"]
+__all__ = [
+    "FUNCTIONS",
+    "FaultTolerance",
+    "Isolation",
+    "Outcome",
+    "Policy",
+    "Reward",
+    "RewardSet",
+    "from_trl",
+    "make_reward_set",
+]

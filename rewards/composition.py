@@ -1,9 +1,9 @@
 """Several reward functions, weighted, on a batch of rollouts; what goes wrong in one is typed, counted and never a
 zero.
 
-Functions run in this process: sync ones in threads, async ones in the event loop, each with a deadline. The deadline
-gives the run its turn back; it does not kill (what is not contained: `rollout/deadline.py`). Functions that may
-crash, hang in C or exhaust memory need a process of their own: that isolation goes where `_call` is.
+Functions from files, and built-ins that may hang, run in processes that can be killed (`rewards/isolation.py`). Others
+run in this process: sync ones in threads, async ones in the event loop, each with a deadline. That deadline gives the
+run its turn back; it does not kill (what is not contained: `rollout/deadline.py`).
 """
 
 from __future__ import annotations
@@ -11,23 +11,21 @@ from __future__ import annotations
 import asyncio
 import copy
 import functools
-import inspect
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
-from rewards.functions import FUNCTIONS
+from rewards.functions import ISOLATED
+from rewards.isolation import IsolatedReward, Isolation, WorkerPool
 from rewards.outcomes import ERRORS, Outcome, Verdict, judge_batch, judge_call
-from rewards.trl import BatchReward, from_trl, has_trl_signature
+from rewards.resolve import configure, resolve
+from rewards.trl import BatchReward
 from rollout.deadline import call_with_deadline
 from rollout.errors import ConfigError, RewardError
-from rollout.loading import load_function
 from rollout.records import Rollout, RolloutStatus
-
-MODEL = "model"
-"""Name of the reward that is a reward model (`rewards/model.py`)."""
 
 Policy = Literal["drop", "raise"] | float
 """What an error means: drop the rollout (status FAILED), end the run, or count as this explicit value."""
@@ -38,7 +36,7 @@ class Reward:
     """One reward function with its name and weight."""
 
     name: str
-    function: Callable[..., Any] | BatchReward
+    function: Callable[..., Any] | BatchReward | IsolatedReward
     weight: float = 1.0
 
     def __post_init__(self) -> None:
@@ -98,6 +96,12 @@ class RewardSet:
             if isinstance(reward.function, BatchReward):
                 reward.function.load()
 
+    def close(self) -> None:
+        """End the processes that functions run in. They also end with this process."""
+        for reward in self._rewards:
+            if isinstance(reward.function, IsolatedReward):
+                reward.function.pool.close()
+
     async def score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """The rollouts, in order, with `rewards` by name and their weighted sum in `reward`.
 
@@ -133,6 +137,8 @@ class RewardSet:
         if not rollouts:
             return []
         function = reward.function
+        if isinstance(function, IsolatedReward):
+            return await function.judge(rollouts, timeout_s=self._tolerance.timeout_s)
         if isinstance(function, BatchReward):
             finished = await self._call(slots, function.function, **function.arguments(rollouts))
             return judge_batch(finished, len(rollouts))
@@ -190,55 +196,44 @@ def make_reward_set(
     weights: Sequence[float] | None = None,
     settings: Mapping[str, Mapping[str, Any]] | None = None,
     tolerance: FaultTolerance | None = None,
+    isolation: Isolation | None = None,
 ) -> RewardSet:
     """A reward set from settings: functions by built-in name or `path/to/file.py:name`, with keyword settings by name.
 
     A function of a file that has a parameter `completions` is called the way TRL calls it; any other gets a `Rollout`.
+    Files are loaded in worker processes, not here (unless isolation.mode is `thread`): what a function keeps in its
+    module is then kept per worker.
 
     Raises:
         ConfigError: an unknown name, a file that cannot be loaded, settings that do not fit, or unequal lengths.
     """
     if weights is not None and len(weights) != len(functions):
         raise ConfigError(f"reward.weights has {len(weights)} values for {len(functions)} reward.functions")
-    resolved = [_resolve(spec) for spec in functions]
-    names = [name for name, _ in resolved]
+    names = [spec.rpartition(":")[2] for spec in functions]
     unused = sorted(set(settings or {}) - set(names))
     if unused:
         raise ConfigError(
             f"reward.settings names {unused[0]!r}, which is not among reward.functions: {', '.join(names)}"
         )
+    isolation = isolation or Isolation()
+    pool = WorkerPool(isolation)
     rewards = [
-        Reward(name=name, function=_configure(name, function, dict((settings or {}).get(name, {}))), weight=weight)
-        for (name, function), weight in zip(resolved, weights or [1.0] * len(resolved), strict=True)
+        Reward(name=name, function=_prepare(spec, dict((settings or {}).get(name, {})), pool, isolation), weight=weight)
+        for name, spec, weight in zip(names, functions, weights or [1.0] * len(functions), strict=True)
     ]
     return RewardSet(rewards, tolerance)
 
 
-def _resolve(spec: str) -> tuple[str, Callable[..., Any]]:
-    if spec == MODEL:
-        from rewards.model import model_reward  # torch and transformers, which other rewards do not need
-
-        return spec, model_reward
-    if spec in FUNCTIONS:
-        return spec, FUNCTIONS[spec]
-    if ":" in spec:
-        return spec.rpartition(":")[2], load_function(spec)
-    raise ConfigError(
-        f"unknown reward function {spec!r}; expected one of {', '.join([*FUNCTIONS, MODEL])}, "
-        "or path/to/file.py:function"
-    )
-
-
-def _configure(name: str, function: Callable[..., Any], settings: dict[str, Any]) -> Callable[..., Any] | BatchReward:
-    if name == MODEL:
-        return function(**settings)
-    if has_trl_signature(function):
-        return from_trl(function, **settings)
-    try:
-        inspect.signature(function).bind(None, **settings)
-    except TypeError as error:
-        raise ConfigError(f"reward {name}: {error}; set it with reward.settings.{name}") from error
-    return functools.partial(function, **settings) if settings else function
+def _prepare(
+    spec: str, settings: Mapping[str, Any], pool: WorkerPool, isolation: Isolation
+) -> Callable[..., Any] | BatchReward | IsolatedReward:
+    path, colon, name = spec.rpartition(":")
+    if colon and isolation.mode == "process":
+        return pool.load(f"{Path(path).expanduser().resolve()}:{name}", settings)
+    function = configure(*resolve(spec), settings)
+    # What ships with Lockstep is known not to take batches here, and need not be asked in a process.
+    isolated = spec in ISOLATED
+    return IsolatedReward(pool=pool, spec=spec, settings=settings, is_batch=False) if isolated else function
 
 
 def _private_copy(rollout: Rollout) -> Rollout:

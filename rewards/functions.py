@@ -12,27 +12,11 @@ import re
 from collections import Counter
 from collections.abc import Callable
 
+from rewards.answers import expected, final_answer
 from rollout.errors import ConfigError, DataError
 from rollout.records import Rollout
 
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:[eE][-+]?\d+)?|[-+]?\.\d+")
-
-
-def final_answer(rollout: Rollout) -> str:
-    """Content of the last assistant turn, without surrounding space; empty if there is none."""
-    for message in reversed(rollout.messages):
-        if message["role"] == "assistant":
-            return str(message.get("content") or "").strip()
-    return ""
-
-
-def expected(rollout: Rollout, column: str) -> str:
-    """The data row's reference answer. Raises `DataError` if the row has none."""
-    value = rollout.example.get(column)
-    if value is None:
-        columns = ", ".join(rollout.example) or "none"
-        raise DataError(f"the reward needs column {column!r} of the data row, found {columns}")
-    return str(value).strip()
 
 
 def demo_answer(rollout: Rollout) -> float:
@@ -86,8 +70,8 @@ def last_number(text: str) -> float | None:
 def regex(rollout: Rollout, *, pattern: str, full: bool = False) -> float:
     """1 if the pattern occurs in the answer (or, with `full`, is all of it). `.` matches line breaks.
 
-    The pattern comes from your settings, the text from a model: a pattern with nested repetition can take
-    exponential time, and a thread that is inside a match cannot be stopped.
+    The pattern comes from your settings, the text from a model: a pattern with nested repetition can take exponential
+    time. Therefore it runs in a process that can be killed.
     """
     match = re.fullmatch if full else re.search
     return float(match(pattern, final_answer(rollout), re.DOTALL) is not None)
@@ -151,3 +135,6 @@ FUNCTIONS: dict[str, RewardFunction] = {
         environment_reward,
     )
 }
+
+ISOLATED = frozenset({"regex"})
+"""Built-ins that may hang on what a model wrote, and therefore always run in a process that can be killed."""

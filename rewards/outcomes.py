@@ -28,6 +28,8 @@ class Outcome(StrEnum):
     """It returned NaN, an infinity, or an integer too large for a float."""
     WRONG_TYPE = "wrong_type"
     """It returned something that is not a number."""
+    CRASHED = "crashed"
+    """Its process ended or was ended (`os._exit`, a fault in C code, the kernel), without an answer."""
     WRONG_LENGTH = "wrong_length"
     """A function over a batch returned another number of rewards than there were rollouts."""
 

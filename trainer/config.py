@@ -98,6 +98,18 @@ class RewardConfig:
     weights: list[float] | None = setting(None, "weight per reward function, in the same order; null: 1 each")
     settings: dict[str, Any] = setting({}, "keyword arguments per reward function name")
     timeout_s: float = setting(30.0, "wall-clock limit of one reward call [s]")
+    isolation: str = setting(
+        "process",
+        "where functions of files run; process: a worker that can be killed; thread: the trainer itself",
+        choices=("process", "thread"),
+    )
+    workers: int = setting(4, "worker processes for rewards, at most")
+    memory_gib: float = setting(4.0, "private memory of one reward worker, at most; 0: no limit [GiB]")
+    on_error: dict[str, Any] = setting(
+        {}, "by outcome (timeout, exception, ...): drop (the default), raise, or the reward to count instead"
+    )
+    max_error_rate: float = setting(0.5, "the run ends when more than this share of recent reward calls failed")
+    error_window: int = setting(128, "reward calls that max_error_rate looks back on")
 
 
 @dataclass

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from rewards.composition import FaultTolerance, RewardSet, make_reward_set
+from rewards import FaultTolerance, Isolation, Outcome, RewardSet, make_reward_set
 from rollout.chat import Chat
 from rollout.embedded import EmbeddedEngine
 from rollout.engine import Engine, Sampling
@@ -83,9 +83,20 @@ def make_sampling(config: Config, chat: Chat, *, temperature: float) -> Sampling
 
 
 def make_rewards(config: Config) -> RewardSet:
+    settings = config.reward
     return make_reward_set(
-        config.reward.functions,
-        config.reward.weights,
-        config.reward.settings,
-        FaultTolerance(timeout_s=config.reward.timeout_s),
+        settings.functions,
+        settings.weights,
+        settings.settings,
+        FaultTolerance(
+            timeout_s=settings.timeout_s,
+            policies={Outcome(outcome): policy for outcome, policy in settings.on_error.items()},
+            max_error_rate=settings.max_error_rate,
+            window=settings.error_window,
+        ),
+        Isolation(
+            mode=settings.isolation,  # type: ignore[arg-type]  # Hydra refuses Literal; its choices are checked
+            workers=settings.workers,
+            memory_gib=settings.memory_gib,
+        ),
     )

@@ -133,6 +133,7 @@ class Run:
         finally:
             if self._metrics is not None:
                 self._metrics.close()
+            self._rewards.close()
             if self._engine is not None:
                 self._loop.run(self._engine.close())
 

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rewards.composition import MODEL
 from rewards.functions import FUNCTIONS
+from rewards.outcomes import ERRORS
+from rewards.resolve import MODEL
 from rollout.environments import ENVIRONMENTS, make_environment
 from rollout.errors import ConfigError
 from trainer.config import Config
@@ -68,6 +70,8 @@ def _ranges(config: Config) -> Iterator[str]:
         "algorithm.epochs": config.algorithm.epochs,
         "algorithm.minibatches": config.algorithm.minibatches,
         "checkpoint.keep": config.checkpoint.keep,
+        "reward.workers": config.reward.workers,
+        "reward.error_window": config.reward.error_window,
         "eval.prompts": config.eval.prompts,
         "eval.samples_per_prompt": config.eval.samples_per_prompt,
     }
@@ -103,6 +107,7 @@ def _ranges(config: Config) -> Iterator[str]:
         "optimizer.max_grad_norm": config.optimizer.max_grad_norm,
         "optimizer.warmup_updates": config.optimizer.warmup_updates,
         "checkpoint.every": config.checkpoint.every,
+        "reward.memory_gib": config.reward.memory_gib,
         "eval.every": config.eval.every,
         "eval.temperature": config.eval.temperature,
     }
@@ -118,6 +123,18 @@ def _ranges(config: Config) -> Iterator[str]:
             f"correction.low={config.correction.low} and correction.high={config.correction.high} must satisfy "
             "0 <= low < high; set correction.low=0.5 correction.high=2.0"
         )
+    if not 0 <= config.reward.max_error_rate <= 1:
+        yield f"reward.max_error_rate={config.reward.max_error_rate} is a share; set reward.max_error_rate=0.5"
+    for outcome, policy in config.reward.on_error.items():
+        if outcome not in ERRORS:
+            hint = closest(str(outcome), [*ERRORS])
+            yield f"reward.on_error: {outcome} is not one of {', '.join(ERRORS)}{hint}; set 'reward.on_error={{timeout: drop}}'"
+        is_number = isinstance(policy, int | float) and not isinstance(policy, bool) and math.isfinite(policy)
+        if policy not in ("drop", "raise") and not is_number:
+            yield (
+                f"reward.on_error.{outcome}={policy} is neither drop, raise nor a number; "
+                f"set 'reward.on_error={{{outcome}: drop}}'"
+            )
     if not config.reward.functions:
         yield "reward.functions is empty, so every reward would be 0; set reward.functions=[exact_match]"
     if config.reward.weights is not None and len(config.reward.weights) != len(config.reward.functions):
