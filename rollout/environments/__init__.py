@@ -1,4 +1,4 @@
-"""Environments by the name that a setting gives them. One instance lives for one episode."""
+"""Environments by the name that a setting gives them, or from a user's file. One instance lives for one episode."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from rollout.environments.trl import TRLEnvironment
 from rollout.environments.user import SimulatedUser
 from rollout.environments.verifiers import VerifiersEnvironment
 from rollout.errors import ConfigError
+from rollout.loading import load_function
 
 ENVIRONMENTS: dict[str, Callable[..., Environment]] = {
     "single_turn": SingleTurn,
@@ -34,14 +35,16 @@ ENVIRONMENTS: dict[str, Callable[..., Environment]] = {
 
 
 def make_environment(name: str, **settings: Any) -> Environment:
-    """A fresh environment for one episode.
+    """A fresh environment for one episode. name: one of `ENVIRONMENTS`, or `path/to/file.py:ClassName`.
 
     Raises:
-        ConfigError: no environment has this name, or it does not take these settings.
+        ConfigError: no environment has this name, its file cannot be loaded, or it does not take these settings.
     """
-    factory = ENVIRONMENTS.get(name)
+    factory = load_function(name) if ":" in name else ENVIRONMENTS.get(name)
     if factory is None:
-        raise ConfigError(f"unknown environment {name!r}; expected one of {', '.join(ENVIRONMENTS)}")
+        raise ConfigError(
+            f"unknown environment {name!r}; expected one of {', '.join(ENVIRONMENTS)}, or path/to/file.py:ClassName"
+        )
     try:
         return factory(**settings)
     except TypeError as error:

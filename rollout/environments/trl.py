@@ -101,14 +101,16 @@ class TRLEnvironment:
         )
 
     async def conclude(self) -> Mapping[str, Any]:
-        """The reward of an environment that owns one. None from it means, as in TRL, that it does not apply."""
+        """The reward of an environment that owns one."""
         get_reward = _methods(self._instance).get("get_reward")
         if get_reward is None:
             return {}
         finished = await call_with_deadline(get_reward, timeout_s=self._timeout_s)
         if finished.error is not None:  # the reward function then has nothing to read, and says so
             return {"environment_error": f"get_reward: {type(finished.error).__name__}: {finished.error}"}
-        return {"environment_reward": None if finished.value is None else float(finished.value)}
+        if finished.value is None:
+            return {"environment_error": "get_reward returned None"}
+        return {"environment_reward": float(finished.value)}
 
     def _opening(self, example: Mapping[str, Any], observation: Any) -> Sequence[Message]:
         names = PROMPT_COLUMNS if self._prompt.column is None else (self._prompt.column,)

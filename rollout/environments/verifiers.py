@@ -124,4 +124,4 @@ async def _rollout(environment: Any, base_url: str, api_key: str, example: Mappi
     if output.get("error"):  # where a limit of the episode is the cause, the session knows and the rollout is kept
         raise RuntimeError(f"verifiers: {output['error']}")
     metrics = {f"verifiers_{name}": value for name, value in (output.get("metrics") or {}).items()}
-    return {"environment_reward": output.get("reward"), **metrics}
+    return {"environment_reward": float(output["reward"]), **metrics}

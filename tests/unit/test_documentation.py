@@ -1,0 +1,131 @@
+"""The code on the pages about tokens and environments runs, and the commands on them are accepted."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+
+from rewards.composition import make_reward_set
+from rollout.environments import ENVIRONMENTS, make_environment
+from rollout.records import Rollout, RolloutStatus
+from rollout.rows import rows_from_calls
+from tests.fixtures.policies import Policy, last_turn, play, tool_call
+from trainer.config import Config
+from trainer.launch import CONFIG_DIR, schema, to_config
+from trainer.validate import validate
+
+DOCS = CONFIG_DIR.parent / "docs"
+
+
+def blocks(page: str, language: str) -> list[str]:
+    found = re.findall(rf"^```{language}\n(.*?)^```$", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
+    assert found, f"{page} has no {language} blocks"
+    return found
+
+
+def commands() -> list[list[str]]:
+    lines = [line for block in blocks("environments.md", "bash") for line in block.splitlines() if line]
+    return [shlex.split(line)[2:] for line in lines]
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a reader would stand: the files of the page, a model, a data file."""
+    monkeypatch.chdir(tmp_path)
+    for block in blocks("environments.md", "python"):
+        name = block.splitlines()[0].removeprefix("# ")
+        assert name.endswith(".py"), "the first line of a block names its file"
+        Path(name).write_text(block)
+    Path("config.json").write_text("{}")
+    for name in ("rows", "gsm8k"):
+        Path(f"{name}.jsonl").write_text("{}\n")
+    return tmp_path
+
+
+def composed(directory: Path, *overrides: str) -> Config:
+    ConfigStore.instance().store(name="schema", node=schema())
+    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+        own = (f"model.path={directory}", f"data.path={directory}/rows.jsonl", "data.heldout_path=null")
+        return to_config(compose("train", overrides=[*own, *overrides]))
+
+
+@pytest.mark.parametrize("overrides", commands(), ids=lambda overrides: overrides[0])
+def test_a_command_on_the_page_is_accepted(overrides: list[str], directory: Path):
+    config = composed(directory, *overrides)
+    if config.environment.name == "verifiers":  # its package, or the environment's, may not be here
+        assert config.environment.settings["env_id"] == "gsm8k"
+        return
+    validate(config)
+    make_environment(config.environment.name, **config.environment.settings)
+    make_reward_set(config.reward.functions)
+
+
+def test_every_environment_is_on_the_page():
+    named = set(
+        re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", (DOCS / "environments.md").read_text(), re.M)))
+    )
+    assert named == set(ENVIRONMENTS)
+
+
+@pytest.mark.parametrize("block", blocks("tokens.md", "python"))
+def test_an_example_about_tokens_is_true(block: str):
+    exec(compile(block, "docs/tokens.md", "exec"), {})
+
+
+def assert_all_trained(rollout: Rollout) -> None:
+    assert sum(row.num_trained for row in rows_from_calls(rollout.calls)) == rollout.num_sampled > 0
+
+
+async def test_the_minimal_environment_plays(directory: Path):
+    def policy(prompt: str) -> str:
+        return "42" if "wrong" in last_turn(prompt) else "7"
+
+    environment = make_environment(f"{directory}/my_env.py:Guess")
+    rollout = await play(environment, Policy(policy), example={"question": "guess my number", "number": 42})
+    assert rollout.status is RolloutStatus.COMPLETED
+    assert rollout.outcome == {"guesses": 1, "found": 1}
+    (scored,) = await make_reward_set([f"{directory}/my_env.py:found"]).score([rollout])
+    assert scored.reward == pytest.approx(0.9)
+    assert_all_trained(rollout)
+
+
+async def test_the_tool_searches(directory: Path):
+    def policy(prompt: str) -> str:
+        return "7431" if "tool_response" in last_turn(prompt) else tool_call("search", query="code", limit=1)
+
+    rollout = await play(make_environment("tools", files=[f"{directory}/my_tools.py:search"]), Policy(policy))
+    assert "the code is 7431" in rollout.messages[-2]["content"]
+
+
+async def test_the_doubtful_user_asks_once(directory: Path):
+    rollout = await play(make_environment(f"{directory}/my_user.py:environment"), Policy(lambda prompt: "yes"))
+    assert [message["content"] for message in rollout.messages] == ["go", "yes", "Are you sure?", "yes"]
+
+
+async def test_the_debate_has_three_voices(directory: Path):
+    def policy(prompt: str) -> str:
+        return next((kind for kind in ("strict", "kind") if f"You are {kind}" in prompt), "a draft")
+
+    rollout = await play(make_environment(f"{directory}/my_debate.py:Debate"), Policy(policy), max_turns=2)
+    assert [message["content"] for message in rollout.messages if message["role"] == "user"][1:] == ["strict\nkind"] * 2
+    assert len(rollout.calls) == 6
+    assert rollout.outcome == {"debated": 1}
+    assert_all_trained(rollout)
+
+
+async def test_the_trl_class_plays(directory: Path):
+    def policy(prompt: str) -> str:
+        return "found" if "right" in last_turn(prompt) else tool_call("guess", number=3)
+
+    example: dict[str, Any] = {"question": "guess", "target": 3}
+    rollout = await play(
+        make_environment("trl", factory=f"{directory}/my_game.py:Number"), Policy(policy), example=example
+    )
+    assert rollout.messages[0]["content"] == "guess It is between 0 and 9."
+    assert rollout.outcome["environment_reward"] == 1.0
