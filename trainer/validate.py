@@ -128,7 +128,10 @@ def _ranges(config: Config) -> Iterator[str]:
     for outcome, policy in config.reward.on_error.items():
         if outcome not in ERRORS:
             hint = closest(str(outcome), [*ERRORS])
-            yield f"reward.on_error: {outcome} is not one of {', '.join(ERRORS)}{hint}; set 'reward.on_error={{timeout: drop}}'"
+            yield (
+                f"reward.on_error: {outcome} is not one of {', '.join(ERRORS)}{hint}; "
+                "set 'reward.on_error={timeout: drop}'"
+            )
         is_number = isinstance(policy, int | float) and not isinstance(policy, bool) and math.isfinite(policy)
         if policy not in ("drop", "raise") and not is_number:
             yield (
