@@ -38,10 +38,22 @@ def complete(tmp_path: Path) -> tuple[str, ...]:
     return (f"model.path={tmp_path}", f"data.path={data}", "data.heldout_path=null")
 
 
-@pytest.mark.parametrize("path", GROUP_FILES, ids=str)
+NEEDS_A_SETTING = {"agent": "agent=path", "trl": "factory=path", "verifiers": "env_id=<id"}
+"""Environments that are somebody's own, and the override that names it."""
+
+
+@pytest.mark.parametrize("path", [path for path in GROUP_FILES if path.name not in NEEDS_A_SETTING], ids=str)
 def test_every_config_file_composes_and_validates(path: Path, complete: tuple[str, ...]) -> None:
     prefix = "+" if path.parent.name == "experiment" else ""
     validate(composed(f"{prefix}{path.parent}={path.name}", *complete))
+
+
+@pytest.mark.parametrize(("name", "override"), NEEDS_A_SETTING.items())
+def test_an_environment_without_what_it_runs_names_the_override(
+    name: str, override: str, complete: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError, match=f"set environment.settings.{override}"):
+        validate(composed(f"environment={name}", *complete))
 
 
 def test_defaults_are_the_schema_or_a_group_value(complete: tuple[str, ...]) -> None:
@@ -65,6 +77,10 @@ def test_defaults_are_the_schema_or_a_group_value(complete: tuple[str, ...]) -> 
         (["correction.logp_old=bypass", "algorithm.epochs=2"], ["correction.logp_old=recompute"]),
         (["correction.low=3"], ["correction.low=0.5"]),
         (["reward.functions=[]"], ["reward.functions=[exact_match]"]),
+        (["reward.functions=[exact_mach]"], ["did you mean 'exact_match'", "path/to/file.py:function"]),
+        (["reward.functions=[nowhere.py:score]"], ["no file nowhere.py"]),
+        (["environment.name=calculater"], ["did you mean 'calculator'"]),
+        (["environment.settings.colour=red"], ["environment calculator", "'colour'"]),
         (["reward.functions=[a,b]", "reward.weights=[1.0]"], ["reward.weights=null"]),
         (["algorithm=dapo", "rollout.samples_per_prompt=1"], ["algorithm.dynamic_sampling=false"]),
         (["algorithm.overlong_buffer=32"], ["algorithm.overlong_buffer=0.2"]),
@@ -113,6 +129,7 @@ def test_all_problems_are_reported_at_once(complete: tuple[str, ...]) -> None:
         ("algorithm=dr_grop", "did you mean 'dr_grpo'"),
         ("model.path=models/nothing", "model.path=models/nothing has no config.json"),
         ("nonsense", "missing EQUAL"),
+        ("environment.name=clculator", "did you mean 'calculator'"),
     ],
 )
 def test_the_command_line_answers_a_mistake_in_two_seconds(argument: str, expected: str) -> None:
