@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +42,7 @@ def test_the_first_step_starts_from_the_reference_with_values_of_zero(adaptive: 
 
 def test_the_controller_moves_the_coefficient_by_its_rule(adaptive: Path) -> None:
     lines = metrics(adaptive)
-    for before, after in zip(lines, lines[1:], strict=False):
+    for before, after in pairwise(lines):
         error = np.clip(before["objective/kl"] / 0.5 - 1, -0.2, 0.2)
         expected = before["objective/kl_coef"] * (1 + error * before["rollout/delivered"] / 100)
         assert after["objective/kl_coef"] == pytest.approx(expected, rel=1e-6)
