@@ -245,6 +245,9 @@ class CorrectionConfig:
 class OptimizerConfig:
     name: str = setting("adamw", "optimizer (trainer/optimizer.py)", choices=OPTIMIZERS)
     lr: float = setting(3e-4, "learning rate at its highest")
+    critic_lr: float | None = setting(
+        None, "learning rate of a critic at its highest, on the same schedule (adamw, adamw_tf, sgd); null: lr"
+    )
     betas: list[float] = setting([0.9, 0.95], "Adam's moment decays")
     eps: float = setting(1e-8, "Adam's epsilon")
     momentum: float = setting(0.95, "of muon and sgd")

@@ -21,6 +21,7 @@ import torch.distributed as torch_dist
 from torch import nn
 
 from rollout.errors import CheckpointError, LockstepError
+from trainer.optimizer import LR_SCALE
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -172,7 +173,7 @@ class Distributed:
         Returns the global gradient norm before clipping.
         """
         for group in self._optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get(LR_SCALE, 1.0)
         if self.uses_deepspeed:
             self.module.step()  # type: ignore[operator]
             return float(self.module.get_global_grad_norm() or 0.0)  # type: ignore[operator]

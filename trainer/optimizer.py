@@ -26,6 +26,10 @@ from rollout.errors import ConfigError
 from trainer.config import OptimizerConfig
 from trainer.tf_adam import tf_epsilon
 
+CRITIC_PREFIX = "critic."
+"""Of the names of a critic's parameters, in `trainer.value.ActorCritic`."""
+LR_SCALE = "lr_scale"
+"""Key of a parameter group: what `Distributed.step` multiplies the learning rate by."""
 NOT_IN_LAYERS = ("embed", "wte", "wpe", "head", "score")
 """Parts of the names of matrices that are no map between hidden states, to which Muon's theory does not apply."""
 
@@ -40,7 +44,7 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig, *, is_sharded: bo
     Raises:
         ConfigError: `adamw_8bit` without bitsandbytes; `muon` on sharded state.
     """
-    groups = parameter_groups(module, config.weight_decay)
+    groups = parameter_groups(module, config.weight_decay, critic_scale=(config.critic_lr or config.lr) / config.lr)
     adam: dict[str, Any] = {"lr": config.lr, "betas": (config.betas[0], config.betas[1]), "eps": config.eps}
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
@@ -58,16 +62,19 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig, *, is_sharded: bo
     return torch.optim.AdamW(groups, **adam, fused=True)
 
 
-def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Trained parameters as matrices, which decay, and the rest, which does not."""
-    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for parameter in module.parameters():
+def parameter_groups(module: nn.Module, weight_decay: float, *, critic_scale: float = 1.0) -> list[dict[str, Any]]:
+    """Trained parameters as matrices, which decay, and the rest, which does not; those of a critic apart.
+
+    critic_scale: what the learning rate of a critic is, relative to that of the policy.
+    """
+    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    for name, parameter in module.named_parameters():
         if parameter.requires_grad:
-            groups[_num_dimensions(parameter) >= 2].append(parameter)
+            scale = critic_scale if name.startswith(CRITIC_PREFIX) else 1.0
+            groups.setdefault((scale, _num_dimensions(parameter) >= 2), []).append(parameter)
     return [
-        {"params": parameters, "weight_decay": weight_decay if is_matrix else 0.0}
-        for is_matrix, parameters in groups.items()
-        if parameters
+        {"params": parameters, "weight_decay": weight_decay if is_matrix else 0.0, LR_SCALE: scale}
+        for (scale, is_matrix), parameters in groups.items()
     ]
 
 

@@ -115,3 +115,15 @@ def test_the_policy_is_found_with_and_without_a_critic(saved):
 def test_a_path_without_a_model_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="critic_path"):
         Critic.from_pretrained(tmp_path / "nowhere")
+
+
+def test_a_critic_can_have_a_learning_rate_of_its_own(saved):
+    from trainer.config import OptimizerConfig
+    from trainer.optimizer import LR_SCALE, make_optimizer
+
+    module = make(saved, "separate")
+    groups = make_optimizer(module, OptimizerConfig(lr=1e-4, critic_lr=1e-3)).param_groups
+    scale_of = {id(parameter): group[LR_SCALE] for group in groups for parameter in group["params"]}
+    assert all(scale_of[id(parameter)] == pytest.approx(10) for parameter in module.critic.parameters())
+    assert all(scale_of[id(parameter)] == 1 for parameter in module.policy.parameters())
+    assert len(scale_of) == len(list(module.parameters()))
