@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from trainer.mismatch import PREFIX
 
-
 K3_NEGLIGIBLE = {"float32": 1e-8, "bfloat16": 5e-3}
 """By `model.dtype`: what two correct programs differ by, with a margin of ten and more. Two float32 programs differ by
 some 1e-6 per logprob, which is k3 = 1e-12; two in bfloat16 by 2e-2, which is 4e-4 to 7e-4 (random 4-layer model). The
