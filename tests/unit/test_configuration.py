@@ -44,8 +44,7 @@ NEEDS_A_SETTING = {"agent": "agent=path", "trl": "factory=path", "verifiers": "e
 
 @pytest.mark.parametrize("path", [path for path in GROUP_FILES if path.name not in NEEDS_A_SETTING], ids=str)
 def test_every_config_file_composes_and_validates(path: Path, complete: tuple[str, ...]) -> None:
-    prefix = "+" if path.parent.name == "experiment" else ""
-    validate(composed(f"{prefix}{path.parent}={path.name}", *complete))
+    validate(composed(f"{path.parent}={path.name}", *complete))
 
 
 @pytest.mark.parametrize(("name", "override"), NEEDS_A_SETTING.items())
