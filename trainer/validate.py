@@ -31,11 +31,10 @@ def validate(config: Config, *, needs_data: bool = True) -> None:
     """Raise `ConfigError` with one line per problem, or return. needs_data: whether the data files must be there."""
     problems = [*_choices("", config), *_ranges(config), *_batch(config), *_algorithm(config), *_ppo(config)]
     problems += [*_sampling(config), *_model(config)]
-    problems += [*_names(config)]
     if needs_data:
         problems += _files(config)
-    if not problems:
-        problems += _environment(config)
+    if not problems:  # asked last, because an environment may load the user's files
+        problems += [*_rewards(config), *_environment(config)]
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -316,31 +315,31 @@ def _model(config: Config) -> Iterator[str]:
         yield f"model.path={config.model.path} has no config.json; {make}, or set model.path=<directory or hub id>"
 
 
-def _names(config: Config) -> Iterator[str]:
-    """Names of environments and reward functions; what a user's own file holds is seen when it is loaded."""
-    name = config.environment.name
-    if ":" not in name and name not in ENVIRONMENTS:
-        hint = closest(name, list(ENVIRONMENTS))
-        yield (
-            f"environment.name={name} is not one of {', '.join(ENVIRONMENTS)}{hint}; set "
-            "environment.name=single_turn, or environment.name=path/to/file.py:ClassName"
-        )
+def _rewards(config: Config) -> Iterator[str]:
+    """Names of reward functions; what a user's own file holds is seen when it is loaded."""
+    names = [*FUNCTIONS, MODEL]
     for spec in config.reward.functions:
         path, colon, _ = spec.rpartition(":")
         if colon and not Path(path).is_file():
             yield f"reward.functions: no file {path} (looked in {Path.cwd()}); expected path/to/file.py:function"
-        if not colon and spec not in (*FUNCTIONS, MODEL):
-            hint = closest(spec, [*FUNCTIONS, MODEL])
+        if not colon and spec not in names:
             yield (
-                f"reward.functions: {spec} is not one of {', '.join([*FUNCTIONS, MODEL])}{hint}; set "
+                f"reward.functions: {spec} is not one of {', '.join(names)}{closest(spec, names)}; set "
                 "reward.functions=[exact_match], or reward.functions=[path/to/file.py:function]"
             )
 
 
 def _environment(config: Config) -> Iterator[str]:
-    """Settings that the environment itself refuses. Asked last: it may load the user's files."""
+    """The environment's name, and settings that it refuses itself."""
+    name = config.environment.name
+    if ":" not in name and name not in ENVIRONMENTS:
+        yield (
+            f"environment.name={name} is not one of {', '.join(ENVIRONMENTS)}{closest(name, list(ENVIRONMENTS))}; set "
+            "environment.name=single_turn, or environment.name=path/to/file.py:ClassName"
+        )
+        return
     try:
-        make_environment(config.environment.name, **config.environment.settings)
+        make_environment(name, **config.environment.settings)
     except ConfigError as error:
         yield str(error)
 
