@@ -10,9 +10,12 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from rewards.answers import expected, final_answer
+from rewards.judge import llm_judge
+from rewards.mathematics import math_equal
+from rewards.programs import code_tests
 from rollout.errors import ConfigError, DataError
 from rollout.records import Rollout
 
@@ -119,7 +122,7 @@ def repetition(rollout: Rollout, *, ngram: int = 4) -> float:
     return -(total - len(grams)) / total if total else 0.0
 
 
-RewardFunction = Callable[..., float]
+RewardFunction = Callable[..., float | Awaitable[float]]
 
 FUNCTIONS: dict[str, RewardFunction] = {
     function.__name__: function
@@ -133,8 +136,11 @@ FUNCTIONS: dict[str, RewardFunction] = {
         soft_overlong,
         repetition,
         environment_reward,
+        math_equal,
+        code_tests,
+        llm_judge,
     )
 }
 
-ISOLATED = frozenset({"regex"})
+ISOLATED = frozenset({"regex", "math_equal", "code_tests"})
 """Built-ins that may hang on what a model wrote, and therefore always run in a process that can be killed."""

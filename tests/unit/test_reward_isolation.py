@@ -112,13 +112,13 @@ def functions(tmp_path_factory) -> Path:
     return file
 
 
-def rollout(answer: str = "7", *, number: int = 0, **example: str) -> Rollout:
+def rollout(said: str = "7", /, *, number: int = 0, **example: object) -> Rollout:
     call = EngineCall(prompt_ids=(1,), sampled_ids=(2,), sampled_logprobs=(-0.5,), finish_reason=FinishReason.STOP)
     return Rollout(
         rollout_id=number,
         group_id=0,
         calls=(call,),
-        messages=({"role": "user", "content": "q"}, {"role": "assistant", "content": answer}),
+        messages=({"role": "user", "content": "q"}, {"role": "assistant", "content": said}),
         example={"answer": "7", **example},
     )
 

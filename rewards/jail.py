@@ -1,0 +1,100 @@
+"""The inside of the sandbox: run as a script, first thing in new namespaces, it builds the walls and then becomes the
+program. `rewards/sandbox.py` starts it; it imports the standard library only and is never imported.
+
+Arguments: JSON with workdir, binds, command, uid (-1: give up capabilities instead), limits by name of the rlimit.
+"""
+
+import ctypes
+import json
+import os
+import resource
+import sys
+
+MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
+AT_FDCWD, AT_RECURSIVE, SYS_MOUNT_SETATTR, MOUNT_ATTR_RDONLY = -100, 0x8000, 442, 1
+PR_SET_PDEATHSIG, PR_SET_SECUREBITS, PR_SET_NO_NEW_PRIVS = 1, 28, 38
+SIGKILL = 9
+SECBIT_NOROOT_LOCKED = 0b11
+DEVICES = ("null", "zero", "urandom", "random")
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+class MountAttributes(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint64) for name in ("set", "clear", "propagation", "user_namespace")]
+
+
+def check(result: int, what: str) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
+    encoded = [None if text is None else text.encode() for text in (source, target, kind, options)]
+    check(libc.mount(encoded[0], encoded[1], encoded[2], flags, encoded[3]), f"mount {target}")
+
+
+def bind(source: str, root: str) -> None:
+    """Show a file or directory of the host in the new root, at its own path."""
+    target = root + source
+    if os.path.isdir(source):
+        os.makedirs(target, exist_ok=True)
+    else:
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        open(target, "w").close()
+    mount(source, target, None, MS_BIND | MS_REC)
+
+
+def read_only(path: str) -> None:
+    attributes = MountAttributes(set=MOUNT_ATTR_RDONLY)
+    size = ctypes.sizeof(attributes)
+    check(
+        libc.syscall(SYS_MOUNT_SETATTR, AT_FDCWD, path.encode(), AT_RECURSIVE, ctypes.byref(attributes), size),
+        "mount_setattr",
+    )
+
+
+def enter(workdir: str, binds: list[str]) -> None:
+    """A root that holds an interpreter, four devices, the processes of this namespace, and one writable directory."""
+    mount("none", "/", None, MS_REC | MS_PRIVATE)
+    root = workdir + "/root"
+    os.mkdir(root)
+    mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=16m")
+    for path in binds:
+        if os.path.islink(path):
+            os.symlink(os.readlink(path), root + path)
+        elif os.path.exists(path):
+            bind(path, root)
+    for name in DEVICES:
+        bind(f"/dev/{name}", root)
+    os.makedirs(root + "/proc")
+    mount("proc", root + "/proc", "proc", MS_NOSUID | MS_NODEV)
+    os.makedirs(root + "/sandbox")
+    read_only(root)
+    mount(workdir + "/files", root + "/sandbox", None, MS_BIND)
+    os.chroot(root)
+    os.chdir("/sandbox")
+
+
+def main() -> None:
+    settings = json.loads(sys.argv[1])
+    if settings["binds"]:
+        enter(settings["workdir"], settings["binds"])
+        if settings["uid"] >= 0:
+            os.setgroups([])
+            os.setresgid(settings["uid"], settings["uid"], settings["uid"])
+            os.setresuid(settings["uid"], settings["uid"], settings["uid"])
+        else:
+            check(libc.prctl(PR_SET_SECUREBITS, SECBIT_NOROOT_LOCKED, 0, 0, 0), "securebits")
+    else:
+        os.chdir(settings["workdir"] + "/files")
+    check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+    # Again, after `unshare --kill-child`: another user id has cleared it.
+    check(libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0), "pdeathsig")
+    for name, limit in settings["limits"].items():
+        resource.setrlimit(getattr(resource, name), (limit, limit))
+    os.execve(settings["command"][0], settings["command"], {"HOME": "/sandbox", "LANG": "C.UTF-8", "PATH": "/usr/bin"})
+
+
+main()

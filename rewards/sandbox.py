@@ -1,0 +1,200 @@
+"""Run a Python program that a model wrote.
+
+Covered, in layers:
+* always: everything is killed at the wall-clock limit, and when this process ends; an empty environment; a temporary
+  directory that is removed; limits on CPU time, memory, file size, open files, processes and core dumps; output that
+  is read up to a limit; no descriptor, no standard input of the trainer;
+* where the system allows namespaces (`unshare`; tried once): no network, not even loopback; no sight of other
+  processes, and all of its own die with it, also those in sessions of their own; of the file system only the
+  interpreter and system libraries, read-only, and one writable directory; no capabilities, no way to new privileges;
+  as root: another user.
+
+Not covered: faults of the kernel; time that it takes from others below its limits; shared caches as side channels.
+Without namespaces the program can read and write what the trainer's user can, reach the network, and leave processes
+in sessions of their own. As root that is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from rollout.errors import ConfigError
+
+JAIL = Path(__file__).with_name("jail.py")
+NOBODY = 65534
+READ_ONLY = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache")
+PROBE_TIMEOUT_S = 20.0
+
+
+class Ended(StrEnum):
+    """How a program ended."""
+
+    EXITED = "exited"
+    """By itself, with any status."""
+    TIMEOUT = "timeout"
+    """It was killed at the wall-clock limit."""
+    KILLED = "killed"
+    """By a signal: a fault of its own, or the CPU limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Of one program and its children."""
+
+    timeout_s: float = 5.0
+    """Wall clock; CPU time gets one second more."""
+    memory_mib: int = 512
+    file_mib: int = 16
+    """Size of one file that it writes."""
+    processes: int = 16
+    open_files: int = 64
+    output_bytes: int = 64 * 2**10
+    """Of its output, the first so many are kept; the rest is read and thrown away."""
+
+    def __post_init__(self) -> None:
+        values = (self.timeout_s, self.memory_mib, self.file_mib, self.processes, self.open_files, self.output_bytes)
+        if min(values) <= 0:
+            raise ConfigError(f"sandbox: every limit must be positive, found {self}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """What came of a program."""
+
+    ended: Ended
+    status: int
+    """Exit status, or minus the number of the signal."""
+    stdout: str
+    stderr: str
+
+
+def run_python(source: str, *, stdin: str = "", limits: Limits | None = None) -> Execution:
+    """Run a program in the sandbox, with the standard library only.
+
+    Raises:
+        ConfigError: this process is root, and the system has no namespaces to hold the program.
+    """
+    limits = limits or Limits()
+    isolated = has_namespaces()
+    if os.geteuid() == 0 and not isolated:
+        raise ConfigError(
+            "code of a model is not run as root without namespaces; start the run as another user, or in a container "
+            "that allows `unshare` (docker: --security-opt seccomp=unconfined --cap-add SYS_ADMIN)"
+        )
+    return _run(source, stdin, limits, isolated=isolated)
+
+
+@functools.cache
+def has_namespaces() -> bool:
+    """Whether the layers that need namespaces work here; tried by running a program in them."""
+    if shutil.which("unshare") is None:
+        return False
+    result = _run("print(6 * 7)", "", Limits(timeout_s=PROBE_TIMEOUT_S), isolated=True)
+    return result.stdout == "42\n"
+
+
+def _run(source: str, stdin: str, limits: Limits, *, isolated: bool) -> Execution:
+    with tempfile.TemporaryDirectory(prefix="lockstep-sandbox-", ignore_cleanup_errors=True) as workdir:
+        files = Path(workdir) / "files"
+        files.mkdir()
+        (files / "program.py").write_text(source, errors="replace")
+        (files / "stdin").write_text(stdin, errors="replace")
+        is_root = os.geteuid() == 0
+        if isolated and is_root:
+            for path in (files, files / "program.py", files / "stdin"):
+                os.chown(path, NOBODY, NOBODY)
+        interpreter = os.path.realpath(sys.executable)
+        settings = {
+            "workdir": workdir,
+            "binds": [*READ_ONLY, os.path.realpath(sys.base_prefix)] if isolated else [],
+            "uid": NOBODY if is_root else -1,
+            "command": [interpreter, "-I", "-B", "program.py"],
+            "limits": {
+                "RLIMIT_CPU": int(limits.timeout_s) + 1,
+                "RLIMIT_AS": limits.memory_mib * 2**20,
+                "RLIMIT_FSIZE": limits.file_mib * 2**20,
+                "RLIMIT_NOFILE": limits.open_files,
+                # Counted per user: outside of namespaces, all processes of the trainer's user count.
+                **({"RLIMIT_NPROC": limits.processes} if isolated else {}),
+                "RLIMIT_CORE": 0,
+            },
+        }
+        command = [interpreter, "-I", "-S", str(JAIL), json.dumps(settings)]
+        if isolated:
+            user = [] if is_root else ["--user", "--map-root-user"]
+            command = ["unshare", *user, "--net", "--pid", "--ipc", "--mount", "--fork", "--kill-child", *command]
+        with (files / "stdin").open() as feed:
+            process = subprocess.Popen(
+                command,
+                stdin=feed,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
+                # Namespaces end with `unshare`, which therefore stays in the group that dies with a reward worker.
+                start_new_session=not isolated,
+                cwd="/",
+            )
+        try:
+            stdout, stderr, in_time = _read(process, limits)
+        finally:
+            if isolated:
+                process.kill()
+            else:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            status = process.wait()
+            for stream in (process.stdout, process.stderr):
+                assert stream is not None
+                stream.close()
+    if not in_time:
+        return Execution(ended=Ended.TIMEOUT, status=status, stdout=stdout, stderr=stderr)
+    ended = Ended.KILLED if status < 0 else Ended.EXITED
+    return Execution(ended=ended, status=status, stdout=stdout, stderr=stderr)
+
+
+def _read(process: subprocess.Popen[bytes], limits: Limits) -> tuple[str, str, bool]:
+    """The beginnings of both outputs, and whether the process ended in time."""
+    assert process.stdout is not None
+    assert process.stderr is not None
+    kept = {process.stdout: bytearray(), process.stderr: bytearray()}
+    deadline = time.monotonic() + limits.timeout_s
+    with selectors.DefaultSelector() as selector:
+        for stream in kept:
+            os.set_blocking(stream.fileno(), False)
+            selector.register(stream, selectors.EVENT_READ)
+        # A descendant may hold the streams open after the program's end: that is what poll is for.
+        while selector.get_map() and process.poll() is None and (left := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(min(left, 0.05)):
+                _take(key.fileobj, kept, selector, limits)  # type: ignore[arg-type]
+        in_time = True
+        try:
+            process.wait(timeout=max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            in_time = False
+        for key in list(selector.get_map().values()):
+            _take(key.fileobj, kept, selector, limits)  # type: ignore[arg-type]
+    stdout, stderr = (kept[stream].decode(errors="replace") for stream in (process.stdout, process.stderr))
+    return stdout, stderr, in_time
+
+
+def _take(stream, kept: dict, selector: selectors.BaseSelector, limits: Limits) -> None:
+    try:
+        chunk = os.read(stream.fileno(), 2**20)
+    except BlockingIOError:
+        return
+    if not chunk:
+        selector.unregister(stream)
+    kept[stream] += chunk[: limits.output_bytes - len(kept[stream])]

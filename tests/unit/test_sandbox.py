@@ -1,0 +1,164 @@
+"""Programs of a model: what they try, and what comes of it. Needs a system with namespaces for most."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+import rewards.sandbox
+from rewards.programs import code_tests, last_program
+from rewards.sandbox import Ended, Limits, has_namespaces, run_python
+from rollout.errors import ConfigError, DataError
+from tests.unit.test_reward_isolation import rollout
+
+contained = pytest.mark.skipif(not has_namespaces(), reason="this system allows no namespaces")
+QUICK = Limits(timeout_s=5.0)
+
+
+def test_output_status_and_input():
+    result = run_python("import sys\nprint(input()[::-1])\nprint('x', file=sys.stderr)\nsys.exit(3)", stdin="abc")
+    assert (result.ended, result.status, result.stdout, result.stderr) == (Ended.EXITED, 3, "cba\n", "x\n")
+
+
+def test_a_program_that_hangs_is_killed_with_its_children():
+    marker = f"7{time.monotonic_ns()}"
+    source = (
+        "import signal, subprocess, sys, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"subprocess.Popen([sys.executable, '-c', 'import time; time.sleep({marker})'], start_new_session=True)\n"
+        "time.sleep(60)"
+    )
+    started = time.monotonic()
+    assert run_python(source, limits=Limits(timeout_s=1.5)).ended is Ended.TIMEOUT
+    assert time.monotonic() - started < 10
+    if has_namespaces():
+        time.sleep(0.2)
+        commands = [p.read_bytes() for p in Path("/proc").glob("[0-9]*/cmdline") if p.exists()]
+        assert not any(marker.encode() in command for command in commands)
+
+
+def test_the_environment_is_empty(monkeypatch):
+    monkeypatch.setenv("SECRET_TOKEN", "hunter2")
+    result = run_python("import os\nprint(sorted(os.environ))")
+    assert "SECRET_TOKEN" not in result.stdout
+    assert result.stdout.strip() == "['HOME', 'LANG', 'PATH']"
+    parents = "import os\nfor p in os.listdir('/proc'):\n    try: print(open(f'/proc/{p}/environ').read())\n" \
+              "    except OSError: pass"  # fmt: skip
+    if has_namespaces():
+        assert "hunter2" not in run_python(parents).stdout
+
+
+@contained
+def test_there_is_no_network_not_even_loopback():
+    with subprocess.Popen(
+        ["python3", "-c", "import socket; s=socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], "
+         "flush=True); s.accept()"],
+        stdout=subprocess.PIPE, text=True,
+    ) as server:  # fmt: skip
+        assert server.stdout is not None
+        port = int(server.stdout.readline())
+        result = run_python(f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 2)\nprint('in')")
+        assert "in" not in result.stdout.split()
+        assert "Network is unreachable" in result.stderr or "Connection refused" in result.stderr
+        server.kill()
+    assert "print" not in run_python("import socket\nprint(socket.create_connection(('1.1.1.1', 53), 2))").stdout
+
+
+@contained
+def test_files_outside_can_neither_be_read_nor_written(tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("hunter2")
+    secret.chmod(0o666)
+    tmp_path.chmod(0o777)
+    result = run_python(
+        "import os\n"
+        f"for path in ({str(secret)!r}, '/etc/passwd', '/root', '/home', '/proc/1/root/etc/passwd'):\n"
+        "    try: print(open(path).read() if not os.path.isdir(path) else os.listdir(path))\n"
+        "    except OSError as error: print(type(error).__name__)\n"
+        f"for path in ('/usr/x', '/x', {os.path.realpath('/usr/bin/env')!r}, {str(tmp_path / 'new')!r}):\n"
+        "    try: open(path, 'w').write('x'); print('WROTE', path)\n"
+        "    except OSError: pass\n"
+        "open('mine', 'w').write('x'); print(sorted(os.listdir('.')))"
+    )
+    assert "hunter2" not in result.stdout
+    assert "root:" not in result.stdout
+    assert "WROTE" not in result.stdout
+    assert result.stdout.splitlines()[-1] == "['mine', 'program.py', 'stdin']"
+    assert secret.read_text() == "hunter2"
+    assert list(tmp_path.iterdir()) == [secret]
+
+
+@contained
+def test_a_fork_bomb_ends_and_leaves_nothing():
+    started = time.monotonic()
+    result = run_python("import os\nwhile True:\n    os.fork()", limits=Limits(timeout_s=3.0))
+    assert time.monotonic() - started < 15
+    assert result.ended is not Ended.EXITED or "BlockingIOError" in result.stderr
+
+
+@contained
+def test_there_are_no_privileges_to_gain():
+    result = run_python(
+        "import os, ctypes\n"
+        "print([line for line in open('/proc/self/status') if line.startswith(('CapEff', 'NoNewPrivs'))])\n"
+        "libc = ctypes.CDLL(None, use_errno=True)\n"
+        "print(libc.mount(b'none', b'/sandbox', b'tmpfs', 0, None), libc.unshare(0x00020000), libc.chroot(b'.'))"
+    )
+    assert "CapEff:\\t0000000000000000" in result.stdout
+    assert "NoNewPrivs:\\t1" in result.stdout
+    assert result.stdout.split()[-3:] == ["-1", "-1", "-1"]
+
+
+def test_memory_files_and_output_are_bounded():
+    assert "MemoryError" in run_python("x = bytearray(2**31)").stderr
+    assert "File too large" in run_python("open('big', 'wb').write(b'x' * 2**26)").stderr
+    result = run_python("print('x' * 10**8)", limits=Limits(timeout_s=20.0, output_bytes=1000))
+    assert result.stdout == "x" * 1000
+
+
+def test_as_root_without_namespaces_nothing_is_run(monkeypatch):
+    monkeypatch.setattr(rewards.sandbox, "has_namespaces", lambda: False)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    with pytest.raises(ConfigError, match="not run as root without namespaces"):
+        run_python("print(1)")
+
+
+# --- the reward
+
+ANSWER = "Here it is:\n```python\ndef f(n):\n    return n * n\n```\nDone."
+
+
+def judged(answer: str, tests: object, **settings: object) -> float:
+    return code_tests(rollout(answer, tests=tests), **settings)  # type: ignore[arg-type]
+
+
+def test_programs_are_judged_by_their_tests():
+    assert judged(ANSWER, ["assert f(2) == 4", "assert f(3) == 9"]) == 1.0
+    assert judged(ANSWER, ["assert f(2) == 4", "assert f(3) == 8"]) == 0.0
+    assert judged(ANSWER, ["assert f(2) == 4", "assert f(3) == 8"], partial=True) == 0.5
+    assert judged("no program", ["assert True"]) == 0.0
+    assert judged("```python\nsyntax error here\n```", ["assert True"]) == 0.0
+    doubler = "```\nprint(2 * int(input()))\n```"
+    assert judged(doubler, '[{"input": "4\\n", "output": "8"}, {"input": "1", "output": "2 \\n"}]') == 1.0
+    assert judged(doubler, [{"input": "4", "output": "9"}]) == 0.0
+
+
+@pytest.mark.parametrize("cheat", ["import os\nos._exit(0)", "import sys\nsys.exit(0)", "exit()", "while True: pass"])
+def test_a_program_that_ends_before_its_tests_does_not_pass(cheat):
+    assert judged(f"```python\n{cheat}\n```", ["assert False"], timeout_s=2.0) == 0.0
+
+
+def test_tests_that_cannot_be_read_are_errors_not_zeros():
+    for tests in ([], 7, [1], [{"input": ""}]):
+        with pytest.raises(DataError, match="'tests'"):
+            judged(ANSWER, tests)
+    with pytest.raises(DataError, match="'tests'"):
+        code_tests(rollout(ANSWER))
+
+
+def test_the_last_block_is_the_program():
+    assert last_program("```python\na\n``` and ```py\nb\n```") == "b\n"
+    assert last_program("a = 1") is None
