@@ -54,7 +54,9 @@ class VerifiersEnvironment(AgentEnvironment):
             )
         _check_installed(env_id)
         environment = _load(env_id, json.dumps(dict(args or {}), sort_keys=True))
-        super().__init__(functools.partial(_play, environment, timeout_s), timeout_s=timeout_s, max_concurrent=max_concurrent)
+        super().__init__(
+            functools.partial(_play, environment, timeout_s), timeout_s=timeout_s, max_concurrent=max_concurrent
+        )
 
 
 def _check_installed(env_id: str) -> None:
