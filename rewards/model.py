@@ -21,6 +21,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rewards.classifier import load_reward_model
+from rewards.tokenizing import chat_ids, text_ids
 from rewards.trl import BatchReward
 from rewards.truncation import StopRule, replace_rejected
 from rollout.errors import ConfigError
@@ -93,15 +94,14 @@ class ModelReward:
     def _read(self, rollout: Rollout) -> list[int]:
         """What the model scores, as its own token ids."""
         if self.input == "messages":
-            encoded = self._tokenizer.apply_chat_template(list(rollout.messages), tokenize=True, return_dict=True)
-            return list(encoded["input_ids"])
+            return chat_ids(self._tokenizer, rollout.messages)
         rule = self._stop_rule
         response = sampled(rollout)
         ids = [*rollout.calls[-1].prompt_ids, *(response if rule is None else rule.truncate(response))]
         if self.policy_path is None:
             return ids
         text = self._policy_tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return list(self._tokenizer(str(text))["input_ids"])
+        return text_ids(self._tokenizer, str(text))
 
     @cached_property
     def _model(self):
@@ -136,13 +136,13 @@ def token_id_of(tokenizer: PreTrainedTokenizerFast, text: str) -> int:
     Raises:
         ConfigError: the text is no single token.
     """
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids = text_ids(tokenizer, text, special_tokens=False)
     if len(ids) != 1:
         raise ConfigError(
             f"reward.settings.model.stop={text!r} is {len(ids)} tokens of {tokenizer.name_or_path}; "
             "choose a text that is one token, for example '.'"
         )
-    return int(ids[0])
+    return ids[0]
 
 
 def model_reward(**settings: Any) -> BatchReward:

@@ -80,7 +80,8 @@ def make_preferences(
 
 def pretrain(tokenizer: PreTrainedTokenizerFast, recipe: PreferenceRecipe, *, seed: int) -> GPT2LMHeadModel:
     """A GPT-2 from nothing that writes the language."""
-    end = tokenizer.get_vocab()[END_OF_TEXT]
+    vocabulary = tokenizer.get_vocab()
+    end = vocabulary[END_OF_TEXT]
     config = GPT2Config(
         vocab_size=len(tokenizer),
         n_positions=4 * recipe.query_length,
@@ -105,7 +106,7 @@ def pretrain(tokenizer: PreTrainedTokenizerFast, recipe: PreferenceRecipe, *, se
     for step in range(recipe.pretraining_steps):
         for group in optimizer.param_groups:
             group["lr"] = recipe.lr * min(1.0, (step + 1) / 20) * (1 - step / recipe.pretraining_steps)
-        texts = [tokenizer.convert_tokens_to_ids(write_text(rng, length))[:length] for _ in range(recipe.batch)]
+        texts = [[vocabulary[word] for word in write_text(rng, length)[:length]] for _ in range(recipe.batch)]
         ids_BT = torch.tensor(texts)
         logits_BTV = model(input_ids=ids_BT, use_cache=False).logits
         loss = cross_entropy(logits_BTV[:, :-1].flatten(0, 1), ids_BT[:, 1:].flatten())
@@ -139,11 +140,13 @@ def compare(
 ) -> list[dict]:
     """Comparisons of samples of the pretrained model, labelled by a noisy judge. Responses are cut at the stop."""
     count = recipe.responses_per_query
-    repeated = [tokenizer.convert_tokens_to_ids(list(words)) for words in queries for _ in range(count)]
+    vocabulary = tokenizer.get_vocab()
+    repeated = [[vocabulary[word] for word in words] for words in queries for _ in range(count)]
     sampled = sample_responses(
         model, repeated, length=recipe.response_length, temperature=recipe.temperature, seed=seed
     )
-    cut = [cut_at_stop(tokenizer.convert_ids_to_tokens(ids), recipe.stop_after) for ids in sampled]
+    words_of = {index: word for word, index in vocabulary.items()}
+    cut = [cut_at_stop([words_of[index] for index in ids], recipe.stop_after) for ids in sampled]
     noise = random.Random(seed)
     judge = JUDGES[task]
 

@@ -51,7 +51,7 @@ def sample_responses(
             torch.manual_seed(seed)
             for start in range(0, len(queries), batch_size):
                 ids_BT, mask_BT = _left_padded(queries[start : start + batch_size])
-                output = model.generate(
+                output = model.generate(  # type: ignore[operator]  # of the mixin that causal models have
                     input_ids=ids_BT.to(device), attention_mask=mask_BT.to(device), generation_config=settings
                 )
                 responses += output[:, ids_BT.shape[1] :].tolist()

@@ -17,6 +17,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
+from rewards.tokenizing import chat_ids, text_ids
 from rollout.errors import DataError
 
 
@@ -80,17 +81,15 @@ def _read(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast, lengths: L
 
 def _encode(prompt: Any, response: Any, tokenizer: PreTrainedTokenizerFast, lengths: Lengths) -> list[int]:
     if isinstance(response, str) and isinstance(prompt, str):
-        query = tokenizer(prompt)["input_ids"][: lengths.query]
-        ids = [*query, *tokenizer(response, add_special_tokens=False)["input_ids"][: lengths.response]]
+        query = text_ids(tokenizer, prompt)[: lengths.query]
+        ids = [*query, *text_ids(tokenizer, response, special_tokens=False)[: lengths.response]]
     elif isinstance(prompt, str | list | None):
         if not tokenizer.chat_template:
             raise DataError("conversations need a tokenizer with a chat template; use texts, or another model.path")
-        ids = tokenizer.apply_chat_template(
-            [*_messages(prompt, "user"), *_messages(response, "assistant")], tokenize=True, return_dict=True
-        )["input_ids"]
+        ids = chat_ids(tokenizer, [*_messages(prompt, "user"), *_messages(response, "assistant")])
     else:
         raise DataError(f"prompt is a {type(prompt).__name__}; expected a text or a list of messages")
-    return list(ids) if lengths.total is None else list(ids[-lengths.total :])
+    return ids if lengths.total is None else ids[-lengths.total :]
 
 
 def _messages(value: Any, role: str) -> Sequence[Mapping[str, Any]]:

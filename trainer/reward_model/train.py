@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from rewards.classifier import RewardModel
 from rewards.model import token_id_of
 from rewards.padding import pad
+from rewards.tokenizing import chat_ids, text_ids
 from rewards.truncation import StopRule
 from rollout.errors import ConfigError, DataError
 from rollout.preferences.sampling import SEED_STRIDE, sample_responses
@@ -240,11 +241,12 @@ class RewardModelTraining:
         if not self._distributed.is_main:
             return None
         run_config = OmegaConf.to_container(OmegaConf.structured(self._config))
+        assert isinstance(run_config, dict)
         return MetricsLog(
             directory / "metrics.jsonl",
             self._config.logger,
-            run_config=run_config,
-            wandb_id=None,  # type: ignore[arg-type]
+            run_config={str(name): value for name, value in run_config.items()},
+            wandb_id=None,
         )
 
     def _report(self, metrics: MetricsLog | None, numbers: dict[str, float]) -> None:
@@ -325,11 +327,12 @@ def normalization_samples(config: RewardModelConfig) -> list[list[int]]:
         raise DataError(f"normalization.num_samples={settings.num_samples} leaves rank {rank} of {ranks} without any")
     queries = [_query_ids(row, tokenizer, config) for row in own]
     if all(isinstance(row.get("response"), str) for row in own):
-        responses = [tokenizer(row["response"], add_special_tokens=False)["input_ids"] for row in own]
+        responses = [text_ids(tokenizer, row["response"], special_tokens=False) for row in own]
     else:
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype="float32", trust_remote_code=config.model.trust_remote_code
-        ).to("cuda" if torch.cuda.is_available() else "cpu")
+        )
+        model.to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]  # a union of auto classes
         responses = sample_responses(
             model,
             queries,
@@ -346,10 +349,9 @@ def normalization_samples(config: RewardModelConfig) -> list[list[int]]:
 def _query_ids(row, tokenizer, config: RewardModelConfig) -> list[int]:
     prompt = row.get("prompt") if row.get("prompt") is not None else row.get("query")
     if isinstance(prompt, str):
-        return list(tokenizer(prompt)["input_ids"][: config.data.query_tokens])
+        return text_ids(tokenizer, prompt)[: config.data.query_tokens]
     if isinstance(prompt, list):
-        encoded = tokenizer.apply_chat_template(prompt, tokenize=True, return_dict=True, add_generation_prompt=True)
-        return list(encoded["input_ids"])
+        return chat_ids(tokenizer, prompt, generation_prompt=True)
     raise DataError(
         f"normalization: a row has no prompt to sample from, found columns {', '.join(row)}; "
         "set normalization.queries_path=<rows with prompt>, or normalization.num_samples=0"
