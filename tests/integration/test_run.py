@@ -143,7 +143,8 @@ def test_checkpoints_are_whole_and_only_the_newest_are_kept(first_run: tuple[Pat
 
 
 def test_a_resumed_run_equals_one_that_was_never_interrupted(demo: tuple[str, ...], tmp_path: Path) -> None:
-    settings = (*demo, *SMALL, f"run_root={tmp_path}")
+    # The learning rate of a schedule that ends depends on `updates`, by which this test ends the first half.
+    settings = (*demo, *SMALL, f"run_root={tmp_path}", "optimizer.schedule=constant")
     train(*settings, "run_name=whole", "updates=4")
     train(*settings, "run_name=halved", "updates=2")
     train(*settings, "run_name=halved", "updates=4", "resume=auto")
