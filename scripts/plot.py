@@ -2,6 +2,7 @@
 
 python scripts/plot.py                                   runs/latest -> runs/latest/curves.png
 python scripts/plot.py runs/a runs/b --out compare.png
+python scripts/plot.py runs/a --metrics objective/score objective/kl     other metrics, a panel each
 """
 
 from __future__ import annotations
@@ -35,12 +36,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Draw reward and mismatch of runs over their updates.")
     parser.add_argument("runs", type=Path, nargs="*", default=[Path("runs/latest")])
     parser.add_argument("--out", type=Path, help="PNG or SVG to write (default: curves.png in the first run)")
+    parser.add_argument("--metrics", nargs="+", help="names of metrics to draw instead, a panel each")
     arguments = parser.parse_args()
 
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+
+    if arguments.metrics:
+        figure, panels = pyplot.subplots(
+            1, len(arguments.metrics), figsize=(3.4 * len(arguments.metrics), 2.8), squeeze=False, layout="constrained"
+        )
+        for panel, metric in zip(panels[0], arguments.metrics, strict=True):
+            for run in arguments.runs:
+                panel.plot(*series(read(run), metric), label=run.resolve().name, linewidth=1.4)
+            panel.set(title=metric, xlabel="update")
+            panel.grid(alpha=0.25)
+        panels[0][0].legend(frameon=False)
+        out = arguments.out or arguments.runs[0] / "metrics.png"
+        figure.savefig(out, dpi=140)
+        print(out)
+        return
 
     figure, (reward, mismatch) = pyplot.subplots(1, 2, figsize=(10, 3.4), constrained_layout=True)
     for run in arguments.runs:
