@@ -1,18 +1,18 @@
-"""Settings: every file composes, every mistake is one sentence with what to type instead, in under two seconds."""
+"""Settings: every file composes, every mistake is one sentence with what to type instead, before torch is imported."""
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 
 import rollout.embedded
 from rollout.errors import ConfigError
 from trainer.config import Config
-from trainer.launch import CONFIG_DIR, schema, to_config
+from trainer.launch import CONFIG_DIR, launch, schema, to_config
 from trainer.validate import MAX_SUPPORT, validate
 
 ROOT = CONFIG_DIR.parent
@@ -124,25 +124,51 @@ def test_all_problems_are_reported_at_once(complete: tuple[str, ...]) -> None:
     [
         ("algorithm.clip_hgh=0.3", "did you mean 'algorithm.clip_high'"),
         ("+algorithm.extra=1", "algorithm.extra is not a setting"),
-        ("optimizer.lr=fast", "optimizer.lr: Value 'fast'"),
+        ("optimizer.lr=fast", "optimizer.lr: found fast, expected float; set optimizer.lr=0.0003"),
         ("algorithm=dr_grop", "did you mean 'dr_grpo'"),
         ("model.path=models/nothing", "model.path=models/nothing has no config.json"),
-        ("nonsense", "missing EQUAL"),
+        ("nonsense", "nonsense is not key=value"),
         ("environment.name=clculator", "did you mean 'calculator'"),
     ],
 )
-def test_the_command_line_answers_a_mistake_in_two_seconds(argument: str, expected: str) -> None:
-    started = time.perf_counter()
+def test_the_command_line_answers_a_mistake_in_one_line(argument: str, expected: str) -> None:
     done = subprocess.run(
         [sys.executable, "scripts/train.py", argument], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
-    elapsed = time.perf_counter() - started
     assert done.returncode == 2
     assert expected in done.stderr
     assert "Traceback" not in done.stderr
     assert all(line.startswith("lockstep: ") for line in done.stderr.splitlines())
-    # The promise is two seconds on an idle machine; a loaded one gets slack, a torch import would still show.
-    assert elapsed < 6
+
+
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        ("rollout=5", "rollout=5 does not exist; there are: embedded"),
+        ("model=null", "model=null does not exist; there are: calculator"),
+        ("=3", "expected key=value"),
+        ('run_name="abc', 'run_name="abc is not key=value'),
+        ("model.path=null", "model.path: found null, expected a value; set model.path=models/calculator"),
+        ("optimizer.betas=3", "set optimizer.betas=[0.9,0.95]"),
+        ("optimizer.betas=[a,0.9]", "optimizer.betas: found a, expected float; set optimizer.betas=[0.9,0.95]"),
+        ("correction.rejection={token_k3: abc}", "set correction.rejection={}"),
+        ("model.lora=null", "leave model.lora out"),
+        ("model.path=${nothing}", "set model.path=models/calculator"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_names_what_fits(
+    argument: str, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", argument])
+    monkeypatch.chdir(ROOT)
+    GlobalHydra.instance().clear()
+    with pytest.raises(SystemExit) as stop:
+        launch(lambda config: None)
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert expected in error
+    assert error.startswith("lockstep: ")
+    assert len(error.splitlines()) == 1
 
 
 def test_a_mistake_is_found_before_torch_is_imported(complete: tuple[str, ...]) -> None:
