@@ -10,7 +10,7 @@ where it enters (`EngineCall.__post_init__`), so that no later stage has to wond
 
 from __future__ import annotations
 
-import math
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -73,7 +73,9 @@ class SamplingSupport:
     token_ids: np.ndarray  # (sum of support sizes,) int32
 
     def __post_init__(self) -> None:
-        if self.offsets.ndim != 1 or self.offsets[0] != 0 or self.offsets[-1] != len(self.token_ids):
+        if self.offsets.ndim != 1 or not len(self.offsets):
+            raise EvidenceError(f"sampling support: offsets of shape {self.offsets.shape}, expected (tokens + 1,)")
+        if self.offsets[0] != 0 or self.offsets[-1] != len(self.token_ids):
             raise EvidenceError(
                 f"sampling support: offsets must run from 0 to {len(self.token_ids)} (its number of token ids), "
                 f"found {self.offsets[:1].tolist()} to {self.offsets[-1:].tolist()}"
@@ -81,13 +83,22 @@ class SamplingSupport:
         if (np.diff(self.offsets) < 1).any():
             raise EvidenceError("sampling support: a sampled token has an empty support")
 
+    def first_without(self, sampled_ids: Sequence[int]) -> int | None:
+        """Position of the first of these tokens, one per support, that its support does not hold."""
+        if not len(sampled_ids):
+            return None
+        is_it = self.token_ids == np.repeat(np.asarray(sampled_ids, dtype=np.int64), np.diff(self.offsets))
+        is_held = np.logical_or.reduceat(is_it, self.offsets[:-1])
+        return None if is_held.all() else int(np.argmin(is_held))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCall:
     """One engine request with the evidence of what it sampled. The truth from which training rows are made.
 
     Raises `EvidenceError` if the evidence is incomplete (tokens.md rule 9): counts that disagree,
-    logprobs that are not finite, positive or the engine's filler, version spans that do not tile the tokens.
+    ids that are no ids, logprobs that are not finite, positive or the engine's filler, version spans that do not tile
+    the tokens, a sampled token outside of the support that it was sampled from.
     """
 
     prompt_ids: tuple[int, ...]
@@ -104,14 +115,15 @@ class EngineCall:
             raise EvidenceError("engine call: the prompt is empty; the first token would have no context")
         if len(self.sampled_logprobs) != n:
             raise EvidenceError(f"engine call: {n} sampled tokens but {len(self.sampled_logprobs)} logprobs")
+        _refuse_ids("prompt", self.prompt_ids)
+        _refuse_ids("sampled", self.sampled_ids)
         for position, logprob in enumerate(self.sampled_logprobs):
-            if not math.isfinite(logprob) or logprob <= ENGINE_FILLER_LOGPROB or logprob > 1e-4:
+            is_number = isinstance(logprob, (int, float, np.floating))  # an engine may say None
+            if not is_number or not ENGINE_FILLER_LOGPROB < logprob <= 1e-4:
                 raise EvidenceError(
                     f"engine call: sampled token {position} (id {self.sampled_ids[position]}) has logprob {logprob}; "
                     f"expected a finite value in ({ENGINE_FILLER_LOGPROB:g}, 0]"
                 )
-        if any(token < 0 for token in self.sampled_ids) or any(token < 0 for token in self.prompt_ids):
-            raise EvidenceError("engine call: negative token id")
         end = 0
         for span in self.version_spans:
             if span.start != end or span.end < span.start:
@@ -121,6 +133,11 @@ class EngineCall:
             raise EvidenceError(f"engine call: version spans end at token {end}, but {n} tokens were sampled")
         if self.support is not None and len(self.support.offsets) != n + 1:
             raise EvidenceError(f"engine call: support for {len(self.support.offsets) - 1} tokens, {n} were sampled")
+        if self.support is not None and (outside := self.support.first_without(self.sampled_ids)) is not None:
+            raise EvidenceError(
+                f"engine call: sampled token {outside} (id {self.sampled_ids[outside]}) is not in the support that it "
+                "was sampled from"
+            )
 
     @property
     def all_ids(self) -> tuple[int, ...]:
@@ -204,6 +221,15 @@ class TrainingRow:
     @property
     def num_trained(self) -> int:
         return int(self.loss_mask.sum())
+
+
+def _refuse_ids(name: str, ids: Sequence[int]) -> None:
+    try:
+        is_negative = len(ids) > 0 and min(array("q", ids)) < 0
+    except (TypeError, OverflowError) as error:
+        raise EvidenceError(f"engine call: a {name} id is no token id ({error})") from error
+    if is_negative:
+        raise EvidenceError(f"engine call: negative {name} id")
 
 
 def num_trained(rows: Sequence[TrainingRow]) -> int:

@@ -51,8 +51,13 @@ def test_complete_evidence_is_accepted() -> None:
         ({"sampled_logprobs": (-math.inf, -0.5)}, "token 0 .id 3. has logprob -inf"),
         ({"sampled_logprobs": (-9999.0, -0.5)}, "logprob -9999"),
         ({"sampled_logprobs": (0.1, -0.5)}, "logprob 0.1"),
-        ({"sampled_ids": (3, -1)}, "negative token id"),
-        ({"prompt_ids": (-1,)}, "negative token id"),
+        ({"sampled_logprobs": (None, -0.5)}, "token 0 .id 3. has logprob None"),
+        ({"sampled_logprobs": ("-0.5", -0.5)}, "has logprob -0.5"),
+        ({"sampled_ids": (3, -1)}, "negative sampled id"),
+        ({"sampled_ids": (3, 4.5)}, "a sampled id is no token id"),
+        ({"prompt_ids": (-1,)}, "negative prompt id"),
+        ({"prompt_ids": (None,)}, "a prompt id is no token id"),
+        ({"support": a_support([0, 1, 3], [3, 5, 6])}, "token 1 .id 4. is not in the support"),
         ({"version_spans": spans((0, 1))}, "end at token 1, but 2 tokens"),
         ({"version_spans": spans((0, 1), (0, 2))}, "do not tile"),
         ({"version_spans": spans((1, 2))}, "do not tile"),
@@ -69,6 +74,8 @@ def test_a_sampled_token_has_a_support() -> None:
         a_support([0, 0, 1], [3])
     with pytest.raises(EvidenceError, match="must run from 0 to 2"):
         a_support([0, 1], [3, 4])
+    with pytest.raises(EvidenceError, match="offsets of shape"):
+        a_support([], [])
 
 
 def test_the_arrays_of_a_row_have_its_length() -> None:
