@@ -6,6 +6,7 @@ of every mistake of the user is 2.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -56,7 +57,7 @@ def launch(
     compose = hydra.main(config_path=str(CONFIG_DIR), config_name=config_name, version_base="1.3")(composed.append)
 
     try:
-        compose()
+        _composed_by(compose)
         for tree in composed:  # empty after --help and --cfg
             config = to_config(tree, config_class)
             if check is None:
@@ -70,6 +71,19 @@ def launch(
         _exit(2, str(error))
     except LockstepError as error:
         _exit(1, f"{type(error).__name__}: {error}")
+
+
+def _composed_by(compose: Callable[[], Any]) -> None:
+    """Run Hydra. Raises `ConfigError` for `group=5` and `group=null`, on which Hydra fails with a bare ValueError."""
+    try:
+        compose()
+    except ValueError as error:
+        for word in sys.argv[1:]:
+            group, _, option = word.lstrip("+").partition("=")
+            options = _options(group)
+            if options and option not in options:
+                raise ConfigError(_no_such_option(group, option, options)) from error
+        raise ConfigError(f"{' '.join(sys.argv[1:])} cannot be read ({error}); expected key=value") from error
 
 
 def schema(config_class: type = Config) -> DictConfig:
@@ -102,18 +116,52 @@ def explain(error: Exception, config_class: type = Config) -> str:
     if match := re.search(r"Key '([^']+)' not in '(\w+)'(?:\n\s+full_key: (\S+))?", text):
         key = match.group(3) or match.group(1)
         return f"{key} is not a setting{closest(key, keys)}; `--cfg job` prints all of them"
-    if match := re.search(r"(?:Value|Cannot convert|Unsupported).*", text):
-        full_key = re.search(r"full_key: (\S+)", text)
-        where = f"{full_key.group(1)}: " if full_key else ""
-        return f"{where}{match.group(0)}; see the field's description in trainer/config.py"
+    if match := re.search(r"([^\n]+)\n\s+full_key: ([^\s\[]+)", text):
+        return f"{match.group(2)}: {_plain(match.group(1))}; {_default_override(match.group(2), config_class)}"
+    if match := re.search(r"Error parsing override '([^']+)'|LexerNoViableAltException: (.+)", text):
+        return (
+            f"{match.group(1) or match.group(2)} is not key=value; a value with spaces, quotes or brackets is quoted "
+            "twice, for example \"key='a (b)'\""
+        )
     if match := re.search(r"(?:Could not find|In 'train': Could not find) '([^']+)'", text):
         group, _, option = match.group(1).partition("/")
-        options = sorted(path.stem for path in (CONFIG_DIR / group).glob("*.yaml"))
-        if options:
-            return f"{group}={option} does not exist{closest(option, options)}; there are: {', '.join(options)}"
+        if options := _options(group):
+            return _no_such_option(group, option, options)
     if match := re.search(r"Could not override '([^']+)'[^\n]*", text):
         return match.group(0)
     return " ".join(str(error).split("\n")[:2])
+
+
+def _options(group: str) -> list[str]:
+    """Files of a config group, without their suffix; empty if there is no such group."""
+    return sorted(path.stem for path in (CONFIG_DIR / group).glob("*.yaml")) if group else []
+
+
+def _no_such_option(group: str, option: str, options: list[str]) -> str:
+    return f"{group}={option} does not exist{closest(option, options)}; there are: {', '.join(options)}"
+
+
+def _plain(text: str) -> str:
+    """OmegaConf's words for a value of the wrong type, without its class names."""
+    if match := re.match(r"Value '(.*)' of type '\w+' could not be converted to (\w+)", text):
+        return f"found {match.group(1)}, expected {match.group(2).lower()}"
+    if text.endswith("is not Optional"):
+        return "found null, expected a value"
+    if "ListConfig" in text:
+        return "a list and another kind of value do not fit"
+    return text
+
+
+def _default_override(key: str, config_class: type) -> str:
+    """What to type for a setting with a value that does not fit; for a section, that it stays."""
+    tree = schema(config_class)
+    while key not in _all_keys(tree):  # of a free-form setting
+        key = key.rpartition(".")[0]
+    value = OmegaConf.select(tree, key)
+    if isinstance(value, DictConfig) and key not in FREE_FORM:
+        return f"leave {key} out, or set one of {', '.join(f'{key}.{name}' for name in list(value)[:3])}"
+    plain = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+    return f"set {key}={json.dumps(plain, separators=(',', ':')).replace(chr(34), '')} (the default)"
 
 
 def _all_keys(tree: DictConfig) -> list[str]:
