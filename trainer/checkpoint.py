@@ -2,7 +2,8 @@
 
 A checkpoint is written into a temporary directory; its manifest, with the size and SHA-256 of every file, comes last;
 then the directory is renamed into place. What has no valid manifest is no checkpoint, and the loader names what it
-skipped. Old checkpoints go only after a new one is published.
+skipped. Old checkpoints go only after a new one is published. At every moment of this, whatever kills the process, a
+complete checkpoint is there that is at most one save old.
 
 State is parameters, optimizer state, and a few numbers: updates done, rows taken, the weight of the KL penalty. Data
 order, sampling seeds, minibatch order and the learning rate are functions of these numbers and the configuration.
@@ -13,16 +14,26 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
 import shutil
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from importlib import metadata
+from pathlib import Path, PurePosixPath
 from typing import Any
+
+from safetensors import SafetensorError
 
 from rollout.errors import CheckpointError
 from trainer.distributed import Distributed
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
+LATEST = "latest"
+"""Link to the newest checkpoint, for people and scripts; the loader does not need it."""
+RECORDED_VERSIONS = ("torch", "transformers", "accelerate", "deepspeed", "lockstep-rl")
+LOADED_SUFFIXES = (".pt", ".safetensors")
+UNREADABLE = (OSError, RuntimeError, ValueError, KeyError, EOFError, SafetensorError, pickle.UnpicklingError)
+"""What loaders raise for a file that is damaged, of something else, or would run code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +51,12 @@ class TrainerState:
     wandb_id: str | None = None
 
 
-def save(directory: Path, state: TrainerState, distributed: Distributed, *, keep: int) -> Path:
+def save(
+    directory: Path, state: TrainerState, distributed: Distributed, *, keep: int, config_hash: str | None = None
+) -> Path:
     """Write checkpoint `step-N` below `directory`, publish it, then drop all but the newest `keep`. A collective.
 
+    config_hash: recorded, for people who wonder whether a checkpoint belongs to a configuration.
     Raises `CheckpointError` on all ranks if the disk is full or not writable; earlier checkpoints are untouched.
     """
     final = directory / f"step-{state.update}"
@@ -59,7 +73,7 @@ def save(directory: Path, state: TrainerState, distributed: Distributed, *, keep
     def write() -> None:
         try:
             distributed.save_state(temporary)
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, SafetensorError) as error:
             raise CheckpointError(f"checkpoint {final} cannot be written: {error}") from error
 
     def publish() -> None:
@@ -72,23 +86,44 @@ def save(directory: Path, state: TrainerState, distributed: Distributed, *, keep
                 "state": asdict(state),
                 "world_size": distributed.world_size,
                 "zero_stage": distributed.zero_stage,
+                "config_hash": config_hash,
+                "versions": {package: _version(package) for package in RECORDED_VERSIONS},
                 "files": {str(file.relative_to(temporary)): _fingerprint(file) for file in _files(temporary)},
             }
             (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2))
-            for file in [*_files(temporary), temporary]:
-                _fsync(file)
-            if final.exists():
-                shutil.rmtree(final)
-            temporary.rename(final)
-            _fsync(directory)
-            for old in complete(directory)[0][:-keep]:
-                shutil.rmtree(old)
+            for entry in [*temporary.rglob("*"), temporary]:
+                _fsync(entry)
+            _put_in_place(temporary, final)
+            _retire(directory, final, keep)
         except OSError as error:
             raise CheckpointError(f"checkpoint {final} cannot be published: {error}") from error
 
     for phase in (prepare, write, publish):
         distributed.together(phase)
     return final
+
+
+def _put_in_place(temporary: Path, final: Path) -> None:
+    """Rename. An older checkpoint of the same update stays loadable under another name until the new one is there."""
+    replaced = final.with_name(f"{final.name}.replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if final.exists():
+        final.rename(replaced)
+    temporary.rename(final)
+    _fsync(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+    link = final.parent / f".{LATEST}"
+    link.unlink(missing_ok=True)
+    link.symlink_to(final.name)
+    link.replace(final.parent / LATEST)
+
+
+def _retire(directory: Path, published: Path, keep: int) -> None:
+    """Remove what is older than the newest `keep`, and what killed saves have left. Never the one just published,
+    also where a run that was resumed from an older update finds newer ones."""
+    others = [path for path in complete(directory)[0] if path != published]
+    for old in [*others[: max(0, len(others) - (keep - 1))], *directory.glob(".partial-step-*")]:
+        shutil.rmtree(old)
 
 
 def complete(directory: Path) -> tuple[list[Path], list[str]]:
@@ -110,18 +145,28 @@ def check(path: Path) -> str | None:
         return "was never finished"
     try:
         manifest = json.loads((path / MANIFEST).read_text())
-        files: dict[str, Any] = manifest["files"]
+        files, state = manifest["files"], TrainerState(**manifest["state"])
         if manifest["schema"] != SCHEMA:
             return f"has schema {manifest['schema']}, this version reads {SCHEMA}"
-        TrainerState(**manifest["state"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        if not isinstance(files, dict) or not all(_is_inside(name) for name in files):
+            return "has a manifest that names files outside of it"
+        numbers = (state.step, state.update, state.data_cursor, manifest["world_size"], manifest["zero_stage"])
+        if not all(type(number) is int and number >= 0 for number in numbers):
+            return "has a manifest whose counts are no counts"
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         return f"has no readable manifest ({type(error).__name__})"
     for name, expected in files.items():
         file = path / name
         if not file.is_file():
             return f"lacks {name}"
-        if _fingerprint(file) != expected:
-            return f"{name} is not what was written"
+        try:
+            if _fingerprint(file) != expected:
+                return f"{name} is not what was written"
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+    for file in _files(path):  # what a loader might read, and nobody vouches for
+        if file.suffix in LOADED_SUFFIXES and str(file.relative_to(path)) not in files:
+            return f"holds {file.relative_to(path)}, which its manifest does not name"
     return None
 
 
@@ -153,8 +198,38 @@ def load(path: Path, distributed: Distributed) -> TrainerState:
             f"{path} was saved by {saved[0]} ranks with ZeRO stage {saved[1]}, this run has {same[0]} ranks with stage "
             f"{same[1]}; start it with --num_processes {saved[0]} and the same accelerate config"
         )
-    distributed.together(lambda: distributed.load_state(path))
+
+    def read() -> None:
+        try:
+            distributed.load_state(path)
+        except (
+            OSError,
+            RuntimeError,
+            ValueError,
+            KeyError,
+            EOFError,
+            SafetensorError,
+            pickle.UnpicklingError,
+        ) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            reason = str(error).splitlines()[0] if str(error) else ""
+            raise CheckpointError(f"{path} cannot be loaded: {type(error).__name__}: {reason}") from error
+
+    distributed.together(read)
     return TrainerState(**manifest["state"])
+
+
+def _is_inside(name: str) -> bool:
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts and bool(path.parts)
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def _files(directory: Path) -> list[Path]:

@@ -298,6 +298,12 @@ class Config:
     run_root: str = setting("runs", "directory that holds run directories")
     run_name: str | None = setting(None, "name of the run directory; null: experiment name and time")
     resume: str = setting("never", "never, auto (latest checkpoint of run_name), or the path of a checkpoint")
+    max_hours: float = setting(
+        0.0, "the run saves and ends after the update during which so much time is over; 0: no limit [h]"
+    )
+    step_timeout_s: float = setting(
+        1800.0, "stacks of a rank are written to logs/ when one step, save or evaluation takes longer; 0: never [s]"
+    )
     token_budget: int = setting(16384, "tokens per packed microbatch on one rank, at most")
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

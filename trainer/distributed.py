@@ -22,6 +22,7 @@ from torch import nn
 
 from rollout.errors import CheckpointError, LockstepError
 from trainer.optimizer import LR_SCALE
+from trainer.safe_load import weights_only_loading
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -253,7 +254,8 @@ class Distributed:
         Raises `CheckpointError` when it was written by another kind of training or for other parameters.
         """
         if self.uses_deepspeed:
-            path, _ = self.module.load_checkpoint(str(directory), tag="state")  # type: ignore[operator]
+            with weights_only_loading():
+                path, _ = self.module.load_checkpoint(str(directory), tag="state")  # type: ignore[operator]
             if path is None:
                 raise CheckpointError(f"{directory} holds no DeepSpeed state; resume with the config it was saved with")
             return

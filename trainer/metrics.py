@@ -1,6 +1,6 @@
 """Where a run's numbers go: `metrics.jsonl` always, Weights & Biases if asked for. Rank 0 only.
 
-The step axis is the optimizer update. A logger that fails (network, quota, disk of W&B) never ends a run: it warns
+The step axis is the optimizer update. A logger that fails (network, quota, a full disk) never ends a run: it warns
 once and is counted in `health/logger_errors`.
 """
 
@@ -10,7 +10,8 @@ import json
 import logging
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,11 @@ class MetricsLog:
             self._start_wandb(config, run_config, path.parent)
 
     def _start_wandb(self, config: LoggerConfig, run_config: Mapping[str, Any], directory: Path) -> None:
-        import wandb
+        with self.tolerating("W&B"):
+            import wandb  # inside: it reads its settings and starts a service
 
-        try:
             self.wandb_id = self.wandb_id or secrets.token_hex(4)
-            self._wandb = wandb.init(
+            started = wandb.init(
                 project=config.project,
                 entity=config.entity,
                 name=directory.name,
@@ -47,23 +48,20 @@ class MetricsLog:
                 dir=str(directory),
                 config=dict(run_config),
             )
-            self._wandb.define_metric("step")
-            self._wandb.define_metric("*", step_metric="step")
-        except (wandb.Error, OSError) as error:
-            self._failed(error)
+            started.define_metric("step")
+            started.define_metric("*", step_metric="step")
+            self._wandb = started
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """One step. Non-finite numbers become null in the file, which is JSON, not Python."""
         if self._errors:
             metrics = {**metrics, "health/logger_errors": float(self._errors)}
         line = {"step": step, **{k: (v if math.isfinite(v) else None) for k, v in sorted(metrics.items())}}
-        with self._path.open("a") as file:
+        with self.tolerating(str(self._path)), self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
         if self._wandb is not None:
-            try:
+            with self.tolerating("W&B"):
                 self._wandb.log({"step": step, **metrics})
-            except Exception as error:  # one of the three places where faults are tolerated, with a counter
-                self._failed(error)
 
     def truncate_after(self, step: int) -> None:
         """Drop the lines of steps after a resumed one: they will be written again."""
@@ -80,14 +78,20 @@ class MetricsLog:
 
     def close(self) -> None:
         if self._wandb is not None:
-            try:
+            with self.tolerating("W&B"):
                 self._wandb.finish()
-            except Exception as error:
-                self._failed(error)
 
-    def _failed(self, error: Exception) -> None:
-        self._errors += 1
-        if self._errors == 1:
-            log.warning(
-                "W&B failed (%s: %s); the run goes on, metrics are in %s", type(error).__name__, error, self._path
-            )
+    @contextmanager
+    def tolerating(self, what: str) -> Iterator[None]:
+        """For work whose failure must not end the run: one warning for the whole run, and a count of all failures."""
+        try:
+            yield
+        except Exception as error:  # one of the three places where faults are tolerated, with a counter
+            self._errors += 1
+            if self._errors == 1:
+                log.warning(
+                    "%s failed (%s: %s); the run goes on, further failures are counted in health/logger_errors",
+                    what,
+                    type(error).__name__,
+                    error,
+                )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import shlex
@@ -26,6 +27,7 @@ from trainer.console import RunConsole
 from trainer.data import Prompts, load_rows
 from trainer.distributed import Distributed
 from trainer.evaluation import heldout_rows, sample_and_score, summary
+from trainer.heartbeat import Heartbeat, WallTime
 from trainer.interrupt import Interrupt
 from trainer.loop import StepReport, Trainer
 from trainer.lora import save_merged
@@ -33,6 +35,7 @@ from trainer.metrics import MetricsLog
 from trainer.optimizer import make_optimizer
 from trainer.parts import make_chat, make_rewards, make_sampler, make_sampling, start_engine
 from trainer.policy import Policy
+from trainer.redaction import redact
 from trainer.reference import make_reference
 from trainer.rundir import RunDirectory, open_run
 from trainer.step_summary import first_step_summary
@@ -63,6 +66,8 @@ class Run:
         self._console = RunConsole(enabled=distributed.is_main, total_updates=config.updates)
         self._console.say(f"run directory  {directory.path}")
         self._interrupt = Interrupt()
+        self._wall_time = WallTime(config.max_hours)
+        self._heartbeat = Heartbeat(directory.path, rank=distributed.rank, step_timeout_s=config.step_timeout_s)
         torch.manual_seed(config.seed)
 
         # The engine starts first: it forks workers, which must not inherit threads of a model that computes.
@@ -121,6 +126,7 @@ class Run:
             self._trainer.push_weights()  # also after a resume: the engine has loaded the base model
             saved_at = self._trainer.version
             while self._trainer.version < self._config.updates and not self._must_stop():
+                self._heartbeat.beat("step", update=self._trainer.version + 1)
                 report = self._one_step()
                 if self._is_due(self._config.checkpoint.every, report.update):
                     self._save()
@@ -134,6 +140,7 @@ class Run:
             if self._metrics is not None:
                 self._metrics.close()
             self._rewards.close()
+            self._heartbeat.close()
             if self._engine is not None:
                 self._loop.run(self._engine.close())
 
@@ -181,7 +188,7 @@ class Run:
         metrics = MetricsLog(
             self._directory.metrics,
             self._config.logger,
-            run_config=OmegaConf.to_container(OmegaConf.structured(self._config)),  # type: ignore[arg-type]
+            run_config=redact(OmegaConf.to_container(OmegaConf.structured(self._config))),
             wandb_id=state.wandb_id if state else None,
         )
         metrics.truncate_after(self._updater.num_updates)
@@ -207,7 +214,8 @@ class Run:
         self._console.row({**report.metrics, "step": report.update})
         self._console.alarms(sentences)
         if self._config.logger.save_rollouts:
-            write_rollouts(self._directory.rollouts / f"step-{report.update:06d}.jsonl", report.rollouts)
+            with self._metrics.tolerating("saving rollouts"):
+                write_rollouts(self._directory.rollouts / f"step-{report.update:06d}.jsonl", report.rollouts)
         if self._is_due(self._config.logger.print_rollouts_every, report.update) or report.update == 1:
             for rollout in report.rollouts[: self._config.logger.print_rollouts]:
                 self._console.sample(rollout)
@@ -215,6 +223,7 @@ class Run:
 
     def _evaluate(self, update: int) -> None:
         """Held-out rows on rank 0's engine; the other ranks wait at the next collective."""
+        self._heartbeat.beat("evaluation", update=update)
         if self._sampler is None or self._metrics is None:
             return
         temperature = self._config.eval.temperature
@@ -234,6 +243,7 @@ class Run:
         )
 
     def _save(self) -> None:
+        self._heartbeat.beat("checkpoint", update=self._trainer.version)
         state = TrainerState(
             step=self._trainer.num_steps,
             update=self._trainer.version,
@@ -241,7 +251,14 @@ class Run:
             kl_coef=self._trainer.kl_coef,
             wandb_id=self._metrics.wandb_id if self._metrics else None,
         )
-        checkpoint.save(self._directory.checkpoints, state, self._distributed, keep=self._config.checkpoint.keep)
+        shown = OmegaConf.to_yaml(OmegaConf.create(redact(OmegaConf.to_container(OmegaConf.structured(self._config)))))
+        checkpoint.save(
+            self._directory.checkpoints,
+            state,
+            self._distributed,
+            keep=self._config.checkpoint.keep,
+            config_hash=hashlib.sha256(shown.encode()).hexdigest(),
+        )
 
     def _finish(self) -> None:
         """Write the model, and say what can be done with the run."""
@@ -268,8 +285,9 @@ class Run:
         )
 
     def _must_stop(self) -> bool:
-        """Whether any rank was asked to stop; agreed by all, because the next step is a collective."""
-        return bool(self._distributed.sum(torch.tensor([float(self._interrupt.requested)])).item())
+        """Whether any rank was asked to stop or is out of time; agreed by all: the next step is a collective."""
+        wish = self._interrupt.requested or self._wall_time.is_over
+        return bool(self._distributed.sum(torch.tensor([float(wish)])).item())
 
     @staticmethod
     def _is_due(every: int, update: int) -> bool:

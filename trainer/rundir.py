@@ -1,6 +1,6 @@
 """The run directory: one place for everything a run leaves behind, never overwritten silently.
 
-    runs/<name>/config.yaml           the resolved configuration
+    runs/<name>/config.yaml           the resolved configuration, without secrets
                 metrics.jsonl         one object per step
                 rollouts/step-N.jsonl what was sampled, with token ids, logprobs and rewards
                 checkpoints/step-N/   to resume from; `manifest.json` is written last
@@ -25,6 +25,7 @@ from omegaconf import OmegaConf
 from rollout.errors import ConfigError
 from trainer.config import Config
 from trainer.distributed import Distributed
+from trainer.redaction import redact
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,7 +81,8 @@ def open_run(config: Config, distributed: Distributed) -> tuple[RunDirectory, IO
             lock = _lock(run)
             for directory in (run.rollouts, run.checkpoints, run.logs):
                 directory.mkdir(exist_ok=True)
-            run.config.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
+            shown = redact(OmegaConf.to_container(OmegaConf.structured(config)))
+            run.config.write_text(OmegaConf.to_yaml(OmegaConf.create(shown)))
             _point_latest_at(run)
         except OSError as error:
             raise ConfigError(f"{run.path} cannot be written: {error}; set run_root=<a directory you own>") from error

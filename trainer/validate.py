@@ -107,6 +107,8 @@ def _ranges(config: Config) -> Iterator[str]:
         "optimizer.warmup_updates": config.optimizer.warmup_updates,
         "checkpoint.every": config.checkpoint.every,
         "reward.memory_gib": config.reward.memory_gib,
+        "max_hours": config.max_hours,
+        "step_timeout_s": config.step_timeout_s,
         "eval.every": config.eval.every,
         "eval.temperature": config.eval.temperature,
     }
@@ -177,6 +179,12 @@ def _ppo(config: Config) -> Iterator[str]:
         yield f"algorithm.value_clip={algorithm.value_clip} must be greater than 0; set algorithm.value_clip=null"
     if algorithm.value_coef < 0:
         yield f"algorithm.value_coef={algorithm.value_coef} must not be negative; set algorithm.value_coef=0.5"
+    critic_lr = config.optimizer.critic_lr
+    if critic_lr is not None and (not critic_lr > 0 or config.optimizer.name in ("adamw_8bit", "muon")):
+        yield (
+            f"optimizer.critic_lr={critic_lr} with optimizer.name={config.optimizer.name}: it must be greater than 0, "
+            "and is for adamw, adamw_tf and sgd; set optimizer.critic_lr=null"
+        )
     batch = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     if algorithm.kl_target is not None:
         if algorithm.advantage != "gae" or algorithm.kl_place != "reward" or not algorithm.kl_coef > 0:

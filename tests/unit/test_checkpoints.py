@@ -1,0 +1,213 @@
+"""Checkpoints are whole or not there, whatever kills the process or damages the files."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import time
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout.errors import CheckpointError
+from tests.fixtures.saved_state import SavedState, save_for_ever
+from trainer import checkpoint
+from trainer.checkpoint import MANIFEST, TrainerState
+
+KILLS = 20
+
+
+def state(update: int) -> TrainerState:
+    return TrainerState(step=update, update=update, data_cursor=8 * update)
+
+
+def save(directory: Path, *updates: int, keep: int = 2) -> SavedState:
+    saved = SavedState()
+    for update in updates:
+        saved.fill(update)
+        checkpoint.save(directory, state(update), saved, keep=keep)
+    return saved
+
+
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint_at_most_one_behind(tmp_path):
+    moments = random.Random(7)
+    processes = multiprocessing.get_context("forkserver")  # imports torch once, not once per kill
+    processes.set_forkserver_preload(["tests.fixtures.saved_state"])
+    announced = 0
+    for _ in range(KILLS):
+        ours, theirs = processes.Pipe(duplex=False)
+        saver = processes.Process(target=save_for_ever, args=(tmp_path, announced + 1, theirs))
+        saver.start()
+        theirs.close()
+        announced = ours.recv()
+        time.sleep(moments.uniform(0.0, 0.1))
+        saver.kill()
+        saver.join()
+        with contextlib.suppress(EOFError):
+            while True:
+                announced = ours.recv()
+
+        path, _ = checkpoint.find("auto", tmp_path)
+        assert path is not None
+        restored = SavedState()
+        loaded = checkpoint.load(path, restored)
+        assert loaded.update in (announced, announced + 1)  # the last that was announced, or the one being announced
+        assert restored.values() == {float(loaded.update)}
+        announced = loaded.update
+    assert len(list(tmp_path.glob("step-*"))) <= 4
+
+
+def test_old_checkpoints_go_and_latest_points_at_the_newest(tmp_path):
+    save(tmp_path, 1, 2, 3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-2", "step-3"]
+    assert (tmp_path / "latest").resolve() == tmp_path / "step-3"
+    manifest = json.loads((tmp_path / "step-3" / MANIFEST).read_text())
+    assert manifest["versions"]["torch"] == metadata.version("torch")
+    assert set(manifest["files"]) == {"optimizer.pt", "parameters.safetensors", "state.json"}
+
+
+def test_retention_never_removes_what_was_just_saved_nor_the_last_good_one(tmp_path):
+    save(tmp_path, 20)
+    save(tmp_path, 11, keep=1)  # a run that was resumed from an older checkpoint
+    assert [path.name for path in checkpoint.complete(tmp_path)[0]] == ["step-11"]
+    save(tmp_path, 11, keep=1)  # the same update once more
+    assert [path.name for path in checkpoint.complete(tmp_path)[0]] == ["step-11"]
+    (tmp_path / "step-11" / "optimizer.pt").write_bytes(b"")
+    save(tmp_path, 12, keep=3)
+    assert [path.name for path in checkpoint.complete(tmp_path)[0]] == ["step-12"]
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_save_that_fails_leaves_what_was_there(tmp_path, keep, monkeypatch):
+    saved = save(tmp_path, 1)
+    for broken in ("_fingerprint", "_fsync", "_put_in_place"):
+        with monkeypatch.context() as patch:
+
+            def fails(*_: object) -> None:
+                raise OSError(28, "No space left on device")
+
+            patch.setattr(checkpoint, broken, fails)
+            with pytest.raises(CheckpointError, match="No space left"):
+                checkpoint.save(tmp_path, state(2), saved, keep=keep)
+        assert checkpoint.find("auto", tmp_path)[0] == tmp_path / "step-1"
+
+
+def test_a_full_disk_is_a_checkpoint_error(tmp_path):
+    saved = save(tmp_path, 1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match="step-2"):
+            checkpoint.save(tmp_path, state(2), saved, keep=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    path, skipped = checkpoint.find("auto", tmp_path)
+    assert path == tmp_path / "step-1"
+    assert skipped == [".partial-step-2: was never finished"]
+
+
+def test_a_directory_that_cannot_be_written_is_a_checkpoint_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot be made"):
+        save(tmp_path / "file" / "checkpoints", 1)
+
+
+DAMAGE = {
+    "truncated": (lambda d: os.truncate(d / "parameters.safetensors", 10), "is not what was written"),
+    "one bit": (lambda d: flip(d / "optimizer.pt"), "optimizer.pt is not what was written"),
+    "missing": (lambda d: (d / "optimizer.pt").unlink(), "lacks optimizer.pt"),
+    "no manifest": (lambda d: (d / MANIFEST).unlink(), "no readable manifest"),
+    "half a manifest": (lambda d: os.truncate(d / MANIFEST, 50), "no readable manifest"),
+    "added": (lambda d: (d / "extra.pt").write_bytes(b"x"), "holds extra.pt"),
+}
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_is_passed_over_by_name(tmp_path, damage):
+    save(tmp_path, 1, 2)
+    harm, says = DAMAGE[damage]
+    harm(tmp_path / "step-2")
+    path, skipped = checkpoint.find("auto", tmp_path)
+    assert path == tmp_path / "step-1"
+    assert len(skipped) == 1
+    assert "step-2" in skipped[0]
+    assert says in skipped[0]
+    with pytest.raises(CheckpointError, match=says):
+        checkpoint.find(str(tmp_path / "step-2"), tmp_path)
+    shutil.rmtree(tmp_path / "step-1")
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        checkpoint.find("auto", tmp_path)
+
+
+class Bomb:
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.file),)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "parameters.safetensors", "state.json", MANIFEST])
+def test_a_pickle_bomb_in_any_file_does_not_go_off(tmp_path, name):
+    save(tmp_path, 1)
+    fired = tmp_path / "fired"
+    path = tmp_path / "step-1"
+    torch.save({"state": Bomb(fired)}, path / name)
+    if name != MANIFEST:  # an attacker writes the manifest, too
+        manifest = json.loads((path / MANIFEST).read_text())
+        manifest["files"][name] = checkpoint._fingerprint(path / name)
+        (path / MANIFEST).write_text(json.dumps(manifest))
+    found = checkpoint.check(path)
+    if found is None and name != "state.json":  # nobody reads state.json, it is for people
+        with pytest.raises(CheckpointError, match="cannot be loaded"):
+            checkpoint.load(path, SavedState())
+    else:
+        assert name == "state.json" or "manifest" in str(found)
+    assert not fired.exists()
+    with (path / name).open("rb") as file:
+        torch.load(file, weights_only=False)
+    assert fired.exists()  # the bomb works
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 5) | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+STATE = st.fixed_dictionaries({"step": JSON, "update": JSON, "data_cursor": JSON})
+ALMOST = st.fixed_dictionaries(
+    {"schema": st.just(1) | JSON, "state": STATE | JSON, "files": JSON, "world_size": JSON, "zero_stage": JSON}
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(manifest=(ALMOST | JSON).map(json.dumps) | st.text() | st.just("[" * 100_000))
+def test_any_manifest_is_either_valid_or_named(tmp_path_factory, manifest):
+    directory = tmp_path_factory.mktemp("fuzz")
+    (directory / "step-1").mkdir()
+    (directory / "step-1" / MANIFEST).write_text(manifest, errors="replace")
+    whole, skipped = checkpoint.complete(directory)
+    assert len(whole) + len(skipped) == 1
+
+
+def test_a_manifest_cannot_name_files_outside(tmp_path):
+    save(tmp_path, 1)
+    manifest = json.loads((tmp_path / "step-1" / MANIFEST).read_text())
+    manifest["files"]["../../../etc/passwd"] = {}
+    (tmp_path / "step-1" / MANIFEST).write_text(json.dumps(manifest))
+    assert "outside" in str(checkpoint.check(tmp_path / "step-1"))

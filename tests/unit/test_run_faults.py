@@ -1,0 +1,170 @@
+"""Loggers that fail, secrets in settings, text of models on the console, heartbeats, limits of time, locks."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import wandb
+from rich.console import Console
+
+from rollout.errors import ConfigError
+from tests.fixtures.saved_state import SavedState
+from tests.unit.test_reward_isolation import rollout
+from trainer.config import Config, GatewayConfig, LoggerConfig
+from trainer.console import RunConsole
+from trainer.heartbeat import Heartbeat, WallTime
+from trainer.metrics import MetricsLog
+from trainer.redaction import REDACTED, redact
+from trainer.rundir import open_run
+
+
+class Failing:
+    """A W&B run that fails wherever it is told to."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def __getattr__(self, name: str):
+        def call(*args: object, **kwargs: object) -> None:
+            if name == self.where:
+                raise RuntimeError("quota exceeded")
+
+        return call
+
+
+@pytest.mark.parametrize("where", ["init", "define_metric", "log", "finish"])
+def test_wandb_that_fails_is_one_warning_and_a_count(tmp_path, monkeypatch, caplog, where):
+    def init(**_: object) -> Failing:
+        if where == "init":
+            raise RuntimeError("quota exceeded")
+        return Failing(where)
+
+    monkeypatch.setattr(wandb, "init", init)
+    with caplog.at_level(logging.WARNING):
+        metrics = MetricsLog(tmp_path / "metrics.jsonl", LoggerConfig(wandb="online"), run_config={}, wandb_id=None)
+        for step in range(3):
+            metrics.write(step, {"x": 1.0})
+        metrics.close()
+    assert [record.message.count("quota exceeded") for record in caplog.records] == [1]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["x"] for line in lines] == [1.0] * 3
+    expected = {"init": 1.0, "define_metric": 1.0, "log": 2.0, "finish": None}[where]
+    assert lines[-1].get("health/logger_errors") == expected
+
+
+def test_a_metrics_file_that_cannot_be_written_does_not_end_the_run(tmp_path, caplog):
+    metrics = MetricsLog(tmp_path / "none" / "metrics.jsonl", LoggerConfig(), run_config={}, wandb_id=None)
+    metrics.write(1, {"x": 1.0})
+    metrics.write(2, {"x": 1.0})
+    assert len(caplog.records) == 1
+
+
+SECRETS = {
+    "gateway": {"api_key": "hunter2", "port": 8000, "host": "127.0.0.1"},
+    "settings": {"judge": {"HF_TOKEN": "hunter2", "url": "https://user:hunter2@host/v1", "api_key_env": "JUDGE_KEY"}},
+    "tools": ["--key", "sk-hunter2hunter2hunter2"],
+    "note": "Bearer hunter2hunter2 and hf_hunter2hunter2hunter2",
+    "password": ["hunter2"],
+}
+
+
+def test_secrets_are_redacted_and_nothing_else_is():
+    shown = redact(SECRETS)
+    assert "hunter2" not in json.dumps(shown)
+    assert shown["gateway"] == {"api_key": REDACTED, "port": 8000, "host": "127.0.0.1"}
+    assert shown["settings"]["judge"]["api_key_env"] == "JUDGE_KEY"
+    plain = {"max_tokens": 5, "token_budget": 16384, "stop_token_ids": [1], "tokenizer": "x", "mode": "token_truncate"}
+    assert redact(plain) == plain
+    assert redact({"token_level": "a", "importance_sampling_level": "token", "api_key": None}) == {
+        "token_level": "a", "importance_sampling_level": "token", "api_key": None}  # fmt: skip
+
+
+def test_the_saved_config_holds_no_key(tmp_path):
+    config = Config(run_root=str(tmp_path), run_name="a", gateway=GatewayConfig(api_key="hunter2"))
+    directory, lock = open_run(config, Alone())
+    assert "hunter2" not in directory.config.read_text()
+    assert REDACTED in directory.config.read_text()
+    assert lock is not None
+    lock.close()
+
+
+class Alone(SavedState):
+    def broadcast(self, value: object) -> object:
+        return value
+
+
+def test_one_run_directory_has_one_process(tmp_path):
+    config = Config(run_root=str(tmp_path), run_name="a", resume="auto")
+    _, lock = open_run(config, Alone())
+    assert lock is not None
+    other = textwrap.dedent(f"""
+        import sys
+        from rollout.errors import ConfigError
+        from tests.unit.test_run_faults import Alone
+        from trainer.config import Config
+        from trainer.rundir import open_run
+        try:
+            open_run(Config(run_root={str(tmp_path)!r}, run_name="a", resume="auto"), Alone())
+        except ConfigError as error:
+            print(error)
+    """)
+    asked = [sys.executable, "-c", other]
+    assert "another process is running" in subprocess.run(asked, capture_output=True, text=True, check=True).stdout
+    lock.close()
+    assert subprocess.run(asked, capture_output=True, text=True, check=True).stdout == ""
+    with pytest.raises(ConfigError, match="exists and is not overwritten"):
+        open_run(Config(run_root=str(tmp_path), run_name="a"), Alone())
+
+
+def test_text_of_a_model_cannot_style_the_console():
+    console = RunConsole(enabled=True, total_updates=1)
+    stream = io.StringIO()
+    console._console = Console(file=stream, force_terminal=True, soft_wrap=True, highlight=False)
+    console.sample(rollout("[bold red]alarm[/bold red] [link=http://x]y[/link] [/] \\[x"))
+    console.warn("[red]a[/red]")
+    console.say("[link=http://x]y[/link]")
+    shown = stream.getvalue()
+    assert "[bold red]alarm[/bold red] [link=http://x]y[/link] [/]" in shown
+    assert "[red]a[/red]" in shown
+    assert "\x1b]8;" not in shown  # no link was made
+
+
+def test_a_heartbeat_says_where_a_rank_is(tmp_path):
+    heart = Heartbeat(tmp_path, rank=1, step_timeout_s=0.0)
+    heart.beat("step", update=3)
+    line = json.loads((tmp_path / "heartbeat" / "rank-1.json").read_text())
+    assert (line["rank"], line["pid"], line["update"], line["stage"]) == (1, os.getpid(), 3, "step")
+    heart.beat("checkpoint", update=3)
+    assert json.loads((tmp_path / "heartbeat" / "rank-1.json").read_text())["stage"] == "checkpoint"
+    heart.close()
+
+
+HANGS = """
+    import sys, time
+    from pathlib import Path
+    from trainer.heartbeat import Heartbeat
+    def waits_for_ever():
+        sum(range(10**9))
+    heart = Heartbeat(Path(sys.argv[1]), rank=0, step_timeout_s=0.3)
+    heart.beat("step", update=1)
+    waits_for_ever()
+    heart.close()
+"""
+
+
+def test_a_stage_that_outlives_its_deadline_leaves_its_stacks(tmp_path):
+    subprocess.run([sys.executable, "-c", textwrap.dedent(HANGS), str(tmp_path)], check=True)
+    assert "waits_for_ever" in (tmp_path / "logs" / "stacks-rank-0.txt").read_text()
+
+
+def test_wall_time():
+    assert not WallTime(0.0).is_over
+    assert not WallTime(1.0).is_over
+    assert WallTime(1e-12).is_over
