@@ -58,13 +58,21 @@ class Critic(nn.Module):
     """A decoder of its own under a value head."""
 
     def __init__(
-        self, decoder: PreTrainedModel, *, attn_implementation: str = AUTO, gradient_checkpointing: bool = False
+        self,
+        decoder: PreTrainedModel,
+        *,
+        attn_implementation: str = AUTO,
+        gradient_checkpointing: bool = False,
+        compute_dtype: torch.dtype | str | None = None,
     ) -> None:
-        """Raises ConfigError if rows of a pack cannot be kept apart in the decoder."""
+        """compute_dtype: what mixed precision will compute in; None: the dtype of the weights.
+
+        Raises ConfigError if rows of a pack cannot be kept apart in the decoder.
+        """
         super().__init__()
         refuse_unpackable(decoder)
         attention.register()
-        decoder.set_attn_implementation(choose_attention(attn_implementation, decoder))
+        decoder.set_attn_implementation(choose_attention(attn_implementation, decoder, compute_dtype))
         disable_randomness(decoder)
         if gradient_checkpointing:
             decoder.gradient_checkpointing_enable({"use_reentrant": False})
@@ -80,6 +88,7 @@ class Critic(nn.Module):
         attn_implementation: str = AUTO,
         gradient_checkpointing: bool = False,
         trust_remote_code: bool = False,
+        compute_dtype: torch.dtype | str | None = None,
     ) -> Critic:
         """The decoder of a checkpoint: of a policy, or of a reward model. Its own head, of whichever kind, is left out.
 
@@ -95,7 +104,12 @@ class Critic(nn.Module):
             ) from error
         refuse_architecture(config)
         decoder = AutoModel.from_pretrained(path, dtype=dtype, trust_remote_code=trust_remote_code)
-        return cls(decoder, attn_implementation=attn_implementation, gradient_checkpointing=gradient_checkpointing)
+        return cls(
+            decoder,
+            attn_implementation=attn_implementation,
+            gradient_checkpointing=gradient_checkpointing,
+            compute_dtype=compute_dtype,
+        )
 
     def forward(self, packed: PackedBatch) -> Tensor:
         """(T,) value of the state before each trained token of the pack."""
@@ -154,6 +168,7 @@ def with_critic(policy: Policy, config: Config) -> Policy | ActorCritic:
         attn_implementation=config.model.attn_implementation,
         gradient_checkpointing=config.model.gradient_checkpointing,
         trust_remote_code=config.model.trust_remote_code,
+        compute_dtype=config.model.dtype,
     )
     return ActorCritic(policy, critic)
 
