@@ -12,7 +12,7 @@ import pytest
 
 from tests.integration.zero3_ranks import BUCKET_BYTES
 
-pytestmark = [pytest.mark.engine, pytest.mark.distributed]
+pytestmark = [pytest.mark.engine, pytest.mark.distributed, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 
