@@ -16,6 +16,7 @@ from rewards.classifier import load_reward_model
 from rollout.preferences.make import PreferenceRecipe, make_preferences
 from tests.integration.test_policy_zero3 import free_port
 
+pytestmark = pytest.mark.timeout(600)
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = PreferenceRecipe(
     query_length=24,
@@ -46,7 +47,7 @@ def train(task: Path, name: str, *overrides: str, ranks: int = 1) -> list[dict]:
     command = [*launcher, str(ROOT / "scripts/train_reward_model.py")]
     command += [f"run_root={task}", f"run_name={name}", f"model.path={task}/model"]
     command += [f"data.path={task}/data/comparisons.jsonl", f"data.heldout_path={task}/data/comparisons_heldout.jsonl"]
-    command += ["microbatch_size=8", "optimizer.lr=3e-3", *overrides]
+    command += ["microbatch_size=8", "optimizer.lr=3e-3", "optimizer.warmup_updates=0", *overrides]
     result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-6000:]
     return [json.loads(line) for line in (task / name / "metrics.jsonl").read_text().splitlines()]
