@@ -38,6 +38,7 @@ from trainer.policy import Policy
 from trainer.redaction import redact
 from trainer.reference import make_reference
 from trainer.rundir import RunDirectory, open_run
+from trainer.schedule import is_due
 from trainer.step_summary import first_step_summary
 from trainer.update import Updater
 from trainer.value import policy_of, with_critic
@@ -127,11 +128,12 @@ class Run:
             saved_at = self._trainer.version
             while self._trainer.version < self._config.updates and not self._must_stop():
                 self._heartbeat.beat("step", update=self._trainer.version + 1)
+                before = self._trainer.version
                 report = self._one_step()
-                if self._is_due(self._config.checkpoint.every, report.update):
+                if is_due(self._config.checkpoint.every, before=before, after=report.update):
                     self._save()
                     saved_at = report.update
-                if self._is_due(self._config.eval.every, report.update):
+                if is_due(self._config.eval.every, before=before, after=report.update):
                     self._evaluate(report.update)
             if saved_at != self._trainer.version:
                 self._save()
@@ -196,7 +198,8 @@ class Run:
 
     def _one_step(self) -> StepReport:
         batch_size = self._config.rollout.prompts_per_step * self._config.rollout.samples_per_prompt
-        with self._console.rollouts(self._trainer.version + 1, batch_size) as on_rollout:
+        before = self._trainer.version
+        with self._console.rollouts(before + 1, batch_size) as on_rollout:
             report = self._trainer.step(on_rollout)
         if self._metrics is None:
             return report
@@ -216,7 +219,8 @@ class Run:
         if self._config.logger.save_rollouts:
             with self._metrics.tolerating("saving rollouts"):
                 write_rollouts(self._directory.rollouts / f"step-{report.update:06d}.jsonl", report.rollouts)
-        if self._is_due(self._config.logger.print_rollouts_every, report.update) or report.update == 1:
+        every = self._config.logger.print_rollouts_every
+        if is_due(every, before=before, after=report.update) or self._trainer.num_steps == 1:
             for rollout in report.rollouts[: self._config.logger.print_rollouts]:
                 self._console.sample(rollout)
         return report
@@ -288,10 +292,6 @@ class Run:
         """Whether any rank was asked to stop or is out of time; agreed by all: the next step is a collective."""
         wish = self._interrupt.requested or self._wall_time.is_over
         return bool(self._distributed.sum(torch.tensor([float(wish)])).item())
-
-    @staticmethod
-    def _is_due(every: int, update: int) -> bool:
-        return every > 0 and update % every == 0
 
 
 def quiet_third_parties() -> None:

@@ -1,4 +1,4 @@
-"""Learning rate of an update: a function of the update's number alone, so that nothing about it needs saving."""
+"""What follows from an update's number alone, so that nothing about it needs saving: learning rate, and what is due."""
 
 from __future__ import annotations
 
@@ -21,3 +21,11 @@ def learning_rate(
     progress = min(1.0, (update - warmup_updates) / after)
     fraction = 1 - progress if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
     return peak * (final_fraction + (1 - final_fraction) * fraction)
+
+
+def is_due(every: int, *, before: int, after: int) -> bool:
+    """Whether going from update `before` to `after` reached or passed a multiple of `every`; 0 is never.
+
+    A rollout batch makes several updates, or none when no rollout can be trained: then nothing is due again.
+    """
+    return every > 0 and after // every > before // every

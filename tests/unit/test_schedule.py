@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.schedule import learning_rate
+from trainer.schedule import is_due, learning_rate
 
 
 def lr(update: int, schedule: str = "linear", warmup: int = 0, total: int = 11, final: float = 0.0) -> float:
@@ -33,3 +33,11 @@ def test_constant_stays() -> None:
 
 def test_updates_past_the_end_stay_at_the_end() -> None:
     assert lr(50) == 0.0
+
+
+def test_what_is_due_every_few_updates_is_not_missed_by_steps_of_several() -> None:
+    """16 updates a step and a checkpoint every 20: after the second step, not only after the fifth."""
+    due = [after for after in range(16, 97, 16) if is_due(20, before=after - 16, after=after)]
+    assert due == [32, 48, 64, 80]  # each passes 20, 40, 60, 80; 96 passes none
+    assert not is_due(20, before=40, after=40), "a step without an update makes nothing due a second time"
+    assert not is_due(0, before=0, after=7)
