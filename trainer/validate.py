@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import operator
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,13 +25,15 @@ GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "
 """Advantages that compare a rollout with the others of its group."""
 MAX_SUPPORT = 20
 """rollout.embedded.MAX_SUPPORT, which cannot be imported before torch may be; a test holds them equal."""
+UNBOUNDED = ("correction.high", "correction.alarm_kl", "correction.alarm_k3", "algorithm.clip_high")
+"""Settings that infinity switches off."""
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 
 
 def validate(config: Config, *, needs_data: bool = True) -> None:
     """Raise `ConfigError` with one line per problem, or return. needs_data: whether the data files must be there."""
-    problems = [*_choices("", config), *_ranges(config), *_batch(config), *_algorithm(config), *_ppo(config)]
-    problems += [*_sampling(config), *_model(config)]
+    problems = [*_choices("", config), *_not_finite("", config), *_ranges(config), *_intervals(config)]
+    problems += [*_batch(config), *_algorithm(config), *_ppo(config), *_sampling(config), *_model(config)]
     if needs_data:
         problems += _files(config)
     if not problems:  # asked last, because an environment may load the user's files
@@ -55,6 +58,41 @@ def _choices(prefix: str, node: Any) -> Iterator[str]:
         if choices and value not in choices:
             hint = closest(str(value), choices)
             yield f"{name}={value} is not one of {', '.join(choices)}{hint}; set {name}={choices[0]}"
+
+
+def _not_finite(prefix: str, node: Any) -> Iterator[str]:
+    """NaN passes every comparison below, and infinity most; both would be found by the first update, in its loss."""
+    for field in dataclasses.fields(node):
+        value = getattr(node, field.name)
+        name = f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(value):
+            yield from _not_finite(f"{name}.", value)
+        elif isinstance(value, float) and not math.isfinite(value) and (math.isnan(value) or name not in UNBOUNDED):
+            default = "null" if field.default is None else field.default
+            yield f"{name}={value} is not a finite number; set {name}={default}"
+
+
+def _intervals(config: Config) -> Iterator[str]:
+    """Settings that lie between two bounds, both included."""
+    inf = math.inf
+    intervals = {
+        "seed": (config.seed, 0, 2**32 - 1, 0),  # what numpy, torch and the engine all take
+        "model.lora.rank": (config.model.lora.rank, 0, inf, 0),
+        "data.max_prompt_tokens": (config.data.max_prompt_tokens, 1, inf, "null"),
+        "rollout.top_p": (config.rollout.top_p, 0, 1, 1.0),
+        "rollout.top_k": (config.rollout.top_k, 0, inf, 0),
+        "rollout.min_p": (config.rollout.min_p, 0, 1, 0.0),
+        "algorithm.max_completion_tokens": (config.algorithm.max_completion_tokens, 1, inf, "null"),
+        "algorithm.kl_horizon": (config.algorithm.kl_horizon, 1, inf, 10000),
+        "optimizer.momentum": (config.optimizer.momentum, 0, 1, 0.95),
+        "optimizer.final_lr_fraction": (config.optimizer.final_lr_fraction, 0, 1, 0.0),
+        "logger.print_rollouts": (config.logger.print_rollouts, 0, inf, 0),
+        "logger.print_rollouts_every": (config.logger.print_rollouts_every, 0, inf, 0),
+    }
+    for name, (value, low, high, default) in intervals.items():
+        if value is not None and not low <= value <= high:
+            bounds = f"at least {low}" if high == inf else f"between {low} and {high}"
+            yield f"{name}={value} must be {bounds}; set {name}={default}"
 
 
 def _ranges(config: Config) -> Iterator[str]:
@@ -93,7 +131,7 @@ def _ranges(config: Config) -> Iterator[str]:
     }
     for name, value in positive.items():
         if not value > 0:
-            yield f"{name}={value} must be greater than 0"
+            yield f"{name}={value} must be greater than 0; set {name}={operator.attrgetter(name)(Config())}"
     not_negative = {
         "algorithm.advantage_eps": config.algorithm.advantage_eps,
         "algorithm.entropy_coef": config.algorithm.entropy_coef,
