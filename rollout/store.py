@@ -25,7 +25,7 @@ def read_rollouts(path: Path) -> Iterator[Rollout]:
         for number, line in enumerate(file, start=1):
             try:
                 yield from_json(json.loads(line))
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
                 raise DataError(f"{path}:{number} is not a saved rollout: {error}") from error
 
 

@@ -6,6 +6,7 @@ skips nothing and repeats nothing, on any number of ranks.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ def load_rows(path: str, split: str) -> Any:
 
     datasets.disable_progress_bars()
     suffix = Path(path).suffix
+    if suffix == ".jsonl":
+        _check_lines(Path(path).expanduser())
     try:
         if suffix in FILE_FORMATS:
             rows = datasets.load_dataset(
@@ -42,6 +45,24 @@ def load_rows(path: str, split: str) -> Any:
     if len(rows) == 0:
         raise DataError(f"data set {path} has no rows; set data.path=<file or hub id with at least one row>")
     return rows
+
+
+def _check_lines(path: Path) -> None:
+    """Raise `DataError` with its number for a line that is not an object: Arrow's reader ends the process on some."""
+    try:
+        number, is_empty = 0, True
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip() and not isinstance(json.loads(line), dict):
+                    raise DataError(f"data set {path}:{number} is not a JSON object; expected one per line")
+                is_empty = is_empty and not line.strip()
+        if is_empty:
+            raise DataError(f"data set {path} has no rows; set data.path=<file or hub id with at least one row>")
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, DataError):
+            raise
+        where = f":{number}" if isinstance(error, json.JSONDecodeError) else ""
+        raise DataError(f"data set {path}{where} cannot be loaded: {str(error).splitlines()[0]}") from error
 
 
 class Prompts:
