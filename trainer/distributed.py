@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as torch_dist
 from torch import nn
+from torch.utils.cpp_extension import get_default_build_root
 
 from rollout.errors import CheckpointError, LockstepError
 from trainer.optimizer import LR_SCALE
@@ -28,6 +31,10 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+STALE_LOCK_S = 900.0
 
 COLLECTIVE_TIMEOUT = timedelta(hours=2)
 """Ranks without an engine wait in a collective while rank 0 samples; this bounds the longest rollout phase."""
@@ -57,6 +64,7 @@ class Distributed:
         on_gpu = torch.cuda.is_available()
         if not on_gpu:
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when DeepSpeed is first imported
+        drop_stale_build_locks()
         from accelerate import Accelerator
         from accelerate.utils import InitProcessGroupKwargs
 
@@ -305,3 +313,17 @@ class Distributed:
         self._accelerator.end_training()
         if torch_dist.is_initialized():
             torch_dist.destroy_process_group()
+
+
+def drop_stale_build_locks(older_than_s: float = STALE_LOCK_S) -> None:
+    """Remove locks that a killed process left on torch's compiled extensions.
+
+    DeepSpeed compiles its operators at first use, and torch waits for such a lock without end and without a word. A
+    compilation takes well under a minute; a lock that is much older has no owner.
+    """
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()
+    for lock in Path(root).glob("**/lock"):
+        with contextlib.suppress(OSError):  # another rank may have removed it
+            if time.time() - lock.stat().st_mtime > older_than_s:
+                lock.unlink()
+                log.warning("removed the stale build lock %s, which a killed process had left", lock)

@@ -1,0 +1,21 @@
+"""A lock that a killed compilation left must not make every later run wait for ever."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from trainer.distributed import drop_stale_build_locks
+
+
+def test_only_locks_that_nobody_can_hold_any_more_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    stale, fresh = tmp_path / "shm_comm" / "lock", tmp_path / "adam" / "lock"
+    for lock in (stale, fresh):
+        lock.parent.mkdir()
+        lock.touch()
+    os.utime(stale, (time.time() - 3600,) * 2)
+    drop_stale_build_locks()
+    assert not stale.exists()
+    assert fresh.exists()
