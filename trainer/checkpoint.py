@@ -28,6 +28,8 @@ from trainer.distributed import Distributed
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
+PARTIAL = ".partial-step-"
+"""Beginning of the name of what is still being written."""
 LATEST = "latest"
 """Link to the newest checkpoint, for people and scripts; the loader does not need it."""
 RECORDED_VERSIONS = ("torch", "transformers", "accelerate", "deepspeed", "lockstep-rl")
@@ -60,7 +62,7 @@ def save(
     Raises `CheckpointError` on all ranks if the disk is full or not writable; earlier checkpoints are untouched.
     """
     final = directory / f"step-{state.update}"
-    temporary = directory / f".partial-step-{state.update}"
+    temporary = directory / f"{PARTIAL}{state.update}"
 
     def prepare() -> None:
         if distributed.is_main:
@@ -122,7 +124,7 @@ def _retire(directory: Path, published: Path, keep: int) -> None:
     """Remove what is older than the newest `keep`, and what killed saves have left. Never the one just published,
     also where a run that was resumed from an older update finds newer ones."""
     others = [path for path in complete(directory)[0] if path != published]
-    for old in [*others[: max(0, len(others) - (keep - 1))], *directory.glob(".partial-step-*")]:
+    for old in [*others[: max(0, len(others) - (keep - 1))], *directory.glob(f"{PARTIAL}*")]:
         shutil.rmtree(old)
 
 
@@ -141,7 +143,7 @@ def complete(directory: Path) -> tuple[list[Path], list[str]]:
 
 def check(path: Path) -> str | None:
     """What is wrong with a checkpoint, or None. Reads every byte of it."""
-    if path.name.startswith("."):
+    if path.name.startswith(PARTIAL):
         return "was never finished"
     try:
         manifest = json.loads((path / MANIFEST).read_text())
@@ -173,7 +175,9 @@ def check(path: Path) -> str | None:
 def find(resume: str, directory: Path) -> tuple[Path | None, list[str]]:
     """The checkpoint that `resume` asks for (None: start anew), and a sentence on each one that was passed over.
 
-    Raises `CheckpointError` if a named checkpoint is not complete, or if there are only broken ones.
+    A save that was killed before it was published is passed over: a job that is preempted in its first save, and queued
+    again, starts anew.
+    Raises `CheckpointError` if a named checkpoint is not complete, or if those that were published are all broken.
     """
     if resume == "never":
         return None, []
@@ -183,7 +187,7 @@ def find(resume: str, directory: Path) -> tuple[Path | None, list[str]]:
             raise CheckpointError(f"{resume} {problem}; name a complete checkpoint, or set resume=auto")
         return Path(resume), []
     whole, skipped = complete(directory)
-    if not whole and skipped:
+    if not whole and any(not sentence.startswith(PARTIAL) for sentence in skipped):
         raise CheckpointError(f"no complete checkpoint in {directory}: " + "; ".join(skipped))
     return (whole[-1] if whole else None), skipped
 

@@ -154,6 +154,14 @@ def test_a_damaged_checkpoint_is_passed_over_by_name(tmp_path, damage):
         checkpoint.find("auto", tmp_path)
 
 
+def test_a_run_killed_in_its_first_save_starts_anew(tmp_path):
+    save(tmp_path, 1)
+    (tmp_path / "step-1").rename(tmp_path / ".partial-step-1")
+    path, skipped = checkpoint.find("auto", tmp_path)
+    assert path is None
+    assert skipped == [".partial-step-1: was never finished"]
+
+
 class Bomb:
     def __init__(self, file: Path) -> None:
         self.file = file
