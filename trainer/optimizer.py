@@ -154,4 +154,4 @@ def _adamw_8bit(groups: list[dict[str, Any]], adam: dict[str, Any]) -> torch.opt
 
 def _num_dimensions(parameter: nn.Parameter) -> int:
     """ZeRO-3 leaves parameters with no elements of their own; their true shape is in ds_shape."""
-    return len(vars(parameter)["ds_shape"] if "ds_shape" in vars(parameter) else parameter.shape)
+    return len(vars(parameter).get("ds_shape", parameter.shape))

@@ -96,7 +96,8 @@ def test_ppo_learns_the_demo_and_its_values_explain_the_returns(
     demo: tuple[str, ...],  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    train(*demo, "algorithm=ppo", "optimizer.critic_lr=1e-3", "updates=40", f"run_root={tmp_path}", "run_name=ppo", "logger.print_rollouts=0",
+    train(*demo, "algorithm=ppo", "optimizer.critic_lr=1e-3", "updates=40",
+    f"run_root={tmp_path}", "run_name=ppo", "logger.print_rollouts=0",
           ranks=ranks)  # fmt: skip
     lines = metrics(tmp_path / "ppo")
     assert all(line["policy/ratio_mean"] == 1.0 for line in lines), "one update per batch is on policy, exactly"
