@@ -44,12 +44,12 @@ def alarms(metrics: Mapping[str, float], thresholds: AlarmThresholds) -> list[st
     if abs(kl) > thresholds.kl:
         found.append(
             f"|{PREFIX}kl| is {abs(kl):.4g}, above {thresholds.kl:g}: sampler and trainer disagree about the sampled "
-            "tokens. Run scripts/diagnose.py; if only stale tokens are off, lower rollout.max_staleness."
+            "tokens. Run scripts/diagnose.py."
         )
     if ess < thresholds.ess:
         found.append(
             f"{PREFIX}ess is {ess:.3f}, below {thresholds.ess:g}: few tokens carry most of the correction weight. "
-            "Lower rollout.max_staleness, or correct per token with tighter bounds."
+            "Correct per token with tighter bounds: correction=token_truncate correction.high=2."
         )
     if k3_kl > max(thresholds.k3_over_noise_floor * floor, thresholds.k3_negligible):
         found.append(

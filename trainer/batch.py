@@ -18,6 +18,7 @@ import numpy as np
 import safetensors.numpy
 import torch
 
+from rollout.errors import EvidenceError
 from rollout.records import Rollout, SamplingSupport, TrainingRow
 from rollout.rows import rows_from_calls
 from trainer.packing import StepLayout
@@ -88,6 +89,8 @@ def encode(
     """The trainable rollouts of one rank as bytes: arrays only, nothing that runs when it is read (safetensors).
 
     greedy_rewards: by group id. with_turn_rewards: else the last turn gets the whole reward.
+    Raises `EvidenceError` if only some rows carry the support they were sampled from: the ratios of the others would be
+    over another one.
     """
     greedy = greedy_rewards or {}
     delivered = [rollout for rollout in rollouts if rollout.is_trainable]
@@ -115,10 +118,12 @@ def encode(
         "num_turns_S": np.array([len(rewards) for rewards in turn_rewards], dtype=np.int64),
         "turn_rewards_K": np.concatenate([np.zeros(0), *turn_rewards]),
     }
-    supports = [row.support for row in rows]
-    if rows and all(support is not None for support in supports):
-        arrays["support_sizes"] = np.concatenate([np.diff(s.offsets) for s in supports if s is not None])
-        arrays["support_ids"] = np.concatenate([s.token_ids for s in supports if s is not None])
+    supports = [row.support for row in rows if row.support is not None]
+    if supports:
+        if len(supports) != len(rows):
+            raise EvidenceError(f"{len(supports)} of {len(rows)} rows carry the sampling support; expected all or none")
+        arrays["support_sizes"] = np.concatenate([np.diff(support.offsets) for support in supports])
+        arrays["support_ids"] = np.concatenate([support.token_ids for support in supports])
     return safetensors.numpy.save(arrays)
 
 

@@ -119,11 +119,13 @@ class Trainer:
 
     def _exchange(self, collected: Collected) -> StepBatch:
         """All rollouts of the step that are trained, as rows, the same on every rank."""
-        payload = encode(
-            collected.trained,
-            mask_truncated=self._config.rollout.mask_truncated,
-            greedy_rewards=collected.greedy_rewards,
-            with_turn_rewards=self._config.algorithm.turn_rewards,
+        payload = self._distributed.together(
+            lambda: encode(
+                collected.trained,
+                mask_truncated=self._config.rollout.mask_truncated,
+                greedy_rewards=collected.greedy_rewards,
+                with_turn_rewards=self._config.algorithm.turn_rewards,
+            )
         )
         batch = decode(self._distributed.gather_bytes(payload))
         self._empty_steps = 0 if batch.num_rollouts else self._empty_steps + 1

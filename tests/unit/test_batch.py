@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from rollout.errors import EvidenceError
 from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus, SamplingSupport, VersionSpan
 from trainer.batch import decode, encode
 
@@ -61,6 +62,13 @@ def test_sampling_support_survives_the_journey() -> None:
         assert row.support is not None
         assert row.support.offsets.tolist() == [0, 2, 3, 6]
         assert row.support.token_ids.tolist() == [10, 4, 11, 12, 5, 6]
+
+
+def test_a_step_in_which_only_some_rows_have_a_support_is_refused() -> None:
+    """Dropping the supports that are there would train those rows over the whole vocabulary, without a word."""
+    support = SamplingSupport(offsets=np.array([0, 2, 3, 6]), token_ids=np.array([10, 4, 11, 12, 5, 6], dtype=np.int32))
+    with pytest.raises(EvidenceError, match="1 of 2 rows carry the sampling support"):
+        encode([rollout(0, support=support), rollout(1)], mask_truncated=False)
 
 
 def test_an_empty_step_is_an_empty_batch() -> None:
