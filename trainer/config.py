@@ -219,7 +219,7 @@ class CorrectionConfig:
         ),
     )
     high: float = setting(2.0, "upper bound of the weight: truncated to it, or masked above it")
-    low: float = setting(0.0, "lower bound of the weight, for masks")
+    low: float = setting(0.0, "lower bound of the weight: raised to it, or masked below it")
     batch_normalize: bool = setting(False, "divide the weights by their mean over the step")
     rejection: dict[str, float] = setting(
         {}, "criterion: threshold; tokens that fail one leave the loss and its denominator (trainer/rejection.py)"
