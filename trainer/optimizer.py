@@ -15,7 +15,7 @@ state in its `state_dict`, so that a resumed run goes on bit for bit.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -44,7 +44,9 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig, *, is_sharded: bo
     Raises:
         ConfigError: `adamw_8bit` without bitsandbytes; `muon` on sharded state.
     """
-    groups = parameter_groups(module, config.weight_decay, critic_scale=(config.critic_lr or config.lr) / config.lr)
+    named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    critic_scale = (config.critic_lr or config.lr) / config.lr
+    groups = parameter_groups(named, config.weight_decay, critic_scale=critic_scale)
     adam: dict[str, Any] = {"lr": config.lr, "betas": (config.betas[0], config.betas[1]), "eps": config.eps}
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
@@ -58,20 +60,33 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig, *, is_sharded: bo
                 "optimizer.name=muon orthogonalises whole matrices, and ZeRO gives every rank flat pieces of them; "
                 "launch with configs/accelerate/ddp.yaml, or set optimizer.name=adamw"
             )
-        return _muon(module, config, adam)
+        hidden = {name for name, parameter in named if parameter.ndim == 2 and _is_in_layer(name)}
+        of_muon = [pair for pair in named if pair[0] in hidden]
+        others = [pair for pair in named if pair[0] not in hidden]
+        muon = torch.optim.Muon(
+            parameter_groups(of_muon, config.weight_decay, critic_scale=critic_scale),
+            lr=config.lr,
+            momentum=config.momentum,
+            adjust_lr_fn="match_rms_adamw",  # steps of AdamW's size, so that one learning rate serves both
+        )
+        if not others:
+            return muon
+        rest = parameter_groups(others, config.weight_decay, critic_scale=critic_scale)
+        return Together([muon, torch.optim.AdamW(rest, **adam, fused=True)])
     return torch.optim.AdamW(groups, **adam, fused=True)
 
 
-def parameter_groups(module: nn.Module, weight_decay: float, *, critic_scale: float = 1.0) -> list[dict[str, Any]]:
-    """Trained parameters as matrices, which decay, and the rest, which does not; those of a critic apart.
+def parameter_groups(
+    named: Iterable[tuple[str, nn.Parameter]], weight_decay: float, *, critic_scale: float
+) -> list[dict[str, Any]]:
+    """Parameters as matrices, which decay, and the rest, which does not; those of a critic apart.
 
     critic_scale: what the learning rate of a critic is, relative to that of the policy.
     """
     groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad:
-            scale = critic_scale if name.startswith(CRITIC_PREFIX) else 1.0
-            groups.setdefault((scale, _num_dimensions(parameter) >= 2), []).append(parameter)
+    for name, parameter in named:
+        scale = critic_scale if name.startswith(CRITIC_PREFIX) else 1.0
+        groups.setdefault((scale, _num_dimensions(parameter) >= 2), []).append(parameter)
     return [
         {"params": parameters, "weight_decay": weight_decay if is_matrix else 0.0, LR_SCALE: scale}
         for (scale, is_matrix), parameters in groups.items()
@@ -118,25 +133,8 @@ class Together(torch.optim.Optimizer):
         self.param_groups = list(chain.from_iterable(part.param_groups for part in self.parts))
 
 
-def _muon(module: nn.Module, config: OptimizerConfig, adam: dict[str, Any]) -> torch.optim.Optimizer:
-    hidden: list[nn.Parameter] = []
-    rest = nn.Module()
-    for name, parameter in module.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        if parameter.ndim == 2 and not any(part in name for part in NOT_IN_LAYERS):
-            hidden.append(parameter)
-        else:
-            rest.register_parameter(name.replace(".", "/"), parameter)
-    muon = torch.optim.Muon(
-        hidden,
-        lr=config.lr,
-        momentum=config.momentum,
-        weight_decay=config.weight_decay,
-        adjust_lr_fn="match_rms_adamw",  # steps as large as AdamW's, so that one learning rate serves both
-    )
-    others = parameter_groups(rest, config.weight_decay)
-    return Together([muon, torch.optim.AdamW(others, **adam, fused=True)] if others else [muon])
+def _is_in_layer(name: str) -> bool:
+    return not any(part in name for part in NOT_IN_LAYERS)
 
 
 def _adamw_8bit(groups: list[dict[str, Any]], adam: dict[str, Any]) -> torch.optim.Optimizer:

@@ -275,7 +275,7 @@ def choose_attention(requested: str, model: PreTrainedModel, compute_dtype: torc
         return "flash_attention_2" if flash else attention.PACKED_ROWS
     if requested.startswith("flash_attention") and not half:
         raise ConfigError(
-            f"attn_implementation={requested} computes in bfloat16 or float16, found {dtype}: "
+            f"attn_implementation={requested} needs bfloat16 or float16, found {dtype}: "
             f"set model.dtype=bfloat16 or model.attn_implementation={attention.PACKED_ROWS}"
         )
     return requested
