@@ -58,7 +58,7 @@ def read_only(path: str) -> None:
 def enter(workdir: str, binds: list[str]) -> None:
     """A root that holds an interpreter, four devices, the processes of this namespace, and one writable directory."""
     mount("none", "/", None, MS_REC | MS_PRIVATE)
-    root = workdir + "/root"
+    root = f"{workdir}/new_root"
     os.mkdir(root)
     mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=16m")
     for path in binds:

@@ -123,7 +123,9 @@ def _put_in_place(temporary: Path, final: Path) -> None:
 def _retire(directory: Path, published: Path, keep: int) -> None:
     """Remove what is older than the newest `keep`, and what killed saves have left. Never the one just published,
     also where a run that was resumed from an older update finds newer ones."""
-    others = [path for path in complete(directory)[0] if path != published]
+    # By name alone: reading every kept byte again would cost minutes for a large model.
+    numbered = {path: path.name.removeprefix("step-") for path in directory.glob("step-*") if path != published}
+    others = sorted((path for path, number in numbered.items() if number.isdigit()), key=lambda p: int(numbered[p]))
     for old in [*others[: max(0, len(others) - (keep - 1))], *directory.glob(f"{PARTIAL}*")]:
         shutil.rmtree(old)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ import torch.distributed as torch_dist
 from torch import nn
 from torch.utils.cpp_extension import get_default_build_root
 
-from rollout.errors import CheckpointError, LockstepError
+from rollout.errors import CheckpointError, LockstepError, TrainingError
 from trainer.optimizer import LR_SCALE
 from trainer.safe_load import weights_only_loading
 
@@ -179,18 +180,19 @@ class Distributed:
     def step(self, lr: float) -> float:
         """Clip, update the parameters with this learning rate, clear the gradients.
 
-        Returns the global gradient norm before clipping.
+        Returns the global gradient norm before clipping. Raises `TrainingError` on all ranks if it is not finite:
+        before the update, except under DeepSpeed, which only tells the norm of a step that it has made.
         """
         for group in self._optimizer.param_groups:
             group["lr"] = lr * group.get(LR_SCALE, 1.0)
         if self.uses_deepspeed:
             self.module.step()  # type: ignore[operator]
-            return float(self.module.get_global_grad_norm() or 0.0)  # type: ignore[operator]
+            return _finite(float(self.module.get_global_grad_norm() or 0.0))  # type: ignore[operator]
         limit = self._max_grad_norm or float("inf")
-        norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), limit)
+        norm = _finite(float(torch.nn.utils.clip_grad_norm_(self.module.parameters(), limit)))
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        return float(norm)
+        return norm
 
     # Collectives over the control group
 
@@ -228,10 +230,10 @@ class Distributed:
     def together(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank; if it fails on one, raise the same error on all, so that nobody waits forever."""
         result: T | None = None
-        failure: LockstepError | None = None
+        failure: Exception | None = None
         try:
             result = work()
-        except LockstepError as error:
+        except Exception as error:  # whatever it is, it is raised again below: the other ranks must hear of it first
             failure = error
         report = b"" if failure is None else f"{type(failure).__name__}: {failure}".encode()
         for rank, message in enumerate(self.gather_bytes(report)):
@@ -313,6 +315,14 @@ class Distributed:
         self._accelerator.end_training()
         if torch_dist.is_initialized():
             torch_dist.destroy_process_group()
+
+
+def _finite(grad_norm: float) -> float:
+    if not math.isfinite(grad_norm):
+        raise TrainingError(
+            f"the gradient norm is {grad_norm}; resume from the last checkpoint with a lower optimizer.lr"
+        )
+    return grad_norm
 
 
 def drop_stale_build_locks(older_than_s: float = STALE_LOCK_S) -> None:

@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 import warnings
+from collections.abc import Mapping
 
 import torch
 import transformers
@@ -130,11 +131,13 @@ class Run:
                 self._heartbeat.beat("step", update=self._trainer.version + 1)
                 before = self._trainer.version
                 report = self._one_step()
+                evaluation = {}
+                if is_due(self._config.eval.every, before=before, after=report.update):
+                    evaluation = self._evaluate(report.update)
+                self._report(report, evaluation, before=before)
                 if is_due(self._config.checkpoint.every, before=before, after=report.update):
                     self._save()
                     saved_at = report.update
-                if is_due(self._config.eval.every, before=before, after=report.update):
-                    self._evaluate(report.update)
             if saved_at != self._trainer.version:
                 self._save()
             self._finish()
@@ -198,11 +201,13 @@ class Run:
 
     def _one_step(self) -> StepReport:
         batch_size = self._config.rollout.prompts_per_step * self._config.rollout.samples_per_prompt
-        before = self._trainer.version
-        with self._console.rollouts(before + 1, batch_size) as on_rollout:
-            report = self._trainer.step(on_rollout)
+        with self._console.rollouts(self._trainer.version + 1, batch_size) as on_rollout:
+            return self._trainer.step(on_rollout)
+
+    def _report(self, report: StepReport, evaluation: Mapping[str, float], *, before: int) -> None:
+        """One line of metrics, one row on the console, the rollouts in a file; on rank 0."""
         if self._metrics is None:
-            return report
+            return
         thresholds = AlarmThresholds(
             kl=self._config.correction.alarm_kl,
             ess=self._config.correction.alarm_ess,
@@ -210,26 +215,28 @@ class Run:
             k3_negligible=K3_NEGLIGIBLE[self._config.model.dtype],
         )
         sentences = alarms(report.metrics, thresholds)
-        self._metrics.write(report.update, {**report.metrics, "health/alarms": float(len(sentences))})
+        self._metrics.write(report.update, {**report.metrics, **evaluation, "health/alarms": float(len(sentences))})
         if self._trainer.num_steps == 1:
             for line in first_step_summary(report.batch, report.logp_train_N, self._chat.tokenizer):
                 self._console.say(line)
         self._console.row({**report.metrics, "step": report.update})
         self._console.alarms(sentences)
         if self._config.logger.save_rollouts:
+            # A step that trained nothing has the update number of the one before it.
+            untrained = f"-untrained-{self._trainer.num_steps}" if report.update == before else ""
             with self._metrics.tolerating("saving rollouts"):
-                write_rollouts(self._directory.rollouts / f"step-{report.update:06d}.jsonl", report.rollouts)
+                name = f"step-{report.update:06d}{untrained}.jsonl"
+                write_rollouts(self._directory.rollouts / name, report.rollouts)
         every = self._config.logger.print_rollouts_every
         if is_due(every, before=before, after=report.update) or self._trainer.num_steps == 1:
             for rollout in report.rollouts[: self._config.logger.print_rollouts]:
                 self._console.sample(rollout)
-        return report
 
-    def _evaluate(self, update: int) -> None:
+    def _evaluate(self, update: int) -> dict[str, float]:
         """Held-out rows on rank 0's engine; the other ranks wait at the next collective."""
         self._heartbeat.beat("evaluation", update=update)
-        if self._sampler is None or self._metrics is None:
-            return
+        if self._sampler is None:
+            return {}
         temperature = self._config.eval.temperature
         rollouts = sample_and_score(
             heldout_rows(self._config),
@@ -240,11 +247,11 @@ class Run:
             samples_per_prompt=self._config.eval.samples_per_prompt,
         )
         metrics = summary(rollouts)
-        self._metrics.write(update, metrics)
         self._console.say(
             f"evaluation at update {update}: reward {metrics['eval/reward_mean']:.3f} "
             f"± {metrics['eval/reward_stderr']:.3f} over {len(rollouts)} held-out rollouts"
         )
+        return metrics
 
     def _save(self) -> None:
         self._heartbeat.beat("checkpoint", update=self._trainer.version)
@@ -281,11 +288,16 @@ class Run:
         own = [word for word in sys.argv[1:] if not word.startswith(("run_name=", "resume=", "updates="))]
         goal = self._config.updates if self._trainer.version < self._config.updates else 2 * self._config.updates
         again = shlex.join([*own, f"run_name={path.name}", "resume=auto", f"updates={goal}"])
+        launcher = "python"
+        if self._distributed.world_size > 1:
+            file = f"zero{self._distributed.zero_stage}" if self._distributed.zero_stage else "ddp"
+            processes = f"--num_processes {self._distributed.world_size}"
+            launcher = f"accelerate launch --config_file configs/accelerate/{file}.yaml {processes}"
         self._console.say(
             f"model          {self._directory.model}\n"
-            f"resume         python scripts/train.py {again}\n"
-            f"evaluate       python scripts/evaluate.py model.path={self._directory.model}\n"
-            f"inspect        python scripts/inspect_run.py {path}"
+            f"resume         {launcher} scripts/train.py {again}\n"
+            f"evaluate       python scripts/evaluate.py {shlex.quote(f'model.path={self._directory.model}')}\n"
+            f"inspect        python scripts/inspect_run.py {shlex.quote(str(path))}"
         )
 
     def _must_stop(self) -> bool:

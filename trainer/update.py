@@ -9,6 +9,7 @@ Shape legend: _S rollouts of the step, _N trained tokens of the step, _T trained
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rollout.errors import TrainingError
 from rollout.records import TrainingRow
 from trainer.batch import StepBatch
 from trainer.config import AlgorithmConfig, Config
@@ -108,10 +110,11 @@ class Updater:
             seen_N[index_T] = torch.where(seen_N[index_T].isnan(), logp_T.detach().float().cpu(), seen_N[index_T])
             for name, value in microbatch_sums.items():
                 sums[name] = sums.get(name, 0.0) + float(value)
-        grad_norm = self._distributed.step(lr)
-        self.num_updates += 1
         names = sorted(sums)
         totals = self._distributed.sum(torch.tensor([sums[name] for name in names], dtype=torch.float64)).tolist()
+        self._refuse_non_finite(dict(zip(names, totals, strict=True)))
+        grad_norm = self._distributed.step(lr)
+        self.num_updates += 1
         means = {
             name: total if name == "policy/loss" else total / max(counts.num_tokens, 1)
             for name, total in zip(names, totals, strict=True)
@@ -125,6 +128,16 @@ class Updater:
                 **share.metrics(),
             }
         )
+
+    def _refuse_non_finite(self, totals: dict[str, float]) -> None:
+        """Before the step, and on all ranks alike, because all see the same sums: the weights are still good."""
+        broken = [name for name, total in totals.items() if not math.isfinite(total)]
+        if broken:
+            raise TrainingError(
+                f"update {self.num_updates + 1}: {', '.join(broken)} summed over the step is not finite; nothing was "
+                "updated. The last checkpoint is good: resume from it with a lower optimizer.lr, or look at the last "
+                "rollouts with scripts/inspect_run.py"
+            )
 
     def _microbatch_loss(
         self,
