@@ -87,6 +87,7 @@ class Run:
         optimizer = make_optimizer(module, config.optimizer, is_sharded=distributed.zero_stage > 0)
         self._module = distributed.prepare(module, optimizer)
         self._updater = Updater(self._module, distributed, config)
+        self._updater.scorer.budget.warn = self._console.warn
         self._rewards = make_rewards(config)
         if self._engine is not None:
             with distributed.whole_models():

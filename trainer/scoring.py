@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from trainer.backoff import TokenBudget
 from trainer.balance import Plan, plan
 from trainer.batch import StepBatch
 from trainer.distributed import Distributed
-from trainer.packing import collate
+from trainer.packing import PackedBatch, collate
 
 
 class Scorer:
@@ -28,14 +30,14 @@ class Scorer:
         self._module = module
         self._distributed = distributed
         self._temperature = temperature
-        self._token_budget = token_budget
+        self.budget = TokenBudget(token_budget, distributed)
 
     def plan(self, batch: StepBatch, rows: Sequence[int], *, token_budget: int | None = None) -> Plan:
         """Which rank computes which of these rows, in which pack."""
         share = plan(
             [len(batch.rows[row]) for row in rows],
             num_ranks=self._distributed.world_size,
-            token_budget=token_budget or self._token_budget,
+            token_budget=token_budget or self.budget.tokens,
         )
         of_batch = tuple(tuple(tuple(rows[i] for i in pack) for pack in packs) for packs in share.microbatches)
         return replace(share, microbatches=of_batch)
@@ -54,18 +56,23 @@ class Scorer:
         self, batch: StepBatch, rows: Sequence[int], token_budget: int | None, *, with_values: bool
     ) -> tuple[Tensor, ...]:
         """(N,) logprobs, and with a critic values, of the trained tokens of these rows."""
-        packs = self.plan(batch, rows, token_budget=token_budget).microbatches[self._distributed.rank]
-        outputs_N = torch.zeros(1 + with_values, batch.layout.num_tokens)
         arguments = {"with_values": True} if with_values else {}
-        with torch.no_grad():
+
+        def forward(packed: PackedBatch) -> list[Tensor]:
+            logp_T, _, *values_T = self._module(packed, temperature=self._temperature, with_entropy=False, **arguments)
+            return [output_T.float().cpu() for output_T in (logp_T, *values_T)]
+
+        def all_packs(token_budget: int) -> Tensor:
+            packs = self.plan(batch, rows, token_budget=token_budget).microbatches[self._distributed.rank]
+            outputs_N = torch.zeros(1 + with_values, batch.layout.num_tokens)
             for pack in packs:
                 packed = collate(batch.rows, pack, batch.layout, device=self._distributed.device)
-                logp_T, _, *values_T = self._module(
-                    packed, temperature=self._temperature, with_entropy=False, **arguments
-                )
-                index_T = packed.token_index_T.cpu()
-                for output_N, output_T in zip(outputs_N, (logp_T, *values_T), strict=True):
-                    output_N[index_T] = output_T.float().cpu()
+                outputs_N[:, packed.token_index_T.cpu()] = torch.stack(self.budget.agreed(partial(forward, packed)))
+            return outputs_N
+
+        lengths = [len(batch.rows[row]) for row in rows]
+        with torch.no_grad():
+            outputs_N = self.budget.attempt(all_packs, lengths, at_most=token_budget)
         # Each token was scored on one rank, the others hold 0.
         return tuple(self._distributed.sum(outputs_N))
 

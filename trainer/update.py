@@ -95,21 +95,29 @@ class Updater:
         rows = np.flatnonzero(chosen).tolist()
         counts, tokens_S = self._counts(batch, targets, rollouts)
         seq_log_ratio_S = self._sequence_log_ratio(batch, targets, rows, is_first=is_first)
-        share = self.scorer.plan(batch, rows)
-        sums: dict[str, float] = {}
-        packs = share.microbatches[self._distributed.rank]
-        for number, pack in enumerate(packs):
-            packed = collate(batch.rows, pack, batch.layout, device=self._distributed.device)
-            with self._distributed.accumulate(is_last=number == len(packs) - 1) as backward:
-                loss, logp_T, microbatch_sums = self._microbatch_loss(
-                    packed, targets, counts, tokens_S, seq_log_ratio_S
-                )
-                # Ranks average gradients; the loss is a sum over them.
-                backward(loss * self._distributed.world_size)
-            index_T = packed.token_index_T.cpu()
-            seen_N[index_T] = torch.where(seen_N[index_T].isnan(), logp_T.detach().float().cpu(), seen_N[index_T])
-            for name, value in microbatch_sums.items():
-                sums[name] = sums.get(name, 0.0) + float(value)
+        budget = self.scorer.budget
+
+        def gradients(token_budget: int) -> tuple[dict[str, float], dict[str, float]]:
+            """Forward and backward of this rank's share; sums over it, and how even the shares are."""
+            share = self.scorer.plan(batch, rows, token_budget=token_budget)
+            sums: dict[str, float] = {}
+            packs = [*share.microbatches[self._distributed.rank], *self._reducing_microbatch]
+            for number, pack in enumerate(packs):
+                packed = collate(batch.rows, pack, batch.layout, device=self._distributed.device)
+                forward = partial(self._microbatch_loss, packed, targets, counts, tokens_S, seq_log_ratio_S)
+                with self._distributed.accumulate(is_last=number == len(packs) - 1) as backward:
+                    loss, logp_T, microbatch_sums = budget.agreed(forward)
+                    # Ranks average gradients; the loss is a sum over them.
+                    budget.agreed(partial(backward, loss * self._distributed.world_size))
+                index_T = packed.token_index_T.cpu()
+                seen_N[index_T] = torch.where(seen_N[index_T].isnan(), logp_T.detach().float().cpu(), seen_N[index_T])
+                for name, value in microbatch_sums.items():
+                    sums[name] = sums.get(name, 0.0) + float(value)
+            return sums, share.metrics()
+
+        sums, share_metrics = budget.attempt(
+            gradients, [len(batch.rows[row]) for row in rows], discard=self._module.zero_grad
+        )
         names = sorted(sums)
         totals = self._distributed.sum(torch.tensor([sums[name] for name in names], dtype=torch.float64)).tolist()
         self._refuse_non_finite(dict(zip(names, totals, strict=True)))
@@ -125,7 +133,8 @@ class Updater:
             | {
                 "optim/grad_norm": grad_norm,
                 "optim/lr": lr,
-                **share.metrics(),
+                **share_metrics,
+                "perf/token_budget": float(budget.tokens),
             }
         )
 
@@ -138,6 +147,12 @@ class Updater:
                 "updated. The last checkpoint is good: resume from it with a lower optimizer.lr, or look at the last "
                 "rollouts with scripts/inspect_run.py"
             )
+
+    @property
+    def _reducing_microbatch(self) -> tuple[tuple[int, ...], ...]:
+        """An empty pack in which DDP reduces, so that all others may run out of memory (trainer/backoff.py)."""
+        is_ddp = self._distributed.world_size > 1 and not self._distributed.uses_deepspeed
+        return ((),) if is_ddp else ()
 
     def _microbatch_loss(
         self,

@@ -25,7 +25,7 @@ from trainer.update import Updater
 class OneProcess:
     """`Distributed` for one process; keeps the gradient in place of stepping."""
 
-    rank, world_size, device = 0, 1, torch.device("cpu")
+    rank, world_size, device, uses_deepspeed = 0, 1, torch.device("cpu"), False
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy

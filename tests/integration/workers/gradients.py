@@ -70,7 +70,7 @@ class GradientsOnly(Distributed):
     gradients: dict[str, np.ndarray]
 
     def step(self, lr: float) -> float:
-        named = dict(self.unwrapped.named_parameters())
+        named = {name: p for name, p in self.unwrapped.named_parameters() if p.requires_grad}
         if self.uses_deepspeed:
             from deepspeed.utils import safe_get_full_grad
 
