@@ -136,7 +136,6 @@ def test_all_problems_are_reported_at_once(complete: tuple[str, ...]) -> None:
         ("algorithm=dr_grop", "did you mean 'dr_grpo'"),
         ("model.path=models/nothing", "model.path=models/nothing has no config.json"),
         ("nonsense", "nonsense is not key=value"),
-        ("environment.name=clculator", "did you mean 'calculator'"),
     ],
 )
 def test_the_command_line_answers_a_mistake_in_one_line(argument: str, expected: str) -> None:
