@@ -17,13 +17,14 @@ from rollout.chat import Chat
 from rollout.engine import Engine, Sampling
 from rollout.environment import Environment
 from rollout.environments.agent import AgentEnvironment
+from rollout.environments.trl_rollout import TRLRollout, copy_tokenizer, run_rollout_func_episode
 from rollout.episode import request_seed, run_episode
 from rollout.gateway import Gateway, GatewaySettings
 from rollout.records import Rollout
 
 OnRollout = Callable[[Rollout], None]
 RunEpisode = Callable[..., Awaitable[Rollout]]
-"""`run_episode` or `run_agent_episode`, with what all episodes share filled in."""
+"""`run_episode`, `run_agent_episode` or `run_rollout_func_episode`, with what all episodes share filled in."""
 
 
 class Sampler:
@@ -92,6 +93,15 @@ class Sampler:
     async def _episode_runner(self, sampling: Sampling) -> AsyncIterator[RunEpisode]:
         """Environments run in this loop; agents talk to a gateway, which lives as long as the batch."""
         environment = self._make_environment()
+        if isinstance(environment, TRLRollout):
+            yield partial(
+                run_rollout_func_episode,
+                engine=self._engine,
+                chat=self._chat,
+                tokenizer=await copy_tokenizer(self._chat),
+                slots=asyncio.Semaphore(environment.max_concurrent),
+            )
+            return
         if not isinstance(environment, AgentEnvironment):
             yield partial(run_episode, engine=self._engine, chat=self._chat)
             return

@@ -14,6 +14,7 @@ from rollout.environments.single_turn import SingleTurn
 from rollout.environments.subagents import SubAgents
 from rollout.environments.tools import ToolEnvironment
 from rollout.environments.trl import TRLEnvironment
+from rollout.environments.trl_rollout import TRLRollout
 from rollout.environments.user import SimulatedUser
 from rollout.environments.verifiers import VerifiersEnvironment
 from rollout.errors import ConfigError
@@ -30,6 +31,7 @@ ENVIRONMENTS: dict[str, Callable[..., Environment]] = {
     "subagents": SubAgents,
     "agent": AgentEnvironment,
     "trl": TRLEnvironment,
+    "trl_rollout": TRLRollout,
     "verifiers": VerifiersEnvironment,
 }
 

@@ -38,7 +38,12 @@ def complete(tmp_path: Path) -> tuple[str, ...]:
     return (f"model.path={tmp_path}", f"data.path={data}", "data.heldout_path=null")
 
 
-NEEDS_A_SETTING = {"agent": "agent=path", "trl": "factory=path", "verifiers": "env_id=<id"}
+NEEDS_A_SETTING = {
+    "agent": "agent=path",
+    "trl": "factory=path",
+    "trl_rollout": "rollout_func=path",
+    "verifiers": "env_id=<id",
+}
 """Environments that are somebody's own, and the override that names it."""
 
 

@@ -15,7 +15,8 @@ from rewards.composition import make_reward_set
 from rollout.environments import ENVIRONMENTS, make_environment
 from rollout.records import Rollout, RolloutStatus
 from rollout.rows import rows_from_calls
-from tests.fixtures.policies import Policy, last_turn, play, tool_call
+from rollout.sampler import Sampler
+from tests.fixtures.policies import CHAT, Policy, last_turn, play, sampling, tool_call
 from trainer.config import Config
 from trainer.launch import CONFIG_DIR, schema, to_config
 from trainer.validate import validate
@@ -129,3 +130,17 @@ async def test_the_trl_class_plays(directory: Path):
     )
     assert rollout.messages[0]["content"] == "guess It is between 0 and 9."
     assert rollout.outcome["environment_reward"] == 1.0
+
+
+async def test_the_rollout_func_asks_twice(directory: Path):
+    def policy(prompt: str) -> str:
+        return "yes" if "sure" in last_turn(prompt) else "7"
+
+    environment = make_environment("trl_rollout", rollout_func=f"{directory}/my_rollout.py:play")
+    sampler = Sampler(engine=Policy(policy), chat=CHAT, make_environment=lambda: environment, max_turns=2, seed=1)
+    (rollout,) = await sampler.collect([{"question": "go"}], samples_per_prompt=1, sampling=sampling(), step=0)
+    assert rollout.error is None
+    assert [message["content"] for message in rollout.messages] == ["go", "7", "yes"]
+    assert rollout.outcome == {"environment_reward": 1.0}
+    assert len(rows_from_calls(rollout.calls)) == 1
+    assert_all_trained(rollout)

@@ -70,7 +70,12 @@ def test_a_row_without_a_prompt_to_answer_is_refused_with_the_reason(row, says):
 # --- by name
 
 
-NEEDED = {"mixed": {"environments": {"calculator": {}}}, "agent": {"agent": print}, "trl": {"factory": dict}}
+NEEDED = {
+    "mixed": {"environments": {"calculator": {}}},
+    "agent": {"agent": print},
+    "trl": {"factory": dict},
+    "trl_rollout": {"rollout_func": print},
+}
 
 
 def test_every_environment_can_be_made_by_its_name():
