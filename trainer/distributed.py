@@ -102,6 +102,14 @@ class Distributed:
         plugin = self._accelerator.state.deepspeed_plugin
         return 0 if plugin is None else int(plugin.zero_stage)
 
+    @property
+    def device_memory(self) -> int:
+        """Bytes that this rank can have: of its GPU, or its share of the machine's memory."""
+        if self.device.type == "cuda":
+            return torch.cuda.get_device_properties(self.device).total_memory
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks_here
+
     # The model and its optimizer
 
     def prepare(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:

@@ -32,6 +32,7 @@ from trainer.heartbeat import Heartbeat, WallTime
 from trainer.interrupt import Interrupt
 from trainer.loop import StepReport, Trainer
 from trainer.lora import save_merged
+from trainer.memory import ModelShape, advice, memory_plan
 from trainer.metrics import MetricsLog
 from trainer.optimizer import make_optimizer
 from trainer.parts import make_chat, make_rewards, make_sampler, make_sampling, start_engine
@@ -86,6 +87,7 @@ class Run:
         module = with_critic(policy, config)
         optimizer = make_optimizer(module, config.optimizer, is_sharded=distributed.zero_stage > 0)
         self._module = distributed.prepare(module, optimizer)
+        self._say_memory(module, policy)
         self._updater = Updater(self._module, distributed, config)
         self._updater.scorer.budget.warn = self._console.warn
         self._rewards = make_rewards(config)
@@ -151,6 +153,21 @@ class Run:
                 self._loop.run(self._engine.close())
 
     # Parts
+
+    def _say_memory(self, module: torch.nn.Module, policy: Policy) -> None:
+        """What the run is going to take, and what would help if the device has less."""
+        zero_stage = self._distributed.zero_stage
+        plan = memory_plan(
+            ModelShape.of(module, policy.model, policy.causal_lm.config),
+            self._config,
+            world_size=self._distributed.world_size,
+            zero_stage=zero_stage,
+            uses_deepspeed=self._distributed.uses_deepspeed,
+        )
+        self._console.say(plan.table())
+        warning = advice(plan, self._config, available=self._distributed.device_memory, zero_stage=zero_stage)
+        if warning is not None:
+            self._console.warn(warning)
 
     def _start_engine(self) -> EmbeddedEngine | None:
         """On rank 0; None elsewhere."""

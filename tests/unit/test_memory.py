@@ -1,0 +1,142 @@
+"""The memory plan against what is measured: tensors that autograd keeps, and the process's peak."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from rollout.records import TrainingRow
+from trainer.config import Config, LoraConfig, OptimizerConfig
+from trainer.lora import add_adapters
+from trainer.memory import GIB, ModelShape, activation_bytes, advice, memory_plan
+from trainer.optimizer import make_optimizer
+from trainer.packing import collate
+from trainer.policy import Policy
+
+TOKENS = 1024
+
+
+def policy(*, lora: int = 0, checkpointing: bool = False, layers: int = 4) -> Policy:
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=16_384, hidden_size=512, intermediate_size=1536, num_hidden_layers=layers,
+            num_attention_heads=8, num_key_value_heads=4, head_dim=64,
+        )
+    )  # fmt: skip
+    return Policy(
+        add_adapters(model, LoraConfig(rank=lora)) if lora else model, gradient_checkpointing=checkpointing
+    ).train()
+
+
+def shape_of(made: Policy) -> ModelShape:
+    return ModelShape.of(made, made.model, made.causal_lm.config)
+
+
+def pack(tokens: int = TOKENS):
+    row = TrainingRow(
+        ids=np.arange(tokens) % 1000,
+        loss_mask=np.arange(tokens) > 0,
+        sampling_logprobs=np.full(tokens, -1.0, dtype=np.float32),
+        versions=np.zeros(tokens, dtype=np.int32),
+        turns=np.zeros(tokens, dtype=np.int32),
+    )
+    return collate([row], [0])
+
+
+def kept_bytes(made: Policy) -> int:
+    """Storages that autograd keeps between forward and backward, without the parameters'."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in made.parameters()}
+    kept: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        outputs = made(pack())
+    assert outputs[0].requires_grad
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("is_half", [False, True], ids=["float32", "bfloat16"])
+def test_activations_are_what_autograd_keeps(is_half: bool) -> None:
+    made = policy()
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_half, cache_enabled=False):
+        measured = kept_bytes(made)
+    if is_half:  # autocast's copies of weights are kept too; the plan has them among the weights
+        measured -= 2 * sum(p.numel() for n, p in made.named_parameters() if ".layers." in n and p.ndim == 2)
+    planned = activation_bytes(shape_of(made), TOKENS, compute=2 if is_half else 4, is_checkpointed=False)
+    assert planned == pytest.approx(measured, rel=0.33), (planned / measured, planned, measured)
+
+
+def test_a_peak_on_cpu_is_what_was_planned() -> None:
+    """Weights, gradients, optimizer and activations of a real update, as the kernel counts them."""
+    config = Config(token_budget=2 * TOKENS)
+    gc.collect()
+    before = _memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    made = policy(layers=8)
+    optimizer = make_optimizer(made, OptimizerConfig())
+    for _ in range(2):
+        logp_T, entropy_T = made(pack(2 * TOKENS))
+        (logp_T.sum() + entropy_T.sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    measured = _memory("VmHWM") - before
+    plan = memory_plan(shape_of(made), config, world_size=1, zero_stage=0, uses_deepspeed=False)
+    planned = plan.total - plan.engine_weights - plan.kv_cache  # no engine here
+    # Activations and optimizer state are both there at the second update.
+    assert planned == pytest.approx(measured, rel=0.35), (planned / measured, plan.table())
+
+
+def _memory(name: str) -> int:
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:")]
+    return int(line.split()[1]) * 1024
+
+
+def planned(made: Policy, *, world_size: int = 1, zero_stage: int = 0, **model) -> object:
+    config = Config()
+    for name, value in model.items():
+        setattr(config.model, name, value)
+    return memory_plan(
+        shape_of(made), config, world_size=world_size, zero_stage=zero_stage, uses_deepspeed=zero_stage > 0
+    )
+
+
+def test_zero_stages_divide_what_they_say() -> None:
+    made = policy()
+    two, three = (planned(made, world_size=4, zero_stage=stage) for stage in (2, 3))
+    size = 4 * shape_of(made).parameters
+    assert (two.weights, two.masters, two.gradients, two.optimizer) == (size, size // 4, size // 4, size // 2)
+    assert (three.weights, three.masters, three.gradients, three.optimizer) == (
+        size // 4,
+        size // 4,
+        size // 4,
+        size // 2,
+    )
+    assert three.gathered > two.gathered == 0
+
+
+def test_adapters_leave_gradients_and_optimizer_small_and_checkpointing_activations() -> None:
+    whole, adapted, checkpointed = (
+        planned(policy()), planned(policy(lora=4)), planned(policy(), gradient_checkpointing=True),
+    )  # fmt: skip
+    assert adapted.gradients + adapted.optimizer < 0.05 * (whole.gradients + whole.optimizer)
+    assert checkpointed.activations < 0.4 * whole.activations
+
+
+def test_a_plan_that_does_not_fit_names_overrides_and_one_that_fits_says_nothing() -> None:
+    plan = planned(policy())
+    assert advice(plan, Config(), available=plan.total, zero_stage=0) is None
+    sentence = advice(plan, Config(), available=GIB // 100, zero_stage=0)
+    assert sentence is not None
+    assert "model.gradient_checkpointing=true" in sentence
+    assert "the device has 0.01" in sentence
