@@ -1,7 +1,7 @@
 """Every setting of a run: its name, default, meaning and unit. The YAML files under `configs/` only choose values.
 
 This module imports neither torch nor transformers, so that a mistake is found before anything heavy starts.
-Values that depend on each other are checked in `trainer/validate.py`.
+Values that depend on each other are checked in `trainer/validate*.py`.
 
 Strings with a fixed set of values carry it as `choices` (Hydra refuses `Literal` in structured configs).
 """

@@ -21,8 +21,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rollout.errors import ConfigError, LockstepError
+from trainer.closest import closest
 from trainer.config import Config
-from trainer.validate import closest, validate
+from trainer.validate import validate
 
 FREE_FORM = ("environment.settings", "reward.settings", "correction.rejection")
 """Settings whose keys belong to the user's own classes and functions."""

@@ -13,7 +13,8 @@ import rollout.embedded
 from rollout.errors import ConfigError
 from trainer.config import Config
 from trainer.launch import CONFIG_DIR, launch, schema, to_config
-from trainer.validate import MAX_SUPPORT, validate
+from trainer.validate import validate
+from trainer.validate_algorithm import MAX_SUPPORT
 
 ROOT = CONFIG_DIR.parent
 GROUP_FILES = sorted(

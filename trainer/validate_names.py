@@ -1,0 +1,115 @@
+"""Settings that name something: models, data, directories, reward functions, environments."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from rewards.functions import FUNCTIONS
+from rewards.outcomes import ERRORS
+from rewards.resolve import MODEL
+from rollout.environments import ENVIRONMENTS, make_environment
+from rollout.errors import ConfigError
+from trainer.closest import closest
+from trainer.config import Config
+
+DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+
+
+def model_problems(config: Config) -> Iterator[str]:
+    """Models that are directories must be there; hub ids are seen when they are loaded."""
+    reference = config.model.reference_path
+    if reference is not None and _is_local(reference) and not (Path(reference).expanduser() / "config.json").is_file():
+        yield (
+            f"model.reference_path={reference} has no config.json; point it at a directory that `save_pretrained` "
+            "wrote, or set model.reference_path=null for model.path"
+        )
+    if _is_local(config.model.path) and not (Path(config.model.path).expanduser() / "config.json").is_file():
+        task = Path(config.model.path).name
+        make = (
+            f"run `python scripts/make_demo_model.py --task {task}`"
+            if task in ("calculator", "chain", "reverse")
+            else "point it at a directory that `save_pretrained` wrote"
+        )
+        yield f"model.path={config.model.path} has no config.json; {make}, or set model.path=<directory or hub id>"
+
+
+def file_problems(config: Config) -> Iterator[str]:
+    """Data sets and the run directory."""
+    paths = {"data.path": config.data.path}
+    if config.eval.every and config.data.heldout_path is None:
+        yield (
+            f"eval.every={config.eval.every} needs held-out data; "
+            "set data.heldout_path=<file or hub id>, or eval.every=0"
+        )
+    if config.data.heldout_path is not None:
+        paths["data.heldout_path"] = config.data.heldout_path
+    for name, path in paths.items():
+        if Path(path).suffix in DATA_SUFFIXES and not Path(path).expanduser().is_file():
+            yield f"{name}={path} does not exist (looked in {Path.cwd()}); set {name}=<file or hub id>"
+    if config.resume not in ("never", "auto") and not Path(config.resume).is_dir():
+        yield f"resume={config.resume} is neither never, auto nor a checkpoint directory; set resume=auto"
+    if config.resume == "auto" and config.run_name is None:
+        yield "resume=auto does not know which run to continue; set run_name=<name of the directory under runs/>"
+    if config.run_name is not None and (os.sep in config.run_name or config.run_name in (".", "..", "latest")):
+        yield f"run_name={config.run_name} must be a plain directory name; set run_name=my-run"
+
+
+def reward_problems(config: Config) -> Iterator[str]:
+    """How rewards are combined, and what happens to those that fail."""
+    for outcome, policy in config.reward.on_error.items():
+        if outcome not in ERRORS:
+            hint = closest(str(outcome), [*ERRORS])
+            yield (
+                f"reward.on_error: {outcome} is not one of {', '.join(ERRORS)}{hint}; "
+                "set 'reward.on_error={timeout: drop}'"
+            )
+        is_number = isinstance(policy, int | float) and not isinstance(policy, bool) and math.isfinite(policy)
+        if policy not in ("drop", "raise") and not is_number:
+            yield (
+                f"reward.on_error.{outcome}={policy} is neither drop, raise nor a number; "
+                f"set 'reward.on_error={{{outcome}: drop}}'"
+            )
+    if not config.reward.functions:
+        yield "reward.functions is empty, so every reward would be 0; set reward.functions=[exact_match]"
+    if config.reward.weights is not None and len(config.reward.weights) != len(config.reward.functions):
+        yield (
+            f"reward.weights={config.reward.weights} has {len(config.reward.weights)} entries for "
+            f"{len(config.reward.functions)} reward.functions; set reward.weights=null, or one weight per function"
+        )
+
+
+def reward_name_problems(config: Config) -> Iterator[str]:
+    """Names of reward functions; what a user's own file holds is seen when it is loaded."""
+    names = [*FUNCTIONS, MODEL]
+    for spec in config.reward.functions:
+        path, colon, _ = spec.rpartition(":")
+        if colon and not Path(path).is_file():
+            yield f"reward.functions: no file {path} (looked in {Path.cwd()}); expected path/to/file.py:function"
+        if not colon and spec not in names:
+            yield (
+                f"reward.functions: {spec} is not one of {', '.join(names)}{closest(spec, names)}; set "
+                "reward.functions=[exact_match], or reward.functions=[path/to/file.py:function]"
+            )
+
+
+def environment_problems(config: Config) -> Iterator[str]:
+    """The environment's name, and settings that it refuses itself."""
+    name = config.environment.name
+    if ":" not in name and name not in ENVIRONMENTS:
+        yield (
+            f"environment.name={name} is not one of {', '.join(ENVIRONMENTS)}{closest(name, list(ENVIRONMENTS))}; set "
+            "environment.name=single_turn, or environment.name=path/to/file.py:ClassName"
+        )
+        return
+    try:
+        make_environment(name, **config.environment.settings)
+    except ConfigError as error:
+        yield str(error)
+
+
+def _is_local(path: str) -> bool:
+    """Whether a model path can only mean a directory: hub ids look like 'name' or 'organisation/name'."""
+    return path.startswith(("/", ".", "~", "models/")) or Path(path).exists()
