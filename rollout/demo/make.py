@@ -6,6 +6,7 @@ their place whole or not at all; data files are replaced one by one.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import random
@@ -42,10 +43,17 @@ def make_demo(task: str, model_dir: Path | str, data_dir: Path | str, seed: int,
     """
     if task not in TASKS:
         raise ConfigError(f"unknown demo task {task!r}; expected one of {', '.join(TASKS)}")
-    chosen, model_dir, data_dir, recipe = TASKS[task], Path(model_dir), Path(data_dir), Recipe()
+    model_dir, data_dir = Path(model_dir), Path(data_dir)
     made = find_made(task, model_dir, data_dir, seed)
     if made is not None:
         return made
+    with _only_maker(model_dir):
+        made = find_made(task, model_dir, data_dir, seed)  # another process may have made it meanwhile
+        return made if made is not None else _make(TASKS[task], model_dir, data_dir, seed, console)
+
+
+def _make(chosen: DemoTask, model_dir: Path, data_dir: Path, seed: int, console: Console) -> DemoInfo:
+    task, recipe = chosen.name, Recipe()
     recipe_key = recipe_hash(task, seed)  # now: somebody may edit the code while this runs
 
     data = _write_data(chosen, data_dir, seed)
@@ -96,6 +104,15 @@ def make_rows(task: DemoTask, seed: int) -> dict[str, list[Row]]:
         harder = draw_unique(task.draw_harder, random.Random(f"{seed}-harder"), HELDOUT_ROWS, heldout=True)
         rows["heldout_harder.jsonl"] = harder
     return rows
+
+
+@contextmanager
+def _only_maker(model_dir: Path) -> Iterator[None]:
+    """Let one process at a time make the demo of a directory; the others wait for it."""
+    model_dir.parent.mkdir(parents=True, exist_ok=True)
+    with (model_dir.parent / f".{model_dir.name}.lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed, also by a kill
+        yield
 
 
 @contextmanager
