@@ -69,8 +69,9 @@ plot: install ## Draw the curves of a run; ARGS="runs/<name>" or several, defaul
 bench: install ## Run the programs in benchmarks/; BENCH=head for one of them, ARGS for its options
 	@for name in $(BENCH); do echo "benchmarks/$$name.py"; $(BIN)/python "benchmarks/$$name.py" $(ARGS); done
 
-docs: install ## Write docs/settings.md, the table of all settings, from trainer/config.py
+docs: install ## Write docs/settings.md from trainer/config.py, and build the site of docs/ into site/
 	$(BIN)/python scripts/list_settings.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 clean: ## Remove caches and build output; keeps .venv, models and runs
 	rm -rf .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info

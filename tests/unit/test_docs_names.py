@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,11 @@ PAGES = sorted([*ROOT.glob("docs/**/*.md"), *(ROOT / name for name in ("README.m
 GROUPS = {field.name: type(getattr(Config(), field.name)) for field in dataclasses.fields(Config)}
 GROUPS = {name: kind for name, kind in GROUPS.items() if dataclasses.is_dataclass(kind)}
 # Settings of other trainers look like ours; they stand on this page alone.
-FOREIGN = {"migrating.md": re.compile(r"^(data\.train_batch_size|algorithm\.(adv_estimator|norm_adv|use_kl|lam\b|rollout_|filter)|reward_model)")}  # fmt: skip
+FOREIGN = {
+    "migrating.md": re.compile(
+        r"^(data\.train_batch_size|reward_model|algorithm\.(adv_estimator|norm_adv|use_kl|lam\b|rollout_|filter))"
+    )
+}
 
 
 def exists(path: str) -> bool:
@@ -71,5 +77,17 @@ def test_every_link_leads_somewhere(page: Path):
 def test_every_preset_that_a_page_chooses_is_one(page: Path):
     groups = [folder.name for folder in (ROOT / "configs").iterdir() if folder.is_dir() and folder.name != "accelerate"]
     chosen = re.findall(rf"(?<![\w./])({'|'.join(groups)})=([a-z][\w]*)(?![\w/])", page.read_text())
-    wrong = sorted({f"{group}={name}" for group, name in chosen if not (ROOT / f"configs/{group}/{name}.yaml").exists()})
+    wrong = sorted(
+        {f"{group}={name}" for group, name in chosen if not (ROOT / f"configs/{group}/{name}.yaml").exists()}
+    )
     assert not wrong, f"{page.name} chooses presets that do not exist: {wrong}"
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path):
+    """Strict: a page outside the navigation, a broken link or anchor ends the build."""
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "token_match_rate" in (tmp_path / "site/tokens/index.html").read_text()
