@@ -31,8 +31,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential_jitter
 
-from rollout.errors import ConfigError, EngineError, EvidenceError
+from rollout.errors import ConfigError, EngineError, EvidenceError, RequestError
 from rollout.loop import BackgroundLoop
 from rollout.plugin import CHILD_ENV
 from rollout.records import EngineCall, FinishReason, SamplingSupport, VersionSpan
@@ -49,6 +50,9 @@ T = TypeVar("T")
 WATCH_S = 0.5
 """How often a call that waits looks whether the engine still lives."""
 SHUTDOWN_TIMEOUT_S = 5.0
+REQUEST_ATTEMPTS = 3
+"""Of a request that fails for a reason that may pass; one that hangs, is invalid or finds the engine dead has one."""
+FIRST_PAUSE_S = 0.1
 PAUSE_MODES = ("wait", "keep", "abort")
 LOG_TAIL_LINES = 15
 MAX_SUPPORT = 20
@@ -294,7 +298,13 @@ class EmbeddedEngine:
                 raise EvidenceError(f"engine: the request ended with {len(outputs)} outputs, expected 1")
             return outputs[0]
 
-        return await self.guard(final_output(), "sample", timeout_s=self._request_timeout_s)
+        retrying = AsyncRetrying(
+            retry=retry_if_exception_type(RequestError),
+            stop=stop_after_attempt(REQUEST_ATTEMPTS),
+            wait=wait_exponential_jitter(initial=FIRST_PAUSE_S, jitter=FIRST_PAUSE_S),
+            reraise=True,
+        )
+        return await retrying(lambda: self.guard(final_output(), "sample", timeout_s=self._request_timeout_s))
 
     async def guard(self, call: Coroutine[Any, Any, T], what: str, *, timeout_s: float | None = None) -> T:
         """Await a vLLM call; whatever goes wrong with the engine becomes an `EngineError` that says what to do.
@@ -302,7 +312,7 @@ class EmbeddedEngine:
         The call is watched, not only awaited: vLLM leaves control calls unanswered when the engine dies under
         them, and waits for a hung worker.
         """
-        from vllm.exceptions import VLLMError
+        from vllm.exceptions import VLLMClientError, VLLMError
         from vllm.v1.engine.exceptions import EngineGenerateError
 
         task = asyncio.ensure_future(call)
@@ -323,7 +333,8 @@ class EmbeddedEngine:
         except (VLLMError, EngineGenerateError) as error:
             if self.llm.errored:
                 raise self._dead(what) from error
-            raise EngineError(f"cannot {what}: {error}\n{_log_tail(self.log_path)}") from error
+            kind = EngineError if isinstance(error, VLLMClientError) else RequestError
+            raise kind(f"cannot {what}: {error}\n{_log_tail(self.log_path)}") from error
         finally:
             task.cancel()
 

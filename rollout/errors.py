@@ -30,6 +30,10 @@ class EngineError(LockstepError, RuntimeError):
     """The engine is dead, refused a request, or answered something that cannot be used."""
 
 
+class RequestError(EngineError):
+    """One request failed for a reason that may pass, in an engine that lives: it may be asked again."""
+
+
 class SyncError(LockstepError, RuntimeError):
     """Weights did not reach the engine, or the engine does not compute with them."""
 

@@ -7,8 +7,10 @@ seeds alone, not on the order in which requests reach the engine.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,8 +21,12 @@ from rollout.environment import Environment
 from rollout.environments.agent import AgentEnvironment
 from rollout.environments.trl_rollout import TRLRollout, copy_tokenizer, run_rollout_func_episode
 from rollout.episode import request_seed, run_episode
+from rollout.errors import RequestError
 from rollout.gateway import Gateway, GatewaySettings
-from rollout.records import Rollout
+from rollout.records import Rollout, RolloutStatus
+
+REISSUES = 2
+"""Times that an episode is begun again when one of its requests failed in an engine that lives."""
 
 OnRollout = Callable[[Rollout], None]
 RunEpisode = Callable[..., Awaitable[Rollout]]
@@ -47,6 +53,14 @@ class Sampler:
         self._max_turns = max_turns
         self._seed = seed
         self._gateway = gateway
+        self._faults: Counter[str] = Counter()
+
+    def take_metrics(self) -> dict[str, float]:
+        """Since the last call of this method: episodes that were begun again because a request failed in the engine,
+        and groups that are not trained because one of theirs failed every time."""
+        metrics = {f"rollout/{name}": float(self._faults[name]) for name in ("reissued", "groups_lost_to_engine")}
+        self._faults.clear()
+        return metrics
 
     async def collect(
         self,
@@ -64,20 +78,43 @@ class Sampler:
         from `first_group` on (a batch that completes an earlier one of the same step), rollout ids are
         `group id x samples_per_prompt + sample index`.
 
+        A request that fails in an engine that lives is no evidence about the policy: its episode is begun again with
+        the same seeds, and where that does not help, all rollouts of its group are FAILED, because a group that is
+        trained in part would be compared with a mean that the fault has chosen.
+
         Raises `EngineError` if the engine dies; the remaining episodes are cancelled.
         """
+        lost_groups: dict[int, str] = {}
 
         async def one(run: RunEpisode, rollout_id: int) -> Rollout:
             group_id = rollout_id // samples_per_prompt
-            rollout = await run(
-                environment=self._make_environment(),
-                example=examples[group_id - first_group],
-                sampling=sampling,
-                max_turns=self._max_turns,
-                rollout_id=rollout_id,
-                group_id=group_id,
-                seed=request_seed(self._seed, step, rollout_id),
-            )
+            example = examples[group_id - first_group]
+            reason = ""
+            for attempt in range(1 + REISSUES):
+                try:
+                    rollout = await run(
+                        environment=self._make_environment(),
+                        example=example,
+                        sampling=sampling,
+                        max_turns=self._max_turns,
+                        rollout_id=rollout_id,
+                        group_id=group_id,
+                        seed=request_seed(self._seed, step, rollout_id),
+                    )
+                    break
+                except RequestError as error:
+                    self._faults["reissued"] += attempt < REISSUES
+                    reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            else:
+                lost_groups[group_id] = reason
+                rollout = Rollout(
+                    rollout_id=rollout_id,
+                    group_id=group_id,
+                    calls=(),
+                    example=example,
+                    status=RolloutStatus.FAILED,
+                    error=reason,
+                )
             on_rollout(rollout)
             return rollout
 
@@ -87,7 +124,8 @@ class Sampler:
                 tasks = [group.create_task(one(run, i)) for i in range(first, first + count)]
         except* Exception as failures:
             raise failures.exceptions[0] from None  # the first is the cause; the others are its echo
-        return [task.result() for task in tasks]
+        self._faults["groups_lost_to_engine"] += len(lost_groups)
+        return [_without_lost(task.result(), lost_groups) for task in tasks]
 
     @asynccontextmanager
     async def _episode_runner(self, sampling: Sampling) -> AsyncIterator[RunEpisode]:
@@ -108,3 +146,11 @@ class Sampler:
         slots = asyncio.Semaphore(environment.max_concurrent)
         async with Gateway(engine=self._engine, chat=self._chat, offered=[sampling], settings=self._gateway) as gateway:
             yield partial(run_agent_episode, gateway=gateway, slots=slots)
+
+
+def _without_lost(rollout: Rollout, lost_groups: Mapping[int, str]) -> Rollout:
+    """The rollout; FAILED if another one of its group was lost to the engine."""
+    if rollout.group_id not in lost_groups or rollout.status is RolloutStatus.FAILED:
+        return rollout
+    reason = f"another rollout of its group failed in the engine: {lost_groups[rollout.group_id]}"
+    return replace(rollout, status=RolloutStatus.FAILED, error=reason)

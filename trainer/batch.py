@@ -32,6 +32,8 @@ ROW_ARRAYS = {
     "versions": np.int32,
     "turns": np.int32,
 }
+ROLLOUT_ARRAYS = ("rollout_ids", "group_S", "rewards_S", "is_kept_S", "greedy_rewards_S", "num_turns_S")
+BATCH_ARRAYS = (*ROLLOUT_ARRAYS, "turn_rewards_K")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -99,14 +101,8 @@ def encode(
         for rollout in delivered
         for row in rows_from_calls(rollout.calls, rollout_id=rollout.rollout_id, group_id=rollout.group_id)
     ]
-    arrays = {
-        name: np.concatenate([np.asarray(getattr(row, name), dtype=dtype) for row in rows] or [np.zeros(0, dtype)])
-        for name, dtype in ROW_ARRAYS.items()
-    }
+    arrays = _row_arrays(rows)
     arrays |= {
-        "row_lengths": np.array([len(row) for row in rows], dtype=np.int64),
-        "row_rollout": np.array([row.rollout_id for row in rows], dtype=np.int64),
-        "row_group": np.array([row.group_id for row in rows], dtype=np.int64),
         "rollout_ids": np.array([rollout.rollout_id for rollout in delivered], dtype=np.int64),
         "group_S": np.array([rollout.group_id for rollout in delivered], dtype=np.int64),
         "rewards_S": np.array([rollout.reward for rollout in delivered], dtype=np.float64),
@@ -118,13 +114,31 @@ def encode(
         "num_turns_S": np.array([len(rewards) for rewards in turn_rewards], dtype=np.int64),
         "turn_rewards_K": np.concatenate([np.zeros(0), *turn_rewards]),
     }
+    return safetensors.numpy.save(arrays)
+
+
+def encode_batch(batch: StepBatch) -> bytes:
+    """A merged batch as bytes that `decode` makes it from again."""
+    return safetensors.numpy.save(_row_arrays(batch.rows) | {name: getattr(batch, name) for name in BATCH_ARRAYS})
+
+
+def _row_arrays(rows: Sequence[TrainingRow]) -> dict[str, np.ndarray]:
+    arrays = {
+        name: np.concatenate([np.asarray(getattr(row, name), dtype=dtype) for row in rows] or [np.zeros(0, dtype)])
+        for name, dtype in ROW_ARRAYS.items()
+    }
+    arrays |= {
+        "row_lengths": np.array([len(row) for row in rows], dtype=np.int64),
+        "row_rollout": np.array([row.rollout_id for row in rows], dtype=np.int64),
+        "row_group": np.array([row.group_id for row in rows], dtype=np.int64),
+    }
     supports = [row.support for row in rows if row.support is not None]
     if supports:
         if len(supports) != len(rows):
             raise EvidenceError(f"{len(supports)} of {len(rows)} rows carry the sampling support; expected all or none")
         arrays["support_sizes"] = np.concatenate([np.diff(support.offsets) for support in supports])
         arrays["support_ids"] = np.concatenate([support.token_ids for support in supports])
-    return safetensors.numpy.save(arrays)
+    return arrays
 
 
 def _turn_rewards(rollout: Rollout, key: str | None) -> np.ndarray:
@@ -144,10 +158,7 @@ def decode(payloads: Sequence[bytes]) -> StepBatch:
         arrays = safetensors.numpy.load(payload)
         tables.append(arrays)
         rows += _rows(arrays)
-    merged = {
-        name: np.concatenate([t[name] for t in tables])
-        for name in ("rollout_ids", "group_S", "rewards_S", "is_kept_S", "greedy_rewards_S", "num_turns_S")
-    }
+    merged = {name: np.concatenate([t[name] for t in tables]) for name in ROLLOUT_ARRAYS}
     order = np.argsort(merged["rollout_ids"], kind="stable")
     turns = np.split(np.concatenate([t["turn_rewards_K"] for t in tables]), np.cumsum(merged["num_turns_S"])[:-1])
     rows.sort(key=lambda row: row.rollout_id)  # stable: rows of a rollout stay in the order of its branches

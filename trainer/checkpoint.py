@@ -5,7 +5,7 @@ then the directory is renamed into place. What has no valid manifest is no check
 skipped. Old checkpoints go only after a new one is published. At every moment of this, whatever kills the process, a
 complete checkpoint is there that is at most one save old.
 
-State is parameters, optimizer state, and a few numbers: updates done, rows taken, the weight of the KL penalty. Data
+State is parameters, optimizer state, and a few numbers: updates done, rows taken, what controllers have seen. Data
 order, sampling seeds, minibatch order and the learning rate are functions of these numbers and the configuration.
 """
 
@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import pickle
 import shutil
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -24,10 +26,15 @@ from typing import Any
 from safetensors import SafetensorError
 
 from rollout.errors import CheckpointError
+from trainer.changed_settings import settings_hash
 from trainer.distributed import Distributed
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
+CONFIG = "config.json"
+"""The settings that the state was made with, without secrets: to say what was changed since."""
+REPLACED = ".replaced"
+"""End of the name of an older checkpoint of the same update, while a newer one takes its place."""
 PARTIAL = ".partial-step-"
 """Beginning of the name of what is still being written."""
 LATEST = "latest"
@@ -51,14 +58,41 @@ class TrainerState:
     kl_coef: float | None = None
     """Weight of the KL penalty, where a controller adapts it."""
     wandb_id: str | None = None
+    noise_floor: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the trainer against itself, as last measured."""
+    grad_norms: Sequence[float] = ()
+    """Of the last updates, what a spike is compared with."""
+    skipped_updates: int = 0
+    """Since the beginning of the run."""
+    skipped_in_a_row: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what no run has written: a state is read from a file."""
+        counts = (self.step, self.update, self.data_cursor, self.skipped_updates, self.skipped_in_a_row)
+        if not all(type(count) is int and count >= 0 for count in counts):
+            raise ValueError("counts that are no counts")
+        if not isinstance(self.noise_floor, Mapping) or not isinstance(self.grad_norms, list | tuple):
+            raise ValueError("a noise floor or gradient norms of another type")
+        if not all(type(value) in (int, float) for value in self.noise_floor.values()):
+            raise ValueError("a noise floor of something else than numbers")
+        finite = [*self.grad_norms, *([] if self.kl_coef is None else [self.kl_coef])]
+        if not all(type(number) in (int, float) and math.isfinite(number) for number in finite):
+            raise ValueError("numbers that are not finite")
+        if not isinstance(self.wandb_id, str | None):
+            raise ValueError("a W&B id that is no text")
 
 
 def save(
-    directory: Path, state: TrainerState, distributed: Distributed, *, keep: int, config_hash: str | None = None
+    directory: Path,
+    state: TrainerState,
+    distributed: Distributed,
+    *,
+    keep: int,
+    config: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write checkpoint `step-N` below `directory`, publish it, then drop all but the newest `keep`. A collective.
 
-    config_hash: recorded, for people who wonder whether a checkpoint belongs to a configuration.
+    config: of the run, without secrets; kept beside the state, and its hash in the manifest.
     Raises `CheckpointError` on all ranks if the disk is full or not writable; earlier checkpoints are untouched.
     """
     final = directory / f"step-{state.update}"
@@ -83,12 +117,14 @@ def save(
             return
         try:
             (temporary / "state.json").write_text(json.dumps(asdict(state), indent=2))
+            if config is not None:
+                (temporary / CONFIG).write_text(json.dumps(config, indent=2, default=str))
             manifest = {
                 "schema": SCHEMA,
                 "state": asdict(state),
                 "world_size": distributed.world_size,
                 "zero_stage": distributed.zero_stage,
-                "config_hash": config_hash,
+                "config_hash": None if config is None else settings_hash(config),
                 "versions": {package: _version(package) for package in RECORDED_VERSIONS},
                 "files": {str(file.relative_to(temporary)): _fingerprint(file) for file in _files(temporary)},
             }
@@ -107,7 +143,7 @@ def save(
 
 def _put_in_place(temporary: Path, final: Path) -> None:
     """Rename. An older checkpoint of the same update stays loadable under another name until the new one is there."""
-    replaced = final.with_name(f"{final.name}.replaced")
+    replaced = final.with_name(f"{final.name}{REPLACED}")
     shutil.rmtree(replaced, ignore_errors=True)
     if final.exists():
         final.rename(replaced)
@@ -132,15 +168,16 @@ def _retire(directory: Path, published: Path, keep: int) -> None:
 
 def complete(directory: Path) -> tuple[list[Path], list[str]]:
     """Checkpoints with a valid manifest, oldest first, and a sentence on each directory that is not one."""
-    found: list[tuple[int, Path]] = []
+    found: list[tuple[int, bool, Path]] = []
     skipped: list[str] = []
     for path in sorted(directory.glob("*step-*")) if directory.is_dir() else []:
         problem = check(path)
         if problem is None:
-            found.append((json.loads((path / MANIFEST).read_text())["state"]["update"], path))
+            update = json.loads((path / MANIFEST).read_text())["state"]["update"]
+            found.append((update, not path.name.endswith(REPLACED), path))  # what took its place comes after it
         else:
             skipped.append(f"{path.name}: {problem}")
-    return [path for _, path in sorted(found)], skipped
+    return [path for *_, path in sorted(found)], skipped
 
 
 def check(path: Path) -> str | None:
@@ -149,13 +186,13 @@ def check(path: Path) -> str | None:
         return "was never finished"
     try:
         manifest = json.loads((path / MANIFEST).read_text())
-        files, state = manifest["files"], TrainerState(**manifest["state"])
+        files = manifest["files"]
+        TrainerState(**manifest["state"])
         if manifest["schema"] != SCHEMA:
             return f"has schema {manifest['schema']}, this version reads {SCHEMA}"
         if not isinstance(files, dict) or not all(_is_inside(name) for name in files):
             return "has a manifest that names files outside of it"
-        numbers = (state.step, state.update, state.data_cursor, manifest["world_size"], manifest["zero_stage"])
-        if not all(type(number) is int and number >= 0 for number in numbers):
+        if not all(type(manifest[name]) is int and manifest[name] >= 0 for name in ("world_size", "zero_stage")):
             return "has a manifest whose counts are no counts"
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         return f"has no readable manifest ({type(error).__name__})"
@@ -208,15 +245,7 @@ def load(path: Path, distributed: Distributed) -> TrainerState:
     def read() -> None:
         try:
             distributed.load_state(path)
-        except (
-            OSError,
-            RuntimeError,
-            ValueError,
-            KeyError,
-            EOFError,
-            SafetensorError,
-            pickle.UnpicklingError,
-        ) as error:
+        except UNREADABLE as error:
             if isinstance(error, CheckpointError):
                 raise
             reason = str(error).splitlines()[0] if str(error) else ""
@@ -224,6 +253,15 @@ def load(path: Path, distributed: Distributed) -> TrainerState:
 
     distributed.together(read)
     return TrainerState(**manifest["state"])
+
+
+def saved_settings(path: Path) -> Mapping[str, Any] | None:
+    """The configuration that a complete checkpoint was made with; None in those of versions that kept none."""
+    try:
+        settings = json.loads((path / CONFIG).read_text())
+    except (OSError, ValueError):
+        return None
+    return settings if isinstance(settings, dict) else None
 
 
 def _is_inside(name: str) -> bool:

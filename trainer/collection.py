@@ -88,7 +88,7 @@ class Collector:
         kept = [group for group in groups if self._is_kept(group)]
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         trained = [rollout for group in kept for rollout in group.rollouts]
-        metrics = {**self._rewards.take_metrics(), "data/epoch": self._prompts.epoch}
+        metrics = {**self._rewards.take_metrics(), **sampler.take_metrics(), "data/epoch": self._prompts.epoch}
         if self._config.algorithm.dynamic_sampling:
             metrics |= {
                 "rollout/refill_factor": len(rollouts) / max(len(trained), 1),

@@ -256,6 +256,16 @@ class OptimizerConfig:
     schedule: str = setting("constant", "learning rate after warm-up", choices=("constant", "linear", "cosine"))
     warmup_updates: int = setting(0, "updates over which the learning rate rises linearly")
     final_lr_fraction: float = setting(0.0, "where linear and cosine end, as a fraction of lr")
+    max_skipped_updates: int = setting(
+        5, "updates skipped in a row, for a loss or gradient that is not finite or a spike, after which the run ends"
+    )
+    spike: str = setting(
+        "off",
+        "update whose gradient norm is far above those before; skip: not made, its batch dumped; dump: made and dumped",
+        choices=("off", "skip", "dump"),
+    )
+    spike_factor: float = setting(10.0, "spike: a norm above this many times the median of those before it")
+    spike_window: int = setting(64, "spike: updates that the median looks back on")
 
 
 @dataclass
@@ -263,6 +273,9 @@ class LoggerConfig:
     wandb: str = setting("off", "Weights & Biases", choices=("off", "online", "offline"))
     project: str = setting("lockstep", "W&B project")
     entity: str | None = setting(None, "W&B entity")
+    wandb_id: str | None = setting(
+        None, "W&B run to go on with; null: that of the run which is resumed, a new one for a fork"
+    )
     print_rollouts: int = setting(1, "sample rollouts printed per report")
     print_rollouts_every: int = setting(10, "updates between printed sample rollouts; 0: never")
     save_rollouts: bool = setting(True, "write all rollouts of each step as JSONL into the run directory")
@@ -297,12 +310,18 @@ class Config:
     updates: int = setting(80, "optimizer updates of the whole run")
     run_root: str = setting("runs", "directory that holds run directories")
     run_name: str | None = setting(None, "name of the run directory; null: experiment name and time")
-    resume: str = setting("never", "never, auto (latest checkpoint of run_name), or the path of a checkpoint")
+    resume: str = setting(
+        "never",
+        "never, auto (latest checkpoint of run_name), or the path of a checkpoint, with which a new run_name is a fork",
+    )
     max_hours: float = setting(
         0.0, "the run saves and ends after the update during which so much time is over; 0: no limit [h]"
     )
     step_timeout_s: float = setting(
         1800.0, "stacks of a rank are written to logs/ when one step, save or evaluation takes longer; 0: never [s]"
+    )
+    on_step_timeout: str = setting(
+        "report", "report: write the stacks and wait on; end: write them and end the run", choices=("report", "end")
     )
     token_budget: int = setting(16384, "tokens per packed microbatch on one rank, at most")
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -24,7 +24,7 @@ import torch.distributed as torch_dist
 from torch import nn
 from torch.utils.cpp_extension import get_default_build_root
 
-from rollout.errors import CheckpointError, LockstepError, TrainingError
+from rollout.errors import CheckpointError, LockstepError
 from trainer.optimizer import LR_SCALE
 from trainer.safe_load import weights_only_loading
 
@@ -185,22 +185,58 @@ class Distributed:
             with self._accelerator.no_sync(self.module):
                 yield lambda loss: loss.backward()
 
-    def step(self, lr: float) -> float:
+    def gradient_norm(self) -> float:
+        """Global norm of what `accumulate` gathered, before clipping and before a step; a collective.
+
+        The same on all ranks. Infinite where a gradient is not finite, on whichever rank.
+        """
+        if self.zero_stage:
+            from deepspeed.runtime.utils import combine_grad_norm_groups
+
+            optimizer: Any = self.module.optimizer
+            # What DeepSpeed itself computes at the beginning of its step, and would tell only afterwards.
+            norms = optimizer._get_norm_groups() if self.zero_stage == 3 else [optimizer.scaled_global_norm()]
+            norm = float(combine_grad_norm_groups(norms))
+        else:
+            gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+            norm = float(torch.nn.utils.get_total_norm(gradients))
+        # One rank that sees another number than the others would step alone.
+        is_finite = torch.tensor([float(math.isfinite(norm))])
+        return norm if int(self.sum(is_finite)) == self.world_size else math.inf
+
+    def step(self, lr: float, grad_norm: float) -> None:
         """Clip, update the parameters with this learning rate, clear the gradients.
 
-        Returns the global gradient norm before clipping. Raises `TrainingError` on all ranks if it is not finite:
-        before the update, except under DeepSpeed, which only tells the norm of a step that it has made.
+        grad_norm: what `gradient_norm` said, finite.
         """
         for group in self._optimizer.param_groups:
             group["lr"] = lr * group.get(LR_SCALE, 1.0)
         if self.uses_deepspeed:
             self.module.step()  # type: ignore[operator]
-            return _finite(float(self.module.get_global_grad_norm() or 0.0))  # type: ignore[operator]
-        limit = self._max_grad_norm or float("inf")
-        norm = _finite(float(torch.nn.utils.clip_grad_norm_(self.module.parameters(), limit)))
+            return
+        if self._max_grad_norm:
+            parameters = list(self.module.parameters())
+            torch.nn.utils.clip_grads_with_norm_(parameters, self._max_grad_norm, torch.tensor(grad_norm))
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        return norm
+
+    def discard_gradients(self) -> None:
+        """Forget what `accumulate` gathered, in place of a step; a collective, called by all ranks."""
+        if not self.zero_stage:
+            self._optimizer.zero_grad(set_to_none=True)
+            return
+        # DeepSpeed has no call for this, but skips a step whose norm is not finite, and then leaves everything behind
+        # it as a step does: its own way out.
+        optimizer: Any = self.module.optimizer
+        is_offloaded = optimizer.offload_optimizer if self.zero_stage == 3 else optimizer.cpu_offload
+        if is_offloaded:  # then it looks at norms that were taken on the way
+            for parameter_id in optimizer.norm_for_param_grads:
+                optimizer.norm_for_param_grads[parameter_id] = torch.tensor(math.inf)
+        for gradients in () if is_offloaded else optimizer.averaged_gradients.values():
+            for gradient in gradients or ():
+                gradient.fill_(math.nan)
+        self.module.step()  # type: ignore[operator]
+        assert not self.module.was_step_applied(), "DeepSpeed made a step with a gradient that is not finite"  # type: ignore[operator]
 
     # Collectives over the control group
 
@@ -323,14 +359,6 @@ class Distributed:
         self._accelerator.end_training()
         if torch_dist.is_initialized():
             torch_dist.destroy_process_group()
-
-
-def _finite(grad_norm: float) -> float:
-    if not math.isfinite(grad_norm):
-        raise TrainingError(
-            f"the gradient norm is {grad_norm}; resume from the last checkpoint with a lower optimizer.lr"
-        )
-    return grad_norm
 
 
 def drop_stale_build_locks(older_than_s: float = STALE_LOCK_S) -> None:

@@ -21,6 +21,7 @@ from trainer.config import Config
 from trainer.correction import CorrectionResult, correction_weights
 from trainer.credit import CreditAssignment
 from trainer.distributed import Distributed
+from trainer.metrics import BATCH
 from trainer.mismatch import MismatchStatistics, noise_floor
 from trainer.reference import Reference
 from trainer.step_metrics import rollout_metrics, throughput
@@ -68,7 +69,8 @@ class Trainer:
         self._sync = sync
         self._critic = CreditAssignment(config) if config.has_critic else None
         self._empty_steps = 0
-        self._noise_floor: dict[str, float] = {}
+        self.noise_floor: Mapping[str, float] = {}
+        """Metrics of the trainer against itself, as last measured; empty before the first time."""
         self.num_steps = 0
         """Rollout batches done; enters the sampling seeds."""
         self.kl_coef = config.algorithm.kl_coef
@@ -95,6 +97,7 @@ class Trainer:
         self.num_steps += 1
         logp_train_N = logp_seen_N if self._bypass else logprobs.old_N
         metrics = {
+            BATCH: float(self.num_steps),
             **advantage_metrics,
             **rollout_metrics(collected, batch),
             **self._mismatch(batch, correction, logp_train_N, version),
@@ -149,10 +152,10 @@ class Trainer:
         else:
             old_N = batch.sampling_logprobs_N if self._bypass else scorer.score(batch)
         every = self._config.correction.noise_floor_every
-        is_due = every and (self.num_steps % every == 0 or not self._noise_floor)  # a resumed run measures anew
+        is_due = every and (self.num_steps % every == 0 or not self.noise_floor)
         if is_due and batch.num_rollouts:
             first_N = scorer.score(batch) if self._bypass else old_N
-            self._noise_floor = noise_floor(first_N, scorer.score_repacked(batch))
+            self.noise_floor = noise_floor(first_N, scorer.score_repacked(batch))
         ref_N = self._reference.score(batch) if self._reference else None
         return Logprobs(old_N=old_N, ref_N=ref_N, values_N=values_N)
 
@@ -205,4 +208,4 @@ class Trainer:
             version_T=batch.versions_N,
             current_version=version,
         )
-        return statistics.finalize() | correction.metrics | self._noise_floor
+        return statistics.finalize() | correction.metrics | dict(self.noise_floor)

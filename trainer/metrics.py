@@ -19,6 +19,9 @@ from trainer.config import LoggerConfig
 
 log = logging.getLogger(__name__)
 
+BATCH = "rollout/batch"
+"""Metric: rollout batches made so far."""
+
 
 class MetricsLog:
     """Appends one JSON object per step, and mirrors it to W&B."""
@@ -63,18 +66,25 @@ class MetricsLog:
             with self.tolerating("W&B"):
                 self._wandb.log({"step": step, **metrics})
 
-    def truncate_after(self, step: int) -> None:
-        """Drop the lines of steps after a resumed one: they will be written again."""
+    def truncate_after(self, *, update: int, batch: int) -> None:
+        """Drop the lines of rollout batches after a resumed one: they will be written again.
+
+        By batch, because one that trained nothing has the update of the one before it. Lines without a batch are of
+        older versions and go by update.
+        """
         if not self._path.exists():
             return
         kept = []
         for line in self._path.read_text().splitlines():
             try:
-                if json.loads(line)["step"] <= step:
+                values = json.loads(line)
+                if values[BATCH] <= batch if BATCH in values else values["step"] <= update:
                     kept.append(line)
-            except (ValueError, KeyError):
+            except (ValueError, KeyError, TypeError):
                 continue  # the line a kill cut in half
-        self._path.write_text("".join(f"{line}\n" for line in kept))
+        temporary = self._path.with_suffix(".partial")
+        temporary.write_text("".join(f"{line}\n" for line in kept))
+        temporary.replace(self._path)  # so that a kill leaves the old file or the new one
 
     def close(self) -> None:
         if self._wandb is not None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import shlex
 import sys
 import warnings
 from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
 import torch
 import transformers
@@ -21,12 +22,14 @@ from rollout.store import write_rollouts
 from rollout.sync import WeightSync
 from trainer import checkpoint
 from trainer.alarms import K3_NEGLIGIBLE, AlarmThresholds, alarms
+from trainer.batch import StepBatch
 from trainer.checkpoint import TrainerState
 from trainer.collection import Collector
 from trainer.config import Config
 from trainer.console import RunConsole
 from trainer.data import Prompts, load_rows
 from trainer.distributed import Distributed
+from trainer.dumps import Attempt, write_dump
 from trainer.evaluation import heldout_rows, sample_and_score, summary
 from trainer.heartbeat import Heartbeat, WallTime
 from trainer.interrupt import Interrupt
@@ -39,9 +42,11 @@ from trainer.parts import make_chat, make_rewards, make_sampler, make_sampling, 
 from trainer.policy import Policy
 from trainer.redaction import redact
 from trainer.reference import make_reference
+from trainer.resume import restore
 from trainer.rundir import RunDirectory, open_run
 from trainer.schedule import is_due
 from trainer.step_summary import first_step_summary
+from trainer.targets import Targets
 from trainer.update import Updater
 from trainer.value import policy_of, with_critic
 
@@ -192,30 +197,47 @@ class Run:
 
     def _restore_or_begin(self) -> MetricsLog | None:
         """Load the checkpoint that `resume` asks for, and open the logs."""
-        path, skipped = self._distributed.together(
-            lambda: checkpoint.find(self._config.resume, self._directory.checkpoints)
-        )
-        for sentence in skipped:
-            self._console.warn(f"checkpoint passed over: {sentence}")
-        state = None
-        if path is not None:
-            state = checkpoint.load(path, self._distributed)
+        settings = self._settings()
+        resumed, passed_over = restore(self._config, settings, self._directory.checkpoints, self._distributed)
+        for sentence in passed_over:
+            self._console.warn(sentence)
+        if resumed is not None:
+            state, guard = resumed.state, self._updater.guard
             self._trainer.num_steps = state.step
             self._updater.num_updates = state.update
-            if state.kl_coef is not None:
-                self._trainer.kl_coef = state.kl_coef
+            self._trainer.kl_coef = resumed.kl_coef
+            self._trainer.noise_floor = state.noise_floor
             self._prompts.cursor = state.data_cursor
-            self._console.say(f"resumed from {path} at update {state.update}")
+            guard.norms.extend(state.grad_norms)
+            guard.skipped, guard.in_a_row = state.skipped_updates, state.skipped_in_a_row
+            done = "forked" if resumed.is_fork else "resumed"
+            self._console.say(f"{done} from {resumed.path} at update {state.update}")
+            for sentence in resumed.warnings:
+                self._console.warn(sentence)
         if not self._distributed.is_main:
             return None
+        inherited = resumed.state.wandb_id if resumed is not None and not resumed.is_fork else None
         metrics = MetricsLog(
             self._directory.metrics,
             self._config.logger,
-            run_config=redact(OmegaConf.to_container(OmegaConf.structured(self._config))),
-            wandb_id=state.wandb_id if state else None,
+            run_config=settings,
+            wandb_id=self._config.logger.wandb_id or inherited,
         )
-        metrics.truncate_after(self._updater.num_updates)
+        metrics.truncate_after(update=self._updater.num_updates, batch=self._trainer.num_steps)
+        self._updater.dump = partial(self._dump, metrics)
         return metrics
+
+    def _settings(self) -> dict[str, Any]:
+        """The configuration without secrets, as checkpoints and loggers keep it."""
+        return redact(OmegaConf.to_container(OmegaConf.structured(self._config)))
+
+    def _dump(self, metrics: MetricsLog, attempt: Attempt, batch: StepBatch, targets: Targets) -> None:
+        """Keep the batch of an optimizer step that the guard objected to. A full disk does not end the run for it."""
+        done = "skipped" if attempt.number else "made"
+        self._console.warn(f"update {attempt.update} {done}: {attempt.reason}")
+        with metrics.tolerating("dumping a batch"):
+            path = write_dump(self._directory.dumps, attempt, batch, targets)
+            self._console.warn(f"its batch is in {path}; python scripts/replay.py {shlex.quote(str(path))}")
 
     def _one_step(self) -> StepReport:
         batch_size = self._config.rollout.prompts_per_step * self._config.rollout.samples_per_prompt
@@ -279,14 +301,17 @@ class Run:
             data_cursor=self._prompts.cursor,
             kl_coef=self._trainer.kl_coef,
             wandb_id=self._metrics.wandb_id if self._metrics else None,
+            noise_floor=self._trainer.noise_floor,
+            grad_norms=tuple(self._updater.guard.norms),
+            skipped_updates=self._updater.guard.skipped,
+            skipped_in_a_row=self._updater.guard.in_a_row,
         )
-        shown = OmegaConf.to_yaml(OmegaConf.create(redact(OmegaConf.to_container(OmegaConf.structured(self._config)))))
         checkpoint.save(
             self._directory.checkpoints,
             state,
             self._distributed,
             keep=self._config.checkpoint.keep,
-            config_hash=hashlib.sha256(shown.encode()).hexdigest(),
+            config=self._settings(),
         )
 
     def _finish(self) -> None:

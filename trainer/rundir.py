@@ -4,6 +4,7 @@
                 metrics.jsonl         one object per step
                 rollouts/step-N.jsonl what was sampled, with token ids, logprobs and rewards
                 checkpoints/step-N/   to resume from; `manifest.json` is written last
+                dumps/                batches of updates that were refused (trainer/dumps.py)
                 model/                the trained policy, for `from_pretrained`
                 logs/                 engine log
     runs/latest                       link to the newest run
@@ -26,6 +27,7 @@ from rollout.errors import ConfigError
 from trainer.config import Config
 from trainer.distributed import Distributed
 from trainer.redaction import redact
+from trainer.resume import belongs_to
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,6 +49,10 @@ class RunDirectory:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def dumps(self) -> Path:
+        return self.path / "dumps"
 
     @property
     def model(self) -> Path:
@@ -75,6 +81,12 @@ def open_run(config: Config, distributed: Distributed) -> tuple[RunDirectory, IO
         if run.path.exists() and config.resume == "never":
             raise ConfigError(
                 f"{run.path} exists and is not overwritten; set run_name=<another name>, or resume=auto to continue it"
+            )
+        of_another_run = config.resume not in ("never", "auto") and not belongs_to(config.resume, run.checkpoints)
+        if of_another_run and run.path.exists():
+            raise ConfigError(
+                f"{run.path} exists, and resume={config.resume} is a checkpoint of another run; set run_name=<a new "
+                "name> to begin a run from that checkpoint, or resume=auto to continue this one"
             )
         try:
             run.path.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,6 @@ Shape legend: _S rollouts of the step, _N trained tokens of the step, _T trained
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -17,12 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rollout.errors import TrainingError
 from rollout.records import TrainingRow
 from trainer.batch import StepBatch
 from trainer.config import AlgorithmConfig, Config
 from trainer.credit import credit_rule
 from trainer.distributed import Distributed
+from trainer.dumps import Attempt
+from trainer.guard import UpdateGuard
 from trainer.kl import kl_term
 from trainer.losses import POLICY_LOSSES, LossInputs, LossOutputs, entropy_bonus, sequence_log_ratio
 from trainer.normalization import StepCounts, loss_coefficients, normalized_loss
@@ -62,22 +62,30 @@ class Updater:
         )
         self.num_updates = 0
         """Optimizer steps done; the version of the weights."""
+        self.guard = UpdateGuard(config.optimizer)
+        self.dump: Callable[[Attempt, StepBatch, Targets], None] = lambda attempt, batch, targets: None
+        """Keeps the batch of an optimizer step that the guard objects to; called on every rank."""
 
     def update(self, batch: StepBatch, targets: Targets) -> tuple[dict[str, float], Tensor]:
         """All epochs and minibatches of one rollout batch; a collective.
 
-        Returns means over the optimizer steps, and (N,) the logprobs that the trained tokens had in their first
-        forward pass of the update.
+        Returns means over the optimizer steps that were made (of those that were skipped, if all were), and (N,) the
+        logprobs that the trained tokens had in their first forward pass of the update.
         """
-        reports = []
+        made: list[dict[str, float]] = []
+        skipped: list[dict[str, float]] = []
         seen_N = torch.full((batch.layout.num_tokens,), torch.nan)
         lr = self._learning_rate()  # one for all epochs and minibatches of a rollout batch
         for rollouts in self._minibatches(batch.num_rollouts):
             if len(rollouts):
                 own = targets.for_rollouts(torch.from_numpy(rollouts), self._credit_rule)
-                reports.append(self._one_update(batch, own, rollouts, seen_N, lr=lr, is_first=not reports))
+                before = self.num_updates
+                report = self.optimizer_step(batch, own, rollouts, seen_N, lr=lr, is_first=not made and not skipped)
+                (made if self.num_updates > before else skipped).append(report)
         seen_N = self._distributed.sum(seen_N.nan_to_num())
-        return {name: float(np.mean([r[name] for r in reports])) for name in reports[0]} if reports else {}, seen_N
+        reports = made or skipped
+        means = {name: float(np.mean([r[name] for r in reports])) for name in reports[0]} if reports else {}
+        return means | {"health/skipped_updates": float(self.guard.skipped)}, seen_N
 
     def logprobs(self, ids: Sequence[int]) -> list[float]:
         """log π(ids[i] | ids[:i]) at temperature 1 for i ≥ 1, by the trainer's own forward; a collective."""
@@ -88,9 +96,18 @@ class Updater:
 
     # One optimizer step
 
-    def _one_update(
+    def optimizer_step(
         self, batch: StepBatch, targets: Targets, rollouts: np.ndarray, seen_N: Tensor, *, lr: float, is_first: bool
     ) -> dict[str, float]:
+        """One step on these rollouts (indices), or none if the guard objects; a collective.
+
+        Args:
+            targets: of these rollouts.
+            seen_N: (N,) takes the logprobs of tokens that have none yet.
+            is_first: whether θ is still what the old logprobs are of.
+
+        Raises `TrainingError` on all ranks after too many in a row that were skipped.
+        """
         chosen = np.isin(batch.layout.rollout_index, rollouts)
         rows = np.flatnonzero(chosen).tolist()
         counts, tokens_S = self._counts(batch, targets, rollouts)
@@ -120,9 +137,26 @@ class Updater:
         )
         names = sorted(sums)
         totals = self._distributed.sum(torch.tensor([sums[name] for name in names], dtype=torch.float64)).tolist()
-        self._refuse_non_finite(dict(zip(names, totals, strict=True)))
-        grad_norm = self._distributed.step(lr)
-        self.num_updates += 1
+        grad_norm = self._distributed.gradient_norm()
+        judgement = self.guard.judge(dict(zip(names, totals, strict=True)), grad_norm)
+        if judgement.reason is not None:
+            attempt = Attempt(
+                update=self.num_updates + 1,
+                number=self.guard.in_a_row,
+                rollouts=tuple(rollouts.tolist()),
+                lr=lr,
+                is_first=is_first,
+                reason=judgement.reason,
+                sums=dict(zip(names, totals, strict=True)),
+                grad_norm=grad_norm,
+            )
+            self.dump(attempt, batch, targets)
+        if judgement.is_skipped:
+            self._distributed.discard_gradients()
+            self.guard.end_if_hopeless(self.num_updates + 1, judgement)
+        else:
+            self._distributed.step(lr, grad_norm)
+            self.num_updates += 1
         means = {
             name: total if name == "policy/loss" else total / max(counts.num_tokens, 1)
             for name, total in zip(names, totals, strict=True)
@@ -137,16 +171,6 @@ class Updater:
                 "perf/token_budget": float(budget.tokens),
             }
         )
-
-    def _refuse_non_finite(self, totals: dict[str, float]) -> None:
-        """Before the step, and on all ranks alike, because all see the same sums: the weights are still good."""
-        broken = [name for name, total in totals.items() if not math.isfinite(total)]
-        if broken:
-            raise TrainingError(
-                f"update {self.num_updates + 1}: {', '.join(broken)} summed over the step is not finite; nothing was "
-                "updated. The last checkpoint is good: resume from it with a lower optimizer.lr, or look at the last "
-                "rollouts with scripts/inspect_run.py"
-            )
 
     @property
     def _reducing_microbatch(self) -> tuple[tuple[int, ...], ...]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainer.config import Config
+from trainer.guard import MIN_NORMS
 
 UNBOUNDED = ("correction.high", "correction.alarm_kl", "correction.alarm_k3", "algorithm.clip_high")
 """Settings that infinity switches off."""
@@ -45,6 +46,8 @@ def _intervals(config: Config) -> Iterator[str]:
         "rollout.min_p": (config.rollout.min_p, 0, 1, 0.0),
         "algorithm.max_completion_tokens": (config.algorithm.max_completion_tokens, 1, inf, "null"),
         "algorithm.kl_horizon": (config.algorithm.kl_horizon, 1, inf, 10000),
+        "optimizer.spike_factor": (config.optimizer.spike_factor, 1, inf, 10.0),
+        "optimizer.spike_window": (config.optimizer.spike_window, MIN_NORMS, inf, 64),
         "optimizer.momentum": (config.optimizer.momentum, 0, 1, 0.95),
         "optimizer.final_lr_fraction": (config.optimizer.final_lr_fraction, 0, 1, 0.0),
         "logger.print_rollouts": (config.logger.print_rollouts, 0, inf, 0),
@@ -68,6 +71,7 @@ def _ranges(config: Config) -> Iterator[str]:
         "algorithm.epochs": config.algorithm.epochs,
         "algorithm.minibatches": config.algorithm.minibatches,
         "checkpoint.keep": config.checkpoint.keep,
+        "optimizer.max_skipped_updates": config.optimizer.max_skipped_updates,
         "reward.workers": config.reward.workers,
         "reward.error_window": config.reward.error_window,
         "eval.prompts": config.eval.prompts,

@@ -42,6 +42,9 @@ class FakeSampler:
             for g, example in enumerate(examples) for i in range(samples_per_prompt)
         ]  # fmt: skip
 
+    def take_metrics(self) -> dict[str, float]:
+        return {}
+
 
 class FakeRewards:
     """`reward(rollout)`; None makes the rollout fail."""

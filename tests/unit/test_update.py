@@ -38,10 +38,15 @@ class OneProcess:
     def accumulate(self, *, is_last: bool) -> Iterator[Callable[[Tensor], None]]:
         yield lambda loss: loss.backward()
 
-    def step(self, lr: float) -> float:
+    def gradient_norm(self) -> float:
+        return float(flat_gradient(self._policy).norm())
+
+    def step(self, lr: float, grad_norm: float) -> None:
         self.gradient = flat_gradient(self._policy)
         self._policy.zero_grad()
-        return 0.0
+
+    def discard_gradients(self) -> None:
+        self._policy.zero_grad()
 
 
 def flat_gradient(policy: Policy) -> Tensor:

@@ -8,6 +8,7 @@ loss is the mean over the comparisons of an optimizer step on all ranks, however
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from datetime import datetime
@@ -23,7 +24,7 @@ from rewards.model import token_id_of
 from rewards.padding import pad
 from rewards.tokenizing import chat_ids, text_ids
 from rewards.truncation import StopRule
-from rollout.errors import ConfigError, DataError
+from rollout.errors import ConfigError, DataError, TrainingError
 from rollout.preferences.sampling import SEED_STRIDE, sample_responses
 from trainer.data import load_rows
 from trainer.distributed import Distributed
@@ -120,7 +121,13 @@ class RewardModelTraining:
                 backward(loss_B.sum() * (self._distributed.world_size / len(batch)))
             for name, value in numbers.items():
                 sums[name] = sums.get(name, 0.0) + float(value)
-        grad_norm = self._distributed.step(lr)
+        grad_norm = self._distributed.gradient_norm()
+        if not math.isfinite(grad_norm):
+            raise TrainingError(
+                f"update {self.num_updates + 1}: the gradient norm is {grad_norm}; nothing was updated, start again "
+                "with a lower optimizer.lr"
+            )
+        self._distributed.step(lr, grad_norm)
         self.num_updates += 1
         return self._means(sums, len(batch)) | {"optim/lr": lr, "optim/grad_norm": grad_norm}
 

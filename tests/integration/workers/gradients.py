@@ -69,7 +69,7 @@ class GradientsOnly(Distributed):
 
     gradients: dict[str, np.ndarray]
 
-    def step(self, lr: float) -> float:
+    def step(self, lr: float, grad_norm: float) -> None:
         named = {name: p for name, p in self.unwrapped.named_parameters() if p.requires_grad}
         if self.uses_deepspeed:
             from deepspeed.utils import safe_get_full_grad
@@ -81,7 +81,6 @@ class GradientsOnly(Distributed):
         self.gradients = {name: grad.detach().float().cpu().numpy().copy() for name, grad in full.items()}
         if not self.uses_deepspeed:
             self.module.zero_grad()
-        return 0.0
 
 
 def main(model_dir: str, out: str, algorithms: str, token_budget: str) -> None:

@@ -1,0 +1,82 @@
+"""A run that is killed at random moments and gone on with is, bit for bit, the run that was never interrupted.
+
+On the way it crosses epochs, accumulates over microbatches, and falls in learning rate, so that none of its state can
+be lost unseen.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.fixtures.kills import Kill, Recipe, differences
+from tests.integration.test_run import demo, metrics  # noqa: F401  # `demo` is a fixture
+
+pytestmark = [pytest.mark.engine]
+
+SMALL = (
+    "rollout.prompts_per_step=3", "rollout.samples_per_prompt=2", "token_budget=256", "optimizer.lr=1e-3",
+    "optimizer.schedule=linear", "checkpoint.every=1", "checkpoint.keep=999", "correction.noise_floor_every=3",
+    "logger.print_rollouts=0",
+)  # fmt: skip
+PPO = (
+    "algorithm=ppo", "algorithm.minibatches=2", "algorithm.kl_coef=0.05", "algorithm.kl_target=0.5",
+    "algorithm.kl_horizon=100", "optimizer=adamw_tf",
+)  # fmt: skip
+
+
+def recipe(demo: tuple[str, ...], root: Path, *overrides: str, **more: int) -> Recipe:  # noqa: F811
+    """On seven rows of data, of which a step takes three: every other step crosses the end of an epoch."""
+    rows = Path(demo[1].removeprefix("data.path=")).read_text().splitlines()[:7]
+    (root / "rows.jsonl").write_text("\n".join(rows) + "\n")
+    own = (demo[0], f"data.path={root}/rows.jsonl", "data.heldout_path=null")
+    return Recipe(overrides=(*own, *overrides, *SMALL), root=root, **more)
+
+
+def step_seconds(run: Path) -> float:
+    return float(np.median([line["time/step"] for line in metrics(run)]))
+
+
+@pytest.mark.timeout(600)
+def test_one_kill_changes_nothing(demo: tuple[str, ...], tmp_path: Path) -> None:  # noqa: F811
+    runs = recipe(demo, tmp_path, "updates=4")
+    whole = runs.finish("whole")
+    runs.kill("killed", random.Random(1), span_s=step_seconds(whole), after_update=2)
+    assert differences(whole, runs.finish("killed")) == []
+
+
+def kill_and_compare(runs: Recipe, *, kills: int, seed: int) -> list[Kill]:
+    """Kill one run again and again, now and then while it starts, and let it end."""
+    whole = runs.finish("whole")
+    span_s = 2.5 * step_seconds(whole)
+    moments = random.Random(seed)
+    found = []
+    for number in range(kills):
+        in_start = number > 0 and moments.random() < 0.15
+        found.append(runs.kill("killed", moments, span_s=span_s, in_start=in_start))
+        print(found[-1], flush=True)
+    assert differences(whole, runs.finish("killed")) == []
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_twenty_kills_change_nothing(demo: tuple[str, ...], tmp_path: Path) -> None:  # noqa: F811
+    found = kill_and_compare(recipe(demo, tmp_path, "updates=60"), kills=20, seed=2)
+    assert {"start", "step"} <= {kill.stage for kill in found}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_five_kills_of_ppo_change_nothing(demo: tuple[str, ...], tmp_path: Path) -> None:  # noqa: F811
+    kill_and_compare(recipe(demo, tmp_path, *PPO, "updates=32", updates_per_batch=2), kills=5, seed=3)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(3600)
+def test_five_kills_of_two_zero3_ranks_change_nothing(demo: tuple[str, ...], tmp_path: Path) -> None:  # noqa: F811
+    kill_and_compare(recipe(demo, tmp_path, "updates=16", ranks=2), kills=5, seed=4)

@@ -1,0 +1,51 @@
+"""An update with a loss or gradient that is not finite, on whichever rank, is skipped by all of them and leaves no
+trace: in one process, under DDP, ZeRO-2 and ZeRO-3."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.fixtures.models import save_tiny_model
+from trainer.dumps import read_dump
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKER = Path(__file__).parent / "workers" / "skipped_updates.py"
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "launcher", ["zero3", *(pytest.param(name, marks=pytest.mark.slow) for name in (None, "ddp", "zero2"))]
+)
+def test_a_broken_update_is_skipped_on_all_ranks_and_leaves_no_trace(launcher: str | None, tmp_path: Path) -> None:
+    command = [sys.executable]
+    if launcher is not None:
+        command += ["-m", "accelerate.commands.launch", "--config_file", f"configs/accelerate/{launcher}.yaml",
+                    "--num_processes", "2", "--main_process_port", "0"]  # fmt: skip
+    model = save_tiny_model(tmp_path / "model", tied=True)
+    done = subprocess.run(
+        [*command, str(WORKER), str(model), str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=280,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["skipped updates change nothing"]
+    assert report["what follows is as if they had not been"]
+    assert report["versions"] == [1, 2]
+    assert report["counted"] == [0, 1, 2, 3, 3]
+    first, second, first_again, second_again = report["grad_norms"]
+    assert (first, second) == (first_again, second_again)
+    assert first > 0
+    assert report["spike_norm"] > 1e4 * first
+    assert len(report["ended"]) == (1 if launcher is None else 2)
+    assert all("4 times in a row" in sentence for sentence in report["ended"])
+
+    names = sorted(path.name for path in (tmp_path / "dumps").iterdir())
+    assert names[:3] == [f"update-000002-try-{number}" for number in (1, 2, 3)]
+    attempts = [read_dump(tmp_path / "dumps" / name)[0] for name in names[:3]]
+    assert "policy/loss" in attempts[0].reason
+    assert attempts[1].reason == "the gradient norm is not finite"
+    assert "times the median" in attempts[2].reason
