@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from rollout.chat import Chat
 from rollout.engine import Engine, Sampling
 from rollout.environment import Environment
 from rollout.environments.agent import AgentEnvironment
+from rollout.environments.mixed import Mixed
 from rollout.environments.trl_rollout import TRLRollout, copy_tokenizer, run_rollout_func_episode
 from rollout.episode import request_seed, run_episode
 from rollout.errors import RequestError
@@ -131,21 +132,32 @@ class Sampler:
     async def _episode_runner(self, sampling: Sampling) -> AsyncIterator[RunEpisode]:
         """Environments run in this loop; agents talk to a gateway, which lives as long as the batch."""
         environment = self._make_environment()
-        if isinstance(environment, TRLRollout):
-            yield partial(
-                run_rollout_func_episode,
-                engine=self._engine,
-                chat=self._chat,
-                tokenizer=await copy_tokenizer(self._chat),
-                slots=asyncio.Semaphore(environment.max_concurrent),
-            )
-            return
-        if not isinstance(environment, AgentEnvironment):
-            yield partial(run_episode, engine=self._engine, chat=self._chat)
-            return
-        slots = asyncio.Semaphore(environment.max_concurrent)
-        async with Gateway(engine=self._engine, chat=self._chat, offered=[sampling], settings=self._gateway) as gateway:
-            yield partial(run_agent_episode, gateway=gateway, slots=slots)
+        plain = partial(run_episode, engine=self._engine, chat=self._chat)
+        drivers: dict[type[Environment], RunEpisode] = {}  # of environments that run their own episodes
+        async with AsyncExitStack() as stack:
+            for part in environment.parts if isinstance(environment, Mixed) else (environment,):
+                if isinstance(part, TRLRollout):
+                    drivers[TRLRollout] = partial(
+                        run_rollout_func_episode,
+                        engine=self._engine,
+                        chat=self._chat,
+                        tokenizer=await copy_tokenizer(self._chat),
+                        slots=asyncio.Semaphore(part.max_concurrent),
+                    )
+                elif isinstance(part, AgentEnvironment):
+                    gateway = Gateway(engine=self._engine, chat=self._chat, offered=[sampling], settings=self._gateway)
+                    drivers[AgentEnvironment] = partial(
+                        run_agent_episode,
+                        gateway=await stack.enter_async_context(gateway),
+                        slots=asyncio.Semaphore(part.max_concurrent),
+                    )
+
+            async def run(*, environment: Environment, example: Mapping[str, Any], **episode: Any) -> Rollout:
+                own = environment.choose(example) if isinstance(environment, Mixed) else environment
+                driver = next((driver for kind, driver in drivers.items() if isinstance(own, kind)), plain)
+                return await driver(environment=own, example=example, **episode)
+
+            yield run
 
 
 def _without_lost(rollout: Rollout, lost_groups: Mapping[int, str]) -> Rollout:

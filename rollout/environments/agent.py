@@ -48,7 +48,7 @@ class AgentEnvironment:
         return ()
 
     async def reset(self, example: Mapping[str, Any]) -> Sequence[Message]:
-        raise ConfigError("environment agent runs its own episodes and cannot be a part of mixed; use it by itself")
+        raise NotImplementedError("an agent runs its own episodes: run_agent_episode, as rollout/sampler.py does")
 
     async def step(self, message: Message) -> Step:
-        raise ConfigError("environment agent runs its own episodes and cannot be a part of mixed; use it by itself")
+        raise NotImplementedError("an agent runs its own episodes: run_agent_episode, as rollout/sampler.py does")

@@ -11,7 +11,10 @@ from rollout.records import Message
 
 
 class Mixed:
-    """Becomes, on reset, the environment that the row names; before that it has no tools."""
+    """Becomes, on reset, the environment that the row names; before that it has no tools.
+
+    Parts that run their own episodes (`agent`, `trl_rollout`) are never reset: `rollout/sampler.py` asks `choose`.
+    """
 
     def __init__(
         self,
@@ -37,6 +40,20 @@ class Mixed:
         self._current: Environment | None = None
 
     @property
+    def parts(self) -> Sequence[Environment]:
+        return tuple(self._by_name.values())
+
+    def choose(self, example: Mapping[str, Any]) -> Environment:
+        """The part that the row names. Raises `DataError` if there is no such part."""
+        name = example.get(self._column) or self._default
+        if name not in self._by_name:
+            raise DataError(
+                f"mixed: column {self._column!r} says {name!r}, expected one of {', '.join(self._by_name)}; "
+                "add it to environment.settings.environments or set environment.settings.default"
+            )
+        return self._by_name[name]
+
+    @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
         return self._current.tools if self._current is not None else ()
 
@@ -50,13 +67,7 @@ class Mixed:
                 environment.host(open_conversation)
 
     async def reset(self, example: Mapping[str, Any]) -> Sequence[Message]:
-        name = example.get(self._column) or self._default
-        if name not in self._by_name:
-            raise DataError(
-                f"mixed: column {self._column!r} says {name!r}, expected one of {', '.join(self._by_name)}; "
-                "add it to environment.environments or set environment.default"
-            )
-        self._current = self._by_name[name]
+        self._current = self.choose(example)
         return await self._current.reset(example)
 
     async def step(self, message: Message) -> Step:

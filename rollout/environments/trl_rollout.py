@@ -93,14 +93,10 @@ class TRLRollout:
         return (value if isinstance(value, str) else [dict(message) for message in messages]), messages
 
     async def reset(self, example: Mapping[str, Any]) -> Sequence[Message]:
-        raise ConfigError(
-            "environment trl_rollout runs its own episodes and cannot be a part of mixed; use it by itself"
-        )
+        raise NotImplementedError("it runs its own episodes: run_rollout_func_episode, as rollout/sampler.py does")
 
     async def step(self, message: Message) -> Step:
-        raise ConfigError(
-            "environment trl_rollout runs its own episodes and cannot be a part of mixed; use it by itself"
-        )
+        raise NotImplementedError("it runs its own episodes: run_rollout_func_episode, as rollout/sampler.py does")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

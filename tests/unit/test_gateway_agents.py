@@ -77,6 +77,34 @@ async def test_an_agent_gives_rollouts_like_any_environment():
         assert [m["content"] for m in rollout.messages] == [rollout.example["question"], "fine", "go on", "fine"]
 
 
+async def test_a_row_can_name_an_agent_beside_environments():
+    def count(base_url: str, api_key: str, example: dict[str, Any]) -> dict[str, Any]:
+        blocking(base_url, api_key, example)
+        return {"by_agent": 1}
+
+    sampler = Sampler(
+        engine=engine_saying("fine<|im_end|>"),
+        chat=CHAT,
+        make_environment=partial(
+            make_environment,
+            "mixed",
+            environments={"agent": {"agent": count}, "single_turn": {}},
+            default="single_turn",
+        ),
+        max_turns=2,
+        seed=5,
+    )
+    rows = [{"question": "a", "environment": "agent"}, {"question": "b"}]
+    sampling = Sampling(max_tokens=64, stop_token_ids=CHAT.stop_token_ids)
+    of_agent, of_environment = await sampler.collect(rows, samples_per_prompt=1, sampling=sampling, step=0)
+    assert of_agent.outcome["by_agent"] == 1
+    assert "by_agent" not in of_environment.outcome
+    for rollout, question in ((of_agent, "a"), (of_environment, "b")):
+        assert rollout.status is RolloutStatus.COMPLETED
+        assert [message["content"] for message in rollout.messages] == [question, "fine"]
+        assert len(rollout.calls) == 1
+
+
 @pytest.mark.parametrize("agent", [blocking, blocking_in_async])
 async def test_an_agent_that_blocks_its_thread_blocks_nobody(agent):
     rollouts = await asyncio.wait_for(collect(agent, engine_saying("fine<|im_end|>"), samples=8), 30)

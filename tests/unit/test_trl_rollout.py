@@ -329,7 +329,5 @@ async def test_settings_are_checked_before_anything_starts():
     ):
         with pytest.raises(ConfigError, match=says):
             make_environment("trl_rollout", **settings)
-    with pytest.raises(ConfigError, match="mixed"):
-        await make_environment("trl_rollout", rollout_func=two_turns).reset({})
     with pytest.raises(DataError, match="no prompt"):
         await run(two_turns, example={"text": "go"})
