@@ -30,6 +30,7 @@ _RECIPE_SOURCES = (
     "demo/warm_start.py",
     "environments/calculator.py",
     "environments/chain.py",
+    "supervised.py",
 )
 
 

@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from rollout.demo.play import Demonstration, demonstrate, sampled_reward, tokenize
 from rollout.demo.tasks import DemoTask, draw_unique
 from rollout.demo.tokenizer import PAD, TURN_END
 from rollout.errors import TrainingError
+from rollout.supervised import IGNORED, descend, make_adam, next_token_loss, sample_from_everything
 
 SKILLED = 0.9
 MIDDLING = (0.1, 0.5)
@@ -73,8 +73,7 @@ def new_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM
         model = Qwen3ForCausalLM(config)
     generation = model.generation_config
     generation.eos_token_id, generation.pad_token_id = end_id, pad_id
-    # Said in full, so that no engine or pipeline fills in a default that truncates.
-    generation.do_sample, generation.temperature, generation.top_p, generation.top_k = True, 1.0, 1.0, 0
+    sample_from_everything(model)
     return model
 
 
@@ -94,7 +93,7 @@ def warm_start(
     """
     rng = random.Random(seed)
     check_rows = draw_unique(task.draw, random.Random(seed + 1), recipe.check_prompts, heldout=False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.clean_lr, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = make_adam(model)
 
     def check(step: int) -> float:
         model.eval()
@@ -103,15 +102,10 @@ def warm_start(
         return reward
 
     def learn(step: int, lr: float, *, noisy: bool) -> float:
-        for group in optimizer.param_groups:
-            group["lr"] = lr
         rows = draw_unique(task.draw, rng, recipe.batch, heldout=False)
         episodes = demonstrate(task, rows, tokenizer, rng, noisy=noisy)
         loss = imitation_loss(model, [tokenize(episode, tokenizer) for episode in episodes])
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
-        optimizer.step()
+        descend(model, optimizer, loss, lr=lr, max_grad_norm=recipe.max_grad_norm)
         return loss.item()
 
     model.train()
@@ -147,11 +141,9 @@ def imitation_loss(model: Qwen3ForCausalLM, demonstrations: Sequence[Demonstrati
     """Mean cross-entropy of the learned tokens, each predicted by those before it."""
     length = max(len(item.ids) for item in demonstrations)
     ids_BT = torch.zeros(len(demonstrations), length, dtype=torch.long)
-    labels_BT = torch.full((len(demonstrations), length), -100)
+    labels_BT = torch.full((len(demonstrations), length), IGNORED)
     for index, item in enumerate(demonstrations):
         ids = torch.tensor(item.ids)
         ids_BT[index, : len(ids)] = ids
-        labels_BT[index, : len(ids)] = torch.where(torch.tensor(item.is_learned), ids, -100)
-    # Padded on the right: causal attention keeps real tokens from seeing it, and its labels are ignored.
-    logits_BTV = model(input_ids=ids_BT, use_cache=False).logits
-    return cross_entropy(logits_BTV[:, :-1].flatten(0, 1), labels_BT[:, 1:].flatten(), ignore_index=-100)
+        labels_BT[index, : len(ids)] = torch.where(torch.tensor(item.is_learned), ids, IGNORED)
+    return next_token_loss(model, ids_BT, labels_BT)

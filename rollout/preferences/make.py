@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.nn.functional import cross_entropy
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from rollout.errors import ConfigError
 from rollout.preferences.language import END_OF_TEXT, JUDGES, STOP, make_tokenizer, write_text
 from rollout.preferences.queries import select_query
 from rollout.preferences.sampling import sample_responses
+from rollout.supervised import descend, make_adam, next_token_loss, sample_from_everything
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,24 +96,15 @@ def pretrain(tokenizer: PreTrainedTokenizerFast, recipe: PreferenceRecipe, *, se
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = GPT2LMHeadModel(config)
-    generation = model.generation_config
-    # Said in full, so that no engine or pipeline fills in a default that truncates.
-    generation.do_sample, generation.temperature, generation.top_p, generation.top_k = True, 1.0, 1.0, 0
+    sample_from_everything(model)
     rng = random.Random(f"{seed}-pretraining")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = make_adam(model)
     length = recipe.query_length + recipe.response_length
     model.eval()  # no dropout
     for step in range(recipe.pretraining_steps):
-        for group in optimizer.param_groups:
-            group["lr"] = recipe.lr * min(1.0, (step + 1) / 20) * (1 - step / recipe.pretraining_steps)
         texts = [[vocabulary[word] for word in write_text(rng, length)[:length]] for _ in range(recipe.batch)]
-        ids_BT = torch.tensor(texts)
-        logits_BTV = model(input_ids=ids_BT, use_cache=False).logits
-        loss = cross_entropy(logits_BTV[:, :-1].flatten(0, 1), ids_BT[:, 1:].flatten())
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        lr = recipe.lr * min(1.0, (step + 1) / 20) * (1 - step / recipe.pretraining_steps)
+        descend(model, optimizer, next_token_loss(model, torch.tensor(texts)), lr=lr)
     return model
 
 
