@@ -27,6 +27,8 @@ from rollout.errors import ConfigError
 NORMALIZATION_FILE = "reward_normalization.json"
 """Beside the weights: gain and bias that normalise the rewards, and the part of the bias that weights do not hold."""
 
+AUTO_DEVICE = "auto"
+
 
 class RewardModel(nn.Module):
     """Scores of padded batches, before any gain and bias that the weights do not hold."""
@@ -55,8 +57,8 @@ class RewardModel(nn.Module):
             if "position_ids" in inspect.signature(trunk.forward).parameters:
                 arguments["position_ids"] = position_ids_BT
             hidden_BTD = trunk(**arguments).last_hidden_state
-            batch = PaddedBatch(ids_BT, mask_BT, position_ids_BT)
-            last_BD = hidden_BTD[torch.arange(len(ids_BT), device=ids_BT.device), batch.last_B]
+            last_B = PaddedBatch(ids_BT, mask_BT, position_ids_BT).last_B.to(hidden_BTD.device)
+            last_BD = hidden_BTD[torch.arange(len(ids_BT), device=last_B.device), last_B]
             scores_B = self.model.get_submodule("score")(last_BD)[:, 0]
         return scores_B.to(torch.promote_types(scores_B.dtype, torch.float32))
 
@@ -82,20 +84,28 @@ def load_reward_model(
 ) -> tuple[RewardModel, float]:
     """The model in eval mode on its device, and the bias to add to its scores.
 
+    device: `auto` spreads the layers over the GPUs that this process sees, where one has no room for them.
+
     Raises:
         ConfigError: nothing loadable is there, or it has more than one output.
     """
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         model = AutoModelForSequenceClassification.from_pretrained(
-            path, config=config, dtype=dtype, trust_remote_code=trust_remote_code
+            path,
+            config=config,
+            dtype=dtype,
+            device_map=AUTO_DEVICE if device == AUTO_DEVICE else None,
+            trust_remote_code=trust_remote_code,
         )
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"reward model {path}: cannot be loaded ({error}). Expected what scripts/train_reward_model.py wrote, or "
             "any sequence classifier with one label: set reward.settings.model.path=<directory or hub id>"
         ) from error
-    return RewardModel(model).to(device).eval().requires_grad_(False), remaining_bias(path)
+    if device != AUTO_DEVICE:
+        model.to(device)
+    return RewardModel(model).eval().requires_grad_(False), remaining_bias(path)
 
 
 def remaining_bias(path: str | Path) -> float:

@@ -50,7 +50,7 @@ class ModelReward:
     """Longer texts are cut on the left: what is scored is the end."""
     batch_size: int = 32
     device: str | None = None
-    """None: the GPU if there is one."""
+    """For example cuda:1; auto: its layers spread over all GPUs; None: the GPU of this process if there is one."""
     dtype: str = "float32"
     trust_remote_code: bool = False
 
