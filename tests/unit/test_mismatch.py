@@ -125,6 +125,35 @@ def test_every_metric_equals_its_formula(options):
     assert metrics_of(correction=result) == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
+def test_shared_metrics_have_the_values_of_verl_and_ms_swift():
+    """Numbers worked out from the formulas of verl's `compute_offpolicy_metrics` and ms-swift's
+    `_compute_rollout_offpolicy_metrics`, for rollouts with d = (-0.5, 1.0) and (-0.4)."""
+    train = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64)
+    samp = torch.tensor([-1.5, -1.0, -0.9], dtype=torch.float64)
+    rollout = torch.tensor([0, 0, 1])
+    weights = correction_weights(train, samp, rollout, 2, mode="token_truncate", bounds=1.2)
+    found = MismatchStatistics.from_tokens(train, samp, rollout, 2, correction=weights).finalize()
+    shared = {
+        "kl": 0.0333333333,  # verl; ms-swift's Megatron trainer has the other sign
+        "k3_kl": 0.2028084698,
+        "training_ppl": 3.0652051705,
+        "rollout_ppl": 2.9749730343,
+        "training_log_ppl": 1.0,
+        "rollout_log_ppl": 1.075,
+        "log_ppl_diff": -0.075,
+        "log_ppl_abs_diff": 0.325,
+        "log_ppl_diff_max": 0.25,
+        "log_ppl_diff_min": -0.4,
+        "ppl_ratio": 0.9771727314,
+        "chi2_token": 0.6930526801,
+        "chi2_seq": 0.4160357941,  # ms-swift; verl squares the product: 0.2967101848
+        "is_weight_mean": 0.9226264804,
+        "clipped_frac": 2 / 3,
+        "ess": 0.8469104186,  # of the weights that train; both clamp them into [1 / 1.2, 1.2] first: 0.9749248783
+    }
+    assert {name: found[PREFIX + name] for name in shared} == pytest.approx(shared, rel=1e-9)
+
+
 def test_without_correction_weights_are_one_and_raw_is_the_token_ratio():
     ratios = [math.exp(t - s) for t, s in zip(TRAIN, SAMP, strict=True)]
     assert metrics_of() == pytest.approx(expected_metrics([1.0] * 6, ratios, [False] * 6), rel=1e-9, abs=1e-12)
