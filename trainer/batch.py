@@ -4,7 +4,7 @@ Ranks that have an engine make rollouts; all ranks get all rows. Rows are small 
 exchange everything that is counted or normalised over the step (denominators, advantages, correction weights and
 their metrics) is computed by the same code on the same numbers everywhere. No partition of the work can change it.
 
-Shape legend: _S delivered rollouts of the step, _N trained tokens of the step.
+Shape legend: _S delivered rollouts of the step, _K their turns, _N trained tokens of the step.
 """
 
 from __future__ import annotations
@@ -75,6 +75,16 @@ class StepBatch:
     @cached_property
     def turns_N(self) -> torch.Tensor:
         return self._trained("turns").long()
+
+    @cached_property
+    def turn_rollout_K(self) -> torch.Tensor:
+        """(K,) int64 rollout of each turn."""
+        return torch.from_numpy(np.repeat(np.arange(self.num_rollouts), self.num_turns_S))
+
+    @cached_property
+    def turn_index_K(self) -> torch.Tensor:
+        """(K,) int64 which turn of its rollout it is."""
+        return torch.from_numpy(np.concatenate([np.zeros(0, int), *map(np.arange, self.num_turns_S)]))
 
     def _trained(self, name: str) -> torch.Tensor:
         parts = [getattr(row, name)[row.loss_mask] for row in self.rows]

@@ -19,7 +19,7 @@ from trainer.kl_control import AdaptiveKl, FixedKl, KlController
 from trainer.ppo import Credit, CreditRule, assign
 from trainer.ppo_metrics import objective_metrics, value_metrics
 from trainer.targets import Logprobs, kept_tokens
-from trainer.token_rewards import token_rewards
+from trainer.token_rewards import TurnRewards, token_rewards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +46,12 @@ class CreditAssignment:
         in_reward = logprobs.ref_N is not None and self._algorithm.kl_place == "reward"
         scores_S = torch.from_numpy(batch.rewards_S)
         rewards = token_rewards(
-            scores_S,
+            TurnRewards(torch.from_numpy(batch.turn_rewards_K), batch.turn_rollout_K, batch.turn_index_K),
             logprobs.old_N,
             logprobs.ref_N if logprobs.ref_N is not None else logprobs.old_N,
             batch.rollout_N,
             batch.turns_N,
+            num_rollouts=batch.num_rollouts,
             kl_coef=kl_coef if in_reward else 0.0,
         )
         credit = Credit(

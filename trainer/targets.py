@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -113,8 +112,7 @@ def rollout_advantages(batch: StepBatch, algorithm: AlgorithmConfig) -> Advantag
 
 def turn_advantages(batch: StepBatch, algorithm: AlgorithmConfig) -> tuple[Tensor, dict[str, float]]:
     """(N,) float64: the discounted rewards from the token's turn on, against the same turn of the group."""
-    rollout_K = torch.from_numpy(np.repeat(np.arange(batch.num_rollouts), batch.num_turns_S))
-    turn_K = torch.from_numpy(np.concatenate([np.zeros(0, int), *map(np.arange, batch.num_turns_S)]))
+    rollout_K, turn_K = batch.turn_rollout_K, batch.turn_index_K
     returns_K = discounted_returns(torch.from_numpy(batch.turn_rewards_K), rollout_K, gamma=algorithm.turn_discount)
     groups_K = turn_groups(torch.from_numpy(batch.group_S)[rollout_K], turn_K)
     advantages_K, metrics = _estimate(returns_K, groups_K, algorithm)

@@ -74,10 +74,10 @@ def _ppo(config: Config) -> Iterator[str]:
                 "KL coefficient (a batch must be below 5 horizons); "
                 f"set algorithm.kl_horizon={max(10 * batch, 10000)}"
             )
-    if algorithm.advantage == "gae" and algorithm.turn_rewards:
+    if algorithm.advantage == "gae" and algorithm.turn_discount != 1:
         yield (
-            "algorithm.turn_rewards=true is for advantages without a critic; algorithm.advantage=gae takes the score "
-            "at the end of the rollout: set algorithm.turn_rewards=false"
+            f"algorithm.turn_discount={algorithm.turn_discount} is for advantages without a critic; "
+            "algorithm.advantage=gae discounts per token: set algorithm.turn_discount=1.0 and algorithm.gamma"
         )
     if algorithm.advantage == "gae" and config.correction.kl_penalty:
         yield (

@@ -85,7 +85,7 @@ def test_every_epoch_visits_every_rollout_once_in_an_order_of_its_own():
 # A step with settings
 
 
-def batch():
+def batch(*, turn_rewards: tuple[float, ...] | None = None):
     def call(prompt, sampled):
         return EngineCall(
             prompt_ids=prompt, sampled_ids=sampled, sampled_logprobs=(-1.0,) * len(sampled),
@@ -95,14 +95,16 @@ def batch():
     first = call((1, 2), (3, 4))
     second = call((*first.all_ids, 9, 9, 9), (5,))  # a tool result of three tokens lies between
     rollouts = [
-        Rollout(rollout_id=0, group_id=0, calls=(first, second), reward=1.0),
+        Rollout(
+            rollout_id=0, group_id=0, calls=(first, second), reward=1.0, outcome={"turn_rewards": turn_rewards or ()}
+        ),
         Rollout(rollout_id=1, group_id=1, calls=(call((1, 2, 3), (7, 8)),), reward=-0.5),
     ]
-    return decode([encode(rollouts, mask_truncated=False)])
+    return decode([encode(rollouts, mask_truncated=False, with_turn_rewards=turn_rewards is not None)])
 
 
-def assigned(**settings):
-    step = batch()
+def assigned(*, turn_rewards: tuple[float, ...] | None = None, **settings):
+    step = batch(turn_rewards=turn_rewards)
     config = Config(algorithm=AlgorithmConfig(advantage="gae", whiten_advantages=False, **settings))
     old = torch.tensor([-1.0, -2.0, -3.0, -1.0, -1.0])
     ref = torch.tensor([-1.5, -2.0, -1.0, -1.0, -1.0]) if settings.get("kl_coef") else None
@@ -127,6 +129,17 @@ def test_the_penalty_the_controller_and_the_metrics_of_a_step():
     assert result.metrics["objective/non_score_reward"] == pytest.approx(0.075)
     assert result.metrics["objective/score_total"] == pytest.approx(0.325)
     assert result.next_kl_coef == pytest.approx(0.1 * (1 - 0.2 * 2 / 100))
+
+
+def test_a_turns_reward_is_paid_where_the_turn_ends():
+    """The first turn reports 0.6 of the rollout's 1.0; what is left belongs to the last turn."""
+    _, _, _, whole = assigned(gae_lambda=1.0)
+    _, _, _, split = assigned(gae_lambda=1.0, turn_rewards=(0.6,))
+    torch.testing.assert_close(whole.credit.rewards_N, torch.tensor([0.0, 0.0, 1.0, 0.0, -0.5]))
+    torch.testing.assert_close(split.credit.rewards_N, torch.tensor([0.0, 0.6, 0.4, 0.0, -0.5]))
+    # reward-to-go less the value: what came before the last turn is no credit of its token
+    torch.testing.assert_close(split.advantages_N, torch.tensor([0.5, 0.75, -0.35, -0.6, -0.7]))
+    assert split.metrics["objective/score"] == whole.metrics["objective/score"]
 
 
 def test_without_a_reference_no_kl_is_claimed():
@@ -159,6 +172,7 @@ def test_the_controller_is_the_one_that_settings_ask_for():
         ({"kl_target": 6.0, "kl_coef": 0.1, "kl_place": "reward", "kl_horizon": 20}, "turn the sign"),
         ({"gae_lambda": 1.5}, "between 0 and 1"),
         ({"value_clip": 0.0}, "value_clip=null"),
+        ({"turn_rewards": True, "turn_discount": 0.9}, "turn_discount=1.0"),
         ({"minibatches": 7}, "set algorithm.minibatches=8"),
     ],
 )

@@ -14,7 +14,7 @@ from trainer.kl_control import AdaptiveKl, FixedKl
 from trainer.ppo_metrics import explained_variance, objective_metrics, value_metrics
 from trainer.segments import RankReduction
 from trainer.tf_adam import set_tf_epsilon, tf_epsilon
-from trainer.token_rewards import last_token, token_rewards
+from trainer.token_rewards import TurnRewards, last_token, token_rewards
 from trainer.value_loss import clipped_value_loss
 from trainer.whitening import moments, whiten
 
@@ -78,27 +78,45 @@ def test_whitening_on_ranks_is_that_of_all_of_them_together(values, cut):
 # Rewards per token (P8)
 
 
+def scores(*values: float) -> TurnRewards:
+    """One turn per rollout."""
+    count = len(values)
+    return TurnRewards(torch.tensor(values), torch.arange(count), torch.zeros(count, dtype=torch.int64))
+
+
 def test_kl_costs_and_the_score_is_added_on_the_last_token():
     logp = torch.tensor([-1.0, -2.0, -3.0])
     reference = torch.tensor([-1.5, -2.0, -2.0])
     zeros = torch.zeros(3, dtype=torch.int64)
-    result = token_rewards(torch.tensor([0.4]), logp, reference, zeros, zeros, kl_coef=0.1)
+    result = token_rewards(scores(0.4), logp, reference, zeros, zeros, num_rollouts=1, kl_coef=0.1)
     torch.testing.assert_close(result.rewards_T, torch.tensor([-0.05, 0.0, 0.1 + 0.4]))
     torch.testing.assert_close(result.kl_S, torch.tensor([-0.5]))
 
 
 def test_policy_equal_to_the_reference_has_no_kl():
     logp, rollout = torch.randn(6), torch.tensor([0, 0, 1, 1, 1, 2])
-    result = token_rewards(torch.ones(3), logp, logp.clone(), rollout, torch.zeros_like(rollout), kl_coef=0.15)
+    zeros = torch.zeros_like(rollout)
+    result = token_rewards(scores(1, 1, 1), logp, logp.clone(), rollout, zeros, num_rollouts=3, kl_coef=0.15)
     assert result.kl_S.tolist() == [0.0] * 3
     assert result.rewards_T.tolist() == [0, 1, 0, 0, 1, 1]
 
 
-def test_the_last_token_is_that_of_the_last_call_wherever_its_row_lies():
+def test_the_last_token_of_a_turn_is_found_wherever_its_row_lies():
     rollout = torch.tensor([1, 1, 0, 0, 1])
     turn = torch.tensor([3, 3, 0, 1, 0])
-    assert last_token(rollout, turn, 3).tolist() == [3, 1, -1]
-    assert last_token(rollout[:0], turn[:0], 2).tolist() == [-1, -1]
+    rollout_K, turn_K = torch.tensor([0, 0, 1, 1, 2]), torch.tensor([0, 1, 0, 3, 0])
+    assert last_token(rollout_K, turn_K, rollout, turn).tolist() == [2, 3, 4, 1, -1]
+    assert last_token(rollout_K, turn_K, rollout[:0], turn[:0]).tolist() == [-1] * 5
+
+
+def test_a_turn_without_trained_tokens_pays_the_last_one_before_it():
+    rollout, turn = torch.tensor([0, 0, 1]), torch.tensor([1, 1, 0])
+    rollout_K, turn_K = torch.tensor([0, 0, 0, 1]), torch.tensor([0, 1, 2, 0])
+    assert last_token(rollout_K, turn_K, rollout, turn).tolist() == [-1, 1, 1, 2]
+    turns = TurnRewards(torch.tensor([8.0, 1.0, 2.0, 4.0]), rollout_K, turn_K)
+    zeros = torch.zeros(3)
+    result = token_rewards(turns, zeros, zeros, rollout, turn, num_rollouts=2, kl_coef=0.0)
+    assert result.rewards_T.tolist() == [0, 3, 4]
 
 
 # GAE (P6)
