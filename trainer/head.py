@@ -5,9 +5,9 @@ that. Here the vocabulary is walked in tiles (so that a tile of the weight is re
 the tokens in chunks. A running log-sum-exp joins the tiles; backward computes each tile again. What is kept between
 forward and backward is the hidden states, the weight and three numbers per token.
 
-Covered: bias, logit scale, final softcap, temperature, restricted sampling support; inputs from float64 to bfloat16,
-products accumulated and softmax taken in float32 or wider. Not covered: heads that are not one linear layer,
-derivatives of derivatives.
+Covered: bias, logit scale, final softcap, temperature, restricted sampling support; inputs from float64 to bfloat16 and
+autocast, which rounds the operands of products; products accumulated and softmax taken in float32 or wider. Not
+covered: heads that are not one linear layer, derivatives of derivatives.
 
 Shape legend: _N target tokens, _D hidden size, _V vocabulary, _C tokens of a chunk, _K vocabulary entries of a tile.
 """
@@ -189,11 +189,13 @@ class _FusedLogprobs(torch.autograd.Function):
         with_entropy: bool,
         budget_gib: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        tiles = _Tiles(hidden_ND, weight_VD, bias_V, transform, support, budget_gib)
+        rounded_to = _autocast_dtype(hidden_ND, weight_VD)
+        tiles = _Tiles(hidden_ND, weight_VD, bias_V, transform, support, budget_gib, rounded_to)
         with torch.autocast(hidden_ND.device.type, enabled=False):
             lse_N, target_logit_N, entropy_N = _normalise(tiles, target_ids_N, with_entropy)
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, target_ids_N, lse_N, entropy_N)
         ctx.transform, ctx.support, ctx.with_entropy, ctx.budget_gib = transform, support, with_entropy, budget_gib
+        ctx.rounded_to = rounded_to
         if not with_entropy:
             ctx.mark_non_differentiable(entropy_N)
         return target_logit_N - lse_N, entropy_N
@@ -202,7 +204,7 @@ class _FusedLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden_ND, weight_VD, bias_V, target_ids_N, lse_N, entropy_N = ctx.saved_tensors
         grad_logprob_N, grad_entropy_N = grads
-        tiles = _Tiles(hidden_ND, weight_VD, bias_V, ctx.transform, ctx.support, ctx.budget_gib)
+        tiles = _Tiles(hidden_ND, weight_VD, bias_V, ctx.transform, ctx.support, ctx.budget_gib, ctx.rounded_to)
         with torch.autocast(hidden_ND.device.type, enabled=False):
             grad_hidden, grad_weight, grad_bias = _gradients(
                 tiles,
@@ -216,6 +218,14 @@ class _FusedLogprobs(torch.autograd.Function):
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
 
 
+def _autocast_dtype(hidden_ND: torch.Tensor, weight_VD: torch.Tensor) -> torch.dtype | None:
+    """What autocast rounds the operands of a linear layer to; None without it, and for float64, which it leaves."""
+    device = hidden_ND.device.type
+    if not torch.is_autocast_enabled(device) or torch.float64 in (hidden_ND.dtype, weight_VD.dtype):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
 class _Tiles:
     """The walk over (vocabulary tile × token chunk) that forward and backward share."""
 
@@ -227,14 +237,18 @@ class _Tiles:
         transform: LogitTransform,
         support: _Support | None,
         budget_gib: float,
+        rounded_to: torch.dtype | None,
     ) -> None:
+        """rounded_to: what operands of products are rounded to first, as autocast does; or None."""
         self.weight_VD, self.bias_V = weight_VD, bias_V
         self.transform, self.support = transform, support
         self.dtype = torch.promote_types(torch.promote_types(hidden_ND.dtype, weight_VD.dtype), torch.float32)
+        self.rounded_to = rounded_to
         # GPUs multiply half-precision operands into float32 sums; elsewhere the operands are widened first.
-        halves = hidden_ND.dtype == weight_VD.dtype and hidden_ND.dtype in (torch.bfloat16, torch.float16)
-        self.operand_dtype = hidden_ND.dtype if halves and hidden_ND.is_cuda else self.dtype
-        self.hidden_ND = hidden_ND.detach().to(self.operand_dtype)
+        operand_dtype = rounded_to or torch.promote_types(hidden_ND.dtype, weight_VD.dtype)
+        is_half = operand_dtype in (torch.bfloat16, torch.float16)
+        self.operand_dtype = operand_dtype if is_half and hidden_ND.is_cuda else self.dtype
+        self.hidden_ND = self.operand(hidden_ND.detach())
 
         (num_tokens, _), num_vocab = hidden_ND.shape, len(weight_VD)
         self.tiles = [slice(k, min(k + TILE_K, num_vocab)) for k in range(0, num_vocab, TILE_K)]
@@ -247,7 +261,11 @@ class _Tiles:
         self.buffers = [torch.empty(chunk * width, dtype=self.dtype, device=hidden_ND.device) for _ in range(2)]
 
     def weight(self, tile: slice) -> torch.Tensor:
-        return self.weight_VD.detach()[tile].to(self.operand_dtype)
+        return self.operand(self.weight_VD.detach()[tile])
+
+    def operand(self, x: torch.Tensor) -> torch.Tensor:
+        """What a product multiplies for x."""
+        return (x if self.rounded_to is None else x.to(self.rounded_to)).to(self.operand_dtype)
 
     def scratch(self, index: int, shape: torch.Size) -> torch.Tensor:
         return self.buffers[index][: shape.numel()].view(shape)
@@ -255,8 +273,8 @@ class _Tiles:
     def product(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, beta: float = 0.0) -> torch.Tensor:
         """out = beta · out + inner · a @ b, accumulated in the wide dtype."""
         if self.operand_dtype == self.dtype:
-            return out.addmm_(a, b, beta=beta, alpha=self.transform.inner)
-        product = torch.mm(a.to(self.operand_dtype), b.to(self.operand_dtype), out_dtype=self.dtype)
+            return out.addmm_(self.operand(a), self.operand(b), beta=beta, alpha=self.transform.inner)
+        product = torch.mm(self.operand(a), self.operand(b), out_dtype=self.dtype)
         return (
             out.mul_(beta).add_(product, alpha=self.transform.inner)
             if beta

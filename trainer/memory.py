@@ -124,6 +124,7 @@ def memory_plan(
     needs_copy = bool(config.algorithm.kl_coef) and (
         not config.model.lora.rank or config.model.reference_path is not None
     )
+    reference = compute if uses_deepspeed else FLOAT32  # as the policy's own weights (trainer/reference.py)
     sharded = zero_stage == 3 and world_size > 1
     gathered = max(compute * shape.largest, int(config.sync.bucket_mib * 2**20)) if sharded else 0
     return MemoryPlan(
@@ -131,7 +132,7 @@ def memory_plan(
         masters=masters,
         gradients=gradients,
         optimizer=share(OPTIMIZER_BYTES[config.optimizer.name] * shape.trained, from_stage=1),
-        reference=share(compute * shape.engine_parameters, from_stage=3) if needs_copy else 0,
+        reference=share(reference * shape.engine_parameters, from_stage=3) if needs_copy else 0,
         activations=activation_bytes(
             shape,
             config.token_budget,

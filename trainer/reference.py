@@ -35,7 +35,11 @@ class Reference:
 
 
 def make_reference(config: Config, distributed: Distributed, module: nn.Module) -> Reference | None:
-    """The reference that the configuration asks for, in the dtype of the computation; a collective under ZeRO-3.
+    """The reference that the configuration asks for; a collective under ZeRO-3.
+
+    It computes as the policy does, so that the KL of an unchanged policy is exactly 0: in bfloat16 over float32 weights
+    where the policy does so under autocast (residuals and norms stay float32 there), in bfloat16 throughout where
+    DeepSpeed has cast the policy.
 
     module: the policy, as `Distributed.prepare` returned it.
     """
@@ -47,7 +51,8 @@ def make_reference(config: Config, distributed: Distributed, module: nn.Module) 
         return Reference(Scorer(module, distributed, **settings), policy.model.disable_adapter)
     copy = Policy.from_pretrained(
         config.model.reference_path or config.model.path,
-        dtype=config.model.dtype,
+        dtype=config.model.dtype if distributed.uses_deepspeed else "float32",
+        compute_dtype=config.model.dtype,
         attn_implementation=config.model.attn_implementation,
         trust_remote_code=config.model.trust_remote_code,
     )

@@ -185,8 +185,30 @@ def test_the_result_does_not_depend_on_tiles_and_chunks(monkeypatch):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
-def test_autocast_does_not_round_the_logits():
+def test_autocast_rounds_the_operands_and_not_the_logits():
     x = inputs(dtype=torch.float32)
+    leaves = (x["hidden"], x["weight"])
+    rounded = [leaf.detach().bfloat16().float().requires_grad_() for leaf in leaves]
+    expected = fused_logprobs(*rounded, x["targets"])
+    with torch.autocast("cpu", torch.bfloat16):
+        found = fused_logprobs(*leaves, x["targets"])
+    assert found[0].dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    # Rounding the logits, as a linear layer under autocast does, costs about 1e-2 here.
+    with torch.autocast("cpu", torch.bfloat16):
+        linear = torch.nn.functional.linear(*leaves).float()
+    rounded_logp = linear.log_softmax(-1).gather(1, x["targets"][:, None])[:, 0]
+    assert float((rounded_logp - found[0]).detach().abs().max()) > 1e-3
+    # In backward the gradient of the logits is an operand, too.
+    for ours, theirs, leaf in zip(
+        gradients(*found, leaves, True), gradients(*expected, rounded, True), leaves, strict=True
+    ):
+        assert ours.dtype == leaf.dtype
+        torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=2e-2)
+
+
+def test_autocast_leaves_float64_alone():
+    x = inputs()
     expected, _ = fused_logprobs(x["hidden"], x["weight"], x["targets"])
     with torch.autocast("cpu", torch.bfloat16):
         found, _ = fused_logprobs(x["hidden"], x["weight"], x["targets"])

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from torch import nn
 
 from tests.fixtures.models import save_tiny_model
 from tests.unit.test_update import OneProcess, rollouts
 from trainer.batch import StepBatch, decode, encode
 from trainer.config import AlgorithmConfig, Config, LoraConfig
+from trainer.distributed import Distributed
 from trainer.policy import Policy
 from trainer.reference import make_reference
 from trainer.scoring import Scorer
@@ -96,3 +99,27 @@ def test_with_adapters_the_reference_is_the_policy_without_them(model_dir: Path,
     torch.testing.assert_close(reference.score(batch), base, rtol=0, atol=1e-5)
     torch.testing.assert_close(score(policy, batch), adapted, rtol=0, atol=0)  # the adapters are on again
     assert any(parameter.requires_grad for parameter in policy.parameters())
+
+
+@pytest.fixture
+def bfloat16_process() -> Iterator[Distributed]:
+    """Accelerate keeps one precision per process; the one before is forgotten here, and this one afterwards."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield Distributed.start(dtype="bfloat16", max_grad_norm=0.0)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_in_bfloat16_the_kl_of_an_unchanged_policy_is_exactly_zero(
+    model_dir: Path, batch: StepBatch, bfloat16_process: Distributed
+) -> None:
+    """The policy computes under autocast over float32 weights, whose residuals stay float32."""
+    settings = config(model_dir, 0.1)
+    settings.model.dtype = "bfloat16"
+    policy = Policy.from_pretrained(model_dir, compute_dtype="bfloat16")
+    module = bfloat16_process.prepare(policy, torch.optim.SGD(policy.parameters(), lr=1.0))
+    scored = Scorer(module, bfloat16_process, temperature=1.0, token_budget=4096).score(batch)
+    reference = make_reference(settings, bfloat16_process, module)
+    assert reference is not None
+    torch.testing.assert_close(reference.score(batch), scored, rtol=0, atol=0)
+    in_float32 = score(Policy.from_pretrained(model_dir), batch)
+    assert float((scored - in_float32).abs().max()) > 1e-3, "nothing was computed in bfloat16"
