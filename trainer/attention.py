@@ -18,21 +18,30 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from trainer.packing import PackedBatch
+
 PACKED_ROWS = "packed_rows"
 """Name of the implementation in transformers' registry (`attn_implementation`)."""
 
 
 def register() -> None:
     """Make `packed_rows` known to transformers; doing it again changes nothing."""
+    if PACKED_ROWS in AttentionInterface().valid_keys():
+        return
     AttentionInterface.register(PACKED_ROWS, packed_rows_attention)
     # Models called without packed rows (generation, plain batches) get the ordinary SDPA mask.
     AttentionMaskInterface.register(PACKED_ROWS, sdpa_mask)
 
 
+def hide_from_compiler() -> None:
+    """Let compiled layers call `packed_rows` as it is: traced, it would be compiled for every number of rows."""
+    AttentionInterface.register(PACKED_ROWS, torch.compiler.disable(packed_rows_attention))
+
+
 def no_mask(device: torch.device) -> torch.Tensor:
     """An empty 4-D mask. transformers hands 4-D masks through untouched, so no L × L mask is built for the pack.
 
-    It doubles as a tripwire: a model that does not hand `row_lengths` through to its attention fails on it, instead
+    It doubles as a tripwire: a model that does not hand `packed` through to its attention fails on it, instead
     of letting rows see each other.
     """
     return torch.empty(1, 1, 0, 0, dtype=torch.bool, device=device)
@@ -45,7 +54,7 @@ def packed_rows_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    row_lengths: tuple[int, ...] | None = None,
+    packed: PackedBatch | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -61,8 +70,9 @@ def packed_rows_attention(
         key: (1, kv_heads, L, head_dim).
         value: (1, kv_heads, L, head_dim).
         attention_mask: `no_mask()` for packs; bool or None for plain batches.
-        row_lengths: tokens of each row, summing to L. None: a plain batch, which goes to
-            transformers' own SDPA where that can.
+        packed: the pack, of which only `row_lengths` is read (whole, because a compiled layer hands an object through
+            unseen, but is compiled anew for each tuple of lengths). None: a plain batch, which goes to transformers' own
+            SDPA where that can.
         scaling: factor of the scores; by default head_dim ** -0.5.
         sliding_window: a token sees itself and the `sliding_window - 1` tokens before it.
         softcap: scores become softcap · tanh(score / softcap).
@@ -74,7 +84,7 @@ def packed_rows_attention(
         (1, L, heads, head_dim) and None (no attention weights).
     """
     written_out = softcap is not None or s_aux is not None  # SDPA kernels know neither
-    if row_lengths is None:
+    if packed is None:
         if not written_out:
             return sdpa_attention_forward(
                 module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -83,9 +93,9 @@ def packed_rows_attention(
         output = _explicit(query, key, value, keep, scaling=scaling, softcap=softcap, s_aux=s_aux)
         return output.transpose(1, 2).contiguous(), None
 
-    assert query.shape[:3:2] == (1, sum(row_lengths)), "one pack, tiled by its rows"
+    assert query.shape[:3:2] == (1, packed.num_tokens), "one pack, tiled by its rows"
     assert dropout == 0.0, "the policy has no dropout"
-    lengths = list(row_lengths)
+    lengths = list(packed.row_lengths)
     gqa = query.shape[1] != key.shape[1]
     outputs = []
     for q, k, v in zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True):

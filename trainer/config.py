@@ -23,6 +23,7 @@ ADVANTAGES = (
 )
 LOSSES = ("ppo_clip", "gspo", "cispo", "sapo", "reinforce", "clipped_tis")
 OPTIMIZERS = ("adamw", "adamw_tf", "adamw_8bit", "muon", "sgd")
+ATTENTIONS = ("auto", "packed_rows", "flash_attention_2", "flash_attention_3", "sdpa", "eager")
 KL_ESTIMATORS = ("k1", "k2", "k3", "unbiased")
 NORMALIZERS = ("grpo", "dr_grpo", "token", "sequence_sum")
 
@@ -53,8 +54,8 @@ class ModelConfig:
     )
     attn_implementation: str = setting(
         "auto",
-        "attention of the trainer; auto: FlashAttention varlen on CUDA, exact per-row SDPA elsewhere",
-        choices=("auto", "flash_attention_2", "sdpa", "eager"),
+        "attention of the trainer; auto: FlashAttention varlen on CUDA, packed_rows (SDPA row by row) elsewhere",
+        choices=ATTENTIONS,
     )
     critic: str = setting(
         "separate",
@@ -62,10 +63,11 @@ class ModelConfig:
         choices=("separate", "shared"),
     )
     critic_path: str | None = setting(
-        None, "what a separate critic starts from, a model or a reward model; null: model.path"
+        None, "what a separate critic starts from: a model, a reward model, or a run's critic/; null: model.path"
     )
     reference_path: str | None = setting(None, "frozen reference of algorithm.kl_coef; null: model.path")
     gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass to save memory")
+    compile: bool = setting(False, "torch.compile the layers of the trained models; not under ZeRO-3")
     trust_remote_code: bool = setting(False, "run code that ships with the model, in trainer and engine alike")
     lora: LoraConfig = field(default_factory=LoraConfig)
 

@@ -25,6 +25,7 @@ from torch import nn
 from rollout.errors import ConfigError
 from trainer.config import OptimizerConfig
 from trainer.tf_adam import tf_epsilon
+from trainer.validate_launch import MUON_UNDER_ZERO, NO_BITSANDBYTES
 
 CRITIC_PREFIX = "critic."
 """Of the names of a critic's parameters, in `trainer.value.ActorCritic`."""
@@ -56,10 +57,7 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig, *, is_sharded: bo
         return _adamw_8bit(groups, adam)
     if config.name == "muon":
         if is_sharded:
-            raise ConfigError(
-                "optimizer.name=muon orthogonalises whole matrices, and ZeRO gives every rank flat pieces of them; "
-                "launch with configs/accelerate/ddp.yaml, or set optimizer.name=adamw"
-            )
+            raise ConfigError(MUON_UNDER_ZERO)
         hidden = {name for name, parameter in named if parameter.ndim == 2 and _is_in_layer(name)}
         of_muon = [pair for pair in named if pair[0] in hidden]
         others = [pair for pair in named if pair[0] not in hidden]
@@ -139,10 +137,7 @@ def _is_in_layer(name: str) -> bool:
 
 def _adamw_8bit(groups: list[dict[str, Any]], adam: dict[str, Any]) -> torch.optim.Optimizer:
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise ConfigError(
-            "optimizer.name=adamw_8bit needs bitsandbytes, which is not installed; `pip install bitsandbytes`, or set "
-            "optimizer.name=adamw"
-        )
+        raise ConfigError(NO_BITSANDBYTES)
     if not torch.cuda.is_available():
         raise ConfigError("optimizer.name=adamw_8bit has kernels for CUDA only; set optimizer.name=adamw")
     import bitsandbytes  # type: ignore[import-not-found]  # optional, for GPUs

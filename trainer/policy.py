@@ -14,33 +14,19 @@ Shape legend: _L tokens of the pack, _T trained tokens of the pack, _D hidden si
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
-from typing import Any
 
 import torch
 from peft import PeftModel
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.utils.import_utils import is_flash_attn_2_available
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rollout.errors import ConfigError
-from trainer import attention
+from trainer import decoder
 from trainer.config import LoraConfig
 from trainer.head import FusedHead, LogitTransform
 from trainer.lora import add_adapters
 from trainer.packing import PackedBatch
-
-AUTO = "auto"
-ATTENTION_CHOICES = (AUTO, attention.PACKED_ROWS, "flash_attention_2", "flash_attention_3", "sdpa", "eager")
-"""`auto`: FlashAttention-2 where it is installed and the weights are half precision on a GPU, else `packed_rows`.
-`sdpa` and `eager` build an L × L mask per pack: exact, slow, for comparison."""
-
-PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
-"""Layer types whose only view of other tokens is attention that respects rows. Recurrent layers carry state over."""
-
-_RANDOM = ("dropout", "drop_rate", "pdrop", "layerdrop", "jitter")
-"""Parts of the names of config fields and module attributes that make a forward random."""
 
 
 class Policy(nn.Module):
@@ -50,16 +36,18 @@ class Policy(nn.Module):
         self,
         model: PreTrainedModel | PeftModel,
         *,
-        attn_implementation: str = AUTO,
+        attn_implementation: str = decoder.AUTO,
         gradient_checkpointing: bool = False,
+        is_compiled: bool = False,
         compute_dtype: torch.dtype | str | None = None,
     ) -> None:
         """Wrap a loaded model, which goes on working by itself (`policy.model`): saving, generation, plain logits.
 
         Args:
             model: with adapters or without.
-            attn_implementation: one of `ATTENTION_CHOICES`.
+            attn_implementation: one of `trainer.config.ATTENTIONS`.
             gradient_checkpointing: keep only the inputs of layers between forward and backward.
+            is_compiled: compile the layers (`decoder.compile_layers`).
             compute_dtype: what mixed precision will compute in, which decides about FlashAttention; None: the dtype
                 of the weights.
 
@@ -69,16 +57,18 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         causal_lm = self.causal_lm
-        refuse_unpackable(causal_lm)
-        head = fused_head(causal_lm)
-        causal_lm.set_output_embeddings(head)
-        attention.register()
-        causal_lm.set_attn_implementation(choose_attention(attn_implementation, causal_lm, compute_dtype))
-        disable_randomness(causal_lm)
+        decoder.refuse_unpackable(causal_lm)
+        causal_lm.set_output_embeddings(fused_head(causal_lm))
+        decoder.prepare(
+            causal_lm,
+            attn_implementation=attn_implementation,
+            gradient_checkpointing=gradient_checkpointing,
+            compute_dtype=compute_dtype,
+        )
         self.logit_scale, self.softcap = logit_settings(causal_lm.config.get_text_config())
-        if gradient_checkpointing:
-            causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
         self._compare_head_with_model()
+        if is_compiled:
+            decoder.compile_layers(causal_lm)
 
     @classmethod
     def from_pretrained(
@@ -86,8 +76,9 @@ class Policy(nn.Module):
         path: str | Path,
         *,
         dtype: torch.dtype | str = torch.float32,
-        attn_implementation: str = AUTO,
+        attn_implementation: str = decoder.AUTO,
         gradient_checkpointing: bool = False,
+        is_compiled: bool = False,
         trust_remote_code: bool = False,
         compute_dtype: torch.dtype | str | None = None,
         lora: LoraConfig | None = None,
@@ -98,19 +89,18 @@ class Policy(nn.Module):
             ConfigError: nothing loadable is there, or the model cannot be a policy; found before weights are read
                 where the config already says so.
         """
-        try:
-            config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"model.path={path}: no loadable model config ({error}). Expected a directory with config.json and "
-                "weights, or the name of a model on the hub"
-            ) from error
-        refuse_architecture(config)
+        decoder.packable_config(
+            path,
+            setting="model.path",
+            expected="a directory with config.json and weights, or the name of a model on the hub",
+            trust_remote_code=trust_remote_code,
+        )
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=trust_remote_code)
         return cls(
             model if lora is None or not lora.rank else add_adapters(model, lora),
             attn_implementation=attn_implementation,
             gradient_checkpointing=gradient_checkpointing,
+            is_compiled=is_compiled,
             compute_dtype=compute_dtype,
         )
 
@@ -120,10 +110,6 @@ class Policy(nn.Module):
         inner = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
         assert isinstance(inner, PreTrainedModel)
         return inner
-
-    @property
-    def attn_implementation(self) -> str:
-        return str(self.causal_lm.config.get_text_config()._attn_implementation)
 
     def forward(
         self, packed: PackedBatch, *, temperature: float = 1.0, with_entropy: bool = True
@@ -143,7 +129,7 @@ class Policy(nn.Module):
 
     def hidden_states(self, packed: PackedBatch) -> torch.Tensor:
         """(L, D): last hidden states of the pack, each row as if it were alone."""
-        return packed_hidden_states(self.causal_lm.get_decoder(), packed, self.attn_implementation)
+        return decoder.packed_hidden_states(self.causal_lm.get_decoder(), packed)
 
     def score(
         self, hidden_LD: torch.Tensor, packed: PackedBatch, *, temperature: float = 1.0, with_entropy: bool = True
@@ -170,7 +156,7 @@ class Policy(nn.Module):
         before the model is on its GPU.
         """
         weights = next(self.parameters())
-        runs_here = weights.is_cuda or not self.attn_implementation.startswith("flash_attention")
+        runs_here = weights.is_cuda or not decoder.attention_of(self.causal_lm).startswith("flash_attention")
         if weights.numel() == 0 or weights.is_meta or not runs_here:
             return
         ids = torch.arange(4, device=weights.device)
@@ -187,56 +173,6 @@ class Policy(nn.Module):
                 f"forward ({found.tolist()} and {expected.tolist()}). It changes logits in a way this version does not "
                 "know; known are scale (logit_scale, logits_scaling), softcap (final_logit_softcapping) and bias"
             )
-
-
-def packed_hidden_states(decoder: nn.Module, packed: PackedBatch, attn_implementation: str) -> torch.Tensor:
-    """(L, D): last hidden states of a decoder over a pack, each row as if it were alone.
-
-    attn_implementation: what the decoder was set to, one of `ATTENTION_CHOICES` but `auto`.
-    """
-    arguments: dict[str, Any] = {}
-    if attn_implementation == attention.PACKED_ROWS:
-        arguments = {"attention_mask": attention.no_mask(packed.ids.device), "row_lengths": packed.row_lengths}
-    elif attn_implementation.startswith("flash_attention"):
-        longest = max(packed.row_lengths)
-        arguments = {
-            "cu_seq_lens_q": packed.cu_seqlens,
-            "cu_seq_lens_k": packed.cu_seqlens,
-            "max_length_q": longest,
-            "max_length_k": longest,
-        }
-    # sdpa, eager: without a mask and a cache, transformers makes a block-causal mask where position ids restart.
-    output = decoder(input_ids=packed.ids[None], position_ids=packed.position_ids[None], use_cache=False, **arguments)
-    return output.last_hidden_state[0]
-
-
-def refuse_architecture(config: PreTrainedConfig) -> None:
-    """Raise ConfigError for what the config alone shows to be no packable decoder."""
-    text = config.get_text_config()
-    if config.is_encoder_decoder:
-        raise ConfigError(
-            f"model type {config.model_type} is an encoder-decoder; expected a decoder-only causal language model "
-            "(for example Qwen3, Llama, Gemma, Mistral): set model.path to one"
-        )
-    unpackable = sorted(set(text.to_dict().get("layer_types") or ()) - PACKABLE_LAYERS)
-    if unpackable:
-        raise ConfigError(
-            f"model type {config.model_type} has layers of type {', '.join(unpackable)}, in which rows of a pack would "
-            f"see each other; expected only {' and '.join(sorted(PACKABLE_LAYERS))}: set model.path to such a model"
-        )
-
-
-def refuse_unpackable(model: PreTrainedModel) -> None:
-    """Raise ConfigError unless rows of a pack can be kept apart in this model."""
-    refuse_architecture(model.config)
-    name = type(model).__name__
-    if not model._supports_attention_backend:
-        raise ConfigError(
-            f"{name} does not route its attention through transformers' attention interface, so rows of a pack cannot "
-            "be kept apart; set model.path to a model that does (most decoders in transformers 5)"
-        )
-    if "position_ids" not in inspect.signature(model.get_decoder().forward).parameters:
-        raise ConfigError(f"{name} takes no position ids, which must restart in each row of a pack")
 
 
 def fused_head(model: PreTrainedModel) -> FusedHead:
@@ -256,44 +192,6 @@ def fused_head(model: PreTrainedModel) -> FusedHead:
             "lm_head, or llm_int8_skip_modules=['lm_head'] when quantising"
         )
     return FusedHead(head)
-
-
-def choose_attention(requested: str, model: PreTrainedModel, compute_dtype: torch.dtype | str | None = None) -> str:
-    """The attention implementation to use for `requested`; compute_dtype: of mixed precision, else the weights'.
-
-    Raises:
-        ConfigError: an unknown name, or FlashAttention for weights it cannot compute with.
-    """
-    if requested not in ATTENTION_CHOICES:
-        raise ConfigError(f"attn_implementation={requested}: expected one of {', '.join(ATTENTION_CHOICES)}")
-    if isinstance(compute_dtype, str):
-        compute_dtype = getattr(torch, compute_dtype)
-    dtype = compute_dtype or model.dtype
-    half = dtype in (torch.bfloat16, torch.float16)
-    if requested == AUTO:
-        flash = half and torch.cuda.is_available() and is_flash_attn_2_available() and model._supports_flash_attn
-        return "flash_attention_2" if flash else attention.PACKED_ROWS
-    if requested.startswith("flash_attention") and not half:
-        raise ConfigError(
-            f"attn_implementation={requested} needs bfloat16 or float16, found {dtype}: "
-            f"set model.dtype=bfloat16 or model.attn_implementation={attention.PACKED_ROWS}"
-        )
-    return requested
-
-
-def disable_randomness(model: nn.Module) -> None:
-    """Set every dropout and jitter to 0, in modules and configs.
-
-    Train mode is needed for gradient checkpointing, but log-probabilities must be those of the sampler, which has no
-    dropout (ppo.md P4). Attention layers copy the probability into plain attributes, so `nn.Dropout` is not enough.
-    """
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for holder in (module, *(value for value in vars(module).values() if isinstance(value, PreTrainedConfig))):
-            for name, value in list(vars(holder).items()):
-                if isinstance(value, float) and any(part in name for part in _RANDOM):
-                    setattr(holder, name, 0.0)
 
 
 def logit_settings(config: PreTrainedConfig) -> tuple[float, float | None]:

@@ -27,6 +27,7 @@ from trainer.checkpoint import TrainerState
 from trainer.collection import Collector
 from trainer.config import Config
 from trainer.console import RunConsole
+from trainer.critic_saving import save_critic
 from trainer.data import Prompts, load_rows
 from trainer.distributed import Distributed
 from trainer.dumps import Attempt, write_dump
@@ -48,7 +49,7 @@ from trainer.schedule import is_due
 from trainer.step_summary import first_step_summary
 from trainer.targets import Targets
 from trainer.update import Updater
-from trainer.value import policy_of, with_critic
+from trainer.value import ActorCritic, policy_of, with_critic
 
 
 def run(config: Config) -> None:
@@ -85,6 +86,7 @@ class Run:
             dtype="float32",  # master weights; mixed precision is the framework's (trainer/distributed.py)
             attn_implementation=config.model.attn_implementation,
             gradient_checkpointing=config.model.gradient_checkpointing,
+            is_compiled=config.model.compile,
             trust_remote_code=config.model.trust_remote_code,
             compute_dtype=config.model.dtype,
             lora=config.model.lora,
@@ -322,6 +324,10 @@ class Run:
         else:
             prefix = "policy.model." if self._config.has_critic else "model."
             self._distributed.save_pretrained(self._directory.model, prefix=prefix)
+        trained = self._distributed.unwrapped
+        has_saved_critic = isinstance(trained, ActorCritic) and save_critic(
+            trained, self._directory.critic, self._distributed
+        )
         if not self._distributed.is_main:
             return
         self._chat.tokenizer.save_pretrained(self._directory.model)
@@ -336,8 +342,9 @@ class Run:
             file = f"zero{self._distributed.zero_stage}" if self._distributed.zero_stage else "ddp"
             processes = f"--num_processes {self._distributed.world_size}"
             launcher = f"accelerate launch --config_file configs/accelerate/{file}.yaml {processes}"
+        critic = f"critic         {self._directory.critic}\n" if has_saved_critic else ""
         self._console.say(
-            f"model          {self._directory.model}\n"
+            f"model          {self._directory.model}\n{critic}"
             f"resume         {launcher} scripts/train.py {again}\n"
             f"evaluate       python scripts/evaluate.py {shlex.quote(f'model.path={self._directory.model}')}\n"
             f"inspect        python scripts/inspect_run.py {shlex.quote(str(path))}"

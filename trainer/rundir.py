@@ -6,6 +6,7 @@
                 checkpoints/step-N/   to resume from; `manifest.json` is written last
                 dumps/                batches of updates that were refused (trainer/dumps.py)
                 model/                the trained policy, for `from_pretrained`
+                critic/               with algorithm.advantage=gae: the critic, for model.critic_path
                 logs/                 engine log
     runs/latest                       link to the newest run
 
@@ -57,6 +58,10 @@ class RunDirectory:
     @property
     def model(self) -> Path:
         return self.path / "model"
+
+    @property
+    def critic(self) -> Path:
+        return self.path / "critic"
 
     @property
     def logs(self) -> Path:

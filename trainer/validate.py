@@ -4,6 +4,7 @@ Nothing heavy is imported here. Every problem is one sentence; all of them are r
 
     validate_numbers.py      numbers out of their bounds
     validate_algorithm.py    settings that do not go together
+    validate_launch.py       settings that the launcher or the installation rules out
     validate_names.py        files, models, reward functions, environments
 """
 
@@ -17,6 +18,7 @@ from rollout.errors import ConfigError
 from trainer.closest import closest
 from trainer.config import Config
 from trainer.validate_algorithm import algorithm_problems
+from trainer.validate_launch import launch_problems
 from trainer.validate_names import (
     environment_problems,
     file_problems,
@@ -30,7 +32,7 @@ from trainer.validate_numbers import number_problems
 def validate(config: Config, *, needs_data: bool = True) -> None:
     """Raise `ConfigError` with one line per problem, or return. needs_data: whether the data files must be there."""
     problems = [*_choices("", config), *number_problems(config), *reward_problems(config)]
-    problems += [*algorithm_problems(config), *model_problems(config)]
+    problems += [*algorithm_problems(config), *launch_problems(config), *model_problems(config)]
     if needs_data:
         problems += file_problems(config)
     if not problems:  # asked last, because an environment may load the user's files

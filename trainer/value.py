@@ -15,21 +15,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, PreTrainedModel
+from transformers import AutoModel, AutoModelForTokenClassification, PreTrainedConfig, PreTrainedModel
 
-from rollout.errors import ConfigError
-from trainer import attention
 from trainer.config import Config
+from trainer.decoder import AUTO, compile_layers, packable_config, packed_hidden_states, prepare
 from trainer.packing import PackedBatch
-from trainer.policy import (
-    AUTO,
-    Policy,
-    choose_attention,
-    disable_randomness,
-    packed_hidden_states,
-    refuse_architecture,
-    refuse_unpackable,
-)
+from trainer.policy import Policy
 
 
 class ValueHead(nn.Module):
@@ -42,6 +33,13 @@ class ValueHead(nn.Module):
         super().__init__()
         self.linear = nn.Linear(hidden_size, 1)
         self.reset()
+
+    @classmethod
+    def of(cls, linear: nn.Linear) -> ValueHead:
+        """A head that was trained before, its parameters shared with `linear`."""
+        head = cls(linear.in_features)
+        head.linear = linear
+        return head
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -60,24 +58,25 @@ class Critic(nn.Module):
     def __init__(
         self,
         decoder: PreTrainedModel,
+        head: ValueHead | None = None,
         *,
         attn_implementation: str = AUTO,
         gradient_checkpointing: bool = False,
+        is_compiled: bool = False,
         compute_dtype: torch.dtype | str | None = None,
     ) -> None:
-        """compute_dtype: what mixed precision will compute in; None: the dtype of the weights.
-
-        Raises ConfigError if rows of a pack cannot be kept apart in the decoder.
-        """
+        """As `Policy`; head: None for a new one. Raises ConfigError if rows of a pack cannot be kept apart."""
         super().__init__()
-        refuse_unpackable(decoder)
-        attention.register()
-        decoder.set_attn_implementation(choose_attention(attn_implementation, decoder, compute_dtype))
-        disable_randomness(decoder)
-        if gradient_checkpointing:
-            decoder.gradient_checkpointing_enable({"use_reentrant": False})
+        prepare(
+            decoder,
+            attn_implementation=attn_implementation,
+            gradient_checkpointing=gradient_checkpointing,
+            compute_dtype=compute_dtype,
+        )
+        if is_compiled:
+            compile_layers(decoder)
         self.decoder = decoder
-        self.head = ValueHead(decoder.config.get_text_config().hidden_size)
+        self.head = head or ValueHead(decoder.config.get_text_config().hidden_size)
 
     @classmethod
     def from_pretrained(
@@ -87,35 +86,56 @@ class Critic(nn.Module):
         dtype: torch.dtype | str = torch.float32,
         attn_implementation: str = AUTO,
         gradient_checkpointing: bool = False,
+        is_compiled: bool = False,
         trust_remote_code: bool = False,
         compute_dtype: torch.dtype | str | None = None,
     ) -> Critic:
-        """The decoder of a checkpoint: of a policy, or of a reward model. Its own head, of whichever kind, is left out.
+        """A critic from a checkpoint: of a critic (trainer/critic_saving.py), whose head goes on, or of a policy or a
+        reward model, whose decoder gets a new head.
 
         Raises:
             ConfigError: nothing loadable is there, or the model is not a decoder whose rows can be packed.
         """
-        try:
-            config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"model.critic_path={path}: no loadable model config ({error}). Expected a directory with config.json "
-                "and weights, the name of a model on the hub, or null for the policy's own weights"
-            ) from error
-        refuse_architecture(config)
-        decoder = AutoModel.from_pretrained(path, dtype=dtype, trust_remote_code=trust_remote_code)
+        config = packable_config(
+            path,
+            setting="model.critic_path",
+            expected=(
+                "a directory with config.json and weights, the name of a model on the hub, or null for the policy's "
+                "own weights"
+            ),
+            trust_remote_code=trust_remote_code,
+        )
+        head = None
+        if is_critic(config):
+            model = AutoModelForTokenClassification.from_pretrained(
+                path, dtype=dtype, trust_remote_code=trust_remote_code
+            )
+            decoder, head = model.base_model, ValueHead.of(model.get_submodule(head_name(model)))
+        else:
+            decoder = AutoModel.from_pretrained(path, dtype=dtype, trust_remote_code=trust_remote_code)
         return cls(
             decoder,
+            head,
             attn_implementation=attn_implementation,
             gradient_checkpointing=gradient_checkpointing,
+            is_compiled=is_compiled,
             compute_dtype=compute_dtype,
         )
 
     def forward(self, packed: PackedBatch) -> Tensor:
         """(T,) value of the state before each trained token of the pack."""
-        attn_implementation = str(self.decoder.config.get_text_config()._attn_implementation)
-        hidden_LD = packed_hidden_states(self.decoder, packed, attn_implementation)
+        hidden_LD = packed_hidden_states(self.decoder, packed)
         return self.head(hidden_LD.index_select(0, packed.target_index_T))
+
+
+def is_critic(config: PreTrainedConfig) -> bool:
+    """Whether a checkpoint has one value per token: a classifier of tokens with one label."""
+    return config.num_labels == 1 and any("ForTokenClassification" in name for name in config.architectures or ())
+
+
+def head_name(classifier: PreTrainedModel) -> str:
+    """Where a classifier of tokens keeps its linear layer: `score` in most decoders, `classifier` in GPT-2."""
+    return next(name for name, child in classifier.named_children() if isinstance(child, nn.Linear))
 
 
 class ActorCritic(nn.Module):
@@ -167,6 +187,7 @@ def with_critic(policy: Policy, config: Config) -> Policy | ActorCritic:
         dtype="float32",
         attn_implementation=config.model.attn_implementation,
         gradient_checkpointing=config.model.gradient_checkpointing,
+        is_compiled=config.model.compile,
         trust_remote_code=config.model.trust_remote_code,
         compute_dtype=config.model.dtype,
     )

@@ -1,7 +1,8 @@
 """One batch, cut up in every way the trainer can cut it, gives one gradient.
 
-Plain, DDP, ZeRO-2 and ZeRO-3; one, two and three ranks; one microbatch and many; rollouts that are branched into
-rows on different ranks. Compared are gradients, not losses (spec: one denominator per optimizer step).
+Plain, DDP, ZeRO-2 and ZeRO-3; one, two and three ranks; one microbatch and many; with and without gradient
+checkpointing; rollouts that are branched into rows on different ranks. Compared are gradients, not losses (spec: one
+denominator per optimizer step).
 """
 
 import os
@@ -21,22 +22,24 @@ PRESETS = sorted(file.stem for file in (ROOT / "configs" / "algorithm").glob("*.
 ONE_MICROBATCH, MANY_MICROBATCHES = 100_000, 48
 
 PARTITIONS = {
-    "one process, many microbatches": (None, 1, MANY_MICROBATCHES),
+    "one process, many microbatches, checkpointing": (None, 1, MANY_MICROBATCHES, "checkpointing"),
     "ddp, two ranks": ("ddp", 2, ONE_MICROBATCH),
     "zero2, two ranks, many microbatches": ("zero2", 2, MANY_MICROBATCHES),
-    "zero3, two ranks": ("zero3", 2, ONE_MICROBATCH),
+    "zero3, two ranks, checkpointing": ("zero3", 2, ONE_MICROBATCH, "checkpointing"),
     "zero3, three ranks, many microbatches": ("zero3", 3, MANY_MICROBATCHES),
 }
 
 
-def gradients(model: Path, out: Path, launcher: str | None, ranks: int, token_budget: int) -> dict[str, np.ndarray]:
+def gradients(
+    model: Path, out: Path, launcher: str | None, ranks: int, token_budget: int, *flags: str
+) -> dict[str, np.ndarray]:
     command = [sys.executable]
     if launcher is not None:
         file = ROOT / "configs" / "accelerate" / f"{launcher}.yaml"
         command += ["-m", "accelerate.commands.launch", "--config_file", str(file), "--num_processes", str(ranks),
                     "--main_process_port", "0"]  # fmt: skip
     done = subprocess.run(
-        [*command, str(WORKER), str(model), str(out), ",".join(PRESETS), str(token_budget)],
+        [*command, str(WORKER), str(model), str(out), ",".join(PRESETS), str(token_budget), *flags],
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
@@ -73,5 +76,7 @@ def test_the_gradient_does_not_depend_on_the_partition(
         assert np.linalg.norm(whole) > 1e-4, f"{preset} has no gradient, so nothing is compared"
         error = relative_error(np.concatenate([found[name].ravel() for name in names]), whole)
         assert error < 1e-5, f"{preset}: relative error {error:.1e} of the gradient"
+    recomputes = "checkpointing" in PARTITIONS[partition]
+    assert found["layer_runs_per_pack"] == 1 + recomputes, "in eval mode transformers checkpoints nothing, silently"
     np.testing.assert_allclose(found["policy/scored"], reference["policy/scored"], atol=1e-5)
     np.testing.assert_allclose(found["reference/scored"], reference["policy/scored"], atol=1e-5)

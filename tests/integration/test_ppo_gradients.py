@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
+from transformers import AutoModelForTokenClassification
 
 from tests.fixtures.models import save_tiny_model
 from tests.integration.test_policy_zero3 import free_port
@@ -17,23 +19,27 @@ ONE_MICROBATCH, MANY_MICROBATCHES = 100_000, 48
 PARTITIONS = {
     "one process, many microbatches": (None, 1, MANY_MICROBATCHES),
     "ddp, two ranks": ("ddp", 2, MANY_MICROBATCHES),
-    "zero3, two ranks, many microbatches": ("zero3", 2, MANY_MICROBATCHES),
+    "zero3, two ranks, many microbatches, checkpointing": ("zero3", 2, MANY_MICROBATCHES, "checkpointing"),
 }
 
 
-def gradients(model: Path, out: Path, critic: str, launcher: str | None, ranks: int, budget: int) -> dict:
+def gradients(model: Path, out: Path, critic: str, launcher: str | None, ranks: int, budget: int, *flags: str) -> dict:
     command = [sys.executable]
     if launcher is not None:
         command += ["-m", "accelerate.commands.launch", "--config_file", f"configs/accelerate/{launcher}.yaml",
                     "--num_processes", str(ranks), "--main_process_port", str(free_port())]  # fmt: skip
     done = subprocess.run(
-        [*command, str(WORKER), str(model), str(out), critic, str(budget)],
+        [*command, str(WORKER), str(model), str(out), critic, str(budget), *flags],
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
         timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     with np.load(out) as arrays:
-        return dict(arrays)
+        return dict(arrays) | {f"saved {name}": tensor for name, tensor in load_file(saved_critic(out)).items()}
+
+
+def saved_critic(out: Path) -> Path:
+    return out.with_suffix("") / "model.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +62,15 @@ def test_gradients_of_policy_and_critic_do_not_depend_on_the_partition(
     critic, expected = reference
     found = gradients(tiny_model, tmp_path / "gradients.npz", critic, *PARTITIONS[partition])
     assert found.keys() == expected.keys()
+    assert found["layer_runs_per_pack"] == 1 + ("checkpointing" in PARTITIONS[partition])
     for part in ("policy.", "critic."):
         names = [name for name in expected if name.startswith(part)]
         whole = np.concatenate([expected[name].ravel() for name in names])
         own = np.concatenate([found[name].ravel() for name in names])
         assert np.linalg.norm(whole) > 1e-4, f"{part} has no gradient, so nothing is compared"
         assert np.linalg.norm(own - whole) / np.linalg.norm(whole) < 1e-5, part
+    for name in (name for name in expected if name.startswith("saved ")):
+        np.testing.assert_allclose(found[name], expected[name], err_msg=f"the critic on disk: {name}")
+    assert AutoModelForTokenClassification.from_pretrained(tmp_path / "gradients").config.num_labels == 1
     for name in ("scored", "values", "ppo/value/loss", "ppo/value/clip_frac", "ppo/policy/approxkl", "policy/loss"):
         np.testing.assert_allclose(found[name], expected[name], atol=1e-5, err_msg=name)

@@ -12,9 +12,11 @@ import yaml
 from rollout.records import EngineCall, FinishReason, Rollout
 from trainer import config
 from trainer.advantages import ADVANTAGES
+from trainer.attention import PACKED_ROWS
 from trainer.batch import decode, encode
 from trainer.config import AlgorithmConfig
 from trainer.correction import CORRECTION_MODES
+from trainer.decoder import AUTO
 from trainer.kl import KL_TERMS
 from trainer.losses import POLICY_LOSSES
 from trainer.normalization import NORMALIZERS
@@ -32,6 +34,7 @@ def test_choices_of_settings_are_what_the_code_knows() -> None:
     assert set(LOSS_SETTINGS) == set(POLICY_LOSSES) == set(config.LOSSES)
     assert set(config.NORMALIZERS) == set(NORMALIZERS)
     assert set(config.KL_ESTIMATORS) == set(KL_TERMS)
+    assert {AUTO, PACKED_ROWS} < set(config.ATTENTIONS)
     modes = config.CorrectionConfig.__dataclass_fields__["mode"].metadata["choices"]
     assert set(modes) == set(CORRECTION_MODES)
 

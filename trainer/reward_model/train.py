@@ -27,10 +27,10 @@ from rewards.truncation import StopRule
 from rollout.errors import ConfigError, DataError, TrainingError
 from rollout.preferences.sampling import SEED_STRIDE, sample_responses
 from trainer.data import load_rows
+from trainer.decoder import disable_randomness
 from trainer.distributed import Distributed
 from trainer.metrics import MetricsLog
 from trainer.optimizer import make_optimizer
-from trainer.policy import disable_randomness
 from trainer.reward_model.config import RewardModelConfig
 from trainer.reward_model.data import Comparison, Lengths, read_comparisons
 from trainer.reward_model.head import init_reward_head
@@ -305,6 +305,7 @@ def make_model(config: RewardModelConfig, distributed: Distributed, *, pad_token
         with distributed.whole_parameters(head):
             init_reward_head(head, generator=torch.Generator().manual_seed(config.seed))
     disable_randomness(model)
+    model.train()  # in eval mode, in which models are loaded, transformers checkpoints nothing
     if settings.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return module

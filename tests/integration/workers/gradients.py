@@ -2,12 +2,13 @@
 
 Started by tests/integration/test_gradients.py, by itself or by `accelerate launch`:
 
-    gradients.py MODEL_DIR OUT.npz PRESET[,PRESET...] TOKEN_BUDGET
+    gradients.py MODEL_DIR OUT.npz PRESET[,PRESET...] TOKEN_BUDGET [checkpointing]
 
 A preset is a file of configs/algorithm. Every one is given a KL term against the reference, a copy of the model.
 """
 
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -83,10 +84,19 @@ class GradientsOnly(Distributed):
             self.module.zero_grad()
 
 
-def main(model_dir: str, out: str, algorithms: str, token_budget: str) -> None:
+def count_runs(modules: dict[str, torch.nn.Module]) -> Counter[str]:
+    """How often each module runs forward for a gradient, also again in backward."""
+    runs: Counter[str] = Counter()
+    for name, module in modules.items():
+        module.register_forward_pre_hook(lambda *_, name=name: runs.update([name] * torch.is_grad_enabled()))
+    return runs
+
+
+def main(model_dir: str, out: str, algorithms: str, token_budget: str, checkpointing: str = "") -> None:
     distributed = GradientsOnly.start(dtype="float32", max_grad_norm=0.0)
     torch.manual_seed(0)
-    policy = Policy.from_pretrained(model_dir)
+    policy = Policy.from_pretrained(model_dir, gradient_checkpointing=bool(checkpointing))
+    runs = count_runs({"pack": policy, "layer": policy.causal_lm.get_decoder().get_submodule("layers.0")})
     module = distributed.prepare(policy, torch.optim.SGD(policy.parameters(), lr=1.0))
     rollouts = fixed_rollouts()
     mine = [rollout for rollout in rollouts if rollout.rollout_id % distributed.world_size == distributed.rank]
@@ -113,6 +123,7 @@ def main(model_dir: str, out: str, algorithms: str, token_budget: str) -> None:
         config.correction.logp_old = "given"  # neither recomputed nor bypassed: sequence ratios need their own pass
         updater.update(batch, Targets.of(batch, advantages_N, logprobs, weights))  # in place of the step: see above
         result |= {f"{name}/{parameter}": grad for parameter, grad in distributed.gradients.items()}
+    result["layer_runs_per_pack"] = np.array(runs["layer"] / runs["pack"])
     if distributed.is_main:
         np.savez(out, **result)
     distributed.close()

@@ -1,37 +1,43 @@
-"""Back-propagate one fixed batch as PPO does, policy and critic in one module, and write the gradients.
+"""Back-propagate one fixed batch as PPO does, policy and critic in one module, and write gradients and critic.
 
 Started by tests/integration/test_ppo_gradients.py, by itself or by `accelerate launch`:
 
-    ppo_gradients.py MODEL_DIR OUT.npz separate|shared TOKEN_BUDGET
+    ppo_gradients.py MODEL_DIR OUT.npz separate|shared TOKEN_BUDGET [checkpointing]
 """
 
+import json
 import sys
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from tests.integration.workers.gradients import GradientsOnly, fixed_rollouts
+from tests.integration.workers.gradients import GradientsOnly, count_runs, fixed_rollouts
 from trainer.batch import decode, encode
 from trainer.config import AlgorithmConfig, Config
 from trainer.correction import correction_weights
 from trainer.credit import CreditAssignment
+from trainer.critic_saving import save_critic
 from trainer.policy import Policy
 from trainer.targets import Logprobs, Targets
 from trainer.update import Updater
 from trainer.value import ActorCritic, ValueHead, with_critic
 
 
-def main(model_dir: str, out: str, critic: str, token_budget: str) -> None:
+def main(model_dir: str, out: str, critic: str, token_budget: str, checkpointing: str = "") -> None:
     distributed = GradientsOnly.start(dtype="float32", max_grad_norm=0.0)
     torch.manual_seed(0)
     algorithm = AlgorithmConfig(
         advantage="gae", clip_low=0.05, clip_high=0.1, kl_coef=0.1, kl_place="reward", whiten_rewards=True,
-        entropy_coef=0.01, value_coef=0.3, value_clip=0.2,
+        entropy_coef=0.01, value_coef=0.3, value_clip=0.2, kl_target=0.5, kl_horizon=100,
     )  # fmt: skip
     config = Config(algorithm=algorithm, token_budget=int(token_budget))
     config.model.path, config.model.critic = model_dir, critic
-    module = with_critic(Policy.from_pretrained(model_dir), config)
+    config.model.gradient_checkpointing = bool(checkpointing)
+    module = with_critic(Policy.from_pretrained(model_dir, gradient_checkpointing=bool(checkpointing)), config)
     assert isinstance(module, ActorCritic)
+    trunk = module.policy.causal_lm.get_decoder() if critic == "shared" else module.critic.get_submodule("decoder")
+    runs = count_runs({"pack": module, "layer": trunk.get_submodule("layers.0")})
     head = module.critic if isinstance(module.critic, ValueHead) else module.critic.head
     torch.nn.init.normal_(head.linear.weight, std=0.3, generator=torch.Generator().manual_seed(1))
     prepared = distributed.prepare(module, torch.optim.SGD(module.parameters(), lr=1.0))
@@ -48,8 +54,12 @@ def main(model_dir: str, out: str, critic: str, token_budget: str) -> None:
     )
     assigned = CreditAssignment(config).assign(batch, logprobs, weights, kl_coef=0.1)
     metrics, _ = updater.update(batch, Targets.of(batch, assigned.advantages_N, logprobs, weights, assigned.credit))
+    shared = {"kl_coef": assigned.next_kl_coef, "lr": metrics["optim/lr"], **assigned.metrics}
+    assert len(set(distributed.gather_bytes(json.dumps(shared).encode()))) == 1, "ranks differ in what they share"
+    assert save_critic(module, Path(out).with_suffix(""), distributed)
     if distributed.is_main:
         numbers = {name: np.array(value) for name, value in metrics.items() if name.startswith(("ppo/", "policy/"))}
+        numbers["layer_runs_per_pack"] = np.array(runs["layer"] / runs["pack"])
         np.savez(out, **distributed.gradients, **numbers, scored=scored.numpy(), values=values.numpy())
     distributed.close()
 
