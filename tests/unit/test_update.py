@@ -246,3 +246,18 @@ def test_another_packing_scores_the_same_up_to_rounding(policy: Policy, batch: S
     assert len(scorer.plan(batch, range(4)).microbatches[0]) == 1
     assert len(scorer.plan(batch, range(4), token_budget=24).microbatches[0]) > 1
     assert float((whole_N - repacked_N).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize("minibatches", [1, 2, 4])
+def test_before_the_policy_moves_every_ratio_is_one(minibatches: int, policy: Policy, batch: StepBatch) -> None:
+    """`OneProcess` never steps, so each minibatch is a first one. With one minibatch the update packs the rows as the
+    scoring pass did, and the ratio is 1 bit for bit; with more, up to the rounding of other packs."""
+    made = config(loss="ppo_clip", minibatches=minibatches)
+    old_N = Updater(policy, OneProcess(policy), made).scorer.score(batch)  # type: ignore[arg-type]
+    targets, _, _ = targets_of(batch, made, Logprobs(old_N=old_N), mode="off")
+    _, metrics = gradient(policy, batch, made, targets)
+    if minibatches == 1:
+        assert metrics["policy/ratio_mean"] == 1.0
+        assert metrics["policy/approx_kl"] == 0.0
+    assert metrics["policy/ratio_mean"] == pytest.approx(1, abs=1e-6)
+    assert metrics["policy/approx_kl"] < 1e-10
