@@ -70,9 +70,9 @@ def packed_rows_attention(
         key: (1, kv_heads, L, head_dim).
         value: (1, kv_heads, L, head_dim).
         attention_mask: `no_mask()` for packs; bool or None for plain batches.
-        packed: the pack, of which only `row_lengths` is read (whole, because a compiled layer hands an object through
-            unseen, but is compiled anew for each tuple of lengths). None: a plain batch, which goes to transformers' own
-            SDPA where that can.
+        packed: the pack, of which only `row_lengths` is read. It comes whole because a compiled layer hands an object
+            through unseen, but is compiled anew for each tuple of lengths. None: a plain batch, which goes to
+            transformers' own SDPA where that can.
         scaling: factor of the scores; by default head_dim ** -0.5.
         sliding_window: a token sees itself and the `sliding_window - 1` tokens before it.
         softcap: scores become softcap · tanh(score / softcap).
