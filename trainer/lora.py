@@ -13,19 +13,30 @@ sampler's, which has none).
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeGuard
 
-import peft
-from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
 from rollout.errors import ConfigError
-from rollout.source import ZeroSource
 from trainer.config import LoraConfig
 from trainer.distributed import Distributed
 
+if TYPE_CHECKING:
+    from peft import PeftModel
+
 ADAPTER_DIRECTORY = "adapter"
+
+
+def is_adapted(model: nn.Module) -> TypeGuard[PeftModel]:
+    """Whether the model has adapters. A run without any does not import peft, which takes seconds."""
+    if "peft" not in sys.modules:
+        return False
+    from peft import PeftModel
+
+    return isinstance(model, PeftModel)
 
 
 def add_adapters(model: PreTrainedModel, settings: LoraConfig) -> PeftModel:
@@ -34,6 +45,8 @@ def add_adapters(model: PreTrainedModel, settings: LoraConfig) -> PeftModel:
     Raises:
         ConfigError: `target_modules` names no linear layer, or the head.
     """
+    import peft
+
     wanted = settings.target_modules
     if wanted is not None:
         _check_targets(model, wanted)
@@ -47,7 +60,7 @@ def add_adapters(model: PreTrainedModel, settings: LoraConfig) -> PeftModel:
             task_type="CAUSAL_LM",
         ),
     )
-    assert isinstance(adapted, PeftModel)
+    assert isinstance(adapted, peft.PeftModel)
     return adapted
 
 
@@ -71,6 +84,8 @@ def _check_targets(model: PreTrainedModel, wanted: list[str]) -> None:
 
 def save_merged(model: PeftModel, directory: Path, distributed: Distributed) -> None:
     """Write the model with its adapters merged, as the engine gets it, and the adapter beside it; a collective."""
+    from rollout.source import ZeroSource  # it imports vLLM, which takes seconds
+
     merged = {}
     for name, tensor in ZeroSource(model):
         if distributed.is_main:

@@ -15,9 +15,9 @@ Shape legend: _L tokens of the pack, _T trained tokens of the pack, _D hidden si
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from peft import PeftModel
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -25,8 +25,11 @@ from rollout.errors import ConfigError
 from trainer import decoder
 from trainer.config import LoraConfig
 from trainer.head import FusedHead, LogitTransform
-from trainer.lora import add_adapters
+from trainer.lora import add_adapters, is_adapted
 from trainer.packing import PackedBatch
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 
 class Policy(nn.Module):
@@ -107,7 +110,7 @@ class Policy(nn.Module):
     @property
     def causal_lm(self) -> PreTrainedModel:
         """The transformers model itself, with adapters inside if there are any."""
-        inner = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
+        inner = self.model.get_base_model() if is_adapted(self.model) else self.model
         assert isinstance(inner, PreTrainedModel)
         return inner
 

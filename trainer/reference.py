@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
-from peft import PeftModel
 from torch import Tensor, nn
 
 from trainer.batch import StepBatch
 from trainer.config import Config
 from trainer.distributed import Distributed
+from trainer.lora import is_adapted
 from trainer.policy import Policy
 from trainer.scoring import Scorer
 from trainer.value import policy_of
@@ -47,7 +47,7 @@ def make_reference(config: Config, distributed: Distributed, module: nn.Module) 
         return None
     policy = policy_of(distributed.unwrapped)
     settings = {"temperature": config.rollout.temperature, "token_budget": config.token_budget}
-    if isinstance(policy.model, PeftModel) and config.model.reference_path is None:
+    if is_adapted(policy.model) and config.model.reference_path is None:
         return Reference(Scorer(module, distributed, **settings), policy.model.disable_adapter)
     copy = Policy.from_pretrained(
         config.model.reference_path or config.model.path,

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import transformers
 from omegaconf import OmegaConf
-from peft import PeftModel
 
 from rollout.embedded import EmbeddedEngine
 from rollout.loop import BackgroundLoop
@@ -35,7 +34,7 @@ from trainer.evaluation import heldout_rows, sample_and_score, summary
 from trainer.heartbeat import Heartbeat, WallTime
 from trainer.interrupt import Interrupt
 from trainer.loop import StepReport, Trainer
-from trainer.lora import save_merged
+from trainer.lora import is_adapted, save_merged
 from trainer.memory import ModelShape, advice, memory_plan
 from trainer.metrics import MetricsLog
 from trainer.optimizer import make_optimizer
@@ -319,7 +318,7 @@ class Run:
     def _finish(self) -> None:
         """Write the model, and say what can be done with the run."""
         policy = policy_of(self._distributed.unwrapped)
-        if isinstance(policy.model, PeftModel):
+        if is_adapted(policy.model):
             save_merged(policy.model, self._directory.model, self._distributed)
         else:
             prefix = "policy.model." if self._config.has_critic else "model."
