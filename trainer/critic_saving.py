@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForTokenClassification
 
-from rollout.source import ZeroSource
 from trainer.distributed import Distributed
 from trainer.value import ActorCritic, Critic, head_name
 
@@ -23,6 +22,8 @@ def save_critic(module: ActorCritic, directory: Path, distributed: Distributed) 
 
     Returns whether there is something to load: False for architectures without a classifier of tokens.
     """
+    from rollout.source import ZeroSource  # it imports vLLM, which takes seconds
+
     if isinstance(module.critic, Critic):
         decoder, source, prefix, head = module.critic.decoder, module.critic.decoder, "", module.critic.head
     else:
