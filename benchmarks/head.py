@@ -1,6 +1,6 @@
 """Time and peak memory of the fused LM head against full logits, forward and backward, as ratios.
 
-    python benchmarks/head.py [--vocab 151936] [--tokens 2048] [--hidden 1024] [--threads 1] [--device cpu]
+    python benchmarks/head.py [--tokens 8192] [--vocab 151936] [--hidden 1024] [--threads 1] [--device cpu] [--entropy]
 
 Each side runs in a process of its own, because the high-water mark of a process never goes down. What is measured is
 the memory above inputs and their gradients. "Full" is what a trainer without a fused head does: one matrix product,
@@ -21,6 +21,7 @@ import sys
 import time
 
 import torch
+from harness.results import argument_parser, report
 
 from trainer.head import LogitTransform, fused_logprobs
 
@@ -80,7 +81,7 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--vocab", type=int, default=151_936)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--hidden", type=int, default=1024)
@@ -91,6 +92,8 @@ def main() -> None:
     parser.add_argument("--entropy", action="store_true", help="also compute the entropy and its gradient")
     parser.add_argument("--side", choices=["full", "fused"], help="measure one side in this process (used by itself)")
     args = parser.parse_args()
+    if args.quick:
+        args.vocab, args.tokens, args.hidden, args.repeats = 8192, 256, 64, 1
     if args.side:
         print(json.dumps(measure(args)))
         return
@@ -99,9 +102,13 @@ def main() -> None:
         command = [sys.executable, __file__, *sys.argv[1:], "--side", side]
         output = subprocess.run(command, check=True, stdout=subprocess.PIPE)
         results[side] = json.loads(output.stdout)
-        print(f"{side:6}" + "".join(f"  {name} {value:8.3f}" for name, value in results[side].items()))
-    ratios = {name: results["fused"][name] / results["full"][name] for name in results["full"]}
-    print("ratio " + "".join(f"  {name} {value:8.3f}" for name, value in ratios.items()))
+    ratios = {
+        f"{name.rpartition('_')[0]}_ratio": results["fused"][name] / results["full"][name] for name in results["full"]
+    }
+    shape = {"tokens": args.tokens, "vocabulary": args.vocab, "hidden": args.hidden, "entropy": args.entropy}
+    report(
+        "head", [{"side": side, **result} for side, result in results.items()], ratios, as_json=args.json, details=shape
+    )
 
 
 if __name__ == "__main__":

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from harness.models import small_qwen3
+from harness.results import argument_parser, interleaved, report
 
 from rollout.records import TrainingRow
 from trainer.balance import plan
@@ -88,7 +90,7 @@ def padded_step(policy: Policy, rows: list[TrainingRow], budget: int) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--median", type=float, default=120)
     parser.add_argument("--sigma", type=float, default=0.8, help="of the logarithm of the length")
@@ -99,37 +101,41 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
+    if args.quick:
+        args.rows, args.median, args.repeats = 8, 40, 1
     torch.set_num_threads(args.threads)
-    torch.manual_seed(0)
-    heads = args.hidden // 32
-    config = Qwen3Config(
-        num_hidden_layers=args.layers,
-        hidden_size=args.hidden,
-        intermediate_size=3 * args.hidden,
-        num_attention_heads=heads,
-        num_key_value_heads=max(1, heads // 2),
-        head_dim=32,
-        vocab_size=args.vocab,
-        tie_word_embeddings=True,
-    )
     rows = training_rows(args)
     tokens, trained = sum(map(len, rows)), sum(row.num_trained for row in rows)
-    policy = Policy(AutoModelForCausalLM.from_config(config))
-    padded = sum(len(batch) * max(map(len, batch)) for batch in padded_batches(rows, args.budget))
-    print(f"{len(rows)} rows, {tokens} tokens, {trained} trained; real tokens when padded: {tokens / padded:.0%}")
-    speed, gradients = {}, {}
-    for name, step in (("padded", padded_step), ("packed", packed_step)):
-        times = []
-        for _ in range(args.repeats):
+    policy = Policy(small_qwen3(hidden=args.hidden, layers=args.layers, vocab=args.vocab))
+    gradients: dict[str, torch.Tensor] = {}
+    microbatches: dict[str, int] = {}
+
+    def side(name: str, step: Callable[[Policy, list[TrainingRow], int], int]) -> Callable[[], None]:
+        def run() -> None:
             policy.zero_grad()
-            start = time.process_time()
-            microbatches = step(policy, rows, args.budget)
-            times.append(time.process_time() - start)
-        speed[name] = trained / min(times)
-        gradients[name] = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
-        print(f"{name}: {min(times):.3f} s, {microbatches} microbatches, {speed[name]:,.0f} trained tokens/s")
-    error = (gradients["packed"] - gradients["padded"]).norm() / gradients["padded"].norm()
-    print(f"ratio packed / padded {speed['packed'] / speed['padded']:.2f}; gradients differ by {error:.1e} (relative)")
+            microbatches[name] = step(policy, rows, args.budget)
+            gradients[name] = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
+
+        return run
+
+    seconds = interleaved(
+        {"padded": side("padded", padded_step), "packed": side("packed", packed_step)},
+        repeats=args.repeats,
+        clock=time.process_time,
+    )
+    padded = sum(len(batch) * max(map(len, batch)) for batch in padded_batches(rows, args.budget))
+    table = [
+        {
+            "side": name,
+            "microbatches": microbatches[name],
+            "real tokens": tokens / (padded if name == "padded" else tokens),
+            "trained tokens/s": trained / min(times),
+        }
+        for name, times in seconds.items()
+    ]
+    error = float((gradients["packed"] - gradients["padded"]).norm() / gradients["padded"].norm())
+    numbers = {"ratio": min(seconds["padded"]) / min(seconds["packed"]), "gradient_difference": error}
+    report("packing", table, numbers, as_json=args.json, details={"rows": args.rows, "tokens": tokens})
 
 
 if __name__ == "__main__":

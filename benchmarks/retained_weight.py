@@ -11,10 +11,10 @@ Left out: mismatch that is correlated along a rollout (staleness), for which the
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import torch
+from harness.results import argument_parser, report
 
 from trainer.correction import correction_weights
 
@@ -65,22 +65,26 @@ def plot(table: dict[str, list[float]], sigma: float, out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Gradient weight left by each correction, by length of the rollout.")
+    parser = argument_parser(__doc__)
     parser.add_argument("--sigma", type=float, default=0.05, help="standard deviation of log ρ of one token [nats]")
-    parser.add_argument("--out", type=Path, default=Path("docs/images/retained_weight.png"))
+    parser.add_argument("--out", type=Path, help="draw it into this file")
     arguments = parser.parse_args()
-    table = {
+    lengths = LENGTHS[:3] if arguments.quick else LENGTHS
+    shares = {
         f"{granularity}_{control}": [
-            retained(f"{granularity}_{control}", bounds, length, arguments.sigma) for length in LENGTHS
+            retained(f"{granularity}_{control}", bounds, length, arguments.sigma) for length in lengths
         ]
         for granularity in GRANULARITIES
         for control, bounds in CONTROLS.items()
     }
-    print(f"{'tokens':>26}" + "".join(f"{length:>8}" for length in LENGTHS))
-    for mode, shares in table.items():
-        print(f"{mode:>26}" + "".join(f"{share:>8.3f}" for share in shares))
-    plot(table, arguments.sigma, arguments.out)
-    print(f"wrote {arguments.out}")
+    rows = [
+        {"correction": mode, **dict(zip(map(str, lengths), of_mode, strict=True))} for mode, of_mode in shares.items()
+    ]
+    longest = {f"{mode}_at_{lengths[-1]}": of_mode[-1] for mode, of_mode in shares.items()}
+    report("retained_weight", rows, longest, as_json=arguments.json)
+    if arguments.out:
+        plot(shares, arguments.sigma, arguments.out)
+        print(f"wrote {arguments.out}")
 
 
 if __name__ == "__main__":

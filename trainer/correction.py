@@ -130,15 +130,7 @@ def correction_weights(
     with torch.no_grad():
         log_ratio_T = (logp_old_T - logp_samp_T).detach()
         raw_T = _raw_weights(log_ratio_T, rollout_T, num_rollouts, chosen.granularity, over_ranks)
-        if chosen.control is None:
-            controlled_T = torch.ones_like(raw_T)
-            clipped_T = torch.zeros_like(raw_T, dtype=torch.bool)
-        else:
-            clipped_T = (raw_T < low) | (raw_T > high)
-            if chosen.control is Control.TRUNCATE:
-                controlled_T = raw_T.clamp(low, high)
-            else:
-                controlled_T = raw_T.masked_fill(clipped_T, 0.0)
+        controlled_T, clipped_T = _controlled(raw_T, chosen.control, low, high)
         weights_T = controlled_T
         if batch_normalize and chosen.control is not None:
             weights_T = _normalized(controlled_T, rollout_T, num_rollouts, chosen.granularity, over_ranks)
@@ -151,6 +143,27 @@ def correction_weights(
         keep_T=keep_T,
         metrics=metrics,
     )
+
+
+@torch.no_grad()
+def token_weights(logp_old_T: Tensor, logp_samp_T: Tensor, *, mode: str, bounds: tuple[float, float]) -> Tensor:
+    """(T,) the weights of `correction_weights` where no token's weight depends on another token.
+
+    mode: `off`, `none`, or one of token granularity. For use inside a microbatch.
+    """
+    chosen = CORRECTION_MODES[mode]
+    assert chosen.granularity is Granularity.TOKEN, f"{mode} needs all tokens of a rollout"
+    ratio_T = (logp_old_T - logp_samp_T).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    return _controlled(ratio_T, chosen.control, *bounds)[0]
+
+
+def _controlled(raw_T: Tensor, control: Control | None, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """Weights within the bounds, and (bool) which of them control changed or removed."""
+    if control is None:
+        return torch.ones_like(raw_T), torch.zeros_like(raw_T, dtype=torch.bool)
+    clipped_T = (raw_T < low) | (raw_T > high)
+    controlled_T = raw_T.clamp(low, high) if control is Control.TRUNCATE else raw_T.masked_fill(clipped_T, 0.0)
+    return controlled_T, clipped_T
 
 
 def _raw_weights(

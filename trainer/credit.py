@@ -43,6 +43,7 @@ class CreditAssignment:
     def assign(self, batch: StepBatch, logprobs: Logprobs, correction: CorrectionResult, *, kl_coef: float) -> Assigned:
         """logprobs: with values. kl_coef: weight of the KL penalty on this step's tokens."""
         assert logprobs.values_N is not None, "the critic scores what the policy scores"
+        assert logprobs.old_N is not None, "and with it"
         in_reward = logprobs.ref_N is not None and self._algorithm.kl_place == "reward"
         scores_S = torch.from_numpy(batch.rewards_S)
         rewards = token_rewards(

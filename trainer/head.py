@@ -198,12 +198,16 @@ class _FusedLogprobs(torch.autograd.Function):
         ctx.rounded_to = rounded_to
         if not with_entropy:
             ctx.mark_non_differentiable(entropy_N)
+        # The gradient of an entropy that is only reported is None, not zeros: its part of backward is left out.
+        ctx.set_materialize_grads(False)
         return target_logit_N - lse_N, entropy_N
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden_ND, weight_VD, bias_V, target_ids_N, lse_N, entropy_N = ctx.saved_tensors
         grad_logprob_N, grad_entropy_N = grads
+        if grad_logprob_N is None:
+            grad_logprob_N = torch.zeros_like(lse_N)
         tiles = _Tiles(hidden_ND, weight_VD, bias_V, ctx.transform, ctx.support, ctx.budget_gib, ctx.rounded_to)
         with torch.autocast(hidden_ND.device.type, enabled=False):
             grad_hidden, grad_weight, grad_bias = _gradients(

@@ -7,7 +7,7 @@ all ranks know all rows; each then scores and trains the share of them that `tra
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -25,7 +25,7 @@ from trainer.metrics import BATCH
 from trainer.mismatch import MismatchStatistics, noise_floor
 from trainer.reference import Reference
 from trainer.step_metrics import rollout_metrics, throughput
-from trainer.targets import Logprobs, Targets, reference_metrics, token_advantages
+from trainer.targets import Logprobs, Targets, reference_metrics, scored_by_the_update, token_advantages
 from trainer.timing import Stopwatch
 from trainer.update import Updater
 
@@ -87,7 +87,7 @@ class Trainer:
         batch = self._exchange(collected)
         with watch.stage("score"):
             logprobs = self._score(batch)
-        correction = self._correct(batch, logprobs.old_N)
+        correction = self._correct(batch, logprobs.old_N) if logprobs.old_N is not None else None
         targets, advantage_metrics = self._targets(batch, logprobs, correction)
         version = self.version
         with watch.stage("update"):
@@ -95,13 +95,18 @@ class Trainer:
         with watch.stage("sync"):
             synced = self.push_weights()
         self.num_steps += 1
-        logp_train_N = logp_seen_N if self._bypass else logprobs.old_N
+        old_N = logp_seen_N if logprobs.old_N is None else logprobs.old_N
+        if correction is None:
+            correction = self._correct(batch, old_N)
+        logp_train_N = logp_seen_N if self._bypass else old_N
+        if logprobs.repacked_N is not None:
+            self.noise_floor = noise_floor(logp_train_N, logprobs.repacked_N)
         metrics = {
             BATCH: float(self.num_steps),
             **advantage_metrics,
             **rollout_metrics(collected, batch),
             **self._mismatch(batch, correction, logp_train_N, version),
-            **reference_metrics(logprobs, batch.rollout_N, batch.num_rollouts),
+            **reference_metrics(replace(logprobs, old_N=old_N), batch.rollout_N, batch.num_rollouts),
             **update_metrics,
             **synced.metrics(),
             **watch.metrics(),
@@ -143,21 +148,20 @@ class Trainer:
         return batch
 
     def _score(self, batch: StepBatch) -> Logprobs:
-        """What policy and reference say about the trained tokens before the update."""
+        """What policy and reference say about the trained tokens before the update, as far as the update needs it."""
         scorer = self._updater.scorer
-        values_N = None
+        old_N = values_N = repacked_N = None
         if self._critic is not None:
-            own_N, values_N = scorer.score_with_values(batch)
-            old_N = batch.sampling_logprobs_N if self._bypass else own_N
-        else:
-            old_N = batch.sampling_logprobs_N if self._bypass else scorer.score(batch)
+            old_N, values_N = scorer.score_with_values(batch)
+        elif not self._bypass and not scored_by_the_update(self._config):
+            old_N = scorer.score(batch)
+        if self._bypass:
+            old_N = batch.sampling_logprobs_N
         every = self._config.correction.noise_floor_every
-        is_due = every and (self.num_steps % every == 0 or not self.noise_floor)
-        if is_due and batch.num_rollouts:
-            first_N = scorer.score(batch) if self._bypass else old_N
-            self.noise_floor = noise_floor(first_N, scorer.score_repacked(batch))
+        if every and batch.num_rollouts and (self.num_steps % every == 0 or not self.noise_floor):
+            repacked_N = scorer.score_repacked(batch)
         ref_N = self._reference.score(batch) if self._reference else None
-        return Logprobs(old_N=old_N, ref_N=ref_N, values_N=values_N)
+        return Logprobs(old_N=old_N, ref_N=ref_N, values_N=values_N, repacked_N=repacked_N)
 
     def _correct(self, batch: StepBatch, logp_old_N: torch.Tensor) -> CorrectionResult:
         """Importance weights between engine and trainer; in bypass mode the ratio of the loss carries them."""
@@ -174,12 +178,13 @@ class Trainer:
         )
 
     def _targets(
-        self, batch: StepBatch, logprobs: Logprobs, correction: CorrectionResult
+        self, batch: StepBatch, logprobs: Logprobs, correction: CorrectionResult | None
     ) -> tuple[Targets, dict[str, float]]:
         """What each token is trained with: the advantage of its rollout, or with a critic one of its own."""
         if self._critic is None:
             advantages_N, metrics = token_advantages(batch, logprobs, self._config)
             return Targets.of(batch, advantages_N, logprobs, correction), metrics
+        assert correction is not None, "a critic needs the old logprobs before the update"
         assigned = self._critic.assign(batch, logprobs, correction, kl_coef=self.kl_coef)
         self.kl_coef = assigned.next_kl_coef
         return Targets.of(batch, assigned.advantages_N, logprobs, correction, assigned.credit), assigned.metrics

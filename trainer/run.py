@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -51,14 +51,17 @@ from trainer.update import Updater
 from trainer.value import ActorCritic, policy_of, with_critic
 
 
-def run(config: Config) -> None:
-    """Train as configured. Raises `LockstepError` on every rank when the run cannot go on."""
+def run(config: Config, on_step: Callable[[StepReport], None] = lambda report: None) -> None:
+    """Train as configured. Raises `LockstepError` on every rank when the run cannot go on.
+
+    on_step: called on every rank when a step is over, logs and checkpoints included.
+    """
     quiet_third_parties()
     distributed = Distributed.start(dtype=config.model.dtype, max_grad_norm=config.optimizer.max_grad_norm)
     try:
         directory, _lock = open_run(config, distributed)
         with BackgroundLoop() as loop:
-            Run(config, distributed, directory, loop).train()
+            Run(config, distributed, directory, loop).train(on_step)
     finally:
         distributed.close()
 
@@ -126,7 +129,7 @@ class Run:
         )
         self._metrics = self._restore_or_begin()
 
-    def train(self) -> None:
+    def train(self, on_step: Callable[[StepReport], None]) -> None:
         """All updates, then the final checkpoint and model."""
         try:
             self._console.say(
@@ -147,6 +150,7 @@ class Run:
                 if is_due(self._config.checkpoint.every, before=before, after=report.update):
                     self._save()
                     saved_at = report.update
+                on_step(report)
             if saved_at != self._trainer.version:
                 self._save()
             self._finish()

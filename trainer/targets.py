@@ -27,7 +27,7 @@ from torch import Tensor
 from trainer.advantages import ADVANTAGES, Advantages
 from trainer.batch import StepBatch
 from trainer.config import AlgorithmConfig, Config
-from trainer.correction import CorrectionResult, kl_penalized_advantages
+from trainer.correction import CORRECTION_MODES, CorrectionResult, Granularity, kl_penalized_advantages
 from trainer.kl import k3
 from trainer.ppo import Credit, CreditRule, assign
 from trainer.segments import rollout_sum
@@ -49,12 +49,15 @@ ADVANTAGE_SETTINGS = {
 class Logprobs:
     """Of all trained tokens of the step, on every rank."""
 
-    old_N: Tensor
-    """Under the proximal policy: the trainer's own, or in bypass mode the engine's."""
+    old_N: Tensor | None
+    """Under the proximal policy: the trainer's own, or in bypass mode the engine's. None: they are those that the
+    update itself computes (`scored_by_the_update`)."""
     ref_N: Tensor | None = None
     """Under the frozen reference; None: there is none."""
     values_N: Tensor | None = None
     """No logprob, but from the same pass: the critic's value of the state before each token; None: no critic."""
+    repacked_N: Tensor | None = None
+    """The trainer's own once more, in another packing; None: the noise floor is not due."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -62,8 +65,10 @@ class Targets:
     """Per trained token of the step, what it is trained with. All detached, on CPU."""
 
     advantages_N: Tensor
-    old_logp_N: Tensor
-    weights_N: Tensor
+    old_logp_N: Tensor | None = None
+    """None: the token's own logprob in the update's forward pass."""
+    weights_N: Tensor | None = None
+    """None: made from that logprob."""
     keep_N: Tensor
     """bool: False for tokens that left the loss mask (rejected, or of a masked rollout), and so the denominators."""
     ref_logp_N: Tensor | None = None
@@ -78,13 +83,14 @@ class Targets:
         batch: StepBatch,
         advantages_N: Tensor,
         logprobs: Logprobs,
-        correction: CorrectionResult,
+        correction: CorrectionResult | None,
         credit: Credit | None = None,
     ) -> Targets:
+        """correction: None where the update scores."""
         return cls(
             advantages_N=advantages_N.float(),
             old_logp_N=logprobs.old_N,
-            weights_N=correction.weights_T,
+            weights_N=None if correction is None else correction.weights_T,
             keep_N=kept_tokens(batch, correction),
             ref_logp_N=logprobs.ref_N,
             credit=credit,
@@ -99,9 +105,28 @@ class Targets:
         return replace(self, advantages_N=advantages_N, returns_N=returns_N)
 
 
-def kept_tokens(batch: StepBatch, correction: CorrectionResult) -> Tensor:
+def scored_by_the_update(config: Config) -> bool:
+    """Whether old logprobs need no pass of their own, because those of the update's forward pass are the same numbers.
+
+    They are where a rollout batch gets one update, whose forward pass then runs under θ_old itself, and where nothing
+    that comes before the loss is made from all of them: sequence weights, their mean, rejection (it changes the
+    denominators), advantages with a KL penalty, a critic.
+    """
+    algorithm, correction = config.algorithm, config.correction
+    return (
+        algorithm.epochs == algorithm.minibatches == 1
+        and correction.logp_old == "recompute"
+        and CORRECTION_MODES[correction.mode].granularity is Granularity.TOKEN
+        and not (correction.batch_normalize or correction.rejection or correction.kl_penalty)
+        and not (algorithm.kl_coef and algorithm.kl_place == "reward")
+        and not config.has_critic
+    )
+
+
+def kept_tokens(batch: StepBatch, correction: CorrectionResult | None) -> Tensor:
     """(N,) bool: tokens of the loss mask."""
-    return correction.keep_T & torch.from_numpy(batch.is_kept_S)[batch.rollout_N]
+    keep_N = torch.from_numpy(batch.is_kept_S)[batch.rollout_N]
+    return keep_N if correction is None else correction.keep_T & keep_N
 
 
 def rollout_advantages(batch: StepBatch, algorithm: AlgorithmConfig) -> Advantages:
@@ -131,6 +156,8 @@ def token_advantages(batch: StepBatch, logprobs: Logprobs, config: Config) -> tu
 
 def penalized(advantages_N: Tensor, batch: StepBatch, logprobs: Logprobs, config: Config) -> Tensor:
     """(N,) advantages less the KL penalties of the head of this module."""
+    if logprobs.old_N is None:  # then there are none, says `scored_by_the_update`
+        return advantages_N
     if logprobs.ref_N is not None and config.algorithm.kl_place == "reward":
         advantages_N = advantages_N - config.algorithm.kl_coef * (logprobs.old_N - logprobs.ref_N)
     if config.correction.kl_penalty:
@@ -151,7 +178,7 @@ def reference_metrics(logprobs: Logprobs, rollout_N: Tensor, num_rollouts: int) 
     `objective/kl`: mean over rollouts of Σ_t (logp_old − logp_ref), what PPO's reward pays for. `policy/ref_kl` and
     `policy/ref_kl_k3`: means over tokens of the same difference and of its k3 estimate, which is never negative.
     """
-    if logprobs.ref_N is None or not len(logprobs.old_N):
+    if logprobs.ref_N is None or logprobs.old_N is None or not len(logprobs.old_N):
         return {}
     diff_N = (logprobs.old_N - logprobs.ref_N).double()
     return {

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from rollout.records import TrainingRow
 from trainer.batch import StepBatch
 from trainer.config import AlgorithmConfig, Config
+from trainer.correction import token_weights
 from trainer.credit import credit_rule
 from trainer.distributed import Distributed
 from trainer.dumps import Attempt
@@ -198,22 +199,25 @@ class Updater:
 
         keep = keep_T.to(logp_T.device)
         rollout_T = packed.rollout_T[keep]
+        if targets.old_logp_N is None or targets.weights_N is None:
+            old_T = logp_T[keep].detach()  # this pass runs under θ_old: trainer/targets.py, `scored_by_the_update`
+            weights_T = self._token_weights(old_T, packed.sampling_logprobs_T[keep])
+        else:
+            old_T, weights_T = at_tokens(targets.old_logp_N), at_tokens(targets.weights_N)
         outputs = self._loss(
             LossInputs(
                 logp_T=logp_T[keep],
-                old_logp_T=at_tokens(targets.old_logp_N),
+                old_logp_T=old_T,
                 advantages_T=at_tokens(targets.advantages_N),
                 rollout_T=rollout_T,
                 num_rollouts=len(tokens_S),
-                weights_T=at_tokens(targets.weights_N),
+                weights_T=weights_T,
                 seq_log_ratio_S=seq_log_ratio_S,
             )
         )
         loss_T, metrics = outputs.loss_T, dict(outputs.metrics)
         if targets.ref_logp_N is not None and algorithm.kl_place == "loss":
-            kl_T = kl_term(
-                algorithm.kl_estimator, logp_T[keep], at_tokens(targets.ref_logp_N), at_tokens(targets.old_logp_N)
-            )
+            kl_T = kl_term(algorithm.kl_estimator, logp_T[keep], at_tokens(targets.ref_logp_N), old_T)
             loss_T = loss_T + algorithm.kl_coef * kl_T
         if algorithm.entropy_coef:
             loss_T = loss_T + entropy_bonus(entropy_T[keep], algorithm.entropy_coef)
@@ -233,6 +237,10 @@ class Updater:
         loss = normalized_loss(loss_T, coefficient_T) + 0.0 * (logp_T.sum() + values_T.sum())
         metrics |= {"policy/entropy": entropy_T[keep].detach().sum(), "policy/loss": loss.detach()}
         return loss, logp_T, metrics
+
+    def _token_weights(self, old_logp_T: Tensor, sampling_logp_T: Tensor) -> Tensor:
+        settings = self._config.correction
+        return token_weights(old_logp_T, sampling_logp_T, mode=settings.mode, bounds=(settings.low, settings.high))
 
     def _forward(self, packed: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
         """logp_T, entropy_T and, of a module with a critic, values_T; of another one they are 0."""
@@ -261,6 +269,7 @@ class Updater:
             return None
         if is_first and self._config.correction.logp_old == "recompute":
             return torch.zeros(batch.num_rollouts, device=self._distributed.device)
+        assert targets.old_logp_N is not None, "only the first update of a batch scores for itself"
         kept = targets.keep_N
         logp_N = self.scorer.score(batch, rows)
         ratio_S = sequence_log_ratio(logp_N[kept], targets.old_logp_N[kept], batch.rollout_N[kept], batch.num_rollouts)

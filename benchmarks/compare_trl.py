@@ -1,0 +1,115 @@
+"""End to end against TRL 1.16: trained tokens per second of whole updates, ours over theirs.
+
+    python benchmarks/compare_trl.py [--json] [--quick] [--updates 6] [--workloads multi_lognormal ...]
+    python benchmarks/compare_trl.py --curve 30 --workloads multi_equal      reward over wall time, both sides
+
+The same model, data, batch (16 prompts x 8 samples), sampling, reward and update on the same cores. Both trainers are
+alive at the same time and take turns, update by update, so that each meets the same machine (`harness/turns.py`). A
+trained token is one that the policy sampled; what tools answer and what is padding does not count. Settings of each
+side: `harness/lockstep_side.py`, `harness/trl_side.py`; what is trained: `harness/workloads.py`.
+
+`multi_turn_ratio` is of several turns with log-normal lengths, `single_turn_ratio` of one turn with equal lengths.
+Models that are missing are made first (one to three minutes, once).
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from harness.results import argument_parser, report
+from harness.turns import Opponent
+from harness.workloads import PEER_ENGINES, ROOT, WORKLOADS, Workload
+
+SIDES = ("lockstep", "trl")
+HEADLINES = {"multi_turn_ratio": "multi_lognormal", "single_turn_ratio": "single_equal"}
+
+
+def measure(workload: Workload, *, updates: int, engine: str) -> dict[str, list[dict[str, Any]]]:
+    """What each side says about each of its updates; the first one holds the start-up and is left out of rates."""
+    here, logs = Path(__file__).parent / "harness", ROOT / "runs" / "benchmarks"
+    common = [workload.name, "--updates", str(updates + 1)]
+    environment = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), "HF_HUB_OFFLINE": "1"}
+    sides = {
+        "lockstep": Opponent(
+            here / "lockstep_side.py", common, log=logs / f"{workload.name}-lockstep.log", environment=environment
+        ),
+        "trl": Opponent(
+            here / "trl_side.py",
+            [*common, "--engine", engine],
+            log=logs / f"{workload.name}-trl.log",
+            environment=environment,
+        ),
+    }
+    try:
+        said = {name: [side.first_turn()] for name, side in sides.items()}
+        for _ in range(updates):
+            for name, side in sides.items():
+                said[name].append(side.turn())
+    finally:
+        for side in sides.values():
+            side.close()
+    return said
+
+
+def summary(workload: Workload, said: dict[str, list[dict[str, Any]]]) -> tuple[list[dict[str, object]], float]:
+    """A row per side, and the ratio of their rates. Rates are of all measured updates together."""
+    rows, rates = [], {}
+    for side in SIDES:
+        turns = said[side][1:]
+        seconds, tokens = (sum(turn[name] for turn in turns) for name in ("seconds", "trained_tokens"))
+        rates[side] = tokens / seconds
+        rows.append(
+            {
+                "workload": workload.name,
+                "side": side,
+                "s/update": statistics.median(turn["seconds"] for turn in turns),
+                "trained tokens/update": round(tokens / len(turns)),
+                "longest": max(turn["longest"] for turn in turns),
+                "trained tokens/s": rates[side],
+            }
+        )
+    ratio = rates["lockstep"] / rates["trl"]
+    rows[0]["ratio"] = ratio
+    return rows, ratio
+
+
+def curve(turns: list[dict[str, Any]]) -> list[tuple[float, float]]:
+    """(seconds of updates so far, mean reward of the update), start-up left out."""
+    seconds = accumulate(turn["seconds"] for turn in turns[1:])
+    return [(round(at, 2), round(turn["reward"], 3)) for at, turn in zip(seconds, turns[1:], strict=True)]
+
+
+def main() -> None:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--updates", type=int, default=6, help="measured updates per side and workload")
+    parser.add_argument("--curve", type=int, metavar="UPDATES", help="so many updates instead, and their rewards")
+    parser.add_argument("--peer-engine", choices=PEER_ENGINES, default="transformers", help="what TRL generates with")
+    args = parser.parse_args()
+    names = list(HEADLINES.values()) if args.quick else args.workloads
+    updates = 2 if args.quick else args.curve or args.updates
+    rows: list[dict[str, object]] = []
+    ratios, curves = {}, {}
+    for workload in (WORKLOADS[name] for name in names):
+        workload.prepare()
+        said = measure(workload, updates=updates, engine=args.peer_engine)
+        of_workload, ratios[workload.name] = summary(workload, said)
+        rows += of_workload
+        curves[workload.name] = {side: curve(said[side]) for side in SIDES}
+    numbers = {headline: ratios[name] for headline, name in HEADLINES.items() if name in ratios}
+    others = {f"{name}_ratio": ratio for name, ratio in ratios.items() if name not in HEADLINES.values()}
+    report(
+        "compare_trl",
+        rows,
+        numbers | others,
+        as_json=args.json,
+        details={"peer_engine": args.peer_engine, "curves": curves if args.curve else {}},
+    )
+
+
+if __name__ == "__main__":
+    main()

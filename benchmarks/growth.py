@@ -1,0 +1,139 @@
+"""How time and memory of an update grow: with row length, batch, group size, vocabulary and ranks.
+
+    python benchmarks/growth.py [--only length vocabulary ...] [--threads 1]
+
+Each point is a whole `Trainer.step` on rollouts that are there already (as in benchmarks/update.py), in a process of
+its own, because the high-water mark of a process never goes down. Reported is the fitted exponent k of value ∝ size^k:
+for the time of a step, and for the memory above what the process held before. 1 is linear growth. Ranks share the
+cores of the machine, so their time can at best stay what it is; their exponent is of the time of the same batch.
+
+The time is the second step's wall time (ranks wait for each other); the first one allocates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness.models import small_qwen3
+from harness.results import argument_parser, fitted_exponent, report
+from harness.steps import make_rollouts, trainer_step
+
+from trainer.config import Config, OptimizerConfig
+from trainer.policy import Policy
+
+BASE = {"length": 128, "rows": 32, "group": 4, "vocabulary": 4096, "hidden": 128, "layers": 2, "budget": 4096}
+SWEEPS: dict[str, tuple[int, ...]] = {
+    "length": (128, 256, 512, 1024, 2048),
+    "rows": (16, 32, 64, 128),
+    "group": (2, 4, 8, 16),
+    "vocabulary": (4096, 16384, 65536),
+    "ranks": (1, 2),
+}
+QUICK: dict[str, tuple[int, ...]] = {"length": (32, 64), "rows": (4, 8), "group": (2, 4), "vocabulary": (512, 1024)}
+
+
+def point(sizes: dict[str, int], threads: int) -> dict[str, float]:
+    """Seconds of a step, and GiB above what this process held before it made the model."""
+    torch.set_num_threads(threads)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    config = Config(token_budget=sizes["budget"], optimizer=OptimizerConfig(lr=1e-6))
+    config.correction.noise_floor_every = 0
+    policy = Policy(small_qwen3(hidden=sizes["hidden"], layers=sizes["layers"], vocab=sizes["vocabulary"]))
+    rollouts = make_rollouts(
+        rows=sizes["rows"],
+        median=sizes["length"],
+        sigma=0.0,
+        vocab=sizes["vocabulary"],
+        longest=sizes["budget"],
+        group=sizes["group"],
+    )
+    step = trainer_step(policy, config, rollouts)
+    step()
+    started = time.perf_counter()
+    report = step()
+    seconds = time.perf_counter() - started
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    return {
+        "seconds": seconds,
+        "gib": peak / 2**20,
+        "trained tokens/s": report.metrics["rollout/trained_tokens"] / seconds,
+    }
+
+
+def in_own_process(sizes: dict[str, int], threads: int) -> dict[str, float]:
+    """`point` in a fork, which begins with the imports done."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=lambda: sender.send(point(sizes, threads)))
+    process.start()
+    result = receiver.recv()
+    process.join()
+    return result
+
+
+def on_ranks(sizes: dict[str, int], ranks: int) -> dict[str, float]:
+    """`point` under `accelerate launch`, DDP over gloo, a thread per rank."""
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/ddp.yaml"]
+    command = [*launcher, "--num_processes", str(ranks), "--main_process_port", "0"]
+    done = subprocess.run(
+        [*command, __file__, "--point", json.dumps(sizes)],
+        cwd=Path(__file__).resolve().parents[1],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return max(
+        (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")), key=lambda p: p["seconds"]
+    )
+
+
+def sweep(name: str, values: tuple[int, ...], base: dict[str, int], threads: int) -> list[dict[str, Any]]:
+    """One row per size."""
+    rows = []
+    for value in values:
+        if name == "ranks":
+            found = on_ranks(base, value)
+        else:
+            sizes = base | {name: value}
+            sizes["rows"] = max(sizes["rows"], sizes["group"])
+            found = in_own_process(sizes, threads)
+        rows.append({"sweep": name, "size": value, **found})
+    return rows
+
+
+def main() -> None:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--only", nargs="+", choices=SWEEPS, default=list(SWEEPS))
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--point", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.point:
+        print(json.dumps(point(json.loads(args.point), 1)), flush=True)
+        return
+    torch.set_num_threads(1)  # no pool of threads is left behind for the forks
+    sweeps = {name: values for name, values in (QUICK if args.quick else SWEEPS).items() if name in args.only}
+    base = BASE | ({"length": 32, "rows": 4, "vocabulary": 512, "hidden": 64} if args.quick else {})
+    rows: list[dict[str, Any]] = []
+    exponents = {}
+    for name, values in sweeps.items():
+        of_sweep = sweep(name, values, base, args.threads)
+        rows += of_sweep
+        sizes = [row["size"] for row in of_sweep]
+        for what, short in (("seconds", "time"), ("gib", "memory")):
+            exponents[f"{short}_by_{name}"] = fitted_exponent(sizes, [max(row[what], 1e-6) for row in of_sweep])
+    report("growth", rows, exponents, as_json=args.json, details={"base": base})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What the benchmarks share: how results are shown, the workloads, and the processes that are compared."""

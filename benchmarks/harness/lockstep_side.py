@@ -1,0 +1,82 @@
+"""Lockstep's side of a comparison: an ordinary run, which waits for its turn after each update.
+
+What a turn takes is all of it: rollouts, reward, score, update, weight sync with its canary, logs, saved rollouts.
+Settings are those of the demo; what differs is in `overrides`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+
+from harness.turns import Turn
+from harness.workloads import ROOT, WORKLOADS, Workload
+from trainer.config import Config
+from trainer.launch import CONFIG_DIR, schema, to_config
+from trainer.loop import StepReport
+from trainer.run import run
+from trainer.validate import validate
+
+
+def overrides(workload: Workload, *, updates: int, run_root: str) -> list[str]:
+    """The settings of this workload."""
+    return [
+        f"model={workload.task}",
+        f"data={workload.task}",
+        f"environment={workload.task}",
+        f"model.path={workload.model_path}",
+        f"data.path={workload.data_path}",
+        "data.heldout_path=null",
+        f"environment.max_turns={workload.max_turns}",
+        f"rollout.prompts_per_step={workload.prompts}",
+        f"rollout.samples_per_prompt={workload.samples_per_prompt}",
+        f"rollout.max_tokens_per_turn={workload.max_tokens_per_turn}",
+        f"rollout.max_model_len={workload.max_model_len}",
+        f"rollout.ignore_eos={str(workload.fixed_tokens is not None).lower()}",
+        f"optimizer.lr={workload.learning_rate}",
+        f"updates={updates}",
+        f"run_root={run_root}",
+        "checkpoint.every=0",
+        "logger.print_rollouts_every=0",
+    ]
+
+
+def configuration(workload: Workload, *, updates: int, run_root: str) -> Config:
+    ConfigStore.instance().store(name="schema", node=schema())
+    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+        config = to_config(compose("train", overrides=overrides(workload, updates=updates, run_root=run_root)))
+    validate(config)
+    return config
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("workload", choices=WORKLOADS)
+    parser.add_argument("--updates", type=int, required=True)
+    arguments = parser.parse_args()
+    turn = Turn()
+
+    def on_step(report: StepReport) -> None:
+        counts = [row.num_trained for row in report.batch.rows]
+        turn.over(
+            trained_tokens=sum(counts),
+            longest=max(counts),
+            reward=report.metrics["reward/mean"],
+            **{name: value for name, value in report.metrics.items() if name.startswith("time/")},
+        )
+
+    (ROOT / "runs").mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=ROOT / "runs", prefix=".benchmark-") as run_root:
+        workload = WORKLOADS[arguments.workload]
+        run(configuration(workload, updates=arguments.updates, run_root=run_root), on_step)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""Models made from a config, with random weights: time and memory do not depend on what a model knows."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+
+
+def small_qwen3(*, hidden: int, layers: int, vocab: int, max_positions: int = 4096) -> PreTrainedModel:
+    """A Qwen3 with heads of 32, half as many for keys, an MLP of three times its width, and a tied head."""
+    heads = max(1, hidden // 32)
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(
+        Qwen3Config(
+            num_hidden_layers=layers,
+            hidden_size=hidden,
+            intermediate_size=3 * hidden,
+            num_attention_heads=heads,
+            num_key_value_heads=max(1, heads // 2),
+            head_dim=32,
+            vocab_size=vocab,
+            max_position_embeddings=max_positions,
+            tie_word_embeddings=True,
+        )
+    )

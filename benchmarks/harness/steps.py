@@ -1,0 +1,69 @@
+"""Whole steps of the trainer on rollouts that are there already: all of `Trainer.step` but the engine and the sync."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from rollout.records import EngineCall, FinishReason, Rollout
+from rollout.sync import SyncReport
+from trainer.collection import Collected
+from trainer.config import Config
+from trainer.distributed import Distributed
+from trainer.loop import StepReport, Trainer
+from trainer.optimizer import make_optimizer
+from trainer.policy import Policy
+from trainer.update import Updater
+
+
+def make_rollouts(*, rows: int, median: float, sigma: float, vocab: int, longest: int, group: int = 4) -> list[Rollout]:
+    """Rollouts of one call, half prompt and half sampled, of log-normal length."""
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(np.log(median), sigma, rows), 8, longest).astype(int)
+
+    def one(index: int, length: int) -> Rollout:
+        prompt, sampled = length // 2, length - length // 2
+        call = EngineCall(
+            prompt_ids=tuple(rng.integers(3, vocab, prompt).tolist()),
+            sampled_ids=tuple(rng.integers(3, vocab, sampled).tolist()),
+            sampled_logprobs=(-float(np.log(vocab)),) * sampled,
+            finish_reason=FinishReason.STOP,
+        )
+        return Rollout(rollout_id=index, group_id=index // group, calls=(call,), reward=float(index % 2))
+
+    return [one(index, int(length)) for index, length in enumerate(lengths)]
+
+
+class Ready:
+    """A collector whose rollouts are there already."""
+
+    def __init__(self, rollouts: list[Rollout]) -> None:
+        self._collected = Collected(rollouts=tuple(rollouts), trained=tuple(rollouts))
+
+    def collect(self, step: int, watch: Any, on_rollout: Any) -> Collected:
+        with watch.stage("rollout"):
+            return self._collected
+
+
+class NoEngine:
+    """A sync that sends nothing."""
+
+    def push(self, version: int) -> SyncReport:
+        return SyncReport(version=version, gather_s=0, transfer_s=0, pause_s=0, bytes=0, canary_abs_diff=0)
+
+
+def trainer_step(policy: Policy, config: Config, rollouts: list[Rollout]) -> Callable[[], StepReport]:
+    """The step of a trainer with this policy, on these rollouts, as often as it is called."""
+    distributed = Distributed.start(dtype=config.model.dtype, max_grad_norm=config.optimizer.max_grad_norm)
+    module = distributed.prepare(policy, make_optimizer(policy, config.optimizer))
+    trainer = Trainer(
+        config,
+        distributed=distributed,
+        updater=Updater(module, distributed, config),
+        collector=Ready(rollouts if distributed.is_main else []),  # type: ignore[arg-type]
+        reference=None,
+        sync=NoEngine(),  # type: ignore[arg-type]
+    )
+    return trainer.step

@@ -1,0 +1,150 @@
+"""TRL's side of a comparison: `GRPOTrainer` of TRL 1.16 on the same workload; it waits for its turn after updates.
+
+Settings that change what is computed are those of Lockstep's demo: GRPO advantages divided by the group's deviation,
+a clip of 0.2 and 0.28, one denominator over all tokens of the batch (TRL's `dapo`), no KL term, AdamW with the same
+rates. Settings that only change how fast it goes are the best that were found: no gradient checkpointing, the whole
+batch in one pass, SDPA, no reports. Several turns go through its `tools=`. With transformers to generate, TRL
+neither scores old log-probabilities nor corrects for the sampler, and so does less than Lockstep does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
+import torch
+from datasets import Dataset
+from transformers import AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+from trl.chat_template_utils import qwen3_template
+
+from harness.turns import Turn
+from harness.workloads import PEER_ENGINES, WORKLOADS, Workload
+from rollout.demo.tasks import answer_text
+from rollout.environments.calculator import calculator
+
+
+def reward(completions: list[list[dict[str, Any]]], answer: list[str], **_: Any) -> list[float]:
+    """The demo's reward: 1 for the right sentence."""
+    return [
+        float(str(messages[-1]["content"]).strip() == answer_text(expected))
+        for messages, expected in zip(completions, answer, strict=True)
+    ]
+
+
+def config_of(workload: Workload, *, engine: str, updates: int, micro_batch: int, output: str) -> GRPOConfig:
+    generation: dict[str, Any] = {}
+    if engine == "vllm":
+        generation["max_tokens"] = workload.max_tokens_per_turn
+        if workload.fixed_tokens is not None:
+            generation["ignore_eos"] = True
+    else:
+        generation["max_new_tokens"] = workload.max_tokens_per_turn
+        if workload.fixed_tokens is not None:
+            generation["min_new_tokens"] = workload.fixed_tokens
+    return GRPOConfig(
+        output_dir=output,
+        # The update
+        loss_type="dapo",
+        epsilon=0.2,
+        epsilon_high=0.28,
+        beta=0.0,
+        scale_rewards="group",
+        learning_rate=workload.learning_rate,
+        lr_scheduler_type="constant",
+        adam_beta1=0.9,
+        adam_beta2=0.95,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        max_steps=updates,
+        # The rollouts
+        num_generations=workload.samples_per_prompt,
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=workload.batch // micro_batch,
+        max_completion_length=workload.horizon,
+        max_tool_calling_iterations=workload.max_turns - 1,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        generation_kwargs=generation,
+        use_vllm=engine == "vllm",
+        vllm_mode="colocate",
+        vllm_max_model_length=workload.max_model_len,
+        use_transformers_continuous_batching=engine == "paged",
+        # How fast it goes
+        gradient_checkpointing=False,
+        model_init_kwargs={"dtype": "float32", "attn_implementation": "sdpa"},
+        bf16=False,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        logging_steps=1,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        seed=0,
+    )
+
+
+class AfterEachUpdate(TrainerCallback):
+    """Hands over when an update is logged, which is the last thing that TRL does with it."""
+
+    def __init__(self, turn: Turn, workload: Workload) -> None:
+        self._turn = turn
+        self._batch = workload.batch
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+        if logs and "completions/mean_length" in logs:
+            self._turn.over(
+                trained_tokens=round(float(logs["completions/mean_length"]) * self._batch),
+                longest=float(logs["completions/max_length"]),
+                reward=float(logs["reward"]),
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("workload", choices=WORKLOADS)
+    parser.add_argument("--updates", type=int, required=True)
+    parser.add_argument("--engine", choices=PEER_ENGINES, default="transformers")
+    parser.add_argument("--micro-batch", type=int, default=128)
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = parser.parse_args()
+    turn = Turn()
+    torch.set_num_threads(arguments.threads)
+    workload = WORKLOADS[arguments.workload]
+    tokenizer = AutoTokenizer.from_pretrained(workload.model_path)
+    tokenizer.response_template = qwen3_template  # the demo's template writes calls and reasoning as Qwen3's does
+    rows = [json.loads(line) for line in workload.data_path.read_text().splitlines()]
+    dataset = Dataset.from_list(
+        [{"prompt": [{"role": "user", "content": row["question"]}], "answer": row["answer"]} for row in rows]
+    )
+    with tempfile.TemporaryDirectory() as output:
+        trainer = GRPOTrainer(
+            model=str(workload.model_path),
+            reward_funcs=reward,
+            args=config_of(
+                workload,
+                engine=arguments.engine,
+                updates=arguments.updates,
+                micro_batch=arguments.micro_batch,
+                output=output,
+            ),
+            train_dataset=dataset,
+            processing_class=tokenizer,
+            tools=[calculator] if workload.max_turns > 1 else None,
+            callbacks=[AfterEachUpdate(turn, workload)],
+        )
+        trainer.train()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Two trainers that take turns: each is a process that makes one update when it is told to, and then waits.
+
+So both are warm and both meet the same machine, and neither computes while the other is timed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+GO, DONE = "BENCHMARK_GO_FD", "BENCHMARK_DONE_FD"
+
+
+class Turn:
+    """The trainer's end. Its first turn begins with the process, so it holds the start-up."""
+
+    def __init__(self) -> None:
+        self._go = os.fdopen(int(os.environ[GO]))
+        self._done = os.fdopen(int(os.environ[DONE]), "w")
+        self._started = time.perf_counter()
+
+    def over(self, **facts: float) -> None:
+        """Say what the update was like, and wait for the next turn."""
+        seconds = time.perf_counter() - self._started
+        print(json.dumps({"seconds": seconds, **facts}), file=self._done, flush=True)
+        self._go.readline()
+        self._started = time.perf_counter()
+
+
+class Opponent:
+    """The benchmark's end: one trainer process."""
+
+    def __init__(self, script: Path, arguments: Sequence[str], *, log: Path, environment: Mapping[str, str]) -> None:
+        go_read, go_write = os.pipe()
+        done_read, done_write = os.pipe()
+        self._go, self._done = os.fdopen(go_write, "w"), os.fdopen(done_read)
+        self.log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("wb") as file:
+            self._process = subprocess.Popen(
+                [sys.executable, str(script), *arguments],
+                env={**os.environ, **environment, GO: str(go_read), DONE: str(done_write)},
+                pass_fds=(go_read, done_write),
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+        os.close(go_read)
+        os.close(done_write)
+
+    def first_turn(self) -> dict[str, Any]:
+        """Wait for the update that it begins with."""
+        return self._answer()
+
+    def turn(self) -> dict[str, Any]:
+        """One update; `seconds` is what the trainer measured."""
+        print("go", file=self._go, flush=True)
+        return self._answer()
+
+    def close(self) -> None:
+        """It ends by itself after its last turn; one that does not is ended."""
+        self._go.close()
+        try:
+            self._process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _answer(self) -> dict[str, Any]:
+        line = self._done.readline()
+        if not line:
+            tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-25:])
+            raise RuntimeError(f"the trainer ended with status {self._process.wait()}; the end of {self.log}:\n{tail}")
+        return json.loads(line)

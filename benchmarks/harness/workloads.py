@@ -1,0 +1,80 @@
+"""The workloads that Lockstep and its peer both train on, and how their models come to be.
+
+    equal       what the demo does: turns of nearly the same length (multi-turn), or exactly (single-turn, no end token)
+    lognormal   the model thinks aloud before each turn, for a log-normal number of tokens (`thinking.py`)
+
+Lengths are those that the model samples, in both trainers alike; nothing is cut or forced, except where `fixed_tokens`
+says so.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.thinking import make_thinking_model
+
+ROOT = Path(__file__).resolve().parents[2]
+PEER_ENGINES = ("transformers", "paged", "vllm")
+"""What TRL generates with; paged: its continuous batching."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """A task, a model and a batch; everything that both sides must share."""
+
+    name: str
+    task: str
+    """Of the demo: data, environment and reward."""
+    max_turns: int
+    thinks: bool = False
+    fixed_tokens: int | None = None
+    """Every turn has exactly this many tokens; None: the model ends its turns."""
+    max_tokens_per_turn: int = 48
+    prompts: int = 16
+    samples_per_prompt: int = 8
+    learning_rate: float = 3e-4
+
+    @property
+    def batch(self) -> int:
+        return self.prompts * self.samples_per_prompt
+
+    @property
+    def model_path(self) -> Path:
+        return ROOT / "models" / (f"{self.task}-thinking" if self.thinks else self.task)
+
+    @property
+    def data_path(self) -> Path:
+        return ROOT / "data" / "demo" / self.task / "train.jsonl"
+
+    @property
+    def horizon(self) -> int:
+        """Tokens behind the prompt at most: turns, and what tools answer between them."""
+        return self.max_turns * (self.max_tokens_per_turn + 24)
+
+    @property
+    def max_model_len(self) -> int:
+        return 160 + self.horizon
+
+    def prepare(self) -> None:
+        """Make the model and its data, unless they are there."""
+        from rich.console import Console
+
+        from rollout.demo.make import make_demo
+
+        console = Console(file=sys.stderr)
+        make_demo(self.task, ROOT / "models" / self.task, self.data_path.parent, 0, console)
+        if self.thinks:
+            make_thinking_model(self.task, ROOT / "models" / self.task, self.model_path, console)
+
+
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload(name="single_equal", task="reverse", max_turns=1, fixed_tokens=64, max_tokens_per_turn=64),
+        Workload(name="single_lognormal", task="reverse", max_turns=1, thinks=True, max_tokens_per_turn=256),
+        Workload(name="multi_equal", task="calculator", max_turns=3),
+        Workload(name="multi_lognormal", task="calculator", max_turns=3, thinks=True, max_tokens_per_turn=256),
+    )
+}

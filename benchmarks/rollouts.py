@@ -1,0 +1,119 @@
+"""Rollouts against vLLM's own offline `LLM.generate`, and how idle the engine is while tools are slow.
+
+    python benchmarks/rollouts.py [--batches 5] [--tool-s 0.3]
+
+Single turns: 128 requests of 64 tokens on the demo's model, in three processes that take turns
+(`harness/engine_sides.py`). `engine_ratio` and `rollout_ratio` are tokens per second over vLLM's; the goal is 0.95.
+
+Several turns with slow tools: 128 episodes of the demo's calculator, whose answers take `--tool-s` seconds on average.
+`idle_fraction` is the share of the time in which no request was in the engine though an episode could have made one;
+the goal is below 0.1. Time in which all episodes were waiting for tools is reported beside it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import tempfile
+import time
+from pathlib import Path
+
+from harness.engine_sides import questions, start
+from harness.results import argument_parser, report
+from harness.slow_tools import Meter, MeteredEngine, SlowCalculator
+from harness.turns import Opponent
+from harness.workloads import ROOT, WORKLOADS
+
+from rollout.chat import Chat
+from rollout.engine import Sampling
+from rollout.loop import BackgroundLoop
+from rollout.sampler import Sampler
+
+SIDES = ("vllm", "engine", "rollouts")
+
+
+def single_turns(batches: int) -> dict[str, float]:
+    """Sampled tokens per second of each side, over all batches but the first."""
+    script, logs = Path(__file__).parent / "harness" / "engine_sides.py", ROOT / "runs" / "benchmarks"
+    threads = str(max(1, len(os.sched_getaffinity(0)) - 1))
+    sides = {
+        name: Opponent(
+            script,
+            [name, "--batches", str(batches + 1)],
+            log=logs / f"rollout-{name}.log",
+            environment={"OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"},
+        )
+        for name in SIDES
+    }
+    try:
+        for side in sides.values():
+            side.first_turn()
+        turns = {name: [] for name in sides}
+        for _ in range(batches):
+            for name, side in sides.items():
+                turns[name].append(side.turn())
+    finally:
+        for side in sides.values():
+            side.close()
+    return {
+        name: sum(turn["tokens"] for turn in taken) / sum(turn["seconds"] for turn in taken)
+        for name, taken in turns.items()
+    }
+
+
+def slow_tools(mean_s: float) -> dict[str, float]:
+    """Shares of the time of one batch of episodes."""
+    workload = WORKLOADS["multi_equal"]
+    workload.prepare()
+    chat = Chat.from_pretrained(workload.model_path)
+    sampling = Sampling(max_tokens=workload.max_tokens_per_turn, stop_token_ids=chat.stop_token_ids)
+    with tempfile.TemporaryDirectory() as directory, BackgroundLoop() as loop:
+        engine = start(workload, loop, directory)
+
+        def collect(mean_s: float, step: int) -> tuple[Meter, float]:
+            meter, numbers = Meter(episodes=workload.batch), itertools.count()
+            sampler = Sampler(
+                engine=MeteredEngine(engine, meter),  # type: ignore[arg-type]
+                chat=chat,
+                make_environment=lambda: SlowCalculator(meter=meter, mean_s=mean_s, seed=next(numbers)),
+                max_turns=workload.max_turns,
+                seed=0,
+            )
+            started = time.perf_counter()
+            loop.run(
+                sampler.collect(
+                    questions(workload), samples_per_prompt=workload.samples_per_prompt, sampling=sampling, step=step
+                )
+            )
+            return meter, time.perf_counter() - started
+
+        collect(0.001, 0)
+        meter, seconds = collect(mean_s, 1)
+        loop.run(engine.close())
+    return {
+        "seconds": seconds,
+        "idle_fraction": meter.idle_s / seconds,
+        "all_in_tools_fraction": meter.starved_s / seconds,
+    }
+
+
+def main() -> None:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--batches", type=int, default=5, help="measured batches per side")
+    parser.add_argument("--tool-s", type=float, default=0.3, help="mean time of a tool call [s]")
+    args = parser.parse_args()
+    WORKLOADS["single_equal"].prepare()
+    rates = single_turns(1 if args.quick else args.batches)
+    tools = slow_tools(args.tool_s)
+    rows = [{"side": name, "tokens/s": rate, "ratio": rate / rates["vllm"]} for name, rate in rates.items()]
+    numbers = {
+        "engine_ratio": rates["engine"] / rates["vllm"],
+        "rollout_ratio": rates["rollouts"] / rates["vllm"],
+        "idle_fraction": tools["idle_fraction"],
+        "all_in_tools_fraction": tools["all_in_tools_fraction"],
+    }
+    report("rollouts", rows, numbers, as_json=args.json, details={"tool_s": args.tool_s, "tools": tools})
+
+
+if __name__ == "__main__":
+    main()
