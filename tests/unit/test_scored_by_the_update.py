@@ -13,6 +13,7 @@ from tests.unit.test_update import OneProcess, rollouts
 from trainer.batch import StepBatch, decode, encode
 from trainer.config import AlgorithmConfig, Config, CorrectionConfig
 from trainer.correction import correction_weights
+from trainer.dumps import Attempt, read_dump, write_dump
 from trainer.policy import Policy
 from trainer.targets import Logprobs, Targets, scored_by_the_update
 from trainer.update import Updater
@@ -108,3 +109,13 @@ def test_one_pass_gives_the_gradient_of_two(policy, batch, correction, algorithm
 )
 def test_what_needs_all_old_logprobs_first_has_a_pass_of_its_own(correction, algorithm):
     assert not scored_by_the_update(config(correction, **algorithm))
+
+
+def test_a_dump_says_that_the_update_scored_for_itself(batch, tmp_path):
+    attempt = Attempt(update=1, number=1, rollouts=(0,), lr=0.1, is_first=True, reason="x", sums={}, grad_norm=1.0)
+    advantages_N = torch.ones(batch.layout.num_tokens)
+    targets = Targets.of(batch, advantages_N, Logprobs(old_N=None), None)
+    _, _, read = read_dump(write_dump(tmp_path, attempt, batch, targets))
+    assert read.old_logp_N is None
+    assert read.weights_N is None
+    torch.testing.assert_close(read.advantages_N, advantages_N)
