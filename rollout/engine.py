@@ -29,6 +29,8 @@ class Sampling:
     """Sample past the end-of-sequence token (fixed-length responses)."""
     seed: int | None = None
     """Of this request alone; the same seed gives the same tokens in any batch."""
+    is_trained: bool = True
+    """False in evaluation, where nobody asks which tokens truncated sampling drew from."""
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -38,8 +40,9 @@ class Sampling:
 
     @property
     def truncates(self) -> bool:
-        """Whether tokens are drawn from a part of the vocabulary; a greedy token is not drawn at all."""
-        if self.temperature == 0:
+        """Whether the engine must say from which part of the vocabulary tokens were drawn: where they were drawn from
+        a part (a greedy token is not drawn at all), and are going to be trained."""
+        if self.temperature == 0 or not self.is_trained:
             return False
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 

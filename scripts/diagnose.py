@@ -61,7 +61,7 @@ def main() -> None:
             print(f"lockstep: {error}", file=sys.stderr)
             sys.exit(2)
     sys.argv = [sys.argv[0], *overrides]
-    launch(with_config)
+    launch(with_config, needs_data=rollouts is None)
     sys.exit(exit_status[0] if exit_status else 0)
 
 

@@ -1,12 +1,18 @@
-"""Sample held-out prompts from a model and score them.
+"""Sample held-out prompts from a model, score them, and say how sure the numbers are.
 
     python scripts/evaluate.py model.path=runs/latest/model
     python scripts/evaluate.py model.path=... eval.samples_per_prompt=8 eval.temperature=1.0 data.heldout_path=my.jsonl
+    python scripts/evaluate.py model.path=runs/latest/model eval.compare_to=models/calculator
+    python scripts/evaluate.py model.path=... eval.output=after.json eval.compare_to=before.json
 
-Prints mean reward and its parts; the last line is JSON. The settings are those of training (trainer/config.py).
+Prints mean reward and pass@k with intervals; the last line is JSON. The settings are those of training
+(trainer/config.py), docs/evaluation.md explains them.
 """
 
+from functools import partial
+
 from trainer.launch import launch
+from trainer.validate import validate
 
 
 def main(config) -> None:
@@ -16,4 +22,4 @@ def main(config) -> None:
 
 
 if __name__ == "__main__":
-    launch(main)
+    launch(main, check=partial(validate, trains=False))

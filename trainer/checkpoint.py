@@ -55,6 +55,8 @@ class TrainerState:
     """Optimizer updates done; also the version of the weights."""
     data_cursor: int
     """Data rows taken."""
+    resting_rows: Mapping[str, int] = field(default_factory=dict)
+    """Rows that a curriculum leaves out for now (`Prompts.resting`)."""
     kl_coef: float | None = None
     """Weight of the KL penalty, where a controller adapts it."""
     wandb_id: str | None = None

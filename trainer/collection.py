@@ -88,7 +88,7 @@ class Collector:
         kept = [group for group in groups if self._is_kept(group)]
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         trained = [rollout for group in kept for rollout in group.rollouts]
-        metrics = {**self._rewards.take_metrics(), **sampler.take_metrics(), "data/epoch": self._prompts.epoch}
+        metrics = {**self._rewards.take_metrics(), **sampler.take_metrics(), **self._prompts.metrics()}
         if self._config.algorithm.dynamic_sampling:
             metrics |= {
                 "rollout/refill_factor": len(rollouts) / max(len(trained), 1),
@@ -137,7 +137,10 @@ class Collector:
             with watch.stage("reward"):
                 scored = [self._shape(rollout) for rollout in self._loop.run(self._rewards.score(sampled))]
             by_group = groupby(scored, key=lambda rollout: rollout.group_id)
-            groups += [_Group(row, tuple(found)) for row, (_, found) in zip(rows, by_group, strict=True)]
+            new = [_Group(row, tuple(found)) for row, (_, found) in zip(rows, by_group, strict=True)]
+            for group in new:
+                self._prompts.learn(group.row, [rollout.reward for rollout in group.rollouts if rollout.is_trainable])
+            groups += new
         return groups
 
     def _is_kept(self, group: _Group) -> bool:

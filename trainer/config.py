@@ -8,7 +8,7 @@ Strings with a fixed set of values carry it as `choices` (Hydra refuses `Literal
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 ADVANTAGES = (
@@ -73,13 +73,61 @@ class ModelConfig:
 
 
 @dataclass
+class DataSetConfig:
+    """One entry of data.sources or eval.sets. Those are dicts of anything to Hydra, so that `data.sources.new.path=...`
+    needs no more words; `trainer/launch.py` reads their entries as this."""
+
+    path: str = setting("", "JSONL, JSON, CSV or parquet file, or a hub data set id")
+    subset: str | None = setting(None, "configuration of a hub data set that has several")
+    split: str | None = setting(None, "split of a hub data set; null: data.split, in eval.sets data.heldout_split")
+    columns: dict[str, str] | None = setting(None, "see data.columns; null: the same")
+    system_prompt: str | None = setting(None, "see data.system_prompt; null: the same")
+    environment: str | None = setting(None, "environment=mixed: the environment of all its rows")
+    weight: float = setting(1.0, "data.sources: share of the prompts, relative to the other sources")
+
+
+@dataclass
+class CurriculumConfig:
+    rest_epochs: int = setting(
+        0, "epochs that a row is left out of after its group was outside of the pass rates below; 0: no curriculum"
+    )
+    min_pass_rate: float = setting(0.0, "at this pass rate or below a row is too hard for now")
+    max_pass_rate: float = setting(1.0, "at this pass rate or above a row is solved for now")
+    solved_reward: float = setting(1.0, "a rollout passes with at least this reward")
+
+
+@dataclass
 class DataConfig:
     path: str = setting("data/demo/calculator/train.jsonl", "JSONL, JSON, CSV or parquet file, or a hub data set id")
+    subset: str | None = setting(None, "configuration of a hub data set that has several")
     split: str = setting("train", "split of a hub data set")
     heldout_path: str | None = setting(None, "file or hub id for evaluation; null: no evaluation data")
     heldout_split: str = setting("test", "split of a hub data set for evaluation")
+    columns: dict[str, str] = setting(
+        {}, "columns under other names, {prompt: question, answer: solution}; `a.b` is column b inside of column a"
+    )
+    system_prompt: str | None = setting(None, "system turn before the prompts of rows that bring none; null: none")
+    sources: dict[str, Any] = setting(
+        {}, "several data sets by name, mixed by weight, in place of data.path (docs/data.md)"
+    )
     shuffle: bool = setting(True, "draw a new permutation per epoch from `seed`; false: file order")
     max_prompt_tokens: int | None = setting(None, "rows with longer prompts are left out, visibly [tokens]")
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
+
+    def training_sets(self) -> dict[str, DataSetConfig]:
+        """By name, with everything filled in that they inherit; data.path has an empty name."""
+        if not self.sources:
+            return {"": self.complete(DataSetConfig(path=self.path, subset=self.subset), self.split)}
+        return {name: self.complete(source, self.split) for name, source in self.sources.items()}
+
+    def complete(self, data_set: DataSetConfig, split: str) -> DataSetConfig:
+        """With what it inherits."""
+        return replace(
+            data_set,
+            split=data_set.split or split,
+            columns=self.columns if data_set.columns is None else data_set.columns,
+            system_prompt=self.system_prompt if data_set.system_prompt is None else data_set.system_prompt,
+        )
 
 
 @dataclass
@@ -291,10 +339,31 @@ class CheckpointConfig:
 
 @dataclass
 class EvalConfig:
-    every: int = setting(0, "updates between evaluations on data.heldout_path; 0: never")
-    prompts: int = setting(128, "held-out prompts per evaluation")
-    samples_per_prompt: int = setting(1, "rollouts per held-out prompt")
+    every: int = setting(
+        0, "updates between evaluations on the held-out data; another one follows the last update; 0: never"
+    )
+    before_training: bool = setting(False, "evaluate before the first update and after the last one")
+    sets: dict[str, Any] = setting(
+        {}, "further held-out data by name; its metrics are eval/<name>/... (docs/evaluation.md)"
+    )
+    prompts: int | None = setting(128, "the first so many prompts of each data set; null: all")
+    samples_per_prompt: int = setting(1, "rollouts per held-out prompt, n of pass@k and mean@n")
     temperature: float = setting(0.0, "0: greedy")
+    top_p: float = setting(1.0, "nucleus")
+    top_k: int = setting(0, "0: off")
+    min_p: float = setting(0.0, "0: off")
+    max_tokens_per_turn: int | None = setting(
+        None, "sampled tokens per assistant turn at most [tokens]; null: rollout.max_tokens_per_turn"
+    )
+    pass_threshold: float = setting(1.0, "a rollout passes with at least this reward")
+    pass_reward: str | None = setting(None, "reward function that decides whether it passes; null: the weighted sum")
+    by: str = setting("environment", "column by whose values results are broken down, in data that has it")
+    compare_to: str | None = setting(
+        None, "scripts/evaluate.py: a model, or the JSON file of its evaluation, to compare with on the same seeds"
+    )
+    output: str | None = setting(
+        None, "scripts/evaluate.py: JSON file for the results; the rollouts go beside it, as .jsonl"
+    )
 
 
 @dataclass
@@ -339,6 +408,15 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
+
+    def heldout_sets(self) -> dict[str, DataSetConfig]:
+        """Held-out data sets by name, with everything filled in that they inherit; data.heldout_path has no name."""
+        split = self.data.heldout_split
+        sets = {name: self.data.complete(data_set, split) for name, data_set in self.eval.sets.items()}
+        if self.data.heldout_path is None:
+            return sets
+        main = DataSetConfig(path=self.data.heldout_path, subset=self.data.subset)
+        return {"": self.data.complete(main, split), **sets}
 
     @property
     def has_critic(self) -> bool:

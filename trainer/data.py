@@ -1,99 +1,200 @@
-"""Prompts: a data set in an order that is a function of the seed and a cursor, nothing else.
+"""Prompts: rows of one or several data sets, in an order that is a function of the seed and a cursor.
 
-Row number k of the run is `permutation(seed, k // n)[k % n]`, so a resumed run continues exactly where it stopped,
-skips nothing and repeats nothing, on any number of ranks.
+One data set: row number k of the run is `permutation(seed, epoch)[place]` with `epoch, place = divmod(k, rows)`.
+
+Several, with weights: the run goes through blocks of `MIX_BLOCK` rows. In each, every data set has its share, spread
+evenly; and each data set goes through its own permutations, at its own pace.
+
+A curriculum by pass rate leaves rows out that have nothing to teach at the moment. Its rule: a row whose group had a
+pass rate of at most `min_pass_rate`, or of at least `max_pass_rate`, is left out of the next `rest_epochs` epochs of
+its data set, and then tried again. Which rows rest is the only state beside the cursor.
+
+So a resumed run continues exactly where it stopped, skips nothing and repeats nothing, on any number of ranks.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from rollout.environments.prompt import Prompt
 from rollout.errors import DataError
-
-FILE_FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+from trainer.columns import rename
+from trainer.config import Config, CurriculumConfig, DataSetConfig
+from trainer.data_files import load_rows
 
 Row = Mapping[str, Any]
 
+DATASET = "dataset"
+"""Column with the name of the data set, where there are several."""
+ROW_KEY = "data_row"
+"""Column that a curriculum knows a row by: `set:row@epoch`."""
+MIX_BLOCK = 1000
+"""Weights are rounded to so many parts."""
 
-def load_rows(path: str, split: str) -> Any:
-    """A `datasets.Dataset` from a local file (JSONL, JSON, CSV, parquet) or a hub id.
 
-    Raises `DataError` if it cannot be loaded or is empty.
-    """
-    import datasets
-    from datasets.exceptions import DatasetGenerationError
+class DataSet:
+    """One data set with the columns that environments and rewards read."""
 
-    datasets.disable_progress_bars()
-    suffix = Path(path).suffix
-    if suffix == ".jsonl":
-        _check_lines(Path(path).expanduser())
-    try:
-        if suffix in FILE_FORMATS:
-            rows = datasets.load_dataset(
-                FILE_FORMATS[suffix], data_files=str(Path(path).expanduser()), split="train", keep_in_memory=False
+    def __init__(self, rows: Any, settings: DataSetConfig, *, name: str | None = None) -> None:
+        """rows: anything with a length and integer indices. name: given to each row; None where there is only one.
+
+        Raises `DataError` if the first row has none of the columns that `settings` names.
+        """
+        self._rows = rows
+        self._settings = settings
+        self.name = name
+        self[0]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Row:
+        settings = self._settings
+        row = rename(self._rows[index], settings.columns or {}, of=settings.path)
+        if settings.system_prompt is not None:
+            row["messages"] = list(Prompt(system=settings.system_prompt).messages(row))
+        if settings.environment is not None:
+            row["environment"] = settings.environment
+        if self.name is not None:
+            row[DATASET] = self.name
+        return row
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self[index] for index in range(len(self)))
+
+    def subset(self, kept: Sequence[int]) -> DataSet:
+        """The data set with these rows only."""
+        if not kept:
+            raise DataError(
+                f"data set {self._settings.path}: no prompt has at most data.max_prompt_tokens tokens; raise it"
             )
-        else:
-            rows = datasets.load_dataset(path, split=split)
-    except (OSError, ValueError, DatasetGenerationError) as error:
-        cause = error.__cause__ or error
-        raise DataError(f"data set {path} cannot be loaded: {str(cause).splitlines()[0]}") from error
-    if len(rows) == 0:
-        raise DataError(f"data set {path} has no rows; set data.path=<file or hub id with at least one row>")
-    return rows
+        return DataSet(_Selected(self._rows, kept), self._settings, name=self.name)
 
 
-def _check_lines(path: Path) -> None:
-    """Raise `DataError` with its number for a line that is not an object: Arrow's reader ends the process on some."""
-    try:
-        number, is_empty = 0, True
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip() and not isinstance(json.loads(line), dict):
-                    raise DataError(f"data set {path}:{number} is not a JSON object; expected one per line")
-                is_empty = is_empty and not line.strip()
-        if is_empty:
-            raise DataError(f"data set {path} has no rows; set data.path=<file or hub id with at least one row>")
-    except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, DataError):
-            raise
-        where = f":{number}" if isinstance(error, json.JSONDecodeError) else ""
-        raise DataError(f"data set {path}{where} cannot be loaded: {str(error).splitlines()[0]}") from error
+class _Selected:
+    def __init__(self, rows: Any, kept: Sequence[int]) -> None:
+        self._rows = rows
+        self._kept = np.asarray(kept)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._rows[int(self._kept[index])]
+
+
+def load_data_set(settings: DataSetConfig, *, name: str | None = None) -> DataSet:
+    """Raises `DataError` if it cannot be loaded, is empty, or lacks a column."""
+    assert settings.split is not None, "resolved by trainer.config"
+    return DataSet(load_rows(settings.path, settings.split, settings.subset), settings, name=name)
+
+
+def training_data(config: Config) -> list[DataSet]:
+    """The data sets of a run: data.path, or all of data.sources."""
+    sources = config.data.training_sets()
+    return [load_data_set(settings, name=name or None) for name, settings in sources.items()]
+
+
+def heldout_data(config: Config) -> dict[str, DataSet]:
+    """The data sets of an evaluation by name: data.heldout_path under an empty name, then eval.sets."""
+    return {name: load_data_set(settings, name=name or None) for name, settings in config.heldout_sets().items()}
 
 
 class Prompts:
-    """Data rows in training order. `cursor` is all of its state."""
+    """Data rows in training order. `cursor` and `resting` are all of its state."""
 
-    def __init__(self, rows: Any, *, seed: int, shuffle: bool) -> None:
-        self._rows = rows
+    def __init__(
+        self,
+        sets: Sequence[Any],
+        *,
+        seed: int,
+        shuffle: bool,
+        weights: Sequence[float] | None = None,
+        curriculum: CurriculumConfig | None = None,
+    ) -> None:
+        """sets: anything with a length and integer indices. weights: shares of the sets; None: equal ones."""
+        self._sets = list(sets)
         self._seed = seed
         self._shuffle = shuffle
-        self._epoch = -1
-        self._order = np.arange(len(rows))
+        self._curriculum = curriculum if curriculum is not None and curriculum.rest_epochs else None
+        self._pattern = _mix(weights or [1.0] * len(self._sets))
+        self._draws = np.bincount(self._pattern)
+        """By set: its places in a block."""
+        same = self._pattern[:, None] == np.arange(len(self._sets))
+        self._earlier = (np.cumsum(same, axis=0) - same)[np.arange(len(self._pattern)), self._pattern]
+        """By place in a block: places before it that belong to the same set."""
+        self._orders: dict[int, tuple[int, np.ndarray]] = {}
         self.cursor = 0
-        """Rows taken since the start of the run."""
+        """Places in the order that were passed since the start of the run, resting rows included."""
+        self.resting: dict[str, int] = {}
+        """`set:row` of a row that rests: the first epoch of its data set in which it is taken again."""
 
     @property
     def epoch(self) -> float:
-        return self.cursor / len(self._rows)
+        return self.cursor / sum(map(len, self._sets))
+
+    def metrics(self) -> dict[str, float]:
+        """`data/*`: epochs of all rows together, and with a curriculum how many rows rest."""
+        resting = {} if self._curriculum is None else {"data/resting_rows": float(len(self.resting))}
+        return {"data/epoch": self.epoch, **resting}
 
     def take(self, count: int) -> list[Row]:
         """The next `count` rows; goes on into the next epoch where one ends."""
-        taken = [self._row(k) for k in range(self.cursor, self.cursor + count)]
-        self.cursor += count
+        taken: list[Row] = []
+        while len(taken) < count:
+            which, epoch, index = self._locate(self.cursor)
+            self.cursor += 1
+            if self._curriculum is None:
+                taken.append(self._sets[which][index])
+                continue
+            key = f"{which}:{index}"
+            if self.resting.get(key, 0) <= epoch:
+                taken.append({**self._sets[which][index], ROW_KEY: f"{key}@{epoch}"})
         return taken
 
-    def _row(self, k: int) -> Row:
-        epoch, place = divmod(k, len(self._rows))
-        if self._shuffle and epoch != self._epoch:
-            self._order = np.random.default_rng([self._seed, epoch]).permutation(len(self._rows))
-            self._epoch = epoch
-        return self._rows[int(self._order[place])]
+    def learn(self, row: Row, rewards: Sequence[float]) -> None:
+        """Let the curriculum know the rewards of a row that `take` gave. Without a curriculum nothing happens."""
+        rule = self._curriculum
+        if rule is None or not rewards:
+            return
+        rate = sum(reward >= rule.solved_reward for reward in rewards) / len(rewards)
+        key, _, epoch = str(row[ROW_KEY]).rpartition("@")
+        self.resting.pop(key, None)
+        if rate <= rule.min_pass_rate or rate >= rule.max_pass_rate:
+            self.resting[key] = int(epoch) + rule.rest_epochs + 1
 
-    def __iter__(self) -> Iterator[Row]:
-        """All rows once, in file order (evaluation)."""
-        return iter(self._rows)
+    def _locate(self, k: int) -> tuple[int, int, int]:
+        """Set, its epoch, and the index in it of place k."""
+        block, place = divmod(k, len(self._pattern))
+        which = int(self._pattern[place])
+        drawn = block * int(self._draws[which]) + int(self._earlier[place])
+        epoch, position = divmod(drawn, len(self._sets[which]))
+        return which, epoch, int(self._order(which, epoch)[position])
+
+    def _order(self, which: int, epoch: int) -> np.ndarray:
+        if which not in self._orders or self._orders[which][0] != epoch:
+            size = len(self._sets[which])
+            seed = [self._seed, epoch, which] if which else [self._seed, epoch]
+            order = np.random.default_rng(seed).permutation(size) if self._shuffle else np.arange(size)
+            self._orders[which] = (epoch, order)
+        return self._orders[which][1]
+
+
+def _mix(weights: Sequence[float]) -> np.ndarray:
+    """Which set each place of a block belongs to: shares by largest remainder, spread evenly."""
+    if len(weights) == 1:
+        return np.zeros(1, dtype=np.int64)
+    exact = np.asarray(weights, dtype=np.float64) / sum(weights) * MIX_BLOCK
+    counts = np.floor(exact).astype(np.int64)
+    for which in np.argsort(counts - exact, kind="stable")[: MIX_BLOCK - counts.sum()]:
+        counts[which] += 1
+    if (counts == 0).any():
+        raise DataError(
+            f"data.sources: a weight of {min(weights)} beside {max(weights)} is less than one row in {MIX_BLOCK}; "
+            "raise it, or leave the data set out"
+        )
+    places = [((j + 0.5) / count, which) for which, count in enumerate(counts) for j in range(count)]
+    return np.array([which for _, which in sorted(places)], dtype=np.int64)

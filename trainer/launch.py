@@ -6,6 +6,7 @@ of every mistake of the user is 2.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -22,11 +23,18 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rollout.errors import ConfigError, LockstepError
 from trainer.closest import closest
-from trainer.config import Config
+from trainer.config import Config, DataSetConfig
 from trainer.validate import validate
 
-FREE_FORM = ("environment.settings", "reward.settings", "correction.rejection")
-"""Settings whose keys belong to the user's own classes and functions."""
+FREE_FORM = (
+    "environment.settings",
+    "reward.settings",
+    "correction.rejection",
+    "data.columns",
+    "data.sources",
+    "eval.sets",
+)
+"""Settings whose keys are the user's own: names of arguments, functions, columns and data sets."""
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
 
 
@@ -103,7 +111,33 @@ def to_config(tree: DictConfig, config_class: type = Config) -> Any:
             raise ConfigError(f"{key} is not a setting{closest(key, sorted(known))}; `--cfg job` prints all of them")
     config = OmegaConf.to_object(tree)
     assert isinstance(config, config_class), "a config file must start its defaults with `schema`"
+    if isinstance(config, Config):
+        config.data.sources = _data_sets("data.sources", config.data.sources)
+        config.eval.sets = _data_sets("eval.sets", config.eval.sets)
     return config
+
+
+def _data_sets(setting: str, entries: dict[str, Any]) -> dict[str, DataSetConfig]:
+    """Entries as `DataSetConfig`; one that is null is left out. Raises `ConfigError` for what does not fit."""
+    known = [field.name for field in dataclasses.fields(DataSetConfig)]
+    found = {}
+    for name, entry in entries.items():
+        if entry is None:
+            continue
+        if not isinstance(entry, dict):
+            raise ConfigError(f"{setting}.{name}={entry} is no data set; set {setting}.{name}.path=<file or hub id>")
+        for key in entry:
+            if key not in known:
+                raise ConfigError(
+                    f"{setting}.{name}.{key} is not a setting{closest(str(key), known)}; there are {', '.join(known)}"
+                )
+        try:
+            found[name] = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DataSetConfig), entry))
+        except OmegaConfBaseException as error:
+            first, _, _ = str(error).partition("\n")
+            key = getattr(error, "full_key", None) or "?"
+            raise ConfigError(f"{setting}.{name}.{key}: {_plain(first)}; leave it out for the default") from error
+    return found
 
 
 def explain(error: Exception, config_class: type = Config) -> str:
@@ -156,8 +190,10 @@ def _plain(text: str) -> str:
 def _default_override(key: str, config_class: type) -> str:
     """What to type for a setting with a value that does not fit; for a section, that it stays."""
     tree = schema(config_class)
-    while key not in _all_keys(tree):  # of a free-form setting
+    while key and key not in _all_keys(tree):  # of a free-form setting
         key = key.rpartition(".")[0]
+    if not key:
+        return "leave it out for the default"
     value = OmegaConf.select(tree, key)
     if isinstance(value, DictConfig) and key not in FREE_FORM:
         return f"leave {key} out, or set one of {', '.join(f'{key}.{name}' for name in list(value)[:3])}"

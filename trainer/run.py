@@ -27,10 +27,11 @@ from trainer.collection import Collector
 from trainer.config import Config
 from trainer.console import RunConsole
 from trainer.critic_saving import save_critic
-from trainer.data import Prompts, load_rows
 from trainer.distributed import Distributed
 from trainer.dumps import Attempt, write_dump
-from trainer.evaluation import heldout_rows, sample_and_score, summary
+from trainer.evaluation import Evaluator, comparable_settings
+from trainer.evaluation_results import write_results
+from trainer.evaluation_tables import result_lines
 from trainer.heartbeat import Heartbeat, WallTime
 from trainer.interrupt import Interrupt
 from trainer.loop import StepReport, Trainer
@@ -40,6 +41,7 @@ from trainer.metrics import MetricsLog
 from trainer.optimizer import make_optimizer
 from trainer.parts import make_chat, make_rewards, make_sampler, make_sampling, start_engine
 from trainer.policy import Policy
+from trainer.prompt_lengths import make_prompts
 from trainer.redaction import redact
 from trainer.reference import make_reference
 from trainer.resume import restore
@@ -103,13 +105,10 @@ class Run:
         if self._engine is not None:
             with distributed.whole_models():
                 self._rewards.load()
-        self._prompts = Prompts(
-            distributed.together(lambda: load_rows(config.data.path, config.data.split)),
-            seed=config.seed,
-            shuffle=config.data.shuffle,
-        )
         self._chat = make_chat(config)
+        self._prompts = make_prompts(config, distributed, loop, self._chat, say=self._console.say)
         self._sampler = make_sampler(config, engine=self._engine, chat=self._chat) if self._engine else None
+        self._evaluator = distributed.together(self._make_evaluator)
         collector = Collector(
             config,
             distributed=distributed,
@@ -139,12 +138,15 @@ class Run:
             )
             self._trainer.push_weights()  # also after a resume: the engine has loaded the base model
             saved_at = self._trainer.version
+            if self._config.eval.before_training and not self._trainer.num_steps and self._metrics is not None:
+                self._metrics.write(0, self._evaluate(0))
             while self._trainer.version < self._config.updates and not self._must_stop():
                 self._heartbeat.beat("step", update=self._trainer.version + 1)
                 before = self._trainer.version
                 report = self._one_step()
                 evaluation = {}
-                if is_due(self._config.eval.every, before=before, after=report.update):
+                is_last = report.update >= self._config.updates
+                if is_due(self._config.eval.every, before=before, after=report.update) or is_last:
                     evaluation = self._evaluate(report.update)
                 self._report(report, evaluation, before=before)
                 if is_due(self._config.checkpoint.every, before=before, after=report.update):
@@ -178,6 +180,13 @@ class Run:
         warning = advice(plan, self._config, available=self._distributed.device_memory, zero_stage=zero_stage)
         if warning is not None:
             self._console.warn(warning)
+
+    def _make_evaluator(self) -> Evaluator | None:
+        """On the rank with the engine, if there is anything to evaluate and a wish to."""
+        wished = self._config.eval.every or self._config.eval.before_training
+        if self._sampler is None or not wished:
+            return None
+        return Evaluator(self._config, sampler=self._sampler, rewards=self._rewards, loop=self._loop, chat=self._chat)
 
     def _start_engine(self) -> EmbeddedEngine | None:
         """On rank 0; None elsewhere."""
@@ -213,6 +222,7 @@ class Run:
             self._trainer.kl_coef = resumed.kl_coef
             self._trainer.noise_floor = state.noise_floor
             self._prompts.cursor = state.data_cursor
+            self._prompts.resting = dict(state.resting_rows)
             guard.norms.extend(state.grad_norms)
             guard.skipped, guard.in_a_row = state.skipped_updates, state.skipped_in_a_row
             done = "forked" if resumed.is_fork else "resumed"
@@ -279,24 +289,21 @@ class Run:
 
     def _evaluate(self, update: int) -> dict[str, float]:
         """Held-out rows on rank 0's engine; the other ranks wait at the next collective."""
-        self._heartbeat.beat("evaluation", update=update)
-        if self._sampler is None:
+        if self._evaluator is None:
             return {}
-        temperature = self._config.eval.temperature
-        rollouts = sample_and_score(
-            heldout_rows(self._config),
-            sampler=self._sampler,
-            rewards=self._rewards,
-            loop=self._loop,
-            sampling=make_sampling(self._config, self._chat, temperature=temperature),
-            samples_per_prompt=self._config.eval.samples_per_prompt,
-        )
-        metrics = summary(rollouts)
-        self._console.say(
-            f"evaluation at update {update}: reward {metrics['eval/reward_mean']:.3f} "
-            f"± {metrics['eval/reward_stderr']:.3f} over {len(rollouts)} held-out rollouts"
-        )
-        return metrics
+        self._heartbeat.beat("evaluation", update=update)
+        evaluation = self._evaluator.evaluate()
+        self._console.say(f"evaluation at update {update}")
+        for line in result_lines(evaluation.results):
+            self._console.say(line)
+        path = self._directory.evaluations / f"update-{update:06d}.json"
+        write_results(
+            path, evaluation.results, model=f"{self._directory.path} at update {update}",
+            settings=comparable_settings(self._config),
+        )  # fmt: skip
+        if self._config.logger.save_rollouts:
+            write_rollouts(path.with_suffix(".jsonl"), evaluation.rollouts)
+        return evaluation.metrics
 
     def _save(self) -> None:
         self._heartbeat.beat("checkpoint", update=self._trainer.version)
@@ -304,6 +311,7 @@ class Run:
             step=self._trainer.num_steps,
             update=self._trainer.version,
             data_cursor=self._prompts.cursor,
+            resting_rows=self._prompts.resting,
             kl_coef=self._trainer.kl_coef,
             wandb_id=self._metrics.wandb_id if self._metrics else None,
             noise_floor=self._trainer.noise_floor,

@@ -3,6 +3,7 @@
     runs/<name>/config.yaml           the resolved configuration, without secrets
                 metrics.jsonl         one object per step
                 rollouts/step-N.jsonl what was sampled, with token ids, logprobs and rewards
+                evaluations/          results and rollouts of each evaluation
                 checkpoints/step-N/   to resume from; `manifest.json` is written last
                 dumps/                batches of updates that were refused (trainer/dumps.py)
                 model/                the trained policy, for `from_pretrained`
@@ -46,6 +47,10 @@ class RunDirectory:
     @property
     def rollouts(self) -> Path:
         return self.path / "rollouts"
+
+    @property
+    def evaluations(self) -> Path:
+        return self.path / "evaluations"
 
     @property
     def checkpoints(self) -> Path:

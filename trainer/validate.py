@@ -5,7 +5,8 @@ Nothing heavy is imported here. Every problem is one sentence; all of them are r
     validate_numbers.py      numbers out of their bounds
     validate_algorithm.py    settings that do not go together
     validate_launch.py       settings that the launcher or the installation rules out
-    validate_names.py        files, models, reward functions, environments
+    validate_names.py        models, directories, reward functions, environments
+    validate_data.py         data sets, their files and first rows, evaluation
 """
 
 from __future__ import annotations
@@ -18,25 +19,32 @@ from rollout.errors import ConfigError
 from trainer.closest import closest
 from trainer.config import Config
 from trainer.validate_algorithm import algorithm_problems
+from trainer.validate_data import data_file_problems, data_problems, evaluation_problems, first_row_problems
 from trainer.validate_launch import launch_problems
 from trainer.validate_names import (
     environment_problems,
-    file_problems,
     model_problems,
     reward_name_problems,
     reward_problems,
+    run_problems,
 )
 from trainer.validate_numbers import number_problems
 
 
-def validate(config: Config, *, needs_data: bool = True) -> None:
-    """Raise `ConfigError` with one line per problem, or return. needs_data: whether the data files must be there."""
+def validate(config: Config, *, needs_data: bool = True, trains: bool = True) -> None:
+    """Raise `ConfigError` with one line per problem, or return.
+
+    needs_data: whether the data files must be there. trains: whether training data is among them.
+    """
     problems = [*_choices("", config), *number_problems(config), *reward_problems(config)]
     problems += [*algorithm_problems(config), *launch_problems(config), *model_problems(config)]
+    problems += [*data_problems(config), *evaluation_problems(config)]
     if needs_data:
-        problems += file_problems(config)
+        problems += [*data_file_problems(config, trains=trains), *run_problems(config)]
     if not problems:  # asked last, because an environment may load the user's files
         problems += [*reward_name_problems(config), *environment_problems(config)]
+    if not problems and needs_data:
+        problems += first_row_problems(config, trains=trains)
     if problems:
         raise ConfigError("\n".join(problems))
 

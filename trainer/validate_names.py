@@ -1,4 +1,4 @@
-"""Settings that name something: models, data, directories, reward functions, environments."""
+"""Settings that name something: models, directories, reward functions, environments."""
 
 from __future__ import annotations
 
@@ -15,18 +15,16 @@ from rollout.errors import ConfigError
 from trainer.closest import closest
 from trainer.config import Config
 
-DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
-
 
 def model_problems(config: Config) -> Iterator[str]:
     """Models that are directories must be there; hub ids are seen when they are loaded."""
     reference = config.model.reference_path
-    if reference is not None and _is_local(reference) and not (Path(reference).expanduser() / "config.json").is_file():
+    if reference is not None and is_local(reference) and not (Path(reference).expanduser() / "config.json").is_file():
         yield (
             f"model.reference_path={reference} has no config.json; point it at a directory that `save_pretrained` "
             "wrote, or set model.reference_path=null for model.path"
         )
-    if _is_local(config.model.path) and not (Path(config.model.path).expanduser() / "config.json").is_file():
+    if is_local(config.model.path) and not (Path(config.model.path).expanduser() / "config.json").is_file():
         task = Path(config.model.path).name
         make = (
             f"run `python scripts/make_demo_model.py --task {task}`"
@@ -36,19 +34,8 @@ def model_problems(config: Config) -> Iterator[str]:
         yield f"model.path={config.model.path} has no config.json; {make}, or set model.path=<directory or hub id>"
 
 
-def file_problems(config: Config) -> Iterator[str]:
-    """Data sets and the run directory."""
-    paths = {"data.path": config.data.path}
-    if config.eval.every and config.data.heldout_path is None:
-        yield (
-            f"eval.every={config.eval.every} needs held-out data; "
-            "set data.heldout_path=<file or hub id>, or eval.every=0"
-        )
-    if config.data.heldout_path is not None:
-        paths["data.heldout_path"] = config.data.heldout_path
-    for name, path in paths.items():
-        if Path(path).suffix in DATA_SUFFIXES and not Path(path).expanduser().is_file():
-            yield f"{name}={path} does not exist (looked in {Path.cwd()}); set {name}=<file or hub id>"
+def run_problems(config: Config) -> Iterator[str]:
+    """The run directory, and what is resumed."""
     if config.resume not in ("never", "auto") and not Path(config.resume).is_dir():
         yield f"resume={config.resume} is neither never, auto nor a checkpoint directory; set resume=auto"
     if config.resume == "auto" and config.run_name is None:
@@ -110,6 +97,6 @@ def environment_problems(config: Config) -> Iterator[str]:
         yield str(error)
 
 
-def _is_local(path: str) -> bool:
+def is_local(path: str) -> bool:
     """Whether a model path can only mean a directory: hub ids look like 'name' or 'organisation/name'."""
     return path.startswith(("/", ".", "~", "models/")) or Path(path).exists()

@@ -41,6 +41,14 @@ def _intervals(config: Config) -> Iterator[str]:
         "seed": (config.seed, 0, 2**32 - 1, 0),  # what numpy, torch and the engine all take
         "model.lora.rank": (config.model.lora.rank, 0, inf, 0),
         "data.max_prompt_tokens": (config.data.max_prompt_tokens, 1, inf, "null"),
+        "data.curriculum.rest_epochs": (config.data.curriculum.rest_epochs, 0, inf, 0),
+        "data.curriculum.min_pass_rate": (config.data.curriculum.min_pass_rate, 0, 1, 0.0),
+        "data.curriculum.max_pass_rate": (config.data.curriculum.max_pass_rate, 0, 1, 1.0),
+        "eval.prompts": (config.eval.prompts, 1, inf, "null"),
+        "eval.top_p": (config.eval.top_p, 0, 1, 1.0),
+        "eval.top_k": (config.eval.top_k, 0, inf, 0),
+        "eval.min_p": (config.eval.min_p, 0, 1, 0.0),
+        "eval.max_tokens_per_turn": (config.eval.max_tokens_per_turn, 1, inf, "null"),
         "rollout.top_p": (config.rollout.top_p, 0, 1, 1.0),
         "rollout.top_k": (config.rollout.top_k, 0, inf, 0),
         "rollout.min_p": (config.rollout.min_p, 0, 1, 0.0),
@@ -74,7 +82,6 @@ def _ranges(config: Config) -> Iterator[str]:
         "optimizer.max_skipped_updates": config.optimizer.max_skipped_updates,
         "reward.workers": config.reward.workers,
         "reward.error_window": config.reward.error_window,
-        "eval.prompts": config.eval.prompts,
         "eval.samples_per_prompt": config.eval.samples_per_prompt,
     }
     for name, value in at_least_one.items():

@@ -18,6 +18,7 @@ from rollout.demo.make import make_demo
 from rollout.rows import rows_from_calls
 from rollout.store import read_rollouts
 from trainer import checkpoint
+from trainer.evaluation_results import compare, read_results
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -65,7 +66,8 @@ def first_run(demo: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -
     root = tmp_path_factory.mktemp("runs")
     output = train(
         *demo, *SMALL, "updates=12", f"run_root={root}", "run_name=first", "checkpoint.every=4", "eval.every=12",
-        "eval.prompts=16", "logger.wandb=offline",
+        "eval.before_training=true", "eval.prompts=24", "eval.samples_per_prompt=2", "eval.temperature=1.0",
+        "eval.top_p=0.95", "logger.wandb=offline",
     )  # fmt: skip
     return root / "first", output
 
@@ -86,6 +88,21 @@ def test_every_update_has_one_line_with_its_evidence(first_run: tuple[Path, str]
         assert line["sync/canary_abs_diff"] < 1e-3
         assert line["sync/version"] == line["step"]
         assert line["rollout_correction/version_lag_max"] == 0
+
+
+def test_the_run_is_evaluated_before_and_after_on_the_same_seeds(first_run: tuple[Path, str]) -> None:
+    lines = {line["step"]: line for line in metrics(first_run[0]) if "eval/reward_mean" in line}
+    assert sorted(lines) == [0, 12]
+    for line in lines.values():
+        assert line["eval/rollouts"] == 48
+        assert line["eval/pass@1_low"] < line["eval/pass@1"] <= line["eval/pass@2"] < line["eval/pass@2_high"]
+    files = [first_run[0] / f"evaluations/update-{update:06d}.json" for update in (0, 12)]
+    settings = json.loads(files[0].read_text())["settings"]
+    before, after = (read_results(file, settings) for file in files)
+    (comparison,) = compare(before, after)
+    assert comparison.reward.value == pytest.approx(lines[12]["eval/reward_mean"] - lines[0]["eval/reward_mean"])
+    assert comparison.reward.value > 0.1
+    assert len(list(read_rollouts(files[1].with_suffix(".jsonl")))) == 48
 
 
 def test_every_sampled_token_is_saved_and_trained(first_run: tuple[Path, str]) -> None:

@@ -98,7 +98,7 @@ def collector(
     reward: Callable[[Rollout], float | None],
     rank: FakeRank | None = None,
 ) -> tuple[Collector, Prompts]:
-    prompts = Prompts([{"n": n} for n in range(50)], seed=0, shuffle=False)
+    prompts = Prompts([[{"n": n} for n in range(50)]], seed=0, shuffle=False)
     made = Collector(
         settings,
         distributed=rank or FakeRank(),  # type: ignore[arg-type]

@@ -35,7 +35,7 @@ def complete(tmp_path: Path) -> tuple[str, ...]:
     """Overrides under which the files that a run reads exist."""
     (tmp_path / "config.json").write_text("{}")
     data = tmp_path / "rows.jsonl"
-    data.write_text("{}\n")
+    data.write_text('{"question": "1+1", "answer": "2"}\n')
     return (f"model.path={tmp_path}", f"data.path={data}", "data.heldout_path=null")
 
 
@@ -97,7 +97,28 @@ def test_defaults_are_the_schema_or_a_group_value(complete: tuple[str, ...]) -> 
         (["model.reference_path=models/nothing"], ["algorithm.kl_coef=0.01", "model.reference_path=null"]),
         (["correction.kl_penalty=0.1", "correction.logp_old=bypass"], ["correction.logp_old=recompute"]),
         (["rollout.max_tokens_per_turn=512"], ["rollout.max_model_len=2048"]),
-        (["eval.every=5"], ["data.heldout_path="]),
+        (["eval.every=5"], ["data.heldout_path=", "eval.every=0"]),
+        (["eval.before_training=true"], ["eval.before_training=false"]),
+        (["eval.samples_per_prompt=4"], ["eval.temperature=1.0"]),
+        (["eval.pass_reward=exact"], ["demo_answer", "eval.pass_reward=null"]),
+        (["eval.prompts=0"], ["eval.prompts=null"]),
+        (["eval.compare_to=x.json"], ["eval.output=x.json"]),
+        (["eval.sets.a.path=nowhere.jsonl"], ["set eval.sets.a.path=<file or hub id>"]),
+        (["eval.sets.a.path=d", "eval.sets.a.environment=tools"], ["environment.name=mixed"]),
+        (["data.sources.a.pth=d"], ["did you mean 'path'"]),
+        (["data.sources.a=3"], ["set data.sources.a.path=<file or hub id>"]),
+        (["data.sources.a.path=d", "data.sources.a.weight=many"], ["data.sources.a.weight: found many"]),
+        (["data.sources.a.path=d", "data.sources.a.weight=0"], ["must be greater than 0"]),
+        (["data.sources.a.weight=1"], ["set data.sources.a.path=<file or hub id>"]),
+        (["data.columns={prompt: q}"], ["has no column q", "question, answer"]),
+        (["data.columns={question: answer}"], ["needs column 'answer'", "data.columns={answer: <column>}"]),
+        (
+            ["data.columns={other: question}", "environment=single_turn"],
+            ["no messages or prompt or question; it has answer, other", "data.columns={prompt: answer}"],
+        ),
+        (["data.system_prompt=hi", "environment.settings.prompt_column=q"], ["prompt_column=null"]),
+        (["environment.name=agent", "data.max_prompt_tokens=9"], ["data.max_prompt_tokens=null"]),
+        (["data.curriculum.rest_epochs=1", "data.curriculum.min_pass_rate=1"], ["min_pass_rate=0.0"]),
         (["resume=auto"], ["run_name="]),
         (["run_name=a/b"], ["run_name=my-run"]),
         (["model.path=models/nothing"], ["model.path=<directory or hub id>"]),

@@ -1,18 +1,49 @@
-"""Data order is a function of the seed and the cursor."""
+"""Data: files of every form, columns by other names, an order that is a function of the seed and the cursor."""
+
+from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rollout.errors import DataError
-from trainer.data import Prompts, load_rows
+from trainer.columns import rename
+from trainer.config import CurriculumConfig, DataSetConfig
+from trainer.data import ROW_KEY, DataSet, Prompts, load_data_set
+from trainer.data_files import load_rows, read_first_row
+
+ROWS = [{"question": f"q{i}", "answer": str(i)} for i in range(3)]
 
 
 def prompts(cursor: int = 0, *, n: int = 10, seed: int = 0, shuffle: bool = True) -> Prompts:
-    order = Prompts([{"i": i} for i in range(n)], seed=seed, shuffle=shuffle)
+    order = Prompts([[{"i": i} for i in range(n)]], seed=seed, shuffle=shuffle)
     order.cursor = cursor
     return order
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """The rows in the format that the suffix says."""
+    import datasets
+
+    made = datasets.Dataset.from_list(rows)
+    match path.suffix:
+        case ".jsonl":
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        case ".json":
+            path.write_text(json.dumps(rows))
+        case ".csv":
+            made.to_csv(str(path))
+        case ".parquet":
+            made.to_parquet(str(path))
+    return path
+
+
+# Order
 
 
 def test_every_row_comes_once_per_epoch() -> None:
@@ -37,15 +68,224 @@ def test_without_shuffle_the_order_is_that_of_the_file() -> None:
     assert [row["i"] for row in prompts(shuffle=False).take(12)] == [*range(10), 0, 1]
 
 
-def test_jsonl_rows_load(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"question": f"q{i}", "answer": i}) + "\n" for i in range(3)))
+# Mixing
+
+
+def mixed(cursor: int = 0, *, sizes: tuple[int, ...] = (7, 30), weights: tuple[float, ...] = (3, 1)) -> Prompts:
+    sets = [[{"set": which, "i": i} for i in range(size)] for which, size in enumerate(sizes)]
+    order = Prompts(sets, seed=5, shuffle=True, weights=weights)
+    order.cursor = cursor
+    return order
+
+
+def test_weights_are_shares_of_every_stretch() -> None:
+    taken = [row["set"] for row in mixed().take(4000)]
+    assert Counter(taken) == {0: 3000, 1: 1000}
+    for start in range(0, 3996, 97):
+        assert 2 <= Counter(taken[start : start + 4])[0] <= 4, "not spread evenly"
+
+
+def test_each_of_several_sets_goes_through_all_its_rows() -> None:
+    taken = mixed().take(2000)
+    small = [row["i"] for row in taken if row["set"] == 0]
+    large = [row["i"] for row in taken if row["set"] == 1]
+    assert all(sorted(small[at : at + 7]) == list(range(7)) for at in range(0, 1400, 7))
+    assert all(sorted(large[at : at + 30]) == list(range(30)) for at in range(0, 480, 30))
+
+
+@settings(max_examples=30)  # each draws thousands of rows
+@given(st.integers(0, 1500), st.integers(1, 40))
+def test_a_mix_is_resumed_exactly(cursor: int, count: int) -> None:
+    assert mixed(cursor).take(count) == mixed().take(cursor + count)[cursor:]
+
+
+@settings(max_examples=30)
+@given(st.lists(st.floats(0.1, 10), min_size=2, max_size=6))
+def test_shares_are_the_weights_to_a_thousandth(weights: list[float]) -> None:
+    sizes = tuple(5 for _ in weights)
+    found = Counter(row["set"] for row in mixed(sizes=sizes, weights=tuple(weights)).take(1000))
+    assert sum(found.values()) == 1000
+    for which, weight in enumerate(weights):
+        assert found[which] == pytest.approx(1000 * weight / sum(weights), abs=1)
+
+
+def test_a_weight_too_small_to_matter_is_refused() -> None:
+    with pytest.raises(DataError, match=r"less than one row in 1000"):
+        mixed(weights=(1.0, 1e-5))
+
+
+# Curriculum
+
+
+def curriculum(n: int = 6, **rule: Any) -> Prompts:
+    return Prompts(
+        [[{"i": i} for i in range(n)]], seed=0, shuffle=True, curriculum=CurriculumConfig(**({"rest_epochs": 1} | rule))
+    )
+
+
+def train(order: Prompts, rewards: dict[int, list[float]], steps: int) -> list[int]:
+    """Rows one by one; what was taken."""
+    taken = []
+    for _ in range(steps):
+        (row,) = order.take(1)
+        order.learn(row, rewards.get(row["i"], [1.0, 0.0]))
+        taken.append(row["i"])
+    return taken
+
+
+def test_solved_and_hopeless_rows_rest_for_an_epoch_and_come_back() -> None:
+    """Row 0 is always solved, row 1 never: both are in epochs 0, 2, 4; the others in every epoch."""
+    taken = train(curriculum(), {0: [1.0, 1.0], 1: [0.0, 0.0]}, 6 + 4 + 6 + 4)
+    assert sorted(taken[:6]) == list(range(6))
+    assert sorted(taken[6:10]) == [2, 3, 4, 5]
+    assert sorted(taken[10:16]) == list(range(6))
+    assert sorted(taken[16:]) == [2, 3, 4, 5]
+
+
+def test_pass_rates_and_the_reward_that_passes_are_settings() -> None:
+    order = curriculum(max_pass_rate=0.5, min_pass_rate=-1.0, solved_reward=0.7)
+    train(order, {i: [0.8, 0.0] if i < 3 else [0.0] for i in range(6)}, 6)
+    assert sorted(order.resting) == ["0:0", "0:1", "0:2"]
+
+
+def test_a_curriculum_is_resumed_with_its_state() -> None:
+    rewards = {0: [1.0], 1: [0.0], 2: [1.0]}
+    whole = train(curriculum(), rewards, 30)
+    order = curriculum()
+    first = train(order, rewards, 13)
+    resumed = curriculum()
+    resumed.cursor, resumed.resting = order.cursor, json.loads(json.dumps(order.resting))
+    assert first + train(resumed, rewards, 17) == whole
+
+
+def test_a_curriculum_that_rests_everything_goes_on_when_the_rest_is_over() -> None:
+    order = curriculum(rest_epochs=3)
+    taken = train(order, {i: [1.0] for i in range(6)}, 12)
+    assert sorted(taken[6:]) == list(range(6))
+    assert order.cursor == 6 * 5
+
+
+def test_without_a_curriculum_rows_stay_as_they_are() -> None:
+    order = curriculum(rest_epochs=0)
+    (row,) = order.take(1)
+    assert ROW_KEY not in row
+    order.learn(row, [1.0])
+    assert order.resting == {}
+    assert order.metrics() == {"data/epoch": pytest.approx(1 / 6)}
+
+
+# Files
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
+def test_rows_of_every_format_are_the_same(tmp_path: Path, suffix: str) -> None:
+    path = write(tmp_path / f"rows{suffix}", ROWS)
+    assert dict(read_first_row(str(path))) == ROWS[0]
     rows = load_rows(str(path), "train")
     assert [row["question"] for row in rows] == ["q0", "q1", "q2"]
+    assert [str(row["answer"]) for row in rows] == ["0", "1", "2"]
 
 
-def test_a_broken_file_is_named(tmp_path: Path) -> None:
+def test_json_with_an_object_per_line_and_nested_columns(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text('{"q": {"text": "why"}}\n{"q": {"text": "how"}}\n')
+    assert read_first_row(str(path)) == {"q": {"text": "why"}}
+    assert load_rows(str(path), "train")[1] == {"q": {"text": "how"}}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("a.jsonl", "not json\n", r"a\.jsonl"),
+        ("a.jsonl", "", "has no rows"),
+        ("a.jsonl", "\n\n", "has no rows"),
+        ("a.jsonl", "[1]\n", "expected"),
+        ("a.json", "[]", "has no rows"),
+        ("a.json", "{", r"a\.json"),
+        ("a.json", "[3]", "expected a JSON object per row"),
+        ("a.csv", "", "has no rows"),
+        ("a.csv", "question,answer\n", "has no rows"),
+        ("a.parquet", "PAR", r"a\.parquet"),
+    ],
+)
+def test_a_broken_file_is_named(tmp_path: Path, name: str, text: str, expected: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(DataError, match=expected):
+        read_first_row(str(path))
+
+
+@pytest.mark.parametrize("text", ["not json\n", "", "[1]\n"])
+def test_a_broken_file_is_named_when_it_is_loaded(tmp_path: Path, text: str) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_text("not json\n")
+    path.write_text(text)
     with pytest.raises(DataError, match=r"rows\.jsonl"):
         load_rows(str(path), "train")
+
+
+# Columns
+
+
+def test_columns_get_the_names_that_are_asked_for() -> None:
+    row = {"problem": "1+1", "solution": "2", "level": 3}
+    found = rename(row, {"prompt": "problem", "answer": "solution"}, of="d")
+    assert found == {"prompt": "1+1", "answer": "2", "level": 3}
+
+
+def test_a_column_inside_of_columns_and_of_json() -> None:
+    row = {"reward_model": {"ground_truth": "34"}, "extra": '{"index": {"n": 5}}', "a.b": 1}
+    found = rename(row, {"answer": "reward_model.ground_truth", "n": "extra.index.n", "c": "a.b"}, of="d")
+    assert (found["answer"], found["n"], found["c"]) == ("34", 5, 1)
+    assert "reward_model" in found
+
+
+def test_the_prompt_that_was_named_is_the_only_one() -> None:
+    row = {"messages": [{"role": "user", "content": "another"}], "question": "this", "prompt": "old"}
+    assert rename(row, {"prompt": "question"}, of="d") == {"prompt": "this"}
+
+
+@pytest.mark.parametrize(
+    ("column", "expected"),
+    [
+        ("questoin", r"has question, meta; set 'data\.columns=\{prompt: question\}'"),
+        ("meta.txt", r"\(and meta has text\); set 'data\.columns=\{prompt: meta\.text\}'"),
+        ("nothing.at.all", "has question, meta"),
+    ],
+)
+def test_a_missing_column_is_answered_with_those_that_are_there(column: str, expected: str) -> None:
+    with pytest.raises(DataError, match=expected):
+        rename({"question": "q", "meta": {"text": 1}}, {"prompt": column}, of="d")
+
+
+def test_a_data_set_fills_in_what_its_rows_are_asked_for(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", [{"q": "why", "a": "because"}])
+    data_set = DataSetConfig(
+        path=str(path), split="train", columns={"prompt": "q"}, system_prompt="Be kind.", environment="tools"
+    )
+    data = load_data_set(data_set, name="mine")
+    assert data[0] == {
+        "a": "because",
+        "prompt": "why",
+        "messages": [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "why"}],
+        "environment": "tools",
+        "dataset": "mine",
+    }
+    assert list(data) == [data[0]]
+
+
+def test_a_chat_with_a_system_turn_keeps_it() -> None:
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "why"}]
+    data_set = DataSetConfig(path="d", columns={}, system_prompt="Be kind.")
+    assert DataSet([{"prompt": chat}], data_set)[0]["messages"] == chat
+
+
+def test_a_wrong_column_is_found_when_the_data_is_loaded() -> None:
+    with pytest.raises(DataError, match="has no column q"):
+        DataSet(ROWS, DataSetConfig(path="d", columns={"prompt": "q"}))
+
+
+def test_rows_that_are_left_out_do_not_come() -> None:
+    data = DataSet(ROWS, DataSetConfig(path="d", columns={})).subset([0, 2])
+    assert [row["question"] for row in data] == ["q0", "q2"]
+    with pytest.raises(DataError, match=r"data\.max_prompt_tokens"):
+        data.subset([])

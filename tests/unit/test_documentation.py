@@ -45,7 +45,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         Path(name).write_text(block)
     Path("config.json").write_text("{}")
     for name in ("rows", "gsm8k"):
-        Path(f"{name}.jsonl").write_text("{}\n")
+        Path(f"{name}.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
     return tmp_path
 
 

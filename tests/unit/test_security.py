@@ -22,7 +22,7 @@ from tests.fixtures.sockets import is_loopback, listening
 from tests.fixtures.tokenizers import chat_tokenizer
 from tests.unit.test_reward_isolation import rollout
 from trainer.config import Config, GatewayConfig
-from trainer.data import load_rows
+from trainer.data_files import load_rows
 from trainer.policy import Policy
 
 ROOT = Path(__file__).parents[2]

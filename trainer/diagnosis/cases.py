@@ -27,7 +27,7 @@ from rollout.episode import request_seed
 from rollout.records import Rollout
 from rollout.sampler import Sampler
 from trainer.config import Config
-from trainer.data import Prompts, load_rows
+from trainer.data import Prompts, training_data
 from trainer.parts import make_sampler, make_sampling
 
 TEXTS = (
@@ -133,7 +133,8 @@ async def _conversations(
 
 async def _training_path(config: Config, engine: Engine, chat: Chat, sampling: Sampling) -> tuple[Rollout, ...]:
     """The first prompts of the run, as its first step would sample them."""
-    rows = load_rows(config.data.path, config.data.split)
-    prompts = Prompts(rows, seed=config.seed, shuffle=config.data.shuffle).take(min(TRAINING_PROMPTS, len(rows)))
+    data = training_data(config)
+    order = Prompts(data, seed=config.seed, shuffle=config.data.shuffle)
+    prompts = order.take(min(TRAINING_PROMPTS, sum(map(len, data))))
     sampler = make_sampler(config, engine=engine, chat=chat)
     return tuple(await sampler.collect(prompts, samples_per_prompt=SAMPLES_PER_PROMPT, sampling=sampling, step=0))

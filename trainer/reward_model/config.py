@@ -8,8 +8,7 @@ from pathlib import Path
 
 from rollout.errors import ConfigError
 from trainer.config import LoggerConfig, OptimizerConfig, setting
-
-DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+from trainer.data_files import is_file
 
 
 @dataclass
@@ -95,7 +94,7 @@ def _problems(config: RewardModelConfig) -> Iterator[str]:
         "normalization.queries_path": config.normalization.queries_path,
     }
     for name, path in paths.items():
-        if path is not None and Path(path).suffix in DATA_SUFFIXES and not Path(path).expanduser().is_file():
+        if path is not None and is_file(path) and not Path(path).expanduser().is_file():
             yield (
                 f"{name}={path} does not exist (looked in {Path.cwd()}); set {name}=<file or hub id>, or make the "
                 "synthetic task with `python scripts/make_preference_data.py`"

@@ -26,7 +26,7 @@ from rewards.tokenizing import chat_ids, text_ids
 from rewards.truncation import StopRule
 from rollout.errors import ConfigError, DataError, TrainingError
 from rollout.preferences.sampling import SEED_STRIDE, sample_responses
-from trainer.data import load_rows
+from trainer.data_files import load_rows
 from trainer.decoder import disable_randomness
 from trainer.distributed import Distributed
 from trainer.metrics import MetricsLog

@@ -1,0 +1,101 @@
+"""What samples say about a model: pass@k, means and paired differences, each with a 95 % interval. Plain numbers.
+
+The unit is the prompt: samples of one prompt are alike, so every spread is taken over prompts (Miller 2024,
+"Adding error bars to evals", section on clustered errors). Intervals cover the choice of prompts and of samples.
+
+Covered: proportions (Wilson's interval with the effective number of prompts), means and paired differences (normal
+interval of the mean over prompts). Not covered: fewer than about 20 prompts, for which normal intervals are too narrow.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Z_95 = 1.959963984540054
+"""97.5 % quantile of the standard normal distribution."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A value with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        bounds = f"{self.low:.3f}, {self.high:.3f}" if math.isfinite(self.low) else "one prompt: no interval"
+        return f"{self.value:.3f} [{bounds}]"
+
+
+def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
+    """Probability that at least one of k samples passes, estimated without bias from n >= k samples of a prompt.
+
+    1 - C(n - c, k) / C(n, k), as a product, which neither overflows nor cancels (Chen et al. 2021, section 2.1).
+
+    Raises:
+        ValueError: k is not in 1 .. num_samples, or num_passed not in 0 .. num_samples.
+    """
+    if not 0 <= num_passed <= num_samples:
+        raise ValueError(f"{num_passed} of {num_samples} samples cannot have passed")
+    if not 1 <= k <= num_samples:
+        raise ValueError(f"pass@{k} needs at least {k} samples per prompt, found {num_samples}")
+    if num_samples - num_passed < k:
+        return 1.0
+    return 1.0 - math.prod(1.0 - k / i for i in range(num_samples - num_passed + 1, num_samples + 1))
+
+
+def ks_of(num_samples: int) -> tuple[int, ...]:
+    """The k that are reported for n samples per prompt: powers of two below n, and n."""
+    return (*(2**power for power in range(num_samples.bit_length()) if 2**power < num_samples), num_samples)
+
+
+def proportion(values: Sequence[float], *, trials_per_value: int) -> Estimate:
+    """Mean of probabilities in [0, 1], one per prompt, with Wilson's interval.
+
+    Wilson's formula wants a number of independent trials. It gets the number that would give the spread that was seen:
+    n_eff = p (1 - p) / (s² / n), s² being the variance over the n prompts (the design effect of survey statistics, Kish
+    1965). That is n where each prompt is 0 or 1, and more where samples tell more about each prompt, but at most
+    n x `trials_per_value`. Where all prompts are 0, or all 1, the spread says nothing, and n is taken.
+
+    Args:
+        values: of the prompts; at least one.
+        trials_per_value: independent trials behind each value: samples // k for pass@k.
+    """
+    n = len(values)
+    p = min(1.0, math.fsum(values) / n)
+    variance = math.fsum((value - p) ** 2 for value in values) / n
+    effective, most = float(n), float(n * trials_per_value)
+    if 0 < p < 1:
+        effective = min(most, max(effective, n * p * (1 - p) / variance)) if variance > 0 else most
+    z2 = Z_95**2
+    center = (p + z2 / (2 * effective)) / (1 + z2 / effective)
+    half = Z_95 / (1 + z2 / effective) * math.sqrt(p * (1 - p) / effective + z2 / (4 * effective**2))
+    # At 0 and 1 one bound equals the value up to rounding.
+    return Estimate(value=p, low=max(0.0, min(p, center - half)), high=min(1.0, max(p, center + half)))
+
+
+def mean(values: Sequence[float]) -> Estimate:
+    """Mean over prompts with its normal interval, value ± 1.96 s / √n; unbounded for a single prompt."""
+    value = math.fsum(values) / len(values)
+    half = Z_95 * standard_error(values)
+    return Estimate(value=value, low=value - half, high=value + half)
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Of the mean over prompts, from their sample variance; infinite for a single prompt."""
+    n = len(values)
+    if n < 2:
+        return math.inf
+    value = math.fsum(values) / n
+    return math.sqrt(math.fsum((x - value) ** 2 for x in values) / (n - 1) / n)
+
+
+def paired_difference(first: Sequence[float], second: Sequence[float]) -> Estimate:
+    """Mean of second - first over the prompts that both have values for, in the same order.
+
+    What is hard for both cancels, so this interval is narrower than that of two separate means.
+    """
+    return mean([b - a for a, b in zip(first, second, strict=True)])
