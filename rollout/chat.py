@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from rollout.errors import ConfigError, TemplateError
-from rollout.harmony import CONTROL_IDS, STOPS, HarmonyRenderer, load_encoding, parse_harmony
+from rollout.harmony import CONTROL_IDS, STOPS, HarmonyRenderer, load_encoding, parity, parse_harmony
 from rollout.records import EngineCall, Message
 from rollout.template import History, TemplateRenderer, Tools
 from rollout.tool_calls import Turn, parse_hermes, parse_llama3
@@ -152,6 +152,12 @@ class Chat:
         if not history or history[-1].get("role") != "assistant":
             raise TemplateError("extend: the history must end with the assistant message parsed from the call")
         return self._renderer.extend(call, history, new_messages, tools)
+
+    def parity(self, messages: Sequence[Message]) -> str:
+        """Whether the two renderers of a Harmony model write this prompt alike; empty where there is one renderer."""
+        if not isinstance(self._renderer, HarmonyRenderer) or self.tokenizer.chat_template is None:
+            return ""
+        return parity(self.tokenizer, self._renderer, messages)
 
     def parse(self, sampled_ids: Sequence[int], tools: Tools | None = None) -> Message:
         """Read a sampled turn. Never raises: a model can sample anything.

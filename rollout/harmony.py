@@ -22,6 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import openai_harmony as harmony
+from transformers import PreTrainedTokenizerBase
 
 from rollout.conversation import normalised
 from rollout.errors import ConfigError, TemplateError
@@ -257,6 +258,21 @@ def _call(recipient: str, body: str) -> ToolCall | str:
     if name == recipient or not name:
         return f"a call went to {recipient!r}, which is no function; expected functions.NAME"
     return read_arguments(name, body)
+
+
+def parity(tokenizer: PreTrainedTokenizerBase, renderer: HarmonyRenderer, messages: Sequence[Message]) -> str:
+    """A sentence on whether the tokenizer's chat template writes a prompt as the library does, and if not, where."""
+    library = renderer.prompt(messages, ())
+    template = tokenizer.apply_chat_template([dict(m) for m in messages], add_generation_prompt=True, return_dict=False)
+    assert isinstance(template, list)
+    position = first_difference(template, library)
+    if position is None:
+        return f"openai-harmony and the chat template write the same {len(library)} tokens"
+    shown = [tokenizer.decode(ids[position : position + 8]) for ids in (library, template)]
+    return (
+        f"from token {position} on openai-harmony writes {shown[0]!r} and the chat template {shown[1]!r}; prompts of "
+        "training are the library's"
+    )
 
 
 def first_difference(tokenizer_ids: Sequence[int], library_ids: Sequence[int]) -> int | None:

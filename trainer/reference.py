@@ -53,6 +53,7 @@ def make_reference(config: Config, distributed: Distributed, module: nn.Module) 
         config.model.reference_path or config.model.path,
         dtype=config.model.dtype if distributed.uses_deepspeed else "float32",
         compute_dtype=config.model.dtype,
+        is_compiled=config.model.compile,
         attn_implementation=config.model.attn_implementation,
         trust_remote_code=config.model.trust_remote_code,
     )

@@ -34,7 +34,7 @@ def adaptive(demo: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) ->
 
 def test_the_first_step_starts_from_the_reference_with_values_of_zero(adaptive: Path) -> None:
     first = metrics(adaptive)[0]
-    assert first["objective/kl"] == pytest.approx(0, abs=1e-4)
+    assert first["objective/kl"] == 0
     assert first["objective/kl_coef"] == 0.05
     assert first["ppo/value/mean"] == first["ppo/value/var"] == 0
     assert first["value/explained_variance"] == pytest.approx(0, abs=1e-9)
@@ -106,23 +106,37 @@ def test_ppo_learns_the_demo_and_its_values_explain_the_returns(
     assert max(np.convolve([line["value/explained_variance"] for line in lines], np.ones(3) / 3, "valid")) > 0.5
 
 
-@pytest.mark.slow
-def test_the_historical_experiment_runs_end_to_end_and_raises_its_score(tmp_path: Path) -> None:
-    """Data, reward model, policy; every prompt once, 24 tokens each, every one of them trained."""
+@pytest.fixture(scope="module")
+def historical(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+    """Data, reward model, policy: the whole experiment, 100 rollout batches of four epochs."""
     from tests.integration.test_reward_model import train as train_reward_model
 
-    recipe = PreferenceRecipe(num_queries=512, num_heldout=64, num_comparisons=512, pretraining_steps=200)
-    make_preferences("descriptiveness", tmp_path / "model", tmp_path / "data", recipe=recipe)
-    train_reward_model(tmp_path, "rm", "batch_size=16", "optimizer.lr=1e-3")
+    root = tmp_path_factory.mktemp("historical")
+    recipe = PreferenceRecipe(num_queries=2048, num_heldout=64, num_comparisons=1024)
+    make_preferences("descriptiveness", root / "model", root / "data", recipe=recipe)
+    train_reward_model(root, "rm", "batch_size=16", "optimizer.lr=1e-3")
     train(
-        "experiment=lm_human_preferences", f"model.path={tmp_path}/model", f"data.path={tmp_path}/data/train.jsonl",
-        "data.heldout_path=null", f"reward.settings.model.path={tmp_path}/rm/model", "updates=40",
-        f"run_root={tmp_path}", "run_name=policy", "logger.print_rollouts=0",
+        "experiment=lm_human_preferences", f"model.path={root}/model", f"data.path={root}/data/train.jsonl",
+        "data.heldout_path=null", f"reward.settings.model.path={root}/rm/model", f"run_root={root}", "run_name=policy",
+        "logger.print_rollouts=0", timeout_s=3000,
     )  # fmt: skip
-    lines = metrics(tmp_path / "policy")
-    assert [line["step"] for line in lines] == list(range(4, 44, 4)), "four epochs per batch"
-    assert all(line["rollout/sampled_tokens_mean"] == 24 for line in lines)
-    assert all(line["rollout/trained_tokens"] == 64 * 24 for line in lines)
-    assert lines[0]["objective/kl"] == pytest.approx(0, abs=1e-3)
-    assert np.mean([line["objective/score"] for line in lines[-2:]]) > lines[0]["objective/score"] + 0.3
-    assert lines[-1]["objective/kl"] > 0.3
+    return metrics(root / "policy")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_historical_experiment_runs_end_to_end_and_raises_its_score(historical: list[dict[str, float]]) -> None:
+    """24 tokens each, every one of them trained, however early the score takes the response to end."""
+    assert [line["step"] for line in historical] == list(range(4, 404, 4)), "four epochs per batch"
+    assert all(line["rollout/sampled_tokens_mean"] == 24 for line in historical)
+    assert all(line["rollout/trained_tokens"] == 64 * 24 for line in historical)
+    assert historical[0]["objective/kl"] == 0
+    assert historical[0]["ppo/value/var"] == 0
+    assert np.mean([line["objective/score"] for line in historical[-10:]]) > historical[0]["objective/score"] + 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_controller_holds_the_kl_within_a_fifth_of_its_target(historical: list[dict[str, float]]) -> None:
+    at_the_end = np.mean([line["objective/kl"] for line in historical[-20:]])
+    assert at_the_end == pytest.approx(6, rel=0.2)

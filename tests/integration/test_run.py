@@ -47,9 +47,9 @@ def command(*overrides: str, ranks: int | None = None) -> list[str]:
     return [*launcher, "scripts/train.py", *overrides]
 
 
-def train(*overrides: str, ranks: int | None = None) -> str:
+def train(*overrides: str, ranks: int | None = None, timeout_s: float = 500) -> str:
     done = subprocess.run(
-        command(*overrides, ranks=ranks), cwd=ROOT, capture_output=True, text=True, timeout=500,
+        command(*overrides, ranks=ranks), cwd=ROOT, capture_output=True, text=True, timeout=timeout_s,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]

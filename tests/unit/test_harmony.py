@@ -16,7 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.errors import ConfigError, TemplateError
-from rollout.harmony import CONTROL_IDS, HarmonyRenderer, first_difference, load_encoding, parse_harmony, to_harmony
+from rollout.harmony import (
+    CONTROL_IDS,
+    HarmonyRenderer,
+    first_difference,
+    load_encoding,
+    parity,
+    parse_harmony,
+    to_harmony,
+)
 from rollout.records import EngineCall, FinishReason
 from rollout.template import History
 from rollout.tool_calls import ToolCall, Turn
@@ -204,6 +212,30 @@ def test_parity_is_the_first_position_that_differs() -> None:
     assert first_difference([1, 2, 3], [1, 2, 3]) is None
     assert first_difference([1, 2, 3], [1, 9, 3]) == 1
     assert first_difference([1, 2], [1, 2, 3]) == 2
+
+
+class TemplateStandIn:
+    """What parity reads of a tokenizer."""
+
+    def __init__(self, ids: list[int]) -> None:
+        self.ids = ids
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **settings: Any) -> list[int]:
+        assert settings == {"add_generation_prompt": True, "return_dict": False}
+        return self.ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return decoded(ids)
+
+
+def test_parity_says_where_the_chat_template_and_the_library_part() -> None:
+    chat = renderer()
+    ids = chat.prompt([USER], [])
+    same = parity(TemplateStandIn(ids), chat, [USER])  # type: ignore[arg-type]
+    assert same == f"openai-harmony and the chat template write the same {len(ids)} tokens"
+    other = parity(TemplateStandIn([*ids[:5], *encoded("other text")]), chat, [USER])  # type: ignore[arg-type]
+    assert "from token 5 on" in other
+    assert "'other te'" in other
 
 
 def test_a_vocabulary_that_cannot_be_loaded_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ It is made once; `examine` can be called for any cases, with the pipeline as it 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,7 +13,7 @@ import numpy as np
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from rollout.records import Rollout, TrainingRow
+from rollout.records import Message, Rollout, TrainingRow
 from trainer.batch import decode, encode
 from trainer.diagnosis import statistics
 from trainer.diagnosis.cases import Case
@@ -50,6 +50,8 @@ class Bench:
     temperature: float
     correction: CorrectionSettings
     settings: Mapping[str, Any]
+    parity: Callable[[Sequence[Message]], str] = lambda messages: ""
+    """A sentence on the two renderers of a model that has two (`Chat.parity`)."""
 
     def examine(self, cases: Sequence[Case], variant: Variant | None = None) -> Diagnosis:
         """Diagnose the cases. The variant breaks the pipeline; what is reported as cause comes from the evidence."""
@@ -116,6 +118,9 @@ class Bench:
         if case.name == "alignment":
             parts = [f"{offset:+d}: {value:.2g}" for offset, value in evidence.abs_diff_by_offset.items()]
             return f"mean |Δ log π| by offset  {'   '.join(parts)}"
+        if case.name == "single_turn" and case.rollouts:
+            said = case.rollouts[0].messages
+            return self.parity([message for message in said if message["role"] != "assistant"])
         if case.name == "retokenisation":
             return retokenisation_note([r for r in case.rollouts if r.is_trainable], self.tokenizer, texts)
         return ""

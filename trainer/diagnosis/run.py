@@ -113,6 +113,7 @@ def open_bench(config: Config, *, engine_scores: EngineScores | None) -> Iterato
             engine_scores=engine_scores,
             temperature=config.rollout.temperature,
             correction=CorrectionSettings(mode=correction.mode, low=correction.low, high=correction.high),
+            parity=make_chat(config).parity,
             settings={"model": config.model.path, "dtype": config.model.dtype, "correction": correction.mode},
         )
     finally:
