@@ -263,8 +263,8 @@ def _call(recipient: str, body: str) -> ToolCall | str:
 def parity(tokenizer: PreTrainedTokenizerBase, renderer: HarmonyRenderer, messages: Sequence[Message]) -> str:
     """A sentence on whether the tokenizer's chat template writes a prompt as the library does, and if not, where."""
     library = renderer.prompt(messages, ())
-    template = tokenizer.apply_chat_template([dict(m) for m in messages], add_generation_prompt=True, return_dict=False)
-    assert isinstance(template, list)
+    conversation: Any = [dict(message) for message in messages]
+    template: Any = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
     position = first_difference(template, library)
     if position is None:
         return f"openai-harmony and the chat template write the same {len(library)} tokens"
