@@ -20,7 +20,7 @@ HARMLESS = (
 
 def settings_hash(settings: Mapping[str, Any]) -> str:
     """SHA-256 of everything that training depends on."""
-    return hashlib.sha256(json.dumps(_flat(settings), sort_keys=True, default=str).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(flat(settings), sort_keys=True, default=str).encode()).hexdigest()
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -29,13 +29,14 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tu
     `updates` is one of them where the learning rate ends with it. A setting that only one of the two has is of another
     version of Lockstep, and no change of the user's.
     """
-    old, new = _flat(before), _flat(after)
+    old, new = flat(before), flat(after)
     if new.get("optimizer.schedule") != "constant":
         old["updates"], new["updates"] = before.get("updates"), after.get("updates")
     return {name: (old[name], new[name]) for name in sorted(old.keys() & new.keys()) if old[name] != new[name]}
 
 
-def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Setting with dots -> value, of those that training depends on."""
     return {name: value for name, value in _leaves(settings) if not _is_harmless(name)}
 
 

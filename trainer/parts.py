@@ -1,4 +1,4 @@
-"""The parts of a run that sample and score, made from the configuration. Training and evaluation share them."""
+"""The parts of a run, made from the configuration. Training, evaluation and replays share them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rollout.gateway import GatewaySettings
 from rollout.loop import BackgroundLoop
 from rollout.sampler import Sampler
 from trainer.config import Config
+from trainer.policy import Policy
 
 
 def start_engine(config: Config, *, loop: BackgroundLoop, log_path: Path) -> EmbeddedEngine:
@@ -35,6 +36,20 @@ def start_engine(config: Config, *, loop: BackgroundLoop, log_path: Path) -> Emb
         request_timeout_s=settings.request_timeout_s,
         start_timeout_s=settings.start_timeout_s,
         trust_remote_code=config.model.trust_remote_code,
+    )
+
+
+def load_policy(config: Config) -> Policy:
+    """The policy that is trained."""
+    return Policy.from_pretrained(
+        config.model.path,
+        dtype="float32",  # master weights; mixed precision is the framework's (trainer/distributed.py)
+        attn_implementation=config.model.attn_implementation,
+        gradient_checkpointing=config.model.gradient_checkpointing,
+        is_compiled=config.model.compile,
+        trust_remote_code=config.model.trust_remote_code,
+        compute_dtype=config.model.dtype,
+        lora=config.model.lora,
     )
 
 

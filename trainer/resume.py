@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer import checkpoint
-from trainer.changed_settings import changes
+from trainer.changed_settings import changes, flat
 from trainer.checkpoint import TrainerState
 from trainer.config import Config
 from trainer.distributed import Distributed
@@ -76,7 +76,7 @@ def _kl_coef(state: TrainerState, before: Mapping[str, Any], config: Config) -> 
     algorithm = config.algorithm
     if algorithm.kl_target is None or state.kl_coef is None:
         return algorithm.kl_coef, []
-    started_with = before.get("algorithm", {}).get("kl_coef", algorithm.kl_coef)
+    started_with = flat(before).get("algorithm.kl_coef", algorithm.kl_coef)
     if started_with == algorithm.kl_coef:
         return state.kl_coef, []
     return algorithm.kl_coef, [

@@ -39,7 +39,8 @@ from trainer.lora import is_adapted, save_merged
 from trainer.memory import ModelShape, advice, memory_plan
 from trainer.metrics import MetricsLog
 from trainer.optimizer import make_optimizer
-from trainer.parts import make_chat, make_rewards, make_sampler, make_sampling, start_engine
+from trainer.own_code import code_of_files
+from trainer.parts import load_policy, make_chat, make_rewards, make_sampler, make_sampling, start_engine
 from trainer.policy import Policy
 from trainer.prompt_lengths import make_prompts
 from trainer.redaction import redact
@@ -78,23 +79,21 @@ class Run:
         self._loop = loop
         self._console = RunConsole(enabled=distributed.is_main, total_updates=config.updates)
         self._console.say(f"run directory  {directory.path}")
+        if own_code := code_of_files(config):
+            self._console.say(f"code of your files, run with your rights: {', '.join(own_code)}")
         self._interrupt = Interrupt()
         self._wall_time = WallTime(config.max_hours)
-        self._heartbeat = Heartbeat(directory.path, rank=distributed.rank, step_timeout_s=config.step_timeout_s)
+        self._heartbeat = Heartbeat(
+            directory.path,
+            rank=distributed.rank,
+            step_timeout_s=config.step_timeout_s,
+            ends_run=config.on_step_timeout == "end",
+        )
         torch.manual_seed(config.seed)
 
         # The engine starts first: it forks workers, which must not inherit threads of a model that computes.
         self._engine = distributed.together(self._start_engine)
-        policy = Policy.from_pretrained(
-            config.model.path,
-            dtype="float32",  # master weights; mixed precision is the framework's (trainer/distributed.py)
-            attn_implementation=config.model.attn_implementation,
-            gradient_checkpointing=config.model.gradient_checkpointing,
-            is_compiled=config.model.compile,
-            trust_remote_code=config.model.trust_remote_code,
-            compute_dtype=config.model.dtype,
-            lora=config.model.lora,
-        )
+        policy = load_policy(config)
         module = with_critic(policy, config)
         optimizer = make_optimizer(module, config.optimizer, is_sharded=distributed.zero_stage > 0)
         self._module = distributed.prepare(module, optimizer)

@@ -57,5 +57,6 @@ def _choices(prefix: str, node: Any) -> Iterator[str]:
             yield from _choices(f"{name}.", value)
         choices = field.metadata.get("choices")
         if choices and value not in choices:
-            hint = closest(str(value), choices)
-            yield f"{name}={value} is not one of {', '.join(choices)}{hint}; set {name}={choices[0]}"
+            words = [str(choice) for choice in choices]
+            hint = closest(str(value), words)
+            yield f"{name}={value} is not one of {', '.join(words)}{hint}; set {name}={words[0]}"

@@ -11,6 +11,7 @@ from trainer import first_row
 from trainer.closest import closest
 from trainer.config import Config
 from trainer.data_files import is_file
+from trainer.paths import file_exists
 from trainer.validate_names import is_local
 
 NAME = re.compile(r"[\w-]+")
@@ -85,10 +86,9 @@ def evaluation_problems(config: Config) -> Iterator[str]:
     other = settings.compare_to
     if other is None:
         return
-    path = Path(other).expanduser()
-    if other.endswith(".json") and not path.is_file():
+    if other.endswith(".json") and not file_exists(other):
         yield f"eval.compare_to={other} does not exist (looked in {Path.cwd()}); write it with eval.output={other}"
-    elif not other.endswith(".json") and is_local(other) and not (path / "config.json").is_file():
+    elif not other.endswith(".json") and is_local(other) and not file_exists(f"{other}/config.json"):
         yield f"eval.compare_to={other} has no config.json; expected a model, or the JSON file of an evaluation"
 
 
@@ -104,5 +104,5 @@ def data_file_problems(config: Config, *, trains: bool) -> Iterator[str]:
     if config.data.heldout_path is not None:
         paths["data.heldout_path"] = config.data.heldout_path
     for name, path in paths.items():
-        if is_file(path) and not Path(path).expanduser().is_file():
+        if is_file(path) and not file_exists(path):
             yield f"{name}={path} does not exist (looked in {Path.cwd()}); set {name}=<file or hub id>"

@@ -14,17 +14,18 @@ from rollout.environments import ENVIRONMENTS, make_environment
 from rollout.errors import ConfigError
 from trainer.closest import closest
 from trainer.config import Config
+from trainer.paths import file_exists, path_exists
 
 
 def model_problems(config: Config) -> Iterator[str]:
     """Models that are directories must be there; hub ids are seen when they are loaded."""
     reference = config.model.reference_path
-    if reference is not None and is_local(reference) and not (Path(reference).expanduser() / "config.json").is_file():
+    if reference is not None and is_local(reference) and not file_exists(f"{reference}/config.json"):
         yield (
             f"model.reference_path={reference} has no config.json; point it at a directory that `save_pretrained` "
             "wrote, or set model.reference_path=null for model.path"
         )
-    if is_local(config.model.path) and not (Path(config.model.path).expanduser() / "config.json").is_file():
+    if is_local(config.model.path) and not file_exists(f"{config.model.path}/config.json"):
         task = Path(config.model.path).name
         make = (
             f"run `python scripts/make_demo_model.py --task {task}`"
@@ -36,7 +37,7 @@ def model_problems(config: Config) -> Iterator[str]:
 
 def run_problems(config: Config) -> Iterator[str]:
     """The run directory, and what is resumed."""
-    if config.resume not in ("never", "auto") and not Path(config.resume).is_dir():
+    if config.resume not in ("never", "auto") and not path_exists(config.resume):
         yield f"resume={config.resume} is neither never, auto nor a checkpoint directory; set resume=auto"
     if config.resume == "auto" and config.run_name is None:
         yield "resume=auto does not know which run to continue; set run_name=<name of the directory under runs/>"
@@ -73,7 +74,7 @@ def reward_name_problems(config: Config) -> Iterator[str]:
     names = [*FUNCTIONS, MODEL]
     for spec in config.reward.functions:
         path, colon, _ = spec.rpartition(":")
-        if colon and not Path(path).is_file():
+        if colon and not file_exists(path):
             yield f"reward.functions: no file {path} (looked in {Path.cwd()}); expected path/to/file.py:function"
         if not colon and spec not in names:
             yield (
@@ -99,4 +100,4 @@ def environment_problems(config: Config) -> Iterator[str]:
 
 def is_local(path: str) -> bool:
     """Whether a model path can only mean a directory: hub ids look like 'name' or 'organisation/name'."""
-    return path.startswith(("/", ".", "~", "models/")) or Path(path).exists()
+    return path.startswith(("/", ".", "~", "models/")) or path_exists(path)

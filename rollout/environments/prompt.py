@@ -50,7 +50,7 @@ def _read_messages(name: str, value: Any) -> tuple[Message, ...]:
     if not isinstance(value, list | tuple) or not value:
         raise DataError(f"column {name}: expected a text or a list of messages, found {type(value).__name__} {value!r}")
     for turn in value:
-        if not isinstance(turn, Mapping) or "role" not in turn or "content" not in turn:
+        if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str) or "content" not in turn:
             raise DataError(f"column {name}: expected messages with role and content, found {turn!r}")
     if value[-1]["role"] == "assistant":
         raise DataError(

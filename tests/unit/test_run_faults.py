@@ -164,6 +164,24 @@ def test_a_stage_that_outlives_its_deadline_leaves_its_stacks(tmp_path):
     assert "waits_for_ever" in (tmp_path / "logs" / "stacks-rank-0.txt").read_text()
 
 
+def test_a_stage_that_outlives_its_deadline_ends_the_run_if_asked(tmp_path):
+    ends = textwrap.dedent(HANGS).replace("step_timeout_s=0.3", "step_timeout_s=1.0, ends_run=True")
+    ends = ends.replace("sum(range(10**9))", "time.sleep(100)")
+    done = subprocess.run([sys.executable, "-c", ends, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "waits_for_ever" in (tmp_path / "logs" / "stacks-rank-0.txt").read_text()
+    assert "step of update 1 has taken 1 s, so the run ends" in done.stderr
+    assert "resume=auto" in done.stderr
+
+
+def test_a_stage_that_holds_the_interpreter_ends_too(tmp_path):
+    ends = textwrap.dedent(HANGS).replace("step_timeout_s=0.3", "step_timeout_s=0.3, ends_run=True")
+    ends = ends.replace("10**9", "10**14")  # in C, for days
+    done = subprocess.run([sys.executable, "-c", ends, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "waits_for_ever" in (tmp_path / "logs" / "stacks-rank-0.txt").read_text()
+
+
 def test_wall_time():
     assert not WallTime(0.0).is_over
     assert not WallTime(1.0).is_over

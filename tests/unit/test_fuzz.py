@@ -1,0 +1,188 @@
+"""What comes from outside is read, or refused with an error of Lockstep's own: no traceback from inside.
+
+Configurations, command lines, data rows, engine answers, dumped batches and files of a run. Elsewhere: tool calls
+(test_tool_calls.py), requests (test_gateway_api.py), manifests (test_checkpoints.py), saved rollouts and data files
+(test_security.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import typing
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from omegaconf.errors import OmegaConfBaseException
+
+from rollout.environments.prompt import Prompt
+from rollout.errors import ConfigError, DataError, EvidenceError, LockstepError
+from rollout.records import EngineCall, FinishReason, SamplingSupport, VersionSpan
+from trainer.config import Config
+from trainer.dumps import ATTEMPT, read_dump
+from trainer.launch import CONFIG_DIR, explain, to_config
+from trainer.replayed_run import saved_step, settings_of
+from trainer.validate import validate
+
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+JSON = st.recursive(
+    PLAIN,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+ODD_TEXT = st.text(max_size=12) | st.sampled_from(
+    [
+        "",
+        " ",
+        "/",
+        "..",
+        "~nobody-has-this-name",
+        "a\0b",
+        "x" * 5000,
+        "./x.py:f",
+        ":",
+        "x:",
+        ":y",
+        "\ud800",
+        "a/b/c",
+        "auto",
+    ]
+)
+NUMBERS = {
+    int: st.integers() | st.sampled_from([0, -1, 2**63, 10**400]),
+    float: st.floats() | st.sampled_from([0.0, -0.0, float("nan"), float("inf"), 1e308]),
+    bool: st.booleans(),
+}
+
+
+def values_of(kind: Any) -> st.SearchStrategy[Any]:
+    """Values of a type, as Hydra lets them through."""
+    if kind in NUMBERS:
+        return NUMBERS[kind]
+    if kind is NoneType:
+        return st.none()
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is list:
+        return st.lists(values_of(arguments[0]), max_size=3)
+    if origin is dict:
+        return st.dictionaries(ODD_TEXT, PLAIN if arguments[1] is Any else values_of(arguments[1]), max_size=2)
+    if origin in (typing.Union, UnionType):
+        return st.one_of([values_of(argument) for argument in arguments])
+    return ODD_TEXT
+
+
+def settings_below(node: type, prefix: str = "") -> list[tuple[str, Any]]:
+    found = []
+    hints = typing.get_type_hints(node)
+    for field in dataclasses.fields(node):
+        kind, name = hints[field.name], f"{prefix}{field.name}"
+        found += settings_below(kind, f"{name}.") if dataclasses.is_dataclass(kind) else [(name, kind)]
+    return found
+
+
+SETTINGS = settings_below(Config)
+
+
+@settings(max_examples=400)
+@given(st.lists(st.sampled_from(SETTINGS).flatmap(lambda s: st.tuples(st.just(s[0]), values_of(s[1]))), max_size=4))
+def test_a_configuration_is_accepted_or_refused_in_sentences(changes: list[tuple[str, Any]]) -> None:
+    config = Config()
+    for name, value in changes:
+        *path, last = name.split(".")
+        node: Any = config
+        for part in path:
+            node = getattr(node, part)
+        setattr(node, last, value)
+    with contextlib.suppress(ConfigError):
+        validate(config)
+
+
+WORDS = st.sampled_from(
+    [name for name, _ in SETTINGS] + ["algorithm", "model", "+x", "~model", "no.such", "++seed", ""]
+)
+
+
+@settings(max_examples=60)
+@given(key=WORDS, equals=st.sampled_from(["=", "", "=="]), value=ODD_TEXT | PLAIN.map(str))
+def test_a_command_line_is_accepted_or_explained(key: str, equals: str, value: str) -> None:
+    try:
+        with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+            config = to_config(compose("train", overrides=[f"{key}{equals}{value}"]))
+        validate(config, needs_data=False)
+    except (HydraException, OmegaConfBaseException) as error:
+        assert explain(error)  # noqa: PT017
+    except (ConfigError, ValueError):  # a bare ValueError is Hydra's, and rewritten in trainer/launch.py
+        pass
+
+
+COLUMNS = st.sampled_from(["messages", "prompt", "question", "answer"]) | st.text(max_size=4)
+ROWS = st.dictionaries(COLUMNS, JSON, max_size=4)
+FIELDS = st.sampled_from(["role", "content", "tool_calls", "name"])
+MESSAGES = st.lists(st.dictionaries(FIELDS, JSON | st.sampled_from(["user", "assistant"])) | JSON, max_size=3)
+
+
+@settings(max_examples=300)
+@given(row=ROWS | MESSAGES.map(lambda found: {"messages": found}), column=st.none() | st.just("prompt"))
+def test_the_prompt_of_a_row_is_read_or_refused(row: dict[str, Any], column: str | None) -> None:
+    with contextlib.suppress(DataError):
+        messages = Prompt(column=column, system="s").messages(row)
+        assert messages
+
+
+TOKENS = st.lists(st.integers() | PLAIN, max_size=4)
+
+
+@settings(max_examples=300)
+@given(
+    prompt_ids=TOKENS, sampled_ids=TOKENS, logprobs=st.lists(st.floats() | PLAIN, max_size=4),
+    spans=st.lists(st.tuples(st.integers(0, 5), st.integers(-1, 5), st.integers(-1, 5)), max_size=3),
+)  # fmt: skip
+@example(prompt_ids=[1], sampled_ids=[2], logprobs=[10**400], spans=[])
+def test_an_engine_answer_is_evidence_or_refused(prompt_ids, sampled_ids, logprobs, spans) -> None:
+    with contextlib.suppress(EvidenceError):
+        call = EngineCall(
+            prompt_ids=tuple(prompt_ids), sampled_ids=tuple(sampled_ids), sampled_logprobs=tuple(logprobs),
+            finish_reason=FinishReason.STOP,
+            version_spans=tuple(VersionSpan(version=v, start=s, end=e) for v, s, e in spans),
+        )  # fmt: skip
+        assert len(call.sampled_ids) == len(call.sampled_logprobs)
+
+
+@settings(max_examples=200)
+@given(offsets=st.lists(st.integers(-2, 6), max_size=5), ids=st.lists(st.integers(0, 9), max_size=5))
+def test_a_sampling_support_is_whole_or_refused(offsets: list[int], ids: list[int]) -> None:
+    with contextlib.suppress(EvidenceError):
+        support = SamplingSupport(offsets=np.array(offsets, dtype=np.int64), token_ids=np.array(ids, dtype=np.int32))
+        support.first_without([1] * (len(offsets) - 1))
+
+
+@settings(max_examples=100)
+@given(text=JSON.map(json.dumps) | st.text(max_size=20))
+def test_an_attempt_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+    directory = tmp_path_factory.mktemp("dump")
+    (directory / ATTEMPT).write_text(text, errors="replace")
+    with pytest.raises(DataError):
+        read_dump(directory)
+
+
+@settings(max_examples=60)
+@given(text=JSON.map(yaml.safe_dump) | st.text(max_size=20), line=JSON.map(json.dumps) | st.text(max_size=10))
+def test_files_of_a_run_are_read_or_refused(tmp_path_factory: pytest.TempPathFactory, text: str, line: str) -> None:
+    run: Path = tmp_path_factory.mktemp("run")
+    (run / "rollouts").mkdir()
+    (run / "config.yaml").write_text(text, errors="replace")
+    (run / "metrics.jsonl").write_text(line, errors="replace")
+    (run / "rollouts" / "step-000001.jsonl").write_text(line.replace("\n", " "), errors="replace")
+    with contextlib.suppress(LockstepError):
+        settings_of(run, [])
+    with pytest.raises(LockstepError):
+        saved_step(run, 1)
