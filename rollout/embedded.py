@@ -304,7 +304,11 @@ class EmbeddedEngine:
             wait=wait_exponential_jitter(initial=FIRST_PAUSE_S, jitter=FIRST_PAUSE_S),
             reraise=True,
         )
-        return await retrying(lambda: self.guard(final_output(), "sample", timeout_s=self._request_timeout_s))
+
+        async def attempt() -> RequestOutput:
+            return await self.guard(final_output(), "sample", timeout_s=self._request_timeout_s)
+
+        return await retrying(attempt)
 
     async def guard(self, call: Coroutine[Any, Any, T], what: str, *, timeout_s: float | None = None) -> T:
         """Await a vLLM call; whatever goes wrong with the engine becomes an `EngineError` that says what to do.
