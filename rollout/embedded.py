@@ -301,7 +301,7 @@ class EmbeddedEngine:
         retrying = AsyncRetrying(
             retry=retry_if_exception_type(RequestError),
             stop=stop_after_attempt(REQUEST_ATTEMPTS),
-            wait=wait_exponential_jitter(initial=FIRST_PAUSE_S, jitter=FIRST_PAUSE_S),
+            wait=wait_exponential_jitter(multiplier=FIRST_PAUSE_S, jitter=FIRST_PAUSE_S),
             reraise=True,
         )
 
