@@ -16,6 +16,7 @@ from rewards.answers import expected, final_answer
 from rewards.judge import llm_judge
 from rewards.mathematics import math_equal
 from rewards.programs import code_tests
+from rewards.tool_calls import tool_calls_match
 from rollout.errors import ConfigError, DataError
 from rollout.records import Rollout
 
@@ -138,6 +139,7 @@ FUNCTIONS: dict[str, RewardFunction] = {
         environment_reward,
         math_equal,
         code_tests,
+        tool_calls_match,
         llm_judge,
     )
 }

@@ -7,8 +7,8 @@ never the whole model and never one collective per tensor.
 LoRA adapters are merged into the copies that are sent; the training weights are never written.
 
 Covered: PEFT LoRA on layers that offer `get_delta_weight` (linear, embedding, convolution), `modules_to_save`,
-and tied weights (sent once, under the name that the module lists first).
-Not covered: DoRA (refused), models whose checkpoint names differ from their module names by more than PEFT's.
+tied weights (sent once, under the name that the module lists first), experts (`rollout/experts.py`).
+Not covered: DoRA (refused), models whose checkpoint names differ from their module names by more than that.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
+from rollout import experts
 from rollout.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
 from rollout.errors import SyncError
 
@@ -162,12 +165,18 @@ def _entries(module: nn.Module, dtype: torch.dtype | None) -> Iterator[_Entry]:
             yield from _peft_entries(module, dtype)
             return
     for name, param in module.named_parameters():
-        yield _plain_entry(name, param, dtype)
+        yield from _plain_entries(name, param, dtype, module)
 
 
-def _plain_entry(name: str, param: nn.Parameter, dtype: torch.dtype | None) -> _Entry:
-    meta = ParamMeta(name, _wire_dtype(param, dtype), _full_shape(param))
-    return _Entry(meta, (param,), lambda: param, is_copy=False)
+def _plain_entries(name: str, param: nn.Parameter, dtype: torch.dtype | None, model: nn.Module) -> Iterator[_Entry]:
+    """One, or for the experts of a layer as many as the checkpoint has."""
+    shape, wire = _full_shape(param), _wire_dtype(param, dtype)
+    if not experts.is_stacked(name, shape):
+        yield _Entry(ParamMeta(name, wire, shape), (param,), lambda: param, is_copy=False)
+        return
+    assert isinstance(model, PreTrainedModel), "experts are known by the type of their model"
+    for part_name, part_shape, read in experts.parts(name, shape, model.config.get_text_config().model_type):
+        yield _Entry(ParamMeta(part_name, wire, part_shape), (param,), partial(read, param), is_copy=False)
 
 
 def _peft_entries(model: PeftModel, dtype: torch.dtype | None) -> Iterator[_Entry]:
@@ -203,7 +212,7 @@ def _peft_entries(model: PeftModel, dtype: torch.dtype | None) -> Iterator[_Entr
         if full_name in merged:
             yield _merged_entry(name, merged[full_name], param, dtype)
         else:
-            yield _plain_entry(name, param, dtype)
+            yield from _plain_entries(name, param, dtype, model.get_base_model())
 
 
 def _refuse_tied(model: nn.Module, adapted: set[str]) -> None:

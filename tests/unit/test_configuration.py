@@ -1,5 +1,6 @@
 """Settings: every file composes, every mistake is one sentence with what to type instead, before torch is imported."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -50,10 +51,15 @@ NEEDS_A_SETTING = {
 
 @pytest.mark.parametrize("path", [path for path in GROUP_FILES if path.name not in NEEDS_A_SETTING], ids=str)
 def test_every_config_file_composes_and_validates(
-    path: Path, complete: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    path: Path, complete: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """On a row with the columns of all ready data sets; tests/unit/test_ready_data.py has each by itself."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)  # optional packages: as if installed
-    validate(composed(f"{path.parent}={path.name}", *complete))
+    columns = ("question", "answer", "prompt", "problem", "solution", "query", "answers")
+    rows = tmp_path / "all.jsonl"
+    rows.write_text(json.dumps(dict.fromkeys(columns, "1") | {"reward_model": {"ground_truth": "1"}}) + "\n")
+    heldout = f"data.heldout_path={rows}"  # of experiments that evaluate
+    validate(composed(f"{path.parent}={path.name}", *complete, f"data.path={rows}", heldout))
 
 
 @pytest.mark.parametrize(("name", "override"), NEEDS_A_SETTING.items())

@@ -1,0 +1,83 @@
+"""Every family of models through engine, training and sync: what one samples is what the other scores.
+
+The table in docs/models.md lists the families that pass here. One is tested by default, all with `make test-slow`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollout.embedded import EmbeddedEngine
+from rollout.engine import Sampling
+from rollout.loop import BackgroundLoop
+from rollout.records import EngineCall
+from rollout.rows import rows_from_calls
+from rollout.sync import WeightSync
+from tests.fixtures.families import FAMILIES, WINDOW, save_family
+from tests.fixtures.models import perturb
+from trainer.packing import PackedBatch, collate
+from trainer.policy import Policy
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+TOLERANCE = 2e-3
+"""Of log π in float32. Wide random weights and softmax over experts make rounding larger than in real models."""
+PROMPTS = tuple(tuple(range(3, 3 + length)) for length in (2 * WINDOW, 5, WINDOW + 1))
+BY_DEFAULT = ("gemma2",)
+"""Sliding windows, softcaps and a tied head at once."""
+
+
+def pack(calls: list[EngineCall]) -> PackedBatch:
+    rows = [row for index, call in enumerate(calls) for row in rows_from_calls([call], rollout_id=index)]
+    return collate(rows)
+
+
+def scored(policy: Policy, calls: list[EngineCall]) -> torch.Tensor:
+    return policy(pack(calls), with_entropy=False)[0]
+
+
+@pytest.mark.parametrize(
+    "family", [name if name in BY_DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
+def test_a_family_samples_trains_and_syncs(family: str, tmp_path: Path) -> None:
+    path = save_family(family, tmp_path / "model")
+    with BackgroundLoop() as loop:
+        engine = EmbeddedEngine.start(
+            path, loop=loop, log_path=tmp_path / "engine.log", max_model_len=320, kv_cache_gib=0.0625, num_threads=1
+        )
+        sync = None
+        try:
+            policy = Policy.from_pretrained(path)
+
+            def sample() -> list[EngineCall]:
+                settings = Sampling(max_tokens=2 * WINDOW, ignore_eos=True, seed=0)
+                return [loop.run(engine.generate(prompt, settings), timeout=120) for prompt in PROMPTS]
+
+            def mismatch(calls: list[EngineCall]) -> float:
+                sampled = torch.tensor([logprob for call in calls for logprob in call.sampled_logprobs])
+                with torch.no_grad():
+                    return (scored(policy, calls) - sampled).abs().max().item()
+
+            def canary(ids: list[int]) -> list[float]:
+                logits = policy.causal_lm(torch.tensor([ids])).logits[0, :-1].float()
+                return torch.log_softmax(logits, -1).gather(1, torch.tensor(ids)[1:, None])[:, 0].tolist()
+
+            calls = sample()
+            assert mismatch(calls) < TOLERANCE, "engine and trainer load different models"
+
+            scored(policy, calls).sum().backward()
+            without = [name for name, p in policy.named_parameters() if p.grad is None or not p.grad.isfinite().all()]
+            assert not without, "parameters without a finite gradient"
+
+            sync = WeightSync(module=policy.model, engine=engine, score_canary=canary, deadline_s=60)
+            perturb(policy, seed=1)
+            assert mismatch(calls) > 10 * TOLERANCE, "the perturbation is too small for this test to mean anything"
+            assert sync.push(1).canary_abs_diff < TOLERANCE
+            assert mismatch(sample()) < TOLERANCE, "the engine does not have the weights that were sent"
+        finally:
+            if sync is not None:
+                sync.close()
+            loop.run(engine.close())
