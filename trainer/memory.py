@@ -47,7 +47,9 @@ class ModelShape:
     @classmethod
     def of(cls, module: nn.Module, policy: nn.Module, config: PreTrainedConfig) -> ModelShape:
         """module: all that is trained; policy: the part of it that samples; config: of the policy's decoder."""
-        text = config.get_text_config().to_dict()
+        decoder = config.get_text_config()
+        # Some configs have names of their own (GPT-2's n_head), and an attribute for each that is common.
+        text = decoder.to_dict() | {name: getattr(decoder, name) for name in decoder.attribute_map}
         heads = text["num_attention_heads"]
         head_dim = text.get("head_dim") or text["hidden_size"] // heads
         sizes = [_numel(parameter) for parameter in module.parameters()]

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
 from rollout.records import TrainingRow
 from trainer.config import Config, LoraConfig, OptimizerConfig
@@ -109,6 +109,15 @@ def planned(made: Policy, *, world_size: int = 1, zero_stage: int = 0, **model) 
     return memory_plan(
         shape_of(made), config, world_size=world_size, zero_stage=zero_stage, uses_deepspeed=zero_stage > 0
     )
+
+
+def test_a_config_with_names_of_its_own_has_a_plan_too() -> None:
+    """GPT-2 says n_head, n_embd and n_inner, which is None for four times the width."""
+    made = Policy(GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=512, n_positions=64)))
+    shape = shape_of(made)
+    assert (shape.layers, shape.hidden, shape.intermediate) == (2, 64, 256)
+    assert (shape.attention, shape.key_value, shape.vocabulary) == (64, 64, 512)
+    assert shape.parameters == sum(parameter.numel() for parameter in made.parameters())
 
 
 def test_zero_stages_divide_what_they_say() -> None:
