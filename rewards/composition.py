@@ -12,7 +12,7 @@ import asyncio
 import copy
 import functools
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -69,6 +69,16 @@ class FaultTolerance:
                 raise ConfigError(f"reward policy for {outcome}: expected drop, raise or a number, found {policy!r}")
 
 
+@dataclass(slots=True)
+class _Tally:
+    """What happened since metrics were last taken."""
+
+    values: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """By function."""
+    errors: Counter[Outcome] = field(default_factory=Counter)
+    num_dropped: int = 0
+
+
 class RewardSet:
     """Scores rollouts with all its functions and keeps count of what happened."""
 
@@ -82,9 +92,7 @@ class RewardSet:
         self._rewards = tuple(rewards)
         self._tolerance = tolerance or FaultTolerance()
         self._recent: deque[bool] = deque(maxlen=self._tolerance.window)
-        self._errors: Counter[Outcome] = Counter()
-        self._values: dict[str, list[float]] = {reward.name: [] for reward in self._rewards}
-        self._num_dropped = 0
+        self._tally = _Tally()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -102,11 +110,13 @@ class RewardSet:
             if isinstance(reward.function, IsolatedReward):
                 reward.function.pool.close()
 
-    async def score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+    async def score(self, rollouts: Sequence[Rollout], *, in_metrics: bool = True) -> list[Rollout]:
         """The rollouts, in order, with `rewards` by name and their weighted sum in `reward`.
 
         Rollouts that failed before stay as they are. One whose reward fails becomes FAILED with the reason in `error`
         (policy `drop`); so does one that no function has an opinion on, because its reward is unknown, not zero.
+
+        in_metrics: False keeps them out of `take_metrics` (not out of the error rate): they are not trained.
 
         Raises:
             RewardError: too many errors in the window, or an outcome whose policy is `raise`.
@@ -115,22 +125,22 @@ class RewardSet:
         batch = [rollouts[index] for index in alive]
         slots = asyncio.Semaphore(self._tolerance.concurrency)
         columns = await asyncio.gather(*(self._judge(reward, batch, slots) for reward in self._rewards))
+        tally = self._tally if in_metrics else _Tally()  # looked up late: metrics may be taken during the await
         for reward, verdicts in zip(self._rewards, columns, strict=True):
-            self._count(reward, verdicts)
+            self._count(reward, verdicts, tally)
         scored = list(rollouts)
         for position, index in enumerate(alive):
             verdicts = {reward.name: column[position] for reward, column in zip(self._rewards, columns, strict=True)}
-            scored[index] = self._combine(rollouts[index], verdicts)
+            scored[index] = self._combine(rollouts[index], verdicts, tally)
         return scored
 
     def take_metrics(self) -> dict[str, float]:
         """Means by function and counts of errors since the last call of this method."""
-        metrics = {f"reward/{name}/mean": sum(values) / len(values) for name, values in self._values.items() if values}
-        metrics |= {f"reward/errors/{outcome}": float(self._errors[outcome]) for outcome in ERRORS}
-        metrics["reward/dropped"] = float(self._num_dropped)
-        self._errors.clear()
-        self._values = {name: [] for name in self._values}
-        self._num_dropped = 0
+        tally, self._tally = self._tally, _Tally()
+        means = {name: sum(values) / len(values) for name in self.names if (values := tally.values[name])}
+        metrics = {f"reward/{name}/mean": mean for name, mean in means.items()}
+        metrics |= {f"reward/errors/{outcome}": float(tally.errors[outcome]) for outcome in ERRORS}
+        metrics["reward/dropped"] = float(tally.num_dropped)
         return metrics
 
     async def _judge(self, reward: Reward, rollouts: Sequence[Rollout], slots: asyncio.Semaphore) -> list[Verdict]:
@@ -152,13 +162,13 @@ class RewardSet:
                 functools.partial(function, *args, **kwargs), timeout_s=self._tolerance.timeout_s
             )
 
-    def _count(self, reward: Reward, verdicts: Sequence[Verdict]) -> None:
+    def _count(self, reward: Reward, verdicts: Sequence[Verdict], tally: _Tally) -> None:
         for verdict in verdicts:
             self._recent.append(verdict.outcome.is_error)
             if verdict.outcome is Outcome.VALUE:
-                self._values[reward.name].append(verdict.value)
+                tally.values[reward.name].append(verdict.value)
             elif verdict.outcome.is_error:
-                self._errors[verdict.outcome] += 1
+                tally.errors[verdict.outcome] += 1
                 if self._tolerance.policies.get(verdict.outcome) == "raise":
                     raise RewardError(f"reward {reward.name}: {verdict.outcome}: {verdict.detail}")
         window = self._tolerance.window
@@ -171,7 +181,7 @@ class RewardSet:
                 f"may{what}"
             )
 
-    def _combine(self, rollout: Rollout, verdicts: Mapping[str, Verdict]) -> Rollout:
+    def _combine(self, rollout: Rollout, verdicts: Mapping[str, Verdict], tally: _Tally) -> Rollout:
         values: dict[str, float] = {}
         for name, verdict in verdicts.items():
             if verdict.outcome is Outcome.VALUE:
@@ -179,16 +189,17 @@ class RewardSet:
             elif verdict.outcome.is_error:
                 policy = self._tolerance.policies.get(verdict.outcome, "drop")
                 if isinstance(policy, str):
-                    return self._drop(rollout, f"reward {name}: {verdict.outcome}: {verdict.detail}")
+                    return _dropped(rollout, f"reward {name}: {verdict.outcome}: {verdict.detail}", tally)
                 values[name] = float(policy)
         if not values:
-            return self._drop(rollout, "no reward function applies to this rollout")
+            return _dropped(rollout, "no reward function applies to this rollout", tally)
         total = sum(reward.weight * values[reward.name] for reward in self._rewards if reward.name in values)
         return replace(rollout, rewards=values, reward=total)
 
-    def _drop(self, rollout: Rollout, reason: str) -> Rollout:
-        self._num_dropped += 1
-        return replace(rollout, status=RolloutStatus.FAILED, error=reason, rewards={}, reward=0.0)
+
+def _dropped(rollout: Rollout, reason: str, tally: _Tally) -> Rollout:
+    tally.num_dropped += 1
+    return replace(rollout, status=RolloutStatus.FAILED, error=reason, rewards={}, reward=0.0)
 
 
 def make_reward_set(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -72,6 +72,7 @@ class Sampler:
         step: int,
         first_group: int = 0,
         on_rollout: OnRollout = lambda rollout: None,
+        run: RunEpisode | None = None,
     ) -> list[Rollout]:
         """`samples_per_prompt` rollouts of every example, in the order prompt by prompt.
 
@@ -83,6 +84,7 @@ class Sampler:
         the same seeds, and where that does not help, all rollouts of its group are FAILED, because a group that is
         trained in part would be compared with a mean that the fault has chosen.
 
+        run: from `open`, where what episodes share outlives this batch; None: it is made for this batch alone.
         Raises `EngineError` if the engine dies; the remaining episodes are cancelled.
         """
         lost_groups: dict[int, str] = {}
@@ -119,18 +121,19 @@ class Sampler:
             on_rollout(rollout)
             return rollout
 
+        shared = self.open(sampling) if run is None else nullcontext(run)
         try:
-            async with self._episode_runner(sampling) as run, asyncio.TaskGroup() as group:
+            async with shared as runner, asyncio.TaskGroup() as group:
                 first, count = first_group * samples_per_prompt, len(examples) * samples_per_prompt
-                tasks = [group.create_task(one(run, i)) for i in range(first, first + count)]
+                tasks = [group.create_task(one(runner, i)) for i in range(first, first + count)]
         except* Exception as failures:
             raise failures.exceptions[0] from None  # the first is the cause; the others are its echo
         self._faults["groups_lost_to_engine"] += len(lost_groups)
         return [_without_lost(task.result(), lost_groups) for task in tasks]
 
     @asynccontextmanager
-    async def _episode_runner(self, sampling: Sampling) -> AsyncIterator[RunEpisode]:
-        """Environments run in this loop; agents talk to a gateway, which lives as long as the batch."""
+    async def open(self, sampling: Sampling) -> AsyncIterator[RunEpisode]:
+        """What episodes share, for `collect`: a gateway where they are agents, which lives as long as this context."""
         environment = self._make_environment()
         plain = partial(run_episode, engine=self._engine, chat=self._chat)
         drivers: dict[type[Environment], RunEpisode] = {}  # of environments that run their own episodes

@@ -57,6 +57,8 @@ class TrainerState:
     """Data rows taken."""
     resting_rows: Mapping[str, int] = field(default_factory=dict)
     """Rows that a curriculum leaves out for now (`Prompts.resting`)."""
+    unfinished: Sequence[int] = ()
+    """Numbers of the rows among them that are not trained yet; a resumed run samples them first."""
     kl_coef: float | None = None
     """Weight of the KL penalty, where a controller adapts it."""
     wandb_id: str | None = None
@@ -70,7 +72,10 @@ class TrainerState:
 
     def __post_init__(self) -> None:
         """Raises ValueError for what no run has written: a state is read from a file."""
-        counts = (self.step, self.update, self.data_cursor, self.skipped_updates, self.skipped_in_a_row)
+        counts = [self.step, self.update, self.data_cursor, self.skipped_updates, self.skipped_in_a_row]
+        if not isinstance(self.unfinished, list | tuple):
+            raise ValueError("unfinished rows that are no list")
+        counts += self.unfinished
         if not all(type(count) is int and count >= 0 for count in counts):
             raise ValueError("counts that are no counts")
         if not isinstance(self.noise_floor, Mapping) or not isinstance(self.grad_norms, list | tuple):

@@ -183,12 +183,27 @@ class RolloutConfig:
     ignore_eos: bool = setting(
         False, "sample past the end of the turn, up to max_tokens_per_turn: responses of one fixed length"
     )
+    max_staleness: int = setting(
+        0,
+        "0: rollouts are sampled by the weights they train; k: while the trainer works, by weights at most k updates "
+        "old (docs/asynchrony.md)",
+    )
+    stragglers: str = setting(
+        "wait",
+        "max_staleness: a step waits for groups that the next one could not train any more, or goes on and drops them",
+        choices=("wait", "drop"),
+    )
     mask_truncated: bool = setting(False, "do not train rollouts that ended on a length limit (they still count)")
 
 
 @dataclass
 class SyncConfig:
-    pause: str = setting("wait", "what happens to running requests during a sync", choices=("wait", "keep", "abort"))
+    pause: str = setting(
+        "auto",
+        "running requests during a sync are drained (wait), continued by the new weights (keep) or given up (abort); "
+        "auto: keep with rollout.max_staleness, else wait",
+        choices=("auto", "wait", "keep", "abort"),
+    )
     bucket_mib: float = setting(512.0, "parameters gathered and sent at once, at most [MiB]")
     canary_threshold: float | None = setting(
         None, "largest |logp engine - logp trainer| of the canary; null: by the engine's dtype [nats]"
@@ -422,6 +437,13 @@ class Config:
     def has_critic(self) -> bool:
         """Whether advantages come from a learned value."""
         return self.algorithm.advantage == "gae"
+
+    @property
+    def pause_mode(self) -> str:
+        """wait, keep or abort."""
+        if self.sync.pause != "auto":
+            return self.sync.pause
+        return "keep" if self.rollout.max_staleness else "wait"
 
     @property
     def horizon(self) -> int:

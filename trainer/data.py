@@ -10,11 +10,14 @@ pass rate of at most `min_pass_rate`, or of at least `max_pass_rate`, is left ou
 its data set, and then tried again. Which rows rest is the only state beside the cursor.
 
 So a resumed run continues exactly where it stopped, skips nothing and repeats nothing, on any number of ranks.
+
+Rows that were begun ahead of their training (`rollout.max_staleness`) are remembered by their place until they are
+finished.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -104,7 +107,7 @@ def heldout_data(config: Config) -> dict[str, DataSet]:
 
 
 class Prompts:
-    """Data rows in training order. `cursor` and `resting` are all of its state."""
+    """Data rows in training order. `cursor`, `resting` and `unfinished` are all of its state."""
 
     def __init__(
         self,
@@ -127,6 +130,8 @@ class Prompts:
         self._earlier = (np.cumsum(same, axis=0) - same)[np.arange(len(self._pattern)), self._pattern]
         """By place in a block: places before it that belong to the same set."""
         self._orders: dict[int, tuple[int, np.ndarray]] = {}
+        self._begun: set[int] = set()
+        self._again: list[int] = []
         self.cursor = 0
         """Places in the order that were passed since the start of the run, resting rows included."""
         self.resting: dict[str, int] = {}
@@ -141,22 +146,40 @@ class Prompts:
         resting = {} if self._curriculum is None else {"data/resting_rows": float(len(self.resting))}
         return {"data/epoch": self.epoch, **resting}
 
-    def take(self, count: int) -> list[Row]:
-        """The next `count` rows; goes on into the next epoch where one ends."""
-        taken: list[Row] = []
-        while len(taken) < count:
+    @property
+    def unfinished(self) -> tuple[int, ...]:
+        """Places before the cursor whose rows were begun, or must be begun again, and are not finished."""
+        return tuple(sorted({*self._begun, *self._again}))
+
+    def restore(self, cursor: int, unfinished: Sequence[int]) -> None:
+        """Go on where a run stopped: with what it had not finished, then from its cursor on."""
+        self.cursor = cursor
+        self._begun, self._again = set(), sorted(unfinished)
+
+    def begin(self, count: int) -> list[tuple[int, Row]]:
+        """The next `count` rows with their places; goes on into the next epoch where one ends. `finish` them."""
+        again, self._again = self._again[:count], self._again[count:]
+        begun = [(place, self._row(*self._locate(place))) for place in again]
+        while len(begun) < count:
             which, epoch, index = self._locate(self.cursor)
+            if self.resting.get(f"{which}:{index}", 0) <= epoch:
+                begun.append((self.cursor, self._row(which, epoch, index)))
             self.cursor += 1
-            if self._curriculum is None:
-                taken.append(self._sets[which][index])
-                continue
-            key = f"{which}:{index}"
-            if self.resting.get(key, 0) <= epoch:
-                taken.append({**self._sets[which][index], ROW_KEY: f"{key}@{epoch}"})
-        return taken
+        self._begun.update(place for place, _ in begun)
+        return begun
+
+    def finish(self, places: Iterable[int]) -> None:
+        """These rows were trained, or dropped for good: no resumed run takes them again."""
+        self._begun.difference_update(places)
+
+    def take(self, count: int) -> list[Row]:
+        """The next `count` rows, begun and finished at once."""
+        taken = self.begin(count)
+        self.finish(place for place, _ in taken)
+        return [row for _, row in taken]
 
     def learn(self, row: Row, rewards: Sequence[float]) -> None:
-        """Let the curriculum know the rewards of a row that `take` gave. Without a curriculum nothing happens."""
+        """Let the curriculum know the rewards of a row that was begun. Without a curriculum nothing happens."""
         rule = self._curriculum
         if rule is None or not rewards:
             return
@@ -165,6 +188,10 @@ class Prompts:
         self.resting.pop(key, None)
         if rate <= rule.min_pass_rate or rate >= rule.max_pass_rate:
             self.resting[key] = int(epoch) + rule.rest_epochs + 1
+
+    def _row(self, which: int, epoch: int, index: int) -> Row:
+        row = self._sets[which][index]
+        return row if self._curriculum is None else {**row, ROW_KEY: f"{which}:{index}@{epoch}"}
 
     def _locate(self, k: int) -> tuple[int, int, int]:
         """Set, its epoch, and the index in it of place k."""

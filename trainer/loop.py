@@ -16,11 +16,12 @@ from rollout.records import Rollout
 from rollout.sampler import OnRollout
 from rollout.sync import SyncReport, WeightSync
 from trainer.batch import StepBatch, decode, encode
-from trainer.collection import Collected, Collector
+from trainer.collection import RolloutSource
 from trainer.config import Config
 from trainer.correction import CorrectionResult, correction_weights
 from trainer.credit import CreditAssignment
 from trainer.distributed import Distributed
+from trainer.groups import Collected
 from trainer.metrics import BATCH
 from trainer.mismatch import MismatchStatistics, noise_floor
 from trainer.reference import Reference
@@ -56,7 +57,7 @@ class Trainer:
         *,
         distributed: Distributed,
         updater: Updater,
-        collector: Collector,
+        rollouts: RolloutSource,
         reference: Reference | None,
         sync: WeightSync,
     ) -> None:
@@ -64,7 +65,7 @@ class Trainer:
         self._config = config
         self._distributed = distributed
         self._updater = updater
-        self._collector = collector
+        self._rollouts = rollouts
         self._reference = reference
         self._sync = sync
         self._critic = CreditAssignment(config) if config.has_critic else None
@@ -83,7 +84,7 @@ class Trainer:
 
     def step(self, on_rollout: OnRollout = lambda rollout: None) -> StepReport:
         watch = Stopwatch()
-        collected = self._collector.collect(self.num_steps, watch, on_rollout)
+        collected = self._rollouts.collect(self.num_steps, self.version, watch, on_rollout)
         batch = self._exchange(collected)
         with watch.stage("score"):
             logprobs = self._score(batch)

@@ -42,6 +42,7 @@ from trainer.optimizer import make_optimizer
 from trainer.own_code import code_of_files
 from trainer.parts import load_policy, make_chat, make_rewards, make_sampler, make_sampling, start_engine
 from trainer.policy import Policy
+from trainer.producer import Producer
 from trainer.prompt_lengths import make_prompts
 from trainer.redaction import redact
 from trainer.reference import make_reference
@@ -108,7 +109,8 @@ class Run:
         self._prompts = make_prompts(config, distributed, loop, self._chat, say=self._console.say)
         self._sampler = make_sampler(config, engine=self._engine, chat=self._chat) if self._engine else None
         self._evaluator = distributed.together(self._make_evaluator)
-        collector = Collector(
+        make_source = Producer if config.rollout.max_staleness else Collector
+        self._rollouts = make_source(
             config,
             distributed=distributed,
             loop=loop,
@@ -121,7 +123,7 @@ class Run:
             config,
             distributed=distributed,
             updater=self._updater,
-            collector=collector,
+            rollouts=self._rollouts,
             reference=make_reference(config, distributed, self._module),
             sync=self._make_sync(),
         )
@@ -158,6 +160,7 @@ class Run:
         finally:
             if self._metrics is not None:
                 self._metrics.close()
+            self._rollouts.close()
             self._rewards.close()
             self._heartbeat.close()
             if self._engine is not None:
@@ -201,7 +204,7 @@ class Run:
             module=policy_of(self._distributed.unwrapped).model,
             score_canary=self._updater.logprobs,
             canary_threshold=settings.canary_threshold,
-            pause_mode=settings.pause,
+            pause_mode=self._config.pause_mode,
             bucket_bytes=int(settings.bucket_mib * 2**20),
             deadline_s=settings.timeout_s,
         )
@@ -220,7 +223,7 @@ class Run:
             self._updater.num_updates = state.update
             self._trainer.kl_coef = resumed.kl_coef
             self._trainer.noise_floor = state.noise_floor
-            self._prompts.cursor = state.data_cursor
+            self._prompts.restore(state.data_cursor, state.unfinished)
             self._prompts.resting = dict(state.resting_rows)
             guard.norms.extend(state.grad_norms)
             guard.skipped, guard.in_a_row = state.skipped_updates, state.skipped_in_a_row
@@ -311,6 +314,7 @@ class Run:
             update=self._trainer.version,
             data_cursor=self._prompts.cursor,
             resting_rows=self._prompts.resting,
+            unfinished=self._prompts.unfinished,
             kl_coef=self._trainer.kl_coef,
             wandb_id=self._metrics.wandb_id if self._metrics else None,
             noise_floor=self._trainer.noise_floor,

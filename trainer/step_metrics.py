@@ -9,7 +9,10 @@ import numpy as np
 from rollout.records import Rollout, RolloutStatus, TrainingRow
 from rollout.token_metrics import TokenCounts, count_tokens
 from trainer.batch import StepBatch
-from trainer.collection import OVERLONG, Collected
+from trainer.groups import OVERLONG, Collected
+
+IDLE_STAGES = ("rollout", "reward", "wait")
+"""Stages of a step in which the trainer computes nothing."""
 
 
 def rollout_metrics(collected: Collected, batch: StepBatch) -> dict[str, float]:
@@ -78,6 +81,8 @@ def throughput(metrics: Mapping[str, float]) -> dict[str, float]:
     if sampled := metrics.get("rollout/sampled_tokens"):
         rates |= {
             "perf/tokens_per_s": sampled / metrics["time/step"],
-            "perf/generated_tokens_per_s": sampled / metrics["time/rollout"],
+            # With rollouts in flight (`rollout.max_staleness`) sampling goes on during the whole step.
+            "perf/generated_tokens_per_s": sampled / metrics.get("time/rollout", metrics["time/step"]),
+            "perf/idle_frac": sum(metrics.get(f"time/{stage}", 0.0) for stage in IDLE_STAGES) / metrics["time/step"],
         }
     return rates

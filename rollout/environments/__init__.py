@@ -11,6 +11,7 @@ from rollout.environments.calculator import CalculatorEnvironment
 from rollout.environments.chain import ChainEnvironment
 from rollout.environments.mixed import Mixed
 from rollout.environments.single_turn import SingleTurn
+from rollout.environments.slow_calculator import SlowCalculatorEnvironment
 from rollout.environments.subagents import SubAgents
 from rollout.environments.tools import ToolEnvironment
 from rollout.environments.trl import TRLEnvironment
@@ -26,6 +27,7 @@ ENVIRONMENTS: dict[str, Callable[..., Environment]] = {
     "user": SimulatedUser,
     "mixed": Mixed,
     "calculator": CalculatorEnvironment,
+    "slow_calculator": SlowCalculatorEnvironment,
     "chain": ChainEnvironment,
     "reverse": SingleTurn,
     "subagents": SubAgents,

@@ -11,9 +11,10 @@ import pytest
 
 from rollout.engine import Sampling
 from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
-from trainer.collection import Collected, Collector, has_spread
+from trainer.collection import Collector
 from trainer.config import AlgorithmConfig, Config
 from trainer.data import Prompts
+from trainer.groups import Collected, has_spread, shaped
 from trainer.shaping import overlong_penalty
 from trainer.timing import Stopwatch
 
@@ -52,7 +53,7 @@ class FakeRewards:
     def __init__(self, reward: Callable[[Rollout], float | None]) -> None:
         self._reward = reward
 
-    async def score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+    async def score(self, rollouts: Sequence[Rollout], *, in_metrics: bool = True) -> list[Rollout]:
         values = [self._reward(found) for found in rollouts]
         return [
             replace(found, status=RolloutStatus.FAILED) if value is None else replace(found, reward=value)
@@ -112,7 +113,7 @@ def collector(
 
 
 def collect(made: Collector, step: int = 0) -> Collected:
-    return made.collect(step, Stopwatch())
+    return made.collect(step, 0, Stopwatch())
 
 
 def only_odd_prompts_vary(found: Rollout) -> float:
@@ -237,12 +238,11 @@ def test_rewards_of_turns_are_part_of_the_reward() -> None:
     assert plain.reward == 1.0
     assert plain.rewards["turns"] == 0.0
     given = replace(plain, reward=1.0, outcome={"turn_rewards": [0.25]})
-    assert made._shape(given).reward == 1.25
+    assert shaped(given, config(turn_rewards=True)).reward == 1.25
 
 
 @pytest.mark.parametrize("given", [[1.0, 2.0], [float("nan")], "good", [None]], ids=str)
 def test_turn_rewards_that_cannot_be_used_fail_the_rollout(given: Any) -> None:
-    made, _ = collector(config(turn_rewards=True), FakeSampler(), lambda found: 1.0)
-    shaped = made._shape(replace(rollout(0, 0), outcome={"turn_rewards": given}))
-    assert shaped.status is RolloutStatus.FAILED
-    assert "turn_rewards" in (shaped.error or "")
+    found = shaped(replace(rollout(0, 0), outcome={"turn_rewards": given}), config(turn_rewards=True))
+    assert found.status is RolloutStatus.FAILED
+    assert "turn_rewards" in (found.error or "")

@@ -140,6 +140,19 @@ def test_defaults_are_the_schema_or_a_group_value(complete: tuple[str, ...]) -> 
         (["optimizer.final_lr_fraction=-3"], ["set optimizer.final_lr_fraction=0.0"]),
         (["optimizer.betas=[0.9]"], ["optimizer.betas=[0.9,0.95]"]),
         (["updates=0"], ["updates=1"]),
+        (["rollout.max_staleness=-1"], ["set rollout.max_staleness=0"]),
+        (["rollout.max_staleness=1", "algorithm.minibatches=4"], ["set rollout.max_staleness=4"]),
+        (
+            ["rollout.max_staleness=1", "correction=bypass"],
+            ["correction.logp_old=recompute", "correction.mode=token_tr"],
+        ),
+        (["rollout.max_staleness=1", "correction=none"], ["set correction.mode=token_truncate"]),
+        (["rollout.max_staleness=1", "sync.pause=abort"], ["set sync.pause=keep"]),
+        (["rollout.stragglers=drop"], ["set rollout.max_staleness=1 or rollout.stragglers=wait"]),
+        (
+            ["rollout.max_staleness=1", "environment=agent", "gateway.port=8000", "eval.every=5"],
+            ["set gateway.port=0", "eval.every=0"],
+        ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )

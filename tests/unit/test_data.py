@@ -289,3 +289,26 @@ def test_rows_that_are_left_out_do_not_come() -> None:
     assert [row["question"] for row in data] == ["q0", "q2"]
     with pytest.raises(DataError, match=r"data\.max_prompt_tokens"):
         data.subset([])
+
+
+# Rows that are begun before they are trained
+
+
+def test_rows_that_were_begun_and_not_finished_come_first_after_a_resume() -> None:
+    order = prompts()
+    begun = order.begin(6)
+    order.finish(place for place, _ in begun[:3])
+    order.finish([4])
+    assert order.unfinished == (3, 5)
+    resumed = prompts()
+    resumed.restore(order.cursor, order.unfinished)
+    assert resumed.begin(4) == [begun[3], begun[5], *prompts(cursor=6).begin(2)]
+    assert resumed.unfinished == (3, 5, 6, 7)
+
+
+def test_unfinished_rows_that_were_not_begun_again_stay_unfinished() -> None:
+    order = prompts()
+    order.restore(9, [2, 5, 7])
+    order.take(2)
+    assert order.unfinished == (7,)
+    assert order.cursor == 9

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -109,6 +111,20 @@ async def test_calculator_episode_calls_the_tool_and_ends_with_the_answer():
     last = await environment.step(say("The answer is 1353"))
     assert last.done
     assert last.messages == ()
+
+
+async def test_the_slow_calculator_is_the_calculator_but_for_the_time_it_takes():
+    slow = make_environment("slow_calculator", max_delay_s=0.2, delay_seed=7)
+    assert slow.tools == make_environment("calculator").tools
+    durations = []
+    for _ in range(3):
+        started = time.perf_counter()
+        step = await slow.step(use("calculator", expression="64*22-55"))
+        durations.append(time.perf_counter() - started)
+        assert [turn["content"] for turn in step.messages] == ["1353"]
+    chance = random.Random(7)
+    for duration in durations:
+        assert duration >= chance.uniform(0, 0.2) - 1e-3
 
 
 async def test_a_model_that_calls_wrongly_is_told_and_goes_on():
