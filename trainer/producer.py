@@ -119,9 +119,9 @@ class Producer:
             self._loop.run(self._end())
 
     async def _collect(self, sampler: Sampler, version: int, on_rollout: OnRollout) -> Collected:
+        """The first failure of any group is raised here, where results are looked at."""
         if self._run_episode is None:
             self._run_episode = await self._shared.enter_async_context(sampler.open(self._sampling))
-        self._raise_failure()
         too_old = [work for work in self._works if work.oldest_version < version - self._max_staleness]
         self._remove(too_old)
         silent: list[_Work] = []  # groups without spread, under dynamic sampling
@@ -139,7 +139,6 @@ class Producer:
             await asyncio.wait(
                 [work.task for work in self._works if not work.is_complete], return_when=asyncio.FIRST_COMPLETED
             )
-            self._raise_failure()
         self._remove(batch)
         return self._collected(sampler, batch, silent, num_too_old=len(too_old))
 
@@ -147,10 +146,6 @@ class Producer:
 
     def _complete(self) -> list[_Work]:
         return [work for work in self._works if work.is_complete]
-
-    def _raise_failure(self) -> None:
-        for work in self._complete():
-            work.task.result()
 
     def _room(self, version: int) -> int:
         """Groups that may be begun now."""
