@@ -8,6 +8,9 @@ alive at the same time and take turns, update by update, so that each meets the 
 trained token is one that the policy sampled; what tools answer and what is padding does not count. Settings of each
 side: `harness/lockstep_side.py`, `harness/trl_side.py`; what is trained: `harness/workloads.py`.
 
+The rate per CPU second, of all processes of a side, stands beside the rate: what else runs on the machine disturbs it
+less, but it does not show which side uses the cores better.
+
 `multi_turn_ratio` is of several turns with log-normal lengths, `single_turn_ratio` of one turn with equal lengths.
 Models that are missing are made first (one to three minutes, once).
 """
@@ -28,18 +31,22 @@ SIDES = ("lockstep", "trl")
 HEADLINES = {"multi_turn_ratio": "multi_lognormal", "single_turn_ratio": "single_equal"}
 
 
-def measure(workload: Workload, *, updates: int, engine: str) -> dict[str, list[dict[str, Any]]]:
+def cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def measure(workload: Workload, *, updates: int, engine: str, threads: int) -> dict[str, list[dict[str, Any]]]:
     """What each side says about each of its updates; the first one holds the start-up and is left out of rates."""
     here, logs = Path(__file__).parent / "harness", ROOT / "runs" / "benchmarks"
     common = [workload.name, "--updates", str(updates + 1)]
-    environment = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), "HF_HUB_OFFLINE": "1"}
+    environment = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
     sides = {
         "lockstep": Opponent(
             here / "lockstep_side.py", common, log=logs / f"{workload.name}-lockstep.log", environment=environment
         ),
         "trl": Opponent(
             here / "trl_side.py",
-            [*common, "--engine", engine],
+            [*common, "--engine", engine, "--threads", str(threads)],
             log=logs / f"{workload.name}-trl.log",
             environment=environment,
         ),
@@ -60,7 +67,7 @@ def summary(workload: Workload, said: dict[str, list[dict[str, Any]]]) -> tuple[
     rows, rates = [], {}
     for side in SIDES:
         turns = said[side][1:]
-        seconds, tokens = (sum(turn[name] for turn in turns) for name in ("seconds", "trained_tokens"))
+        seconds, cpu_s, tokens = (sum(turn[name] for turn in turns) for name in ("seconds", "cpu_s", "trained_tokens"))
         rates[side] = tokens / seconds
         rows.append(
             {
@@ -70,6 +77,7 @@ def summary(workload: Workload, said: dict[str, list[dict[str, Any]]]) -> tuple[
                 "trained tokens/update": round(tokens / len(turns)),
                 "longest": max(turn["longest"] for turn in turns),
                 "trained tokens/s": rates[side],
+                "trained tokens/CPU s": tokens / cpu_s,
             }
         )
     ratio = rates["lockstep"] / rates["trl"]
@@ -88,6 +96,7 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--updates", type=int, default=6, help="measured updates per side and workload")
     parser.add_argument("--curve", type=int, metavar="UPDATES", help="so many updates instead, and their rewards")
+    parser.add_argument("--threads", type=int, default=cores(), help="compute threads of each trainer")
     parser.add_argument("--peer-engine", choices=PEER_ENGINES, default="transformers", help="what TRL generates with")
     args = parser.parse_args()
     names = list(HEADLINES.values()) if args.quick else args.workloads
@@ -96,7 +105,7 @@ def main() -> None:
     ratios, curves = {}, {}
     for workload in (WORKLOADS[name] for name in names):
         workload.prepare()
-        said = measure(workload, updates=updates, engine=args.peer_engine)
+        said = measure(workload, updates=updates, engine=args.peer_engine, threads=args.threads)
         of_workload, ratios[workload.name] = summary(workload, said)
         rows += of_workload
         curves[workload.name] = {side: curve(said[side]) for side in SIDES}

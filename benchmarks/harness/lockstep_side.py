@@ -24,6 +24,8 @@ from trainer.loop import StepReport
 from trainer.run import run
 from trainer.validate import validate
 
+SENTENCE = Path(__file__).parent / "sentence.py"
+
 
 def overrides(workload: Workload, *, updates: int, run_root: str) -> list[str]:
     """The settings of this workload."""
@@ -40,6 +42,8 @@ def overrides(workload: Workload, *, updates: int, run_root: str) -> list[str]:
         f"rollout.max_tokens_per_turn={workload.max_tokens_per_turn}",
         f"rollout.max_model_len={workload.max_model_len}",
         f"rollout.ignore_eos={str(workload.fixed_tokens is not None).lower()}",
+        f"reward.functions=[{SENTENCE}:right_sentence]",
+        "reward.isolation=thread",
         f"optimizer.lr={workload.learning_rate}",
         f"updates={updates}",
         f"run_root={run_root}",

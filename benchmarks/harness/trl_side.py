@@ -27,16 +27,16 @@ from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import qwen3_template
 
+from harness.sentence import is_right
 from harness.turns import Turn
 from harness.workloads import PEER_ENGINES, WORKLOADS, Workload
-from rollout.demo.tasks import answer_text
 from rollout.environments.calculator import calculator
 
 
 def reward(completions: list[list[dict[str, Any]]], answer: list[str], **_: Any) -> list[float]:
-    """The demo's reward: 1 for the right sentence."""
+    """The reward as TRL takes one."""
     return [
-        float(str(messages[-1]["content"]).strip() == answer_text(expected))
+        float(is_right(str(messages[-1]["content"]), expected))
         for messages, expected in zip(completions, answer, strict=True)
     ]
 

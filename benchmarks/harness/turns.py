@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 GO, DONE = "BENCHMARK_GO_FD", "BENCHMARK_DONE_FD"
 
 
@@ -58,9 +60,17 @@ class Opponent:
         return self._answer()
 
     def turn(self) -> dict[str, Any]:
-        """One update; `seconds` is what the trainer measured."""
+        """One update; `seconds` is what the trainer measured, `cpu_s` what its processes computed."""
+        before = self._cpu_seconds()
         print("go", file=self._go, flush=True)
-        return self._answer()
+        answer = self._answer()
+        return {**answer, "cpu_s": self._cpu_seconds() - before}
+
+    def _cpu_seconds(self) -> float:
+        """Of the process and its children (an engine): what other programs on the machine disturb least."""
+        family = psutil.Process(self._process.pid)
+        times = [process.cpu_times() for process in (family, *family.children(recursive=True))]
+        return sum(time.user + time.system for time in times)
 
     def close(self) -> None:
         """It ends by itself after its last turn; one that does not is ended."""

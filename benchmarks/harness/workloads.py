@@ -1,7 +1,7 @@
 """The workloads that Lockstep and its peer both train on, and how their models come to be.
 
     equal       what the demo does: turns of nearly the same length (multi-turn), or exactly (single-turn, no end token)
-    lognormal   the model thinks aloud before each turn, for a log-normal number of tokens (`thinking.py`)
+    lognormal   turns go on for a log-normal number of tokens (`long_winded.py`)
 
 Lengths are those that the model samples, in both trainers alike; nothing is cut or forced, except where `fixed_tokens`
 says so.
@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.thinking import make_thinking_model
+from harness.long_winded import make_long_winded_model
 
 ROOT = Path(__file__).resolve().parents[2]
 PEER_ENGINES = ("transformers", "paged", "vllm")
@@ -28,7 +28,7 @@ class Workload:
     task: str
     """Of the demo: data, environment and reward."""
     max_turns: int
-    thinks: bool = False
+    is_long_winded: bool = False
     fixed_tokens: int | None = None
     """Every turn has exactly this many tokens; None: the model ends its turns."""
     max_tokens_per_turn: int = 48
@@ -42,7 +42,7 @@ class Workload:
 
     @property
     def model_path(self) -> Path:
-        return ROOT / "models" / (f"{self.task}-thinking" if self.thinks else self.task)
+        return ROOT / "models" / (f"{self.task}-long-winded" if self.is_long_winded else self.task)
 
     @property
     def data_path(self) -> Path:
@@ -65,16 +65,16 @@ class Workload:
 
         console = Console(file=sys.stderr)
         make_demo(self.task, ROOT / "models" / self.task, self.data_path.parent, 0, console)
-        if self.thinks:
-            make_thinking_model(self.task, ROOT / "models" / self.task, self.model_path, console)
+        if self.is_long_winded:
+            make_long_winded_model(self.task, ROOT / "models" / self.task, self.model_path, console)
 
 
 WORKLOADS = {
     workload.name: workload
     for workload in (
         Workload(name="single_equal", task="reverse", max_turns=1, fixed_tokens=64, max_tokens_per_turn=64),
-        Workload(name="single_lognormal", task="reverse", max_turns=1, thinks=True, max_tokens_per_turn=256),
+        Workload(name="single_lognormal", task="reverse", max_turns=1, is_long_winded=True, max_tokens_per_turn=256),
         Workload(name="multi_equal", task="calculator", max_turns=3),
-        Workload(name="multi_lognormal", task="calculator", max_turns=3, thinks=True, max_tokens_per_turn=256),
+        Workload(name="multi_lognormal", task="calculator", max_turns=3, is_long_winded=True, max_tokens_per_turn=256),
     )
 }

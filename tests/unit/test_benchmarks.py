@@ -93,7 +93,7 @@ def test_trainers_take_turns_and_say_why_they_end(tmp_path):
 
 def test_the_comparison_is_of_trained_tokens_per_second():
     compare = runpy.run_path(str(BENCHMARKS / "compare_trl.py"))
-    first = {"seconds": 60.0, "trained_tokens": 1, "longest": 1, "reward": 0.0}
+    first = {"seconds": 60.0, "trained_tokens": 1, "longest": 1, "reward": 0.0, "cpu_s": 2.0}
     said = {
         "lockstep": [first, *({**first, "seconds": s, "trained_tokens": 300} for s in (1.0, 2.0))],
         "trl": [first, *({**first, "seconds": s, "trained_tokens": 400} for s in (4.0, 4.0))],
@@ -101,4 +101,11 @@ def test_the_comparison_is_of_trained_tokens_per_second():
     rows, ratio = compare["summary"](compare["WORKLOADS"]["multi_lognormal"], said)
     assert ratio == pytest.approx(2.0)
     assert [row["trained tokens/s"] for row in rows] == [200.0, 100.0]
+    assert [row["trained tokens/CPU s"] for row in rows] == [150.0, 200.0]
     assert compare["curve"](said["lockstep"]) == [(1.0, 0.0), (3.0, 0.0)]
+
+
+def test_the_way_of_a_token_is_measured(monkeypatch, capsys):
+    result = result_of("records", monkeypatch, capsys)
+    assert result["us_per_token"] > 0
+    assert len(result["rows"]) == 5

@@ -1,7 +1,7 @@
-"""A demo model that thinks aloud before each turn, for a log-normal number of tokens: responses as uneven as real ones.
+"""A demo model whose turns go on for a log-normal number of tokens: responses as uneven as real ones.
 
-It is the demo's model after some more imitation, of turns that begin with `<think>` and a run of dots. So the lengths
-are the policy's own, and every trainer that samples from it meets the same distribution.
+It is the demo's model after some more imitation, of turns that end with a line of dots. So the lengths are the policy's
+own, every trainer that samples from it meets the same distribution, and what it has to copy stays as near as it was.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from rollout.demo.warm_start import imitation_loss
 MEDIAN, SIGMA = 24, 1.0
 """Of the number of dots: the mean is 40, one turn in a hundred has 246."""
 MAX_DOTS = 220
-STEPS, BATCH, LEARNING_RATE = 80, 16, 2e-3
+STEPS, BATCH, LEARNING_RATE = 60, 16, 1e-3
 RECIPE = f"{MEDIAN} {SIGMA} {MAX_DOTS} {STEPS} {BATCH} {LEARNING_RATE}"
-RECIPE_FILE = "thinking_recipe.txt"
+RECIPE_FILE = "long_winded_recipe.txt"
 
 
 def num_dots(rng: random.Random) -> int:
     return min(MAX_DOTS, max(1, round(rng.lognormvariate(math.log(MEDIAN), SIGMA))))
 
 
-def make_thinking_model(task: str, base: Path, path: Path, console: Console) -> None:
-    """Write the model and its tokenizer to `path`, unless the one of this recipe is there. About a minute."""
+def make_long_winded_model(task: str, base: Path, path: Path, console: Console) -> None:
+    """Write the model and its tokenizer to `path`, unless the one of this recipe is there. Half a minute."""
     if (path / RECIPE_FILE).is_file() and (path / RECIPE_FILE).read_text() == RECIPE:
         return
-    console.print(f"{path.name}: teaching the demo's model to think aloud ...", highlight=False)
+    console.print(f"{path.name}: teaching the demo's model to go on ...", highlight=False)
     demo = TASKS[task]
 
     def play(row: Row, rng: random.Random, noisy: bool) -> Player:
         turns = demo.play(row, rng, noisy)
         turn = next(turns)
         while True:
-            reply = yield f"<think>\n{'.' * num_dots(rng)}\n</think>\n\n{turn}"
+            reply = yield f"{turn}\n{'.' * num_dots(rng)}"
             try:
                 turn = turns.send(reply)
             except StopIteration:
                 return
 
-    thinking = replace(demo, play=play)
+    long_winded = replace(demo, play=play)
     tokenizer = AutoTokenizer.from_pretrained(base)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
@@ -57,8 +57,8 @@ def make_thinking_model(task: str, base: Path, path: Path, console: Console) -> 
     model.train()
     for step in range(STEPS):
         optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - step / STEPS)
-        rows = draw_unique(thinking.draw, rng, BATCH, heldout=False)
-        episodes = demonstrate(thinking, rows, tokenizer, rng, noisy=True)
+        rows = draw_unique(long_winded.draw, rng, BATCH, heldout=False)
+        episodes = demonstrate(long_winded, rows, tokenizer, rng, noisy=True)
         loss = imitation_loss(model, [tokenize(episode, tokenizer) for episode in episodes])
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
