@@ -2,8 +2,8 @@
 
     python benchmarks/records.py [--rollouts 64] [--prompt 500] [--sampled 1000]
 
-Each stage of the way is timed by itself, in CPU microseconds per sampled token: the checked record of a call, the rows of
-a rollout, the bytes that ranks exchange and what is read from them, and the count of tokens that match. The goal is
+Each stage of the way is timed by itself, in CPU microseconds per sampled token: the checked record of a call, the rows
+of a rollout, the bytes that ranks exchange and what is read from them, and the count of tokens that match. The goal is
 `us_per_token` of at most 2: at 10,000 tokens a second, 2 % of a core.
 """
 

@@ -27,7 +27,6 @@ from harness.results import argument_parser, interleaved, report
 from harness.steps import make_rollouts, trainer_step
 
 from rollout.demo.tokenizer import untrained
-from trainer.attention import no_mask
 from trainer.balance import plan
 from trainer.batch import StepBatch, decode, encode
 from trainer.config import Config, OptimizerConfig
@@ -47,17 +46,11 @@ def bound(policy: Policy, batch: StepBatch, config: Config) -> Callable[[], None
             [len(row) for row in batch.rows], num_ranks=1, token_budget=config.token_budget
         ).microbatches[0]
     ]
-    decoder, head = policy.causal_lm.get_decoder(), policy.causal_lm.get_output_embeddings()
+    head = policy.causal_lm.get_output_embeddings()
 
     def step() -> None:
         for packed in packs:
-            hidden = decoder(
-                input_ids=packed.ids[None],
-                position_ids=packed.position_ids[None],
-                use_cache=False,
-                attention_mask=no_mask(packed.ids.device),
-                row_lengths=packed.row_lengths,
-            ).last_hidden_state[0]
+            hidden = policy.hidden_states(packed)
             logits = head(hidden[packed.target_index_T])
             logp = logits.log_softmax(-1).gather(1, packed.target_ids_T[:, None])
             (logp.sum() / batch.layout.num_tokens).backward()
