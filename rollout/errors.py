@@ -46,6 +46,10 @@ class CheckpointError(LockstepError, RuntimeError):
     """A checkpoint cannot be written, or none that is complete can be found."""
 
 
+class HubError(LockstepError, RuntimeError):
+    """A model could not be uploaded; it stays where it is."""
+
+
 class TrainingError(LockstepError, RuntimeError):
     """The update itself cannot go on (for example: repeatedly non-finite gradients)."""
 

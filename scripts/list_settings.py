@@ -11,11 +11,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
 
-from trainer.config import Config
+from trainer.config import Config, DataSetConfig
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
 
@@ -36,23 +37,29 @@ def row(prefix: str, field: dataclasses.Field, default: object) -> str:
     return " | ".join(["", f"`{prefix}{field.name}`", f"`{shown}`", meaning.replace("|", "\\|"), ""]).strip()
 
 
-def table(prefix: str, settings: object) -> list[str]:
-    """Markdown table of the plain fields of one dataclass instance; groups inside it are left out."""
-    rows = [
-        row(prefix, field, getattr(settings, field.name))
-        for field in dataclasses.fields(settings)  # type: ignore[arg-type]
-        if not dataclasses.is_dataclass(getattr(settings, field.name))
-    ]
-    return ["| setting | default | meaning |", "|---|---|---|", *rows, ""]
+def rows(prefix: str, settings: object, *, with_groups: bool) -> Iterator[str]:
+    """The fields of one dataclass instance, those of groups inside of it after its own."""
+    fields = dataclasses.fields(settings)  # type: ignore[arg-type]
+    values = {field.name: getattr(settings, field.name) for field in fields}
+    yield from (row(prefix, field, values[field.name]) for field in fields if field.metadata)
+    for name, value in values.items():
+        if with_groups and dataclasses.is_dataclass(value):
+            yield from rows(f"{prefix}{name}.", value, with_groups=True)
+
+
+def table(prefix: str, settings: object, *, with_groups: bool = True) -> list[str]:
+    """Markdown table of one dataclass instance."""
+    return ["| setting | default | meaning |", "|---|---|---|", *rows(prefix, settings, with_groups=with_groups), ""]
 
 
 def page() -> str:
     config = Config()
-    lines = [HEADER, "## Top level", "", *table("", config)]
+    lines = [HEADER, "## Top level", "", *table("", config, with_groups=False)]
     for field in dataclasses.fields(config):
         group = getattr(config, field.name)
         if dataclasses.is_dataclass(group):
             lines += [f"## {field.name}", "", *table(f"{field.name}.", group)]
+    lines += ["## Entries of data.sources and eval.sets", "", *table("<name>.", DataSetConfig())]
     return "\n".join(lines)
 
 

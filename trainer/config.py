@@ -82,7 +82,7 @@ class DataSetConfig:
     split: str | None = setting(None, "split of a hub data set; null: data.split, in eval.sets data.heldout_split")
     columns: dict[str, str] | None = setting(None, "see data.columns; null: the same")
     system_prompt: str | None = setting(None, "see data.system_prompt; null: the same")
-    environment: str | None = setting(None, "environment=mixed: the environment of all its rows")
+    environment: str | None = setting(None, "environment.name=mixed: the environment of all its rows")
     weight: float = setting(1.0, "data.sources: share of the prompts, relative to the other sources")
 
 
@@ -382,6 +382,12 @@ class EvalConfig:
 
 
 @dataclass
+class HubConfig:
+    repo: str | None = setting(None, "hub repository that the trained model is uploaded to at the end; null: none")
+    private: bool = setting(True, "a repository that is made for it can be seen by its owner only")
+
+
+@dataclass
 class GatewayConfig:
     host: str = setting("127.0.0.1", "address the gateway listens on; others than loopback can be reached by others")
     port: int = setting(0, "port of the gateway; 0: any that is free")
@@ -423,6 +429,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    hub: HubConfig = field(default_factory=HubConfig)
 
     def heldout_sets(self) -> dict[str, DataSetConfig]:
         """Held-out data sets by name, with everything filled in that they inherit; data.heldout_path has no name."""

@@ -33,6 +33,7 @@ from trainer.evaluation import Evaluator, comparable_settings
 from trainer.evaluation_results import write_results
 from trainer.evaluation_tables import result_lines
 from trainer.heartbeat import Heartbeat, WallTime
+from trainer.hub import last_metrics, push
 from trainer.interrupt import Interrupt
 from trainer.loop import StepReport, Trainer
 from trainer.lora import is_adapted, save_merged
@@ -363,6 +364,9 @@ class Run:
             f"evaluate       python scripts/evaluate.py {shlex.quote(f'model.path={self._directory.model}')}\n"
             f"inspect        python scripts/inspect_run.py {shlex.quote(str(path))}"
         )
+        if self._config.hub.repo is not None and self._trainer.version >= self._config.updates:
+            address = push(self._directory.model, self._config, last_metrics(self._directory.metrics))
+            self._console.say(f"uploaded       {address}")
 
     def _must_stop(self) -> bool:
         """Whether any rank was asked to stop or is out of time; agreed by all: the next step is a collective."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from rollout.errors import ConfigError
 from trainer.closest import closest
 from trainer.config import Config
 from trainer.paths import file_exists, path_exists
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def model_problems(config: Config) -> Iterator[str]:
@@ -36,7 +39,10 @@ def model_problems(config: Config) -> Iterator[str]:
 
 
 def run_problems(config: Config) -> Iterator[str]:
-    """The run directory, and what is resumed."""
+    """The run directory, what is resumed, and where the model goes."""
+    repo = config.hub.repo
+    if repo is not None and not HUB_ID.fullmatch(repo):
+        yield f"hub.repo={repo} is no repository id; set hub.repo=<user or organisation>/<name>, or hub.repo=null"
     if config.resume not in ("never", "auto") and not path_exists(config.resume):
         yield f"resume={config.resume} is neither never, auto nor a checkpoint directory; set resume=auto"
     if config.resume == "auto" and config.run_name is None:

@@ -127,6 +127,7 @@ def test_defaults_are_the_schema_or_a_group_value(complete: tuple[str, ...]) -> 
         (["data.curriculum.rest_epochs=1", "data.curriculum.min_pass_rate=1"], ["min_pass_rate=0.0"]),
         (["resume=auto"], ["run_name="]),
         (["run_name=a/b"], ["run_name=my-run"]),
+        (["hub.repo=mine"], ["set hub.repo=<user or organisation>/<name>"]),
         (["model.path=models/nothing"], ["model.path=<directory or hub id>"]),
         (["data.path=nowhere.jsonl"], ["data.path=<file or hub id>"]),
         (["optimizer.lr=0"], ["optimizer.lr=0.0 must be greater than 0", "set optimizer.lr=0.0003"]),
