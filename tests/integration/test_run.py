@@ -158,6 +158,16 @@ def test_checkpoints_are_whole_and_only_the_newest_are_kept(first_run: tuple[Pat
     assert skipped == []
 
 
+def test_a_step_can_be_replayed_bit_for_bit(first_run: tuple[Path, str]) -> None:
+    """Update 9, because the checkpoint of update 8 holds the weights that it started from."""
+    done = subprocess.run(
+        [sys.executable, "scripts/replay.py", str(first_run[0]), "--step", "9"],
+        cwd=ROOT, capture_output=True, text=True, timeout=280, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "differs" not in done.stdout
+
+
 def test_a_run_directory_is_not_overwritten(first_run: tuple[Path, str], demo: tuple[str, ...]) -> None:
     done = subprocess.run(
         command(*demo, f"run_root={first_run[0].parent}", "run_name=first"),

@@ -1,0 +1,40 @@
+"""An engine that is given a model directory with code in it does not run the code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rollout.embedded import EmbeddedEngine
+from rollout.errors import EngineError
+from rollout.loop import BackgroundLoop
+from tests.unit.test_security import evil_model  # noqa: F401  # a fixture
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "evil"])
+def test_the_engine_does_not_run_code_that_ships_with_a_model(
+    evil_model: Path,  # noqa: F811
+    tmp_path: Path,
+    model_type: str,
+) -> None:
+    config = json.loads((evil_model / "config.json").read_text())
+    (evil_model / "config.json").write_text(json.dumps({**config, "model_type": model_type}))
+    with BackgroundLoop() as loop:
+        try:
+            engine = EmbeddedEngine.start(
+                evil_model,
+                loop=loop,
+                log_path=tmp_path / "engine.log",
+                max_model_len=64,
+                kv_cache_gib=0.0625,
+                num_threads=1,
+            )
+        except EngineError:  # a model type that nothing knows cannot be loaded without its code
+            assert model_type == "evil"
+        else:
+            loop.run(engine.close())
+    assert not (tmp_path / "fired").exists()
