@@ -25,11 +25,11 @@ from rollout.records import Rollout
 from rollout.sampler import OnRollout
 from rollout.sync import WeightSync
 from trainer import checkpoint
-from trainer.collection import Collected, has_spread
 from trainer.config import Config
 from trainer.console import RunConsole
 from trainer.distributed import Distributed
 from trainer.dumps import read_dump
+from trainer.groups import Collected, Group, is_kept
 from trainer.loop import Trainer
 from trainer.optimizer import make_optimizer
 from trainer.parts import load_policy, make_chat, make_rewards, make_sampler, make_sampling, start_engine
@@ -53,15 +53,20 @@ class _FromFile:
                 "algorithm.advantage=remax needs greedy answers, which are not saved; replay with --sample, or add "
                 "algorithm.advantage=rloo to see this batch under another estimator"
             )
-        groups = [list(group) for _, group in groupby(step.rollouts, key=lambda rollout: rollout.group_id)]
-        kept = [group for group in groups if not config.algorithm.dynamic_sampling or has_spread(group)]
-        self._collected = Collected(
-            rollouts=step.rollouts, trained=tuple(rollout for group in kept for rollout in group)
-        )
+        kept: list[Group] = []
+        dropped: list[Group] = []
+        for _, rollouts in groupby(step.rollouts, key=lambda rollout: rollout.group_id):
+            group = list(rollouts)
+            (kept if is_kept(group, config) else dropped).append(group)
+        self._collected = Collected.of(kept, dropped, (), config)
 
-    def collect(self, step: int, watch: Stopwatch, on_rollout: OnRollout) -> Collected:
+    def collect(
+        self, step: int, version: int, watch: Stopwatch, on_rollout: OnRollout = lambda rollout: None
+    ) -> Collected:
         with watch.stage("rollout"):
             return self._collected
+
+    def close(self) -> None: ...
 
 
 class _NoEngine:
@@ -133,7 +138,7 @@ def _train(run: Path, step: SavedStep, config: Config, distributed: Distributed,
         config,
         distributed=distributed,
         updater=model.updater,
-        collector=source,  # type: ignore[arg-type]
+        rollouts=source,
         reference=make_reference(config, distributed, model.module),
         sync=_NoEngine(),  # type: ignore[arg-type]
     )
@@ -190,7 +195,7 @@ def _sample(run: Path, step: SavedStep, config: Config) -> bool:
                 module=policy_of(distributed.unwrapped).model,
                 score_canary=model.updater.logprobs,
                 canary_threshold=config.sync.canary_threshold,
-                pause_mode=config.sync.pause,
+                pause_mode=config.pause_mode,
                 bucket_bytes=int(config.sync.bucket_mib * 2**20),
                 deadline_s=config.sync.timeout_s,
             )
