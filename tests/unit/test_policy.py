@@ -22,6 +22,7 @@ from rollout.errors import ConfigError
 from rollout.records import TrainingRow
 from trainer.packing import PackedBatch, collate, dummy
 from trainer.policy import Policy
+from trainer.value import Critic
 
 VOCAB = 512
 LENGTHS = (5, 17, 9, 30, 2)
@@ -166,6 +167,20 @@ def test_gradient_checkpointing_changes_no_gradient():
         policy(packed)[0].sum().backward()
         found.append({name: parameter.grad for name, parameter in policy.named_parameters()})
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_checkpointing_acts_although_models_are_loaded_in_eval_mode(tmp_path):
+    """In eval mode transformers checkpoints nothing, and says nothing."""
+    build(qwen3()).model.save_pretrained(tmp_path)
+    for made in (Policy, Critic):
+        module = made.from_pretrained(tmp_path, gradient_checkpointing=True)
+        runs = []
+        module.get_submodule(
+            "model.model.layers.0" if made is Policy else "decoder.layers.0"
+        ).register_forward_pre_hook(lambda *_, runs=runs: runs.append(1))
+        found = module(collate(rows(), range(len(LENGTHS))))
+        (found[0] if made is Policy else found).sum().backward()
+        assert len(runs) == 2, f"{made.__name__}: each layer runs again in backward"
 
 
 def test_the_model_inside_still_works_by_itself_on_padded_batches(tmp_path):
