@@ -4,10 +4,10 @@
 
 Each point is a whole `Trainer.step` on rollouts that are there already (as in benchmarks/update.py), in a process of
 its own, because the high-water mark of a process never goes down. Reported is the fitted exponent k of value ∝ size^k:
-for the time of a step, and for the memory above what the process held before. 1 is linear growth. Ranks share the
-cores of the machine, so their time can at best stay what it is; their exponent is of the time of the same batch.
+for the time of a step, and for the memory above what the process held before. 1 is linear growth. Ranks share one
+batch: -1 says that each of them does its part and nothing else.
 
-The time is the second step's wall time (ranks wait for each other); the first one allocates.
+The time is the CPU time of the second step (the first one allocates), of the rank that computes longest.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ def point(sizes: dict[str, int], threads: int) -> dict[str, float]:
     )
     step = trainer_step(policy, config, rollouts)
     step()
-    started = time.perf_counter()
+    started = time.process_time()
     report = step()
-    seconds = time.perf_counter() - started
+    seconds = time.process_time() - started
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     return {
         "seconds": seconds,
         "gib": peak / 2**20,
-        "trained tokens/s": report.metrics["rollout/trained_tokens"] / seconds,
+        "trained tokens/CPU s": report.metrics["rollout/trained_tokens"] / seconds,
     }
 
 
@@ -76,6 +76,7 @@ def in_own_process(sizes: dict[str, int], threads: int) -> dict[str, float]:
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=lambda: sender.send(point(sizes, threads)))
     process.start()
+    sender.close()  # so that a process that dies ends the waiting
     result = receiver.recv()
     process.join()
     return result

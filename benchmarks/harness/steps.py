@@ -37,12 +37,12 @@ def make_rollouts(*, rows: int, median: float, sigma: float, vocab: int, longest
 
 
 class Ready:
-    """A collector whose rollouts are there already."""
+    """A source whose rollouts are there already."""
 
     def __init__(self, rollouts: list[Rollout]) -> None:
         self._collected = Collected(rollouts=tuple(rollouts), trained=tuple(rollouts))
 
-    def collect(self, step: int, watch: Any, on_rollout: Any) -> Collected:
+    def collect(self, step: int, version: int, watch: Any, on_rollout: Any) -> Collected:
         with watch.stage("rollout"):
             return self._collected
 
@@ -62,7 +62,7 @@ def trainer_step(policy: Policy, config: Config, rollouts: list[Rollout]) -> Cal
         config,
         distributed=distributed,
         updater=Updater(module, distributed, config),
-        collector=Ready(rollouts if distributed.is_main else []),  # type: ignore[arg-type]
+        rollouts=Ready(rollouts if distributed.is_main else []),  # type: ignore[arg-type]
         reference=None,
         sync=NoEngine(),  # type: ignore[arg-type]
     )
