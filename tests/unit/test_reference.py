@@ -18,6 +18,7 @@ from trainer.distributed import Distributed
 from trainer.policy import Policy
 from trainer.reference import make_reference
 from trainer.scoring import Scorer
+from trainer.value import with_critic
 
 
 class Prepared(OneProcess):
@@ -74,6 +75,22 @@ def test_a_copy_agrees_with_the_policy_until_the_policy_moves(model_dir: Path, b
     move(policy)
     assert float((score(policy, batch) - before).abs().max()) > 1e-2
     torch.testing.assert_close(reference.score(batch), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("critic", ["separate", "shared"])
+def test_beside_a_critic_the_kl_of_an_unchanged_policy_is_exactly_zero(
+    model_dir: Path, batch: StepBatch, critic: str
+) -> None:
+    settings = config(model_dir, 0.1)
+    settings.algorithm.advantage, settings.model.critic = "gae", critic
+    module = with_critic(Policy.from_pretrained(model_dir), settings)
+    distributed = Prepared(module)  # type: ignore[arg-type]  # only its gradients would be asked of a policy
+    scorer = Scorer(module, distributed, temperature=1.0, token_budget=4096)  # type: ignore[arg-type]
+    reference = make_reference(settings, distributed, module)  # type: ignore[arg-type]
+    assert reference is not None
+    logp_N, values_N = scorer.score_with_values(batch)
+    torch.testing.assert_close(reference.score(batch), logp_N, rtol=0, atol=0)
+    assert not values_N.any()
 
 
 def test_another_model_can_be_the_reference(model_dir: Path, batch: StepBatch, tmp_path: Path) -> None:
