@@ -21,7 +21,6 @@ import itertools
 import json
 import math
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Coroutine, Iterator, Sequence
@@ -35,6 +34,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt,
 
 from rollout.errors import ConfigError, EngineError, EvidenceError, RequestError
 from rollout.loop import BackgroundLoop
+from rollout.output import output_to
 from rollout.plugin import CHILD_ENV
 from rollout.records import EngineCall, FinishReason, SamplingSupport, VersionSpan
 
@@ -168,7 +168,7 @@ class EmbeddedEngine:
                 del llm  # errors that vLLM's imports keep hold this frame, which would hold the engine for ever
 
         with (
-            _output_to(log_path),
+            output_to(log_path),
             _environment(log_path, is_cpu=is_cpu, num_threads=num_threads, start_timeout_s=start_timeout_s),
         ):
             try:
@@ -459,26 +459,6 @@ def _environment(log_path: Path, *, is_cpu: bool, num_threads: int, start_timeou
                     del os.environ[name]
                 else:
                     os.environ[name] = value
-
-
-@contextmanager
-def _output_to(log_path: Path) -> Iterator[None]:
-    """Send this process's stdout and stderr to a file. Child processes started meanwhile keep it for good."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    console = {descriptor: os.dup(descriptor) for descriptor in (1, 2)}
-    try:
-        for descriptor in console:
-            os.dup2(log, descriptor)
-        yield
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        for descriptor, saved in console.items():
-            os.dup2(saved, descriptor)
-            os.close(saved)
-        os.close(log)
 
 
 def _log_tail(path: Path) -> str:

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from rollout.records import TrainingRow
 from trainer.batch import StepBatch
 from trainer.diagnosis.classes import TokenTexts
-from trainer.diagnosis.report import visible
 from trainer.mismatch import FORCED_LOGPROB, PREFIX, MismatchStatistics
+from trainer.visible import visible
 
 SHOWN_TOKENS = 12
 

@@ -22,9 +22,10 @@ from trainer.diagnosis.cases import saved_cases
 from trainer.diagnosis.causes import Cause, EngineCheck, Evidence, Verdict, judge, verdict_of
 from trainer.diagnosis.classes import CLASSES, TokenTexts, classify
 from trainer.diagnosis.match import TokenMatch, match
-from trainer.diagnosis.report import Diagnosis, print_report, visible
+from trainer.diagnosis.report import Diagnosis, print_report
 from trainer.diagnosis.scored import CorrectionSettings, score_rows
 from trainer.diagnosis.variants import Variant, broken, shifted, without_final_tokens
+from trainer.visible import visible
 
 TOKENIZER = train_tokenizer(["hello world hello there", "the answer is 42"] * 4)
 TEXTS = TokenTexts(TOKENIZER)

@@ -17,6 +17,7 @@ from trainer.diagnosis.causes import CRITICAL_KL, WARNING_KL, Cause, EngineCheck
 from trainer.diagnosis.match import TokenMatch
 from trainer.diagnosis.scored import ScoredRow
 from trainer.diagnosis.statistics import WorstPosition
+from trainer.visible import visible
 
 FORMAT = 1
 VERDICT_STYLE = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.CRITICAL: "bold red"}
@@ -135,14 +136,6 @@ def print_report(diagnosis: Diagnosis, console: Console) -> None:
             f"|Δ|max {floor['logp_diff_abs_max']:.1e}   [dim]the trainer against itself, in two packings[/dim]"
         )
     console.print(f"verdict      {_styled(diagnosis.verdict, diagnosis.cause)}  {escape(diagnosis.explanation)}")
-
-
-def visible(text: str) -> str:
-    """Model text in one line, with control characters spelled out: it cannot move the cursor or colour the console."""
-    return "".join(
-        "⏎" if character == "\n" else character if character.isprintable() else f"\\x{ord(character):02x}"
-        for character in text
-    )
 
 
 def _case_lines(cases: Sequence[CaseReport]) -> list[str]:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from rich.console import Console
 from transformers import AutoTokenizer
-from transformers.utils import logging as transformers_logging
 
 from rollout.embedded import EmbeddedEngine
 from rollout.errors import ConfigError
@@ -29,7 +28,7 @@ from trainer.distributed import Distributed
 from trainer.optimizer import make_optimizer
 from trainer.parts import make_chat, start_engine
 from trainer.policy import Policy
-from trainer.run import quiet_third_parties
+from trainer.third_party import quiet_third_parties
 from trainer.token_view import write_token_view
 
 SAVED_ROLLOUTS = 64
@@ -50,7 +49,6 @@ class Options:
 def run(config: Config, options: Options) -> Diagnosis:
     """Diagnose as configured and report. Raises `LockstepError` when model, data or engine cannot be used."""
     quiet_third_parties()
-    transformers_logging.disable_progress_bar()  # loading weights draws one, over the report
     console = Console(highlight=False, soft_wrap=True, quiet=options.as_json)
     diagnosis = diagnose(config, options, console)
     if options.html is not None:

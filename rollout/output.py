@@ -1,0 +1,29 @@
+"""The output of this process, sent to a file for a while: libraries and compilers write past Python's own streams."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def output_to(log_path: Path) -> Iterator[None]:
+    """Send this process's stdout and stderr to a file. Child processes started meanwhile keep it for good."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    console = {descriptor: os.dup(descriptor) for descriptor in (1, 2)}
+    try:
+        for descriptor in console:
+            os.dup2(log, descriptor)
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for descriptor, saved in console.items():
+            os.dup2(saved, descriptor)
+            os.close(saved)
+        os.close(log)
