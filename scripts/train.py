@@ -4,6 +4,7 @@
     accelerate launch --config_file configs/accelerate/zero3.yaml scripts/train.py   DeepSpeed ZeRO-3, several ranks
     python scripts/train.py algorithm=dr_grpo optimizer.lr=1e-4 model.path=...       override any setting
     python scripts/train.py --cfg job                                                print the resolved config
+    python scripts/train.py dry_run=true                                             say what would be done, and end
 
 Settings: trainer/config.py. What one step does: `Trainer.step` in trainer/loop.py.
 """
@@ -12,7 +13,11 @@ from trainer.launch import launch
 
 
 def main(config) -> None:
-    from trainer.run import run  # torch, transformers and vLLM load only after the settings were found to be right
+    # torch, transformers and vLLM load only after the settings were found to be right
+    if config.dry_run:
+        from trainer.dry_run import dry_run as run
+    else:
+        from trainer.run import run
 
     run(config)
 

@@ -137,9 +137,13 @@ class Prompts:
         self.resting: dict[str, int] = {}
         """`set:row` of a row that rests: the first epoch of its data set in which it is taken again."""
 
+    def __len__(self) -> int:
+        """Rows of all data sets together."""
+        return sum(map(len, self._sets))
+
     @property
     def epoch(self) -> float:
-        return self.cursor / sum(map(len, self._sets))
+        return self.cursor / len(self)
 
     def metrics(self) -> dict[str, float]:
         """`data/*`: epochs of all rows together, and with a curriculum how many rows rest."""
