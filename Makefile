@@ -24,7 +24,7 @@ BIN := $(VENV)/bin
 export PATH := $(abspath $(BIN)):$(PATH)
 export PYTHON ACCELERATOR VENV
 
-.PHONY: help install model train train-zero3 test test-unit test-slow lint format plot bench docs clean
+.PHONY: help install model train train-zero3 test test-unit test-slow lint format plot report bench docs clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -65,6 +65,9 @@ format: install ## Apply the formatting and the safe fixes
 
 plot: install ## Draw the curves of a run; ARGS="runs/<name>" or several, default runs/latest
 	$(BIN)/python scripts/plot.py $(ARGS)
+
+report: install ## One HTML page about a run; ARGS="runs/<name>", default runs/latest
+	$(BIN)/python scripts/report.py $(ARGS)
 
 bench: install ## Run the programs in benchmarks/; BENCH=head for one of them, ARGS for its options
 	@for name in $(BENCH); do echo "benchmarks/$$name.py"; $(BIN)/python "benchmarks/$$name.py" $(ARGS); done

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 from markupsafe import Markup
 
@@ -21,6 +20,7 @@ from trainer.diagnosis.cases import REEXAMINED
 from trainer.diagnosis.classes import CLASSES, TokenTexts
 from trainer.diagnosis.report import CaseReport, Diagnosis
 from trainer.diagnosis.scored import ScoredRow
+from trainer.page import render
 
 TEMPLATE = "token_view.html.jinja"
 MAX_ROLLOUTS = 64
@@ -39,14 +39,8 @@ def write_token_view(path: Path, diagnosis: Diagnosis, texts: TokenTexts) -> Non
 def token_view(diagnosis: Diagnosis, texts: TokenTexts) -> str:
     """The page as HTML."""
     cases = [case for case in diagnosis.cases if case.name not in REEXAMINED]
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent / "diagnosis"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template(TEMPLATE).render(
+    return render(
+        TEMPLATE,
         diagnosis=diagnosis,
         classes=CLASSES,
         worst_shown=WORST_SHOWN,

@@ -5,13 +5,12 @@ from __future__ import annotations
 import html
 import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.fixtures.browser import dom, needs_chromium
 from tests.unit.test_diagnosis import TEXTS, FakeScorer, bench, scored_rows, two_turns
 from trainer.diagnosis.cases import saved_cases
 from trainer.diagnosis.classes import TokenTexts
@@ -19,7 +18,6 @@ from trainer.diagnosis.report import Diagnosis
 from trainer.token_view import color_scale, script_json, token_view, write_token_view
 
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>&amp;"
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 class HostileTexts(TokenTexts):
@@ -100,41 +98,24 @@ class TestTokenTexts:
         assert texts[10**6] == "[1000000]"
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium")
+@needs_chromium
 class TestInABrowser:
-    def dom(self, page: str, tmp_path: Path, fragment: str = "") -> str:
-        file = tmp_path / "view.html"
-        file.write_text(page, encoding="utf-8")
-        assert CHROMIUM is not None
-        result = subprocess.run(
-            [
-                *(CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"),
-                *(f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=2000", "--dump-dom"),
-                file.as_uri() + fragment,
-            ],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=True,
-        )
-        return result.stdout
-
     def test_the_script_draws_tokens_turns_and_worst_positions(self, tmp_path: Path):
         page = token_view(diagnosis(), TEXTS)
-        dom = self.dom(page, tmp_path)
+        document = dom(page, tmp_path)
         shown = data_of(page)["rollouts"]
-        drawn = dom.count('class="trained"')
+        drawn = document.count('class="trained"')
         assert drawn in [sum(len(row["at"]) for row in rollout["rows"]) for rollout in shown]
-        assert dom.count('class="turn"') == 2
-        assert dom.count('class="w"') == 12
-        assert "rgba(var(--plus)" in dom
-        assert "rgba(var(--minus)" in dom
+        assert document.count('class="turn"') == 2
+        assert document.count('class="w"') == 12
+        assert "rgba(var(--plus)" in document
+        assert "rgba(var(--minus)" in document
 
     def test_a_link_to_a_token_opens_its_details(self, tmp_path: Path):
         page = token_view(diagnosis(), TEXTS)
         row = data_of(page)["rollouts"][1]["rows"][0]
-        dom = self.dom(page, tmp_path, f"#1.0.{row['at'][0]}")
-        details = dom.split('id="details"')[1].split("</div></main>")[0]
+        document = dom(page, tmp_path, fragment=f"#1.0.{row['at'][0]}")
+        details = document.split('id="details"')[1].split("</div></main>")[0]
         assert "hidden" not in details.split(">")[0]
         assert f"<dt>id</dt><dd>{row['ids'][row['at'][0]]}</dd>" in details
         assert "<dt>logp_samp</dt>" in details
@@ -142,10 +123,10 @@ class TestInABrowser:
         assert "<dt>version</dt><dd>0</dd>" in details
 
     def test_hostile_text_is_shown_and_does_nothing(self, tmp_path: Path):
-        dom = self.dom(token_view(diagnosis(), HostileTexts(TEXTS._tokenizer)), tmp_path)
-        assert "<title>owned" not in dom
-        assert "<img" not in dom
-        assert "&lt;/script&gt;&lt;script&gt;document.title" in dom
+        document = dom(token_view(diagnosis(), HostileTexts(TEXTS._tokenizer)), tmp_path)
+        assert "<title>owned" not in document
+        assert "<img" not in document
+        assert "&lt;/script&gt;&lt;script&gt;document.title" in document
 
 
 def test_an_empty_diagnosis_makes_a_page(tmp_path: Path):

@@ -1,0 +1,39 @@
+"""One HTML page about a run: curves, mismatch, time, alarms, the worst and the best rollouts, settings.
+
+    python scripts/report.py                            runs/latest -> runs/latest/report.html
+    python scripts/report.py runs/mine --out mine.html
+
+The page needs no network and no script: send it, or open it on a phone. It can be made while the run goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("run", type=Path, nargs="?", default=Path("runs/latest"), help="run directory")
+    parser.add_argument("--out", type=Path, help="file to write (default: report.html in the run directory)")
+    arguments = parser.parse_args()
+
+    from rollout.errors import ConfigError, LockstepError
+    from trainer.report.page import write_report
+    from trainer.report.saved_run import SavedRun
+
+    out = arguments.out or arguments.run / "report.html"
+    try:
+        write_report(SavedRun.read(arguments.run), out)
+    except (LockstepError, OSError) as error:
+        print(f"lockstep: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    print(out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
