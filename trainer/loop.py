@@ -46,6 +46,9 @@ class StepReport:
     batch: StepBatch
     logp_train_N: torch.Tensor
     """The trainer's logprobs of the trained tokens, with the weights that sampled them."""
+    advantages_N: torch.Tensor
+    weights_N: torch.Tensor
+    """Correction weights."""
 
 
 class Trainer:
@@ -118,6 +121,8 @@ class Trainer:
             rollouts=collected.rollouts,
             batch=batch,
             logp_train_N=logp_train_N,
+            advantages_N=targets.advantages_N,
+            weights_N=correction.weights_T,
         )
 
     def push_weights(self) -> SyncReport:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import logging
 import math
-import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from trainer.config import LoggerConfig
+from trainer.wandb_run import Lineage, WandbRun
 
 log = logging.getLogger(__name__)
 
@@ -27,33 +27,24 @@ class MetricsLog:
     """Appends one JSON object per step, and mirrors it to W&B."""
 
     def __init__(
-        self, path: Path, config: LoggerConfig, *, run_config: Mapping[str, Any], wandb_id: str | None
+        self, path: Path, config: LoggerConfig, *, run_config: Mapping[str, Any], lineage: Lineage | None = None
     ) -> None:
+        """path: of the file. run_config: what W&B is told of the run. lineage: None for a run that starts anew."""
         self._path = path
         self._errors = 0
-        self._wandb: Any = None
-        self.wandb_id = wandb_id
+        self._wandb: WandbRun | None = None
+        lineage = lineage or Lineage()
+        self.wandb_id = lineage.run_id if lineage.is_same_run else None
+        """Kept for checkpoints also where W&B cannot be reached now."""
         if config.wandb != "off":
-            self._start_wandb(config, run_config, path.parent)
+            with self.tolerating("W&B"):
+                self._wandb = WandbRun(config, directory=path.parent, run_config=run_config, lineage=lineage)
+                self.wandb_id = self._wandb.id
 
-    def _start_wandb(self, config: LoggerConfig, run_config: Mapping[str, Any], directory: Path) -> None:
-        with self.tolerating("W&B"):
-            import wandb  # inside: it reads its settings and starts a service
-
-            self.wandb_id = self.wandb_id or secrets.token_hex(4)
-            started = wandb.init(
-                project=config.project,
-                entity=config.entity,
-                name=directory.name,
-                id=self.wandb_id,
-                resume="allow",
-                mode="offline" if config.wandb == "offline" else "online",
-                dir=str(directory),
-                config=dict(run_config),
-            )
-            started.define_metric("step")
-            started.define_metric("*", step_metric="step")
-            self._wandb = started
+    @property
+    def url(self) -> str | None:
+        """Where W&B shows the run."""
+        return None if self._wandb is None else self._wandb.url
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """One step. Non-finite numbers become null in the file, which is JSON, not Python."""
@@ -64,7 +55,13 @@ class MetricsLog:
             file.write(json.dumps(line) + "\n")
         if self._wandb is not None:
             with self.tolerating("W&B"):
-                self._wandb.log({"step": step, **metrics})
+                self._wandb.log(step, metrics)
+
+    def media(self, step: int, make: Callable[[], Mapping[str, Any]]) -> None:
+        """Tables, pages and histograms for W&B; made only if it is on."""
+        if self._wandb is not None:
+            with self.tolerating("W&B"):
+                self._wandb.log(step, make())
 
     def truncate_after(self, *, update: int, batch: int) -> None:
         """Drop the lines of rollout batches after a resumed one: they will be written again.

@@ -48,7 +48,7 @@ def test_wandb_that_fails_is_one_warning_and_a_count(tmp_path, monkeypatch, capl
 
     monkeypatch.setattr(wandb, "init", init)
     with caplog.at_level(logging.WARNING):
-        metrics = MetricsLog(tmp_path / "metrics.jsonl", LoggerConfig(wandb="online"), run_config={}, wandb_id=None)
+        metrics = MetricsLog(tmp_path / "metrics.jsonl", LoggerConfig(wandb="online"), run_config={})
         for step in range(3):
             metrics.write(step, {"x": 1.0})
         metrics.close()
@@ -60,7 +60,7 @@ def test_wandb_that_fails_is_one_warning_and_a_count(tmp_path, monkeypatch, capl
 
 
 def test_a_metrics_file_that_cannot_be_written_does_not_end_the_run(tmp_path, caplog):
-    metrics = MetricsLog(tmp_path / "none" / "metrics.jsonl", LoggerConfig(), run_config={}, wandb_id=None)
+    metrics = MetricsLog(tmp_path / "none" / "metrics.jsonl", LoggerConfig(), run_config={})
     metrics.write(1, {"x": 1.0})
     metrics.write(2, {"x": 1.0})
     assert len(caplog.records) == 1

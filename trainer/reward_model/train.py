@@ -253,7 +253,6 @@ class RewardModelTraining:
             directory / "metrics.jsonl",
             self._config.logger,
             run_config={str(name): value for name, value in run_config.items()},
-            wandb_id=None,
         )
 
     def _report(self, metrics: MetricsLog | None, numbers: dict[str, float]) -> None:
