@@ -14,6 +14,7 @@ from typing import Any
 HARMLESS = (
     *("resume", "run_name", "run_root", "max_hours", "step_timeout_s", "on_step_timeout", "logger", "checkpoint"),
     *("eval", "gateway", "data.heldout_path", "data.heldout_split", "algorithm.name", "updates"),
+    *("dry_run", "profile", "profile_steps"),
 )
 """Settings, or groups of them, that training does not depend on; for `updates` see `changes`."""
 

@@ -341,6 +341,11 @@ class LoggerConfig:
     wandb_id: str | None = setting(
         None, "W&B run to go on with; null: that of the run which is resumed, a new one for a fork"
     )
+    group: str | None = setting(None, "W&B group, for runs that belong together")
+    wandb_media_every: int = setting(
+        10, "updates between tables of rollouts, token views and histograms in W&B, the first one included; 0: never"
+    )
+    wandb_rollouts: int = setting(64, "rollouts per table in W&B, at most")
     print_rollouts: int = setting(1, "sample rollouts printed per report")
     print_rollouts_every: int = setting(10, "updates between printed sample rollouts; 0: never")
     save_rollouts: bool = setting(True, "write all rollouts of each step as JSONL into the run directory")
@@ -402,6 +407,7 @@ class Config:
     updates: int = setting(80, "optimizer updates of the whole run")
     run_root: str = setting("runs", "directory that holds run directories")
     run_name: str | None = setting(None, "name of the run directory; null: experiment name and time")
+    dry_run: bool = setting(False, "say what the run would do (settings, counts, memory, two rows) and end; no engine")
     resume: str = setting(
         "never",
         "never, auto (latest checkpoint of run_name), or the path of a checkpoint, with which a new run_name is a fork",
@@ -415,6 +421,10 @@ class Config:
     on_step_timeout: str = setting(
         "report", "report: write the stacks and wait on; end: write them and end the run", choices=("report", "end")
     )
+    profile: bool = setting(
+        False, "trace steps with torch's profiler, on every rank, into profile/ of the run directory"
+    )
+    profile_steps: int = setting(1, "profile: steps that are traced, after the first one")
     token_budget: int = setting(16384, "tokens per packed microbatch on one rank, at most")
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-import os
+import json
 import shlex
 import sys
-import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
-import transformers
-from omegaconf import OmegaConf
 
 from rollout.embedded import EmbeddedEngine
 from rollout.loop import BackgroundLoop
@@ -44,16 +40,21 @@ from trainer.own_code import code_of_files
 from trainer.parts import load_policy, make_chat, make_rewards, make_sampler, make_sampling, start_engine
 from trainer.policy import Policy
 from trainer.producer import Producer
+from trainer.profiling import StepProfiler
 from trainer.prompt_lengths import make_prompts
-from trainer.redaction import redact
+from trainer.provenance import provenance
 from trainer.reference import make_reference
 from trainer.resume import restore
 from trainer.rundir import RunDirectory, open_run
 from trainer.schedule import is_due
+from trainer.settings_tree import plain
 from trainer.step_summary import first_step_summary
 from trainer.targets import Targets
+from trainer.third_party import ThirdPartyLog
 from trainer.update import Updater
 from trainer.value import ActorCritic, policy_of, with_critic
+from trainer.wandb_media import step_media
+from trainer.wandb_run import Lineage
 
 
 def run(config: Config, on_step: Callable[[StepReport], None] = lambda report: None) -> None:
@@ -61,11 +62,13 @@ def run(config: Config, on_step: Callable[[StepReport], None] = lambda report: N
 
     on_step: called on every rank when a step is over, logs and checkpoints included.
     """
-    quiet_third_parties()
+    libraries = ThirdPartyLog()
     distributed = Distributed.start(dtype=config.model.dtype, max_grad_norm=config.optimizer.max_grad_norm)
     try:
         directory, _lock = open_run(config, distributed)
-        with BackgroundLoop() as loop:
+        warn = RunConsole(enabled=distributed.is_main, total_updates=config.updates).warn
+        libraries.open(directory.logs / f"libraries-rank-{distributed.rank}.log", warn)
+        with libraries.shown_on_failure(), BackgroundLoop() as loop:
             Run(config, distributed, directory, loop).train(on_step)
     finally:
         distributed.close()
@@ -90,6 +93,12 @@ class Run:
             rank=distributed.rank,
             step_timeout_s=config.step_timeout_s,
             ends_run=config.on_step_timeout == "end",
+        )
+        self._profiler = StepProfiler(
+            directory.profile,
+            rank=distributed.rank,
+            steps=config.profile_steps if config.profile else 0,
+            say=self._console.say,
         )
         torch.manual_seed(config.seed)
 
@@ -142,6 +151,7 @@ class Run:
             saved_at = self._trainer.version
             if self._config.eval.before_training and not self._trainer.num_steps and self._metrics is not None:
                 self._metrics.write(0, self._evaluate(0))
+            self._console.begin(self._trainer.version)
             while self._trainer.version < self._config.updates and not self._must_stop():
                 self._heartbeat.beat("step", update=self._trainer.version + 1)
                 before = self._trainer.version
@@ -159,6 +169,8 @@ class Run:
                 self._save()
             self._finish()
         finally:
+            self._profiler.close()
+            self._console.end()
             if self._metrics is not None:
                 self._metrics.close()
             self._rollouts.close()
@@ -234,20 +246,27 @@ class Run:
                 self._console.warn(sentence)
         if not self._distributed.is_main:
             return None
-        inherited = resumed.state.wandb_id if resumed is not None and not resumed.is_fork else None
+        lineage = Lineage(run_id=self._config.logger.wandb_id)
+        if resumed is not None and lineage.run_id is None:
+            state = resumed.state
+            lineage = Lineage(run_id=state.wandb_id, update=state.update, is_same_run=not resumed.is_fork)
+        origin = provenance()
+        self._directory.provenance.write_text(json.dumps(origin, indent=2) + "\n")
         metrics = MetricsLog(
             self._directory.metrics,
             self._config.logger,
-            run_config=settings,
-            wandb_id=self._config.logger.wandb_id or inherited,
+            run_config={**settings, "provenance": origin},
+            lineage=lineage,
         )
+        if metrics.url is not None:
+            self._console.say(f"W&B            {metrics.url}")
         metrics.truncate_after(update=self._updater.num_updates, batch=self._trainer.num_steps)
         self._updater.dump = partial(self._dump, metrics)
         return metrics
 
     def _settings(self) -> dict[str, Any]:
         """The configuration without secrets, as checkpoints and loggers keep it."""
-        return redact(OmegaConf.to_container(OmegaConf.structured(self._config)))
+        return plain(self._config)
 
     def _dump(self, metrics: MetricsLog, attempt: Attempt, batch: StepBatch, targets: Targets) -> None:
         """Keep the batch of an optimizer step that the guard objected to. A full disk does not end the run for it."""
@@ -259,7 +278,7 @@ class Run:
 
     def _one_step(self) -> StepReport:
         batch_size = self._config.rollout.prompts_per_step * self._config.rollout.samples_per_prompt
-        with self._console.rollouts(self._trainer.version + 1, batch_size) as on_rollout:
+        with self._profiler.step(), self._console.rollouts(batch_size) as on_rollout:
             return self._trainer.step(on_rollout)
 
     def _report(self, report: StepReport, evaluation: Mapping[str, float], *, before: int) -> None:
@@ -285,6 +304,9 @@ class Run:
             with self._metrics.tolerating("saving rollouts"):
                 name = f"step-{report.update:06d}{untrained}.jsonl"
                 write_rollouts(self._directory.rollouts / name, report.rollouts)
+        every = self._config.logger.wandb_media_every
+        if every and (is_due(every, before=before, after=report.update) or self._trainer.num_steps == 1):
+            self._metrics.media(report.update, lambda: step_media(report, self._config, self._chat.tokenizer))
         every = self._config.logger.print_rollouts_every
         if is_due(every, before=before, after=report.update) or self._trainer.num_steps == 1:
             for rollout in report.rollouts[: self._config.logger.print_rollouts]:
@@ -362,7 +384,8 @@ class Run:
             f"model          {self._directory.model}\n{critic}"
             f"resume         {launcher} scripts/train.py {again}\n"
             f"evaluate       python scripts/evaluate.py {shlex.quote(f'model.path={self._directory.model}')}\n"
-            f"inspect        python scripts/inspect_run.py {shlex.quote(str(path))}"
+            f"inspect        python scripts/inspect_run.py {shlex.quote(str(path))}\n"
+            f"report         python scripts/report.py {shlex.quote(str(path))}"
         )
         if self._config.hub.repo is not None and self._trainer.version >= self._config.updates:
             address = push(self._directory.model, self._config, last_metrics(self._directory.metrics))
@@ -372,14 +395,3 @@ class Run:
         """Whether any rank was asked to stop or is out of time; agreed by all: the next step is a collective."""
         wish = self._interrupt.requested or self._wall_time.is_over
         return bool(self._distributed.sum(torch.tensor([float(wish)])).item())
-
-
-def quiet_third_parties() -> None:
-    """Libraries report through their own loggers and progress bars; the console belongs to the run."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    for name in ("deepspeed", "DeepSpeed", "accelerate", "datasets", "torch.distributed"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    # torch renames collectives that DeepSpeed calls by their old names, once per call
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")

@@ -1,6 +1,7 @@
 """The run directory: one place for everything a run leaves behind, never overwritten silently.
 
     runs/<name>/config.yaml           the resolved configuration, without secrets
+                provenance.json       code version, packages, devices
                 metrics.jsonl         one object per step
                 rollouts/step-N.jsonl what was sampled, with token ids, logprobs and rewards
                 evaluations/          results and rollouts of each evaluation
@@ -8,7 +9,8 @@
                 dumps/                batches of updates that were refused (trainer/dumps.py)
                 model/                the trained policy, for `from_pretrained`
                 critic/               with algorithm.advantage=gae: the critic, for model.critic_path
-                logs/                 engine log
+                logs/                 what the engine and other libraries said
+                profile/              traces, with profile=true
     runs/latest                       link to the newest run
 
 Rank 0 chooses the name and tells the others: each rank alone would resolve the time by itself.
@@ -67,6 +69,14 @@ class RunDirectory:
     @property
     def critic(self) -> Path:
         return self.path / "critic"
+
+    @property
+    def provenance(self) -> Path:
+        return self.path / "provenance.json"
+
+    @property
+    def profile(self) -> Path:
+        return self.path / "profile"
 
     @property
     def logs(self) -> Path:

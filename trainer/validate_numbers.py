@@ -60,6 +60,8 @@ def _intervals(config: Config) -> Iterator[str]:
         "optimizer.final_lr_fraction": (config.optimizer.final_lr_fraction, 0, 1, 0.0),
         "logger.print_rollouts": (config.logger.print_rollouts, 0, inf, 0),
         "logger.print_rollouts_every": (config.logger.print_rollouts_every, 0, inf, 0),
+        "logger.wandb_media_every": (config.logger.wandb_media_every, 0, inf, 0),
+        "logger.wandb_rollouts": (config.logger.wandb_rollouts, 0, inf, 0),
     }
     for name, (value, low, high, default) in intervals.items():
         if value is not None and not low <= value <= high:
@@ -76,6 +78,7 @@ def _ranges(config: Config) -> Iterator[str]:
         "rollout.samples_per_prompt": config.rollout.samples_per_prompt,
         "rollout.max_tokens_per_turn": config.rollout.max_tokens_per_turn,
         "rollout.max_num_seqs": config.rollout.max_num_seqs,
+        "profile_steps": config.profile_steps,
         "algorithm.epochs": config.algorithm.epochs,
         "algorithm.minibatches": config.algorithm.minibatches,
         "checkpoint.keep": config.checkpoint.keep,
