@@ -92,8 +92,6 @@ def compile_layers(model: nn.Module) -> None:
         )
     if any("ds_shape" in vars(parameter) for parameter in model.parameters()):
         raise ConfigError(COMPILE_UNDER_ZERO3)
-    # vLLM's CPU build is imported with TORCHDYNAMO_DISABLE=1 (rollout/embedded.py), which would hold for this process.
-    torch._dynamo.config.disable = False
     attention.hide_from_compiler()
     for layer in layers:
         layer.compile(dynamic=True)
