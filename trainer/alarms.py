@@ -40,18 +40,21 @@ def alarms(metrics: Mapping[str, float], thresholds: AlarmThresholds) -> list[st
             found.append(f"{name} is {value}: the logprobs it is made of are not finite numbers.")
     kl, ess, k3_kl, match_rate = (metrics.get(name, math.nan) for name in watched)
     floor = metrics.get(PREFIX + "noise_floor_k3", math.nan)
+    lag = metrics.get(PREFIX + "version_lag_max", 0.0)
     # Comparisons with NaN are false: what is absent, or already reported above, raises nothing below.
     if abs(kl) > thresholds.kl:
-        found.append(
-            f"|{PREFIX}kl| is {abs(kl):.4g}, above {thresholds.kl:g}: sampler and trainer disagree about the sampled "
-            "tokens. Run scripts/diagnose.py."
-        )
+        cause = "sampler and trainer disagree about the sampled tokens. Run scripts/diagnose.py."
+        if lag > 0:
+            cause = f"the policy moves far in the {lag:.0f} updates between sampling and training. "
+            cause += "Lower rollout.max_staleness or optimizer.lr."
+        found.append(f"|{PREFIX}kl| is {abs(kl):.4g}, above {thresholds.kl:g}: {cause}")
     if ess < thresholds.ess:
         found.append(
             f"{PREFIX}ess is {ess:.3f}, below {thresholds.ess:g}: few tokens carry most of the correction weight. "
             "Correct per token with tighter bounds: correction=token_truncate correction.high=2."
         )
-    if k3_kl > max(thresholds.k3_over_noise_floor * floor, thresholds.k3_negligible):
+    # Weights that are some updates old differ by more than rounding, as they should.
+    if not lag > 0 and k3_kl > max(thresholds.k3_over_noise_floor * floor, thresholds.k3_negligible):
         found.append(
             f"{PREFIX}k3_kl is {k3_kl:.3g}, more than {thresholds.k3_over_noise_floor:g} times the trainer's own noise "
             f"of {floor:.3g}: the difference is not rounding. Run scripts/diagnose.py."

@@ -305,3 +305,10 @@ def test_each_alarm_says_what_is_wrong(name, value, sentence):
     (alarm,) = alarms(HEALTHY | {name: value}, AlarmThresholds())
     assert sentence in alarm
     assert name in alarm
+
+
+def test_older_weights_are_no_rounding_and_too_much_of_them_is_named():
+    stale = HEALTHY | {PREFIX + "version_lag_max": 2.0}
+    assert alarms(stale | {PREFIX + "k3_kl": 4.1e-3}, AlarmThresholds()) == []
+    (alarm,) = alarms(stale | {PREFIX + "kl": 0.11}, AlarmThresholds())
+    assert "rollout.max_staleness" in alarm
