@@ -104,7 +104,8 @@ def check(directory: Path, *, num_ranks: int, zero_stage: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "num_ranks", "zero_stage"), [("single", 1, 0), ("ddp", 2, 0), ("zero2", 2, 2), ("zero3", 2, 3)]
+    ("name", "num_ranks", "zero_stage"),
+    [("single", 1, 0), pytest.param("ddp", 2, 0, marks=pytest.mark.slow), ("zero2", 2, 2), ("zero3", 2, 3)],
 )
 def test_a_launch_file_makes_the_update_of_all_ranks(
     tmp_path: Path, build_directory: Path, name: str, num_ranks: int, zero_stage: int

@@ -196,7 +196,7 @@ def free_port() -> int:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["tied", "untied"])
 def test_zero3_on_two_ranks_gives_the_gradient_of_one_process(tmp_path, tied):
     config = ZERO3.format(deepspeed=tmp_path / "deepspeed.json", init="true" if tied else "false")
     report = launch(tmp_path, config=config, tied=tied)
@@ -206,6 +206,7 @@ def test_zero3_on_two_ranks_gives_the_gradient_of_one_process(tmp_path, tied):
     assert few_tiles == many_tiles > 0, "the head's weight is gathered once per pass, not once per tile"
 
 
+@pytest.mark.slow  # test_gradients.py has a partition under DDP
 @pytest.mark.distributed
 def test_ddp_on_two_ranks_gives_the_gradient_of_one_process(tmp_path):
     report = launch(tmp_path, config=DDP, tied=True)
