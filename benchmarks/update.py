@@ -10,6 +10,12 @@
 
 The goal is `overhead`, the time of lockstep above the bound, of at most 0.1. Rows have log-normal lengths, half of each
 is trained. On a CPU the clock is the CPU time of the process.
+
+On a GPU, a model of 1.7 B parameters in bfloat16, with its share of the card's arithmetic (`mfu`, goal 0.5); this form
+has not been run yet:
+
+    python benchmarks/update.py --dtype bfloat16 --hidden 2048 --layers 28 --vocab 151936 --median 1500 --rows 64 \
+        --budget 16384 --micro-batch 4 --peak-tflops 989
 """
 
 from __future__ import annotations
@@ -25,6 +31,7 @@ import torch
 from harness.models import small_qwen3
 from harness.results import argument_parser, interleaved, report
 from harness.steps import make_rollouts, trainer_step
+from transformers import PreTrainedModel
 
 from rollout.demo.tokenizer import untrained
 from trainer.balance import plan
@@ -37,11 +44,38 @@ from trainer.policy import Policy
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def autocast(config: Config) -> torch.autocast:
+    """What mixed precision computes in, as Accelerate sets it for the trainer."""
+    return torch.autocast(DEVICE, torch.bfloat16, enabled=config.model.dtype == "bfloat16")
+
+
+def clock() -> float:
+    """Seconds: CPU time of the process, or on a GPU the time at which all queued work is done."""
+    if DEVICE == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def flops(model: PreTrainedModel, batch: StepBatch) -> float:
+    """Of a forward and a backward pass over the rows: 6 per parameter and token, and causal attention.
+
+    Kaplan et al. 2020 (arXiv:2001.08361), with the factor of attention halved because half of the scores are masked.
+    """
+    lengths = [len(row) for row in batch.rows]
+    config = model.config
+    width = config.num_hidden_layers * config.num_attention_heads * config.head_dim
+    return 6.0 * model.num_parameters() * sum(lengths) + 6.0 * width * sum(length**2 for length in lengths)
+
+
 def bound(policy: Policy, batch: StepBatch, config: Config) -> Callable[[], None]:
     """The least that a packed update does: packs are made beforehand, the loss is a dot product."""
     optimizer = make_optimizer(policy, config.optimizer)
     packs = [
-        collate(batch.rows, indices, batch.layout)
+        collate(batch.rows, indices, batch.layout, device=DEVICE)
         for indices in plan(
             [len(row) for row in batch.rows], num_ranks=1, token_budget=config.token_budget
         ).microbatches[0]
@@ -50,9 +84,10 @@ def bound(policy: Policy, batch: StepBatch, config: Config) -> Callable[[], None
 
     def step() -> None:
         for packed in packs:
-            hidden = policy.hidden_states(packed)
-            logits = head(hidden[packed.target_index_T])
-            logp = logits.log_softmax(-1).gather(1, packed.target_ids_T[:, None])
+            with autocast(config):
+                hidden = policy.hidden_states(packed)
+                logits = head(hidden[packed.target_index_T])
+            logp = logits.float().log_softmax(-1).gather(1, packed.target_ids_T[:, None])
             (logp.sum() / batch.layout.num_tokens).backward()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
@@ -75,8 +110,8 @@ def trl(model: Any, batch: StepBatch, config: Config, *, micro_batch: int, outpu
         per_device_train_batch_size=micro_batch,
         gradient_accumulation_steps=num_rows // micro_batch,
         gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
+        bf16=config.model.dtype == "bfloat16",
+        use_cpu=DEVICE == "cpu",
         report_to="none",
     )
     peer = GRPOTrainer(
@@ -89,7 +124,7 @@ def trl(model: Any, batch: StepBatch, config: Config, *, micro_batch: int, outpu
     peer.current_gradient_accumulation_steps = num_rows // micro_batch
     peer.model.train()
     optimizer = make_optimizer(peer.model, config.optimizer)
-    inputs = padded(batch)
+    inputs = {name: tensor.to(DEVICE) for name, tensor in padded(batch).items()}
 
     def step() -> None:
         for start in range(0, num_rows, micro_batch):
@@ -134,6 +169,8 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocab", type=int, default=4096)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the computation")
+    parser.add_argument("--peak-tflops", type=float, help="of the device in this dtype; gives `mfu`")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
@@ -143,6 +180,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     config = Config(token_budget=args.budget, optimizer=OptimizerConfig(lr=1e-6))
     config.correction.noise_floor_every = 0
+    config.model.dtype = args.dtype
     rollouts = make_rollouts(
         rows=args.rows, median=args.median, sigma=args.sigma, vocab=args.vocab, longest=args.budget
     )
@@ -150,17 +188,19 @@ def main() -> None:
     model = small_qwen3(hidden=args.hidden, layers=args.layers, vocab=args.vocab)
     with tempfile.TemporaryDirectory() as output:
         sides = {
-            "bound": bound(Policy(copy.deepcopy(model)), batch, config),
-            "lockstep": trainer_step(Policy(copy.deepcopy(model)), config, rollouts),
+            "bound": bound(Policy(copy.deepcopy(model), compute_dtype=args.dtype).to(DEVICE), batch, config),
+            "lockstep": trainer_step(Policy(copy.deepcopy(model), compute_dtype=args.dtype), config, rollouts),
             "trl": trl(copy.deepcopy(model), batch, config, micro_batch=args.micro_batch, output=output),
         }
         for step in sides.values():  # buffers, caches and optimizer states come with the first step
             step()
-        seconds = interleaved(sides, repeats=args.repeats, clock=time.process_time)
+        seconds = interleaved(sides, repeats=args.repeats, clock=clock)
     best = {name: min(times) for name, times in seconds.items()}
     trained = batch.layout.num_tokens
     rows = [{"side": name, "s/update": best[name], "trained tokens/s": trained / best[name]} for name in best]
     numbers = {"overhead": best["lockstep"] / best["bound"] - 1, "trl_ratio": best["trl"] / best["lockstep"]}
+    if args.peak_tflops:
+        numbers["mfu"] = flops(model, batch) / best["lockstep"] / (args.peak_tflops * 1e12)
     details = {
         "parameters": model.num_parameters(),
         "tokens": sum(map(len, batch.rows)),

@@ -7,8 +7,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 
 def small_qwen3(*, hidden: int, layers: int, vocab: int, max_positions: int = 4096) -> PreTrainedModel:
-    """A Qwen3 with heads of 32, half as many for keys, an MLP of three times its width, and a tied head."""
-    heads = max(1, hidden // 32)
+    """A Qwen3 with heads of 32 (of 128 from a width of 1,024 on), half as many for keys, and a tied head."""
+    head_dim = 128 if hidden >= 1024 else 32
+    heads = max(1, hidden // head_dim)
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(
         Qwen3Config(
@@ -17,7 +18,7 @@ def small_qwen3(*, hidden: int, layers: int, vocab: int, max_positions: int = 40
             intermediate_size=3 * hidden,
             num_attention_heads=heads,
             num_key_value_heads=max(1, heads // 2),
-            head_dim=32,
+            head_dim=head_dim,
             vocab_size=vocab,
             max_position_embeddings=max_positions,
             tie_word_embeddings=True,
