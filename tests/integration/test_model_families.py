@@ -1,6 +1,7 @@
 """Every family of models through engine, training and sync: what one samples is what the other scores.
 
-The table in docs/models.md lists the families that pass here. One is tested by default, all with `make test-slow`.
+Each starts an engine of its own, so all are for `make test-slow`. What needs no engine is in
+tests/unit/test_model_families.py: packed rows, gradients, and the names under which weights are sent.
 """
 
 from __future__ import annotations
@@ -21,27 +22,23 @@ from tests.fixtures.models import perturb
 from trainer.packing import PackedBatch, collate
 from trainer.policy import Policy
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 TOLERANCE = 2e-3
 """Of log π in float32. Wide random weights and softmax over experts make rounding larger than in real models."""
 PROMPTS = tuple(tuple(range(3, 3 + length)) for length in (2 * WINDOW, 5, WINDOW + 1))
-BY_DEFAULT = ("gemma2",)
-"""Sliding windows, softcaps and a tied head at once."""
 
 
 def pack(calls: list[EngineCall]) -> PackedBatch:
     rows = [row for index, call in enumerate(calls) for row in rows_from_calls([call], rollout_id=index)]
-    return collate(rows)
+    return collate(rows, range(len(rows)))
 
 
 def scored(policy: Policy, calls: list[EngineCall]) -> torch.Tensor:
     return policy(pack(calls), with_entropy=False)[0]
 
 
-@pytest.mark.parametrize(
-    "family", [name if name in BY_DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
-)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_samples_trains_and_syncs(family: str, tmp_path: Path) -> None:
     path = save_family(family, tmp_path / "model")
     with BackgroundLoop() as loop:

@@ -98,6 +98,8 @@ def test_samples_narrow_an_interval_no_further_than_independent_ones_would() -> 
     assert (found.low, found.high) == pytest.approx((same.low, same.high))
     spread = estimates.proportion([0.25, 0.75] * 5, trials_per_value=4)
     assert spread.low == pytest.approx(found.low)  # 0.25 / 0.0625 = 4 trials per prompt: the same again
+    nearly_equal = estimates.proportion([0.499, 0.501] * 5, trials_per_value=4)
+    assert nearly_equal.low == pytest.approx(found.low, abs=1e-3)
     wider = estimates.proportion([0.1, 0.9] * 5, trials_per_value=4)
     assert wider.low < found.low
 

@@ -10,8 +10,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from rollout.errors import SyncError
+from rollout.records import EngineCall, FinishReason
+from rollout.rows import rows_from_calls
 from rollout.source import ZeroSource
-from tests.fixtures.families import FAMILIES, HEADS, SIZES, save_family
+from tests.fixtures.families import FAMILIES, HEADS, SIZES, WINDOW, save_family
+from tests.fixtures.models import sampled_logprobs
+from trainer.packing import collate
 from trainer.policy import Policy
 
 
@@ -26,6 +30,36 @@ def test_what_is_sent_has_the_names_and_values_of_the_checkpoint(family: str, tm
         assert torch.equal(tensor, saved[name]), name
     metas = ZeroSource(policy.model).metadata()
     assert {meta.name: tuple(meta.shape) for meta in metas} == {name: tuple(t.shape) for name, t in saved.items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_rows_score_as_the_model_of_transformers_does_and_reach_every_parameter(
+    family: str, tmp_path: Path
+) -> None:
+    """Rows longer than the sliding window, in one pack, against the model by itself with its eager attention."""
+    path = save_family(family, tmp_path)
+    policy = Policy.from_pretrained(path)
+    plain = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(0)
+    calls = []
+    for length in (3 * WINDOW, 5, WINDOW + 1):
+        ids = torch.randint(1, 512, (length,), generator=generator).tolist()
+        calls.append(
+            EngineCall(
+                prompt_ids=tuple(ids[:2]),
+                sampled_ids=tuple(ids[2:]),
+                sampled_logprobs=(-1.0,) * (length - 2),
+                finish_reason=FinishReason.LENGTH,
+            )
+        )
+    rows = [row for index, call in enumerate(calls) for row in rows_from_calls([call], rollout_id=index)]
+    found, _ = policy(collate(rows, range(len(rows))), with_entropy=False)
+    expected = [logprob for call in calls for logprob in sampled_logprobs(plain, call.prompt_ids, call.sampled_ids)]
+    assert found.tolist() == pytest.approx(expected, abs=1e-3)
+
+    found.sum().backward()
+    without = [name for name, p in policy.named_parameters() if p.grad is None or not bool(p.grad.isfinite().all())]
+    assert not without, "parameters without a finite gradient"
 
 
 def test_experts_whose_names_are_unknown_are_refused() -> None:
