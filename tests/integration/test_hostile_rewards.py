@@ -42,7 +42,7 @@ def hostile(demo: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> 
     overrides = (
         *demo, "updates=2", f"run_root={root}", "run_name=hostile", f"rollout.prompts_per_step={ROLLOUTS // 4}",
         "rollout.samples_per_prompt=4", f"reward.functions=[{FILE}:hostile,{FILE}:impatient]",
-        f"reward.settings.impatient.trace={root}/trace", "reward.timeout_s=3", "reward.workers=3",
+        f"reward.settings.impatient.trace={root}/trace", "reward.timeout_s=10", "reward.workers=3",
         "reward.memory_gib=2", "reward.max_error_rate=1.0", "logger.print_rollouts=0",
     )  # fmt: skip
     process = subprocess.Popen(
