@@ -72,8 +72,9 @@ report: install ## One HTML page about a run; ARGS="runs/<name>", default runs/l
 bench: install ## Run the programs in benchmarks/; BENCH=head for one of them, ARGS for its options
 	@for name in $(BENCH); do echo "benchmarks/$$name.py"; $(BIN)/python "benchmarks/$$name.py" $(ARGS); done
 
-docs: install ## Write docs/settings.md from trainer/config.py, and build the site of docs/ into site/
+docs: install ## Write docs/settings.md and docs/map.md from the code, and build the site of docs/ into site/
 	$(BIN)/python scripts/list_settings.py
+	$(BIN)/python scripts/map_code.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 clean: ## Remove caches and build output; keeps .venv, models and runs

@@ -98,7 +98,7 @@ class RunConsole:
             return
         self._progress = Progress(
             TextColumn("[bold]{task.description:>8}"),
-            BarColumn(bar_width=28),
+            BarColumn(bar_width=28, complete_style="cyan"),
             MofNCompleteColumn(),
             TextColumn("[dim]{task.fields[note]}"),
             console=self._console,

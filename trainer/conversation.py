@@ -45,7 +45,7 @@ def headline(rollout: Rollout) -> Text:
         (f"{rollout.reward:.2f}", "bold"),
         "  ",
         (str(rollout.status), STATUS_STYLE.get(rollout.status, STATUS_STYLE_ELSE)),
-        (f"  {rollout.num_sampled} tokens, {rollout.num_turns} turns", "dim"),
+        (f"  {rollout.num_sampled} tokens, {rollout.num_turns} turn{'s' * (rollout.num_turns != 1)}", "dim"),
     )
     if len(rollout.rewards) > 1:
         parts = ", ".join(f"{name} {value:.2f}" for name, value in rollout.rewards.items())
