@@ -99,7 +99,8 @@ def collector(
     reward: Callable[[Rollout], float | None],
     rank: FakeRank | None = None,
 ) -> tuple[Collector, Prompts]:
-    prompts = Prompts([[{"n": n} for n in range(50)]], seed=0, shuffle=False)
+    rows = [{"n": n} for n in range(50)]
+    prompts = Prompts([rows], seed=0, shuffle=False, curriculum=settings.data.curriculum)
     made = Collector(
         settings,
         distributed=rank or FakeRank(),  # type: ignore[arg-type]
@@ -127,6 +128,15 @@ def test_without_dynamic_sampling_every_group_goes_on() -> None:
     assert len(collected.rollouts) == 3 * GROUP
     assert prompts.cursor == 3
     assert "rollout/refill_factor" not in collected.metrics
+
+
+def test_a_curriculum_hears_the_rewards_of_every_group() -> None:
+    settings = config()
+    settings.data.curriculum.rest_epochs = 1
+    made, prompts = collector(settings, FakeSampler(), only_odd_prompts_vary)
+    collected = collect(made)
+    assert prompts.resting == {"0:0": 2, "0:2": 2}, "of row 1 one passed, of rows 0 and 2 none"
+    assert collected.metrics["data/resting_rows"] == 2
 
 
 def test_groups_with_equal_rewards_are_replaced_by_other_prompts() -> None:
