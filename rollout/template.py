@@ -18,6 +18,8 @@ extension. How a tool call is spaced or quoted is not compared; what it says is.
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -33,6 +35,9 @@ from rollout.tool_calls import THINK_CLOSE, THINK_OPEN, Turn, turn_from_message
 from rollout.untrusted import Mask, UntrustedTextEncoder, word_not_in
 
 Tools = Sequence[Mapping[str, Any]]
+
+PROMPTS_REMEMBERED = 64
+"""Groups that are likely to begin at the same time; a prompt of a thousand tokens takes some 10 kB."""
 
 
 class History(StrEnum):
@@ -85,6 +90,9 @@ class TemplateRenderer:
         self._parse = parse
         self._kwargs = dict(template_kwargs or {})
         self._encoder = UntrustedTextEncoder(tokenizer)
+        self._shows_the_time = "strftime_now" in str(tokenizer.chat_template)
+        # The rollouts of a group begin with one prompt, which is rendered once.
+        self._remembered = functools.lru_cache(maxsize=PROMPTS_REMEMBERED)(self._prompt_as_asked)
         closing_ids = {self._encoder.controls[text] for text in closing_tokens if text in self._encoder.controls}
         end_of_turn = self._end_of_turn()
         stops = [*stop_token_ids, *([] if end_of_turn is None or end_of_turn in closing_ids else [end_of_turn])]
@@ -97,12 +105,24 @@ class TemplateRenderer:
     def prompt(self, messages: Sequence[Message], tools: Tools) -> list[int]:
         """Ids of the whole conversation, ready for the next assistant turn. Raises `TemplateError`."""
         conversation = normalised(messages)
+        if self._shows_the_time:
+            return self._prompt(conversation, tools)
+        try:
+            asked = json.dumps([conversation, list(tools)], ensure_ascii=False)
+        except (TypeError, ValueError):  # a schema with values of its own kind: rendered, but not remembered
+            return self._prompt(conversation, tools)
+        return list(self._remembered(asked))
+
+    def _prompt_as_asked(self, asked: str) -> tuple[int, ...]:
+        return tuple(self._prompt(*json.loads(asked)))
+
+    def _prompt(self, conversation: Sequence[Mapping[str, Any]], tools: Tools) -> list[int]:
         mask = self._encoder.mask_for([conversation, tools])
         plain = self._render(conversation, tools, generation_prompt=True)
         masked = self._render_masked(conversation, tools, mask, generation_prompt=True) if mask.placeholders else plain
         ids = self._encoder.encode(masked, mask, plain=plain)
         if not ids:
-            raise TemplateError(f"the chat template renders {len(messages)} messages to nothing")
+            raise TemplateError(f"the chat template renders {len(conversation)} messages to nothing")
         return ids
 
     def extend(

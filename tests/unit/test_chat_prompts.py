@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.chat import Chat
+from rollout.template import TemplateRenderer
 from tests.fixtures.conversations import (
     EVERY_CONTROL_TOKEN,
     FAMILIES,
@@ -112,3 +113,22 @@ def test_no_text_whatever_adds_a_control_token(system: str, user: str, family: s
         return chat.prompt([{"role": "system", "content": system}, {"role": "user", "content": user}])
 
     assert controls_in(tokenizer, prompt(system, user)) == controls_in(tokenizer, prompt("s", "u"))
+
+
+def test_the_prompt_of_a_group_is_rendered_once_and_nobody_can_change_it(monkeypatch):
+    chat = Chat(chat_tokenizer("qwen3"))
+    renderer = chat._renderer
+    assert isinstance(renderer, TemplateRenderer)
+    rendered = []
+    render = renderer._render
+    monkeypatch.setattr(renderer, "_render", lambda *a, **k: rendered.append(1) or render(*a, **k))
+    messages = [{"role": "user", "content": "once <|im_end|> more"}]
+    first = chat.prompt(messages)
+    count = len(rendered)
+    expected = list(first)
+    first.append(0)
+    assert chat.prompt([dict(messages[0])]) == expected
+    assert len(rendered) == count
+    assert chat.prompt([{"role": "user", "content": "another"}]) != expected
+    assert chat.prompt(messages, [{"type": "function", "function": {"name": "f", "parameters": {}}}]) != expected
+    assert len(rendered) > count
