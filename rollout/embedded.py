@@ -28,19 +28,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
 import torch
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential_jitter
 
+from rollout.addresses import LOOPBACK
 from rollout.errors import ConfigError, EngineError, EvidenceError, RequestError
+from rollout.evidence import answer_of, check_prompt, engine_call, sample_params, score_params, version_number
 from rollout.loop import BackgroundLoop
 from rollout.output import output_to
 from rollout.plugin import CHILD_ENV
-from rollout.records import EngineCall, FinishReason, SamplingSupport, VersionSpan
+from rollout.records import EngineCall
 
 if TYPE_CHECKING:
-    from vllm import CompletionOutput, RequestOutput, SamplingParams
-    from vllm.logprobs import FlatLogprobs
+    from vllm import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from rollout.engine import Sampling
@@ -55,11 +55,6 @@ REQUEST_ATTEMPTS = 3
 FIRST_PAUSE_S = 0.1
 PAUSE_MODES = ("wait", "keep", "abort")
 LOG_TAIL_LINES = 15
-MAX_SUPPORT = 20
-"""Tokens whose logprobs vLLM returns with each sampled one, at most (its `max_logprobs`). Under a top_k within it they
-are the support: what truncated sampling left out has a logprob of -inf."""
-SUPPORT_TOLERANCE = 1e-3
-"""How far the probabilities of a support may be from 1 in all: above bfloat16 rounding, below a token left out."""
 
 
 class EmbeddedEngine:
@@ -67,6 +62,8 @@ class EmbeddedEngine:
 
     def __init__(self, llm: AsyncLLM, *, loop: BackgroundLoop, log_path: Path, request_timeout_s: float) -> None:
         self._llm: AsyncLLM | None = llm
+        self.name = "the embedded engine"
+        self.host = LOOPBACK
         self.log_path = log_path
         self._request_timeout_s = request_timeout_s
         self._request_ids = itertools.count()
@@ -194,36 +191,19 @@ class EmbeddedEngine:
                 hung, or failed on the request.
             EvidenceError: the answer lacks ids, logprobs or version spans that agree with each other.
         """
-        room = self._check_prompt(prompt_ids)
-        if sampling.truncates and not 1 <= sampling.top_k <= MAX_SUPPORT:
-            raise EngineError(
-                "under top_p or min_p alone the engine does not say which tokens it sampled from, and its logprobs are "
-                f"over those, the trainer's over all; set rollout.top_k to 1 .. {MAX_SUPPORT}, or "
-                "rollout.top_p=1 rollout.top_k=0 rollout.min_p=0"
-            )
-        output = await self._request(prompt_ids, _sampling_params(sampling, max_tokens=min(sampling.max_tokens, room)))
-        return _engine_call(prompt_ids, output.outputs[0], with_support=sampling.truncates)
+        room = check_prompt(prompt_ids, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
+        output = await self._request(prompt_ids, sample_params(sampling, room=room))
+        return engine_call(prompt_ids, answer_of(output.outputs[0]), with_support=sampling.truncates, source=self.name)
 
     async def score(self, ids: Sequence[int]) -> list[float]:
         """log π(ids[i] | ids[:i]) at temperature 1 for i = 1 .. len(ids) - 1, computed anew (no cached prefix).
 
         One token of the context must be free: at most `max_model_len - 1` ids.
         """
-        from vllm import SamplingParams
         from vllm.logprobs import FlatLogprobs
-        from vllm.sampling_params import RequestOutputKind
 
-        self._check_prompt(ids)
-        params = SamplingParams(
-            max_tokens=1,
-            temperature=1.0,
-            prompt_logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            skip_reading_prefix_cache=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        output = await self._request(ids, params)
+        check_prompt(ids, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
+        output = await self._request(ids, score_params())
         flat = output.prompt_logprobs
         # Position 0 has no logprob, so the flat list starts with the token at position 1.
         if not isinstance(flat, FlatLogprobs) or list(flat.token_ids) != list(ids[1:]):
@@ -241,22 +221,38 @@ class EmbeddedEngine:
 
     async def weight_version(self) -> int:
         """The version that the next sampled token will carry."""
-        return int(await self.guard(self.llm.get_weight_version(), "read the weight version"))
+        label = await self.guard(self.llm.get_weight_version(), "read the weight version")
+        return version_number(label, source=self.name)
+
+    async def label_weights(self, label: str) -> None:
+        """What tokens say of the weights that sample from now on: a version, or that they are half-loaded."""
+        await self.guard(self.llm.update_weight_version(label), "label the weights")
 
     async def reset_prefix_cache(self) -> None:
         """Forget cached prefixes. Raises `EngineError` if blocks are in use (pause first)."""
         if not await self.guard(self.llm.reset_prefix_cache(), "reset the prefix cache"):
             raise EngineError("the engine did not reset its prefix cache because requests hold blocks; pause it first")
 
-    async def control(self, name: str, *arguments: object) -> None:
-        """Call one of vLLM's weight transfer methods by name, as `WeightSync` does."""
-        calls = {
-            "init_weight_transfer_engine": self.llm.init_weight_transfer_engine,
-            "start_weight_update": self.llm.start_weight_update,
-            "update_weights": self.llm.update_weights,
-            "finish_weight_update": self.llm.finish_weight_update,
-        }
-        await self.guard(calls[name](*arguments), name.replace("_", " "))
+    async def weight_checksums(self) -> dict[str, str]:
+        workers = await self.guard(self.llm.compute_weight_checksums(), "compute checksums of the weights")
+        return {name: digest for worker in workers for name, digest in worker.items()}
+
+    async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        request = WeightTransferInitRequest(init_info)
+        await self.guard(self.llm.init_weight_transfer_engine(request), "join the weight transfer")
+
+    async def start_weight_update(self) -> None:
+        await self.guard(self.llm.start_weight_update(), "start a weight update")
+
+    async def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self.guard(self.llm.update_weights(WeightTransferUpdateRequest(update_info)), "update the weights")
+
+    async def finish_weight_update(self, label: str) -> None:
+        await self.guard(self.llm.finish_weight_update(label), "finish the weight update")
 
     async def close(self) -> None:
         """End the engine's processes. Requests in flight fail with `EngineError`. Closing twice is allowed."""
@@ -272,27 +268,14 @@ class EmbeddedEngine:
             del llm
             gc.collect()  # vLLM's engine is part of a cycle, and complains if it is collected while Python exits
 
-    def _check_prompt(self, ids: Sequence[int]) -> int:
-        """The number of tokens that may still be sampled after these ids; at least 1."""
-        if not ids:
-            raise EngineError("the prompt is empty; the engine needs at least one token to condition on")
-        room = self.max_model_len - len(ids)
-        if room < 1:
-            raise EngineError(
-                f"a prompt of {len(ids)} tokens leaves no room to sample in a context of {self.max_model_len}; "
-                f"raise rollout.max_model_len or filter long prompts"
-            )
-        if min(ids) < 0 or max(ids) >= self.vocab_size:
-            bad = next(token for token in ids if not 0 <= token < self.vocab_size)
-            raise EngineError(
-                f"token id {bad} is outside the engine's vocabulary of {self.vocab_size}; "
-                f"are the tokenizer and the model of the same checkpoint?"
-            )
-        return room
+    async def _request(self, ids: Sequence[int], params: dict[str, Any]) -> RequestOutput:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
-    async def _request(self, ids: Sequence[int], params: SamplingParams) -> RequestOutput:
+        settings = SamplingParams(**params, output_kind=RequestOutputKind.FINAL_ONLY)
+
         async def final_output() -> RequestOutput:
-            stream = self.llm.generate({"prompt_token_ids": list(ids)}, params, f"lockstep-{next(self._request_ids)}")
+            stream = self.llm.generate({"prompt_token_ids": list(ids)}, settings, f"lockstep-{next(self._request_ids)}")
             outputs = [output async for output in stream]  # one, the final one
             if len(outputs) != 1:
                 raise EvidenceError(f"engine: the request ended with {len(outputs)} outputs, expected 1")
@@ -346,79 +329,6 @@ class EmbeddedEngine:
         return EngineError(
             f"cannot {what}: the engine is dead; resume the run from its last checkpoint\n{_log_tail(self.log_path)}"
         )
-
-
-def _sampling_params(sampling: Sampling, *, max_tokens: int) -> SamplingParams:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        n=1,
-        max_tokens=max_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        presence_penalty=0.0,
-        frequency_penalty=0.0,
-        repetition_penalty=1.0,
-        stop_token_ids=list(sampling.stop_token_ids),
-        ignore_eos=sampling.ignore_eos,
-        seed=sampling.seed,
-        logprobs=MAX_SUPPORT if sampling.truncates else 0,  # 0: of the sampled token alone
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-
-
-def _engine_call(prompt_ids: Sequence[int], output: CompletionOutput, *, with_support: bool = False) -> EngineCall:
-    from vllm.logprobs import FlatLogprobs
-
-    sampled = tuple(output.token_ids)
-    flat = output.logprobs
-    if not isinstance(flat, FlatLogprobs) or len(flat.start_indices) != len(sampled):
-        raise EvidenceError(f"engine call: the logprobs are not of the {len(sampled)} sampled tokens")
-    # A position starts with the token that was sampled; the most probable ones follow, it perhaps among them.
-    if tuple(flat.token_ids[start] for start in flat.start_indices) != sampled:
-        raise EvidenceError(f"engine call: the logprobs are not of the {len(sampled)} sampled tokens")
-    if output.finish_reason not in set(FinishReason):
-        raise EvidenceError(f"engine call: unknown finish reason {output.finish_reason!r}")
-    if sampled and not output.weight_versions:
-        raise EvidenceError("engine call: the sampled tokens carry no weight version")
-    return EngineCall(
-        prompt_ids=tuple(prompt_ids),
-        sampled_ids=sampled,
-        sampled_logprobs=tuple(flat.logprobs[start] for start in flat.start_indices),
-        finish_reason=FinishReason(output.finish_reason),
-        version_spans=tuple(
-            VersionSpan(version=int(span.version), start=span.start, end=span.end)
-            for span in output.weight_versions or ()
-        ),
-        support=_support(flat) if with_support else None,
-    )
-
-
-def _support(flat: FlatLogprobs) -> SamplingSupport:
-    """The tokens that each sampled token was drawn from.
-
-    Raises `EvidenceError` where the returned tokens are not all of them: ties at the k-th place are all sampled from.
-    """
-    supports: list[list[int]] = []
-    for start, end in zip(flat.start_indices, flat.end_indices, strict=True):
-        kept = dict(zip(flat.token_ids[start:end], flat.logprobs[start:end], strict=True))
-        kept = {token: logprob for token, logprob in kept.items() if math.isfinite(logprob)}
-        total = sum(map(math.exp, kept.values()))
-        if abs(total - 1) > SUPPORT_TOLERANCE:
-            raise EvidenceError(
-                f"engine call: the {len(kept)} returned tokens at position {len(supports)} have a probability of "
-                f"{total:.4f}, expected 1: the support of the sampled token is not complete"
-            )
-        supports.append(sorted(kept))
-    return SamplingSupport(
-        offsets=np.cumsum([0, *map(len, supports)], dtype=np.int64),
-        token_ids=np.array([token for support in supports for token in support], dtype=np.int32),
-    )
 
 
 @contextmanager

@@ -1,16 +1,25 @@
 """What a sampler is, to the rest of Lockstep: token ids in, token ids with evidence out.
 
-Text never crosses this protocol. `rollout/embedded.py` implements it over vLLM in this process.
+Text never crosses this protocol.
+
+    Engine          what episodes sample from: `rollout/pool.py`, or one of
+    SyncedEngine    an engine whose weights the trainer replaces: `rollout/embedded.py` over vLLM in this process,
+                    `rollout/remote.py` over a vLLM server
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rollout.errors import ConfigError
 from rollout.records import EngineCall
+
+if TYPE_CHECKING:
+    import torch
+
+    from rollout.loop import BackgroundLoop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +40,8 @@ class Sampling:
     """Of this request alone; the same seed gives the same tokens in any batch."""
     is_trained: bool = True
     """False in evaluation, where nobody asks which tokens truncated sampling drew from."""
+    affinity: tuple[int, ...] | None = None
+    """Requests with the same key begin alike. A pool keeps them on one engine, which has their beginning cached."""
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -75,3 +86,45 @@ class Engine(Protocol):
     async def resume(self) -> None: ...
 
     async def close(self) -> None: ...
+
+
+class SyncedEngine(Engine, Protocol):
+    """An engine whose weights the trainer replaces (`rollout/sync.py`). Every method raises `EngineError`."""
+
+    name: str
+    """For messages: what and where it is."""
+    host: str
+    """Where its workers are: a host name or an address."""
+    loop: BackgroundLoop
+    """All coroutines run in it."""
+    dtype: torch.dtype
+    vocab_size: int
+    num_workers: int
+    """Processes that each hold weights, and take part in a transfer."""
+    weight_transfer_backend: str
+
+    async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
+        """Join the group that weights travel in."""
+        ...
+
+    async def start_weight_update(self) -> None: ...
+
+    async def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """Receive what `update_info` announces; returns when it has arrived."""
+        ...
+
+    async def finish_weight_update(self, label: str) -> None:
+        """Sample with the new weights from the next token on. label: their version."""
+        ...
+
+    async def label_weights(self, label: str) -> None:
+        """What tokens say of the weights from now on: a version, or that nobody vouches for them."""
+        ...
+
+    async def weight_version(self) -> int: ...
+
+    async def reset_prefix_cache(self) -> None: ...
+
+    async def weight_checksums(self) -> dict[str, str]:
+        """SHA-256 of every parameter as the engine holds it (`rollout/checksums.py`)."""
+        ...

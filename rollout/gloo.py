@@ -11,13 +11,13 @@ Not covered: draft models, quantised engines' completeness check (their scales n
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch.distributed import ProcessGroupGloo, TCPStore, Work  # type: ignore[attr-defined]
@@ -32,9 +32,13 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from rollout.addresses import address_towards
 from rollout.buckets import DEFAULT_BUCKET_BYTES, bucket_layout, plan_buckets, views
+from rollout.daemon import in_daemon_thread
 from rollout.errors import SyncError
 
+CAUSE_WAIT_S = 5.0
+"""How long after a broken broadcast the call to the engine may take to fail as well."""
 SENT = 1
 """Last byte of a bucket that holds weights; 0 in one that a failing sender sends so that nobody waits for it."""
 
@@ -95,9 +99,10 @@ def _listen(address: str) -> socket.socket:
 def _join(
     address: str, port: int, rank: int, world_size: int, timeout_s: float, listener: socket.socket | None = None
 ) -> ProcessGroupGloo:
-    """Join a group outside torch's global state. Rank 0 brings the listener; data stays on loopback if `address` is.
+    """Join a group outside torch's global state. Rank 0 brings the listener; data takes the way to `address`.
 
-    vLLM's own helper for this listens on every interface, and sends over the one that the host name resolves to.
+    vLLM's own helper for this listens on every interface, and sends over the one that the host name resolves to, which
+    may be loopback.
     """
     timeout = timedelta(seconds=timeout_s)
     store = TCPStore(
@@ -110,10 +115,8 @@ def _join(
     )
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
-    is_local = listener is not None or ipaddress.ip_address(address).is_loopback
-    options._devices = [
-        ProcessGroupGloo.create_device(hostname=address) if is_local else ProcessGroupGloo.create_default_device()
-    ]
+    own_address = address if listener is not None else address_towards(address)
+    options._devices = [ProcessGroupGloo.create_device(hostname=own_address)]
     return ProcessGroupGloo(store, rank, world_size, options)
 
 
@@ -240,15 +243,17 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
             world_size=info.world_size,
             timeout_s=info.timeout_s,
         )
-        executor = ThreadPoolExecutor(max_workers=1)
-        try:
-            workers = executor.submit(self.client.init_weight_transfer_engine, asdict(worker_info))
-            address, port = worker_info.master_address, worker_info.master_port
-            group = _join(address, port, 0, info.world_size, info.timeout_s, listener)
-            workers.result(timeout=info.timeout_s)
-        finally:
-            executor.shutdown(wait=False)
-        return group
+        workers = in_daemon_thread(lambda: self.client.init_weight_transfer_engine(asdict(worker_info)))
+        address, port = worker_info.master_address, worker_info.master_port
+        group = in_daemon_thread(lambda: _join(address, port, 0, info.world_size, info.timeout_s, listener))
+        # Not only the group: if an engine refuses, nobody would tell the group, which waits for the deadline.
+        both: list[Future[Any]] = [workers, group]
+        wait(both, timeout=info.timeout_s, return_when=FIRST_EXCEPTION)
+        if workers.done():
+            workers.result()
+        joined = group.result(timeout=info.timeout_s)
+        workers.result(timeout=info.timeout_s)
+        return joined
 
     def send_weights(self) -> None:
         """One round on every trainer rank: start, broadcast while the workers receive, finish."""
@@ -267,17 +272,14 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
             bucket_sizes=[len(bucket) for bucket in buckets],
         )
         self.client.start_weight_update()
-        executor = ThreadPoolExecutor(max_workers=1)
+        # Abandonable: workers that lost us sit in a collective until its own deadline.
+        receiving = in_daemon_thread(lambda: self.client.update_weights(asdict(update)))
         try:
-            receiving = executor.submit(self.client.update_weights, asdict(update))
             self._broadcast_all(self._group, buckets, receiving)
             receiving.result(timeout=self._info.timeout_s)
         except BaseException:
             self._group = None  # in what state it is nobody knows; the next round makes a new one
             raise
-        finally:
-            # Not waiting: workers that lost us sit in a collective until its own deadline.
-            executor.shutdown(wait=False)
         self.client.finish_weight_update()
 
     def _broadcast_all(
@@ -290,18 +292,29 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
                 bucket = _pack(pairs, metas)
             except BaseException:
                 # The workers wait for this bucket: they get it, empty and marked, so that they give up now.
-                _broadcast(group, _empty_bucket(metas)).wait()
+                with suppress(RuntimeError):  # or they are gone, which is not what went wrong first
+                    _broadcast(group, _empty_bucket(metas)).wait()
                 raise
             if in_flight is not None:
-                in_flight[0].wait()
+                _finish(in_flight[0], receiving)
             if receiving.done():
                 receiving.result()  # the workers gave up, and say why
             in_flight = (_broadcast(group, bucket), bucket)
         if in_flight is not None:
-            in_flight[0].wait()
+            _finish(in_flight[0], receiving)
 
     def shutdown(self) -> None:
         self._group = None
+
+
+def _finish(work: Work, receiving: Future[None]) -> None:
+    """Wait until a bucket is sent. Raises what the engines say, if it broke because one of them is gone."""
+    try:
+        work.wait()
+    except RuntimeError:
+        with suppress(TimeoutError):  # they still receive: the cause is on this side
+            receiving.result(timeout=CAUSE_WAIT_S)
+        raise
 
 
 def _pack(pairs: Iterator[tuple[str, torch.Tensor]], metas: Sequence[ParamMeta]) -> torch.Tensor:

@@ -98,7 +98,7 @@ class Sampler:
                     rollout = await run(
                         environment=self._make_environment(),
                         example=example,
-                        sampling=sampling,
+                        sampling=replace(sampling, affinity=(step, group_id)),
                         max_turns=self._max_turns,
                         rollout_id=rollout_id,
                         group_id=group_id,

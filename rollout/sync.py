@@ -2,12 +2,18 @@
 
 `WeightSync.push(version)` is one collective over the trainer's ranks, in phases:
 
-    pause the engine ─► send the weights ─► version, caches, resume ─► canary
+    pause the engines ─► send the weights ─► versions, caches, resume ─► canary
+
+There may be several engines. Their workers and the sender are one group, so each bucket is gathered and sent once,
+and every engine is asked for its version and its canary.
 
 Before a rank enters the next phase all ranks exchange how the last one went, over a process group of their own
 with a deadline. So one rank's failure becomes the same `SyncError` on all, and no rank waits in a gather for one
 that gave up. The transport is vLLM's own (`nccl`, `ipc`) or `rollout/gloo.py`; the weights come from
 `rollout/source.py`.
+
+From the moment at which weights may be half replaced until they are whole, the engine labels them with no version. So
+whoever samples from an engine that a failed sync left behind, this run or another client, is told not to.
 
 The canary is a short fixed sequence that engine and trainer both score. It runs on the resumed engine, because a
 paused vLLM engine scores nothing. It finds weights that are wrong, not weights that are one small update old: for
@@ -16,11 +22,10 @@ that the engine refuses updates in which parameters are missing, and the version
 
 from __future__ import annotations
 
+import asyncio
 import socket
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -29,12 +34,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from rollout.addresses import is_loopback, rendezvous_address
+from rollout.checksums import worst_groups
+from rollout.daemon import in_daemon_thread
 from rollout.errors import ConfigError, EngineError, SyncError
+from rollout.evidence import UNUSABLE_PREFIX
 
 if TYPE_CHECKING:
     from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
 
-    from rollout.embedded import EmbeddedEngine
+    from rollout.engine import SyncedEngine
 
 T = TypeVar("T")
 
@@ -46,11 +55,13 @@ CANARY_TOKENS = 24
 CANARY_THRESHOLD: Mapping[torch.dtype, float] = {torch.float32: 1e-2, torch.bfloat16: 1.0, torch.float16: 0.5}
 """Largest |Δ log π| that passes, by the engine's dtype. Measured noise on random models: 1e-5 in float32, 0.2 in
 bfloat16; with a head that was not reloaded: 2 to 10."""
+CALL_SHARE = 0.9
+"""Part of the deadline that one call to an engine may take: less than the whole, so that the engine is named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncReport:
-    """How one sync went. Times in seconds; on ranks without an engine only the gather is known."""
+    """How one sync went. Times in seconds; on ranks without engines only the gather is known."""
 
     version: int
     gather_s: float
@@ -58,10 +69,10 @@ class SyncReport:
     transfer_s: float
     """The rest of the sending, that gathering did not hide."""
     pause_s: float
-    """How long the engine sampled nothing."""
+    """How long the engines sampled nothing."""
     bytes: int
     canary_abs_diff: float
-    """Largest |Δ log π| over the canary's tokens; NaN if no canary was scored."""
+    """Largest |Δ log π| over the canary's tokens and the engines; NaN if no canary was scored."""
 
     @property
     def gb_per_s(self) -> float:
@@ -81,44 +92,44 @@ class SyncReport:
 
 
 class WeightSync:
-    """Keeps one engine per rank that has one at the weights of the module that the ranks train together.
+    """Keeps the engines at the weights of the module that the ranks train together.
 
-    Make it on every rank, with the same arguments but `engine`; making it is a collective. One per engine: a later
+    Make it on every rank, with the same arguments but `engines`; making it is a collective. One per engine: a later
     one takes the engine over from an earlier one.
 
     Args:
         module: the trained module as it is wrapped (see `ZeroSource`).
-        engine: this rank's engine, or None on ranks that only take part in the gather.
+        engines: this rank's engines; none on ranks that only take part in the gather.
         score_canary: the trainer's scores; None: no canary (the version is still checked).
         canary_ids: what is scored; None: fixed ids spread over the vocabulary, equal on all ranks.
         canary_threshold: largest |Δ log π|; None: by the engine's dtype.
         pause_mode: what happens to requests in flight: wait, keep or abort.
         bucket_bytes: gathered and sent at once.
         deadline_s: of every phase; then every rank raises.
-        address: where the gloo and nccl transports meet; loopback unless the engine has workers elsewhere.
+        address: this machine's, where the gloo and nccl transports meet; None: loopback if all engines are on this
+            machine, else the address that reaches them.
     """
 
     def __init__(
         self,
         *,
         module: nn.Module,
-        engine: EmbeddedEngine | None,
+        engines: Sequence[SyncedEngine] = (),
         score_canary: ScoreCanary | None = None,
         canary_ids: Sequence[int] | None = None,
         canary_threshold: float | None = None,
         pause_mode: str = "wait",
         bucket_bytes: int = 512 * 2**20,
         deadline_s: float = 300.0,
-        address: str = "127.0.0.1",
+        address: str | None = None,
     ) -> None:
         if deadline_s <= 0:
             raise ConfigError(f"the sync deadline must be positive, found {deadline_s} s")
-        self._engine = engine
         self._deadline_s = deadline_s
         self._pause_mode = pause_mode
         self._score_canary = score_canary
         self._ranks = _Ranks(deadline_s)
-        facts = self._ranks.agree("describing the engine", lambda: _describe(engine))
+        facts = self._ranks.agree("describing the engines", lambda: _describe(engines))
         described = next((fact for fact in facts if fact is not None), None)
         if described is None:
             raise SyncError("weight sync: no rank has an engine")
@@ -130,48 +141,44 @@ class WeightSync:
 
         self._source = ZeroSource(module, dtype=dtype, bucket_bytes=bucket_bytes)
         self._bytes = sum(meta.dtype.itemsize * _numel(meta.shape) for meta in self._source.metadata())
-        self._client = _Client(engine, deadline_s)
+        self._engines = _Engines(engines, deadline_s, loads_late=self._backend == "gloo")
         self._transport = self._ranks.agree(
-            "connecting to the engine", lambda: self._connect(address, bucket_bytes), own=True
+            "connecting to the engines", lambda: self._connect(address, bucket_bytes), own=True
         )
 
     def push(self, version: int) -> SyncReport:
         """Give the engine the module's current weights under this version. A collective over the ranks.
 
         Raises:
-            SyncError: on every rank, if any rank failed or missed the deadline, or the canary is off. The engine
-                must not sample again; it is left paused where it still answers.
+            SyncError: on every rank, if any rank failed or missed the deadline, or the canary is off. The engines
+                must not sample again; they are left paused where they still answer.
         """
         phase = self._ranks.agree
-        self._client.version = str(version)
+        self._engines.version = str(version)
         started = time.perf_counter()
-        phase("pausing the engine", self._pause)
+        phase("pausing the engines", lambda: self._engines.all(lambda engine: engine.pause(self._pause_mode)))
         paused = time.perf_counter()
         phase("sending the weights", self._send)
         sent = time.perf_counter()
-        phase("resuming the engine", lambda: self._resume(version))
+        phase("resuming the engines", lambda: self._engines.all(lambda engine: self._release(engine, version)))
         pause_s = time.perf_counter() - started
         gather_s = self._source.gather_s
-        canary = phase("scoring the canary", self._score_both, own=True)
-        phase("checking the canary", lambda: self._check_canary(version, canary))
+        diffs = phase("scoring the canary", self._score_both, own=True)
+        if any(phase("checking the canary", lambda: self._wrong_engines(diffs))):
+            phase("comparing checksums", lambda: self._blame(version, diffs))
         return SyncReport(
             version=version,
             gather_s=gather_s,
             transfer_s=max(0.0, sent - paused - gather_s),
             pause_s=pause_s,
             bytes=self._bytes,
-            canary_abs_diff=canary,
+            canary_abs_diff=max(diffs.values(), default=float("nan")),
         )
 
     def close(self) -> None:
-        """Leave the transport and the ranks' process group; the engine goes on."""
+        """Leave the transport and the ranks' process group; the engines go on."""
         self._transport.shutdown()
         self._ranks.close()
-
-    def _pause(self) -> None:
-        if self._engine is not None:
-            # A drain takes as long as the longest request, which has a deadline of its own.
-            self._client.call(lambda engine: engine.pause(self._pause_mode))
 
     def _send(self) -> None:
         try:
@@ -180,51 +187,76 @@ class WeightSync:
             self._source.drain()  # the other ranks are in a gather that needs this one
             raise
 
-    def _resume(self, version: int) -> None:
-        if self._engine is not None:
-            # Pausing cleared the cache; requests that arrived since must not have filled it with old prefixes.
-            self._client.call(lambda engine: engine.reset_prefix_cache())
-            found = self._client.call(lambda engine: engine.weight_version())
-            if found != version:
-                raise SyncError(f"the engine says that its weights are version {found}, version {version} was sent")
-            self._client.call(lambda engine: engine.resume())
+    async def _release(self, engine: SyncedEngine, version: int) -> None:
+        # Pausing cleared the cache; requests that arrived since must not have filled it with old prefixes.
+        await engine.reset_prefix_cache()
+        found = await engine.weight_version()
+        if found != version:
+            raise SyncError(f"{engine.name} says that its weights are version {found}, version {version} was sent")
+        await engine.resume()
 
-    def _score_both(self) -> float:
-        """Largest |Δ log π| on this rank's engine; NaN without a canary or an engine."""
+    def _score_both(self) -> dict[str, float]:
+        """Largest |Δ log π| of each of this rank's engines, by name; empty without a canary."""
         if self._score_canary is None:
-            return float("nan")
+            return {}
         with torch.no_grad():
             trained = torch.tensor(self._score_canary(list(self._canary_ids)), dtype=torch.float64)
-        if self._engine is None:
-            return float("nan")
-        sampled = torch.tensor(self._client.call(lambda engine: engine.score(self._canary_ids)), dtype=torch.float64)
-        if trained.shape != sampled.shape:
-            raise SyncError(f"canary: the trainer scored {len(trained)} tokens, the engine {len(sampled)}")
-        return (trained - sampled).abs().max().item()
 
-    def _check_canary(self, version: int, diff: float) -> None:
-        if self._score_canary is None or self._engine is None or diff <= self._canary_threshold:
-            return  # written so that a NaN difference fails
-        self._client.call(lambda engine: engine.pause("abort"))
+        async def diff(engine: SyncedEngine) -> float:
+            sampled = torch.tensor(await engine.score(self._canary_ids), dtype=torch.float64)
+            if trained.shape != sampled.shape:
+                raise SyncError(f"canary: the trainer scored {len(trained)} tokens, {engine.name} {len(sampled)}")
+            return (trained - sampled).abs().max().item()
+
+        return dict(zip(self._engines.names, self._engines.all(diff), strict=True))
+
+    def _wrong_engines(self, diffs: Mapping[str, float]) -> list[str]:
+        """Names of this rank's engines whose canary is off; they are paused."""
+        # Written so that a NaN difference is wrong.
+        wrong = [name for name, diff in diffs.items() if not diff <= self._canary_threshold]
+        if wrong:
+            self._engines.all(lambda engine: engine.pause("abort"))
+        return wrong
+
+    def _blame(self, version: int, diffs: Mapping[str, float]) -> None:
+        """Raise the error of a canary that is off, with the weights that differ. Every rank takes part in a gather."""
+        wrong = self._wrong_engines(diffs)
+        if not wrong:
+            for _ in self._source:
+                pass
+            return
+        sums = dict(zip(self._engines.names, self._engines.all(lambda engine: engine.weight_checksums()), strict=True))
+        where = worst_groups(self._source, sums[wrong[0]])
+        differences = ", ".join(f"{name} by {diffs[name]:.3g}" for name in wrong)
         raise SyncError(
-            f"after the sync to version {version} engine and trainer differ by {diff:.3g} in log π of the canary, "
-            f"expected at most {self._canary_threshold:g}: the engine does not compute with the trained weights"
+            f"after the sync to version {version} the log π of the canary differ from the trainer's: {differences}, "
+            f"expected at most {self._canary_threshold:g}: what differs does not compute with the trained weights "
+            f"({wrong[0]}: {where})"
         )
 
-    def _connect(self, address: str, bucket_bytes: int) -> TrainerWeightTransferEngine[Any]:
+    def _connect(self, address: str | None, bucket_bytes: int) -> TrainerWeightTransferEngine[Any]:
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 
         from rollout.plugin import register
 
         register()
         return WeightTransferTrainerFactory.trainer_init(
-            self._init_info(address, bucket_bytes), client=self._client, source=self._source
+            self._init_info(address, bucket_bytes), client=self._engines, source=self._source
         )
 
-    def _init_info(self, address: str, bucket_bytes: int) -> TrainerInitInfo:
-        """vLLM's own settings of the transport. Each rank with an engine is the sender (rank 0) to that engine."""
-        rank = 0 if self._engine is not None else 1
-        world_size = 1 + (self._engine.num_workers if self._engine is not None else 0)
+    def _init_info(self, address: str | None, bucket_bytes: int) -> TrainerInitInfo:
+        """vLLM's own settings of the transport. A rank with engines is the sender (rank 0) to all of their workers."""
+        rank = 0 if self._engines.hosts else 1
+        world_size = 1 + self._engines.num_workers
+        hosts = self._engines.hosts
+        if address is None:
+            address = rendezvous_address(hosts)
+        elsewhere = [host for host in hosts if not is_loopback(host)]
+        if elsewhere and is_loopback(address):
+            raise ConfigError(
+                f"sync.address={address} is loopback, where the engine on {elsewhere[0]} cannot reach this machine; "
+                "set sync.address=null, or to an address of this machine that it reaches"
+            )
         largest = max(meta.dtype.itemsize * _numel(meta.shape) for meta in self._source.metadata())
         buffer_bytes = max(bucket_bytes, largest)  # vLLM refuses a tensor that is larger than its buffer
         if self._backend == "gloo":
@@ -248,46 +280,87 @@ class WeightSync:
                 packed_buffer_size_bytes=buffer_bytes,
             )
         if self._backend == "ipc":
+            if len(hosts) > 1:
+                raise ConfigError(
+                    "CUDA IPC reaches one engine on the trainer's own GPU; start servers with "
+                    '--weight-transfer-config \'{"backend": "nccl"}\''
+                )
             from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
             return IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=buffer_bytes)
         raise ConfigError(f"weight transfer must be gloo, nccl or ipc, found {self._backend!r}")
 
 
-class _Client:
-    """vLLM's control plane for one engine in this process: synchronous calls with a deadline.
+class _Engines:
+    """vLLM's control plane for the engines of this rank: synchronous calls to all of them at once, with a deadline.
 
-    Implements vLLM's `VLLMWeightSyncClient`. On ranks without an engine it exists, and nothing may call it.
+    Implements vLLM's `VLLMWeightSyncClient`. On ranks without engines it exists, and its calls do nothing.
     """
 
-    def __init__(self, engine: EmbeddedEngine | None, deadline_s: float) -> None:
-        self._engine = engine
-        self._deadline_s = deadline_s
-        self.version: str | None = None
-        """Given to the engine when an update finishes: vLLM's transports do not pass one."""
+    def __init__(self, engines: Sequence[SyncedEngine], deadline_s: float, *, loads_late: bool) -> None:
+        """loads_late: the transport stages what it receives, and replaces weights in `finish_weight_update`."""
+        self._engines = tuple(engines)
+        self._limit_s = CALL_SHARE * deadline_s
+        self._loads_late = loads_late
+        self.version = ""
+        """Given to the engines when an update finishes: vLLM's transports do not pass one."""
 
-    def call(self, method: Callable[[EmbeddedEngine], Any]) -> Any:
-        assert self._engine is not None, "a rank without an engine called one"
-        return self._engine.loop.run(method(self._engine), timeout=self._deadline_s)
+    @property
+    def names(self) -> list[str]:
+        return [engine.name for engine in self._engines]
+
+    @property
+    def hosts(self) -> list[str]:
+        return [engine.host for engine in self._engines]
+
+    @property
+    def num_workers(self) -> int:
+        return sum(engine.num_workers for engine in self._engines)
+
+    def all(self, act: Callable[[SyncedEngine], Coroutine[Any, Any, T]]) -> list[T]:
+        """The results of `act` on every engine, at the same time. Raises what the first engine to fail raised."""
+        if not self._engines:
+            return []
+
+        async def one(engine: SyncedEngine) -> T:
+            try:
+                return await asyncio.wait_for(act(engine), self._limit_s)
+            except TimeoutError:
+                raise EngineError(
+                    f"{engine.name} gave no answer within {self._limit_s:g} s: it hangs, or sync.timeout_s is too short"
+                ) from None
+
+        async def together() -> list[T]:
+            return await asyncio.gather(*map(one, self._engines))
+
+        return self._engines[0].loop.run(together())
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
-        self._rpc("init_weight_transfer_engine", WeightTransferInitRequest(init_info))
+        """Each engine's workers get the ranks after those of the engine before it."""
+        offsets, workers_before = {}, 0
+        for engine in self._engines:
+            offsets[engine.name] = (
+                {"rank_offset": init_info["rank_offset"] + workers_before} if ("rank_offset" in init_info) else {}
+            )
+            workers_before += engine.num_workers
+        self.all(lambda engine: engine.init_weight_transfer({**init_info, **offsets[engine.name]}))
 
     def start_weight_update(self) -> None:
-        self._rpc("start_weight_update")
+        if not self._loads_late:
+            self._disown()
+        self.all(lambda engine: engine.start_weight_update())
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        self._rpc("update_weights", WeightTransferUpdateRequest(update_info))
+        self.all(lambda engine: engine.update_weights(update_info))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._rpc("finish_weight_update", weight_version or self.version)
+        if self._loads_late:
+            self._disown()
+        self.all(lambda engine: engine.finish_weight_update(weight_version or self.version))
 
-    def _rpc(self, name: str, *arguments: object) -> None:
-        self.call(lambda engine: engine.control(name, *arguments))
+    def _disown(self) -> None:
+        """Label the weights as no version until they are whole: what they would sample is refused everywhere."""
+        self.all(lambda engine: engine.label_weights(UNUSABLE_PREFIX + self.version))
 
 
 class _Ranks:
@@ -312,7 +385,7 @@ class _Ranks:
         """
         result, error = None, None
         try:
-            result = _within(self._deadline_s, act)
+            result = in_daemon_thread(act).result(timeout=self._deadline_s)
         except Exception as caught:  # every kind of failure must reach the other ranks
             error = caught
         text = None if error is None else _describe_error(error, self._deadline_s)
@@ -341,33 +414,24 @@ class _Ranks:
             self._group = None
 
 
-def _within(deadline_s: float, act: Callable[[], T]) -> T:
-    """Run on a thread that is abandoned at the deadline: a collective whose peer is gone cannot be interrupted."""
-    future: Future[T] = Future()
-    device = torch.cuda.current_device() if torch.cuda.is_available() else None
-
-    def run() -> None:
-        try:
-            if device is not None:
-                torch.cuda.set_device(device)  # the current device belongs to a thread
-            future.set_result(act())
-        except BaseException as error:  # carried to the waiting thread, whatever it is
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="lockstep-sync", daemon=True).start()
-    return future.result(timeout=deadline_s)
-
-
 def _describe_error(error: Exception, deadline_s: float) -> str:
     if isinstance(error, TimeoutError):
-        return f"no answer within {deadline_s:g} s (rollout.sync_deadline_s)"
+        return f"no answer within {deadline_s:g} s (sync.timeout_s)"
     if isinstance(error, EngineError | SyncError):
         return str(error)
     return f"{type(error).__name__}: {error}"
 
 
-def _describe(engine: EmbeddedEngine | None) -> tuple[str, torch.dtype, int] | None:
-    return None if engine is None else (engine.weight_transfer_backend, engine.dtype, engine.vocab_size)
+def _describe(engines: Sequence[SyncedEngine]) -> tuple[str, torch.dtype, int] | None:
+    """What all engines must have in common."""
+    facts = [(engine.weight_transfer_backend, engine.dtype, engine.vocab_size) for engine in engines]
+    for engine, found in zip(engines, facts, strict=True):
+        if found != facts[0]:
+            raise ConfigError(
+                f"{engine.name} has (weight transfer, dtype, vocabulary) {found}, {engines[0].name} {facts[0]}; start "
+                "all servers with the same settings"
+            )
+    return facts[0] if facts else None
 
 
 def _spread_ids(vocab_size: int) -> list[int]:

@@ -2,6 +2,7 @@
 
     python scripts/serve.py model.path=runs/latest/model
     python scripts/serve.py model.path=... gateway.port=8000 gateway.model_name=mine rollout.max_tokens_per_turn=256
+    python scripts/serve.py model.path=... rollout.engine=server rollout.urls=[http://127.0.0.1:8001]
 
 Prints the base URL and the key for any OpenAI client. What is exact and what is refused: docs/gateway.md.
 The settings are those of training (trainer/config.py), so what is sampled here is what training would sample.

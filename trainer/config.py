@@ -164,7 +164,18 @@ class RewardConfig:
 
 @dataclass
 class RolloutConfig:
-    engine: str = setting("embedded", "embedded: vLLM in the process of rank 0", choices=("embedded",))
+    engine: str = setting(
+        "embedded",
+        "embedded: vLLM in the process of rank 0; server: vLLM servers at rollout.urls",
+        choices=("embedded", "server"),
+    )
+    urls: list[str] = setting([], "engine=server: addresses of the servers, http://<host>:<port>")
+    api_key_env: str | None = setting(
+        "LOCKSTEP_ENGINE_KEY", "environment variable with the key of the servers; null: they are open to everybody"
+    )
+    silence_timeout_s: float = setting(
+        60.0, "engine=server: a server that answers nothing for this long while requests wait is taken for dead [s]"
+    )
     prompts_per_step: int = setting(16, "prompts per rollout batch, over all ranks")
     samples_per_prompt: int = setting(8, "rollouts per prompt (the group size G)")
     temperature: float = setting(1.0, "sampling temperature; the trainer divides logits by the same")
@@ -208,7 +219,11 @@ class SyncConfig:
     canary_threshold: float | None = setting(
         None, "largest |logp engine - logp trainer| of the canary; null: by the engine's dtype [nats]"
     )
-    timeout_s: float = setting(300.0, "deadline of one sync on all ranks [s]")
+    timeout_s: float = setting(300.0, "deadline of each phase of a sync, on all ranks [s]")
+    address: str | None = setting(
+        None,
+        "engine=server: this machine's address, where servers fetch the weights; null: the one that reaches them",
+    )
 
 
 @dataclass
@@ -402,6 +417,13 @@ class GatewayConfig:
 
 
 @dataclass
+class ServerConfig:
+    host: str = setting("127.0.0.1", "address a server listens on; others than loopback can be reached by others")
+    port: int = setting(8000, "port of the server")
+    vllm_args: list[str] = setting([], "further arguments of vLLM's server, for example [--tensor-parallel-size,2]")
+
+
+@dataclass
 class Config:
     seed: int = setting(0, "of data order, sampling and initialisation")
     updates: int = setting(80, "optimizer updates of the whole run")
@@ -440,6 +462,7 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     hub: HubConfig = field(default_factory=HubConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
 
     def heldout_sets(self) -> dict[str, DataSetConfig]:
         """Held-out data sets by name, with everything filled in that they inherit; data.heldout_path has no name."""

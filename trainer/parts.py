@@ -2,25 +2,84 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 
 import torch
+from transformers import AutoConfig
 
 from rewards import FaultTolerance, Isolation, Outcome, RewardSet, make_reward_set
 from rollout.chat import Chat
 from rollout.embedded import EmbeddedEngine
 from rollout.engine import Engine, Sampling
 from rollout.environments import make_environment
+from rollout.errors import ConfigError
 from rollout.gateway import GatewaySettings
 from rollout.loop import BackgroundLoop
+from rollout.pool import EnginePool
+from rollout.remote import RemoteEngine
 from rollout.sampler import Sampler
 from trainer.config import Config
 from trainer.policy import Policy
 
 
-def start_engine(config: Config, *, loop: BackgroundLoop, log_path: Path) -> EmbeddedEngine:
-    """vLLM with the model of the configuration; raises `EngineError` with the end of its log if it does not start."""
+def start_engine(config: Config, *, loop: BackgroundLoop, log_path: Path) -> EnginePool:
+    """The engines of the configuration: vLLM in this process, or connections to servers.
+
+    Raises `EngineError`: vLLM does not start (with the end of its log), or a server is not there.
+    """
+    if config.rollout.engine == "server":
+        return EnginePool(_connect(config, loop=loop))
+    return EnginePool([_embedded(config, loop=loop, log_path=log_path)])
+
+
+def _connect(config: Config, *, loop: BackgroundLoop) -> list[RemoteEngine]:
+    settings = config.rollout
+    model = AutoConfig.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    engines = [
+        RemoteEngine.connect(
+            url,
+            loop=loop,
+            vocab_size=model.get_text_config().vocab_size,
+            api_key=engine_key(settings.api_key_env),
+            request_timeout_s=settings.request_timeout_s,
+            start_timeout_s=settings.start_timeout_s,
+            silence_timeout_s=settings.silence_timeout_s,
+        )
+        for url in settings.urls
+    ]
+    for engine in engines:
+        dtype = str(engine.dtype).removeprefix("torch.")
+        if dtype != config.model.dtype:
+            raise ConfigError(
+                f"{engine.name} computes in {dtype}, the trainer in {config.model.dtype}; restart it with "
+                f"--dtype {config.model.dtype}, or set model.dtype={dtype}"
+            )
+        if engine.max_model_len < settings.max_model_len:
+            raise ConfigError(
+                f"{engine.name} has a context of {engine.max_model_len} tokens, expected {settings.max_model_len}; "
+                f"restart it with --max-model-len {settings.max_model_len}, or set "
+                f"rollout.max_model_len={engine.max_model_len}"
+            )
+        engine.max_model_len = settings.max_model_len
+    return engines
+
+
+def engine_key(variable: str | None) -> str | None:
+    """The key of the servers. Raises `ConfigError` if it should be in the environment and is not."""
+    if variable is None:
+        return None
+    if not os.environ.get(variable):
+        raise ConfigError(
+            f"the key of the vLLM servers is expected in the environment variable {variable}, which is not set; "
+            f"`export {variable}=$(openssl rand -hex 32)` for servers and trainer alike, or set rollout.api_key_env="
+            "null for servers without a key"
+        )
+    return os.environ[variable]
+
+
+def _embedded(config: Config, *, loop: BackgroundLoop, log_path: Path) -> EmbeddedEngine:
     settings = config.rollout
     return EmbeddedEngine.start(
         config.model.path,

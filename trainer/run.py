@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from rollout.embedded import EmbeddedEngine
 from rollout.loop import BackgroundLoop
+from rollout.pool import EnginePool
 from rollout.store import write_rollouts
 from rollout.sync import WeightSync
 from trainer import checkpoint
@@ -203,23 +203,25 @@ class Run:
             return None
         return Evaluator(self._config, sampler=self._sampler, rewards=self._rewards, loop=self._loop, chat=self._chat)
 
-    def _start_engine(self) -> EmbeddedEngine | None:
+    def _start_engine(self) -> EnginePool | None:
         """On rank 0; None elsewhere."""
         if not self._distributed.is_main:
             return None
-        self._console.say("starting the engine ...")
+        urls = ", ".join(self._config.rollout.urls)
+        self._console.say(f"waiting for the engines at {urls} ..." if urls else "starting the engine ...")
         return start_engine(self._config, loop=self._loop, log_path=self._directory.logs / "engine.log")
 
     def _make_sync(self) -> WeightSync:
         settings = self._config.sync
         return WeightSync(
-            engine=self._engine,
+            engines=self._engine.members if self._engine else (),
             module=policy_of(self._distributed.unwrapped).model,
             score_canary=self._updater.logprobs,
             canary_threshold=settings.canary_threshold,
             pause_mode=self._config.pause_mode,
             bucket_bytes=int(settings.bucket_mib * 2**20),
             deadline_s=settings.timeout_s,
+            address=settings.address,
         )
 
     # Life of a run

@@ -20,7 +20,9 @@ def run(config: Config) -> None:
         signal.signal(number, lambda *_: stop.set())
     settings = make_gateway_settings(config)
     with tempfile.TemporaryDirectory(prefix="lockstep-serve-") as logs, BackgroundLoop() as loop:
-        print(f"starting the engine with {config.model.path} ...", flush=True)
+        urls = ", ".join(config.rollout.urls)
+        waiting = f"waiting for {urls} ..." if urls else f"starting the engine with {config.model.path} ..."
+        print(waiting, flush=True)
         engine = start_engine(config, loop=loop, log_path=Path(logs) / "engine.log")
         try:
             chat = make_chat(config)

@@ -9,7 +9,7 @@ from trainer.config import Config
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "grpo_passk")
 """Advantages that compare a rollout with the others of its group."""
 MAX_SUPPORT = 20
-"""rollout.embedded.MAX_SUPPORT, which cannot be imported before torch may be; a test holds them equal."""
+"""rollout.evidence.MAX_SUPPORT, which cannot be imported before torch may be; a test holds them equal."""
 
 
 def algorithm_problems(config: Config) -> Iterator[str]:

@@ -96,6 +96,7 @@ def _ranges(config: Config) -> Iterator[str]:
         "rollout.kv_cache_gib": config.rollout.kv_cache_gib,
         "rollout.request_timeout_s": config.rollout.request_timeout_s,
         "rollout.start_timeout_s": config.rollout.start_timeout_s,
+        "rollout.silence_timeout_s": config.rollout.silence_timeout_s,
         "sync.bucket_mib": config.sync.bucket_mib,
         "sync.timeout_s": config.sync.timeout_s,
         "reward.timeout_s": config.reward.timeout_s,
@@ -128,6 +129,8 @@ def _ranges(config: Config) -> Iterator[str]:
     for name, value in not_negative.items():
         if value < 0:
             yield f"{name}={value} must not be negative; set {name}=0 to switch it off"
+    if not 1 <= config.server.port <= 65535:
+        yield f"server.port={config.server.port} is not a port; set server.port=8000"
     if not 0 <= config.gateway.port <= 65535:
         yield f"gateway.port={config.gateway.port} is not a port; set gateway.port=0 for any that is free"
     if len(config.optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in config.optimizer.betas):

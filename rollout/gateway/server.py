@@ -17,8 +17,9 @@ import hmac
 import logging
 import re
 import secrets
+import zlib
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from aiohttp import web
@@ -199,7 +200,8 @@ class Gateway:
                     kind="requests",
                     code="too_many_sessions",
                 )
-            self._named[name] = Session(name, offered=self._offered)
+            affinity = (zlib.crc32(name.encode()),)  # its turns extend each other
+            self._named[name] = Session(name, offered=[replace(one, affinity=affinity) for one in self._offered])
         return self._named[name]
 
     # Routes

@@ -61,7 +61,7 @@ def _serve(directory: Path, *, tied: bool) -> Iterator[Served]:
         model = tiny_qwen3(tied=tied)
         sync = WeightSync(
             module=model,
-            engine=engine,
+            engines=[engine],
             score_canary=lambda ids: sampled_logprobs(model, tuple(ids[:1]), tuple(ids[1:])),
             deadline_s=60,
         )

@@ -59,7 +59,9 @@ def main(directory: Path) -> None:
             kv_cache_gib=0.0625,
             num_threads=1,
         )
-    sync = WeightSync(module=trained, engine=engine, score_canary=score, bucket_bytes=BUCKET_BYTES, deadline_s=60)
+    sync = WeightSync(
+        module=trained, engines=[engine] if engine else [], score_canary=score, bucket_bytes=BUCKET_BYTES, deadline_s=60
+    )
     seen["syncs"] = []
     for version in (1, 2):
         report = sync.push(version)

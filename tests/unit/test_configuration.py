@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 
-import rollout.embedded
+import rollout.evidence
 from rollout.errors import ConfigError
 from trainer.config import Config
 from trainer.launch import CONFIG_DIR, launch, schema, to_config
@@ -168,7 +168,7 @@ def test_a_contradiction_names_the_override_that_ends_it(
 
 def test_a_truncated_support_is_accepted_when_it_is_replayed(complete: tuple[str, ...]) -> None:
     validate(composed(*complete, "rollout.top_k=20", "rollout.top_p=0.9", "rollout.replay_support=true"))
-    assert MAX_SUPPORT == rollout.embedded.MAX_SUPPORT
+    assert MAX_SUPPORT == rollout.evidence.MAX_SUPPORT
 
 
 def test_all_problems_are_reported_at_once(complete: tuple[str, ...]) -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from rollout.embedded import EmbeddedEngine
 from rollout.errors import ConfigError
 from rollout.loop import BackgroundLoop
+from rollout.pool import EnginePool
 from trainer.config import Config
 from trainer.diagnosis.bench import Bench, EngineScores
 from trainer.diagnosis.cases import Case, sample_cases, saved_cases
@@ -80,7 +80,7 @@ def diagnose(config: Config, options: Options, console: Console) -> Diagnosis:
             loop.run(engine.close())
 
 
-def sample(config: Config, engine: EmbeddedEngine) -> list[Case]:
+def sample(config: Config, engine: EnginePool) -> list[Case]:
     return engine.loop.run(sample_cases(config, engine=engine, chat=make_chat(config)))
 
 

@@ -1,0 +1,125 @@
+"""Where servers are is checked before anything starts; how a server is started is what the docs and the run expect."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+import pytest
+
+from rollout.addresses import address_towards, is_loopback, rendezvous_address
+from rollout.errors import ConfigError, SyncError
+from rollout.server_guard import RequireKey
+from trainer.config import Config
+from trainer.engine_server import command, shown
+from trainer.parts import engine_key
+from trainer.validate_engines import engine_problems
+
+URL = "http://10.0.0.7:8000"
+
+
+def config(*urls: str, engine: str = "server", **changes: Any) -> Config:
+    made = Config()
+    made.rollout.engine, made.rollout.urls = engine, list(urls)
+    for name, value in changes.items():
+        section, _, field = name.partition("__")
+        setattr(getattr(made, section), field, value)
+    return made
+
+
+def test_good_settings_pass():
+    assert list(engine_problems(Config())) == []
+    assert list(engine_problems(config(URL, "https://engine-2:8443/"))) == []
+    assert list(engine_problems(config("http://[::1]:8000", sync__address="127.0.0.1"))) == []
+
+
+@pytest.mark.parametrize(
+    ("made", "expected"),
+    [
+        (config(), "set rollout.urls=[http://127.0.0.1:8000]"),
+        (config(URL, engine="embedded"), "set rollout.engine=server, or rollout.urls=[]"),
+        (config("10.0.0.7:8000"), "is no address of a server"),
+        (config("http://10.0.0.7"), "has no port"),
+        (config("http://10.0.0.7:http"), "cannot be read"),
+        (config("http://10.0.0.7:8000/v1"), "has more than host and port"),
+        (config("http://me:secret@10.0.0.7:8000"), "keys belong into the environment"),
+        (config(URL, URL), "twice"),
+        (config(URL, sync__address="127.0.0.1"), "set sync.address=null"),
+        (config(engine="embedded", sync__address="10.0.0.1"), "set sync.address=null"),
+        (config(URL, server__host="0.0.0.0", rollout__api_key_env=None), "server.host=127.0.0.1"),
+    ],
+)
+def test_a_contradiction_names_the_override(made: Config, expected: str):
+    (problem,) = engine_problems(made)
+    assert expected in problem
+
+
+def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("LOCKSTEP_ENGINE_KEY", raising=False)
+    with pytest.raises(ConfigError, match=r"export LOCKSTEP_ENGINE_KEY=.*rollout\.api_key_env=null"):
+        engine_key("LOCKSTEP_ENGINE_KEY")
+    monkeypatch.setenv("LOCKSTEP_ENGINE_KEY", "k")
+    assert engine_key("LOCKSTEP_ENGINE_KEY") == "k"
+    assert engine_key(None) is None
+
+
+def test_a_server_is_started_on_loopback_and_guarded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("LOCKSTEP_ENGINE_KEY", "do-not-show-this")
+    words = command(config())
+    assert words[words.index("--host") + 1] == "127.0.0.1"
+    middleware = [words[index + 1] for index, word in enumerate(words) if word == "--middleware"]
+    assert middleware == ["rollout.server_generate.CompactGenerate", "rollout.server_guard.RequireKey"]
+    assert words[words.index("--logprobs-mode") + 1] == "processed_logprobs"
+    assert "--no-enable-chunked-prefill" in words
+    line = shown(config())
+    assert "VLLM_SERVER_DEV_MODE=1" in line
+    assert "VLLM_API_KEY=$LOCKSTEP_ENGINE_KEY" in line
+    assert "do-not-show-this" not in line
+    assert "rollout.server_guard.RequireKey" not in command(config(rollout__api_key_env=None))
+
+
+def test_the_guard_lets_nobody_in_without_the_key(monkeypatch: pytest.MonkeyPatch):
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send("reached")
+
+    def answers(scope: dict[str, Any]) -> list[Any]:
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        asyncio.run(guard({"headers": [], **scope}, None, send))  # type: ignore[arg-type]
+        return sent
+
+    monkeypatch.setenv("VLLM_API_KEY", "key")
+    guard = RequireKey(app)
+    good, bad = [(b"authorization", b"Bearer key")], [(b"Authorization", b"Bearer kez")]
+    assert answers({"type": "lifespan"}) == ["reached"]
+    assert answers({"type": "http", "path": "/health"}) == ["reached"]
+    assert answers({"type": "http", "path": "/pause", "headers": good}) == ["reached"]
+    for headers in ([], bad):
+        assert answers({"type": "http", "path": "/health/../pause", "headers": headers})[0]["status"] == 401
+    assert answers({"type": "websocket", "path": "/v1/realtime"})[0]["type"] == "websocket.close"
+    monkeypatch.delenv("VLLM_API_KEY")
+    with pytest.raises(RuntimeError, match="VLLM_API_KEY"):
+        RequireKey(app)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost"])
+def test_loopback_is_recognised(host: str):
+    assert is_loopback(host)
+
+
+def test_workers_elsewhere_are_met_on_the_address_that_reaches_them(monkeypatch: pytest.MonkeyPatch):
+    assert rendezvous_address(["127.0.0.1", "localhost"]) == "127.0.0.1"
+    monkeypatch.setattr("rollout.addresses.address_towards", lambda host: f"towards {host}")
+    assert rendezvous_address(["127.0.0.1", "10.0.0.7", "10.0.0.8"]) == "towards 10.0.0.7"
+
+
+def test_the_address_is_that_of_the_interface_and_not_that_of_the_host_name(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: pytest.fail("a host name may resolve to loopback"))
+    assert address_towards("127.0.0.1") == "127.0.0.1"
+    assert address_towards("::1") == "::1"
+    with pytest.raises(SyncError, match=r"check rollout\.urls"):
+        address_towards("no-such-host.invalid")

@@ -1,0 +1,355 @@
+"""What a client of a vLLM server makes of answers that are wrong, late, cut off, or not from the weights of the run."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rollout import server_client
+from rollout.compact import encode
+from rollout.engine import Sampling
+from rollout.errors import ConfigError, EngineError, EvidenceError, RequestError
+from rollout.evidence import Answer
+from rollout.loop import BackgroundLoop
+from rollout.records import FinishReason, VersionSpan
+from rollout.remote import COMPACT, GENERATE, RemoteEngine
+from tests.fixtures.fake_server import (
+    KEY,
+    SERVER_INFO,
+    VOCAB_SIZE,
+    FakeServer,
+    breaks_off,
+    completion,
+    hangs_up,
+    raw,
+    says,
+    waits,
+)
+
+SAMPLING = Sampling(max_tokens=8, seed=1)
+
+
+class Connected:
+    """A fake server and the engine that is connected to it."""
+
+    def __init__(self, loop: BackgroundLoop, server: FakeServer, engine: RemoteEngine) -> None:
+        self.loop, self.server, self.engine = loop, server, engine
+
+    def generate(self, sampling: Sampling = SAMPLING, prompt: tuple[int, ...] = (5, 6)) -> Any:
+        return self.loop.run(self.engine.generate(prompt, sampling), timeout=30)
+
+
+@pytest.fixture
+def loop() -> Iterator[BackgroundLoop]:
+    with BackgroundLoop() as loop:
+        yield loop
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_client, "FIRST_PAUSE_S", 0.01)
+
+
+def start(loop: BackgroundLoop, stack: ExitStack, server: FakeServer) -> FakeServer:
+    context = server.running()
+    loop.run(context.__aenter__())
+    stack.callback(lambda: loop.run(context.__aexit__(None, None, None)))
+    return server
+
+
+@pytest.fixture
+def connected(loop: BackgroundLoop) -> Iterator[Connected]:
+    with ExitStack() as stack:
+        server = start(loop, stack, FakeServer())
+        engine = connect(loop, server)
+        stack.callback(lambda: loop.run(engine.close()))
+        yield Connected(loop, server, engine)
+
+
+def connect(loop: BackgroundLoop, server: FakeServer, **changes: Any) -> RemoteEngine:
+    settings = {"api_key": KEY, "vocab_size": VOCAB_SIZE, "request_timeout_s": 5.0, "start_timeout_s": 2.0}
+    return RemoteEngine.connect(server.url, loop=loop, **{**settings, "silence_timeout_s": 0.3, **changes})  # type: ignore[arg-type]
+
+
+def test_a_completion_becomes_a_record_with_its_evidence(connected: Connected) -> None:
+    call = connected.generate()
+    assert call.sampled_ids == (7, 8, 9)
+    assert call.sampled_logprobs == pytest.approx((-1.07, -1.08, -1.09))
+    assert call.version_spans == (VersionSpan(version=0, start=0, end=3),)
+    assert call.finish_reason is FinishReason.STOP
+    (path, body) = connected.server.requests[0]
+    assert path == GENERATE
+    assert body["token_ids"] == [5, 6]
+    assert body["sampling_params"]["seed"] == 1
+    assert body["sampling_params"]["logprobs"] == 0
+
+
+def test_the_engine_knows_what_the_server_says_about_itself(connected: Connected) -> None:
+    engine = connected.engine
+    assert (engine.max_model_len, engine.dtype, engine.num_workers) == (64, torch.float32, 1)
+    assert (engine.weight_transfer_backend, engine.host) == ("gloo", "127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [hangs_up, breaks_off, says({"error": {"message": "busy"}}, status=503), says("no", status=500)],
+    ids=["reset", "half an answer", "503", "500"],
+)
+def test_a_passing_trouble_is_retried_with_the_same_request(connected: Connected, trouble: Any) -> None:
+    connected.server.will(GENERATE, trouble, trouble, says(completion()))
+    assert connected.generate().sampled_ids == (7, 8, 9)
+    bodies = [body for _, body in connected.server.requests]
+    assert len(bodies) == 3
+    assert bodies[0] == bodies[1] == bodies[2]
+
+
+@pytest.mark.parametrize(
+    ("trouble", "says_why"),
+    [(hangs_up, "isconnected"), (says({"error": {"message": "EngineCore died"}}, status=500), "EngineCore died")],
+)
+def test_a_lasting_trouble_is_an_error_with_the_address_and_the_cause(
+    connected: Connected, trouble: Any, says_why: str
+) -> None:
+    connected.server.will(GENERATE, trouble)
+    with pytest.raises(EngineError, match=says_why) as raised:
+        connected.generate()
+    assert connected.server.url in str(raised.value)
+    assert f"tried {server_client.ATTEMPTS} times" in str(raised.value)
+    assert "resume" in str(raised.value)
+    assert len(connected.server.requests) == server_client.ATTEMPTS
+
+
+def test_a_request_that_fails_in_a_living_server_may_be_asked_again_later(connected: Connected) -> None:
+    connected.server.will(GENERATE, says("no", status=500))
+    with pytest.raises(RequestError):
+        connected.generate()
+    connected.server.will("/is_paused", says("no", status=500))  # its core is dead: no request will succeed
+    with pytest.raises(EngineError, match="HTTP 500") as raised:
+        connected.generate()
+    assert not isinstance(raised.value, RequestError)
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 422])
+def test_a_refusal_is_not_retried(connected: Connected, status: int) -> None:
+    connected.server.will(GENERATE, says({"error": {"message": "not like this"}}, status=status))
+    with pytest.raises(EngineError, match=f"HTTP {status}: not like this"):
+        connected.generate()
+    assert len(connected.server.requests) == 1
+
+
+def test_a_server_without_the_route_says_which_flag_is_missing(connected: Connected) -> None:
+    connected.server.will(GENERATE, says({"error": {"message": "Not Found"}}, status=404))
+    with pytest.raises(EngineError, match="--enable-scale-out"):
+        connected.generate()
+    connected.server.will("/pause", says({"error": {"message": "Not Found"}}, status=404))
+    with pytest.raises(EngineError, match="VLLM_SERVER_DEV_MODE=1"):
+        connected.loop.run(connected.engine.pause("wait"))
+
+
+def test_a_step_of_a_weight_update_is_never_repeated(connected: Connected) -> None:
+    connected.server.will("/update_weights", says("no", status=500))
+    with pytest.raises(EngineError, match="failed: HTTP 500"):
+        connected.loop.run(connected.engine.update_weights({"names": []}))
+    assert [path for path, _ in connected.server.requests] == ["/update_weights"]
+
+
+def wrong(**changes: Any) -> Any:
+    return says(completion(**changes))
+
+
+LOGPROBS = completion()["choices"][0]["logprobs"]["content"]
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        (raw(b'{"choices": [{"token_ids": [7, 8'), "not JSON"),
+        (says([1, 2]), "not one completion"),
+        (says({"choices": []}), "not one completion"),
+        (wrong(logprobs=None), "not one completion"),
+        (wrong(logprobs={"content": LOGPROBS[:2]}), "not of the 3 sampled tokens"),
+        (wrong(logprobs={"content": LOGPROBS[::-1]}), "not of the 3 sampled tokens"),
+        (wrong(logprobs={"content": [*LOGPROBS[:2], {**LOGPROBS[2], "logprob": -9999.0}]}), "logprob -9999"),
+        (wrong(logprobs={"content": [*LOGPROBS[:2], {**LOGPROBS[2], "logprob": None}]}), "logprob None"),
+        (wrong(finish_reason="error"), "unknown finish reason 'error'"),
+        (wrong(finish_reason=None), "unknown finish reason None"),
+        (wrong(weight_versions=None), "no weight version"),
+        (wrong(weight_versions=[{"version": "3", "start": 0, "end": 2}]), "3 tokens were sampled"),
+        (wrong(weight_versions=[{"version": "3", "start": 1, "end": 3}]), "do not tile"),
+        (wrong(token_ids=["7", "8", "9"]), "not of the 3 sampled tokens"),
+    ],
+)
+def test_evidence_that_does_not_add_up_is_refused(connected: Connected, reply: Any, message: str) -> None:
+    connected.server.will(GENERATE, reply)
+    with pytest.raises(EvidenceError, match=message):
+        connected.generate()
+
+
+def test_a_support_must_be_whole(connected: Connected) -> None:
+    def content(*probabilities: float) -> dict[str, Any]:
+        top = [
+            {"token_id": token, "logprob": float(torch.tensor(probability).log()) if probability else -9999.0}
+            for token, probability in zip((7, 1, 2), probabilities, strict=True)
+        ]
+        return {"content": [{"token_id": 7, "logprob": top[0]["logprob"], "top_logprobs": top}]}
+
+    versions = [{"version": "0", "start": 0, "end": 1}]
+    truncated = Sampling(max_tokens=8, top_k=2)
+    connected.server.will(GENERATE, says(completion((7,), logprobs=content(0.25, 0.75, 0.0), weight_versions=versions)))
+    support = connected.generate(truncated).support
+    assert support.token_ids.tolist() == [1, 7]
+    connected.server.will(GENERATE, says(completion((7,), logprobs=content(0.25, 0.5, 0.0), weight_versions=versions)))
+    with pytest.raises(EvidenceError, match=r"probability of 0\.7500"):
+        connected.generate(truncated)
+
+
+def test_scores_must_be_of_the_ids_that_were_sent(connected: Connected) -> None:
+    def scored(*ids: int, first: Any = None) -> Any:
+        return says({"prompt_logprobs": [first, *({str(token): {"logprob": -0.5 * token}} for token in ids)]})
+
+    connected.server.will(GENERATE, scored(6, 7))
+    assert connected.loop.run(connected.engine.score([5, 6, 7])) == [-3.0, -3.5]
+    connected.server.will(GENERATE, scored(6, 7, first={}))
+    assert connected.loop.run(connected.engine.score([5, 6, 7])) == [-3.0, -3.5]
+    others = [scored(6), scored(6, 8), scored(6, 7, first={"5": {"logprob": -1.0}})]
+    for other in (*others, says({"prompt_logprobs": None}), says(completion())):
+        connected.server.will(GENERATE, other)
+        with pytest.raises(EvidenceError, match="not of these ids"):
+            connected.loop.run(connected.engine.score([5, 6, 7]))
+
+
+@pytest.mark.parametrize("label", ["default", "2", "half-loaded-5"])
+def test_tokens_of_weights_that_the_run_never_gave_are_refused(connected: Connected, label: str) -> None:
+    """A server that was restarted answers as if nothing had happened, with the weights that it loaded."""
+    connected.loop.run(connected.engine.finish_weight_update("4"))
+    connected.server.will(GENERATE, wrong(weight_versions=[{"version": "4", "start": 0, "end": 3}]))
+    assert connected.generate().oldest_version == 4
+    connected.server.will(GENERATE, wrong(weight_versions=[{"version": label, "start": 0, "end": 3}]))
+    with pytest.raises(EngineError, match=f"calls '{label}', which this run never gave it"):
+        connected.generate()
+
+
+def test_half_loaded_weights_are_refused_by_a_client_that_gave_none(connected: Connected) -> None:
+    connected.server.will(GENERATE, wrong(weight_versions=[{"version": "half-loaded-5", "start": 0, "end": 3}]))
+    with pytest.raises(EngineError, match="a weight update did not finish"):
+        connected.generate()
+    connected.server.will("/weight_info", says({"weight_version": "half-loaded-5"}))
+    with pytest.raises(EngineError, match="did not finish"):
+        connected.loop.run(connected.engine.weight_version())
+
+
+def test_a_server_that_falls_silent_is_an_error_long_before_the_request_times_out(connected: Connected) -> None:
+    connected.server.will(GENERATE, waits)
+    connected.server.will("/is_paused", says({"is_paused": False}), waits)
+    started = time.monotonic()
+    with pytest.raises(EngineError, match=r"answered nothing for 0\.3 s.*silence_timeout_s"):
+        connected.generate()
+    assert time.monotonic() - started < 2
+
+
+def test_a_slow_request_to_a_live_server_is_waited_for(connected: Connected) -> None:
+    async def slow(request: Any) -> Any:
+        import asyncio
+
+        await asyncio.sleep(1.0)
+        return await says(completion())(request)
+
+    connected.server.will(GENERATE, slow)
+    assert connected.generate().sampled_ids == (7, 8, 9)
+
+
+def test_a_request_past_its_limit_is_not_retried(loop: BackgroundLoop) -> None:
+    with ExitStack() as stack:
+        server = start(loop, stack, FakeServer())
+        engine = connect(loop, server, request_timeout_s=0.3)
+        stack.callback(lambda: loop.run(engine.close()))
+        server.will(GENERATE, waits)
+        with pytest.raises(EngineError, match=r"no answer within 0\.3 s"):
+            loop.run(engine.generate((5, 6), SAMPLING), timeout=10)
+        assert len(server.requests) == 1
+
+
+def test_nobody_at_the_address_is_an_error_within_the_limit(loop: BackgroundLoop) -> None:
+    started = time.monotonic()
+    with pytest.raises(EngineError, match=r"no server was ready at http://127\.0\.0\.1:9 within 1 s"):
+        RemoteEngine.connect("http://127.0.0.1:9", loop=loop, vocab_size=VOCAB_SIZE, start_timeout_s=1.0)
+    assert time.monotonic() - started < 5
+
+
+def test_a_wrong_key_names_the_setting(loop: BackgroundLoop) -> None:
+    with ExitStack() as stack:
+        server = start(loop, stack, FakeServer())
+        with pytest.raises(EngineError, match=r"401: Unauthorized; put the server's key .* rollout\.api_key_env"):
+            connect(loop, server, api_key="another")
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "flag"),
+    [
+        ("model_config", {"logprobs_mode": "raw_logprobs"}, "--logprobs-mode processed_logprobs"),
+        ("scheduler_config", {"enable_chunked_prefill": True}, "--no-enable-chunked-prefill"),
+        ("model_config", {"dtype": "strange"}, "serve_engine.py"),
+        ("parallel_config", {"world_size": None}, "serve_engine.py"),
+    ],
+)
+def test_a_server_whose_samples_cannot_be_used_is_refused_with_the_flag(
+    loop: BackgroundLoop, section: str, changes: dict[str, Any], flag: str
+) -> None:
+    with ExitStack() as stack:
+        server = start(loop, stack, FakeServer())
+        server.info = copy.deepcopy(SERVER_INFO)
+        server.info["vllm_config"][section] |= changes
+        with pytest.raises(ConfigError, match=flag):
+            connect(loop, server)
+
+
+def compact(**changes: Any) -> dict[str, Any]:
+    """An answer of Lockstep's own route."""
+    sent = encode(
+        Answer(
+            sampled_ids=[7, 8],
+            candidate_ids=[7, 8],
+            candidate_logprobs=[-1.5, -0.1],
+            starts=[0, 1],
+            finish_reason="length",
+            versions=[("default", 0, 2)],
+        )
+    )
+    return {**sent, **changes}
+
+
+def test_the_compact_route_is_used_where_there_is_one(loop: BackgroundLoop) -> None:
+    with ExitStack() as stack:
+        server = start(loop, stack, FakeServer())
+        server.will(COMPACT, says(compact()))
+        engine = connect(loop, server)
+        stack.callback(lambda: loop.run(engine.close()))
+        call = loop.run(engine.generate((5, 6), SAMPLING))
+        assert (call.sampled_ids, call.finish_reason) == ((7, 8), FinishReason.LENGTH)
+        assert call.sampled_logprobs == (-1.5, float(np.float32(-0.1)))
+        assert [path for path, _ in server.requests] == [COMPACT]
+        for wrong in (
+            {},
+            compact(starts="AAA"),
+            compact(sampled_ids="not base64"),
+            compact(candidate_logprobs=""),
+            compact(versions=[["0", 0]]),
+            compact(versions=[]),
+        ):
+            server.will(COMPACT, says(wrong))
+            with pytest.raises(EvidenceError):
+                loop.run(engine.generate((5, 6), SAMPLING))
+
+
+def test_ids_that_the_model_does_not_know_are_not_sent(connected: Connected) -> None:
+    for prompt, message in (((5, VOCAB_SIZE), "outside"), ((), "empty"), (tuple(range(64)), "no room")):
+        with pytest.raises(EngineError, match=message):
+            connected.generate(prompt=prompt)
+    assert connected.server.requests == []

@@ -1,0 +1,114 @@
+"""The lean generate route of a server, over an engine that answers as told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.exceptions import VLLMValidationError
+from vllm.logprobs import FlatLogprobs
+
+from rollout.compact import decode
+from rollout.server_generate import ROUTE, CompactGenerate
+
+BODY = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 2, "logprobs": 0, "seed": 3, "flat_logprobs": True}}
+
+
+def completion() -> SimpleNamespace:
+    flat = FlatLogprobs()
+    for token, logprob in ((7, -1.5), (8, float("-inf"))):
+        flat.append_fast([token], [logprob], iter([1]), [None])  # type: ignore[arg-type]
+    span = SimpleNamespace(version="4", start=0, end=2)
+    return SimpleNamespace(token_ids=[7, 8], logprobs=flat, finish_reason="length", weight_versions=[span])
+
+
+class Engine:
+    def __init__(self, failure: Exception | None = None, *, hangs: bool = False) -> None:
+        self.failure, self.hangs = failure, hangs
+        self.asked: list[Any] = []
+        self.was_cancelled = False
+
+    async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
+        self.asked.append((prompt, params, request_id))
+        try:
+            if self.hangs:
+                await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            self.was_cancelled = True
+            raise
+        if self.failure is not None:
+            raise self.failure
+        yield SimpleNamespace(outputs=[completion()])
+
+
+async def passed_on(scope: Any, receive: Any, send: Any) -> None:
+    await send("passed on")
+
+
+async def answer(engine: Engine, body: bytes, *, method: str = "POST", path: str = ROUTE, leaves: bool = False) -> Any:
+    """(status, JSON) of a request, or what the rest of the server sent."""
+    app = SimpleNamespace(state=SimpleNamespace(engine_client=engine))
+    half = len(body) // 2
+    incoming = [{"type": "http.request", "body": body[:half], "more_body": True}]
+    incoming += [{"type": "http.request", "body": body[half:]}]
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        if incoming:
+            return incoming.pop(0)
+        await asyncio.sleep(0.02 if leaves else 30)
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": method, "path": path, "app": app}
+    await CompactGenerate(passed_on)(scope, receive, send)
+    if not sent or sent == ["passed on"]:
+        return sent
+    return sent[0]["status"], json.loads(sent[1]["body"])
+
+
+async def test_the_answer_is_the_engines_own_record():
+    engine = Engine()
+    status, fields = await answer(engine, json.dumps(BODY).encode())
+    assert status == 200
+    read = decode(fields)
+    assert (read.sampled_ids, read.candidate_ids, read.starts) == ([7, 8], [7, 8], [0, 1])
+    assert read.candidate_logprobs == [-1.5, float("-inf")]
+    assert (read.finish_reason, read.versions) == ("length", [("4", 0, 2)])
+    (prompt, params, _) = engine.asked[0]
+    assert prompt == {"prompt_token_ids": [5, 6]}
+    assert (params.seed, params.max_tokens, params.logprobs) == (3, 2, 0)
+
+
+async def test_everything_else_is_passed_on():
+    assert await answer(Engine(), b"", path="/inference/v1/generate") == ["passed on"]
+    assert await answer(Engine(), b"", method="GET") == (200, {})
+
+
+@pytest.mark.parametrize(
+    ("body", "failure", "status", "said"),
+    [
+        (b"{", None, 400, "JSONDecodeError"),
+        (b"{}", None, 400, "sampling_params"),
+        (json.dumps({**BODY, "sampling_params": {"tempratur": 1}}).encode(), None, 400, "tempratur"),
+        (json.dumps(BODY).encode(), VLLMValidationError("too long"), 400, "too long"),
+        (json.dumps(BODY).encode(), RuntimeError("core died"), 500, "core died"),
+    ],
+)
+async def test_a_failure_is_the_clients_or_the_servers(body: bytes, failure: Any, status: int, said: str):
+    found, fields = await answer(Engine(failure), body)
+    assert found == status
+    assert said in fields["error"]
+
+
+async def test_a_client_that_leaves_ends_its_request():
+    engine = Engine(hangs=True)
+    assert await answer(engine, json.dumps(BODY).encode(), leaves=True) == []
+    await asyncio.sleep(0.05)
+    assert engine.was_cancelled
