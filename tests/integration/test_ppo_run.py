@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.preferences.make import PreferenceRecipe, make_preferences
+from rollout.preferences.make import make_preferences
 from tests.integration.test_run import demo, metrics, train  # noqa: F401  # `demo` is a fixture
 from trainer import checkpoint
 
@@ -112,8 +112,7 @@ def historical(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float
     from tests.integration.test_reward_model import train as train_reward_model
 
     root = tmp_path_factory.mktemp("historical")
-    recipe = PreferenceRecipe(num_queries=2048, num_heldout=64, num_comparisons=1024)
-    make_preferences("descriptiveness", root / "model", root / "data", recipe=recipe)
+    make_preferences("sentiment", root / "model", root / "data")
     train_reward_model(root, "rm", "batch_size=16", "optimizer.lr=1e-3")
     train(
         "experiment=lm_human_preferences", f"model.path={root}/model", f"data.path={root}/data/train.jsonl",
