@@ -35,7 +35,7 @@ from trainer.optimizer import make_optimizer
 from trainer.parts import load_policy, make_chat, make_rewards, make_sampler, make_sampling, start_engine
 from trainer.reference import make_reference
 from trainer.replayed_run import SavedStep, newest_checkpoint, saved_step, settings_of
-from trainer.run import quiet_third_parties
+from trainer.third_party import quiet_third_parties
 from trainer.timing import Stopwatch
 from trainer.update import Updater
 from trainer.value import policy_of, with_critic
@@ -191,13 +191,14 @@ def _sample(run: Path, step: SavedStep, config: Config) -> bool:
             rewards.load()
             model = _Model(run, config, step.weights_update, distributed, console)
             sync = WeightSync(
-                engine=engine,
+                engines=engine.members,
                 module=policy_of(distributed.unwrapped).model,
                 score_canary=model.updater.logprobs,
                 canary_threshold=config.sync.canary_threshold,
                 pause_mode=config.pause_mode,
                 bucket_bytes=int(config.sync.bucket_mib * 2**20),
                 deadline_s=config.sync.timeout_s,
+                address=config.sync.address,
             )
             sync.push(step.weights_update)
             chat = make_chat(config)

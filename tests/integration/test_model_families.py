@@ -69,7 +69,7 @@ def test_a_family_samples_trains_and_syncs(family: str, tmp_path: Path) -> None:
             without = [name for name, p in policy.named_parameters() if p.grad is None or not p.grad.isfinite().all()]
             assert not without, "parameters without a finite gradient"
 
-            sync = WeightSync(module=policy.model, engine=engine, score_canary=canary, deadline_s=60)
+            sync = WeightSync(module=policy.model, engines=[engine], score_canary=canary, deadline_s=60)
             perturb(policy, seed=1)
             assert mismatch(calls) > 10 * TOLERANCE, "the perturbation is too small for this test to mean anything"
             assert sync.push(1).canary_abs_diff < TOLERANCE
