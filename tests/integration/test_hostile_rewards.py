@@ -45,31 +45,26 @@ def hostile(demo: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> 
         f"reward.settings.impatient.trace={root}/trace", "reward.timeout_s=10", "reward.workers=3",
         "reward.memory_gib=2", "reward.max_error_rate=1.0", "logger.print_rollouts=0",
     )  # fmt: skip
-    process = subprocess.Popen(
-        command(*overrides), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    with (root / "output").open("w") as output:
+        process = subprocess.Popen(
+            command(*overrides), cwd=ROOT, stdout=output, stderr=output, start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
     family: set[int] = set()
     addresses: set[str] = set()
     try:
-        with (root / "output").open("w+") as output:
-            assert process.stdout is not None
-            os.set_blocking(process.stdout.fileno(), False)
-            deadline = time.monotonic() + 600
-            while process.poll() is None:
-                assert time.monotonic() < deadline
-                output.write(process.stdout.read() or "")
-                family |= descendants(process.pid)
-                addresses |= {address for address, _ in listening(process.pid)}
-                if shutil.which("ss"):
-                    addresses |= listeners_by_ss(family)
-                time.sleep(0.3)
-            output.write(process.stdout.read() or "")
-            output.seek(0)
-            said = output.read()
+        deadline = time.monotonic() + 600
+        while process.poll() is None:
+            assert time.monotonic() < deadline
+            family |= descendants(process.pid)
+            addresses |= {address for address, _ in listening(process.pid)}
+            if shutil.which("ss"):
+                addresses |= listeners_by_ss(family)
+            time.sleep(0.3)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
+    said = (root / "output").read_text()
     assert process.returncode == 0, said[-6000:]
     return root / "hostile", said, family, addresses
 
