@@ -170,7 +170,7 @@ def test_lines_of_metrics_after_the_checkpoint_are_written_again(tmp_path: Path)
         {"step": 3, BATCH: 5},
     ]
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"step": 4, "roll')
-    log = MetricsLog(path, Config().logger, run_config={}, wandb_id=None)
+    log = MetricsLog(path, Config().logger, run_config={})
     log.truncate_after(update=2, batch=3)
     assert [json.loads(line) for line in path.read_text().splitlines()] == lines[:3]
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')  # of a version without batches
