@@ -15,7 +15,7 @@ from rollout.errors import ConfigError, DataError
 from rollout.records import Rollout
 from rollout.store import read_rollouts
 from trainer import checkpoint
-from trainer.config import Config
+from trainer.config import Config, EvalConfig
 from trainer.launch import schema, to_config
 from trainer.metrics import BATCH
 from trainer.validate import validate
@@ -47,7 +47,8 @@ def settings_of(run: Path, overrides: Sequence[str]) -> Config:
         config = to_config(tree)  # type: ignore[arg-type]
     except (OSError, OmegaConfBaseException, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} and {' '.join(overrides) or 'no overrides'} are no settings: {error}") from error
-    config.resume, config.run_name, config.eval.every, config.data.heldout_path = "never", None, 0, None
+    config.resume, config.run_name = "never", None
+    config.eval, config.data.heldout_path = EvalConfig(), None  # nothing is evaluated
     validate(config, needs_data=False)
     return config
 
