@@ -113,6 +113,23 @@ def test_a_head_that_is_not_packed_again_is_caught(served: Served, monkeypatch: 
     _recover(served)
 
 
+def test_a_layer_with_other_weights_is_named(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes: list[int] = []
+
+    def wrong_at_first(self: ZeroSource):
+        passes.append(1)
+        for name, tensor in original(self):
+            is_wrong = len(passes) == 1 and name.startswith("model.layers.2.") and "norm" in name
+            yield name, tensor * 3 if is_wrong else tensor
+
+    original = ZeroSource.__iter__
+    monkeypatch.setattr(ZeroSource, "__iter__", wrong_at_first)
+    with pytest.raises(SyncError, match=r"canary .* not what was sent: model\.layers\.2 \(4 of 4\)"):
+        served.push()
+    monkeypatch.undo()
+    _recover(served)
+
+
 def test_a_parameter_that_is_not_sent_is_named(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     source = served.sync._source
     kept = [bucket for bucket in source._buckets if not bucket[0].meta.name.startswith("model.layers.1.")]

@@ -1,0 +1,358 @@
+"""A real vLLM server behind HTTP: its evidence is exact, its weights follow the trainer, and it fails in sentences.
+
+One server for the whole file. The test that kills it is the last one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+
+from rollout.chat import Chat
+from rollout.engine import Sampling
+from rollout.errors import EngineError, SyncError
+from rollout.gateway import Gateway
+from rollout.pool import EnginePool
+from rollout.records import FinishReason
+from rollout.remote import COMPACT, GENERATE
+from rollout.rows import rows_from_calls
+from rollout.source import ZeroSource
+from tests.fixtures.models import VOCAB_SIZE, perturb, sampled_logprobs
+from tests.fixtures.remote import Trained, save_model, trained
+from tests.fixtures.runs import check_run, launch_run, run_directory
+from tests.fixtures.servers import KEY, ROOT, EngineServer, running
+from tests.fixtures.sockets import is_loopback, listening
+from tests.fixtures.tokenizers import chat_tokenizer
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+PROMPT = (5, 99, 300, 12)
+LONG_PROMPT = tuple(range(10, 180))  # longer than one cache block (128 tokens on CPU), so that it can be stale
+CHAT = Chat(chat_tokenizer("qwen3"))
+DEADLINE_S = 6.0
+SILENCE_S = 4.0
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineServer]:
+    with running(model_dir, tmp_path_factory.mktemp("logs")) as (server,):
+        yield server
+
+
+@pytest.fixture
+def remote(server: EngineServer) -> Iterator[Trained]:
+    with trained([server]) as connected:
+        connected.push()
+        yield connected
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_sampled_logprobs_are_those_of_the_trainer(remote: Trained, temperature: float):
+    call = remote.generate(PROMPT, max_tokens=64, temperature=temperature)
+    assert len(call.sampled_ids) == 64
+    assert remote.mismatch(call, temperature=temperature) < 1e-4
+
+
+def test_scores_are_those_of_the_trainer_for_every_token_but_the_first(remote: Trained):
+    ids = list(range(40, 240))
+    scores = remote.loop.run(remote.engine.score(ids), timeout=60)
+    assert scores == pytest.approx(sampled_logprobs(remote.model, tuple(ids[:1]), tuple(ids[1:])), abs=1e-4)
+
+
+def test_a_seeded_request_is_the_same_alone_and_in_a_busy_batch(remote: Trained):
+    alone = remote.generate(PROMPT, seed=7)
+
+    async def busy() -> list[Any]:
+        sampling = [Sampling(max_tokens=32, ignore_eos=True, seed=seed) for seed in range(64)]
+        return await asyncio.gather(*(remote.engine.generate(PROMPT, one) for one in sampling))
+
+    crowd = remote.loop.run(busy(), timeout=120)
+    assert crowd[7].sampled_ids == alone.sampled_ids
+    assert len({call.sampled_ids for call in crowd}) == 64
+
+
+def test_vllms_own_route_and_the_compact_one_say_the_same(remote: Trained, monkeypatch: pytest.MonkeyPatch):
+    assert remote.engine._route == COMPACT
+    settings: list[dict[str, Any]] = [{}, {"top_k": 8}, {"max_tokens": 1, "temperature": 0.5}]
+    compact = [remote.generate(PROMPT, **one) for one in settings]
+    monkeypatch.setattr(remote.engine, "_route", GENERATE)
+    for one, expected in zip(settings, compact, strict=True):
+        call = remote.generate(PROMPT, **one)
+        assert (call.sampled_ids, call.finish_reason) == (expected.sampled_ids, expected.finish_reason)
+        assert call.sampled_logprobs == pytest.approx(expected.sampled_logprobs, abs=1e-5)
+        assert call.version_spans == expected.version_spans
+        assert (call.support is None) == (expected.support is None)
+
+
+def test_truncated_sampling_brings_its_support(remote: Trained):
+    call = remote.generate(PROMPT, top_k=8, temperature=0.7)
+    assert call.support is not None
+    assert call.support.offsets.tolist() == list(range(0, 8 * 32 + 1, 8))
+    logits = remote.model(torch.tensor([call.all_ids])).logits[0, len(PROMPT) - 1 : -1].float() / 0.7
+    allowed = torch.full_like(logits, -torch.inf)
+    rows = torch.arange(32).repeat_interleave(8)
+    allowed[rows, torch.from_numpy(call.support.token_ids).long()] = 0.0
+    expected = (logits + allowed).log_softmax(-1)[torch.arange(32), torch.tensor(call.sampled_ids)]
+    assert list(call.sampled_logprobs) == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_after_a_sync_the_server_samples_from_the_new_weights(remote: Trained):
+    before = remote.generate(LONG_PROMPT)
+    for seed in (1, 2):
+        perturb(remote.model, seed=seed)
+        report = remote.push()
+        call = remote.generate(LONG_PROMPT)
+        assert remote.mismatch(call) < 1e-4
+        assert call.version_spans[0].version == remote.version == report.version
+        assert report.canary_abs_diff < 1e-4
+    assert remote.mismatch(before) > 0.1, "the perturbation is too small for this test to mean anything"
+
+
+def test_a_request_in_flight_carries_both_versions_and_its_new_part_is_exact(remote: Trained):
+    remote.sync._pause_mode = "keep"
+    sampling = Sampling(max_tokens=250, ignore_eos=True, seed=5)
+
+    async def start() -> asyncio.Task[Any]:
+        return asyncio.ensure_future(remote.engine.generate((5, 6, 7), sampling))
+
+    for head_start_s in (0.2, 0.05, 0.5, 1.0):  # on a busy machine it may not have begun, or be over
+        old = remote.version
+        task = remote.loop.run(start())
+        time.sleep(head_start_s)
+        perturb(remote.model, seed=11)
+        remote.push()
+        call = remote.loop.run(asyncio.wait_for(task, 60))
+        if len(call.version_spans) == 2:
+            break
+    assert [span.version for span in call.version_spans] == [old, remote.version]
+    new = call.version_spans[-1].start
+    expected = sampled_logprobs(remote.model, call.prompt_ids, call.sampled_ids)[new:]
+    assert call.sampled_logprobs[new:] == pytest.approx(expected, abs=1e-4)
+
+
+def test_an_aborting_pause_returns_the_partial_completion(remote: Trained):
+    async def abort() -> Any:
+        long = Sampling(max_tokens=300, ignore_eos=True, seed=0)
+        running = asyncio.ensure_future(remote.engine.generate(PROMPT, long))
+        await asyncio.sleep(0.1)
+        await remote.engine.pause("abort")
+        call = await running
+        await remote.engine.resume()
+        return call
+
+    call = remote.loop.run(abort(), timeout=60)
+    assert call.finish_reason in (FinishReason.ABORT, FinishReason.LENGTH)
+
+
+def test_a_refused_request_says_what_the_server_says(remote: Trained):
+    remote.engine.vocab_size = 10**9  # past the check on this side
+    with pytest.raises(EngineError, match=r"(?i)/v1/generate refused: HTTP 400: .*vocab"):
+        remote.generate((5, VOCAB_SIZE + 1))
+    assert remote.generate(PROMPT).sampled_ids
+
+
+def test_without_the_key_nothing_but_health_answers(server: EngineServer):
+    def status(path: str, *, method: str = "GET", key: str | None = None) -> int:
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        request = urllib.request.Request(server.url + path, method=method, headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=30) as response:
+                return response.status
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    request = urllib.request.Request(f"{server.url}/openapi.json", headers={"Authorization": f"Bearer {KEY}"})
+    with urllib.request.urlopen(request, timeout=60) as response:
+        routes = {
+            (path, method.upper()) for path, methods in json.load(response)["paths"].items() for method in methods
+        }
+    assert {("/update_weights", "POST"), ("/collective_rpc", "POST"), ("/pause", "POST")} <= routes
+    refused = {route: status(route[0], method=route[1]) for route in routes if route[0] != "/health"}
+    assert {route: code for route, code in refused.items() if code != 401} == {}
+    assert status("/is_paused", key="another") == 401
+    assert status("/health") == status("/is_paused", key=KEY) == 200
+
+
+def test_the_server_and_the_sync_listen_on_loopback_only(remote: Trained):
+    remote.push()
+    opened = listening() | listening(remote.servers[0].process.pid)
+    assert opened
+    assert [entry for entry in opened if not is_loopback(entry[0])] == []
+
+
+def test_openai_clients_reach_the_server_through_the_gateway(remote: Trained):
+    sampling = Sampling(max_tokens=16, stop_token_ids=CHAT.stop_token_ids)
+    gateway = Gateway(engine=EnginePool(remote.engines), chat=CHAT, offered=[sampling])
+    remote.loop.run(gateway.start())
+    try:
+        base_url = gateway.base_url.replace("/v1", "/s/test/v1")
+        messages: list[Any] = [{"role": "user", "content": "compute 12*34-56"}]
+        with openai.OpenAI(base_url=base_url, api_key=gateway.api_key, max_retries=0) as client:
+            for turn in range(3):
+                answer = client.chat.completions.create(model="policy", messages=messages, seed=turn)
+                message = answer.choices[0].message.model_dump(exclude_none=True)
+                messages += [message, {"role": "user", "content": "go on"}]
+        calls = gateway._named["test"].calls
+    finally:
+        remote.loop.run(gateway.close())
+    assert len(calls) == 3
+    assert all(remote.mismatch(call) < 1e-4 for call in calls)
+    (row,) = rows_from_calls(calls)
+    assert row.num_trained == sum(len(call.sampled_ids) for call in calls)
+    assert messages[1]["generation_token_ids"] == list(calls[0].sampled_ids)
+
+
+def test_two_ranks_under_zero3_train_two_updates_with_the_server(server: EngineServer, model_dir: Path, tmp_path: Path):
+    run = launch_run([server.url], model_dir, tmp_path)
+    output, errors = run.communicate(timeout=540)
+    assert run.returncode == 0, output[-2000:] + errors[-5000:]
+    check_run(run_directory(tmp_path), updates=2)
+
+
+# --- faults. A stopped server goes on afterwards, so that one server serves all of these.
+
+
+def test_weights_that_were_loaded_in_part_cannot_be_sampled_from(remote: Trained, monkeypatch: pytest.MonkeyPatch):
+    source = remote.sync._source
+    kept = [bucket for bucket in source._buckets if not bucket[0].meta.name.startswith("model.layers.1.")]
+    monkeypatch.setattr(source, "_buckets", kept)
+    monkeypatch.setattr(source, "_metas", [entry.meta for bucket in kept for entry in bucket])
+    with pytest.raises(SyncError, match=r"were not among the weights that arrived|HTTP 500"):
+        remote.push()
+    monkeypatch.undo()
+    remote.loop.run(remote.engine.resume())  # as somebody might who knows nothing of the sync
+    with pytest.raises(EngineError, match="half-loaded"):
+        remote.generate(PROMPT)
+    with pytest.raises(EngineError):  # vLLM's worker leaves a failed update open; a bad one closes it
+        remote.loop.run(remote.engine.update_weights({"none": 0}))
+    remote.push()
+    assert remote.mismatch(remote.generate(LONG_PROMPT)) < 1e-4
+
+
+def test_a_sender_that_is_killed_in_mid_bucket_leaves_the_old_weights(remote: Trained):
+    before = remote.generate(LONG_PROMPT)
+    worker = [sys.executable, "-m", "tests.integration.workers.killed_sender", remote.servers[0].url]
+    done = subprocess.run(worker, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    remote.loop.run(remote.engine.resume())
+    after = remote.generate(LONG_PROMPT)
+    assert after.sampled_ids == before.sampled_ids
+    assert after.version_spans == before.version_spans
+    with trained(remote.servers) as next_trainer:
+        perturb(next_trainer.model, seed=3)
+        next_trainer.push()
+        assert next_trainer.mismatch(next_trainer.generate(LONG_PROMPT)) < 1e-4
+
+
+@pytest.fixture
+def impatient(server: EngineServer) -> Iterator[Trained]:
+    with trained([server], deadline_s=DEADLINE_S, silence_timeout_s=SILENCE_S) as connected:
+        connected.push()
+        yield connected
+        server.signal(signal.SIGCONT)
+
+
+def recovers(server: EngineServer) -> None:
+    """What a stopped server gets when it goes on: the rest of what was asked, and then a trainer that starts anew."""
+    server.signal(signal.SIGCONT)
+    time.sleep(1)
+    with trained([server]) as again:
+        again.loop.run(again.engine.resume())
+        perturb(again.model, seed=4)
+        again.push()
+        assert again.mismatch(again.generate(PROMPT)) < 1e-4
+
+
+def test_a_sync_with_a_stopped_server_ends_at_the_deadline(impatient: Trained):
+    server = impatient.servers[0]
+    server.signal(signal.SIGSTOP)
+    started = time.monotonic()
+    with pytest.raises(SyncError, match=rf"pausing the engines: rank 0: .*{server.url} gave no answer within 5\.4 s"):
+        impatient.push()
+    assert time.monotonic() - started < 2 * DEADLINE_S
+    recovers(server)
+
+
+def test_a_server_that_stops_in_mid_transfer_ends_the_sync_at_the_deadline(
+    impatient: Trained, monkeypatch: pytest.MonkeyPatch
+):
+    server = impatient.servers[0]
+    on_tensor(monkeypatch, 10, lambda: server.signal(signal.SIGSTOP))
+    started = time.monotonic()
+    with pytest.raises(SyncError, match="sending the weights"):
+        impatient.push()
+    assert time.monotonic() - started < 4 * DEADLINE_S
+    monkeypatch.undo()
+    recovers(server)
+
+
+def test_a_server_that_stops_in_mid_generation_is_noticed(impatient: Trained):
+    server = impatient.servers[0]
+
+    async def sample() -> None:
+        requests = [
+            impatient.engine.generate(PROMPT, Sampling(max_tokens=300, ignore_eos=True, seed=seed)) for seed in range(8)
+        ]
+        asyncio.get_running_loop().call_later(0.1, server.signal, signal.SIGSTOP)
+        await asyncio.gather(*requests)
+
+    started = time.monotonic()
+    with pytest.raises(EngineError, match=f"{server.url} has answered nothing for 4 s"):
+        impatient.loop.run(sample(), timeout=60)
+    assert time.monotonic() - started < 4 * SILENCE_S + 2
+    recovers(server)
+
+
+def on_tensor(monkeypatch: pytest.MonkeyPatch, count: int, act: Any) -> None:
+    """Call `act` when so many tensors were sent."""
+
+    def counted(self: ZeroSource) -> Iterator[tuple[str, torch.Tensor]]:
+        for index, pair in enumerate(original(self)):
+            if index == count:
+                act()
+            yield pair
+
+    original = ZeroSource.__iter__
+    monkeypatch.setattr(ZeroSource, "__iter__", counted)
+
+
+def test_a_killed_server_ends_requests_and_syncs_at_once(remote: Trained):
+    """The last test of this file: nothing is left to sample from."""
+    server = remote.servers[0]
+    children = server.engine_pids
+    assert children, "the engine runs in a process of its own"
+
+    async def sample() -> None:
+        long = [Sampling(max_tokens=300, ignore_eos=True, seed=seed) for seed in range(8)]
+        asyncio.get_running_loop().call_later(0.1, os.kill, server.process.pid, signal.SIGKILL)
+        await asyncio.gather(*(remote.engine.generate(PROMPT, one) for one in long))
+
+    started = time.monotonic()
+    with pytest.raises(EngineError, match=rf"{server.url} failed \(tried 5 times\)"):
+        remote.loop.run(sample(), timeout=60)
+    with pytest.raises(SyncError, match=rf"pausing the engines: rank 0: {server.url} failed"):
+        remote.push()
+    assert time.monotonic() - started < 20
+    deadline = time.monotonic() + 15
+    while (alive := [pid for pid in children if Path(f"/proc/{pid}").exists()]) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not alive, "its engine ends with it"

@@ -1,0 +1,31 @@
+"""Run by `test_engine_server.py`: a trainer that is killed while its weights are on the way to the server."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from rollout.source import ZeroSource
+from tests.fixtures.models import perturb
+from tests.fixtures.remote import trained
+from tests.fixtures.servers import EngineServer
+
+
+def main(url: str) -> None:
+    original = ZeroSource.__iter__
+
+    def dies(self: ZeroSource):
+        for count, pair in enumerate(original(self)):
+            if count == 20:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield pair
+
+    ZeroSource.__iter__ = dies  # type: ignore[method-assign]
+    with trained([EngineServer(process=None, url=url, log_path=None)]) as sender:  # type: ignore[arg-type]
+        perturb(sender.model, seed=9)
+        sender.sync.push(777)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
