@@ -33,7 +33,7 @@ layer = torch.nn.Linear(4, 3)
 layer = distributed.prepare(layer, torch.optim.SGD(layer.parameters(), lr=1.0))
 with distributed.accumulate(is_last=True) as backward:
     backward(layer(torch.full((2, 4), float(distributed.rank + 1))).square().mean())
-distributed.step({LEARNING_RATE})
+distributed.step({LEARNING_RATE}, distributed.gradient_norm())
 output = layer(torch.ones(1, 4)).detach().float().flatten().tolist()
 with open(f"{{sys.argv[1]}}/rank{{distributed.rank}}.json", "w") as file:
     json.dump({{"world_size": distributed.world_size, "zero_stage": distributed.zero_stage, "output": output}}, file)

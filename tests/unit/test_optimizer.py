@@ -30,7 +30,7 @@ def update(distributed: Distributed, policy: Policy, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for parameter in policy.parameters():
         parameter.grad = 1e-3 * torch.randn(parameter.shape, generator=generator)
-    distributed.step(1e-3)
+    distributed.step(1e-3, distributed.gradient_norm())
 
 
 def prepared(name: str) -> tuple[Distributed, Policy]:
@@ -67,7 +67,7 @@ def test_the_learning_rate_of_the_step_reaches_every_parameter(name: str) -> Non
     before = parameters_of(made)
     for parameter in made.parameters():
         parameter.grad = torch.ones_like(parameter)
-    distributed.step(0.0)
+    distributed.step(0.0, distributed.gradient_norm())
     for parameter_name, tensor in parameters_of(made).items():
         assert torch.equal(tensor, before[parameter_name]), parameter_name
 
@@ -95,7 +95,7 @@ def test_muons_step_is_orthogonal() -> None:
         parameter.grad = torch.randn_like(parameter)
     assert matrix.grad is not None
     matrix.grad[:, :8] *= 100
-    distributed.step(1e-2)
+    distributed.step(1e-2, distributed.gradient_norm())
     values = torch.linalg.svdvals(matrix.detach() - before)
     assert values.max() / values.min() < 3
     assert values.min() > 0
