@@ -29,7 +29,7 @@ class Alone(OneProcess):
 
 
 class GivenRollouts:
-    def collect(self, step: int, watch: Stopwatch, on_rollout: Any) -> Collected:
+    def collect(self, step: int, version: int, watch: Stopwatch, on_rollout: Any = None) -> Collected:
         with watch.stage("rollout"):
             sampled = tuple(rollouts())
         with watch.stage("reward"):
@@ -58,7 +58,7 @@ def step(logp_old: str) -> tuple[Policy, torch.Tensor, StepReport, int]:
         config,
         distributed=distributed,  # type: ignore[arg-type]
         updater=Updater(policy, distributed, config),  # type: ignore[arg-type]
-        collector=GivenRollouts(),  # type: ignore[arg-type]
+        rollouts=GivenRollouts(),  # type: ignore[arg-type]  # only what a step calls
         reference=None,
         sync=NoEngine(),  # type: ignore[arg-type]
     )
