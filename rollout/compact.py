@@ -14,6 +14,9 @@ import numpy as np
 
 from rollout.evidence import Answer
 
+ROUTE = "/lockstep/v1/generate"
+"""Where a server answers in this form (`rollout/server_generate.py`)."""
+
 
 def encode(answer: Answer) -> dict[str, Any]:
     """The JSON of an answer."""

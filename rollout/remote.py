@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from rollout.compact import decode
+from rollout import compact
 from rollout.engine import Sampling
 from rollout.errors import ConfigError, EngineError, EvidenceError, RequestError
 from rollout.evidence import Answer, check_prompt, engine_call, sample_params, score_params, version_number
@@ -28,8 +28,6 @@ from rollout.records import EngineCall
 from rollout.server_client import ServerClient, wait_until_healthy
 
 GENERATE = "/inference/v1/generate"
-COMPACT = "/lockstep/v1/generate"
-"""Of `rollout/server_generate.py`, where the server has it."""
 PROBE = "/is_paused"
 """Answered by the engine's core, so that a server whose core hangs does not look well, as it does on `/health`."""
 PROBE_EVERY_S = 5.0
@@ -74,7 +72,7 @@ class RemoteEngine:
         self.num_workers = facts.num_workers
         self.weight_transfer_backend = facts.weight_transfer_backend
         self.vocab_size = vocab_size
-        self._route = COMPACT if facts.is_compact else GENERATE
+        self._route = compact.ROUTE if facts.is_compact else GENERATE
         self._given_labels: set[str] = set()
         self._liveness = Liveness(
             self._ask,
@@ -116,7 +114,7 @@ class RemoteEngine:
                 await wait_until_healthy(client, timeout_s=start_timeout_s)
                 described = await client.get("/server_info?config_format=json", timeout_s=QUESTION_TIMEOUT_S)
                 facts = read_facts(client.url, described)
-                return client, replace(facts, is_compact=await client.has(COMPACT, timeout_s=QUESTION_TIMEOUT_S))
+                return client, replace(facts, is_compact=await client.has(compact.ROUTE, timeout_s=QUESTION_TIMEOUT_S))
             except BaseException:
                 await client.close()
                 raise
@@ -142,7 +140,7 @@ class RemoteEngine:
         """
         room = check_prompt(prompt_ids, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
         answer = await self._sample(self._route, prompt_ids, sample_params(sampling, room=room))
-        if self._route == COMPACT:
+        if self._route == compact.ROUTE:
             read = read_compact(answer, source=self.name)
         else:
             read = read_answer(answer, with_support=sampling.truncates, source=self.name)
@@ -291,7 +289,7 @@ def read_answer(answer: Any, *, with_support: bool, source: str) -> Answer:
 def read_compact(answer: Any, *, source: str) -> Answer:
     """The completion in an answer of the compact route. Raises `EvidenceError` if it is none."""
     try:
-        return decode(answer)
+        return compact.decode(answer)
     except (KeyError, TypeError, ValueError) as error:
         raise EvidenceError(f"{source}: the answer is not one completion with logprobs ({_shown(error)})") from error
 

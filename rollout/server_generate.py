@@ -17,11 +17,9 @@ import itertools
 import json
 from typing import Any
 
-from rollout.compact import encode
+from rollout.compact import ROUTE, encode
 from rollout.evidence import answer_of
 from rollout.server_guard import App, Message, Receive, Send
-
-ROUTE = "/lockstep/v1/generate"
 
 
 class CompactGenerate:

@@ -57,6 +57,8 @@ CANARY_THRESHOLD: Mapping[torch.dtype, float] = {torch.float32: 1e-2, torch.bflo
 bfloat16; with a head that was not reloaded: 2 to 10."""
 CALL_SHARE = 0.9
 """Part of the deadline that one call to an engine may take: less than the whole, so that the engine is named."""
+SILENCE_S = 5.0
+"""An engine that has not paused within so long, when it is paused already, is taken for dead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,8 +185,10 @@ class WeightSync:
     def _send(self) -> None:
         try:
             self._transport.send_weights()
-        except BaseException:
+        except BaseException as error:
             self._source.drain()  # the other ranks are in a gather that needs this one
+            if silent := self._engines.silent():  # the transport knows of a closed connection, not of whose
+                raise SyncError(f"{' and '.join(silent)} no longer answers: {error}") from error
             raise
 
     async def _release(self, engine: SyncedEngine, version: int) -> None:
@@ -334,6 +338,18 @@ class _Engines:
             return await asyncio.gather(*map(one, self._engines))
 
         return self._engines[0].loop.run(together())
+
+    def silent(self) -> list[str]:
+        """Names of the engines that do not even pause, as they were asked to before."""
+
+        async def answers(engine: SyncedEngine) -> bool:
+            try:
+                await asyncio.wait_for(engine.pause("keep"), SILENCE_S)
+            except (EngineError, TimeoutError):
+                return False
+            return True
+
+        return [name for name, is_there in zip(self.names, self.all(answers), strict=True) if not is_there]
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Each engine's workers get the ranks after those of the engine before it."""

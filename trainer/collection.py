@@ -11,10 +11,11 @@ does the same while the trainer works.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from rewards.composition import RewardSet
 from rollout.engine import Sampling
@@ -28,30 +29,8 @@ from trainer.groups import Collected, Group, is_kept, shaped
 from trainer.timing import Stopwatch
 
 
-class RolloutSource(Protocol):
+class RolloutSource(ABC):
     """Where a step gets its rollouts from."""
-
-    def collect(
-        self, step: int, version: int, watch: Stopwatch, on_rollout: OnRollout = lambda rollout: None
-    ) -> Collected:
-        """The rollouts of this step; a collective. Raises the error of rank 0 on all ranks.
-
-        version: of the weights that the engine has, and that the rollouts are going to train.
-        """
-        ...
-
-    def close(self) -> None:
-        """End what is still in flight."""
-        ...
-
-
-class _Sampled(NamedTuple):
-    row: Row
-    group: Group
-
-
-class Collector:
-    """Makes the rollouts of a step when they are asked for, so that all of them come from the weights of this step."""
 
     def __init__(
         self,
@@ -72,6 +51,28 @@ class Collector:
         self._sampling = sampling
         self._rewards = rewards
         self._prompts = prompts
+
+    @abstractmethod
+    def collect(
+        self, step: int, version: int, watch: Stopwatch, on_rollout: OnRollout = lambda rollout: None
+    ) -> Collected:
+        """The rollouts of this step; a collective. Raises the error of rank 0 on all ranks.
+
+        version: of the weights that the engine has, and that the rollouts are going to train.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """End what is still in flight."""
+
+
+class _Sampled(NamedTuple):
+    row: Row
+    group: Group
+
+
+class Collector(RolloutSource):
+    """Makes the rollouts of a step when they are asked for, so that all of them come from the weights of this step."""
 
     def collect(
         self, step: int, version: int, watch: Stopwatch, on_rollout: OnRollout = lambda rollout: None

@@ -24,14 +24,12 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from rewards.composition import RewardSet
 from rollout.engine import Sampling
-from rollout.loop import BackgroundLoop
 from rollout.records import Rollout
 from rollout.sampler import OnRollout, RunEpisode, Sampler
+from trainer.collection import RolloutSource
 from trainer.config import Config
-from trainer.data import Prompts, Row
-from trainer.distributed import Distributed
+from trainer.data import Row
 from trainer.groups import Collected, Group, is_kept, shaped
 from trainer.timing import Stopwatch
 
@@ -72,28 +70,12 @@ class _Work:
         return min((call.oldest_version for call in calls), default=self.begun)
 
 
-class Producer:
-    """A `RolloutSource` that keeps groups in flight. Its state is touched in the background loop, during `collect`."""
+class Producer(RolloutSource):
+    """Keeps groups in flight. Its state is touched in the background loop, during `collect`."""
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        distributed: Distributed,
-        loop: BackgroundLoop,
-        sampler: Sampler | None,
-        sampling: Sampling,
-        rewards: RewardSet,
-        prompts: Prompts,
-    ) -> None:
-        """sampler: None on ranks without an engine."""
-        self._config = config
-        self._distributed = distributed
-        self._loop = loop
-        self._sampler = sampler
-        self._sampling = sampling
-        self._rewards = rewards
-        self._prompts = prompts
+    def __init__(self, config: Config, **parts: Any) -> None:
+        """parts: see `RolloutSource`."""
+        super().__init__(config, **parts)
         self._batch = config.rollout.prompts_per_step
         self._max_staleness = config.rollout.max_staleness
         self._updates_per_step = config.algorithm.epochs * config.algorithm.minibatches

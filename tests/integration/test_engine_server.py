@@ -23,12 +23,13 @@ import pytest
 import torch
 
 from rollout.chat import Chat
+from rollout.compact import ROUTE
 from rollout.engine import Sampling
 from rollout.errors import EngineError, SyncError
 from rollout.gateway import Gateway
 from rollout.pool import EnginePool
 from rollout.records import FinishReason
-from rollout.remote import COMPACT, GENERATE
+from rollout.remote import GENERATE
 from rollout.rows import rows_from_calls
 from rollout.source import ZeroSource
 from tests.fixtures.models import VOCAB_SIZE, perturb, sampled_logprobs
@@ -91,7 +92,7 @@ def test_a_seeded_request_is_the_same_alone_and_in_a_busy_batch(remote: Trained)
 
 
 def test_vllms_own_route_and_the_compact_one_say_the_same(remote: Trained, monkeypatch: pytest.MonkeyPatch):
-    assert remote.engine._route == COMPACT
+    assert remote.engine._route == ROUTE
     settings: list[dict[str, Any]] = [{}, {"top_k": 8}, {"max_tokens": 1, "temperature": 0.5}]
     compact = [remote.generate(PROMPT, **one) for one in settings]
     monkeypatch.setattr(remote.engine, "_route", GENERATE)

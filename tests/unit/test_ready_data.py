@@ -171,7 +171,7 @@ def test_an_experiment_begins_with_commands_that_are_accepted(file: Path, tmp_pa
             check_reward_model(
                 composed(*overrides, *own, config_name="train_reward_model", config_class=RewardModelConfig)
             )
-        elif script in ("scripts/train.py", "scripts/evaluate.py"):
+        elif script in ("scripts/train.py", "scripts/evaluate.py", "scripts/serve_engine.py"):
             assert f"experiment={file.stem}" in overrides
             own = [f"model.path={tmp_path}", f"data.path={rows}"]
             validate(composed(*overrides, *own, f"data.heldout_path={rows}"))

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from rollout import server_client
-from rollout.compact import encode
+from rollout.compact import ROUTE, encode
 from rollout.engine import Sampling
 from rollout.errors import ConfigError, EngineError, EvidenceError, RequestError
 from rollout.evidence import Answer
 from rollout.loop import BackgroundLoop
 from rollout.records import FinishReason, VersionSpan
-from rollout.remote import COMPACT, GENERATE, RemoteEngine
+from rollout.remote import GENERATE, RemoteEngine
 from tests.fixtures.fake_server import (
     KEY,
     SERVER_INFO,
@@ -328,13 +328,13 @@ def compact(**changes: Any) -> dict[str, Any]:
 def test_the_compact_route_is_used_where_there_is_one(loop: BackgroundLoop) -> None:
     with ExitStack() as stack:
         server = start(loop, stack, FakeServer())
-        server.will(COMPACT, says(compact()))
+        server.will(ROUTE, says(compact()))
         engine = connect(loop, server)
         stack.callback(lambda: loop.run(engine.close()))
         call = loop.run(engine.generate((5, 6), SAMPLING))
         assert (call.sampled_ids, call.finish_reason) == ((7, 8), FinishReason.LENGTH)
         assert call.sampled_logprobs == (-1.5, float(np.float32(-0.1)))
-        assert [path for path, _ in server.requests] == [COMPACT]
+        assert [path for path, _ in server.requests] == [ROUTE]
         for wrong in (
             {},
             compact(starts="AAA"),
@@ -343,7 +343,7 @@ def test_the_compact_route_is_used_where_there_is_one(loop: BackgroundLoop) -> N
             compact(versions=[["0", 0]]),
             compact(versions=[]),
         ):
-            server.will(COMPACT, says(wrong))
+            server.will(ROUTE, says(wrong))
             with pytest.raises(EvidenceError):
                 loop.run(engine.generate((5, 6), SAMPLING))
 
