@@ -36,7 +36,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rewards.frames import LENGTH, MAX_REPLY_BYTES
+from rewards.frames import LENGTH, MAX_REPLY_BYTES, RECEIVED
 from rewards.outcomes import Outcome, Verdict
 from rollout.errors import ConfigError, RewardError
 from rollout.records import Rollout
@@ -139,6 +139,7 @@ class WorkerPool:
         cancelled: threading.Event,
     ) -> list[Verdict]:
         worker = self._workers.acquire(self._isolation)
+        is_new = worker.is_new
         request = {"do": "judge", "spec": spec, "settings": settings, "rollouts": payload}
         try:
             worker.load(spec, settings, self._isolation.start_timeout_s, cancelled)
@@ -154,6 +155,11 @@ class WorkerPool:
             problem = Verdict(outcome=Outcome.TIMEOUT, detail=str(error))
         except ConfigError as error:  # the file has changed since it was loaded first, or fails every other time
             problem = Verdict(outcome=Outcome.EXCEPTION, detail=str(error)[:500])
+        except _DiedIdle as error:
+            worker.kill()
+            if not is_new:
+                return self._judge(spec, settings, payload, timeout_s, cancelled)
+            problem = Verdict(outcome=Outcome.CRASHED, detail=str(error))
         except (_Died, ValueError, KeyError, TypeError) as error:
             worker.kill()
             problem = Verdict(outcome=Outcome.CRASHED, detail=str(error))
@@ -164,6 +170,10 @@ class WorkerPool:
 
 class _Died(Exception):
     """The process is gone, or writes what no worker writes."""
+
+
+class _DiedIdle(_Died):
+    """It died before it had read the request: whatever ended it, it was not the function that it was to call."""
 
 
 class _TimedOut(Exception):
@@ -237,8 +247,16 @@ class _Worker:
         os.set_blocking(self._output.fileno(), False)
 
     @property
+    def is_new(self) -> bool:
+        """Whether it has not loaded anything yet."""
+        return not self._loaded
+
+    @property
     def is_alive(self) -> bool:
-        """Whether it waits for a request: an idle worker that wrote or closed anything is broken."""
+        """Whether it waits for a request: an idle worker that wrote or closed anything is broken.
+
+        A process that was just killed still looks alive until its last thread has ended; see `_DiedIdle`.
+        """
         try:
             self._connection.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -266,11 +284,13 @@ class _Worker:
 
         Raises:
             _TimedOut: no reply in time, or the caller no longer wants one.
-            _Died: the process ended, or sent something else than a reply.
+            _DiedIdle: the process ended before it had read the request.
+            _Died: the process ended later, or sent something else than a reply.
         """
         body = json.dumps(request, default=_plain).encode()
         unsent = memoryview(LENGTH.pack(len(body)) + body)
         received = bytearray()
+        died: type[_Died] = _DiedIdle
         deadline = time.monotonic() + timeout_s
         with selectors.DefaultSelector() as selector:
             selector.register(self._connection, selectors.EVENT_READ | selectors.EVENT_WRITE)
@@ -292,10 +312,13 @@ class _Worker:
                         if events & selectors.EVENT_READ:
                             chunk = self._connection.recv(2**20)
                             if not chunk:
-                                raise _Died(self._obituary())
+                                raise died(self._obituary())
                             received += chunk
-                    except (ConnectionError, BrokenPipeError):
-                        raise _Died(self._obituary()) from None
+                    except ConnectionError:
+                        raise died(self._obituary()) from None
+                if died is _DiedIdle and received.startswith(RECEIVED):
+                    died = _Died
+                    del received[: len(RECEIVED)]
                 if (reply := _parse(received)) is not None:
                     return reply
 

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rewards.frames import LENGTH
+from rewards.frames import LENGTH, RECEIVED
 from rewards.outcomes import Verdict, judge_batch, judge_call
 from rewards.resolve import configure, resolve
 from rewards.trl import BatchReward
@@ -46,6 +46,7 @@ def main() -> None:
     own_pid = os.getpid()
     with socket.socket(fileno=connection_fd) as connection:
         while (request := _receive(connection)) is not None:
+            connection.sendall(RECEIVED)
             reply = _answer(request, functions)
             if os.getpid() != own_pid:
                 os._exit(0)  # a function forked, and its copy of this process came back, too

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rewards import FaultTolerance, Isolation, Outcome, RewardSet, make_reward_set
+from rewards import FaultTolerance, Isolation, Outcome, RewardSet, isolation, make_reward_set
 from rollout.errors import ConfigError
 from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
 
@@ -212,6 +212,19 @@ def test_workers_are_reused_and_replaced_after_a_death(functions):
     third = score(rewards, rollout())[0].reward  # an idle worker that died is nobody's error
     rewards.close()
     assert third not in (0.0, first)
+
+
+def test_a_worker_that_still_looks_alive_when_it_is_killed_is_replaced(functions, monkeypatch):
+    """Until the last thread of a killed process has ended, neither its socket nor its pid tells."""
+    monkeypatch.setattr(isolation._Worker, "is_alive", True)
+    rewards = make(functions, "pid", workers=1)
+    first = score(rewards, rollout())[0].rewards["pid"]
+    os.kill(int(first), signal.SIGKILL)
+    gone(int(first))
+    scored = score(rewards, rollout())[0]
+    rewards.close()
+    assert scored.rewards["pid"] not in (0.0, first)
+    assert not any(value for key, value in rewards.take_metrics().items() if key.startswith("reward/errors/"))
 
 
 def test_a_function_that_forks_answers_once(functions):
