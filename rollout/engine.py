@@ -5,6 +5,7 @@ Text never crosses this protocol.
     Engine          what episodes sample from: `rollout/pool.py`, or one of
     SyncedEngine    an engine whose weights the trainer replaces: `rollout/embedded.py` over vLLM in this process,
                     `rollout/remote.py` over a vLLM server
+    PooledEngine    either of these, or one whose weights another rank replaces (`rollout/peer.py`)
 """
 
 from __future__ import annotations
@@ -88,17 +89,22 @@ class Engine(Protocol):
     async def close(self) -> None: ...
 
 
-class SyncedEngine(Engine, Protocol):
-    """An engine whose weights the trainer replaces (`rollout/sync.py`). Every method raises `EngineError`."""
+class PooledEngine(Engine, Protocol):
+    """An engine beside others that serve the same model (`rollout/pool.py`)."""
 
     name: str
     """For messages: what and where it is."""
-    host: str
-    """Where its workers are: a host name or an address."""
     loop: BackgroundLoop
     """All coroutines run in it."""
     dtype: torch.dtype
     vocab_size: int
+
+
+class SyncedEngine(PooledEngine, Protocol):
+    """An engine whose weights the trainer replaces (`rollout/sync.py`). Every method raises `EngineError`."""
+
+    host: str
+    """Where its workers are: a host name or an address."""
     num_workers: int
     """Processes that each hold weights, and take part in a transfer."""
     weight_transfer_backend: str
@@ -127,4 +133,17 @@ class SyncedEngine(Engine, Protocol):
 
     async def weight_checksums(self) -> dict[str, str]:
         """SHA-256 of every parameter as the engine holds it (`rollout/checksums.py`)."""
+        ...
+
+
+class SleepingEngine(SyncedEngine, Protocol):
+    """An engine that shares its GPU with the trainer, and gives up memory while that one computes."""
+
+    async def sleep(self, level: int) -> None:
+        """Stop sampling and free memory. 1: the weights move to main memory; 2: they are given up, too, and what wakes
+        up is no version until a sync gives it one. The KV cache is lost either way."""
+        ...
+
+    async def wake(self) -> None:
+        """Take the memory again."""
         ...

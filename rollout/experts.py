@@ -11,9 +11,7 @@ reach the wrong place are worse than none.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-
-import torch
+from collections.abc import Iterator
 
 from rollout.errors import SyncError
 
@@ -23,23 +21,20 @@ STACKED = ("gpt_oss",)
 """Model types whose checkpoints are as transformers keeps them."""
 _NAME = re.compile(r"(?P<layer>.+\.mlp\.experts)\.(?P<kind>gate_up_proj|down_proj)")
 
-Read = Callable[[torch.Tensor], torch.Tensor]
-"""From the stacked tensor to the part that is sent, without a copy."""
-
 
 def is_stacked(name: str, shape: tuple[int, ...]) -> bool:
     """Whether this is a tensor of several experts."""
     return len(shape) == 3 and ".experts." in name
 
 
-def parts(name: str, shape: tuple[int, ...], model_type: str) -> Iterator[tuple[str, tuple[int, ...], Read]]:
-    """Name, shape and reader of each tensor that a stacked one is sent as.
+def parts(name: str, shape: tuple[int, ...], model_type: str) -> Iterator[tuple[str, tuple[int, ...], int]]:
+    """Name, shape and first element of each tensor that a stacked one is sent as: each is a run of its elements.
 
     Raises:
         SyncError: the model type is not covered.
     """
     if model_type in STACKED:
-        yield name, shape, lambda stacked: stacked
+        yield name, shape, 0
         return
     match = _NAME.fullmatch(name)
     if model_type not in PER_EXPERT or match is None:
@@ -49,9 +44,10 @@ def parts(name: str, shape: tuple[int, ...], model_type: str) -> Iterator[tuple[
         )
     layer = match["layer"]
     for expert in range(shape[0]):
+        first = expert * shape[1] * shape[2]
         if match["kind"] == "down_proj":
-            yield f"{layer}.{expert}.down_proj.weight", shape[1:], lambda stacked, e=expert: stacked[e]
+            yield f"{layer}.{expert}.down_proj.weight", shape[1:], first
             continue
         half = (shape[1] // 2, shape[2])
-        yield f"{layer}.{expert}.gate_proj.weight", half, lambda stacked, e=expert, n=half[0]: stacked[e, :n]
-        yield f"{layer}.{expert}.up_proj.weight", half, lambda stacked, e=expert, n=half[0]: stacked[e, n:]
+        yield f"{layer}.{expert}.gate_proj.weight", half, first
+        yield f"{layer}.{expert}.up_proj.weight", half, first + half[0] * half[1]

@@ -36,6 +36,7 @@ from rollout.addresses import address_towards
 from rollout.buckets import DEFAULT_BUCKET_BYTES, bucket_layout, plan_buckets, views
 from rollout.daemon import in_daemon_thread
 from rollout.errors import SyncError
+from rollout.source import ZeroSource
 
 CAUSE_WAIT_S = 5.0
 """How long after a broken broadcast the call to the engine may take to fail as well."""
@@ -96,7 +97,7 @@ def _listen(address: str) -> socket.socket:
     return listener
 
 
-def _join(
+def join_group(
     address: str, port: int, rank: int, world_size: int, timeout_s: float, listener: socket.socket | None = None
 ) -> ProcessGroupGloo:
     """Join a group outside torch's global state. Rank 0 brings the listener; data takes the way to `address`.
@@ -120,7 +121,7 @@ def _join(
     return ProcessGroupGloo(store, rank, world_size, options)
 
 
-def _broadcast(group: ProcessGroupGloo, tensor: torch.Tensor) -> Work:
+def broadcast(group: ProcessGroupGloo, tensor: torch.Tensor) -> Work:
     return group.broadcast(tensor, 0)  # type: ignore[attr-defined]
 
 
@@ -139,7 +140,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         self._staged = []
         parallel = self.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        self._group = _join(
+        self._group = join_group(
             init_info.master_address,
             init_info.master_port,
             init_info.rank_offset + worker,
@@ -159,8 +160,8 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
             raise RuntimeError("gloo weight transfer: init_weight_transfer_engine was not called on this engine")
         try:
             for metas in update_info.buckets():
-                bucket = _empty_bucket(metas)
-                _broadcast(self._group, bucket).wait()
+                bucket = torch.empty(message_bytes(metas), dtype=torch.uint8)
+                broadcast(self._group, bucket).wait()
                 if bucket[-1] != SENT:
                     raise RuntimeError("gloo weight transfer: the trainer gave up; the old weights stay")
                 self._staged.extend(views(bucket, metas))
@@ -208,15 +209,15 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
 
 
 class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
-    """The trainer's side. Two buckets are alive at most: one on its way while the next is gathered.
+    """The trainer's side. It packs into one buffer and sends from there, while the source fetches the next bucket.
 
-    The source is iterated on the calling thread, so its collectives keep one order on all ranks; the overlap
-    comes from gloo, which sends on threads of its own.
+    The source is iterated on the calling thread, so its exchanges keep one order on all ranks; the overlap comes from
+    gloo, which works on threads of its own.
     """
 
     init_info_cls = GlooTrainerInitInfo
 
-    def __init__(self, info: GlooTrainerInitInfo, *, client: VLLMWeightSyncClient, source: WeightSource) -> None:
+    def __init__(self, info: GlooTrainerInitInfo, *, client: VLLMWeightSyncClient, source: ZeroSource) -> None:
         super().__init__(client=client, source=source, is_sender=info.is_sender)
         self._info = info
         self._source = source
@@ -226,8 +227,8 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
     def trainer_init(
         cls, init_info: GlooTrainerInitInfo, *, client: VLLMWeightSyncClient, source: WeightSource | None = None
     ) -> Self:
-        if source is None:
-            raise ValueError("gloo weight transfer needs a WeightSource")
+        if not isinstance(source, ZeroSource):
+            raise TypeError(f"gloo weight transfer needs a ZeroSource, found {type(source).__name__}")
         engine = cls(init_info, client=client, source=source)
         if init_info.is_sender:
             engine._group = engine._rendezvous()
@@ -245,7 +246,7 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
         )
         workers = in_daemon_thread(lambda: self.client.init_weight_transfer_engine(asdict(worker_info)))
         address, port = worker_info.master_address, worker_info.master_port
-        group = in_daemon_thread(lambda: _join(address, port, 0, info.world_size, info.timeout_s, listener))
+        group = in_daemon_thread(lambda: join_group(address, port, 0, info.world_size, info.timeout_s, listener))
         # Not only the group: if an engine refuses, nobody would tell the group, which waits for the deadline.
         both: list[Future[Any]] = [workers, group]
         wait(both, timeout=info.timeout_s, return_when=FIRST_EXCEPTION)
@@ -285,23 +286,30 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
     def _broadcast_all(
         self, group: ProcessGroupGloo, buckets: Sequence[Sequence[ParamMeta]], receiving: Future[None]
     ) -> None:
-        pairs = iter(self._source)
-        in_flight: tuple[Work, torch.Tensor] | None = None  # the tensor must live until gloo has sent it
+        buffer = torch.empty(max(message_bytes(metas) for metas in buckets), dtype=torch.uint8)
+        places: dict[str, torch.Tensor] = {}
+        pairs = self._source.tensors(lambda meta: places[meta.name])
+        in_flight: Work | None = None
         for metas in buckets:
-            try:
-                bucket = _pack(pairs, metas)
-            except BaseException:
-                # The workers wait for this bucket: they get it, empty and marked, so that they give up now.
-                with suppress(RuntimeError):  # or they are gone, which is not what went wrong first
-                    _broadcast(group, _empty_bucket(metas)).wait()
-                raise
             if in_flight is not None:
-                _finish(in_flight[0], receiving)
+                _finish(in_flight, receiving)
             if receiving.done():
                 receiving.result()  # the workers gave up, and say why
-            in_flight = (_broadcast(group, bucket), bucket)
+            bucket = buffer[: message_bytes(metas)]
+            bucket[-1] = 0
+            places = dict(views(bucket, metas))
+            try:
+                for expected in metas:
+                    _check(next(pairs, None), expected)
+                bucket[-1] = SENT
+            except BaseException:
+                # The workers wait for this bucket: they get it, marked, so that they give up now.
+                with suppress(RuntimeError):  # or they are gone, which is not what went wrong first
+                    broadcast(group, bucket).wait()
+                raise
+            in_flight = broadcast(group, bucket)
         if in_flight is not None:
-            _finish(in_flight[0], receiving)
+            _finish(in_flight, receiving)
 
     def shutdown(self) -> None:
         self._group = None
@@ -317,26 +325,18 @@ def _finish(work: Work, receiving: Future[None]) -> None:
         raise
 
 
-def _pack(pairs: Iterator[tuple[str, torch.Tensor]], metas: Sequence[ParamMeta]) -> torch.Tensor:
-    """Copy the next tensors of the source into one flat byte bucket in main memory."""
-    bucket = _empty_bucket(metas)
-    for (_, view), expected in zip(views(bucket, metas), metas, strict=True):
-        found = next(pairs, None)
-        if found is None:
-            raise SyncError(f"weight source ended before {expected.name!r}, which its metadata() declares")
-        name, tensor = found
-        if (name, tensor.dtype, tuple(tensor.shape)) != (expected.name, expected.dtype, expected.shape):
-            raise SyncError(
-                f"weight source yields {name!r} {tensor.dtype} {tuple(tensor.shape)} where its metadata() declares "
-                f"{expected.name!r} {expected.dtype} {expected.shape}"
-            )
-        view.copy_(tensor)
-    bucket[-1] = SENT
-    return bucket
+def _check(found: tuple[str, torch.Tensor] | None, expected: ParamMeta) -> None:
+    """Raise `SyncError` unless the source gave the tensor that it declares."""
+    if found is None:
+        raise SyncError(f"weight source ended before {expected.name!r}, which its metadata() declares")
+    name, tensor = found
+    if (name, tensor.dtype, tuple(tensor.shape)) != (expected.name, expected.dtype, expected.shape):
+        raise SyncError(
+            f"weight source yields {name!r} {tensor.dtype} {tuple(tensor.shape)} where its metadata() declares "
+            f"{expected.name!r} {expected.dtype} {expected.shape}"
+        )
 
 
-def _empty_bucket(metas: Sequence[ParamMeta]) -> torch.Tensor:
-    """Bytes for these tensors and, behind them, one that says whether they were filled in."""
-    bucket = torch.empty(bucket_layout(metas)[1] + 1, dtype=torch.uint8)
-    bucket[-1] = 0
-    return bucket
+def message_bytes(metas: Sequence[ParamMeta]) -> int:
+    """Bytes of these tensors and, behind them, of one that says whether they were filled in."""
+    return bucket_layout(metas)[1] + 1

@@ -1,25 +1,29 @@
 """The trainer's weights as vLLM reads them: full tensors, by layer group, under the names of the checkpoint.
 
 Plain modules, DDP, DeepSpeed ZeRO-1/2 (whose parameters are whole on every rank) and ZeRO-3 (whose parameters
-are shards) go through one class. A ZeRO-3 model is gathered one bucket at a time, one collective call per bucket,
-never the whole model and never one collective per tensor.
+are shards) go through one class. A ZeRO-3 model is fetched one bucket at a time (`rollout/shards.py`), to the ranks
+that send it and no others; the next bucket is fetched while the consumer sends the last one.
 
-LoRA adapters are merged into the copies that are sent; the training weights are never written.
+    wait for bucket k ─► copy it to where it is sent from ─► begin to fetch k + 1 ─► send k ─► wait for k + 1 ...
+
+So a sender holds one bucket on its way in, into one buffer, and the one that it sends. LoRA adapters are merged
+into the copies that are sent; the training weights are never written.
 
 Covered: PEFT LoRA on layers that offer `get_delta_weight` (linear, embedding, convolution), `modules_to_save`,
 tied weights (sent once, under the name that the module lists first), experts (`rollout/experts.py`).
-Not covered: DoRA (refused), models whose checkpoint names differ from their module names by more than that.
+Not covered: DoRA (refused), models whose checkpoint names differ from their module names by more than that. A merged
+weight takes its size in float32 beside the buckets while it is added up.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -29,10 +33,14 @@ from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from rollout import experts
 from rollout.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
 from rollout.errors import SyncError
+from rollout.shards import Fetch, Piece, elements, full_shape, is_sharded
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from peft.tuners.lora import LoraLayer
+
+Place = Callable[[ParamMeta], torch.Tensor]
+"""Where a tensor is to be written: contiguous, of its dtype and shape."""
 
 PEFT_PREFIX = "base_model.model."
 
@@ -42,68 +50,127 @@ class _Entry:
     """One parameter as it is sent."""
 
     meta: ParamMeta
-    params: tuple[nn.Parameter, ...]
-    """What must be whole before `read` is called."""
-    read: Callable[[], torch.Tensor]
-    is_copy: bool
-    """Whether `read` makes a new tensor, or an alias of the training weight."""
+    pieces: tuple[Piece, ...]
+    """What it is made of."""
+    merge: Callable[[Sequence[torch.Tensor]], torch.Tensor] | None = None
+    """From the pieces, each in the shape of its parameter, to the tensor; None: it is the one piece."""
+
+
+class _Bucket:
+    """Entries that are fetched together."""
+
+    def __init__(self, entries: Sequence[_Entry], readers: Sequence[int] | None) -> None:
+        pieces = [piece for entry in entries for piece in entry.pieces]
+        self.entries = entries
+        self.fetch = Fetch(pieces, readers)
+        self._index = {id(piece): index for index, piece in enumerate(pieces)}
+
+    def tensor(self, entry: _Entry, place: Place | None, buffer: torch.Tensor) -> torch.Tensor:
+        """The entry's value, written to its place; without one in new memory, or the training weight itself."""
+        if entry.merge is None:
+            (piece,) = entry.pieces
+            if place is None:
+                return self._value(piece, buffer, entry.meta.shape)
+            into = place(entry.meta)
+            self.fetch.copy(self._index[id(piece)], into, buffer)
+            return into
+        merged = entry.merge([self._value(piece, buffer, full_shape(piece.param)) for piece in entry.pieces])
+        return merged.to(entry.meta.dtype) if place is None else place(entry.meta).copy_(merged)
+
+    def _value(self, piece: Piece, buffer: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        if not is_sharded(piece.param):
+            return elements(piece).view(shape).to(piece.dtype)
+        value = torch.empty(shape, dtype=piece.dtype, device=piece.param.device)
+        self.fetch.copy(self._index[id(piece)], value, buffer)
+        return value
 
 
 class ZeroSource(WeightSource):
     """A `WeightSource` over the module that is trained, wrapped as it is.
 
     Under ZeRO-3 iterating is a collective: every rank must iterate, to the end. A rank that stops early calls
-    `drain`, so that the others do not wait for it in a gather.
+    `drain`, so that the others do not wait for it.
 
     Args:
         module: plain, DDP, DeepSpeed engine, PEFT, or these nested.
         dtype: of the engine's weights; floating-point parameters are cast on the way. None: as they are.
-        bucket_bytes: gathered at once; a tensor that is larger is gathered by itself.
+        bucket_bytes: fetched at once, as they are sent; a tensor that is larger is fetched by itself.
+        readers: ranks that get the tensors; on others iterating yields nothing. None: all.
     """
 
     def __init__(
-        self, module: nn.Module, *, dtype: torch.dtype | None = None, bucket_bytes: int = DEFAULT_BUCKET_BYTES
+        self,
+        module: nn.Module,
+        *,
+        dtype: torch.dtype | None = None,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        readers: Sequence[int] | None = None,
     ) -> None:
         if bucket_bytes < 1:
             raise SyncError(f"bucket_bytes must be positive, found {bucket_bytes}")
-        entries = {entry.meta.name: entry for entry in _entries(unwrap(module), dtype)}
+        module = unwrap(module)
+        entries = {entry.meta.name: entry for entry in _entries(module, dtype)}
         plan = plan_buckets([entry.meta for entry in entries.values()], bucket_bytes)
-        self._buckets = [[entries[meta.name] for meta in bucket] for bucket in plan]
+        self._is_reader = readers is None or _own_rank() in readers
+        self._buckets = [_Bucket([entries[meta.name] for meta in bucket], readers) for bucket in plan]
         self._metas = [meta for bucket in plan for meta in bucket]
-        self._unread: Iterator[Sequence[_Entry]] = iter(())
+        self._device = next(module.parameters()).device
+        self._waiting: Iterator[_Bucket] = iter(())
+        self._fetched: _Bucket | None = None
+        """What is being fetched, or was fetched last."""
+        self._buffer = torch.empty(0, dtype=torch.uint8)
         self.gather_s = 0.0
-        """Seconds that the last pass spent gathering and copying."""
+        """Seconds that the last pass spent waiting for buckets and copying them."""
 
     def metadata(self) -> list[ParamMeta]:
         """Names, dtypes and full shapes in the order of iteration. No collective, no copy."""
         return list(self._metas)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        self._unread = iter(self._buckets)
+        """Names and tensors, which stay as they are until the next optimizer step."""
+        return self.tensors(None)
+
+    def tensors(self, place: Place | None) -> Iterator[tuple[str, torch.Tensor]]:
+        """A pass in which every tensor is written where `place` says when its turn comes, without another copy."""
         self.gather_s = 0.0
-        for bucket in self._unread:
-            tensors = self._gather(bucket)
-            for entry in bucket:
-                yield entry.meta.name, tensors.pop(0)
+        self._waiting = iter(self._buckets)
+        size = max((bucket.fetch.nbytes for bucket in self._buckets), default=0)
+        self._buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+        self._begin_next()
+        while (bucket := self._fetched) is not None:
+            with self._timed():
+                bucket.fetch.wait()
+            for entry in bucket.entries if self._is_reader else ():
+                with self._timed():
+                    tensor = bucket.tensor(entry, place, self._buffer)
+                    if entry is bucket.entries[-1]:
+                        self._begin_next()
+                yield entry.meta.name, tensor
+            if not self._is_reader:
+                self._begin_next()
 
     def drain(self) -> None:
-        """Take part in the gathers that this rank's last pass left out. Nothing is kept."""
-        for bucket in self._unread:
-            self._gather(bucket)
+        """Take part in what this rank's last pass left out. Nothing is kept."""
+        while self._fetched is not None:
+            self._fetched.fetch.wait()
+            self._begin_next()
 
-    @torch.no_grad()
-    def _gather(self, bucket: Sequence[_Entry]) -> list[torch.Tensor]:
+    def _begin_next(self) -> None:
+        self._fetched = next(self._waiting, None)
+        if self._fetched is not None:
+            self._fetched.fetch.begin(self._buffer)
+        else:
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # the memory is the trainer's again
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
         started = time.perf_counter()
-        params = {id(param): param for entry in bucket for param in entry.params}
-        tensors = []
-        with _whole(list(params.values())) as is_gathered:
-            for entry in bucket:
-                tensor = entry.read().detach().to(entry.meta.dtype)
-                # A gathered weight is freed on leaving the context, and a consumer may keep the tensor longer.
-                aliases = not entry.is_copy and tensor.dtype == entry.params[0].dtype
-                tensors.append(tensor.clone() if aliases and is_gathered else tensor)
+        yield
         self.gather_s += time.perf_counter() - started
-        return tensors
+
+
+def _own_rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -120,37 +187,6 @@ def unwrap(module: nn.Module) -> nn.Module:
             module = module._orig_mod
         else:
             return module
-
-
-class _whole:
-    """Context in which sharded parameters are whole; its value says whether any had to be gathered."""
-
-    def __init__(self, params: list[nn.Parameter]) -> None:
-        self._sharded = [param for param in params if _is_sharded(param)]
-        self._context: AbstractContextManager[object] = nullcontext()
-
-    def __enter__(self) -> bool:
-        if self._sharded:
-            from deepspeed import zero
-
-            self._context = zero.GatheredParameters(self._sharded, modifier_rank=None)
-            self._context.__enter__()
-        return bool(self._sharded)
-
-    def __exit__(self, *exception: Any) -> None:
-        self._context.__exit__(*exception)
-
-
-def _is_sharded(param: nn.Parameter) -> bool:
-    if "deepspeed" not in sys.modules:
-        return False
-    from deepspeed.runtime.zero.utils import is_zero_param
-
-    return is_zero_param(param)
-
-
-def _full_shape(param: nn.Parameter) -> tuple[int, ...]:
-    return tuple(param.ds_shape) if _is_sharded(param) else tuple(param.shape)  # type: ignore[attr-defined]
 
 
 def _wire_dtype(param: nn.Parameter, dtype: torch.dtype | None) -> torch.dtype:
@@ -170,13 +206,13 @@ def _entries(module: nn.Module, dtype: torch.dtype | None) -> Iterator[_Entry]:
 
 def _plain_entries(name: str, param: nn.Parameter, dtype: torch.dtype | None, model: nn.Module) -> Iterator[_Entry]:
     """One, or for the experts of a layer as many as the checkpoint has."""
-    shape, wire = _full_shape(param), _wire_dtype(param, dtype)
-    if not experts.is_stacked(name, shape):
-        yield _Entry(ParamMeta(name, wire, shape), (param,), lambda: param, is_copy=False)
-        return
-    assert isinstance(model, PreTrainedModel), "experts are known by the type of their model"
-    for part_name, part_shape, read in experts.parts(name, shape, model.config.get_text_config().model_type):
-        yield _Entry(ParamMeta(part_name, wire, part_shape), (param,), partial(read, param), is_copy=False)
+    shape, wire = full_shape(param), _wire_dtype(param, dtype)
+    parts: Iterable[tuple[str, tuple[int, ...], int]] = [(name, shape, 0)]
+    if experts.is_stacked(name, shape):
+        assert isinstance(model, PreTrainedModel), "experts are known by the type of their model"
+        parts = experts.parts(name, shape, model.config.get_text_config().model_type)
+    for part_name, part_shape, first in parts:
+        yield _Entry(ParamMeta(part_name, wire, part_shape), (Piece(param, first, math.prod(part_shape), wire),))
 
 
 def _peft_entries(model: PeftModel, dtype: torch.dtype | None) -> Iterator[_Entry]:
@@ -233,14 +269,29 @@ def _merged_entry(name: str, layer: LoraLayer, weight: nn.Parameter, dtype: torc
     adapters = [name for name in layer.active_adapters if name in layer.scaling and name not in layer.merged_adapters]
     if layer.disable_adapters:
         adapters = []
+    adapter_params = [p for n, p in layer.named_parameters() if n.startswith("lora_")]  # type: ignore[attr-defined]
 
-    def read() -> torch.Tensor:
+    def merge(values: Sequence[torch.Tensor]) -> torch.Tensor:
         # Added in float32 so that a small update is not rounded away before the sum is.
-        total = weight.to(torch.float32, copy=True)
-        for adapter in adapters:
-            total += layer.get_delta_weight(adapter).to(total)  # type: ignore[attr-defined]
+        total = values[0].to(torch.float32, copy=True)
+        with torch.no_grad(), _standing_in(adapter_params, values[1:]):
+            for adapter in adapters:
+                total += layer.get_delta_weight(adapter).to(total)  # type: ignore[attr-defined]
         return total
 
-    meta = ParamMeta(name, _wire_dtype(weight, dtype), _full_shape(weight))
-    adapter_params = [p for n, p in layer.named_parameters() if n.startswith("lora_")]  # type: ignore[attr-defined]
-    return _Entry(meta, (weight, *adapter_params), read, is_copy=True)
+    meta = ParamMeta(name, _wire_dtype(weight, dtype), full_shape(weight))
+    pieces = tuple(Piece(p, 0, math.prod(full_shape(p)), p.dtype) for p in (weight, *adapter_params))
+    return _Entry(meta, pieces, merge)
+
+
+@contextmanager
+def _standing_in(params: Sequence[nn.Parameter], values: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Inside, the parameters hold these values instead of their shards."""
+    before = [param.data for param in params]
+    try:
+        for param, value in zip(params, values, strict=True):
+            param.data = value
+        yield
+    finally:
+        for param, data in zip(params, before, strict=True):
+            param.data = data

@@ -4,8 +4,9 @@
 
     pause the engines ─► send the weights ─► versions, caches, resume ─► canary
 
-There may be several engines. Their workers and the sender are one group, so each bucket is gathered and sent once,
-and every engine is asked for its version and its canary.
+There may be several engines. The workers of a rank's engines and the rank are one group, so each bucket is gathered
+and sent once, and every engine is asked for its version and its canary. Engines on several ranks (colocated) get the
+weights from their own rank, at the same time.
 
 Before a rank enters the next phase all ranks exchange how the last one went, over a process group of their own
 with a deadline. So one rank's failure becomes the same `SyncError` on all, and no rank waits in a gather for one
@@ -28,7 +29,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,9 +44,10 @@ from rollout.evidence import UNUSABLE_PREFIX
 if TYPE_CHECKING:
     from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
 
-    from rollout.engine import SyncedEngine
+    from rollout.engine import SleepingEngine, SyncedEngine
 
 T = TypeVar("T")
+E = TypeVar("E", bound="SyncedEngine")
 
 ScoreCanary = Callable[[list[int]], list[float]]
 """The trainer's log π(ids[i] | ids[:i]) at temperature 1 for i >= 1. Called on every rank, as under ZeRO-3 it is a
@@ -110,6 +112,8 @@ class WeightSync:
         deadline_s: of every phase; then every rank raises.
         address: this machine's, where the gloo and nccl transports meet; None: loopback if all engines are on this
             machine, else the address that reaches them.
+        sleepers: those of the engines that `rest` puts to sleep, until the next push.
+        sleep_level: 1 or 2 (`SleepingEngine.sleep`); the same on all ranks. 0: nobody sleeps.
     """
 
     def __init__(
@@ -124,24 +128,33 @@ class WeightSync:
         bucket_bytes: int = 512 * 2**20,
         deadline_s: float = 300.0,
         address: str | None = None,
+        sleepers: Sequence[SleepingEngine] = (),
+        sleep_level: int = 0,
     ) -> None:
         if deadline_s <= 0:
             raise ConfigError(f"the sync deadline must be positive, found {deadline_s} s")
         self._deadline_s = deadline_s
         self._pause_mode = pause_mode
         self._score_canary = score_canary
+        self._sleepers = _Engines(sleepers, deadline_s, loads_late=False)
+        self._sleep_level = sleep_level
+        self._is_asleep = False
         self._ranks = _Ranks(deadline_s)
         facts = self._ranks.agree("describing the engines", lambda: _describe(engines))
         described = next((fact for fact in facts if fact is not None), None)
         if described is None:
             raise SyncError("weight sync: no rank has an engine")
+        if other := next((fact for fact in facts if fact not in (None, described)), None):
+            raise SyncError(f"weight sync: the engines of the ranks differ, {described} and {other}")
         self._backend, dtype, vocab_size = described
         self._canary_ids = list(canary_ids) if canary_ids is not None else _spread_ids(vocab_size)
         self._canary_threshold = CANARY_THRESHOLD[dtype] if canary_threshold is None else canary_threshold
 
         from rollout.source import ZeroSource
 
-        self._source = ZeroSource(module, dtype=dtype, bucket_bytes=bucket_bytes)
+        # vLLM's ipc transport packs on every rank, whether or not it has an engine.
+        readers = None if self._backend == "ipc" else [rank for rank, fact in enumerate(facts) if fact is not None]
+        self._source = ZeroSource(module, dtype=dtype, bucket_bytes=bucket_bytes, readers=readers)
         self._bytes = sum(meta.dtype.itemsize * _numel(meta.shape) for meta in self._source.metadata())
         self._engines = _Engines(engines, deadline_s, loads_late=self._backend == "gloo")
         self._transport = self._ranks.agree(
@@ -157,6 +170,9 @@ class WeightSync:
         """
         phase = self._ranks.agree
         self._engines.version = str(version)
+        if self._is_asleep:
+            phase("waking the engines", lambda: self._sleepers.all(lambda engine: engine.wake()))
+            self._is_asleep = False
         started = time.perf_counter()
         phase("pausing the engines", lambda: self._engines.all(lambda engine: engine.pause(self._pause_mode)))
         paused = time.perf_counter()
@@ -176,6 +192,15 @@ class WeightSync:
             bytes=self._bytes,
             canary_abs_diff=max(diffs.values(), default=float("nan")),
         )
+
+    def rest(self) -> None:
+        """Nothing is sampled until the next push: free the engines' memory. A collective. Raises as `push` does."""
+        if self._sleep_level:
+            level = self._sleep_level
+            self._ranks.agree(
+                "putting the engines to sleep", lambda: self._sleepers.all(lambda engine: engine.sleep(level))
+            )
+            self._is_asleep = True
 
     def close(self) -> None:
         """Leave the transport and the ranks' process group; the engines go on."""
@@ -295,13 +320,13 @@ class WeightSync:
         raise ConfigError(f"weight transfer must be gloo, nccl or ipc, found {self._backend!r}")
 
 
-class _Engines:
+class _Engines(Generic[E]):
     """vLLM's control plane for the engines of this rank: synchronous calls to all of them at once, with a deadline.
 
     Implements vLLM's `VLLMWeightSyncClient`. On ranks without engines it exists, and its calls do nothing.
     """
 
-    def __init__(self, engines: Sequence[SyncedEngine], deadline_s: float, *, loads_late: bool) -> None:
+    def __init__(self, engines: Sequence[E], deadline_s: float, *, loads_late: bool) -> None:
         """loads_late: the transport stages what it receives, and replaces weights in `finish_weight_update`."""
         self._engines = tuple(engines)
         self._limit_s = CALL_SHARE * deadline_s
@@ -321,12 +346,12 @@ class _Engines:
     def num_workers(self) -> int:
         return sum(engine.num_workers for engine in self._engines)
 
-    def all(self, act: Callable[[SyncedEngine], Coroutine[Any, Any, T]]) -> list[T]:
+    def all(self, act: Callable[[E], Coroutine[Any, Any, T]]) -> list[T]:
         """The results of `act` on every engine, at the same time. Raises what the first engine to fail raised."""
         if not self._engines:
             return []
 
-        async def one(engine: SyncedEngine) -> T:
+        async def one(engine: E) -> T:
             try:
                 return await asyncio.wait_for(act(engine), self._limit_s)
             except TimeoutError:

@@ -35,8 +35,8 @@ def save_critic(module: ActorCritic, directory: Path, distributed: Distributed) 
     if type(config) not in AutoModelForTokenClassification._model_mapping:
         return False
     trunk = {}
-    for name, tensor in ZeroSource(source):
-        if distributed.is_main and name.startswith(prefix):
+    for name, tensor in ZeroSource(source, readers=[0]):
+        if name.startswith(prefix):
             trunk[name.removeprefix(prefix)] = tensor.cpu()
     with distributed.whole_parameters(head):
         if distributed.is_main:

@@ -86,10 +86,7 @@ def save_merged(model: PeftModel, directory: Path, distributed: Distributed) -> 
     """Write the model with its adapters merged, as the engine gets it, and the adapter beside it; a collective."""
     from rollout.source import ZeroSource  # it imports vLLM, which takes seconds
 
-    merged = {}
-    for name, tensor in ZeroSource(model):
-        if distributed.is_main:
-            merged[name] = tensor.cpu()
+    merged = {name: tensor.cpu() for name, tensor in ZeroSource(model, readers=[0])}
     adapters = nn.ParameterList(parameter for parameter in model.parameters() if parameter.requires_grad)
     with distributed.whole_parameters(adapters):
         if distributed.is_main:

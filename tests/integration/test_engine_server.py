@@ -31,7 +31,7 @@ from rollout.pool import EnginePool
 from rollout.records import FinishReason
 from rollout.remote import GENERATE
 from rollout.rows import rows_from_calls
-from rollout.source import ZeroSource
+from rollout.source import Place, ZeroSource
 from tests.fixtures.models import VOCAB_SIZE, perturb, sampled_logprobs
 from tests.fixtures.remote import Trained, save_model, trained
 from tests.fixtures.runs import check_run, launch_run, run_directory
@@ -234,9 +234,9 @@ def test_two_ranks_under_zero3_train_two_updates_with_the_server(server: EngineS
 
 def test_weights_that_were_loaded_in_part_cannot_be_sampled_from(remote: Trained, monkeypatch: pytest.MonkeyPatch):
     source = remote.sync._source
-    kept = [bucket for bucket in source._buckets if not bucket[0].meta.name.startswith("model.layers.1.")]
+    kept = [bucket for bucket in source._buckets if not bucket.entries[0].meta.name.startswith("model.layers.1.")]
     monkeypatch.setattr(source, "_buckets", kept)
-    monkeypatch.setattr(source, "_metas", [entry.meta for bucket in kept for entry in bucket])
+    monkeypatch.setattr(source, "_metas", [entry.meta for bucket in kept for entry in bucket.entries])
     with pytest.raises(SyncError, match=r"were not among the weights that arrived|HTTP 500"):
         remote.push()
     monkeypatch.undo()
@@ -326,14 +326,14 @@ def test_a_server_that_stops_in_mid_generation_is_noticed(impatient: Trained):
 def on_tensor(monkeypatch: pytest.MonkeyPatch, count: int, act: Any) -> None:
     """Call `act` when so many tensors were sent."""
 
-    def counted(self: ZeroSource) -> Iterator[tuple[str, torch.Tensor]]:
-        for index, pair in enumerate(original(self)):
+    def counted(self: ZeroSource, place: Place | None) -> Iterator[tuple[str, torch.Tensor]]:
+        for index, pair in enumerate(original(self, place)):
             if index == count:
                 act()
             yield pair
 
-    original = ZeroSource.__iter__
-    monkeypatch.setattr(ZeroSource, "__iter__", counted)
+    original = ZeroSource.tensors
+    monkeypatch.setattr(ZeroSource, "tensors", counted)
 
 
 def test_a_killed_server_ends_requests_and_syncs_at_once(remote: Trained):

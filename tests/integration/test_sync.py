@@ -11,7 +11,7 @@ import torch
 
 from rollout.engine import Sampling
 from rollout.errors import EngineError, SyncError
-from rollout.source import ZeroSource
+from rollout.source import Place, ZeroSource
 from tests.fixtures.models import perturb, sampled_logprobs
 from tests.integration.conftest import Served
 
@@ -101,12 +101,12 @@ def test_a_canary_that_differs_stops_the_run(served: Served, monkeypatch: pytest
 def test_a_head_that_is_not_packed_again_is_caught(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the engine did before it repacked: embedding new, head old. Broken on the trainer's side, equally."""
 
-    def embedding_only(self: ZeroSource):
-        for name, tensor in original(self):
-            yield name, tensor if "embed_tokens" in name else torch.zeros_like(tensor)
+    def embedding_only(self: ZeroSource, place: Place | None):
+        for name, tensor in original(self, place):
+            yield name, tensor if place is None or "embed_tokens" in name else tensor.zero_()
 
-    original = ZeroSource.__iter__
-    monkeypatch.setattr(ZeroSource, "__iter__", embedding_only)
+    original = ZeroSource.tensors
+    monkeypatch.setattr(ZeroSource, "tensors", embedding_only)
     with pytest.raises(SyncError, match="canary"):
         served.push()
     monkeypatch.undo()
@@ -114,16 +114,13 @@ def test_a_head_that_is_not_packed_again_is_caught(served: Served, monkeypatch: 
 
 
 def test_a_layer_with_other_weights_is_named(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    passes: list[int] = []
+    def wrong_when_sent(self: ZeroSource, place: Place | None):
+        for name, tensor in original(self, place):
+            is_wrong = place is not None and name.startswith("model.layers.2.") and "norm" in name
+            yield name, tensor.mul_(3) if is_wrong else tensor
 
-    def wrong_at_first(self: ZeroSource):
-        passes.append(1)
-        for name, tensor in original(self):
-            is_wrong = len(passes) == 1 and name.startswith("model.layers.2.") and "norm" in name
-            yield name, tensor * 3 if is_wrong else tensor
-
-    original = ZeroSource.__iter__
-    monkeypatch.setattr(ZeroSource, "__iter__", wrong_at_first)
+    original = ZeroSource.tensors
+    monkeypatch.setattr(ZeroSource, "tensors", wrong_when_sent)
     with pytest.raises(SyncError, match=r"canary .* not what was sent: model\.layers\.2 \(4 of 4\)"):
         served.push()
     monkeypatch.undo()
@@ -132,9 +129,9 @@ def test_a_layer_with_other_weights_is_named(served: Served, monkeypatch: pytest
 
 def test_a_parameter_that_is_not_sent_is_named(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     source = served.sync._source
-    kept = [bucket for bucket in source._buckets if not bucket[0].meta.name.startswith("model.layers.1.")]
+    kept = [bucket for bucket in source._buckets if not bucket.entries[0].meta.name.startswith("model.layers.1.")]
     monkeypatch.setattr(source, "_buckets", kept)
-    monkeypatch.setattr(source, "_metas", [entry.meta for bucket in kept for entry in bucket])
+    monkeypatch.setattr(source, "_metas", [entry.meta for bucket in kept for entry in bucket.entries])
     with pytest.raises(SyncError, match=r"were not among the weights that arrived, first \['model\.layers\.1\."):
         served.push()
     monkeypatch.undo()
@@ -147,14 +144,14 @@ def test_a_sender_that_fails_half_way_leaves_the_old_weights_serving(
 ) -> None:
     before = served.generate(LONG_PROMPT)
 
-    def fails(self: ZeroSource):
-        for count, pair in enumerate(original(self)):
+    def fails(self: ZeroSource, place: Place | None):
+        for count, pair in enumerate(original(self, place)):
             if count == 20:
                 raise RuntimeError("the disk of the third rank is full")
             yield pair
 
-    original = ZeroSource.__iter__
-    monkeypatch.setattr(ZeroSource, "__iter__", fails)
+    original = ZeroSource.tensors
+    monkeypatch.setattr(ZeroSource, "tensors", fails)
     started = time.monotonic()
     with pytest.raises(SyncError, match="disk of the third rank"):
         served.sync.push(served.version + 1)
@@ -170,12 +167,12 @@ def test_a_sender_that_fails_half_way_leaves_the_old_weights_serving(
 
 
 def test_a_sync_that_misses_its_deadline_is_an_error(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    def hangs(self: ZeroSource):
+    def hangs(self: ZeroSource, place: Place | None):
         time.sleep(4)
-        yield from original(self)
+        yield from original(self, place)
 
-    original = ZeroSource.__iter__
-    monkeypatch.setattr(ZeroSource, "__iter__", hangs)
+    original = ZeroSource.tensors
+    monkeypatch.setattr(ZeroSource, "tensors", hangs)
     monkeypatch.setattr(served.sync._ranks, "_deadline_s", 2.0)
     with pytest.raises(SyncError, match="no answer within 2 s"):
         served.push()

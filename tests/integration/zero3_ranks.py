@@ -43,7 +43,7 @@ def main(directory: Path) -> None:
             "zero_allow_untested_optimizer": True,
         },
     )
-    seen: dict[str, object] = {"gathered_bytes": gathered_bytes(), "model_bytes": model_bytes(model)}
+    seen: dict[str, object] = {"exchanged_bytes": exchanged_bytes(), "model_bytes": model_bytes(model)}
 
     def score(ids: list[int]) -> list[float]:
         return sampled_logprobs(trained, tuple(ids[:1]), tuple(ids[1:]))
@@ -114,16 +114,16 @@ def raised(act: object) -> dict[str, object]:
     return {"error": None}
 
 
-def gathered_bytes() -> list[int]:
-    """Bytes of each gather from here on, by wrapping DeepSpeed's context."""
+def exchanged_bytes() -> list[int]:
+    """Bytes of each exchange between the ranks from here on."""
     sizes: list[int] = []
-    original = deepspeed.zero.GatheredParameters
+    original = dist.batch_isend_irecv
 
-    def counted(params: list, **settings: object):
-        sizes.append(sum(param.ds_numel * param.element_size() for param in params))
-        return original(params, **settings)
+    def counted(exchanges: list[dist.P2POp]):
+        sizes.append(sum(exchange.tensor.nbytes for exchange in exchanges))
+        return original(exchanges)
 
-    deepspeed.zero.GatheredParameters = counted
+    dist.batch_isend_irecv = counted
     return sizes
 
 

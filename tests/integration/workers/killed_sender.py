@@ -6,22 +6,22 @@ import os
 import signal
 import sys
 
-from rollout.source import ZeroSource
+from rollout.source import Place, ZeroSource
 from tests.fixtures.models import perturb
 from tests.fixtures.remote import trained
 from tests.fixtures.servers import EngineServer
 
 
 def main(url: str) -> None:
-    original = ZeroSource.__iter__
+    original = ZeroSource.tensors
 
-    def dies(self: ZeroSource):
-        for count, pair in enumerate(original(self)):
+    def dies(self: ZeroSource, place: Place | None):
+        for count, pair in enumerate(original(self, place)):
             if count == 20:
                 os.kill(os.getpid(), signal.SIGKILL)
             yield pair
 
-    ZeroSource.__iter__ = dies  # type: ignore[method-assign]
+    ZeroSource.tensors = dies  # type: ignore[method-assign]
     with trained([EngineServer(process=None, url=url, log_path=None)]) as sender:  # type: ignore[arg-type]
         perturb(sender.model, seed=9)
         sender.sync.push(777)
