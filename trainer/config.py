@@ -26,6 +26,12 @@ OPTIMIZERS = ("adamw", "adamw_tf", "adamw_8bit", "muon", "sgd")
 ATTENTIONS = ("auto", "packed_rows", "flash_attention_2", "flash_attention_3", "sdpa", "eager")
 KL_ESTIMATORS = ("k1", "k2", "k3", "unbiased")
 NORMALIZERS = ("grpo", "dr_grpo", "token", "sequence_sum")
+REJECTIONS = (
+    *("token_k1", "token_k2", "token_k3"),
+    *("seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
+    *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3"),
+    *("seq_max_k2", "seq_max_k3"),
+)
 
 
 def setting(default: Any, description: str, *, choices: tuple[Any, ...] | None = None) -> Any:

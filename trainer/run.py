@@ -112,9 +112,7 @@ class Run:
         self._updater = Updater(self._module, distributed, config)
         self._updater.scorer.budget.warn = self._console.warn
         self._rewards = make_rewards(config)
-        if self._engine is not None:
-            with distributed.whole_models():
-                self._rewards.load()
+        distributed.together(self._load_reward_models)
         self._chat = make_chat(config)
         self._prompts = make_prompts(config, distributed, loop, self._chat, say=self._console.say)
         self._sampler = make_sampler(config, engine=self._engine, chat=self._chat) if self._engine else None
@@ -210,6 +208,12 @@ class Run:
         urls = ", ".join(self._config.rollout.urls)
         self._console.say(f"waiting for the engines at {urls} ..." if urls else "starting the engine ...")
         return start_engine(self._config, loop=self._loop, log_path=self._directory.logs / "engine.log")
+
+    def _load_reward_models(self) -> None:
+        """On the rank that scores, whole, also under ZeRO-3; nothing elsewhere."""
+        if self._engine is not None:
+            with self._distributed.whole_models():
+                self._rewards.load()
 
     def _make_sync(self) -> WeightSync:
         settings = self._config.sync

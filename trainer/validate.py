@@ -4,6 +4,7 @@ Nothing heavy is imported here. Every problem is one sentence; all of them are r
 
     validate_numbers.py      numbers out of their bounds
     validate_algorithm.py    settings that do not go together
+    validate_correction.py   the rollout correction
     validate_engines.py      where engines are, and how they are reached
     validate_launch.py       settings that the launcher or the installation rules out
     validate_asynchrony.py   rollouts made ahead
@@ -22,6 +23,7 @@ from trainer.closest import closest
 from trainer.config import Config
 from trainer.validate_algorithm import algorithm_problems
 from trainer.validate_asynchrony import asynchrony_problems
+from trainer.validate_correction import correction_problems
 from trainer.validate_data import data_file_problems, data_problems, evaluation_problems, first_row_problems
 from trainer.validate_engines import engine_problems
 from trainer.validate_launch import launch_problems
@@ -41,7 +43,7 @@ def validate(config: Config, *, needs_data: bool = True, trains: bool = True) ->
     needs_data: whether the data files must be there. trains: whether training data is among them.
     """
     problems = [*_choices("", config), *number_problems(config), *reward_problems(config)]
-    problems += [*algorithm_problems(config), *asynchrony_problems(config)]
+    problems += [*algorithm_problems(config), *correction_problems(config), *asynchrony_problems(config)]
     problems += [*engine_problems(config), *launch_problems(config)]
     problems += [*model_problems(config), *data_problems(config), *evaluation_problems(config)]
     if needs_data:

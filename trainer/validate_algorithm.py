@@ -35,11 +35,6 @@ def _batch(config: Config) -> Iterator[str]:
             f"algorithm.minibatches={algorithm.minibatches} does not divide the {batch} rollouts of a step "
             f"(rollout.prompts_per_step x rollout.samples_per_prompt); set algorithm.minibatches={nearest}"
         )
-    if config.correction.logp_old == "bypass" and algorithm.epochs * algorithm.minibatches > 1:
-        yield (
-            "correction.logp_old=bypass needs one update per rollout batch, but algorithm.epochs x "
-            f"algorithm.minibatches = {algorithm.epochs * algorithm.minibatches}; set correction.logp_old=recompute"
-        )
 
 
 def _ppo(config: Config) -> Iterator[str]:
@@ -51,12 +46,6 @@ def _ppo(config: Config) -> Iterator[str]:
         yield f"algorithm.value_clip={algorithm.value_clip} must be greater than 0; set algorithm.value_clip=null"
     if algorithm.value_coef < 0:
         yield f"algorithm.value_coef={algorithm.value_coef} must not be negative; set algorithm.value_coef=0.5"
-    critic_lr = config.optimizer.critic_lr
-    if critic_lr is not None and (not critic_lr > 0 or config.optimizer.name in ("adamw_8bit", "muon")):
-        yield (
-            f"optimizer.critic_lr={critic_lr} with optimizer.name={config.optimizer.name}: it must be greater than 0, "
-            "and is for adamw, adamw_tf and sgd; set optimizer.critic_lr=null"
-        )
     batch = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     if algorithm.kl_target is not None:
         if algorithm.advantage != "gae" or algorithm.kl_place != "reward" or not algorithm.kl_coef > 0:
@@ -74,6 +63,7 @@ def _ppo(config: Config) -> Iterator[str]:
                 "KL coefficient (a batch must be below 5 horizons); "
                 f"set algorithm.kl_horizon={max(10 * batch, 10000)}"
             )
+    yield from _critic(config)
     if algorithm.advantage == "gae" and algorithm.turn_discount != 1:
         yield (
             f"algorithm.turn_discount={algorithm.turn_discount} is for advantages without a critic; "
@@ -89,6 +79,32 @@ def _ppo(config: Config) -> Iterator[str]:
             f"rollout.ignore_eos=true samples past the end of a turn, which with environment.max_turns="
             f"{config.environment.max_turns} leaves no turns to tell apart; set environment.max_turns=1"
         )
+
+
+def _critic(config: Config) -> Iterator[str]:
+    model, critic_lr = config.model, config.optimizer.critic_lr
+    if critic_lr is not None and (not critic_lr > 0 or config.optimizer.name in ("adamw_8bit", "muon")):
+        yield (
+            f"optimizer.critic_lr={critic_lr} with optimizer.name={config.optimizer.name}: it must be greater than 0, "
+            "and is for adamw, adamw_tf and sgd; set optimizer.critic_lr=null"
+        )
+    if model.critic == "shared" and model.critic_path is not None:
+        yield (
+            f"model.critic_path={model.critic_path} is what a critic of its own starts from, and model.critic=shared "
+            "has none; set model.critic=separate or model.critic_path=null"
+        )
+    if not config.has_critic:
+        unused = {
+            "model.critic": (model.critic, "separate"),
+            "model.critic_path": (model.critic_path, None),
+            "optimizer.critic_lr": (critic_lr, None),
+        }
+        for name, (value, default) in unused.items():
+            if value != default:
+                yield (
+                    f"{name}={value}, but algorithm.advantage={config.algorithm.advantage} has no critic; "
+                    f"set algorithm=ppo, or {name}={'null' if default is None else default}"
+                )
 
 
 def _algorithm(config: Config) -> Iterator[str]:
@@ -113,6 +129,11 @@ def _algorithm(config: Config) -> Iterator[str]:
         yield f"algorithm.clip_high={algorithm.clip_high} must be greater than 0; set algorithm.clip_high=0.28"
     if algorithm.dual_clip is not None and algorithm.dual_clip <= 1:
         yield f"algorithm.dual_clip={algorithm.dual_clip} must be greater than 1; set algorithm.dual_clip=3"
+    if algorithm.dual_clip is not None and algorithm.loss != "ppo_clip":
+        yield (
+            f"algorithm.dual_clip={algorithm.dual_clip} is for algorithm.loss=ppo_clip, found "
+            f"algorithm.loss={algorithm.loss}; set algorithm.dual_clip=null"
+        )
     if algorithm.dynamic_sampling and config.rollout.samples_per_prompt == 1:
         yield (
             "algorithm.dynamic_sampling=true keeps groups whose rewards differ, and with rollout.samples_per_prompt=1 "
@@ -122,6 +143,11 @@ def _algorithm(config: Config) -> Iterator[str]:
         yield (
             f"algorithm.turn_rewards=true compares turns within a group, algorithm.advantage={algorithm.advantage} "
             "whole rollouts; set algorithm.advantage=grpo or algorithm.turn_rewards=false"
+        )
+    if algorithm.turn_discount != 1 and not algorithm.turn_rewards:
+        yield (
+            f"algorithm.turn_discount={algorithm.turn_discount} discounts rewards of turns, and there are none; "
+            "set algorithm.turn_rewards=true or algorithm.turn_discount=1.0"
         )
     if not 0 <= algorithm.turn_discount <= 1:
         yield f"algorithm.turn_discount={algorithm.turn_discount} must lie in [0, 1]; set algorithm.turn_discount=1.0"
@@ -134,11 +160,6 @@ def _algorithm(config: Config) -> Iterator[str]:
         yield (
             f"model.reference_path={config.model.reference_path} is not used while algorithm.kl_coef=0; "
             "set algorithm.kl_coef=0.01 or model.reference_path=null"
-        )
-    if config.correction.kl_penalty and config.correction.logp_old == "bypass":
-        yield (
-            f"correction.kl_penalty={config.correction.kl_penalty} compares the engine's logprobs with the trainer's, "
-            "which correction.logp_old=bypass does not compute; set correction.logp_old=recompute"
         )
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from rewards.functions import FUNCTIONS
 from rewards.outcomes import ERRORS
@@ -22,12 +23,13 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 def model_problems(config: Config) -> Iterator[str]:
     """Models that are directories must be there; hub ids are seen when they are loaded."""
-    reference = config.model.reference_path
-    if reference is not None and is_local(reference) and not file_exists(f"{reference}/config.json"):
-        yield (
-            f"model.reference_path={reference} has no config.json; point it at a directory that `save_pretrained` "
-            "wrote, or set model.reference_path=null for model.path"
-        )
+    for name in ("reference_path", "critic_path"):
+        path = getattr(config.model, name)
+        if path is not None and is_local(path) and not file_exists(f"{path}/config.json"):
+            yield (
+                f"model.{name}={path} has no config.json; point it at a directory that `save_pretrained` "
+                f"wrote, or set model.{name}=null for model.path"
+            )
     if is_local(config.model.path) and not file_exists(f"{config.model.path}/config.json"):
         task = Path(config.model.path).name
         make = (
@@ -87,6 +89,23 @@ def reward_name_problems(config: Config) -> Iterator[str]:
                 f"reward.functions: {spec} is not one of {', '.join(names)}{closest(spec, names)}; set "
                 "reward.functions=[exact_match], or reward.functions=[path/to/file.py:function]"
             )
+    if MODEL in config.reward.functions:
+        yield from _reward_model_problems(config.reward.settings.get(MODEL) or {})
+
+
+def _reward_model_problems(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Where it is; other settings are seen when it is loaded."""
+    path = settings.get("path")
+    if path is None:
+        yield (
+            "reward.functions=[model] needs a model; set reward.settings.model.path=<directory or hub id>, for example "
+            "runs/<name>/model of scripts/train_reward_model.py"
+        )
+    elif is_local(str(path)) and not file_exists(f"{path}/config.json"):
+        yield (
+            f"reward.settings.model.path={path} has no config.json; train a reward model there with `python "
+            "scripts/train_reward_model.py run_name=<name>`, or set reward.settings.model.path=<directory or hub id>"
+        )
 
 
 def environment_problems(config: Config) -> Iterator[str]:
@@ -106,4 +125,4 @@ def environment_problems(config: Config) -> Iterator[str]:
 
 def is_local(path: str) -> bool:
     """Whether a model path can only mean a directory: hub ids look like 'name' or 'organisation/name'."""
-    return path.startswith(("/", ".", "~", "models/")) or path_exists(path)
+    return path.startswith(("/", ".", "~", "models/")) or path.count("/") > 1 or path_exists(path)

@@ -15,6 +15,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from rewards.classifier import load_reward_model
 from rollout.preferences.make import PreferenceRecipe, make_preferences
 from tests.integration.test_policy_zero3 import free_port
+from tests.integration.test_run import metrics as metrics_of
+from tests.integration.test_run import train as train_policy
 
 pytestmark = pytest.mark.timeout(600)
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,6 +97,33 @@ def test_normalisation_on_two_ranks_is_over_all_samples(task):
     final = train(task, "normalised", "normalization.num_samples=33", "data.max_comparisons=8", ranks=2)[-1]
     assert final["reward_model/normalized_mean"] == pytest.approx(0, abs=1e-6)
     assert final["reward_model/normalized_var"] == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.distributed
+def test_a_run_on_two_zero3_ranks_is_scored_as_on_one_and_leaves_a_critic_to_start_from(task):
+    """The reward model is whole on rank 0, while everything else that is loaded under ZeRO-3 is sharded."""
+    train(task, "scorer", "normalization.num_samples=0", "data.max_comparisons=32")
+    settings = (
+        "experiment=lm_human_preferences", f"model.path={task}/model", f"data.path={task}/data/train.jsonl",
+        "data.heldout_path=null", f"reward.settings.model.path={task}/scorer/model", f"run_root={task}",
+        "rollout.prompts_per_step=16", "rollout.max_model_len=96", "updates=8", "logger.print_rollouts=0",
+    )  # fmt: skip
+    train_policy(*settings, "run_name=policy_one")
+    train_policy(*settings, "run_name=policy_two", ranks=2)
+    one, two = metrics_of(task / "policy_one"), metrics_of(task / "policy_two")
+    assert [line["step"] for line in two] == [4, 8]
+    for mine, theirs in zip(one, two, strict=True):
+        for name in ("objective/score", "objective/kl", "objective/kl_coef", "optim/lr", "ppo/value/mean"):
+            assert theirs[name] == pytest.approx(mine[name], rel=1e-2, abs=1e-3), (mine["step"], name)
+    assert len({line["objective/score"] for line in two}) == 2
+
+    critic = ("model.critic=separate", f"model.critic_path={task}/policy_two/critic")
+    train_policy(*settings, *critic, "run_name=policy_three", "updates=4")
+    first = metrics_of(task / "policy_three")[0]
+    assert two[0]["ppo/value/var"] == 0
+    assert first["ppo/value/var"] > 0, "the values go on from those of the other run"
 
 
 def test_mistakes_in_settings_are_one_sentence(tmp_path):

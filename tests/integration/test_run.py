@@ -224,6 +224,26 @@ def test_two_zero3_ranks_do_what_one_process_does(demo: tuple[str, ...], tmp_pat
     assert sum(parameter.numel() for parameter in model.parameters()) > 500_000
 
 
+@pytest.mark.slow
+def test_compiled_layers_train_beside_the_engine_as_plain_ones_do(
+    demo: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine starts with compilation switched off; the trainer, in the same process, must not inherit that."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    settings = (*demo, *SMALL, f"run_root={tmp_path}", "updates=3")
+    train(*settings, "run_name=plain")
+    assert not list((tmp_path / "inductor").rglob("*.so"))
+    train(*settings, "run_name=compiled", "model.compile=true")
+    assert list((tmp_path / "inductor").rglob("*.so")), "nothing was compiled"
+    plain, compiled = metrics(tmp_path / "plain"), metrics(tmp_path / "compiled")
+    assert compiled[0]["reward/mean"] == plain[0]["reward/mean"]
+    assert compiled[0]["optim/grad_norm"] == pytest.approx(plain[0]["optim/grad_norm"], rel=1e-4)
+    for line in compiled:
+        assert line["rollout_correction/k3_kl"] < 1e-9
+        assert line["sync/canary_abs_diff"] < 1e-3
+        assert not line["health/alarms"]
+
+
 def _descendants(pid: int) -> list[int]:
     lists = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]  # by thread
     children = [int(child) for names in lists for child in names]

@@ -59,7 +59,10 @@ def test_every_config_file_composes_and_validates(
     rows = tmp_path / "all.jsonl"
     rows.write_text(json.dumps(dict.fromkeys(columns, "1") | {"reward_model": {"ground_truth": "1"}}) + "\n")
     heldout = f"data.heldout_path={rows}"  # of experiments that evaluate
-    validate(composed(f"{path.parent}={path.name}", *complete, f"data.path={rows}", heldout))
+    config = composed(f"{path.parent}={path.name}", *complete, f"data.path={rows}", heldout)
+    if "model" in config.reward.settings:
+        config.reward.settings["model"]["path"] = config.model.path
+    validate(config)
 
 
 @pytest.mark.parametrize(("name", "override"), NEEDS_A_SETTING.items())
@@ -93,6 +96,8 @@ def test_defaults_are_the_schema_or_a_group_value(complete: tuple[str, ...]) -> 
         (["reward.functions=[]"], ["reward.functions=[exact_match]"]),
         (["reward.functions=[exact_mach]"], ["did you mean 'exact_match'", "path/to/file.py:function"]),
         (["reward.functions=[nowhere.py:score]"], ["no file nowhere.py"]),
+        (["reward.functions=[model]"], ["set reward.settings.model.path=<directory or hub id>"]),
+        (["reward.functions=[model]", "reward.settings.model.path=runs/a/model"], ["scripts/train_reward_model.py"]),
         (["environment.name=calculater"], ["did you mean 'calculator'"]),
         (["environment.settings.colour=red"], ["environment calculator", "'colour'"]),
         (["reward.functions=[a,b]", "reward.weights=[1.0]"], ["reward.weights=null"]),
@@ -102,6 +107,18 @@ def test_defaults_are_the_schema_or_a_group_value(complete: tuple[str, ...]) -> 
         (["algorithm.kl_estimator=k4"], ["k3", "unbiased"]),
         (["model.reference_path=models/nothing"], ["algorithm.kl_coef=0.01", "model.reference_path=null"]),
         (["correction.kl_penalty=0.1", "correction.logp_old=bypass"], ["correction.logp_old=recompute"]),
+        (["correction.logp_old=bypass"], ["correction.mode=token_truncate would weigh nothing", "correction=bypass"]),
+        (["correction=bypass", "correction.rejection={token_k3: 0.1}"], ["'correction.rejection={}'"]),
+        (["correction.rejection={seq_max_k1: 2}"], ["did you mean 'seq_max_k", "seq_mean_k3: 0.01"]),
+        (["correction.rejection={token_k1: 0.5}"], ["set correction.rejection.token_k1=2.0"]),
+        (["correction.rejection={token_k2: 0}"], ["set correction.rejection.token_k2=0.01"]),
+        (["correction=off", "correction.batch_normalize=true"], ["correction.batch_normalize=false"]),
+        (["algorithm=gspo", "algorithm.dual_clip=3"], ["set algorithm.dual_clip=null"]),
+        (["algorithm.turn_discount=0.9"], ["set algorithm.turn_rewards=true"]),
+        (["model.critic=shared"], ["set algorithm=ppo, or model.critic=separate"]),
+        (["optimizer.critic_lr=1e-3"], ["set algorithm=ppo, or optimizer.critic_lr=null"]),
+        (["algorithm=ppo", "model.critic=shared", "model.critic_path=m/n"], ["model.critic=separate"]),
+        (["algorithm=ppo", "model.critic_path=models/nothing"], ["set model.critic_path=null"]),
         (["rollout.max_tokens_per_turn=512"], ["rollout.max_model_len=2048"]),
         (["eval.every=5"], ["data.heldout_path=", "eval.every=0"]),
         (["eval.before_training=true"], ["eval.before_training=false"]),

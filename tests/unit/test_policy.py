@@ -111,18 +111,33 @@ def test_every_attention_path_scores_packs_alike(path):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("name", ["qwen3 tied", "mistral sliding window"])
-def test_rows_cannot_see_each_other(name, path):
-    policy = build(CONFIGS[name], attn_implementation=path)
+def check_that_rows_cannot_see_each_other(policy: Policy, device: str = "cpu") -> None:
+    """Another row 1 changes the scores of row 1, and not one bit of the others'."""
     changed = rows()
     ids = (changed[1].ids + 1) % VOCAB
     changed[1] = TrainingRow(**({field: getattr(changed[1], field) for field in TrainingRow.__slots__} | {"ids": ids}))
-    before, after = (collate(rs, range(len(LENGTHS))) for rs in (rows(), changed))
+    before, after = (collate(rs, range(len(LENGTHS)), device=device) for rs in (rows(), changed))
     others = before.rollout_T != 1
     first, second = score(policy, before), score(policy, after)
     assert torch.equal(first[others], second[others])
     assert not torch.equal(first[~others], second[~others])
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", ["qwen3 tied", "mistral sliding window"])
+def test_rows_cannot_see_each_other(name, path):
+    check_that_rows_cannot_see_each_other(build(CONFIGS[name], attn_implementation=path))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("path", "library"), [("flash_attention_2", "flash_attn"), ("flash_attention_3", "flash_attn_interface")]
+)
+@pytest.mark.parametrize("name", ["qwen3 tied", "mistral sliding window"])
+def test_rows_cannot_see_each_other_in_flash_attention(name, path, library):
+    pytest.importorskip(library)
+    policy = build(CONFIGS[name], dtype=torch.bfloat16, attn_implementation=path).cuda()
+    check_that_rows_cannot_see_each_other(policy, "cuda")
 
 
 @pytest.mark.parametrize("partition", [[[0, 1, 2, 3, 4]], [[4, 2], [3, 0, 1]], [[0], [1], [2], [3], [4], []]])

@@ -20,6 +20,7 @@ from trainer.decoder import AUTO
 from trainer.kl import KL_TERMS
 from trainer.losses import POLICY_LOSSES
 from trainer.normalization import NORMALIZERS
+from trainer.rejection import REJECTION_CRITERIA
 from trainer.targets import ADVANTAGE_SETTINGS, rollout_advantages
 from trainer.update import LOSS_SETTINGS, policy_loss
 
@@ -34,6 +35,7 @@ def test_choices_of_settings_are_what_the_code_knows() -> None:
     assert set(LOSS_SETTINGS) == set(POLICY_LOSSES) == set(config.LOSSES)
     assert set(config.NORMALIZERS) == set(NORMALIZERS)
     assert set(config.KL_ESTIMATORS) == set(KL_TERMS)
+    assert set(config.REJECTIONS) == set(REJECTION_CRITERIA)
     assert {AUTO, PACKED_ROWS} < set(config.ATTENTIONS)
     modes = config.CorrectionConfig.__dataclass_fields__["mode"].metadata["choices"]
     assert set(modes) == set(CORRECTION_MODES)

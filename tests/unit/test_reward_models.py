@@ -82,6 +82,21 @@ def test_a_classifier_with_several_labels_is_no_reward_model():
         RewardModel(GPT2ForSequenceClassification(config))
 
 
+@torch.no_grad()
+def test_layers_that_lie_in_several_places_score_as_a_whole_model(saved, tmp_path):
+    """What `device=auto` makes of a model that no GPU has room for, with the disk in place of a second GPU."""
+    rows = [[5, 6, 7, 0], [9, 4]]
+    expected = load_reward_model(saved)[0].score(rows, batch_size=2)
+    torch.testing.assert_close(load_reward_model(saved, device="auto")[0].score(rows, batch_size=2), expected)
+    first = ("transformer.wte", "transformer.wpe", "transformer.drop", "transformer.h.0")
+    places = dict.fromkeys(first, "cpu") | dict.fromkeys(("transformer.h.1", "transformer.ln_f", "score"), "disk")
+    spread = AutoModelForSequenceClassification.from_pretrained(
+        saved, device_map=places, offload_folder=tmp_path / "offload", dtype="float32"
+    )
+    assert spread.get_submodule("score").weight.is_meta, "nothing is elsewhere"
+    torch.testing.assert_close(RewardModel(spread).score(rows, batch_size=2), expected)
+
+
 # Normalisation in the weights
 
 
