@@ -30,6 +30,7 @@ from trainer.validate_launch import launch_problems
 from trainer.validate_names import (
     environment_problems,
     model_problems,
+    reward_model_problems,
     reward_name_problems,
     reward_problems,
     run_problems,
@@ -47,7 +48,7 @@ def validate(config: Config, *, needs_data: bool = True, trains: bool = True) ->
     problems += [*engine_problems(config), *launch_problems(config)]
     problems += [*model_problems(config), *data_problems(config), *evaluation_problems(config)]
     if needs_data:
-        problems += [*data_file_problems(config, trains=trains), *run_problems(config)]
+        problems += [*data_file_problems(config, trains=trains), *reward_model_problems(config), *run_problems(config)]
     if not problems:  # asked last, because an environment may load the user's files
         problems += [*reward_name_problems(config), *environment_problems(config)]
     if not problems and needs_data:

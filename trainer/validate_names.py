@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from rewards.functions import FUNCTIONS
 from rewards.outcomes import ERRORS
@@ -89,13 +88,13 @@ def reward_name_problems(config: Config) -> Iterator[str]:
                 f"reward.functions: {spec} is not one of {', '.join(names)}{closest(spec, names)}; set "
                 "reward.functions=[exact_match], or reward.functions=[path/to/file.py:function]"
             )
-    if MODEL in config.reward.functions:
-        yield from _reward_model_problems(config.reward.settings.get(MODEL) or {})
 
 
-def _reward_model_problems(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Where it is; other settings are seen when it is loaded."""
-    path = settings.get("path")
+def reward_model_problems(config: Config) -> Iterator[str]:
+    """Where a reward model is; its other settings are seen when it is loaded."""
+    if MODEL not in config.reward.functions:
+        return
+    path = (config.reward.settings.get(MODEL) or {}).get("path")
     if path is None:
         yield (
             "reward.functions=[model] needs a model; set reward.settings.model.path=<directory or hub id>, for example "

@@ -174,7 +174,10 @@ def test_an_experiment_begins_with_commands_that_are_accepted(file: Path, tmp_pa
         elif script in ("scripts/train.py", "scripts/evaluate.py", "scripts/serve_engine.py"):
             assert f"experiment={file.stem}" in overrides
             own = [f"model.path={tmp_path}", f"data.path={rows}"]
-            validate(composed(*overrides, *own, f"data.heldout_path={rows}"))
+            config = composed(*overrides, *own, f"data.heldout_path={rows}")
+            if "model" in config.reward.settings:
+                config.reward.settings["model"]["path"] = str(tmp_path)
+            validate(config)
             checked += 1
         else:
             assert script.startswith("scripts/make_"), script
