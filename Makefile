@@ -75,7 +75,7 @@ bench: install ## Run the programs in benchmarks/; BENCH=head for one of them, A
 docs: install ## Write docs/settings.md and docs/map.md from the code, and build the site of docs/ into site/
 	$(BIN)/python scripts/list_settings.py
 	$(BIN)/python scripts/map_code.py
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build # not --quiet: that hides warnings from strict mode, too
 
 clean: ## Remove caches and build output; keeps .venv, models and runs
 	rm -rf .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info

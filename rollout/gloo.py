@@ -5,7 +5,7 @@ as flat byte buckets, one broadcast each. The lifecycle is vLLM's (`start`, `upd
 from the nccl engine in one point: workers stage what they receive and load it in `finish`. So if the trainer
 dies half-way the old weights stay live, at the price of a second copy of the weights in main memory.
 
-Covered: tensor and data parallel workers, tied embeddings, a deadline on every collective.
+Covered: tensor and data parallel workers, tied embeddings, experts, a deadline on every collective.
 Not covered: draft models, quantised engines' completeness check (their scales never travel).
 """
 
@@ -181,6 +181,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
             # Also after an error: without it layers stay on the meta device and the next step kills the engine.
             finalize_layerwise_reload(self.model, self.model_config)
             self._repack_heads()
+            self._repack_experts()
         missing = sorted(expected - loaded)
         if missing and self.model_config.quantization is None:
             raise RuntimeError(
@@ -203,6 +204,22 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         for module in self.model.modules():
             if isinstance(module, ParallelLMHead) and isinstance(module.quant_method, QuantizeMethodBase):
                 module.quant_method.process_weights_after_loading(module)
+
+    def _repack_experts(self) -> None:
+        """On CPU experts are used in a packed form too, which vLLM 0.32 makes at the first loading and never again.
+
+        Without this experts are read in the wrong order after every sync: logprobs off by 2.
+        """
+        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+        from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+        from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+        for module in self.model.modules():
+            if not isinstance(module, RoutedExperts) or not isinstance(module.quant_method, UnquantizedFusedMoEMethod):
+                continue
+            kernel = module.quant_method.moe_kernel
+            if kernel is not None and isinstance(kernel.fused_experts, CPUUnquantizedExperts):
+                kernel.fused_experts.process_weights_after_loading(module)
 
     def shutdown(self) -> None:
         self._group = None

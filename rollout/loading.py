@@ -26,7 +26,10 @@ def load_functions(spec: str) -> list[Callable[..., Any]]:
     path_text, colon, names_text = spec.rpartition(":")
     names = [name.strip() for name in names_text.split(",") if name.strip()]
     if not colon or not path_text.endswith(".py") or not names:
-        raise ConfigError(f"found {spec!r}, expected path/to/file.py:name or path/to/file.py:name,other_name")
+        raise ConfigError(
+            f"found {spec!r}, expected path/to/file.py:name or path/to/file.py:name,other_name (in a list on the "
+            "command line a comma needs quotes of its own: '[\"path/to/file.py:name,other_name\"]')"
+        )
     module = _load_module(Path(path_text))
     return [_lookup(module, name, path_text) for name in names]
 

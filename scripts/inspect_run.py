@@ -13,8 +13,6 @@ import json
 import sys
 from pathlib import Path
 
-SHOWN = ("reward/", "rollout/", "rollout_correction/", "policy/", "optim/", "sync/", "time/", "perf/", "health/")
-
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Look at what a run sampled and how it went.")
@@ -48,7 +46,7 @@ def main() -> int:
     metrics = next((line for line in lines if line["step"] == update), {})
     table = Table(title=f"{arguments.run.resolve().name}, update {update}", show_header=False)
     for name, value in metrics.items():
-        if name.startswith(SHOWN) and value is not None:
+        if "/" in name and value is not None:
             table.add_row(name, f"{value:.6g}")
     console.print(table)
 
@@ -77,7 +75,8 @@ def _print_tokens(console, rollout, run: Path) -> None:
             piece = repr(tokenizer.decode([token])) if tokenizer else ""
             style = "bold" if row.loss_mask[i] else "dim"
             logprob = f"{row.sampling_logprobs[i]:9.4f}" if row.loss_mask[i] else " " * 9
-            console.print(Text(f"  {i:5d} {token:7d} {logprob} turn {row.turns[i]:3d}  {piece}", style=style))
+            turn = f"turn {row.turns[i]:3d}" if row.loss_mask[i] else " " * 8
+            console.print(Text(f"  {i:5d} {token:7d} {logprob} {turn}  {piece}", style=style))
 
 
 if __name__ == "__main__":

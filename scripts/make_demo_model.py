@@ -34,7 +34,9 @@ def main() -> int:
         from rich.console import Console  # torch and transformers are imported only when there is work for them
 
         from rollout.demo.make import make_demo
+        from trainer.third_party import quiet_third_parties
 
+        quiet_third_parties()
         make_demo(arguments.task, model_dir, data_dir, arguments.seed, Console())
     except LockstepError as error:
         print(f"error: {error}", file=sys.stderr)

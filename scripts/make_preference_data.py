@@ -23,7 +23,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     from rollout.preferences.make import make_preferences
+    from trainer.third_party import quiet_third_parties
 
+    quiet_third_parties()
     model_dir = arguments.out or Path("models") / f"{arguments.task}_lm"
     data_dir = arguments.data or Path("data") / "preferences" / arguments.task
     try:

@@ -124,6 +124,14 @@ def packed_hidden_states(decoder: PreTrainedModel, packed: PackedBatch) -> torch
 def refuse_architecture(config: PreTrainedConfig) -> None:
     """Raise ConfigError for what the config alone shows to be no packable decoder."""
     text = config.get_text_config()
+    stored = config.to_dict().get("quantization_config")
+    if stored is not None:
+        method = stored.get("quant_method", "by an unknown method")
+        raise ConfigError(
+            f"the weights of this {config.model_type} model are quantised ({method}), and neither they nor adapters on "
+            "them (QLoRA) can be trained: the engine is sent whole weights; set model.path to the unquantised model, "
+            "with model.dtype=bfloat16 model.lora.rank=16 to save memory"
+        )
     if config.is_encoder_decoder:
         raise ConfigError(
             f"model type {config.model_type} is an encoder-decoder; expected a decoder-only causal language model "

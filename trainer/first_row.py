@@ -30,11 +30,15 @@ def problems(config: Config, data_sets: Iterable[DataSetConfig]) -> Iterator[str
         if not is_file(data_set.path) or not Path(data_set.path).expanduser().is_file() or place in seen:
             continue  # a missing file is reported by name
         seen.add(place)
+        # Whoever sets data.path alone still has the demo's held-out data, without having asked for any.
+        is_heldout = data_set.path == config.data.heldout_path
+        also = "; or set data.heldout_path=null for no held-out data" if is_heldout else ""
         try:
             row = rename(read_first_row(data_set.path), data_set.columns or {}, of=data_set.path)
-            yield from _row_problems(row, data_set, config)
+            for problem in _row_problems(row, data_set, config):
+                yield problem + also
         except DataError as error:
-            yield str(error)
+            yield f"{error}{also}"
 
 
 def _row_problems(row: Mapping[str, Any], data_set: DataSetConfig, config: Config) -> Iterator[str]:

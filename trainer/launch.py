@@ -35,6 +35,8 @@ FREE_FORM = (
     "eval.sets",
 )
 """Settings whose keys are the user's own: names of arguments, functions, columns and data sets."""
+QUANTISED = re.compile(r"4bit|8bit|quant|qlora", re.IGNORECASE)
+"""Names by which other trainers quantise the base weights under adapters."""
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
 
 
@@ -146,6 +148,11 @@ def explain(error: Exception, config_class: type = Config) -> str:
     keys = _all_keys(schema(config_class))
     if match := re.search(r"Could not override '([^']+)'", text):
         key = match.group(1)
+        if QUANTISED.search(key):
+            return (
+                f"{key} is not a setting: base weights are not quantised under adapters (QLoRA), because the engine is "
+                "sent whole weights; to save memory set model.dtype=bfloat16 model.lora.rank=16"
+            )
         if "not in" in text or "Key" in text:
             return f"{key} is not a setting{closest(key, keys)}; `--cfg job` prints all of them"
     if match := re.search(r"Key '([^']+)' not in '(\w+)'(?:\n\s+full_key: (\S+))?", text):

@@ -35,6 +35,7 @@ from trainer.loop import StepReport, Trainer
 from trainer.lora import is_adapted, save_merged
 from trainer.memory import ModelShape, advice, memory_plan
 from trainer.metrics import MetricsLog
+from trainer.next_steps import next_steps
 from trainer.optimizer import make_optimizer
 from trainer.own_code import code_of_files
 from trainer.parts import load_policy, make_chat, make_rewards, make_sampler, make_sampling, start_engine
@@ -69,7 +70,7 @@ def run(config: Config, on_step: Callable[[StepReport], None] = lambda report: N
         warn = RunConsole(enabled=distributed.is_main, total_updates=config.updates).warn
         libraries.open(directory.logs / f"libraries-rank-{distributed.rank}.log", warn)
         with libraries.shown_on_failure(), BackgroundLoop() as loop:
-            Run(config, distributed, directory, loop).train(on_step)
+            Run(config, distributed, directory, loop, libraries).train(on_step)
     finally:
         distributed.close()
 
@@ -77,7 +78,14 @@ def run(config: Config, on_step: Callable[[StepReport], None] = lambda report: N
 class Run:
     """The parts of a run on this rank, and the life around `Trainer.step`: checkpoints, evaluation, reports."""
 
-    def __init__(self, config: Config, distributed: Distributed, directory: RunDirectory, loop: BackgroundLoop) -> None:
+    def __init__(
+        self,
+        config: Config,
+        distributed: Distributed,
+        directory: RunDirectory,
+        loop: BackgroundLoop,
+        libraries: ThirdPartyLog,
+    ) -> None:
         self._config = config
         self._distributed = distributed
         self._directory = directory
@@ -107,7 +115,8 @@ class Run:
         policy = load_policy(config)
         module = with_critic(policy, config)
         optimizer = make_optimizer(module, config.optimizer, is_sharded=distributed.zero_stage > 0)
-        self._module = distributed.prepare(module, optimizer)
+        with libraries.output_to_file():  # DeepSpeed compiles here, at its first use on a machine
+            self._module = distributed.prepare(module, optimizer)
         self._say_memory(module, policy)
         self._updater = Updater(self._module, distributed, config)
         self._updater.scorer.budget.warn = self._console.warn
@@ -377,21 +386,21 @@ class Run:
         path = self._directory.path
         if self._trainer.version < self._config.updates:
             self._console.say(f"stopped after update {self._trainer.version}; everything is saved")
-        own = [word for word in sys.argv[1:] if not word.startswith(("run_name=", "resume=", "updates="))]
-        goal = self._config.updates if self._trainer.version < self._config.updates else 2 * self._config.updates
-        again = shlex.join([*own, f"run_name={path.name}", "resume=auto", f"updates={goal}"])
         launcher = "python"
         if self._distributed.world_size > 1:
             file = f"zero{self._distributed.zero_stage}" if self._distributed.zero_stage else "ddp"
             processes = f"--num_processes {self._distributed.world_size}"
             launcher = f"accelerate launch --config_file configs/accelerate/{file}.yaml {processes}"
-        critic = f"critic         {self._directory.critic}\n" if has_saved_critic else ""
         self._console.say(
-            f"model          {self._directory.model}\n{critic}"
-            f"resume         {launcher} scripts/train.py {again}\n"
-            f"evaluate       python scripts/evaluate.py {shlex.quote(f'model.path={self._directory.model}')}\n"
-            f"inspect        python scripts/inspect_run.py {shlex.quote(str(path))}\n"
-            f"report         python scripts/report.py {shlex.quote(str(path))}"
+            next_steps(
+                sys.argv[1:],
+                run=path,
+                model=self._directory.model,
+                update=self._trainer.version,
+                updates=self._config.updates,
+                launcher=launcher,
+                critic=self._directory.critic if has_saved_critic else None,
+            )
         )
         if self._config.hub.repo is not None and self._trainer.version >= self._config.updates:
             address = push(self._directory.model, self._config, last_metrics(self._directory.metrics))

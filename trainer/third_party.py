@@ -107,6 +107,10 @@ def take_over_loggers() -> None:
 
 def quiet_third_parties() -> None:
     """For commands without a run directory: libraries report errors only."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed says, at its import, that it found no GPU
     quiet_progress_bars()
     for name in TALKATIVE:
         logging.getLogger(name).setLevel(logging.ERROR)

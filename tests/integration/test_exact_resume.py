@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rollout.store import read_rollouts
 from tests.fixtures.kills import Kill, Recipe, differences
 from tests.integration.test_run import demo, metrics  # noqa: F401  # `demo` is a fixture
 
@@ -73,6 +74,27 @@ def test_twenty_kills_change_nothing(demo: tuple[str, ...], tmp_path: Path) -> N
 @pytest.mark.timeout(3600)
 def test_five_kills_of_ppo_change_nothing(demo: tuple[str, ...], tmp_path: Path) -> None:  # noqa: F811
     kill_and_compare(recipe(demo, tmp_path, *PPO, "updates=32", updates_per_batch=2), kills=5, seed=3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_two_kills_of_mixed_data_with_a_curriculum_change_nothing(demo: tuple[str, ...], tmp_path: Path) -> None:  # noqa: F811
+    """Two sets of data by weight, rows that rest, several epochs; what a step samples is looked up in its rollouts."""
+    lines = Path(demo[1].removeprefix("data.path=")).read_text().splitlines()
+    for name, rows in (("few", lines[:3]), ("many", lines[3:10])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
+    sources = f"{{few: {{path: {tmp_path}/few.jsonl, weight: 1}}, many: {{path: {tmp_path}/many.jsonl, weight: 2}}}}"
+    overrides = (
+        demo[0], "data.heldout_path=null", f"data.sources={sources}", "data.curriculum.rest_epochs=1",
+        "updates=12", *SMALL, "rollout.samples_per_prompt=4",
+    )  # fmt: skip
+    runs = Recipe(overrides=overrides, root=tmp_path)
+    kill_and_compare(runs, kills=2, seed=5)
+    whole = tmp_path / "whole"
+    assert max(line["data/resting_rows"] for line in metrics(whole)) > 0
+    for step in sorted((whole / "rollouts").glob("step-*.jsonl")):
+        taken = [rollout.example["dataset"] for rollout in read_rollouts(step)]
+        assert taken.count("few") == taken.count("many") / 2 == 4, "one prompt of three is of the set with weight 1"
 
 
 @pytest.mark.slow

@@ -183,6 +183,17 @@ def test_a_contradiction_names_the_override_that_ends_it(
         assert name in str(error.value)
 
 
+def test_held_out_data_that_does_not_fit_the_own_data_can_be_left_out(
+    complete: tuple[str, ...], tmp_path: Path
+) -> None:
+    own = tmp_path / "own.jsonl"
+    own.write_text('{"task": "1+1", "answer": "2"}\n')
+    overrides = (*complete, f"data.path={own}", "data.columns={prompt: task}")
+    validate(composed(*overrides))
+    with pytest.raises(ConfigError, match=r"has no column task.*; or set data\.heldout_path=null"):
+        validate(composed(*overrides, f"data.heldout_path={tmp_path}/rows.jsonl"))
+
+
 def test_a_truncated_support_is_accepted_when_it_is_replayed(complete: tuple[str, ...]) -> None:
     validate(composed(*complete, "rollout.top_k=20", "rollout.top_p=0.9", "rollout.replay_support=true"))
     assert MAX_SUPPORT == rollout.evidence.MAX_SUPPORT
@@ -227,6 +238,10 @@ def test_the_command_line_answers_a_mistake_in_one_line(argument: str, expected:
         ("optimizer.betas=[a,0.9]", "optimizer.betas: found a, expected float; set optimizer.betas=[0.9,0.95]"),
         ("correction.rejection={token_k3: abc}", "set correction.rejection={}"),
         ("model.lora=null", "leave model.lora out"),
+        (
+            "model.load_in_4bit=true",
+            "(QLoRA), because the engine is sent whole weights; to save memory set model.dtype",
+        ),
         ("model.path=${nothing}", "set model.path=models/calculator"),
     ],
 )

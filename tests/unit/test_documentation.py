@@ -16,6 +16,7 @@ from rollout.environments import ENVIRONMENTS, make_environment
 from rollout.records import Rollout, RolloutStatus
 from rollout.rows import rows_from_calls
 from rollout.sampler import Sampler
+from tests.fixtures.pages import bash_blocks, python_files
 from tests.fixtures.policies import CHAT, Policy, last_turn, play, sampling, tool_call
 from trainer.config import Config
 from trainer.launch import CONFIG_DIR, schema, to_config
@@ -31,18 +32,16 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def commands() -> list[list[str]]:
-    lines = [line for block in blocks("environments.md", "bash") for line in block.splitlines() if line]
-    return [shlex.split(line)[2:] for line in lines]
+    found = [command for block in bash_blocks(DOCS / "environments.md") for command in block.commands]
+    return [shlex.split(command)[2:] for command in found]
 
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where a reader would stand: the files of the page, a model, a data file."""
     monkeypatch.chdir(tmp_path)
-    for block in blocks("environments.md", "python"):
-        name = block.splitlines()[0].removeprefix("# ")
-        assert name.endswith(".py"), "the first line of a block names its file"
-        Path(name).write_text(block)
+    for name, text in python_files(DOCS / "environments.md").items():
+        Path(name).write_text(text)
     Path("config.json").write_text("{}")
     for name in ("rows", "gsm8k"):
         Path(f"{name}.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')

@@ -1,0 +1,176 @@
+"""The bash blocks of README and docs, run as they stand, in a directory as a reader has it.
+
+Covered: every block that does not say that it needs GPUs, the hub or the package index. The files that a page tells
+to write are written; runs are cut to two small updates by words after the reader's own. Not covered: whether what is
+printed is what the page shows. All are for `make test-slow`; which block is run by what is checked in
+tests/unit/test_page_commands.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from rollout.demo.make import make_demo
+from tests.fixtures.pages import PAGES, ROOT, Block, bash_blocks, python_files
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+
+HERE = "tests/integration/test_page_commands.py"
+RUN_HERE = {
+    r"(OMP_NUM_THREADS=\d )?python scripts/\w+\.py": HERE,
+    r"python benchmarks/retained_weight\.py": HERE,
+    r"python \w+\.py": HERE,
+    r"accelerate launch --config_file configs/accelerate/zero3\.yaml (--num_processes 2 )?scripts/": HERE,
+    r"make (train|model|report|plot|help)\b": HERE,
+}
+"""Beginnings of commands, as patterns, and the test that runs them."""
+RUN_ELSEWHERE = {
+    r"make (test|lint)\b": ".ci/run::make test",
+    r"make install\b": "tests/unit/test_install.py::test_a_second_call_does_nothing_and_says_nothing",
+    r"make (test-unit|format|docs)\b": "tests/unit/test_packaging.py::test_a_target_installs_before_it_runs",
+    r"bash \.ci/run\b": "tests/unit/test_packaging.py::.ci/run",
+}
+"""Commands that cannot be run inside of a test, or that change the checkout. Here they are only planned (`make -n`)."""
+
+SHORT = {
+    "RUN": "updates=2 rollout.prompts_per_step=2 rollout.samples_per_prompt=4 eval.prompts=4",
+    "EVALUATION": "eval.prompts=4",
+    "REWARD_MODEL": "data.max_comparisons=64 normalization.num_samples=8",
+}
+SHORTENED = """
+python() {
+    case $1 in
+        scripts/train.py) command python "$@" $RUN ;;
+        scripts/evaluate.py) command python "$@" $EVALUATION ;;
+        scripts/train_reward_model.py) command python "$@" $REWARD_MODEL ;;
+        *) command python "$@" ;;
+    esac
+}
+accelerate() {
+    case "$*" in
+        *train_reward_model*) command accelerate "$@" $REWARD_MODEL ;;
+        *) command accelerate "$@" $RUN ;;
+    esac
+}
+make() {
+    local words=() args=
+    for word in "$@"; do
+        case $word in ARGS=*) args=${word#ARGS=} ;; *) words+=("$word") ;; esac
+    done
+    case $1 in
+        train) args="$args $RUN" ;;
+        test | test-unit | lint | install | format | docs) words+=(--dry-run) ;;
+    esac
+    command make "${words[@]}" SKIP_INSTALL=1 VENV=$VENV ARGS="$args"
+}
+"""
+
+
+def rows(path: Path, *rows: dict[str, object]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows * 8))
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkout with the demo's model, one finished run, and the files that pages speak of as the reader's own."""
+    place = tmp_path_factory.mktemp("checkout")
+    for entry in ROOT.iterdir():
+        if entry.name not in ("models", "data", "runs", "site", ".venv") and not entry.name.startswith(".git"):
+            (place / entry.name).symlink_to(entry)
+    made = make_demo(
+        "calculator", ROOT / "models/calculator", ROOT / "data/demo/calculator", 0, Console(file=sys.stderr)
+    )
+    shutil.copytree(made.model_dir, place / "models/calculator")
+    shutil.copytree(made.data_dir, place / "data/demo/calculator")
+    for name in ("my", "my_test", "gsm8k"):
+        rows(
+            place / f"{name}.jsonl", {"question": "compute 12+3*4", "answer": "24"}, {"question": "1+1", "answer": "2"}
+        )
+    for name in ("x", "hard"):
+        rows(place / f"{name}.jsonl", {"problem": "1+1", "solution": "2"})
+    rows(place / "pairs.jsonl", {"prompt": "say yes", "chosen": "yes", "rejected": "no"})
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.table({"problem": ["1+1", "2+2"] * 8, "answer": ["2", "4"] * 8})
+    pyarrow.parquet.write_table(table, place / "problems.parquet")
+    first = (
+        "python scripts/train.py run_name=first updates=5 checkpoint.every=5 rollout.prompts_per_step=2 "
+        "rollout.samples_per_prompt=4 optimizer.spike=dump optimizer.spike_factor=1.001 optimizer.spike_window=2"
+    )
+    done = bash(first, place)
+    assert done.returncode == 0, done.stdout[-3000:]
+    dump, *_ = sorted((place / "runs/first/dumps").iterdir())
+    dump.rename(dump.with_name("update-000012-try-1"))  # the name on the page
+    return place
+
+
+def environment() -> dict[str, str]:
+    binaries = Path(sys.executable).parent
+    return {
+        **os.environ,
+        **SHORT,
+        "PATH": f"{binaries}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "VENV": str(binaries.parent),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "WANDB_MODE": "offline",
+    }
+
+
+def bash(script: str, place: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script], cwd=place, env=environment(), stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=550,
+    )  # fmt: skip
+
+
+def served(script: str, place: Path) -> None:
+    """Start a server, wait until it says where it is, and end it as Ctrl-C does."""
+    process = subprocess.Popen(
+        ["bash", "-euo", "pipefail", "-c", script], cwd=place, env=environment(), stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    said = []
+    try:
+        for line in process.stdout:
+            said.append(line)
+            if "base URL" in line:
+                return
+        raise AssertionError("".join(said)[-3000:])
+    finally:
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait(60)
+
+
+@pytest.mark.parametrize(
+    "block", [block for page in PAGES for block in bash_blocks(page) if block.needs is None], ids=str
+)
+def test_a_block_runs_as_it_stands(block: Block, workplace: Path) -> None:
+    if not any(command.startswith(("python", "accelerate", "make", "OMP_")) for command in block.commands):
+        pytest.skip("run elsewhere")
+    for name, text in python_files(block.page).items():
+        (workplace / name).write_text(text)
+    latest = workplace / "runs/latest"
+    latest.unlink(missing_ok=True)
+    latest.symlink_to("first")
+    text = block.text.replace("model.path=...", "model.path=models/calculator")
+    text = text.replace("data.path=...", "data.path=data/demo/calculator/train.jsonl")
+    script = f"{SHORTENED}\n{text}"
+    if "scripts/serve.py" in text:
+        served(script, workplace)
+        return
+    done = bash(script, workplace)
+    expected = 2 if block.is_mistake else 0
+    assert done.returncode == expected, done.stdout[-4000:]

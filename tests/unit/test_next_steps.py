@@ -1,0 +1,33 @@
+"""What a run says at its end can be typed, and concerns this run."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from trainer.next_steps import next_steps
+
+RUN = Path("runs/my run")
+DATA = ["data.path=a.jsonl", "data.columns={prompt: task}", "reward.functions=[f.py:g]"]
+WORDS = [*DATA, "optimizer.lr=1e-4", "updates=5"]
+
+
+def steps(**changes: object) -> dict[str, list[str]]:
+    defaults = {"run": RUN, "model": RUN / "model", "update": 5, "updates": 5, "launcher": "python", "critic": None}
+    lines = next_steps(WORDS, **(defaults | changes)).splitlines()  # type: ignore[arg-type]
+    return {line.split()[0]: shlex.split(line[14:]) for line in lines}
+
+
+def test_an_evaluation_is_of_the_runs_own_data_and_rewards():
+    assert steps()["evaluate"] == ["python", "scripts/evaluate.py", "model.path=runs/my run/model", *DATA]
+
+
+def test_a_finished_run_goes_on_to_twice_as_many_updates_and_a_stopped_one_to_its_goal():
+    assert steps()["resume"][-3:] == ["run_name=my run", "resume=auto", "updates=10"]
+    assert steps(update=3)["resume"][-1] == "updates=5"
+    assert "optimizer.lr=1e-4" in steps()["resume"]
+
+
+def test_a_critic_is_named_where_there_is_one():
+    assert "critic" not in steps()
+    assert "critic" in steps(critic=RUN / "critic")
