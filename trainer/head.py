@@ -3,7 +3,8 @@
 At a vocabulary of 151,936 the logits of 8,192 tokens are 4.6 GiB in float32, and softmax and its gradient triple
 that. Here the vocabulary is walked in tiles (so that a tile of the weight is read, and its gradient written, once) and
 the tokens in chunks. A running log-sum-exp joins the tiles; backward computes each tile again. What is kept between
-forward and backward is the hidden states, the weight and three numbers per token.
+forward and backward is the hidden states, the weight and three numbers per token. Where all logits are one tile and one
+chunk, their exponentials are in memory anyway when forward ends; they are kept, and backward computes nothing again.
 
 Covered: bias, logit scale, final softcap, temperature, restricted sampling support; inputs from float64 to bfloat16 and
 autocast, which rounds the operands of products; products accumulated and softmax taken in float32 or wider. Not
@@ -192,8 +193,8 @@ class _FusedLogprobs(torch.autograd.Function):
         rounded_to = _autocast_dtype(hidden_ND, weight_VD)
         tiles = _Tiles(hidden_ND, weight_VD, bias_V, transform, support, budget_gib, rounded_to)
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            lse_N, target_logit_N, entropy_N = _normalise(tiles, target_ids_N, with_entropy)
-        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, target_ids_N, lse_N, entropy_N)
+            lse_N, target_logit_N, entropy_N, exp_NV, sum_N = _normalise(tiles, target_ids_N, with_entropy)
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, target_ids_N, lse_N, entropy_N, exp_NV, sum_N)
         ctx.transform, ctx.support, ctx.with_entropy, ctx.budget_gib = transform, support, with_entropy, budget_gib
         ctx.rounded_to = rounded_to
         if not with_entropy:
@@ -204,7 +205,7 @@ class _FusedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden_ND, weight_VD, bias_V, target_ids_N, lse_N, entropy_N = ctx.saved_tensors
+        hidden_ND, weight_VD, bias_V, target_ids_N, lse_N, entropy_N, exp_NV, sum_N = ctx.saved_tensors
         grad_logprob_N, grad_entropy_N = grads
         if grad_logprob_N is None:
             grad_logprob_N = torch.zeros_like(lse_N)
@@ -217,6 +218,8 @@ class _FusedLogprobs(torch.autograd.Function):
                 entropy_N,
                 grad_logprob_N,
                 grad_entropy_N if ctx.with_entropy else None,
+                exp_NV=exp_NV,
+                sum_N=sum_N,
                 needs=ctx.needs_input_grad[:3],
             )
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
@@ -311,8 +314,10 @@ def _targets_in(tile: slice, target_ids_C: torch.Tensor) -> tuple[torch.Tensor, 
 
 def _normalise(
     tiles: _Tiles, target_ids_N: torch.Tensor, with_entropy: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """Log-sum-exp, target logit and entropy of each token, in one pass over the logits (online softmax).
+
+    Also the exponentials exp(z - m), (N, V), where all of them are still there, and their sum s, (N, 1).
 
     Running over tiles: m the largest logit so far, s = Σ exp(z - m), t = Σ exp(z - m) (z - m).
     A new maximum m' rescales them by a = exp(m - m'): s' = a s, t' = a (t + (m - m') s).
@@ -320,6 +325,7 @@ def _normalise(
     shape = (len(target_ids_N), 1)
     wide = {"dtype": tiles.dtype, "device": target_ids_N.device}
     m, s, t = torch.full(shape, _EXCLUDED, **wide), torch.zeros(shape, **wide), torch.zeros(shape, **wide)
+    e_CK = None
     target_logit = torch.full(shape, _EXCLUDED, **wide)
     for tile in tiles.tiles:
         weight_KD = tiles.weight(tile)
@@ -340,7 +346,8 @@ def _normalise(
         target_logit = torch.where(target_logit == _EXCLUDED, -torch.inf, target_logit)
     log_s = s.log()
     entropy = log_s - t / s if with_entropy else torch.zeros_like(s)
-    return (m + log_s)[:, 0], target_logit[:, 0], entropy[:, 0]
+    is_whole = len(tiles.tiles) == len(tiles.chunks) == 1 and tiles.transform.softcap is None
+    return (m + log_s)[:, 0], target_logit[:, 0], entropy[:, 0], e_CK if is_whole else None, s
 
 
 def _gradients(
@@ -351,9 +358,13 @@ def _gradients(
     grad_logprob_N: torch.Tensor,
     grad_entropy_N: torch.Tensor | None,
     *,
+    exp_NV: torch.Tensor | None,
+    sum_N: torch.Tensor,
     needs: tuple[bool, bool, bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of hidden states, weight and bias, each None if it is not needed. Logits are computed again.
+    """Gradients of hidden states, weight and bias, each None if it is not needed.
+
+    Logits are computed again, unless `_normalise` has left their exponentials.
 
     Sums run in the wide dtype: over tiles for hidden states, over chunks for a tile of the weight, which is then
     rounded to the weight's dtype once.
@@ -371,16 +382,14 @@ def _gradients(
         grad_K = torch.zeros(len(weight_KD), dtype=tiles.dtype, device=weight_VD.device)
         for tokens in tiles.chunks:
             g_logprob = grad_logprob_N[tokens, None].to(tiles.dtype)
-            z_CK = tiles.logits(weight_KD, tile, tokens)
-            slope_CK = None if transform.softcap is None else 1 - z_CK.tanh() ** 2
-            log_p_CK = tiles.finish(z_CK, tile, tokens).sub_(lse_N[tokens, None])
-            if grad_entropy_N is None:
-                dz_CK = log_p_CK.exp_().mul_(-g_logprob)
+            slope_CK = None
+            if exp_NV is not None and grad_entropy_N is None:
+                dz_CK = torch.mul(exp_NV, -g_logprob / sum_N, out=tiles.scratch(0, exp_NV.shape))
             else:
-                g_entropy = grad_entropy_N[tokens, None].to(tiles.dtype)
-                p_CK = torch.exp(log_p_CK, out=tiles.scratch(1, log_p_CK.shape))
-                # -p (g_logprob + g_entropy (log p + H))
-                dz_CK = log_p_CK.mul_(-g_entropy).sub_(g_logprob + g_entropy * entropy_N[tokens, None]).mul_(p_CK)
+                z_CK = tiles.logits(weight_KD, tile, tokens)
+                slope_CK = None if transform.softcap is None else 1 - z_CK.tanh() ** 2
+                log_p_CK = tiles.finish(z_CK, tile, tokens).sub_(lse_N[tokens, None])
+                dz_CK = _logit_gradients(tiles, log_p_CK, g_logprob, grad_entropy_N, entropy_N, tokens)
             inside, column = _targets_in(tile, target_ids_N[tokens])
             dz_CK.scatter_add_(1, column, torch.where(inside, g_logprob, 0))
             if slope_CK is not None:
@@ -396,3 +405,20 @@ def _gradients(
         if grad_bias is not None:
             grad_bias[tile] = grad_K
     return grad_hidden, grad_weight, grad_bias
+
+
+def _logit_gradients(
+    tiles: _Tiles,
+    log_p_CK: torch.Tensor,
+    g_logprob: torch.Tensor,
+    grad_entropy_N: torch.Tensor | None,
+    entropy_N: torch.Tensor,
+    tokens: slice,
+) -> torch.Tensor:
+    """(C, K) in place of `log_p_CK`: the gradient of the logits, but for the targets' own part."""
+    if grad_entropy_N is None:
+        return log_p_CK.exp_().mul_(-g_logprob)
+    g_entropy = grad_entropy_N[tokens, None].to(tiles.dtype)
+    p_CK = torch.exp(log_p_CK, out=tiles.scratch(1, log_p_CK.shape))
+    # -p (g_logprob + g_entropy (log p + H))
+    return log_p_CK.mul_(-g_entropy).sub_(g_logprob + g_entropy * entropy_N[tokens, None]).mul_(p_CK)
