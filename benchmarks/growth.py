@@ -37,7 +37,7 @@ SWEEPS: dict[str, tuple[int, ...]] = {
     "rows": (16, 32, 64, 128),
     "group": (2, 4, 8, 16),
     "vocabulary": (4096, 16384, 65536),
-    "ranks": (1, 2),
+    "ranks": (1, 2, 4),
 }
 QUICK: dict[str, tuple[int, ...]] = {"length": (32, 64), "rows": (4, 8), "group": (2, 4), "vocabulary": (512, 1024)}
 

@@ -4,12 +4,16 @@ Registered with transformers as the attention implementation `packed_rows`: one 
 the pack. No mask is built and no work crosses rows. On CPU at 64 rows, a block-diagonal mask over the pack was 35 to
 47 times slower (and takes L² memory), batches of similar lengths with right padding 1.6 to 2.5 times.
 
+Where rows share what they begin with (trainer/prefixes.py), the call of a row has the queries of its own stretch, and
+before its keys those of its prefix, which other rows have computed.
+
 Covered: grouped-query heads, sliding windows, softcapped scores (Gemma 2), attention sinks (gpt-oss).
 Not covered: attention that is not causal, chunked attention, position biases, attention dropout (the policy has none).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from trainer.packing import PackedBatch
+from trainer.prefixes import Prefix
 
 PACKED_ROWS = "packed_rows"
 """Name of the implementation in transformers' registry (`attn_implementation`)."""
@@ -70,9 +75,9 @@ def packed_rows_attention(
         key: (1, kv_heads, L, head_dim).
         value: (1, kv_heads, L, head_dim).
         attention_mask: `no_mask()` for packs; bool or None for plain batches.
-        packed: the pack, of which only `row_lengths` is read. It comes whole because a compiled layer hands an object
-            through unseen, but is compiled anew for each tuple of lengths. None: a plain batch, which goes to
-            transformers' own SDPA where that can.
+        packed: the pack, of which only `row_lengths` and `prefixes` are read. It comes whole because a compiled layer
+            hands an object through unseen, but is compiled anew for each tuple of lengths. None: a plain batch, which
+            goes to transformers' own SDPA where that can.
         scaling: factor of the scores; by default head_dim ** -0.5.
         sliding_window: a token sees itself and the `sliding_window - 1` tokens before it.
         softcap: scores become softcap · tanh(score / softcap).
@@ -89,7 +94,7 @@ def packed_rows_attention(
             return sdpa_attention_forward(
                 module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
             )
-        keep = _band(key.shape[2], None, query.device)[-query.shape[2] :] if attention_mask is None else attention_mask
+        keep = _band(query.shape[2], key.shape[2], None, query.device) if attention_mask is None else attention_mask
         output = _explicit(query, key, value, keep, scaling=scaling, softcap=softcap, s_aux=s_aux)
         return output.transpose(1, 2).contiguous(), None
 
@@ -97,11 +102,13 @@ def packed_rows_attention(
     assert dropout == 0.0, "the policy has no dropout"
     lengths = list(packed.row_lengths)
     gqa = query.shape[1] != key.shape[1]
+    queries, keys, values = (states.split(lengths, 2) for states in (query, key, value))
     outputs = []
-    for q, k, v in zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True):
-        length = q.shape[2]
-        is_windowed = sliding_window is not None and sliding_window < length
-        keep = _band(length, sliding_window, q.device) if is_windowed or written_out else None
+    for row, prefix in enumerate(packed.prefixes or ((),) * packed.num_rows):
+        q, k, v = queries[row], _behind(prefix, keys, row), _behind(prefix, values, row)
+        is_windowed = sliding_window is not None and sliding_window < k.shape[2]
+        is_masked = is_windowed or written_out or len(prefix) > 0
+        keep = _band(q.shape[2], k.shape[2], sliding_window, q.device) if is_masked else None
         if written_out and keep is not None:
             outputs.append(_explicit(q, k, v, keep, scaling=scaling, softcap=softcap, s_aux=s_aux))
         else:
@@ -111,10 +118,18 @@ def packed_rows_attention(
     return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
 
 
-def _band(length: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """(length, length) bool: which keys a query sees under a causal mask, within the window if there is one."""
-    mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    return mask if window is None else mask.triu(1 - window)
+def _behind(prefix: Prefix, stretches: Sequence[torch.Tensor], row: int) -> torch.Tensor:
+    """Keys or values of a row: of its prefix, and behind them those of its own stretch."""
+    if not prefix:
+        return stretches[row]
+    return torch.cat([*(stretches[earlier][:, :, :length] for earlier, length in prefix), stretches[row]], 2)
+
+
+def _band(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """(queries, keys) bool: which keys a query sees under a causal mask, within the window if there is one. The queries
+    are those of the last keys."""
+    mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    return mask if window is None else mask.triu(keys - queries + 1 - window)
 
 
 def _explicit(

@@ -36,6 +36,10 @@ class Plan:
     """Cost if ranks wait for the slowest one in every microbatch, over the mean of ranks. 1 is even."""
     num_oversized: int
     """Rows longer than the token budget, each in a microbatch of its own."""
+    cost: float
+    """Time of all microbatches if ranks wait for the slowest one in each, in the unit of `row_cost`."""
+    shared_fraction: float = 0.0
+    """Share of the tokens of rows that are not computed, because another row of the pack has them too."""
 
     @property
     def num_microbatches(self) -> int:
@@ -48,6 +52,7 @@ class Plan:
             "perf/step_imbalance": self.step_imbalance,
             "perf/oversized_rows": float(self.num_oversized),
             "perf/microbatches": float(self.num_microbatches),
+            "perf/shared_tokens_frac": self.shared_fraction,
         }
 
 
@@ -62,6 +67,7 @@ def plan(
     num_ranks: int,
     token_budget: int,
     cost: CostModel = "attention-aware",
+    costs: Sequence[float] | None = None,
 ) -> Plan:
     """Assign every row to a rank and a microbatch. Deterministic: ranks that call it with equal arguments agree.
 
@@ -74,13 +80,14 @@ def plan(
         num_ranks: that share the rows.
         token_budget: largest number of tokens in a pack.
         cost: what a row takes, see `row_cost`.
+        costs: what each takes, where it is no plain row (trainer/bundles.py).
 
     Raises:
         ValueError: num_ranks or token_budget below 1.
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks must be at least 1, found {num_ranks}")
-    costs = [row_cost(length, cost) for length in row_lengths]
+    costs = costs or [row_cost(length, cost) for length in row_lengths]
     dense = pack(row_lengths, token_budget)
     num_microbatches = max(1, -(-len(dense) // num_ranks))
     packs = _spread(row_lengths, costs, num_microbatches * num_ranks, token_budget)
@@ -106,6 +113,7 @@ def plan(
         rank_imbalance=max(totals) / mean if mean else 1.0,
         step_imbalance=slowest / mean if mean else 1.0,
         num_oversized=num_oversized(row_lengths, token_budget),
+        cost=slowest,
     )
 
 

@@ -29,7 +29,7 @@ def blueprint(config: Config) -> Blueprint:
     """
     model = config.model
     settings = {
-        "attn_implementation": model.attn_implementation,
+        "attn_implementation": config.attention,
         "gradient_checkpointing": model.gradient_checkpointing,
         "compute_dtype": model.dtype,
     }

@@ -454,6 +454,12 @@ class Config:
     )
     profile_steps: int = setting(1, "profile: steps that are traced, after the first one")
     token_budget: int = setting(16384, "tokens per packed microbatch on one rank, at most")
+    share_prefixes: str = setting(
+        "auto",
+        "compute what rows begin with once per pack (prompts of groups, histories of branches); auto: where attention "
+        "is packed_rows; always: have it so",
+        choices=("auto", "always", "never"),
+    )
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
@@ -483,6 +489,12 @@ class Config:
     def has_critic(self) -> bool:
         """Whether advantages come from a learned value."""
         return self.algorithm.advantage == "gae"
+
+    @property
+    def attention(self) -> str:
+        """What attention the trainer is to use: model.attn_implementation, unless that leaves it open."""
+        is_open = self.model.attn_implementation == "auto" and self.share_prefixes == "always"
+        return "packed_rows" if is_open else self.model.attn_implementation
 
     @property
     def pause_mode(self) -> str:

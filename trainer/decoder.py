@@ -102,9 +102,16 @@ def attention_of(model: PreTrainedModel) -> str:
     return str(model.config.get_text_config()._attn_implementation)
 
 
+def can_share_prefixes(module: nn.Module) -> bool:
+    """Whether packs of a policy, with or without a critic, may hold once what rows begin with (trainer/prefixes.py)."""
+    models = [part for part in module.modules() if isinstance(part, PreTrainedModel)]
+    return bool(models) and all(attention_of(model) == attention.PACKED_ROWS for model in models)
+
+
 def packed_hidden_states(decoder: PreTrainedModel, packed: PackedBatch) -> torch.Tensor:
     """(L, D): last hidden states of a decoder over a pack, each row as if it were alone."""
     attn_implementation = attention_of(decoder)
+    assert packed.prefixes is None or attn_implementation == attention.PACKED_ROWS, "`can_share_prefixes` says so"
     arguments: dict[str, Any] = {}
     if attn_implementation == attention.PACKED_ROWS:
         arguments = {"attention_mask": attention.no_mask(packed.ids.device), "packed": packed}

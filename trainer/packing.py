@@ -4,7 +4,8 @@ This is the one place where targets are shifted against inputs: the hidden state
 at position p. `PackedBatch.target_index_T` holds the p - 1, every other `_T` tensor belongs to the token at p.
 
 Rows are told apart by their lengths (`cu_seqlens`), never by comparing ids with a padding token, which may equal a
-token that was sampled. There is no padding.
+token that was sampled. There is no padding. Where rows share what they begin with (trainer/prefixes.py), a pack holds
+it once, and of each row the stretch behind it.
 
 Shape legend: _L tokens of the pack, _R rows of the pack, _T trained tokens of the pack, _S rollouts of the step,
 _N trained tokens of the step.
@@ -20,6 +21,7 @@ import torch
 
 from rollout.errors import EvidenceError
 from rollout.records import TrainingRow
+from trainer.prefixes import Prefix, shared, whole
 
 DUMMY_LENGTH = 2
 """Tokens of a dummy pack: the shortest row in which a token attends to another one."""
@@ -79,9 +81,11 @@ class PackedBatch:
     position_ids: torch.Tensor
     """(L,) position of each token within its own row."""
     cu_seqlens: torch.Tensor
-    """(R + 1,) int32: row r is `[cu_seqlens[r], cu_seqlens[r + 1])`."""
+    """(R + 1,) int32: row r is `[cu_seqlens[r], cu_seqlens[r + 1])`; of a row that shares, its stretch."""
     row_lengths: tuple[int, ...]
     """R lengths, for code that must not wait for the device to learn them."""
+    prefixes: tuple[Prefix, ...] | None = None
+    """What each stretch continues; None: nothing is shared, and every stretch is a whole row."""
     target_index_T: torch.Tensor
     """(T,) position in the pack whose hidden state predicts the trained token."""
     target_ids_T: torch.Tensor
@@ -122,14 +126,16 @@ def collate(
     indices: Sequence[int],
     layout: StepLayout | None = None,
     *,
+    share_prefixes: bool = False,
     device: torch.device | str = "cpu",
 ) -> PackedBatch:
-    """Make one pack of `rows[i] for i in indices`, in that order.
+    """Make one pack of `rows[i] for i in indices`, with their trained tokens in that order.
 
     Args:
         rows: by their index in the step. A rank that holds only its own rows passes a mapping, and the layout.
         indices: the rows of this pack; none gives a dummy pack (`dummy`).
         layout: of the whole step; by default that of `rows`.
+        share_prefixes: hold what rows begin with once, for attention that knows of it (`packed_rows`).
         device: where the tensors go.
 
     Raises:
@@ -141,8 +147,7 @@ def collate(
         assert not isinstance(rows, Mapping), "part of the rows does not tell where they lie in the step: pass a layout"
         layout = StepLayout.of(rows)
     chosen = [rows[i] for i in indices]
-    lengths = np.array([len(row) for row in chosen], dtype=np.int64)
-    starts = np.concatenate([[0], np.cumsum(lengths)])
+    stretches = (shared if share_prefixes else whole)([row.ids for row in chosen])
     targets = [np.flatnonzero(row.loss_mask) for row in chosen]
     counts = [len(target) for target in targets]
 
@@ -151,12 +156,15 @@ def collate(
 
     support = _support(chosen, counts)
     batch = PackedBatch(
-        ids=_int64(np.concatenate([row.ids for row in chosen])),
-        position_ids=_int64(np.concatenate([np.arange(length) for length in lengths])),
-        cu_seqlens=torch.from_numpy(starts.astype(np.int32)),
-        row_lengths=tuple(lengths.tolist()),
+        ids=_int64(stretches.ids),
+        position_ids=_int64(stretches.position_ids),
+        cu_seqlens=torch.from_numpy(np.cumsum([0, *stretches.lengths]).astype(np.int32)),
+        row_lengths=stretches.lengths,
+        prefixes=stretches.prefixes if any(stretches.prefixes) else None,
         # The shift: a trained token at position p of its row is predicted by the hidden state at p - 1.
-        target_index_T=_int64(np.concatenate([start + t - 1 for start, t in zip(starts[:-1], targets, strict=True)])),
+        target_index_T=_int64(
+            np.concatenate([place[target - 1] for place, target in zip(stretches.places, targets, strict=True)])
+        ),
         target_ids_T=_int64(trained("ids")),
         sampling_logprobs_T=torch.from_numpy(trained("sampling_logprobs").astype(np.float32)),
         versions_T=_int64(trained("versions")),

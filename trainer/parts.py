@@ -103,7 +103,7 @@ def load_policy(config: Config) -> Policy:
     return Policy.from_pretrained(
         config.model.path,
         dtype="float32",  # master weights; mixed precision is the framework's (trainer/distributed.py)
-        attn_implementation=config.model.attn_implementation,
+        attn_implementation=config.attention,
         gradient_checkpointing=config.model.gradient_checkpointing,
         is_compiled=config.model.compile,
         trust_remote_code=config.model.trust_remote_code,

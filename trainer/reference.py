@@ -46,7 +46,11 @@ def make_reference(config: Config, distributed: Distributed, module: nn.Module) 
     if not config.algorithm.kl_coef:
         return None
     policy = policy_of(distributed.unwrapped)
-    settings = {"temperature": config.rollout.temperature, "token_budget": config.token_budget}
+    settings = {
+        "temperature": config.rollout.temperature,
+        "token_budget": config.token_budget,
+        "share_prefixes": config.share_prefixes,
+    }
     if is_adapted(policy.model) and config.model.reference_path is None:
         return Reference(Scorer(module, distributed, **settings), policy.model.disable_adapter)
     copy = Policy.from_pretrained(
@@ -54,7 +58,7 @@ def make_reference(config: Config, distributed: Distributed, module: nn.Module) 
         dtype=config.model.dtype if distributed.uses_deepspeed else "float32",
         compute_dtype=config.model.dtype,
         is_compiled=config.model.compile,
-        attn_implementation=config.model.attn_implementation,
+        attn_implementation=config.attention,
         trust_remote_code=config.model.trust_remote_code,
     )
     return Reference(Scorer(distributed.prepare_frozen(copy), distributed, **settings))

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from trainer.backoff import TokenBudget
 from trainer.balance import Plan, plan
 from trainer.batch import StepBatch
+from trainer.bundles import plan_bundles
+from trainer.decoder import can_share_prefixes
 from trainer.distributed import Distributed
 from trainer.packing import PackedBatch, collate
 
@@ -25,22 +27,37 @@ from trainer.packing import PackedBatch, collate
 class Scorer:
     """One model and how its rows are packed."""
 
-    def __init__(self, module: nn.Module, distributed: Distributed, *, temperature: float, token_budget: int) -> None:
-        """module: a policy, as `Distributed.prepare` or `prepare_frozen` returned it."""
+    def __init__(
+        self,
+        module: nn.Module,
+        distributed: Distributed,
+        *,
+        temperature: float,
+        token_budget: int,
+        share_prefixes: str = "auto",
+    ) -> None:
+        """module: a policy, as `Distributed.prepare` or `prepare_frozen` returned it. share_prefixes: the setting."""
         self._module = module
         self._distributed = distributed
         self._temperature = temperature
+        self._shares_prefixes = share_prefixes != "never" and can_share_prefixes(module)
         self.budget = TokenBudget(token_budget, distributed)
 
     def plan(self, batch: StepBatch, rows: Sequence[int], *, token_budget: int | None = None) -> Plan:
         """Which rank computes which of these rows, in which pack."""
-        share = plan(
-            [len(batch.rows[row]) for row in rows],
-            num_ranks=self._distributed.world_size,
-            token_budget=token_budget or self.budget.tokens,
-        )
+        num_ranks, budget = self._distributed.world_size, token_budget or self.budget.tokens
+        if self._shares_prefixes:
+            share = plan_bundles([batch.rows[row].ids for row in rows], num_ranks=num_ranks, token_budget=budget)
+        else:
+            share = plan([len(batch.rows[row]) for row in rows], num_ranks=num_ranks, token_budget=budget)
         of_batch = tuple(tuple(tuple(rows[i] for i in pack) for pack in packs) for packs in share.microbatches)
         return replace(share, microbatches=of_batch)
+
+    def packed(self, batch: StepBatch, pack: Sequence[int]) -> PackedBatch:
+        """The rows of a pack that `plan` made, on the device."""
+        return collate(
+            batch.rows, pack, batch.layout, share_prefixes=self._shares_prefixes, device=self._distributed.device
+        )
 
     def score(self, batch: StepBatch, rows: Sequence[int] | None = None, *, token_budget: int | None = None) -> Tensor:
         """(N,) float32 logprobs of the trained tokens of these rows (by default all), 0 elsewhere; a collective."""
@@ -66,7 +83,7 @@ class Scorer:
             packs = self.plan(batch, rows, token_budget=token_budget).microbatches[self._distributed.rank]
             outputs_N = torch.zeros(1 + with_values, batch.layout.num_tokens)
             for pack in packs:
-                packed = collate(batch.rows, pack, batch.layout, device=self._distributed.device)
+                packed = self.packed(batch, pack)
                 outputs_N[:, packed.token_index_T.cpu()] = torch.stack(self.budget.agreed(partial(forward, packed)))
             return outputs_N
 

@@ -59,7 +59,11 @@ class Updater:
         self._has_critic = config.has_critic
         self._credit_rule = credit_rule(config.algorithm)
         self.scorer = Scorer(
-            module, distributed, temperature=config.rollout.temperature, token_budget=config.token_budget
+            module,
+            distributed,
+            temperature=config.rollout.temperature,
+            token_budget=config.token_budget,
+            share_prefixes=config.share_prefixes,
         )
         self.num_updates = 0
         """Optimizer steps done; the version of the weights."""
@@ -121,7 +125,7 @@ class Updater:
             sums: dict[str, float] = {}
             packs = [*share.microbatches[self._distributed.rank], *self._reducing_microbatch]
             for number, pack in enumerate(packs):
-                packed = collate(batch.rows, pack, batch.layout, device=self._distributed.device)
+                packed = self.scorer.packed(batch, pack)
                 forward = partial(self._microbatch_loss, packed, targets, counts, tokens_S, seq_log_ratio_S)
                 with self._distributed.accumulate(is_last=number == len(packs) - 1) as backward:
                     loss, logp_T, microbatch_sums = budget.agreed(forward)

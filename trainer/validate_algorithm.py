@@ -18,6 +18,7 @@ def algorithm_problems(config: Config) -> Iterator[str]:
     yield from _algorithm(config)
     yield from _ppo(config)
     yield from _sampling(config)
+    yield from _sharing(config)
 
 
 def _batch(config: Config) -> Iterator[str]:
@@ -196,4 +197,12 @@ def _sampling(config: Config) -> Iterator[str]:
             f"rollout.max_tokens_per_turn={rollout.max_tokens_per_turn} leaves no room for a prompt in "
             f"rollout.max_model_len={rollout.max_model_len}; "
             f"set rollout.max_model_len={4 * rollout.max_tokens_per_turn}"
+        )
+
+
+def _sharing(config: Config) -> Iterator[str]:
+    if config.share_prefixes == "always" and config.attention != "packed_rows":
+        yield (
+            f"share_prefixes=always with model.attn_implementation={config.attention}, which cannot let a row attend "
+            "to what another one has computed; set model.attn_implementation=packed_rows, or share_prefixes=auto"
         )

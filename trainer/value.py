@@ -185,7 +185,7 @@ def with_critic(policy: Policy, config: Config) -> Policy | ActorCritic:
     critic = Critic.from_pretrained(
         config.model.critic_path or config.model.path,
         dtype="float32",
-        attn_implementation=config.model.attn_implementation,
+        attn_implementation=config.attention,
         gradient_checkpointing=config.model.gradient_checkpointing,
         is_compiled=config.model.compile,
         trust_remote_code=config.model.trust_remote_code,

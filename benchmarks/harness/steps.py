@@ -18,15 +18,20 @@ from trainer.policy import Policy
 from trainer.update import Updater
 
 
-def make_rollouts(*, rows: int, median: float, sigma: float, vocab: int, longest: int, group: int = 4) -> list[Rollout]:
-    """Rollouts of one call, half prompt and half sampled, of log-normal length."""
+def make_rollouts(
+    *, rows: int, median: float, sigma: float, vocab: int, longest: int, group: int = 4, prompt: int | None = None
+) -> list[Rollout]:
+    """Rollouts of one call, of log-normal length: half of each a prompt of its own, or all behind their group's prompt
+    of `prompt` tokens."""
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(np.log(median), sigma, rows), 8, longest).astype(int)
+    of_groups = [rng.integers(3, vocab, prompt or 0) for _ in range(-(-rows // group))]
 
     def one(index: int, length: int) -> Rollout:
-        prompt, sampled = length // 2, length - length // 2
+        sampled = length if prompt else length - length // 2
+        prompt_ids = of_groups[index // group] if prompt else rng.integers(3, vocab, length // 2)
         call = EngineCall(
-            prompt_ids=tuple(rng.integers(3, vocab, prompt).tolist()),
+            prompt_ids=tuple(prompt_ids.tolist()),
             sampled_ids=tuple(rng.integers(3, vocab, sampled).tolist()),
             sampled_logprobs=(-float(np.log(vocab)),) * sampled,
             finish_reason=FinishReason.STOP,

@@ -1,8 +1,8 @@
 """One batch, cut up in every way the trainer can cut it, gives one gradient.
 
 Plain, DDP, ZeRO-2 and ZeRO-3; one, two and three ranks; one microbatch and many; with and without gradient
-checkpointing; rollouts that are branched into rows on different ranks. Compared are gradients, not losses (spec: one
-denominator per optimizer step).
+checkpointing; rollouts that are branched into rows on different ranks; rows that share what they begin with, against a
+reference in which they do not. Compared are gradients, not losses (spec: one denominator per optimizer step).
 """
 
 import os
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).parent / "workers" / "gradients.py"
 # PPO's preset has a critic, and a test of its own: test_ppo_gradients.py
 PRESETS = sorted(file.stem for file in (ROOT / "configs" / "algorithm").glob("*.yaml") if file.stem != "ppo")
-ONE_MICROBATCH, MANY_MICROBATCHES = 100_000, 48
+ONE_MICROBATCH, MANY_MICROBATCHES = 100_000, 96
 
 PARTITIONS = {
     "one process, many microbatches, checkpointing": (None, 1, MANY_MICROBATCHES, "checkpointing"),
@@ -56,7 +56,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def reference(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
     out = tmp_path_factory.mktemp("reference") / "gradients.npz"
-    return gradients(tiny_model, out, None, 1, ONE_MICROBATCH)
+    return gradients(tiny_model, out, None, 1, ONE_MICROBATCH, "apart")
 
 
 def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
@@ -76,6 +76,8 @@ def test_the_gradient_does_not_depend_on_the_partition(
         assert np.linalg.norm(whole) > 1e-4, f"{preset} has no gradient, so nothing is compared"
         error = relative_error(np.concatenate([found[name].ravel() for name in names]), whole)
         assert error < 1e-5, f"{preset}: relative error {error:.1e} of the gradient"
+    assert reference["shared_tokens_frac"] == 0
+    assert found["shared_tokens_frac"] > 0.1
     recomputes = "checkpointing" in PARTITIONS[partition]
     assert found["layer_runs_per_pack"] == 1 + recomputes, "in eval mode transformers checkpoints nothing, silently"
     np.testing.assert_allclose(found["policy/scored"], reference["policy/scored"], atol=1e-5)

@@ -15,7 +15,7 @@ from tests.integration.test_policy_zero3 import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).parent / "workers" / "ppo_gradients.py"
-ONE_MICROBATCH, MANY_MICROBATCHES = 100_000, 48
+ONE_MICROBATCH, MANY_MICROBATCHES = 100_000, 96
 PARTITIONS = {
     "one process, many microbatches": (None, 1, MANY_MICROBATCHES),
     "ddp, two ranks": ("ddp", 2, MANY_MICROBATCHES),
@@ -51,7 +51,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=["separate", "shared"])
 def reference(request, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict]:
     out = tmp_path_factory.mktemp("reference") / "gradients.npz"
-    return request.param, gradients(tiny_model, out, request.param, None, 1, ONE_MICROBATCH)
+    return request.param, gradients(tiny_model, out, request.param, None, 1, ONE_MICROBATCH, "apart")
 
 
 @pytest.mark.distributed

@@ -92,6 +92,7 @@ def test_defaults_are_the_schema_or_a_group_value(complete: tuple[str, ...]) -> 
         (["rollout.temperature=0"], ["rollout.temperature=1.0"]),
         (["algorithm.loss=ppo_clp"], ["ppo_clip", "did you mean"]),
         (["correction.logp_old=bypass", "algorithm.epochs=2"], ["correction.logp_old=recompute"]),
+        (["share_prefixes=always", "model.attn_implementation=sdpa"], ["share_prefixes=auto"]),
         (["correction.low=3"], ["correction.low=0.5"]),
         (["reward.functions=[]"], ["reward.functions=[exact_match]"]),
         (["reward.functions=[exact_mach]"], ["did you mean 'exact_match'", "path/to/file.py:function"]),

@@ -97,7 +97,7 @@ def open_bench(config: Config, *, engine_scores: EngineScores | None) -> Iterato
         policy = Policy.from_pretrained(
             config.model.path,
             dtype="float32",  # as in training: master weights, with precision left to the framework
-            attn_implementation=config.model.attn_implementation,
+            attn_implementation=config.attention,
             trust_remote_code=config.model.trust_remote_code,
         )
         module = distributed.prepare(policy, make_optimizer(policy, config.optimizer))

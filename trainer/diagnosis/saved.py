@@ -14,6 +14,7 @@ from rollout.store import read_rollouts
 
 RUN_SETTINGS = (
     *("model.path", "model.dtype", "model.attn_implementation", "model.trust_remote_code", "token_budget"),
+    "share_prefixes",
     *("rollout.temperature", "correction.mode", "correction.low", "correction.high", "data.path"),
 )
 """What decides how saved rollouts are scored; anything else of their run does not matter to them."""

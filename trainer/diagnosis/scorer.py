@@ -39,6 +39,7 @@ class TrainerScorer:
             self.distributed,
             temperature=self.config.rollout.temperature if temperature is None else temperature,
             token_budget=ONE_ROW_PER_PACK if alone else self.config.token_budget,
+            share_prefixes=self.config.share_prefixes,
         )
         batch = _batch_of(rows)
         logp_N = scorer.score(batch)

@@ -2,9 +2,10 @@
 
 Started by tests/integration/test_gradients.py, by itself or by `accelerate launch`:
 
-    gradients.py MODEL_DIR OUT.npz PRESET[,PRESET...] TOKEN_BUDGET [checkpointing]
+    gradients.py MODEL_DIR OUT.npz PRESET[,PRESET...] TOKEN_BUDGET [checkpointing] [apart]
 
 A preset is a file of configs/algorithm. Every one is given a KL term against the reference, a copy of the model.
+apart: rows that begin alike share nothing.
 """
 
 import sys
@@ -37,8 +38,10 @@ def settings_of(preset: str) -> AlgorithmConfig:
 
 
 def fixed_rollouts() -> list[Rollout]:
-    """Nine rollouts in three groups: unequal lengths, several turns, two of them branched, one without reward."""
+    """Nine rollouts in three groups: unequal lengths, several turns, two of them branched, one without reward. Those of
+    a group begin with the same tokens, long enough to be shared."""
     rng = np.random.default_rng(0)
+    prompts = rng.integers(5, 200, (3, 20))
 
     def call(prompt: tuple[int, ...], length: int) -> EngineCall:
         return EngineCall(
@@ -51,7 +54,7 @@ def fixed_rollouts() -> list[Rollout]:
 
     rollouts = []
     for rollout_id in range(9):
-        first = call(tuple(rng.integers(5, 200, 6).tolist()), int(rng.integers(2, 30)))
+        first = call((*prompts[rollout_id // 3].tolist(), *rng.integers(5, 200, 6).tolist()), int(rng.integers(2, 30)))
         calls = [first]
         if rollout_id % 2:
             calls.append(call((*first.all_ids, 7, 8, 9), int(rng.integers(1, 20))))
@@ -92,10 +95,11 @@ def count_runs(modules: dict[str, torch.nn.Module]) -> Counter[str]:
     return runs
 
 
-def main(model_dir: str, out: str, algorithms: str, token_budget: str, checkpointing: str = "") -> None:
+def main(model_dir: str, out: str, algorithms: str, token_budget: str, *flags: str) -> None:
+    checkpointing = "checkpointing" in flags
     distributed = GradientsOnly.start(dtype="float32", max_grad_norm=0.0)
     torch.manual_seed(0)
-    policy = Policy.from_pretrained(model_dir, gradient_checkpointing=bool(checkpointing))
+    policy = Policy.from_pretrained(model_dir, gradient_checkpointing=checkpointing)
     runs = count_runs({"pack": policy, "layer": policy.causal_lm.get_decoder().get_submodule("layers.0")})
     module = distributed.prepare(policy, torch.optim.SGD(policy.parameters(), lr=1.0))
     rollouts = fixed_rollouts()
@@ -107,6 +111,7 @@ def main(model_dir: str, out: str, algorithms: str, token_budget: str, checkpoin
     for name in algorithms.split(","):
         config = Config(algorithm=settings_of(name), token_budget=int(token_budget))
         config.model.path = model_dir
+        config.share_prefixes = "never" if "apart" in flags else "auto"
         updater = Updater(module, distributed, config)
         reference = reference or make_reference(config, distributed, module)
         assert reference is not None
@@ -121,7 +126,8 @@ def main(model_dir: str, out: str, algorithms: str, token_budget: str, checkpoin
         )
         advantages_N, _ = token_advantages(batch, logprobs, config)
         config.correction.logp_old = "given"  # neither recomputed nor bypassed: sequence ratios need their own pass
-        updater.update(batch, Targets.of(batch, advantages_N, logprobs, weights))  # in place of the step: see above
+        metrics, _ = updater.update(batch, Targets.of(batch, advantages_N, logprobs, weights))
+        result["shared_tokens_frac"] = np.array(metrics["perf/shared_tokens_frac"])
         result |= {f"{name}/{parameter}": grad for parameter, grad in distributed.gradients.items()}
     result["layer_runs_per_pack"] = np.array(runs["layer"] / runs["pack"])
     if distributed.is_main:

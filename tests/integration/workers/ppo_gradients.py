@@ -2,7 +2,7 @@
 
 Started by tests/integration/test_ppo_gradients.py, by itself or by `accelerate launch`:
 
-    ppo_gradients.py MODEL_DIR OUT.npz separate|shared TOKEN_BUDGET [checkpointing]
+    ppo_gradients.py MODEL_DIR OUT.npz separate|shared TOKEN_BUDGET [checkpointing] [apart]
 """
 
 import json
@@ -24,7 +24,8 @@ from trainer.update import Updater
 from trainer.value import ActorCritic, ValueHead, with_critic
 
 
-def main(model_dir: str, out: str, critic: str, token_budget: str, checkpointing: str = "") -> None:
+def main(model_dir: str, out: str, critic: str, token_budget: str, *flags: str) -> None:
+    checkpointing = "checkpointing" in flags
     distributed = GradientsOnly.start(dtype="float32", max_grad_norm=0.0)
     torch.manual_seed(0)
     algorithm = AlgorithmConfig(
@@ -33,8 +34,9 @@ def main(model_dir: str, out: str, critic: str, token_budget: str, checkpointing
     )  # fmt: skip
     config = Config(algorithm=algorithm, token_budget=int(token_budget))
     config.model.path, config.model.critic = model_dir, critic
-    config.model.gradient_checkpointing = bool(checkpointing)
-    module = with_critic(Policy.from_pretrained(model_dir, gradient_checkpointing=bool(checkpointing)), config)
+    config.share_prefixes = "never" if "apart" in flags else "auto"
+    config.model.gradient_checkpointing = checkpointing
+    module = with_critic(Policy.from_pretrained(model_dir, gradient_checkpointing=checkpointing), config)
     assert isinstance(module, ActorCritic)
     trunk = module.policy.causal_lm.get_decoder() if critic == "shared" else module.critic.get_submodule("decoder")
     runs = count_runs({"pack": module, "layer": trunk.get_submodule("layers.0")})
