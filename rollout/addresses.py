@@ -1,10 +1,12 @@
-"""Which address of this machine others can reach it by. Nothing here sends a packet, and nothing asks for a host name:
-what a machine calls itself often resolves to loopback, where nobody else finds it."""
+"""Which address of this machine others can reach it by. Nothing here sends a packet, and nothing asks what the machine
+calls itself: that name often resolves to loopback, where nobody else finds it."""
 
 from __future__ import annotations
 
+import fcntl
 import ipaddress
 import socket
+import struct
 from collections.abc import Sequence
 
 from rollout.errors import SyncError
@@ -12,6 +14,8 @@ from rollout.errors import SyncError
 LOOPBACK = "127.0.0.1"
 ANY_PORT = 9
 """Of a UDP socket that is only asked which way it would send."""
+SIOCGIFADDR = 0x8915
+"""Linux's request for the IPv4 address of an interface (netdevice(7))."""
 
 
 def address_towards(host: str) -> str:
@@ -39,3 +43,16 @@ def rendezvous_address(hosts: Sequence[str]) -> str:
     """Where the workers on these hosts can meet this process: loopback only if all of them are on this machine."""
     elsewhere = [host for host in hosts if not is_loopback(host)]
     return address_towards(elsewhere[0]) if elsewhere else LOOPBACK
+
+
+def interface_of(address: str) -> str | None:
+    """Name of this machine's interface with this IPv4 address; None if it is no interface's first one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                found = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
+            except OSError:  # it has no IPv4 address
+                continue
+            if socket.inet_ntoa(found[20:24]) == address:
+                return name
+    return None

@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,7 +24,9 @@ import torch.distributed as torch_dist
 from torch import nn
 from torch.utils.cpp_extension import get_default_build_root
 
-from rollout.errors import CheckpointError, LockstepError
+from rollout import errors
+from rollout.addresses import address_towards, interface_of, is_loopback
+from rollout.errors import CheckpointError, ConfigError, LockstepError
 from trainer.optimizer import LR_SCALE
 from trainer.safe_load import weights_only_loading
 
@@ -66,6 +68,7 @@ class Distributed:
         if not on_gpu:
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when DeepSpeed is first imported
         drop_stale_build_locks()
+        choose_interface(os.environ)
         from accelerate import Accelerator
         from accelerate.utils import InitProcessGroupKwargs
 
@@ -282,7 +285,7 @@ class Distributed:
         report = b"" if failure is None else f"{type(failure).__name__}: {failure}".encode()
         for rank, message in enumerate(self.gather_bytes(report)):
             if message:
-                raise failure or LockstepError(f"rank {rank} failed: {message.decode()}")
+                raise failure or _same_error(message.decode(), rank)
         return result  # type: ignore[return-value]
 
     # State on disk
@@ -359,6 +362,34 @@ class Distributed:
         self._accelerator.end_training()
         if torch_dist.is_initialized():
             torch_dist.destroy_process_group()
+
+
+def _same_error(report: str, rank: int) -> LockstepError:
+    """What another rank raised, so that all end with one sentence; what Lockstep does not know, by its name."""
+    name, _, text = report.partition(": ")
+    known = {kind.__name__: kind for kind in vars(errors).values() if isinstance(kind, type)}
+    return known[name](text) if name in known else LockstepError(f"rank {rank} failed: {report}")
+
+
+def choose_interface(environment: MutableMapping[str, str]) -> None:
+    """Let gloo meet the other machines on the interface that reaches rank 0's, unless the user has named one.
+
+    By itself it takes the one that the host name resolves to, and loopback if that is none: ranks on several machines
+    then wait for each other until a timeout. Raises `ConfigError` if rank 0's address is loopback by accident.
+    """
+    master = environment.get("MASTER_ADDR", "")
+    if not master or is_loopback(master) or environment.get("GLOO_SOCKET_IFNAME"):
+        return  # loopback in so many words: all ranks are on this machine
+    address = address_towards(master)
+    is_alone = environment.get("WORLD_SIZE") == environment.get("LOCAL_WORLD_SIZE")
+    if is_loopback(address) and not is_alone:
+        raise ConfigError(
+            f"--main_process_ip {master} is loopback on this machine ({address}), where the other machines do not find "
+            "it; give the address of its network (`ip -4 addr` lists them)"
+        )
+    interface = interface_of(address)
+    if interface is not None:
+        environment["GLOO_SOCKET_IFNAME"] = interface
 
 
 def drop_stale_build_locks(older_than_s: float = STALE_LOCK_S) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 
 import torch
 
+from rollout.addresses import address_towards, is_loopback
+from rollout.errors import ConfigError, SyncError
 from rollout.plugin import CHILD_ENV
 from rollout.server_guard import KEY_ENV
 from trainer.config import Config
@@ -19,6 +21,8 @@ MODULE = "vllm.entrypoints.launchers.api_server.entry"
 """What `vllm serve` runs for one server; the `vllm` script itself fails in the CPU build."""
 ROUTES = "rollout.server_generate.CompactGenerate"
 GUARD = "rollout.server_guard.RequireKey"
+DELIBERATE_HOSTS = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "::")
+"""Loopback and every interface, in so many words."""
 KEEP_ALIVE_S = 60
 """Idle connections stay open this long; vLLM's 5 s close them under clients that pause between two steps."""
 
@@ -68,8 +72,24 @@ def shown(config: Config) -> str:
     return " ".join([*(f"{name}={value}" for name, value in variables.items()), shlex.join(command(config))])
 
 
+def check_host(host: str) -> None:
+    """Raises `ConfigError` for a name or an address that is loopback by accident, as that of `hostname -i` may be."""
+    if host in DELIBERATE_HOSTS:
+        return
+    try:
+        address = address_towards(host)
+    except SyncError as error:
+        raise ConfigError(f"server.host={host} is no address of this machine: {error}") from error
+    if is_loopback(address):
+        raise ConfigError(
+            f"server.host={host} is loopback on this machine, where no other one reaches it; give the address of its "
+            "network (`ip -4 addr` lists them), or server.host=127.0.0.1 for a trainer on this machine"
+        )
+
+
 def run(config: Config) -> None:
-    """Become the server. Raises `ConfigError` if its key is not in the environment."""
+    """Become the server. Raises `ConfigError` if its key is not in the environment, or nobody would reach it."""
+    check_host(config.server.host)
     key = engine_key(config.rollout.api_key_env)
     print(shown(config), flush=True)
     variables: Mapping[str, str] = environment(on_gpu=torch.cuda.is_available())

@@ -10,6 +10,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -65,10 +66,13 @@ def build_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("torch_extensions")
 
 
-def launch(directory: Path, build_directory: Path, name: str, *options: str) -> subprocess.Popen[str]:
+def launch(
+    directory: Path, build_directory: Path, name: str, *options: str, within: Sequence[str] = ()
+) -> subprocess.Popen[str]:
+    """Start a launcher. within: a command that runs it elsewhere."""
     script = directory / "script.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+    command = [*within, sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
     command += ["--config_file", str(ROOT / "configs" / "accelerate" / f"{name}.yaml"), *options]
     command += [str(script), str(directory)]
     # Without a GPU even where there is one: here the CPU side of the files is under test.

@@ -1,4 +1,5 @@
-"""A server on another host: a network namespace with an address of its own, where the trainer's loopback is not.
+"""A server, and a rank of the trainer, on another host: a network namespace with an address of its own, where the
+loopback of this one is not, and where the name of the machine leads nowhere.
 
 Needs the right to make namespaces (root, `ip`); without it the test is skipped, and says so.
 """
@@ -19,6 +20,7 @@ from tests.fixtures.models import perturb
 from tests.fixtures.remote import save_model, trained
 from tests.fixtures.servers import EngineServer, running
 from tests.fixtures.sockets import is_loopback, listening
+from tests.integration.test_launch_files import check, finish, free_port, launch
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -78,3 +80,14 @@ def test_the_other_host_is_not_this_one(other_host: list[str], tmp_path: Path):
     listed = subprocess.run([*other_host, "ip", "-4", "addr"], capture_output=True, text=True).stdout
     assert THERE in listed
     assert HERE not in listed
+
+
+def test_ranks_on_two_hosts_make_one_update(other_host: list[str], tmp_path: Path):
+    """Left to itself, gloo would listen where the name of the machine leads: on loopback, on both."""
+    options = ["--num_processes", "2", "--main_process_ip", HERE, "--main_process_port", str(free_port())]
+    machines = [
+        launch(tmp_path, tmp_path / "build", "multi_node", *options, "--machine_rank", rank, within=within)
+        for rank, within in (("1", other_host), ("0", []))
+    ]
+    finish(*machines)
+    check(tmp_path, num_ranks=2, zero_stage=3)

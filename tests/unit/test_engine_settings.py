@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from rollout.addresses import address_towards, is_loopback, rendezvous_address
+from rollout.addresses import address_towards, interface_of, is_loopback, rendezvous_address
 from rollout.errors import ConfigError, SyncError
 from rollout.server_guard import RequireKey
 from trainer.config import Config
-from trainer.engine_server import command, shown
+from trainer.distributed import choose_interface
+from trainer.engine_server import check_host, command, shown
 from trainer.parts import engine_key
 from trainer.validate_engines import engine_problems
 
@@ -123,3 +124,43 @@ def test_the_address_is_that_of_the_interface_and_not_that_of_the_host_name(monk
     assert address_towards("::1") == "::1"
     with pytest.raises(SyncError, match=r"check rollout\.urls"):
         address_towards("no-such-host.invalid")
+
+
+def test_a_host_that_is_loopback_by_accident_is_refused_and_by_intent_is_not(monkeypatch: pytest.MonkeyPatch):
+    for host in ("127.0.0.1", "localhost", "0.0.0.0"):
+        check_host(host)
+    with pytest.raises(ConfigError, match=r"server\.host=127\.0\.1\.1 is loopback .*`ip -4 addr`"):
+        check_host("127.0.1.1")  # what Debian writes into /etc/hosts, and `hostname -i` prints
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(socket.AF_INET, 2, 17, "", ("127.0.1.1", 9))])
+    with pytest.raises(ConfigError, match=r"server\.host=node-3 is loopback"):
+        check_host("node-3")
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match=r"is no address of this machine"):
+        check_host("127.0.1.1 10.0.0.3")  # `hostname -i` on a machine with several
+
+
+def test_an_interface_is_found_by_its_address():
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("203.0.113.9") is None
+
+
+def test_gloo_takes_the_interface_that_reaches_rank_0(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("trainer.distributed.address_towards", lambda host: "10.0.0.12")
+    monkeypatch.setattr("trainer.distributed.interface_of", {"10.0.0.12": "ib0"}.get)
+    several = {"MASTER_ADDR": "node-0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
+    choose_interface(several)
+    assert several["GLOO_SOCKET_IFNAME"] == "ib0"
+    for given in ({}, {"MASTER_ADDR": "127.0.0.1"}, {**several, "GLOO_SOCKET_IFNAME": "eth3"}):
+        environment = dict(given)
+        choose_interface(environment)
+        assert environment == given
+
+
+def test_an_address_of_rank_0_that_is_loopback_here_is_refused_where_there_are_other_machines(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr("trainer.distributed.address_towards", lambda host: "127.0.1.1")
+    several = {"MASTER_ADDR": "node-0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
+    with pytest.raises(ConfigError, match=r"--main_process_ip node-0 is loopback on this machine \(127\.0\.1\.1\)"):
+        choose_interface(several)
+    choose_interface({**several, "WORLD_SIZE": "8"})

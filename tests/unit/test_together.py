@@ -1,0 +1,42 @@
+"""What fails on one rank is the same error on all."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollout.errors import ConfigError, EngineError, LockstepError
+from trainer.distributed import Distributed
+
+
+class SecondRank(Distributed):
+    """Rank 1, while rank 0 reports this."""
+
+    def __init__(self, report: bytes) -> None:
+        self._report = report
+
+    def gather_bytes(self, payload: bytes) -> list[bytes]:
+        return [self._report, payload]
+
+
+@pytest.mark.parametrize("kind", [EngineError, ConfigError])
+def test_an_error_of_another_rank_has_its_type_and_its_sentence(kind: type[LockstepError]) -> None:
+    with pytest.raises(kind) as raised:
+        SecondRank(f"{kind.__name__}: the engine: is dead\nlog".encode()).together(lambda: 1)
+    assert type(raised.value) is kind
+    assert str(raised.value) == "the engine: is dead\nlog"
+
+
+def test_an_error_that_is_not_ours_is_named_with_its_rank() -> None:
+    with pytest.raises(LockstepError, match=r"^rank 0 failed: ZeroDivisionError: division by zero$"):
+        SecondRank(b"ZeroDivisionError: division by zero").together(lambda: 1)
+
+
+def test_ones_own_error_is_raised_as_it_is() -> None:
+    own = ValueError("mine")
+
+    def fail() -> None:
+        raise own
+
+    with pytest.raises(ValueError, match="mine") as raised:
+        SecondRank(b"").together(fail)
+    assert raised.value is own
