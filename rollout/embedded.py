@@ -23,7 +23,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -60,7 +60,12 @@ LOG_TAIL_LINES = 15
 class EmbeddedEngine:
     """vLLM in this process and child processes of it. Make one with `start`; all coroutines run in its `loop`."""
 
-    def __init__(self, llm: AsyncLLM, *, loop: BackgroundLoop, log_path: Path, request_timeout_s: float) -> None:
+    def __init__(
+        self, launch: Callable[[], AsyncLLM], *, loop: BackgroundLoop, log_path: Path, request_timeout_s: float
+    ) -> None:
+        """launch: starts vLLM, now and after a death. Raises `EngineError`."""
+        self._launch = launch
+        llm = launch()
         self._llm: AsyncLLM | None = llm
         self.name = "the embedded engine"
         self.host = LOOPBACK
@@ -164,17 +169,19 @@ class EmbeddedEngine:
             finally:
                 del llm  # errors that vLLM's imports keep hold this frame, which would hold the engine for ever
 
-        with (
-            output_to(log_path),
-            _environment(log_path, is_cpu=is_cpu, num_threads=num_threads, start_timeout_s=start_timeout_s),
-        ):
-            try:
-                llm = loop.run(build())
-            except Exception as error:  # vLLM raises whatever its parts raise, and a failed start has one meaning
-                raise EngineError(
-                    f"the engine could not start with {model_path}: {error}\n{_log_tail(log_path)}"
-                ) from error
-        return cls(llm, loop=loop, log_path=log_path, request_timeout_s=request_timeout_s)
+        def launch() -> AsyncLLM:
+            with (
+                output_to(log_path),
+                _environment(log_path, is_cpu=is_cpu, num_threads=num_threads, start_timeout_s=start_timeout_s),
+            ):
+                try:
+                    return loop.run(build())
+                except Exception as error:  # vLLM raises whatever its parts raise, and a failed start has one meaning
+                    raise EngineError(
+                        f"the engine could not start with {model_path}: {error}\n{_log_tail(log_path)}"
+                    ) from error
+
+        return cls(launch, loop=loop, log_path=log_path, request_timeout_s=request_timeout_s)
 
     @property
     def llm(self) -> AsyncLLM:
@@ -209,6 +216,18 @@ class EmbeddedEngine:
         if not isinstance(flat, FlatLogprobs) or list(flat.token_ids) != list(ids[1:]):
             raise EvidenceError(f"engine score: {len(ids)} ids were sent, but the logprobs are not of these ids")
         return list(flat.logprobs)
+
+    def restart_if_dead(self) -> bool:
+        if self._llm is None or not self._llm.errored:
+            return False
+        self.loop.run(self.close())
+        self._llm = self._launch()
+        atexit.register(self._shutdown)
+        return True
+
+    async def check_alive(self) -> None:
+        if self.llm.errored:
+            raise self._dead("sample")
 
     async def pause(self, mode: str) -> None:
         """Stop sampling. mode: wait (drain), keep (freeze in place), abort. Clears the KV cache."""

@@ -109,6 +109,17 @@ class SyncedEngine(PooledEngine, Protocol):
     """Processes that each hold weights, and take part in a transfer."""
     weight_transfer_backend: str
 
+    def restart_if_dead(self) -> bool:
+        """Start the engine anew, with the weights on disk, if it has died and belongs to this process; whether it was.
+
+        Called outside of its loop.
+        """
+        ...
+
+    async def check_alive(self) -> None:
+        """Raise if the engine is dead. Answered beside whatever its workers do: one that hangs in them passes."""
+        ...
+
     async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
         """Join the group that weights travel in."""
         ...

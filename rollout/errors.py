@@ -38,6 +38,10 @@ class SyncError(LockstepError, RuntimeError):
     """Weights did not reach the engine, or the engine does not compute with them."""
 
 
+class RankLostError(SyncError):
+    """Another rank is gone or does not answer: whatever all ranks do together can only fail."""
+
+
 class RewardError(LockstepError, RuntimeError):
     """Rewards fail too often to go on."""
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -308,38 +308,46 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
         pairs = self._source.tensors(lambda meta: places[meta.name])
         in_flight: Work | None = None
         for metas in buckets:
-            if in_flight is not None:
-                _finish(in_flight, receiving)
-            if receiving.done():
-                receiving.result()  # the workers gave up, and say why
-            bucket = buffer[: message_bytes(metas)]
-            bucket[-1] = 0
-            places = dict(views(bucket, metas))
             try:
+                if in_flight is not None:
+                    _finish(in_flight, group, receiving)
+                if receiving.done():
+                    receiving.result()  # the workers gave up, and say why
+                bucket = buffer[: message_bytes(metas)]
+                places = dict(views(bucket, metas))
                 for expected in metas:
                     _check(next(pairs, None), expected)
                 bucket[-1] = SENT
             except BaseException:
-                # The workers wait for this bucket: they get it, marked, so that they give up now.
-                with suppress(RuntimeError):  # or they are gone, which is not what went wrong first
-                    broadcast(group, bucket).wait()
+                # Workers that still live wait for this bucket: they get it, marked, so that they give up now.
+                _abandon(broadcast(group, torch.zeros(message_bytes(metas), dtype=torch.uint8)), group)
                 raise
             in_flight = broadcast(group, bucket)
         if in_flight is not None:
-            _finish(in_flight, receiving)
+            _finish(in_flight, group, receiving)
 
     def shutdown(self) -> None:
         self._group = None
 
 
-def _finish(work: Work, receiving: Future[None]) -> None:
-    """Wait until a bucket is sent. Raises what the engines say, if it broke because one of them is gone."""
+def _finish(work: Work, group: ProcessGroupGloo, receiving: Future[None]) -> None:
+    """Wait until a bucket is sent. Raises what the engines say, if they gave up or it broke because one is gone."""
+    sent = _abandon(work, group)
+    either: list[Future[Any]] = [sent, receiving]
+    wait(either, return_when=FIRST_COMPLETED)
+    if not sent.done():
+        receiving.result()  # an engine that hangs holds the bucket up until the deadline
     try:
-        work.wait()
+        sent.result()
     except RuntimeError:
         with suppress(TimeoutError):  # they still receive: the cause is on this side
             receiving.result(timeout=CAUSE_WAIT_S)
         raise
+
+
+def _abandon(work: Work, group: ProcessGroupGloo) -> Future[object]:
+    """Wait for a collective on a thread, which keeps the group: to end one waits for what is under way in it."""
+    return in_daemon_thread(lambda: (work.wait(), group))
 
 
 def _check(found: tuple[str, torch.Tensor] | None, expected: ParamMeta) -> None:

@@ -4,8 +4,8 @@ The samples of one prompt begin alike, and so do the turns of one episode. An en
 the beginning in its prefix cache, so requests with the same `Sampling.affinity` go to the same engine, as long as that
 one has not much more to do than another.
 
-A request that fails is not moved to another engine: an engine that fails ends the run (`rollout/sync.py`), and what
-is merely late or refused for a moment is retried where it was sent (`rollout/server_client.py`).
+A request that fails is not moved to another engine: what is merely late or refused for a moment is retried where it
+was sent (`rollout/server_client.py`), and an engine that dies ends the step (`trainer/recovery.py`).
 """
 
 from __future__ import annotations
@@ -65,6 +65,10 @@ class EnginePool:
 
     async def close(self) -> None:
         await asyncio.gather(*(member.close() for member in self.members))
+
+    def restart_dead(self) -> list[str]:
+        """Names of the members that had died, and live again with the weights on disk. Called outside of the loop."""
+        return [member.name for member in self.members if member.restart_if_dead()]
 
     def _choose(self, key: tuple[int, ...] | None) -> int:
         """Index of the engine that gets the next request of this group."""

@@ -155,6 +155,12 @@ class RemoteEngine:
         check_prompt(ids, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
         return read_scores(await self._sample(GENERATE, ids, score_params()), ids, source=self.name)
 
+    def restart_if_dead(self) -> bool:
+        return False  # it belongs to whoever started it
+
+    async def check_alive(self) -> None:
+        await self._client.get("/health", timeout_s=QUESTION_TIMEOUT_S, attempts=1)
+
     async def pause(self, mode: str) -> None:
         # A drain takes as long as the longest request.
         await self._client.post(f"/pause?mode={mode}&clear_cache=true", timeout_s=self._request_timeout_s)

@@ -118,6 +118,8 @@ class ZeroSource(WeightSource):
         self._waiting: Iterator[_Bucket] = iter(())
         self._fetched: _Bucket | None = None
         """What is being fetched, or was fetched last."""
+        self._is_in_step = True
+        """Whether this rank has begun every exchange that it came to."""
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self.gather_s = 0.0
         """Seconds that the last pass spent waiting for buckets and copying them."""
@@ -150,15 +152,20 @@ class ZeroSource(WeightSource):
                 self._begin_next()
 
     def drain(self) -> None:
-        """Take part in what this rank's last pass left out. Nothing is kept."""
-        while self._fetched is not None:
+        """Take part in what this rank's last pass left out. Nothing is kept.
+
+        A rank that failed where it should have begun an exchange leaves the others to their deadline: nobody knows
+        whether they wait for this one or the next, which is of another size.
+        """
+        while self._fetched is not None and self._is_in_step:
             self._fetched.fetch.wait()
             self._begin_next()
 
     def _begin_next(self) -> None:
-        self._fetched = next(self._waiting, None)
+        self._fetched, self._is_in_step = next(self._waiting, None), False
         if self._fetched is not None:
             self._fetched.fetch.begin(self._buffer)
+            self._is_in_step = True
         else:
             self._buffer = torch.empty(0, dtype=torch.uint8)  # the memory is the trainer's again
 

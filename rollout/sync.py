@@ -38,7 +38,7 @@ from torch import nn
 from rollout.addresses import is_loopback, rendezvous_address
 from rollout.checksums import worst_groups
 from rollout.daemon import in_daemon_thread
-from rollout.errors import ConfigError, EngineError, SyncError
+from rollout.errors import ConfigError, EngineError, RankLostError, SyncError
 from rollout.evidence import UNUSABLE_PREFIX
 
 if TYPE_CHECKING:
@@ -59,8 +59,9 @@ CANARY_THRESHOLD: Mapping[torch.dtype, float] = {torch.float32: 1e-2, torch.bflo
 bfloat16; with a head that was not reloaded: 2 to 10."""
 CALL_SHARE = 0.9
 """Part of the deadline that one call to an engine may take: less than the whole, so that the engine is named."""
-SILENCE_S = 5.0
-"""An engine that has not paused within so long, when it is paused already, is taken for dead."""
+SILENCE_S, SILENCE_SHARE = 5.0, 0.04
+"""How long an engine may take over a question that costs nothing, when a sync failed: so many seconds, or that part of
+the deadline if it is less. Two such questions fit behind `CALL_SHARE`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,9 +158,8 @@ class WeightSync:
         self._source = ZeroSource(module, dtype=dtype, bucket_bytes=bucket_bytes, readers=readers)
         self._bytes = sum(meta.dtype.itemsize * _numel(meta.shape) for meta in self._source.metadata())
         self._engines = _Engines(engines, deadline_s, loads_late=self._backend == "gloo")
-        self._transport = self._ranks.agree(
-            "connecting to the engines", lambda: self._connect(address, bucket_bytes), own=True
-        )
+        self._address, self._bucket_bytes = address, bucket_bytes
+        self._transport = self._ranks.agree("connecting to the engines", self._connect, own=True)
 
     def push(self, version: int) -> SyncReport:
         """Give the engine the module's current weights under this version. A collective over the ranks.
@@ -201,6 +201,11 @@ class WeightSync:
                 "putting the engines to sleep", lambda: self._sleepers.all(lambda engine: engine.sleep(level))
             )
             self._is_asleep = True
+
+    def reconnect(self) -> None:
+        """Join the engines anew, after one was started again; push next. A collective. Raises `SyncError`."""
+        self._transport.shutdown()
+        self._transport = self._ranks.agree("connecting to the engines", self._connect, own=True)
 
     def close(self) -> None:
         """Leave the transport and the ranks' process group; the engines go on."""
@@ -263,23 +268,20 @@ class WeightSync:
             f"({wrong[0]}: {where})"
         )
 
-    def _connect(self, address: str | None, bucket_bytes: int) -> TrainerWeightTransferEngine[Any]:
+    def _connect(self) -> TrainerWeightTransferEngine[Any]:
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 
         from rollout.plugin import register
 
         register()
-        return WeightTransferTrainerFactory.trainer_init(
-            self._init_info(address, bucket_bytes), client=self._engines, source=self._source
-        )
+        return WeightTransferTrainerFactory.trainer_init(self._init_info(), client=self._engines, source=self._source)
 
-    def _init_info(self, address: str | None, bucket_bytes: int) -> TrainerInitInfo:
+    def _init_info(self) -> TrainerInitInfo:
         """vLLM's own settings of the transport. A rank with engines is the sender (rank 0) to all of their workers."""
         rank = 0 if self._engines.hosts else 1
         world_size = 1 + self._engines.num_workers
         hosts = self._engines.hosts
-        if address is None:
-            address = rendezvous_address(hosts)
+        address = rendezvous_address(hosts) if self._address is None else self._address
         elsewhere = [host for host in hosts if not is_loopback(host)]
         if elsewhere and is_loopback(address):
             raise ConfigError(
@@ -287,7 +289,7 @@ class WeightSync:
                 "set sync.address=null, or to an address of this machine that it reaches"
             )
         largest = max(meta.dtype.itemsize * _numel(meta.shape) for meta in self._source.metadata())
-        buffer_bytes = max(bucket_bytes, largest)  # vLLM refuses a tensor that is larger than its buffer
+        buffer_bytes = max(self._bucket_bytes, largest)  # vLLM refuses a tensor that is larger than its buffer
         if self._backend == "gloo":
             from rollout.gloo import GlooTrainerInitInfo
 
@@ -295,7 +297,7 @@ class WeightSync:
                 rank=rank,
                 master_address=address,
                 world_size=world_size,
-                bucket_bytes=bucket_bytes,
+                bucket_bytes=self._bucket_bytes,
                 timeout_s=self._deadline_s,
             )
         if self._backend == "nccl":
@@ -330,6 +332,7 @@ class _Engines(Generic[E]):
         """loads_late: the transport stages what it receives, and replaces weights in `finish_weight_update`."""
         self._engines = tuple(engines)
         self._limit_s = CALL_SHARE * deadline_s
+        self._silence_s = min(SILENCE_S, SILENCE_SHARE * deadline_s)
         self._loads_late = loads_late
         self.version = ""
         """Given to the engines when an update finishes: vLLM's transports do not pass one."""
@@ -365,11 +368,18 @@ class _Engines(Generic[E]):
         return self._engines[0].loop.run(together())
 
     def silent(self) -> list[str]:
-        """Names of the engines that do not even pause, as they were asked to before."""
+        """Names of the engines that are dead; if none is, of those that hang.
 
+        In this order, because an engine whose peer died may sit in the transfer, and then answers little itself.
+        """
+        return self._unanswered(lambda engine: engine.check_alive()) or self._unanswered(
+            lambda engine: engine.pause("keep")  # as they were asked to before
+        )
+
+    def _unanswered(self, ask: Callable[[SyncedEngine], Coroutine[Any, Any, None]]) -> list[str]:
         async def answers(engine: SyncedEngine) -> bool:
             try:
-                await asyncio.wait_for(engine.pause("keep"), SILENCE_S)
+                await asyncio.wait_for(ask(engine), self._silence_s)
             except (EngineError, TimeoutError):
                 return False
             return True
@@ -443,7 +453,7 @@ class _Ranks:
         try:
             dist.all_gather_object(outcomes, mine, group=self._group)
         except RuntimeError as error:
-            raise SyncError(
+            raise RankLostError(
                 f"weight sync failed in {what}: another rank is gone or did not answer "
                 f"(this rank {self.rank}: {mine[0] or 'no error'}): {error}"
             ) from error

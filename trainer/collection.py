@@ -62,8 +62,18 @@ class RolloutSource(ABC):
         """
 
     @abstractmethod
+    def forget(self) -> None:
+        """After a failed `collect`, or between two: give up what is in flight; its prompts are sampled again."""
+
+    @abstractmethod
     def close(self) -> None:
         """End what is still in flight."""
+
+    def _forget_metrics(self) -> None:
+        """What was counted about rollouts that nobody will see."""
+        self._rewards.take_metrics()
+        if self._sampler is not None:
+            self._sampler.take_metrics()
 
 
 class _Sampled(NamedTuple):
@@ -74,15 +84,26 @@ class _Sampled(NamedTuple):
 class Collector(RolloutSource):
     """Makes the rollouts of a step when they are asked for, so that all of them come from the weights of this step."""
 
+    _before: tuple[int, dict[str, int]] | None = None
+    """Cursor and resting rows at the beginning of a `collect` that has not come to its end."""
+
     def collect(
         self, step: int, version: int, watch: Stopwatch, on_rollout: OnRollout = lambda rollout: None
     ) -> Collected:
         sampler = self._sampler
+        self._before = self._prompts.cursor, dict(self._prompts.resting)
         collected = self._distributed.together(
             lambda: Collected() if sampler is None else self._collect(sampler, step, watch, on_rollout)
         )
+        self._before = None
         self._prompts.cursor = self._distributed.broadcast(self._prompts.cursor)
         return collected
+
+    def forget(self) -> None:
+        if self._before is not None:
+            self._prompts.cursor, self._prompts.resting = self._before
+            self._before = None
+        self._forget_metrics()
 
     def close(self) -> None:
         """Nothing is in flight between two steps."""

@@ -6,8 +6,9 @@ all ranks know all rows; each then scores and trains the share of them that `tra
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 
@@ -24,11 +25,14 @@ from trainer.distributed import Distributed
 from trainer.groups import Collected
 from trainer.metrics import BATCH
 from trainer.mismatch import MismatchStatistics, noise_floor
+from trainer.recovery import Recovery
 from trainer.reference import Reference
 from trainer.step_metrics import rollout_metrics, throughput
 from trainer.targets import Logprobs, Targets, reference_metrics, scored_by_the_update, token_advantages
 from trainer.timing import Stopwatch
 from trainer.update import Updater
+
+T = TypeVar("T")
 
 MAX_EMPTY_STEPS = 5
 """Steps in a row without one trainable rollout before the run ends: something upstream is broken for good."""
@@ -63,14 +67,20 @@ class Trainer:
         rollouts: RolloutSource,
         reference: Reference | None,
         sync: WeightSync,
+        recovery: Recovery | None = None,
     ) -> None:
-        """reference: None if nothing is penalised for leaving it."""
+        """
+        Args:
+            reference: None if nothing is penalised for leaving it.
+            recovery: None: an engine that dies ends the step.
+        """
         self._config = config
         self._distributed = distributed
         self._updater = updater
         self._rollouts = rollouts
         self._reference = reference
         self._sync = sync
+        self._recovery = recovery
         self._critic = CreditAssignment(config) if config.has_critic else None
         self._empty_steps = 0
         self.noise_floor: Mapping[str, float] = {}
@@ -87,7 +97,7 @@ class Trainer:
 
     def step(self, on_rollout: OnRollout = lambda rollout: None) -> StepReport:
         watch = Stopwatch()
-        collected = self._rollouts.collect(self.num_steps, self.version, watch, on_rollout)
+        collected = self._with_engines(lambda: self._rollouts.collect(self.num_steps, self.version, watch, on_rollout))
         batch = self._exchange(collected)
         with watch.stage("score"):
             logprobs = self._score(batch)
@@ -113,6 +123,7 @@ class Trainer:
             **reference_metrics(replace(logprobs, old_N=old_N), batch.rollout_N, batch.num_rollouts),
             **update_metrics,
             **synced.metrics(),
+            "rollout/engine_restarts": float(self._recovery.num_restarts if self._recovery else 0),
             **watch.metrics(),
         }
         return StepReport(
@@ -127,7 +138,11 @@ class Trainer:
 
     def push_weights(self) -> SyncReport:
         """Give the engine the weights of this update, and prove that it computes with them; a collective."""
-        return self._sync.push(self.version)
+        return self._with_engines(lambda: self._sync.push(self.version))
+
+    def _with_engines(self, act: Callable[[], T]) -> T:
+        """Do something that an engine may end by dying."""
+        return act() if self._recovery is None else self._recovery.attempt(act)
 
     # The stages
 

@@ -95,6 +95,12 @@ class Producer(RolloutSource):
                 lambda: Collected() if sampler is None else self._loop.run(self._collect(sampler, version, on_rollout))
             )
 
+    def forget(self) -> None:
+        if self._sampler is not None:
+            self._loop.run(self._give_up())
+        self._prompts.restore(self._prompts.cursor, self._prompts.unfinished)
+        self._forget_metrics()
+
     def close(self) -> None:
         """Give up what is in flight. Its prompts stay `unfinished`, so that a resumed run takes them again."""
         if self._sampler is not None:
@@ -164,11 +170,15 @@ class Producer(RolloutSource):
                     return None
         return batch
 
-    async def _end(self) -> None:
+    async def _give_up(self) -> None:
         for work in self._works:
             work.task.cancel()
         if self._works:
             await asyncio.wait([work.task for work in self._works], timeout=END_S)
+        self._works.clear()
+
+    async def _end(self) -> None:
+        await self._give_up()
         await self._shared.aclose()
 
     # One group

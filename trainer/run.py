@@ -44,6 +44,7 @@ from trainer.producer import Producer
 from trainer.profiling import StepProfiler
 from trainer.prompt_lengths import make_prompts
 from trainer.provenance import provenance
+from trainer.recovery import Recovery
 from trainer.reference import make_reference
 from trainer.resume import restore
 from trainer.rundir import RunDirectory, open_run
@@ -136,13 +137,24 @@ class Run:
             rewards=self._rewards,
             prompts=self._prompts,
         )
+        sync = self._make_sync()
+        self._recovery = Recovery(
+            engines=self._engine,
+            distributed=distributed,
+            rollouts=self._rollouts,
+            sync=sync,
+            version=lambda: self._updater.num_updates,
+            limit=config.rollout.engine_restarts,
+            say=self._console.warn,
+        )
         self._trainer = Trainer(
             config,
             distributed=distributed,
             updater=self._updater,
             rollouts=self._rollouts,
             reference=make_reference(config, distributed, self._module),
-            sync=self._make_sync(),
+            sync=sync,
+            recovery=self._recovery,
         )
         self._metrics = self._restore_or_begin()
 
@@ -156,8 +168,10 @@ class Run:
             )
             self._trainer.push_weights()  # also after a resume: the engine has loaded the base model
             saved_at = self._trainer.version
-            if self._config.eval.before_training and not self._trainer.num_steps and self._metrics is not None:
-                self._metrics.write(0, self._evaluate(0))
+            if self._config.eval.before_training and not self._trainer.num_steps:
+                evaluation = self._evaluate(0)
+                if self._metrics is not None:
+                    self._metrics.write(0, evaluation)
             self._console.begin(self._trainer.version)
             while self._trainer.version < self._config.updates and not self._must_stop():
                 self._heartbeat.beat("step", update=self._trainer.version + 1)
@@ -203,10 +217,13 @@ class Run:
         if warning is not None:
             self._console.warn(warning)
 
+    @property
+    def _evaluates(self) -> bool:
+        return bool(self._config.eval.every or self._config.eval.before_training)
+
     def _make_evaluator(self) -> Evaluator | None:
         """On the rank with the engine, if there is anything to evaluate and a wish to."""
-        wished = self._config.eval.every or self._config.eval.before_training
-        if self._sampler is None or not wished:
+        if self._sampler is None or not self._evaluates:
             return None
         return Evaluator(self._config, sampler=self._sampler, rewards=self._rewards, loop=self._loop, chat=self._chat)
 
@@ -328,11 +345,16 @@ class Run:
                 self._console.sample(rollout)
 
     def _evaluate(self, update: int) -> dict[str, float]:
-        """Held-out rows on rank 0's engine; the other ranks wait at the next collective."""
-        if self._evaluator is None:
+        """Held-out rows on rank 0's engine; the other ranks wait for it. A collective."""
+        if not self._evaluates:
             return {}
         self._heartbeat.beat("evaluation", update=update)
-        evaluation = self._evaluator.evaluate()
+        evaluator = self._evaluator
+        evaluation = self._recovery.attempt(
+            lambda: self._distributed.together(lambda: None if evaluator is None else evaluator.evaluate())
+        )
+        if evaluation is None:
+            return {}
         self._console.say(f"evaluation at update {update}")
         for line in result_lines(evaluation.results):
             self._console.say(line)

@@ -49,6 +49,7 @@ def _intervals(config: Config) -> Iterator[str]:
         "eval.top_k": (config.eval.top_k, 0, inf, 0),
         "eval.min_p": (config.eval.min_p, 0, 1, 0.0),
         "eval.max_tokens_per_turn": (config.eval.max_tokens_per_turn, 1, inf, "null"),
+        "rollout.engine_restarts": (config.rollout.engine_restarts, 0, inf, 2),
         "rollout.top_p": (config.rollout.top_p, 0, 1, 1.0),
         "rollout.top_k": (config.rollout.top_k, 0, inf, 0),
         "rollout.min_p": (config.rollout.min_p, 0, 1, 0.0),

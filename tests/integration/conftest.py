@@ -16,6 +16,8 @@ from rollout.loop import BackgroundLoop
 from rollout.records import EngineCall
 from rollout.sync import SyncReport, WeightSync
 from tests.fixtures.models import sampled_logprobs, save_tiny_model, tiny_qwen3
+from tests.fixtures.remote import save_model
+from tests.fixtures.zygote import Zygote
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -79,3 +81,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 @pytest.fixture(scope="session")
 def served_untied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     yield from _serve(tmp_path_factory.mktemp("untied"), tied=False)
+
+
+@pytest.fixture(scope="session")
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    """Servers that are ready in seconds, of the model of `tests.fixtures.remote`."""
+    directory = tmp_path_factory.mktemp("zygote")
+    zygote = Zygote(save_model(directory / "model"), directory)
+    yield zygote
+    zygote.close()

@@ -20,6 +20,7 @@ from rollout.embedded import EmbeddedEngine
 from rollout.engine import Sampling
 from rollout.errors import EngineError, SyncError
 from rollout.loop import BackgroundLoop
+from rollout.shards import Fetch
 from rollout.sync import WeightSync
 from tests.fixtures.models import perturb, sampled_logprobs, save_tiny_model, tiny_qwen3
 
@@ -77,6 +78,7 @@ def main(directory: Path) -> None:
         trained.step()
 
     seen["one_rank_fails"] = raised(lambda: failing_push(sync, rank))
+    seen["one_rank_fails_in_a_gather"] = raised(lambda: failing_gather(sync, rank))
     if engine is not None:
         loop.run(engine.resume())
         for pid in children():
@@ -103,6 +105,25 @@ def failing_push(sync: WeightSync, rank: int) -> None:
         sync.push(3)
     finally:
         sync._transport.send_weights = send  # type: ignore[method-assign]
+
+
+def failing_gather(sync: WeightSync, rank: int) -> None:
+    """Rank 1 fails behind its fourth exchange; the others go on to the fifth."""
+    wait, count = Fetch.wait, 0
+
+    def fail(fetch: Fetch) -> None:
+        nonlocal count
+        count += 1
+        wait(fetch)
+        if count == 4:
+            raise OSError("out of memory in a gather")
+
+    if rank == 1:
+        Fetch.wait = fail  # type: ignore[method-assign]
+    try:
+        sync.push(4)
+    finally:
+        Fetch.wait = wait  # type: ignore[method-assign]
 
 
 def raised(act: object) -> dict[str, object]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from rollout.engine import Sampling
+from rollout.errors import EngineError
 from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
 from trainer.collection import Collector
 from trainer.config import AlgorithmConfig, Config
@@ -256,3 +257,29 @@ def test_turn_rewards_that_cannot_be_used_fail_the_rollout(given: Any) -> None:
     found = shaped(replace(rollout(0, 0), outcome={"turn_rewards": given}), config(turn_rewards=True))
     assert found.status is RolloutStatus.FAILED
     assert "turn_rewards" in (found.error or "")
+
+
+def test_a_step_that_failed_is_forgotten_and_sampled_again_from_the_same_rows() -> None:
+    made, prompts = collector(config(dynamic_sampling=True, max_refills=3), FakeSampler(), only_odd_prompts_vary)
+    expected = collect(made)
+    first, cursor = prompts.cursor, 0
+
+    made, prompts = collector(config(dynamic_sampling=True, max_refills=3), DyingSampler(), only_odd_prompts_vary)
+    with pytest.raises(EngineError):
+        collect(made)
+    assert prompts.cursor != cursor, "the test must fail in a refill"
+    made.forget()
+    assert prompts.cursor == cursor
+    assert collect(made).rollouts == expected.rollouts
+    made.forget()
+    assert prompts.cursor == first, "what was collected stays collected"
+
+
+class DyingSampler(FakeSampler):
+    """Its engine dies in the second batch that it is asked for."""
+
+    async def collect(self, *arguments: Any, **settings: Any):
+        collected = await super().collect(*arguments, **settings)
+        if len(self.asked) == 2:
+            raise EngineError("the engine is dead")
+        return collected

@@ -270,6 +270,26 @@ def test_an_engine_that_dies_with_work_in_flight_ends_the_next_step_with_its_own
         run.collect()
 
 
+def test_after_a_death_what_was_in_flight_is_begun_again_and_every_prompt_is_trained_once(loop: BackgroundLoop) -> None:
+    run = Run(loop)
+    run.hold(4)
+    run.sampler.failing[4] = EngineError("cannot sample: the engine is dead")
+    trained = run.train()
+    run.release(4)
+    run.sampler.held.clear()
+    run.settle()
+    with pytest.raises(EngineError):
+        run.collect()
+    run.sampler.failing.clear()
+    run.producer.forget()
+    assert run.producer._works == []
+    assert run.prompts.unfinished == (3, 4, 5)
+    for _ in range(3):
+        trained += run.train()
+    assert trained == list(range(12))
+    assert run.sampler.num_open == 1
+
+
 def test_a_failure_is_raised_while_the_step_waits_for_others(loop: BackgroundLoop) -> None:
     run = Run(loop)
     run.hold(0, 1)

@@ -1,4 +1,6 @@
-"""Run by `test_engine_server.py`: a trainer that is killed while its weights are on the way to the server."""
+"""A trainer that is killed while its weights are on the way to the server.
+
+Run by `test_engine_server.py`, and as a fork of `server_zygote.py`."""
 
 from __future__ import annotations
 
@@ -18,6 +20,7 @@ def main(url: str) -> None:
     def dies(self: ZeroSource, place: Place | None):
         for count, pair in enumerate(original(self, place)):
             if count == 20:
+                print("killed in mid-bucket", flush=True)
                 os.kill(os.getpid(), signal.SIGKILL)
             yield pair
 

@@ -1,0 +1,63 @@
+"""An embedded engine that is killed in a run is started again, and the run ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.fixtures.kills import Recipe, differences
+from tests.fixtures.sockets import descendants
+from tests.integration.test_exact_resume import recipe
+from tests.integration.test_run import demo, metrics  # noqa: F401  # `demo` is a fixture
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+COUNTER = "rollout/engine_restarts"
+
+
+def engine_of(pid: int) -> int:
+    """The process of the engine in the run with this pid."""
+    (engine,) = (child for child in descendants(pid) if b"EngineCore" in Path(f"/proc/{child}/cmdline").read_bytes())
+    return engine
+
+
+def run_with_deaths(runs: Recipe, name: str, *, after_updates: tuple[int, ...]) -> Path:
+    """A run whose engine is killed as soon as these updates are done."""
+    process = runs.start(name)
+    log, run = runs.root / f"{name}.log", runs.root / name
+    try:
+        for update in after_updates:
+            while not (run / "metrics.jsonl").exists() or len(metrics(run)) < update:
+                assert process.poll() is None, log.read_text()[-4000:]
+                time.sleep(0.02)
+            os.kill(engine_of(process.pid), signal.SIGKILL)
+        assert process.wait(timeout=300) == 0, log.read_text()[-4000:]
+    finally:
+        process.kill()
+    return run
+
+
+def test_a_killed_engine_is_started_again_and_changes_nothing(demo: tuple[str, ...], tmp_path: Path) -> None:  # noqa: F811
+    runs = recipe(demo, tmp_path, "updates=4")
+    whole = runs.finish("whole")
+    found = differences(whole, run_with_deaths(runs, "struck", after_updates=(2,)))
+    assert [line for line in found if COUNTER not in line] == []
+    assert [line[COUNTER] for line in metrics(tmp_path / "struck")] == [0, 0, 1, 1]
+    assert "an engine died and was started again (1 of 2)" in (tmp_path / "struck.log").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_ranks_go_on_and_a_third_death_ends_both(demo: tuple[str, ...], tmp_path: Path) -> None:  # noqa: F811
+    runs = recipe(demo, tmp_path, "updates=100", "rollout.max_staleness=1", ranks=2)
+    with pytest.raises(AssertionError):
+        run_with_deaths(runs, "struck", after_updates=(1, 3, 5))
+    assert [line[COUNTER] for line in metrics(tmp_path / "struck")][-1] == 2
+    said = [line for line in (tmp_path / "struck.log").read_text().splitlines() if line.startswith("lockstep: ")]
+    sentences = [line for line in said if "the engine is dead" in line]
+    assert len(sentences) == 2
+    assert sentences[0] == sentences[1]

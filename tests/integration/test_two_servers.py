@@ -1,0 +1,121 @@
+"""Two real servers and two ZeRO-3 ranks: they train, and when a server dies both ranks end with one sentence."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rollout.engine import Sampling
+from rollout.pool import EnginePool
+from tests.fixtures.models import perturb
+from tests.fixtures.remote import trained
+from tests.fixtures.runs import check_run, launch_run, run_directory
+from tests.fixtures.servers import KEY, EngineServer, send
+from tests.fixtures.zygote import Zygote
+
+pytestmark = [pytest.mark.engine, pytest.mark.distributed, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def servers(zygote: Zygote) -> Iterator[list[EngineServer]]:
+    with zygote.running(2) as servers:
+        yield servers
+
+
+def weight_version(server: EngineServer) -> str:
+    request = urllib.request.Request(f"{server.url}/weight_info", headers={"Authorization": f"Bearer {KEY}"})
+    with urllib.request.urlopen(request, timeout=30) as response:
+        return json.load(response)["weight_version"]
+
+
+def test_one_sync_reaches_both_servers(servers: list[EngineServer]):
+    with trained(servers) as both:
+        perturb(both.model, seed=1)
+        report = both.push()
+        assert report.canary_abs_diff < 1e-4
+        assert report.bytes == 4 * sum(param.numel() for param in both.model.parameters()), "once, not once per server"
+        for engine in both.engines:
+            call = both.generate(tuple(range(10, 180)), engine)
+            assert both.mismatch(call) < 1e-4
+            assert call.oldest_version == both.version
+        pool = EnginePool(both.engines)
+        call = both.loop.run(pool.generate((5, 6), Sampling(max_tokens=8, seed=0, affinity=(1, 2))))
+        assert both.mismatch(call) < 1e-4
+
+
+def test_two_ranks_under_zero3_train_two_updates_with_two_servers(
+    servers: list[EngineServer], zygote: Zygote, tmp_path: Path
+):
+    run = launch_run([server.url for server in servers], zygote.model, tmp_path)
+    output, errors = run.communicate(timeout=540)
+    assert run.returncode == 0, output[-2000:] + errors[-5000:]
+    check_run(run_directory(tmp_path), updates=2)
+    assert [weight_version(server) for server in servers] == ["2", "2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "settings", "limit_s", "said"),
+    [
+        ("gathered", {}, 30, "failed in sending the weights: .*rank 1: MemoryError: no memory for another bucket"),
+        ("absent", {"sync.timeout_s": 20}, 60, "failed in sending the weights: .*rank 1: MemoryError: no memory for"),
+        ("producer", {"rollout.max_staleness": 1}, 30, "EngineError: out of luck with another group"),
+    ],
+)
+def test_a_fault_on_one_rank_ends_both_with_one_sentence_and_trains_nothing_more(
+    servers: list[EngineServer], zygote: Zygote, tmp_path: Path, fault: str, settings: dict, limit_s: float, said: str
+):
+    run = launch_run(
+        [server.url for server in servers],
+        zygote.model,
+        tmp_path,
+        ["tests/integration/workers/failing_run.py", fault],
+        updates=100,
+        **settings,
+    )
+    output, errors = run.communicate(timeout=540)
+    assert run.returncode != 0
+    assert len(re.findall(f"lockstep: .*{said}", errors)) == 2, output[-2000:] + errors[-5000:]
+    if fault == "producer":
+        assert (run_directory(tmp_path) / "metrics.jsonl").read_text().count("reward/mean") <= 2
+    else:
+        check_run(run_directory(tmp_path), updates=1)
+    ended_at = max(path.stat().st_mtime for path in run_directory(tmp_path).rglob("*.jsonl"))
+    assert time.time() - ended_at < limit_s
+    with trained(servers) as next_trainer:
+        next_trainer.push()
+        assert next_trainer.mismatch(next_trainer.generate((5, 6, 7))) < 1e-4
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_ends_both_ranks_with_the_same_sentence(
+    servers: list[EngineServer], zygote: Zygote, tmp_path: Path
+):
+    """The last test of this file: one server less."""
+    run = launch_run([server.url for server in servers], zygote.model, tmp_path, updates=100000)
+    metrics = run_directory(tmp_path) / "metrics.jsonl"
+    killed_at: list[float] = []
+
+    def strike() -> None:
+        while run.poll() is None and (not metrics.exists() or metrics.read_text().count("reward/mean") < 2):
+            time.sleep(0.1)
+        killed_at.append(time.monotonic())
+        for pid in servers[1].pids:
+            send(pid, signal.SIGKILL)
+
+    threading.Thread(target=strike, daemon=True).start()
+    output, errors = run.communicate(timeout=540)
+    assert killed_at, output[-2000:] + errors[-5000:]
+    assert time.monotonic() - killed_at[0] < 60
+    assert run.returncode != 0
+    said = re.findall(rf"lockstep: (.*{re.escape(servers[1].url)}.*)", errors)
+    assert len(said) == 2, errors[-5000:]
+    assert said[0] == said[1]

@@ -1,0 +1,80 @@
+"""scripts/train.py with a fault in its second update: failing_run.py FAULT SETTINGS...
+
+gathered    rank 1 fails in the gather of a weight sync, when it has taken part in the exchange
+absent      rank 1 fails before it takes part, so that the others wait in an exchange that never completes
+producer    rank 0 fails in a group of rollouts that is made ahead
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from rollout.errors import EngineError
+from rollout.sampler import Sampler
+from rollout.shards import Fetch
+from rollout.source import ZeroSource
+from trainer.launch import launch
+
+FAILING_PASS = 3
+"""Syncs before it: of the weights at the beginning and after the first update."""
+FAILING_BUCKET = 2
+FAILING_GROUP = 5
+
+
+def fail_in_gather(*, takes_part: bool) -> None:
+    tensors, begin, wait = ZeroSource.tensors, Fetch.begin, Fetch.wait
+    num_passes, num_begun = 0, 0
+
+    def counted(self: ZeroSource, place: Any) -> Any:
+        nonlocal num_passes, num_begun
+        num_passes, num_begun = num_passes + 1, 0
+        return tensors(self, place)
+
+    def fails() -> bool:
+        return num_passes == FAILING_PASS and num_begun == FAILING_BUCKET and os.environ["RANK"] == "1"
+
+    def failing_begin(self: Fetch, buffer: Any) -> None:
+        nonlocal num_begun
+        num_begun += 1
+        if fails() and not takes_part:
+            raise MemoryError("no memory for another bucket")
+        begin(self, buffer)
+
+    def failing_wait(self: Fetch) -> None:
+        wait(self)
+        if fails() and takes_part:
+            raise MemoryError("no memory for another bucket")
+
+    ZeroSource.tensors, Fetch.begin, Fetch.wait = counted, failing_begin, failing_wait  # type: ignore[method-assign]
+
+
+def fail_in_producer() -> None:
+    collect = Sampler.collect
+
+    async def failing(self: Sampler, *arguments: Any, first_group: int = 0, **settings: Any) -> Any:
+        if first_group == FAILING_GROUP:
+            raise EngineError("out of luck with another group")
+        return await collect(self, *arguments, first_group=first_group, **settings)
+
+    Sampler.collect = failing  # type: ignore[method-assign]
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    "gathered": lambda: fail_in_gather(takes_part=True),
+    "absent": lambda: fail_in_gather(takes_part=False),
+    "producer": fail_in_producer,
+}
+
+
+def main(config: Any) -> None:
+    from trainer.run import run
+
+    run(config)
+
+
+if __name__ == "__main__":
+    FAULTS[sys.argv.pop(1)]()
+    launch(main)

@@ -1,0 +1,103 @@
+"""After an engine has died: what is repeated, in which order, how often, and what is not repeated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rollout.errors import EngineError, LockstepError, RankLostError, SyncError
+from trainer.recovery import Recovery
+
+
+class World:
+    """One rank with an engine that can die, and everything that a recovery calls."""
+
+    def __init__(self, *, limit: int = 2) -> None:
+        self.is_dead = False
+        self.done: list[str] = []
+        self.recovery = Recovery(
+            engines=self,  # type: ignore[arg-type]
+            distributed=self,  # type: ignore[arg-type]
+            rollouts=self,  # type: ignore[arg-type]
+            sync=self,  # type: ignore[arg-type]
+            version=lambda: 7,
+            limit=limit,
+            say=self.done.append,
+        )
+
+    def restart_dead(self) -> list[str]:
+        was_dead, self.is_dead = self.is_dead, False
+        return ["the embedded engine"] if was_dead else []
+
+    def together(self, work: Callable[[], Any]) -> Any:
+        return work()
+
+    def gather_bytes(self, payload: bytes) -> list[bytes]:
+        return [payload, b""]
+
+    def forget(self) -> None:
+        self.done.append("forget")
+
+    def reconnect(self) -> None:
+        self.done.append("reconnect")
+
+    def push(self, version: int) -> None:
+        assert not self.is_dead
+        self.done.append(f"push {version}")
+
+    def dying(self, deaths: int, error: LockstepError) -> Callable[[], str]:
+        """Work during which the engine dies so many times."""
+        left = [deaths]
+
+        def work() -> str:
+            if left[0]:
+                left[0] -= 1
+                self.is_dead = True
+                raise error
+            return "sampled"
+
+        return work
+
+
+@pytest.mark.parametrize("error", [EngineError("the engine is dead\nlog"), SyncError("weight sync failed")])
+def test_a_dead_engine_gets_the_weights_before_it_samples_again(error: LockstepError) -> None:
+    world = World()
+    assert world.recovery.attempt(world.dying(1, error)) == "sampled"
+    said, *done = world.done
+    assert said == f"an engine died and was started again (1 of 2): {str(error).splitlines()[0]}"
+    assert done == ["forget", "reconnect", "push 7"]
+
+
+def test_an_engine_that_dies_too_often_ends_the_run() -> None:
+    world = World(limit=2)
+    with pytest.raises(EngineError, match="third"):
+        world.recovery.attempt(world.dying(3, EngineError("a third time")))
+    assert world.recovery.num_restarts == 2
+
+
+def test_with_a_limit_of_0_nothing_is_started() -> None:
+    world = World(limit=0)
+    with pytest.raises(EngineError):
+        world.recovery.attempt(world.dying(1, EngineError("dead")))
+    assert world.is_dead
+    assert world.done == []
+
+
+def test_an_error_of_an_engine_that_lives_is_not_repeated() -> None:
+    world = World()
+
+    def refuses() -> None:
+        raise EngineError("a prompt of 600 tokens leaves no room")
+
+    with pytest.raises(EngineError, match="no room"):
+        world.recovery.attempt(refuses)
+    assert world.done == []
+
+
+def test_nothing_collective_is_tried_when_a_rank_is_lost() -> None:
+    world = World()
+    world.together = lambda work: pytest.fail("the lost rank does not come")
+    with pytest.raises(RankLostError):
+        world.recovery.attempt(world.dying(1, RankLostError("another rank is gone")))
