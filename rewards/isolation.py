@@ -144,10 +144,8 @@ class WorkerPool:
         try:
             worker.load(spec, settings, self._isolation.start_timeout_s, cancelled)
             reply = worker.ask(request, timeout_s, cancelled)
-            verdicts = [_verdict(entry) for entry in reply["verdicts"]]
-            if len(verdicts) != len(payload):
-                raise ValueError(f"{len(verdicts)} verdicts for {len(payload)} rollouts")
-            if reply["retire"]:
+            verdicts = _verdicts(reply, len(payload))
+            if reply.get("retire"):
                 worker.kill()
             return verdicts
         except _TimedOut as error:
@@ -160,7 +158,7 @@ class WorkerPool:
             if not is_new:
                 return self._judge(spec, settings, payload, timeout_s, cancelled)
             problem = Verdict(outcome=Outcome.CRASHED, detail=str(error))
-        except (_Died, ValueError, KeyError, TypeError) as error:
+        except _Died as error:
             worker.kill()
             problem = Verdict(outcome=Outcome.CRASHED, detail=str(error))
         finally:
@@ -375,8 +373,18 @@ def _parse(received: bytearray) -> dict[str, Any] | None:
     return reply
 
 
+def _verdicts(reply: Mapping[str, Any], count: int) -> list[Verdict]:
+    """Of so many rollouts. Raises `_Died` for anything else: it comes from a process that runs anything."""
+    try:
+        verdicts = [_verdict(entry) for entry in reply["verdicts"]]
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
+        raise _Died(f"its process sent something that is no verdict ({type(error).__name__}: {error})") from None
+    if len(verdicts) != count:
+        raise _Died(f"its process sent {len(verdicts)} verdicts for {count} rollouts")
+    return verdicts
+
+
 def _verdict(entry: Mapping[str, Any]) -> Verdict:
-    """Raises ValueError, KeyError or TypeError for what is none: it comes from a process that runs anything."""
     outcome, value = Outcome(entry["outcome"]), float(entry["value"])
     if (outcome is Outcome.VALUE) != math.isfinite(value):
         raise ValueError(f"a verdict {outcome} with value {value}")

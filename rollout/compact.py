@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -31,14 +32,14 @@ def encode(answer: Answer) -> dict[str, Any]:
 
 
 def decode(fields: Any) -> Answer:
-    """The answer again. Raises `ValueError`, `KeyError` or `TypeError` if it is none."""
+    """The answer again. Raises `ValueError`, `KeyError`, `TypeError` or `EvidenceError` if it is none."""
     return Answer(
         sampled_ids=_unpacked(fields["sampled_ids"], np.int32),
         candidate_ids=_unpacked(fields["candidate_ids"], np.int32),
         candidate_logprobs=_unpacked(fields["candidate_logprobs"], np.float32),
         starts=_unpacked(fields["starts"], np.int32),
-        finish_reason=fields["finish_reason"],
-        versions=[(label, start, end) for label, start, end in fields["versions"]],
+        finish_reason=str(fields["finish_reason"]),
+        versions=[(str(label), index(start), index(end)) for label, start, end in fields["versions"]],
     )
 
 

@@ -27,6 +27,8 @@ SUPPORT_TOLERANCE = 1e-3
 """How far the probabilities of a support may be from 1 in all: above bfloat16 rounding, below a token left out."""
 UNUSABLE_PREFIX = "half-loaded-"
 """Begins the version label of weights that are being replaced. It is no number, so what they sample is refused."""
+MAX_VERSION_DIGITS = 18
+"""Of a number that fits 64 bits."""
 FIRST_LABEL = "default"
 """vLLM's label of the weights that a server loaded when it started."""
 
@@ -170,13 +172,12 @@ def version_number(label: str, *, source: str) -> int:
     """The version behind vLLM's label. Raises `EngineError` where it is the label of weights nobody vouches for."""
     if label == FIRST_LABEL:
         return 0
-    try:
+    if label.isascii() and label.isdigit() and len(label) <= MAX_VERSION_DIGITS:
         return int(label)
-    except ValueError:
-        raise EngineError(
-            f"{source}: its weights are labelled {label!r}, expected a number: a weight update did not finish, so "
-            "what it samples is worth nothing; end the engine, start it anew, and resume from the last checkpoint"
-        ) from None
+    raise EngineError(
+        f"{source}: its weights are labelled {label!r:.60}, expected a number: a weight update did not finish, so what "
+        "it samples is worth nothing; end the engine, start it anew, and resume from the last checkpoint"
+    )
 
 
 def _support(answer: Answer, source: str) -> SamplingSupport:
@@ -189,7 +190,7 @@ def _support(answer: Answer, source: str) -> SamplingSupport:
     for start, end in zip(answer.starts, ends, strict=True):
         kept = dict(zip(answer.candidate_ids[start:end], answer.candidate_logprobs[start:end], strict=True))
         kept = {token: logprob for token, logprob in kept.items() if logprob > ENGINE_FILLER_LOGPROB}
-        total = sum(map(math.exp, kept.values()))
+        total = sum(math.exp(min(logprob, 1.0)) for logprob in kept.values())  # above 0 none is a logprob
         if abs(total - 1) > SUPPORT_TOLERANCE:
             raise EvidenceError(
                 f"{source}: the {len(kept)} returned tokens at position {len(supports)} have a probability of "

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import index
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -34,6 +35,8 @@ PROBE_EVERY_S = 5.0
 QUESTION_TIMEOUT_S = 60.0
 """Of what a healthy server answers in milliseconds. Its first description of itself takes seconds."""
 NEEDED_LOGPROBS_MODE = "processed_logprobs"
+MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError)
+"""What reading an answer raises that is not what was asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +174,7 @@ class RemoteEngine:
     async def weight_version(self) -> int:
         """The version that the next sampled token will carry."""
         described = await self._client.get("/weight_info", timeout_s=QUESTION_TIMEOUT_S)
-        return version_number(_label(described, self.name), source=self.name)
+        return version_number(read_label(described, source=self.name), source=self.name)
 
     async def label_weights(self, label: str) -> None:
         await self._client.post("/update_weight_version", {"new_version": label}, timeout_s=QUESTION_TIMEOUT_S)
@@ -184,10 +187,7 @@ class RemoteEngine:
 
     async def weight_checksums(self) -> dict[str, str]:
         answer = await self._client.post("/weight_checker", {"action": "checksum"}, timeout_s=self._request_timeout_s)
-        try:
-            return dict(answer["checksums"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise EngineError(f"{self.name}: no checksums in {answer!r:.200}") from error
+        return read_checksums(answer, source=self.name)
 
     async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
         await self._update("init_weight_transfer_engine", {"init_info": init_info})
@@ -252,7 +252,7 @@ def read_facts(url: str, described: Any) -> ServerFacts:
         logprobs_mode = str(model["logprobs_mode"])
         is_cpu = "cpu" in str(config["device_config"])
         chunks = bool(config["scheduler_config"]["enable_chunked_prefill"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except MALFORMED as error:
         raise ConfigError(
             f"{url}/server_info does not describe a vLLM 0.32 server ({type(error).__name__}: {error}); "
             "start it with `python scripts/serve_engine.py`"
@@ -281,14 +281,17 @@ def read_answer(answer: Any, *, with_support: bool, source: str) -> Answer:
             starts.append(end)
             end += len(one)
         return Answer(
-            sampled_ids=choice["token_ids"],
-            candidate_ids=[candidate["token_id"] for one in candidates for candidate in one],
-            candidate_logprobs=[candidate["logprob"] for one in candidates for candidate in one],
+            sampled_ids=[_token_id(token) for token in choice["token_ids"]],
+            candidate_ids=[_token_id(candidate["token_id"]) for one in candidates for candidate in one],
+            candidate_logprobs=[float(candidate["logprob"]) for one in candidates for candidate in one],
             starts=starts,
-            finish_reason=choice["finish_reason"],
-            versions=[(span["version"], span["start"], span["end"]) for span in choice["weight_versions"] or ()],
+            finish_reason=str(choice["finish_reason"]),
+            versions=[
+                (str(span["version"]), index(span["start"]), index(span["end"]))
+                for span in choice["weight_versions"] or ()
+            ],
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except MALFORMED as error:
         raise EvidenceError(f"{source}: the answer is not one completion with logprobs ({_shown(error)})") from error
 
 
@@ -296,7 +299,7 @@ def read_compact(answer: Any, *, source: str) -> Answer:
     """The completion in an answer of the compact route. Raises `EvidenceError` if it is none."""
     try:
         return compact.decode(answer)
-    except (KeyError, TypeError, ValueError) as error:
+    except MALFORMED as error:
         raise EvidenceError(f"{source}: the answer is not one completion with logprobs ({_shown(error)})") from error
 
 
@@ -307,17 +310,32 @@ def read_scores(answer: Any, ids: Sequence[int], *, source: str) -> list[float]:
         if first or len(others) != len(ids) - 1:  # nothing predicts the first id: vLLM says null or {}
             raise ValueError(f"{len(others)} logprobs for {len(ids)} ids, with {first} for the first")
         return [float(position[str(token)]["logprob"]) for token, position in zip(ids[1:], others, strict=True)]
-    except (KeyError, TypeError, ValueError) as error:
+    except MALFORMED as error:
         raise EvidenceError(
             f"{source}: {len(ids)} ids were sent to be scored, but the logprobs are not of these ids ({_shown(error)})"
         ) from error
 
 
-def _label(described: Any, source: str) -> str:
+def read_label(described: Any, *, source: str) -> str:
+    """The label of a server's weights. Raises `EngineError` if the answer has none."""
     try:
         return str(described["weight_version"])
-    except (KeyError, TypeError) as error:
+    except MALFORMED as error:
         raise EngineError(f"{source}: no weight version in {described!r:.200}") from error
+
+
+def read_checksums(answer: Any, *, source: str) -> dict[str, str]:
+    """Checksums by parameter. Raises `EngineError` if the answer has none."""
+    try:
+        return {str(name): str(checksum) for name, checksum in answer["checksums"].items()}
+    except MALFORMED as error:
+        raise EngineError(f"{source}: no checksums in {answer!r:.200}") from error
+
+
+def _token_id(value: Any) -> int:
+    if not 0 <= (token := index(value)) < 2**31:
+        raise ValueError(f"{token} is no token id")
+    return token
 
 
 def _shown(error: Exception) -> str:

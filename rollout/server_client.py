@@ -116,15 +116,7 @@ class ServerClient:
             raise _Failed(f"HTTP {status}: {_text(raw)}")
         if status != 200:
             raise _Refused(f"{self.url}{path} refused: HTTP {status}: {_text(raw)}{_hint(status, path)}")
-        if not raw:
-            return None
-        try:
-            return json.loads(raw)
-        except ValueError as error:
-            raise EvidenceError(
-                f"{self.url}{path} answered {len(raw)} bytes that are not JSON ({error}): cut off by something in "
-                "between, or no vLLM server"
-            ) from error
+        return read_json(raw, source=self.url + path)
 
     def _gave_up(self, state: RetryCallState) -> Any:
         assert state.outcome is not None
@@ -137,13 +129,26 @@ class ServerClient:
         ) from cause
 
 
+def read_json(raw: bytes, *, source: str) -> Any:
+    """The JSON of an answer; None if it is empty. Raises `EvidenceError` if it is something else."""
+    if not raw:
+        return None
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise EvidenceError(
+            f"{source} answered {len(raw)} bytes that are not JSON ({error}): cut off by something in between, or no "
+            "vLLM server"
+        ) from error
+
+
 def _text(raw: bytes) -> str:
     """What an error answer says, in one line: vLLM's message if there is one."""
     text = raw.decode("utf-8", errors="replace")
     try:
         error = json.loads(text)["error"]
         text = error["message"] if isinstance(error, dict) else str(error)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         pass
     return " ".join(text.split())[:SHOWN_CHARS]
 

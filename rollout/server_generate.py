@@ -17,6 +17,8 @@ import itertools
 import json
 from typing import Any
 
+import numpy as np
+
 from rollout.compact import ROUTE, encode
 from rollout.evidence import answer_of
 from rollout.server_guard import App, Message, Receive, Send
@@ -40,8 +42,12 @@ class CompactGenerate:
     async def _generate(self, engine: Any, receive: Receive, send: Send) -> None:
         from vllm.exceptions import VLLMClientError
 
-        raw = await _body(receive)
-        sampling = asyncio.ensure_future(self._sample(engine, raw))
+        try:
+            prompt, params = _read(await _body(receive))
+        except Exception as error:  # whatever it is: the client's, not the engine's, and not to be sent again
+            await _reply(send, 400, {"error": f"{type(error).__name__}: {error}"})
+            return
+        sampling = asyncio.ensure_future(self._sample(engine, prompt, params))
         gone = asyncio.ensure_future(_disconnect(receive))
         await asyncio.wait({sampling, gone}, return_when=asyncio.FIRST_COMPLETED)
         gone.cancel()
@@ -57,16 +63,26 @@ class CompactGenerate:
         else:
             await _reply(send, 200, answer)
 
-    async def _sample(self, engine: Any, raw: bytes) -> dict[str, Any]:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        request = json.loads(raw)
-        params = SamplingParams(**request["sampling_params"], output_kind=RequestOutputKind.FINAL_ONLY)
-        prompt = {"prompt_token_ids": request["token_ids"]}
+    async def _sample(self, engine: Any, prompt: dict[str, Any], params: Any) -> dict[str, Any]:
         outputs = [output async for output in engine.generate(prompt, params, f"lockstep-{next(self._numbers)}")]
         (completion,) = outputs[-1].outputs
         return encode(answer_of(completion))
+
+
+def _read(raw: bytes) -> tuple[dict[str, Any], Any]:
+    """Prompt and `SamplingParams` of a request. Raises whatever is wrong with it."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    request = json.loads(raw)
+    ids = np.asarray(request["token_ids"])
+    # vLLM refuses ids beyond the vocabulary; a negative one kills the engine for everybody.
+    if ids.ndim != 1 or ids.dtype.kind != "i" or not ids.size or ids.min() < 0:
+        raise ValueError("token_ids must be a list of at least one id, none of them negative")
+    params = SamplingParams(**request["sampling_params"], output_kind=RequestOutputKind.FINAL_ONLY)
+    if params.n != 1:
+        raise ValueError(f"n={params.n}; this route answers with one completion")
+    return {"prompt_token_ids": ids.tolist()}, params
 
 
 async def _body(receive: Receive) -> bytes:

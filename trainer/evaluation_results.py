@@ -271,8 +271,8 @@ def read_results(path: Path, settings: Mapping[str, Any]) -> list[SetResult]:
             )
             for item in content["sets"]
         ]
-        found = content["settings"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        found = dict(content["settings"])
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         if isinstance(error, DataError):
             raise
         raise DataError(

@@ -1,8 +1,9 @@
 """What comes from outside is read, or refused with an error of Lockstep's own: no traceback from inside.
 
-Configurations, command lines, data rows, engine answers, dumped batches and files of a run. Elsewhere: tool calls
-(test_tool_calls.py), requests (test_gateway_api.py), manifests (test_checkpoints.py), saved rollouts and data files
-(test_security.py).
+Configurations, command lines, data rows, engine calls, verdicts of reward workers, dumped batches, results of
+evaluations and files of a run. Elsewhere: what servers answer and are asked (test_fuzz_engine.py), tool calls
+(test_tool_calls.py, test_harmony.py), requests to the gateway (test_gateway_api.py), manifests (test_checkpoints.py),
+saved rollouts and data files (test_security.py).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import typing
 from pathlib import Path
 from types import NoneType, UnionType
@@ -24,21 +26,20 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from omegaconf.errors import OmegaConfBaseException
 
+from rewards import isolation
+from rewards.frames import LENGTH
+from rewards.outcomes import Outcome
 from rollout.environments.prompt import Prompt
 from rollout.errors import ConfigError, DataError, EvidenceError, LockstepError
 from rollout.records import EngineCall, FinishReason, SamplingSupport, VersionSpan
+from tests.fixtures.mutations import JSON, PLAIN, mutated
 from trainer.config import Config
 from trainer.dumps import ATTEMPT, read_dump
+from trainer.evaluation_results import PromptResult, SetResult, read_results, write_results
 from trainer.launch import CONFIG_DIR, explain, to_config
 from trainer.replayed_run import saved_step, settings_of
 from trainer.validate import validate
 
-PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
-JSON = st.recursive(
-    PLAIN,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
-    max_leaves=8,
-)
 ODD_TEXT = st.text(max_size=12) | st.sampled_from(
     [
         "",
@@ -188,3 +189,32 @@ def test_files_of_a_run_are_read_or_refused(tmp_path_factory: pytest.TempPathFac
         settings_of(run, [])
     with pytest.raises(LockstepError):
         saved_step(run, 1)
+
+
+VERDICTS = {"verdicts": [{"outcome": "value", "value": 0.5, "detail": ""}], "retire": False}
+
+
+@settings(max_examples=200)
+@given(reply=mutated(VERDICTS) | st.dictionaries(st.just("verdicts"), JSON), cut=st.integers(0, 3))
+def test_a_reply_of_a_reward_worker_is_read_or_it_counts_as_dead(reply: dict[str, Any], cut: int) -> None:
+    body = json.dumps(reply).encode()
+    body = body[: len(body) - cut]
+    with contextlib.suppress(isolation._Died):
+        read = isolation._parse(bytearray(LENGTH.pack(len(body)) + body))
+        assert read is not None
+        (verdict,) = isolation._verdicts(read, 1)
+        assert math.isfinite(verdict.value) == (verdict.outcome is Outcome.VALUE)
+
+
+PROMPT = PromptResult(prompt="d", label=None, rewards=(1.0, 0.0), passed=(True, False))
+
+
+@settings(max_examples=150)
+@given(data=st.data())
+def test_results_of_an_evaluation_are_read_or_refused(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
+    path: Path = tmp_path_factory.mktemp("results") / "update-000001.json"
+    write_results(path, [SetResult(name="", prompts=(PROMPT,), facts={"turns": 1.0})], model="m", settings={"n": 2})
+    content = data.draw(mutated(json.loads(path.read_text())) | JSON)
+    path.write_text(json.dumps(content))
+    with contextlib.suppress(DataError):
+        read_results(path, {"n": 2})

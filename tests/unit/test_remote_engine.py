@@ -177,13 +177,13 @@ LOGPROBS = completion()["choices"][0]["logprobs"]["content"]
         (wrong(logprobs={"content": LOGPROBS[:2]}), "not of the 3 sampled tokens"),
         (wrong(logprobs={"content": LOGPROBS[::-1]}), "not of the 3 sampled tokens"),
         (wrong(logprobs={"content": [*LOGPROBS[:2], {**LOGPROBS[2], "logprob": -9999.0}]}), "logprob -9999"),
-        (wrong(logprobs={"content": [*LOGPROBS[:2], {**LOGPROBS[2], "logprob": None}]}), "logprob None"),
+        (wrong(logprobs={"content": [*LOGPROBS[:2], {**LOGPROBS[2], "logprob": None}]}), "not one completion"),
         (wrong(finish_reason="error"), "unknown finish reason 'error'"),
-        (wrong(finish_reason=None), "unknown finish reason None"),
+        (wrong(finish_reason=None), "unknown finish reason"),
         (wrong(weight_versions=None), "no weight version"),
         (wrong(weight_versions=[{"version": "3", "start": 0, "end": 2}]), "3 tokens were sampled"),
         (wrong(weight_versions=[{"version": "3", "start": 1, "end": 3}]), "do not tile"),
-        (wrong(token_ids=["7", "8", "9"]), "not of the 3 sampled tokens"),
+        (wrong(token_ids=["7", "8", "9"]), "not one completion"),
     ],
 )
 def test_evidence_that_does_not_add_up_is_refused(connected: Connected, reply: Any, message: str) -> None:

@@ -95,7 +95,9 @@ async def test_everything_else_is_passed_on():
     ("body", "failure", "status", "said"),
     [
         (b"{", None, 400, "JSONDecodeError"),
-        (b"{}", None, 400, "sampling_params"),
+        (b"{}", None, 400, "token_ids"),
+        (b'{"token_ids": [5]}', None, 400, "sampling_params"),
+        (json.dumps({**BODY, "token_ids": [-1]}).encode(), None, 400, "none of them negative"),
         (json.dumps({**BODY, "sampling_params": {"tempratur": 1}}).encode(), None, 400, "tempratur"),
         (json.dumps(BODY).encode(), VLLMValidationError("too long"), 400, "too long"),
         (json.dumps(BODY).encode(), RuntimeError("core died"), 500, "core died"),
