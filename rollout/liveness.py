@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
-from rollout.errors import EngineError
+from rollout.errors import EngineError, LockstepError
 
 T = TypeVar("T")
 
@@ -76,7 +76,7 @@ class Liveness:
         while True:
             await asyncio.sleep(self._every_s)
             asked_at = time.monotonic()
-            with suppress(EngineError):
+            with suppress(LockstepError):
                 await self._ask()
             if time.monotonic() - asked_at >= self._silent_for_s and not self._num_excused:
                 silence.set_result(None)
