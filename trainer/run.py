@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from rollout.errors import HubError
 from rollout.loop import BackgroundLoop
 from rollout.pool import EnginePool
 from rollout.store import write_rollouts
@@ -359,12 +360,14 @@ class Run:
         for line in result_lines(evaluation.results):
             self._console.say(line)
         path = self._directory.evaluations / f"update-{update:06d}.json"
-        write_results(
-            path, evaluation.results, model=f"{self._directory.path} at update {update}",
-            settings=comparable_settings(self._config),
-        )  # fmt: skip
-        if self._config.logger.save_rollouts:
-            write_rollouts(path.with_suffix(".jsonl"), evaluation.rollouts)
+        assert self._metrics is not None, "the rank with the engine writes the logs"
+        with self._metrics.tolerating("saving an evaluation"):
+            write_results(
+                path, evaluation.results, model=f"{self._directory.path} at update {update}",
+                settings=comparable_settings(self._config),
+            )  # fmt: skip
+            if self._config.logger.save_rollouts:
+                write_rollouts(path.with_suffix(".jsonl"), evaluation.rollouts)
         return evaluation.metrics
 
     def _save(self) -> None:
@@ -409,7 +412,7 @@ class Run:
         if self._trainer.version < self._config.updates:
             self._console.say(f"stopped after update {self._trainer.version}; everything is saved")
         launcher = "python"
-        if self._distributed.world_size > 1:
+        if self._distributed.world_size > 1 or self._distributed.zero_stage:
             file = f"zero{self._distributed.zero_stage}" if self._distributed.zero_stage else "ddp"
             processes = f"--num_processes {self._distributed.world_size}"
             launcher = f"accelerate launch --config_file configs/accelerate/{file}.yaml {processes}"
@@ -425,8 +428,11 @@ class Run:
             )
         )
         if self._config.hub.repo is not None and self._trainer.version >= self._config.updates:
-            address = push(self._directory.model, self._config, last_metrics(self._directory.metrics))
-            self._console.say(f"uploaded       {address}")
+            try:
+                address = push(self._directory.model, self._config, last_metrics(self._directory.metrics))
+                self._console.say(f"uploaded       {address}")
+            except HubError as error:  # the run is over and its model saved: what is left to do is said
+                self._console.warn(str(error))
 
     def _must_stop(self) -> bool:
         """Whether any rank was asked to stop or is out of time; agreed by all: the next step is a collective."""
