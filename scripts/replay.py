@@ -7,8 +7,8 @@
     python scripts/replay.py runs/latest --step 5 algorithm.loss=gspo    with other settings
 
 Nothing is written. Weights come from the newest checkpoint that is not newer than the step; a run with
-checkpoint.every=1 and checkpoint.keep as large as it is long can be replayed exactly anywhere. A run of several ZeRO
-ranks is replayed on as many: put `accelerate launch` with its config file in front.
+checkpoint.every=1 and checkpoint.keep as large as it is long can be replayed exactly anywhere. A run of several ranks
+is replayed on one process, to rounding; for the same bits put `accelerate launch` with its config file in front.
 Exit status 0: done; 1: the weights are those of the step, and yet the numbers differ from the run's; 2: a mistake.
 """
 

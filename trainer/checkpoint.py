@@ -25,7 +25,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from rollout.errors import CheckpointError
+from rollout.errors import CheckpointError, LockstepError
 from trainer.changed_settings import settings_hash
 from trainer.distributed import Distributed
 
@@ -108,7 +108,8 @@ def save(
     def prepare() -> None:
         if distributed.is_main:
             try:
-                shutil.rmtree(temporary, ignore_errors=True)
+                for left in directory.glob(f"{PARTIAL}*"):  # of killed saves: this run is the only one here
+                    shutil.rmtree(left)
                 temporary.mkdir(parents=True)
             except OSError as error:
                 raise CheckpointError(f"{temporary} cannot be made: {error}") from error
@@ -117,7 +118,7 @@ def save(
         try:
             distributed.save_state(temporary)
         except (OSError, RuntimeError, SafetensorError) as error:
-            raise CheckpointError(f"checkpoint {final} cannot be written: {error}") from error
+            raise CheckpointError(f"checkpoint {final} cannot be written: {_cause(error, directory)}") from error
 
     def publish() -> None:
         if not distributed.is_main:
@@ -141,10 +142,15 @@ def save(
             _put_in_place(temporary, final)
             _retire(directory, final, keep)
         except OSError as error:
-            raise CheckpointError(f"checkpoint {final} cannot be published: {error}") from error
+            raise CheckpointError(f"checkpoint {final} cannot be published: {_cause(error, directory)}") from error
 
-    for phase in (prepare, write, publish):
-        distributed.together(phase)
+    try:
+        for phase in (prepare, write, publish):
+            distributed.together(phase)
+    except LockstepError:
+        if distributed.is_main:
+            shutil.rmtree(temporary, ignore_errors=True)  # it takes the room that the next try needs
+        raise
     return final
 
 
@@ -164,12 +170,12 @@ def _put_in_place(temporary: Path, final: Path) -> None:
 
 
 def _retire(directory: Path, published: Path, keep: int) -> None:
-    """Remove what is older than the newest `keep`, and what killed saves have left. Never the one just published,
-    also where a run that was resumed from an older update finds newer ones."""
+    """Remove what is older than the newest `keep`. Never the one just published, also where a run that was resumed from
+    an older update finds newer ones."""
     # By name alone: reading every kept byte again would cost minutes for a large model.
     numbered = {path: path.name.removeprefix("step-") for path in directory.glob("step-*") if path != published}
     others = sorted((path for path, number in numbered.items() if number.isdigit()), key=lambda p: int(numbered[p]))
-    for old in [*others[: max(0, len(others) - (keep - 1))], *directory.glob(f"{PARTIAL}*")]:
+    for old in others[: max(0, len(others) - (keep - 1))]:
         shutil.rmtree(old)
 
 
@@ -201,7 +207,7 @@ def check(path: Path) -> str | None:
             return "has a manifest that names files outside of it"
         if not all(type(manifest[name]) is int and manifest[name] >= 0 for name in ("world_size", "zero_stage")):
             return "has a manifest whose counts are no counts"
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         return f"has no readable manifest ({type(error).__name__})"
     for name, expected in files.items():
         file = path / name
@@ -241,17 +247,14 @@ def find(resume: str, directory: Path) -> tuple[Path | None, list[str]]:
 def load(path: Path, distributed: Distributed) -> TrainerState:
     """Restore parameters and optimizer state in place; a collective. Returns the rest."""
     manifest = json.loads((path / MANIFEST).read_text())
-    same = (distributed.world_size, distributed.zero_stage)
-    saved = (manifest["world_size"], manifest["zero_stage"])
-    if same != saved and (distributed.zero_stage or manifest["zero_stage"]):
-        raise CheckpointError(
-            f"{path} was saved by {saved[0]} ranks with ZeRO stage {saved[1]}, this run has {same[0]} ranks with stage "
-            f"{same[1]}; start it with --num_processes {saved[0]} and the same accelerate config"
-        )
+    is_of_other_ranks = is_resharded(path, distributed)
 
     def read() -> None:
         try:
-            distributed.load_state(path)
+            if is_of_other_ranks:
+                distributed.adopt_state(path, zero_stage=manifest["zero_stage"])
+            else:
+                distributed.load_state(path)
         except UNREADABLE as error:
             if isinstance(error, CheckpointError):
                 raise
@@ -260,6 +263,14 @@ def load(path: Path, distributed: Distributed) -> TrainerState:
 
     distributed.together(read)
     return TrainerState(**manifest["state"])
+
+
+def is_resharded(path: Path, distributed: Distributed) -> bool:
+    """Whether the shards of a complete checkpoint are not those of these ranks. Without ZeRO there are none."""
+    manifest = json.loads((path / MANIFEST).read_text())
+    saved = (manifest["world_size"], manifest["zero_stage"])
+    own = (distributed.world_size, distributed.zero_stage)
+    return saved != own and (saved[1] > 0 or own[1] > 0)
 
 
 def saved_settings(path: Path) -> Mapping[str, Any] | None:
@@ -274,6 +285,12 @@ def saved_settings(path: Path) -> Mapping[str, Any] | None:
 def _is_inside(name: str) -> bool:
     path = PurePosixPath(name)
     return not path.is_absolute() and ".." not in path.parts and bool(path.parts)
+
+
+def _cause(error: Exception, directory: Path) -> str:
+    """What went wrong, and how much room there is: torch's error for a full disk does not mention it."""
+    free = shutil.disk_usage(directory).free
+    return f"{str(error).partition(chr(10))[0]} ({free / 2**20:.1f} MiB are free in {directory})"
 
 
 def _version(package: str) -> str:

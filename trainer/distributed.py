@@ -28,7 +28,9 @@ from rollout import errors
 from rollout.addresses import address_towards, interface_of, is_loopback
 from rollout.errors import CheckpointError, ConfigError, LockstepError
 from trainer.optimizer import LR_SCALE
+from trainer.reshard import fill_shards, fill_whole
 from trainer.safe_load import weights_only_loading
+from trainer.whole_state import open_state
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -60,6 +62,8 @@ class Distributed:
         )
         self.module: nn.Module  # set by prepare
         self._optimizer: torch.optim.Optimizer
+        self._trained: list[str]
+        """Names of the trained parameters, in the order of the optimizer."""
 
     @classmethod
     def start(cls, *, dtype: str, max_grad_norm: float) -> Distributed:
@@ -117,6 +121,8 @@ class Distributed:
 
     def prepare(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
         """Wrap the module for this kind of training. Call the result for every forward pass."""
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        self._trained = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
         self.module, self._optimizer = self._accelerator.prepare(module, optimizer)
         return self.module
 
@@ -304,6 +310,17 @@ class Distributed:
                 directory / "parameters.safetensors",
             )
             torch.save(self._optimizer.state_dict(), directory / "optimizer.pt")
+
+    def adopt_state(self, directory: Path, *, zero_stage: int) -> None:
+        """Read what `save_state` wrote on other ranks; a collective, before the first step.
+
+        zero_stage: theirs. Raises `CheckpointError` when it was written for other parameters.
+        """
+        read = open_state(directory, trained=self._trained, zero_stage=zero_stage)
+        if self.zero_stage:
+            fill_shards(self.module, self.zero_stage, read)
+        else:
+            fill_whole(self.unwrapped, self._optimizer, self._trained, read)
 
     def load_state(self, directory: Path) -> None:
         """Read what `save_state` wrote on the same number of ranks; a collective.

@@ -90,9 +90,13 @@ class _Model:
         self.module: nn.Module = distributed.prepare(module, optimizer)
         path, found = newest_checkpoint(run, update)
         self.state = None if path is None else checkpoint.load(path, distributed)
-        self.is_exact = found == update
+        has_other_ranks = path is not None and checkpoint.is_resharded(path, distributed)
+        self.is_exact = found == update and not has_other_ranks
+        """Whether numbers are to be those of the run."""
         console.say(f"weights        {path or config.model.path}")
-        if not self.is_exact:
+        if has_other_ranks:
+            console.warn("the run had other ranks: sums are rounded in another order here, so numbers differ a little")
+        if found != update:
             console.warn(
                 f"these weights are {update - found} updates older than those of the step, so numbers differ; set "
                 "checkpoint.every=1 and checkpoint.keep in a run that is to be replayed"
@@ -138,7 +142,7 @@ def _train(run: Path, step: SavedStep, config: Config, distributed: Distributed,
         config,
         distributed=distributed,
         updater=model.updater,
-        rollouts=source,
+        rollouts=source,  # type: ignore[arg-type]  # it has what a step asks of a source
         reference=make_reference(config, distributed, model.module),
         sync=_NoEngine(),  # type: ignore[arg-type]
     )

@@ -54,6 +54,12 @@ def restore(
     before = checkpoint.saved_settings(path) or {}
     state = checkpoint.load(path, distributed)
     kl_coef, warnings = _kl_coef(state, before, config)
+    if checkpoint.is_resharded(path, distributed):
+        warnings.append(
+            f"{path.name} was saved by other ranks: parameters and moments are the same bits here, and sums over "
+            f"{distributed.world_size} rank(s) with ZeRO stage {distributed.zero_stage} are rounded in another order "
+            "from here on"
+        )
     changed = changes(before, settings)
     if changed:
         listed = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changed.items())

@@ -36,7 +36,7 @@ from tests.fixtures.models import VOCAB_SIZE, perturb, sampled_logprobs
 from tests.fixtures.remote import Trained, save_model, trained
 from tests.fixtures.runs import check_run, launch_run, run_directory
 from tests.fixtures.servers import KEY, ROOT, EngineServer, running
-from tests.fixtures.sockets import is_loopback, listening
+from tests.fixtures.sockets import is_loopback, listening, watched
 from tests.fixtures.tokenizers import chat_tokenizer
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -223,10 +223,15 @@ def test_openai_clients_reach_the_server_through_the_gateway(remote: Trained):
 
 
 def test_two_ranks_under_zero3_train_two_updates_with_the_server(server: EngineServer, model_dir: Path, tmp_path: Path):
+    """And nothing of either listens beyond loopback meanwhile."""
     run = launch_run([server.url], model_dir, tmp_path)
-    output, errors = run.communicate(timeout=540)
+    with watched(run.pid) as trainer, watched(server.process.pid) as engine:
+        output, errors = run.communicate(timeout=540)
     assert run.returncode == 0, output[-2000:] + errors[-5000:]
     check_run(run_directory(tmp_path), updates=2)
+    assert trainer.listening
+    assert engine.listening
+    assert trainer.reachable + engine.reachable == []
 
 
 # --- faults. A stopped server goes on afterwards, so that one server serves all of these.

@@ -102,3 +102,31 @@ def test_two_kills_of_mixed_data_with_a_curriculum_change_nothing(demo: tuple[st
 @pytest.mark.timeout(3600)
 def test_five_kills_of_two_zero3_ranks_change_nothing(demo: tuple[str, ...], tmp_path: Path) -> None:  # noqa: F811
     kill_and_compare(recipe(demo, tmp_path, "updates=16", ranks=2), kills=5, seed=4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_kills_with_rollouts_made_ahead_train_every_prompt_once(demo: tuple[str, ...], tmp_path: Path) -> None:  # noqa: F811
+    """What is ready first is trained first, so no two such runs are alike; but no prompt is lost or trained twice."""
+    updates, moments = 24, random.Random(5)
+    runs = recipe(
+        demo, tmp_path, "rollout.max_staleness=1", "environment=slow_calculator",
+        "environment.settings.max_delay_s=0.5", f"updates={updates}",
+    )  # fmt: skip
+    for _ in range(6):
+        print(runs.kill("ahead", moments, span_s=5.0, after_update=1), flush=True)
+    run = runs.finish("ahead")
+    lines = metrics(run)
+    assert [line["step"] for line in lines] == list(range(1, updates + 1))
+    assert max(line["rollout_correction/version_lag_max"] for line in lines) == 1
+    for line in lines:
+        assert line["rollout/delivered"] == 6, "groups are whole"
+        assert line["rollout/token_match_rate"] == line["rollout/trained_fraction"] == 1.0
+        assert line["rollout/stale_dropped"] == 0
+    files = sorted((run / "rollouts").glob("step-*.jsonl"))
+    assert len(files) == updates
+    trained = [sorted({rollout.group_id for rollout in read_rollouts(file)}) for file in files]
+    assert sorted(place for step in trained for place in step) == list(range(3 * updates))
+    for update, file in enumerate(files, start=1):
+        spans = [span for rollout in read_rollouts(file) for call in rollout.calls for span in call.version_spans]
+        assert {span.version for span in spans} <= {update - 2, update - 1}, "weights that this update may train on"

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import shutil
 import signal
 import subprocess
 import time
@@ -19,7 +17,7 @@ from rewards.outcomes import ERRORS
 from rollout.records import Rollout, RolloutStatus
 from rollout.store import read_rollouts
 from tests.fixtures.hostile_rewards import CASES
-from tests.fixtures.sockets import descendants, is_loopback, listening
+from tests.fixtures.sockets import Seen, watched
 from tests.integration.test_run import ROOT, command, demo, metrics  # noqa: F401  # `demo` is a fixture
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -28,16 +26,9 @@ FILE = "tests/fixtures/hostile_rewards.py"
 ROLLOUTS = 16
 
 
-def listeners_by_ss(pids: set[int]) -> set[str]:
-    """Addresses on which these processes listen, as `ss` says."""
-    lines = subprocess.run(["ss", "-Hltnp"], capture_output=True, text=True, check=True).stdout.splitlines()
-    own = [line for line in lines if pids & {int(pid) for pid in re.findall(r"pid=(\d+)", line)}]
-    return {line.split()[3].rpartition(":")[0].strip("[]").partition("%")[0] for line in own}
-
-
 @pytest.fixture(scope="module")
-def hostile(demo: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, set[int], set[str]]:  # noqa: F811
-    """The finished run, what it printed, every process it had, and every address that was listened on."""
+def hostile(demo: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, Seen]:  # noqa: F811
+    """The finished run, what it printed, and what was seen of its processes meanwhile."""
     root = tmp_path_factory.mktemp("runs")
     overrides = (
         *demo, "updates=2", f"run_root={root}", "run_name=hostile", f"rollout.prompts_per_step={ROLLOUTS // 4}",
@@ -50,36 +41,28 @@ def hostile(demo: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> 
             command(*overrides), cwd=ROOT, stdout=output, stderr=output, start_new_session=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
-    family: set[int] = set()
-    addresses: set[str] = set()
     try:
-        deadline = time.monotonic() + 600
-        while process.poll() is None:
-            assert time.monotonic() < deadline
-            family |= descendants(process.pid)
-            addresses |= {address for address, _ in listening(process.pid)}
-            if shutil.which("ss"):
-                addresses |= listeners_by_ss(family)
-            time.sleep(0.3)
+        with watched(process.pid) as seen:
+            process.wait(timeout=600)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     said = (root / "output").read_text()
     assert process.returncode == 0, said[-6000:]
-    return root / "hostile", said, family, addresses
+    return root / "hostile", said, seen
 
 
 def steps(run: Path) -> list[list[Rollout]]:
     return [list(read_rollouts(path)) for path in sorted((run / "rollouts").glob("step-*.jsonl"))]
 
 
-def test_the_run_goes_on_to_its_end(hostile: tuple[Path, str, set[int], set[str]]) -> None:
+def test_the_run_goes_on_to_its_end(hostile: tuple[Path, str, Seen]) -> None:
     lines = metrics(hostile[0])
     assert [line["step"] for line in lines] == [0, 1, 2], "the first batch had no reward at all, and trained nothing"
     assert [line["rollout/delivered"] for line in lines] == [0] + 2 * [ROLLOUTS - 8]
 
 
-def test_every_outcome_counts_under_its_own_name(hostile: tuple[Path, str, set[int], set[str]]) -> None:
+def test_every_outcome_counts_under_its_own_name(hostile: tuple[Path, str, Seen]) -> None:
     expected = Counter(outcome for _, outcome in CASES.values() if outcome is not None)
     for line in metrics(hostile[0]):
         found = {outcome: line[f"reward/errors/{outcome}"] for outcome in ERRORS}
@@ -87,7 +70,7 @@ def test_every_outcome_counts_under_its_own_name(hostile: tuple[Path, str, set[i
         assert found == {outcome: expected[outcome] for outcome in ERRORS} | {"wrong_length": too_few}
 
 
-def test_no_rollout_has_a_silent_zero(hostile: tuple[Path, str, set[int], set[str]]) -> None:
+def test_no_rollout_has_a_silent_zero(hostile: tuple[Path, str, Seen]) -> None:
     first, *others = steps(hostile[0])
     assert all(rollout.status is RolloutStatus.FAILED for rollout in first)
     for rollouts in others:
@@ -104,25 +87,25 @@ def test_no_rollout_has_a_silent_zero(hostile: tuple[Path, str, set[int], set[st
                 assert rollout.rewards == {}
 
 
-def test_what_a_reward_changes_stays_with_it(hostile: tuple[Path, str, set[int], set[str]]) -> None:
+def test_what_a_reward_changes_stays_with_it(hostile: tuple[Path, str, Seen]) -> None:
     for rollouts in steps(hostile[0]):
         assert all(rollout.example for rollout in rollouts)
         assert "[changed]" not in json.dumps([list(rollout.messages) for rollout in rollouts], default=str)
 
 
-def test_no_process_is_left_behind(hostile: tuple[Path, str, set[int], set[str]]) -> None:
-    assert len(hostile[2]) > 5, "the run, its engine, its workers"
+def test_no_process_is_left_behind(hostile: tuple[Path, str, Seen]) -> None:
+    assert len(hostile[2].family) > 5, "the run, its engine, its workers"
     deadline = time.monotonic() + 30
-    while left := [pid for pid in hostile[2] if Path(f"/proc/{pid}").exists()]:
+    while left := [pid for pid in hostile[2].family if Path(f"/proc/{pid}").exists()]:
         assert time.monotonic() < deadline, left
         time.sleep(0.2)
 
 
-def test_nothing_listens_beyond_loopback_during_the_run(hostile: tuple[Path, str, set[int], set[str]]) -> None:
-    assert hostile[3], "weight sync listens somewhere"
-    assert [address for address in hostile[3] if not is_loopback(address)] == []
+def test_nothing_listens_beyond_loopback_during_the_run(hostile: tuple[Path, str, Seen]) -> None:
+    assert hostile[2].listening, "weight sync listens somewhere"
+    assert hostile[2].reachable == []
 
 
-def test_the_run_says_which_code_of_files_it_runs(hostile: tuple[Path, str, set[int], set[str]]) -> None:
+def test_the_run_says_which_code_of_files_it_runs(hostile: tuple[Path, str, Seen]) -> None:
     said = " ".join(hostile[1].split())
     assert f"code of your files, run with your rights: {FILE}:hostile, {FILE}:impatient" in said

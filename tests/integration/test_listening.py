@@ -1,9 +1,15 @@
-"""While an engine runs and takes weights, nothing that it or the sync opened can be reached from elsewhere."""
+"""While an engine runs and takes weights, and while an agent talks to the gateway of a run, nothing that was opened can
+be reached from elsewhere. A run on two ranks that sample from a server: test_engine_server.py."""
+
+import os
+import subprocess
+from pathlib import Path
 
 import pytest
 
-from tests.fixtures.sockets import is_loopback, listening
+from tests.fixtures.sockets import is_loopback, listening, watched
 from tests.integration.conftest import Served
+from tests.integration.test_run import ROOT, command, demo  # noqa: F401  # `demo` is a fixture
 
 pytestmark = pytest.mark.engine
 
@@ -13,3 +19,25 @@ def test_engine_and_weight_sync_listen_on_loopback_only(served: Served):
     served.generate((5, 6, 7), max_tokens=2)
     opened = listening()
     assert [entry for entry in opened if not is_loopback(entry[0])] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_with_a_gateway_listens_on_loopback_only(demo: tuple[str, ...], tmp_path: Path):  # noqa: F811
+    overrides = (
+        *demo, "environment=agent", "environment.settings.agent=tests/fixtures/agents.py:calculator_agent", "updates=2",
+        "rollout.prompts_per_step=2", "rollout.samples_per_prompt=4", f"run_root={tmp_path}", "run_name=agents",
+        "logger.print_rollouts=0",
+    )  # fmt: skip
+    with (tmp_path / "output").open("w") as output:
+        run = subprocess.Popen(
+            command(*overrides), cwd=ROOT, stdout=output, stderr=output, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
+    try:
+        with watched(run.pid) as seen:
+            status = run.wait(timeout=500)
+    finally:
+        run.kill()  # its engine ends with it
+    assert status == 0, (tmp_path / "output").read_text()[-6000:]
+    assert len({port for _, port in seen.listening}) >= 2, "the gateway, and weight sync"
+    assert seen.reachable == []

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rollout.errors import CheckpointError, ConfigError
+from rollout.errors import ConfigError
 from tests.fixtures.saved_state import SavedState
 from tests.unit.test_run_faults import Alone
 from trainer import checkpoint
@@ -151,13 +151,19 @@ class Ranks(Alone):
         self.world_size, self.zero_stage = world_size, zero_stage
 
 
-def test_another_number_of_ranks_is_fine_without_shards_and_refused_with_them(tmp_path: Path) -> None:
+def test_only_shards_are_cut_anew_for_other_ranks(tmp_path: Path) -> None:
+    """How, is in tests/integration/test_reshard.py."""
     path = save(tmp_path, 4, config())
     two = Ranks(2, 0)
     checkpoint.load(path, two)
     assert two.values() == {4.0}
-    with pytest.raises(CheckpointError, match=r"saved by 1 ranks with ZeRO stage 0.*--num_processes 1"):
-        checkpoint.load(path, Ranks(2, 3))
+    assert not checkpoint.is_resharded(path, two)
+    assert checkpoint.is_resharded(path, Ranks(1, 3))
+    manifest = json.loads((path / checkpoint.MANIFEST).read_text()) | {"world_size": 2, "zero_stage": 3}
+    (path / checkpoint.MANIFEST).write_text(json.dumps(manifest))
+    assert [checkpoint.is_resharded(path, Ranks(*ranks)) for ranks in ((2, 3), (4, 3), (2, 2), (1, 0))] == [
+        False, True, True, True
+    ]  # fmt: skip
 
 
 def test_lines_of_metrics_after_the_checkpoint_are_written_again(tmp_path: Path) -> None:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import io
 import json
 import logging
+import multiprocessing
 import os
 import subprocess
 import sys
 import textwrap
+import time
+from multiprocessing.queues import Queue
+from multiprocessing.synchronize import Barrier
 
 import pytest
 import wandb
@@ -121,6 +125,45 @@ def test_one_run_directory_has_one_process(tmp_path):
     assert subprocess.run(asked, capture_output=True, text=True, check=True).stdout == ""
     with pytest.raises(ConfigError, match="exists and is not overwritten"):
         open_run(Config(run_root=str(tmp_path), run_name="a"), Alone())
+
+
+def opened(root: str, start: Barrier, results: Queue) -> None:
+    """One of several processes that open the same run at the same moment, and stay until all have tried."""
+    start.wait()
+    try:
+        _, lock = open_run(Config(run_root=root, run_name="a"), Alone())
+        assert lock is not None
+        results.put("opened")
+    except ConfigError as error:
+        lock = None
+        results.put("refused" if "another process" in str(error) or "not overwritten" in str(error) else str(error))
+    start.wait()
+
+
+def test_of_runs_that_begin_at_the_same_moment_one_has_the_directory(tmp_path):
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(["tests.fixtures.saved_state"])
+    start, results = processes.Barrier(3), processes.Queue()
+    own = [processes.Process(target=opened, args=(str(tmp_path), start, results)) for _ in range(3)]
+    for process in own:
+        process.start()
+    found = sorted(results.get(timeout=60) for _ in own)
+    for process in own:
+        process.join(timeout=60)
+    assert found == ["opened", "refused", "refused"]
+
+
+def test_runs_that_begin_in_the_same_second_have_directories_of_their_own(tmp_path, monkeypatch):
+    """So do runs that begin in an hour that comes twice."""
+    monkeypatch.setattr(time, "strftime", lambda _: "20261025-023000")
+    names = []
+    for _ in range(3):
+        directory, lock = open_run(Config(run_root=str(tmp_path)), Alone())
+        assert lock is not None
+        lock.close()
+        names.append(directory.path.name)
+    assert len(set(names)) == 3
+    assert names[1] == f"{names[0]}-2"
 
 
 def test_text_of_a_model_cannot_style_the_console():

@@ -1,0 +1,37 @@
+"""Rank 1 is killed in the middle of the second save. Started by tests/integration/test_dying_save.py under
+`accelerate launch`: dying_save.py DIRECTORY"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+from tests.integration.workers.reshard import layers
+from trainer import checkpoint
+from trainer.checkpoint import TrainerState
+from trainer.distributed import Distributed
+
+
+def killed(*_: object, **__: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main(directory: str) -> None:
+    distributed = Distributed.start(dtype="float32", max_grad_norm=1.0)
+    module = layers()
+    prepared = distributed.prepare(module, torch.optim.AdamW(module.parameters(), lr=1e-3))
+    for update in (1, 2):
+        with distributed.accumulate(is_last=True) as backward:
+            backward(prepared(torch.ones(2, 5)).square().sum())
+        distributed.step(1e-3, distributed.gradient_norm())
+        if update == 2 and distributed.rank == 1:
+            torch.save = killed  # type: ignore[assignment]  # what DeepSpeed writes its shards with
+        state = TrainerState(step=update, update=update, data_cursor=0)
+        checkpoint.save(Path(directory), state, distributed, keep=1)
+    raise AssertionError("a save without one of its ranks came to an end")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

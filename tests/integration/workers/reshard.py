@@ -1,0 +1,61 @@
+"""Go on from the checkpoint of other ranks, and write down what was found in it and what came of it.
+
+Started by tests/integration/test_reshard.py, by itself or by `accelerate launch`:
+
+    reshard.py OPTIMIZER OUT [CHECKPOINT]
+
+Saves OUT/checkpoints/step-3 as it was read (or after three updates of its own) and step-5 two updates later.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from trainer import checkpoint
+from trainer.checkpoint import TrainerState
+from trainer.config import OptimizerConfig
+from trainer.distributed import Distributed
+from trainer.optimizer import make_optimizer
+
+
+def layers() -> nn.Module:
+    """Odd sizes, which no number of ranks divides, and one parameter that is smaller than the number of ranks."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 1))
+    module[0].bias.requires_grad_(False)
+    return module
+
+
+def main(optimizer_name: str, out: str, source: str = "") -> None:
+    distributed = Distributed.start(dtype="float32", max_grad_norm=1.0)
+    module = layers()
+    settings = OptimizerConfig(name=optimizer_name, weight_decay=0.1)
+    optimizer = make_optimizer(module, settings, is_sharded=distributed.zero_stage > 0)
+    prepared = distributed.prepare(module, optimizer)
+    inputs = torch.randn(6, 5, generator=torch.Generator().manual_seed(1))
+    mine = inputs[distributed.rank :: distributed.world_size]
+
+    def updates(count: int) -> None:
+        for _ in range(count):
+            with distributed.accumulate(is_last=True) as backward:  # the mean over ranks is that over all inputs
+                backward(prepared(mine).square().sum() * distributed.world_size / len(inputs))
+            distributed.step(0.05, distributed.gradient_norm())
+
+    def save(update: int) -> None:
+        state = TrainerState(step=update, update=update, data_cursor=0)
+        checkpoint.save(Path(out) / "checkpoints", state, distributed, keep=9)
+
+    if source:
+        checkpoint.load(Path(source), distributed)
+    else:
+        updates(3)
+    save(3)
+    updates(2)
+    save(5)
+    distributed.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
