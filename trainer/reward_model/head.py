@@ -14,8 +14,11 @@ def init_reward_head(head: nn.Linear, *, generator: torch.Generator | None = Non
     The root matters: a standard deviation of 1/(d + 1), as one paper prints it, makes first rewards √(d + 1) times
     smaller. Source: lm-human-preferences; seed 003, "Reward head layer initialization".
     """
+    # Drawn on the generator's device: under ZeRO-3 the weight is on the GPU already, and a generator belongs to one.
+    device = "cpu" if generator is None else generator.device
+    weight = torch.empty(head.weight.shape, device=device)
     with torch.no_grad():
-        head.weight.normal_(0.0, reward_head_std(head.in_features), generator=generator)
+        head.weight.copy_(weight.normal_(0.0, reward_head_std(head.in_features), generator=generator))
         if head.bias is not None:
             head.bias.zero_()
 

@@ -339,7 +339,9 @@ def normalization_samples(config: RewardModelConfig) -> list[list[int]]:
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype="float32", trust_remote_code=config.model.trust_remote_code
         )
-        model.to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]  # a union of auto classes
+        # The ranks have not met yet, so no GPU is this rank's by default.
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+        model.to(device)  # type: ignore[arg-type]  # a union of auto classes
         responses = sample_responses(
             model,
             queries,
