@@ -79,6 +79,11 @@ class Distributed:
         # `cpu=True` switches DeepSpeed off, and without it DDP on CPU is not wrapped at all: ranks would train apart.
         with_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
         backend = {"backend": "gloo"} if with_deepspeed and not on_gpu else {}
+        if with_deepspeed and not on_gpu:
+            import deepspeed.ops
+
+            # Else it probes compilers and builds, for most of a minute, an all-reduce that only its inference calls.
+            deepspeed.ops.__compatible_ops__ = {}
         accelerator = Accelerator(
             cpu=not on_gpu and not with_deepspeed,
             kwargs_handlers=[InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT, **backend)],

@@ -86,7 +86,7 @@ def test_ranks_on_two_hosts_make_one_update(other_host: list[str], tmp_path: Pat
     """Left to itself, gloo would listen where the name of the machine leads: on loopback, on both."""
     options = ["--num_processes", "2", "--main_process_ip", HERE, "--main_process_port", str(free_port())]
     machines = [
-        launch(tmp_path, tmp_path / "build", "multi_node", *options, "--machine_rank", rank, within=within)
+        launch(tmp_path, "multi_node", *options, "--machine_rank", rank, within=within)
         for rank, within in (("1", other_host), ("0", []))
     ]
     finish(*machines)
