@@ -33,7 +33,15 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt,
 
 from rollout.addresses import LOOPBACK
 from rollout.errors import ConfigError, EngineError, EvidenceError, RequestError
-from rollout.evidence import answer_of, check_prompt, engine_call, sample_params, score_params, version_number
+from rollout.evidence import (
+    UNUSABLE_PREFIX,
+    answer_of,
+    check_prompt,
+    engine_call,
+    sample_params,
+    score_params,
+    version_number,
+)
 from rollout.loop import BackgroundLoop
 from rollout.output import output_to
 from rollout.plugin import CHILD_ENV
@@ -61,13 +69,19 @@ class EmbeddedEngine:
     """vLLM in this process and child processes of it. Make one with `start`; all coroutines run in its `loop`."""
 
     def __init__(
-        self, launch: Callable[[], AsyncLLM], *, loop: BackgroundLoop, log_path: Path, request_timeout_s: float
+        self,
+        launch: Callable[[], AsyncLLM],
+        *,
+        name: str,
+        loop: BackgroundLoop,
+        log_path: Path,
+        request_timeout_s: float,
     ) -> None:
         """launch: starts vLLM, now and after a death. Raises `EngineError`."""
         self._launch = launch
         llm = launch()
         self._llm: AsyncLLM | None = llm
-        self.name = "the embedded engine"
+        self.name = name
         self.host = LOOPBACK
         self.log_path = log_path
         self._request_timeout_s = request_timeout_s
@@ -90,6 +104,7 @@ class EmbeddedEngine:
         *,
         loop: BackgroundLoop,
         log_path: str | Path,
+        name: str = "the embedded engine",
         dtype: str = "float32",
         max_model_len: int | None = None,
         kv_cache_gib: float | None = None,
@@ -104,6 +119,7 @@ class EmbeddedEngine:
         gpu_memory_utilization: float = 0.5,
         tensor_parallel_size: int = 1,
         trust_remote_code: bool = False,
+        local_place: tuple[int, int] | None = None,
     ) -> EmbeddedEngine:
         """Load the model and wait until it can sample.
 
@@ -111,6 +127,7 @@ class EmbeddedEngine:
             model_path: directory of a checkpoint (or a hub name); its tokenizer is not needed.
             loop: the engine's coroutines must run in this loop and no other.
             log_path: file that vLLM and its processes append to.
+            name: for messages.
             dtype: torch name of the weights and the computation.
             max_model_len: longest prompt plus completion, in tokens; None: what the model was made for.
             kv_cache_gib: memory for the KV cache; None on a GPU: what `gpu_memory_utilization` leaves.
@@ -120,11 +137,13 @@ class EmbeddedEngine:
             weight_version: the version of the weights that are loaded.
             request_timeout_s: a request that takes longer, waiting included, is given up as hung.
             start_timeout_s: the same for the start.
-            num_threads: compute threads on CPU; None: the CPUs of this process less one, at least one.
+            num_threads: compute threads on CPU; None: the CPUs of this process less one, or its part of them.
             enforce_eager: no compilation; None: on CPU, where the first request would compile for seconds.
             gpu_memory_utilization: share of the GPU's memory; ignored on CPU.
             tensor_parallel_size: workers that share one copy of the model.
             trust_remote_code: run model code that comes with the checkpoint.
+            local_place: (index, number) among the processes of this machine that each start an engine: it gets the
+                GPU of that index and can sleep, or on a CPU its part of the cores. None: it has the machine to itself.
 
         Raises:
             EngineError: vLLM could not load the model, or not in time.
@@ -136,7 +155,8 @@ class EmbeddedEngine:
         if is_cpu and not eager:
             raise ConfigError("enforce_eager=false needs a GPU; leave it out on CPU")
         if num_threads is None:
-            num_threads = max(1, len(os.sched_getaffinity(0)) - 1)
+            cores = len(os.sched_getaffinity(0))
+            num_threads = max(1, cores - 1 if local_place is None else cores // local_place[1])
 
         async def build() -> AsyncLLM:
             from vllm.engine.arg_utils import AsyncEngineArgs
@@ -161,6 +181,7 @@ class EmbeddedEngine:
                 skip_tokenizer_init=True,
                 disable_log_stats=True,
                 trust_remote_code=trust_remote_code,
+                enable_sleep_mode=local_place is not None and not is_cpu,
             )
             llm = AsyncLLM.from_engine_args(args)
             try:
@@ -172,7 +193,13 @@ class EmbeddedEngine:
         def launch() -> AsyncLLM:
             with (
                 output_to(log_path),
-                _environment(log_path, is_cpu=is_cpu, num_threads=num_threads, start_timeout_s=start_timeout_s),
+                _environment(
+                    log_path,
+                    is_cpu=is_cpu,
+                    num_threads=num_threads,
+                    start_timeout_s=start_timeout_s,
+                    local_place=local_place,
+                ),
             ):
                 try:
                     return loop.run(build())
@@ -181,7 +208,7 @@ class EmbeddedEngine:
                         f"the engine could not start with {model_path}: {error}\n{_log_tail(log_path)}"
                     ) from error
 
-        return cls(launch, loop=loop, log_path=log_path, request_timeout_s=request_timeout_s)
+        return cls(launch, name=name, loop=loop, log_path=log_path, request_timeout_s=request_timeout_s)
 
     @property
     def llm(self) -> AsyncLLM:
@@ -246,6 +273,15 @@ class EmbeddedEngine:
     async def label_weights(self, label: str) -> None:
         """What tokens say of the weights that sample from now on: a version, or that they are half-loaded."""
         await self.guard(self.llm.update_weight_version(label), "label the weights")
+
+    async def sleep(self, level: int) -> None:
+        """See `SleepingEngine`. On a CPU, where vLLM frees nothing, only a pause."""
+        if level == 2:
+            await self.label_weights(f"{UNUSABLE_PREFIX}asleep")
+        await self.guard(self.llm.sleep(level), "sleep")
+
+    async def wake(self) -> None:
+        await self.guard(self.llm.wake_up(), "wake up")
 
     async def reset_prefix_cache(self) -> None:
         """Forget cached prefixes. Raises `EngineError` if blocks are in use (pause first)."""
@@ -351,7 +387,14 @@ class EmbeddedEngine:
 
 
 @contextmanager
-def _environment(log_path: Path, *, is_cpu: bool, num_threads: int, start_timeout_s: float) -> Iterator[None]:
+def _environment(
+    log_path: Path,
+    *,
+    is_cpu: bool,
+    num_threads: int,
+    start_timeout_s: float,
+    local_place: tuple[int, int] | None,
+) -> Iterator[None]:
     """What vLLM and its processes read from the environment, set while they start and put back afterwards."""
     handler = {"class": "logging.FileHandler", "filename": str(log_path), "formatter": "plain"}
     logging_config = {
@@ -374,6 +417,8 @@ def _environment(log_path: Path, *, is_cpu: bool, num_threads: int, start_timeou
             # Eager mode still compiles single functions at the first request, for 4 to 18 s.
             "TORCHDYNAMO_DISABLE": "1",
         }
+    if local_place is not None:
+        variables |= _own_devices(*local_place, is_cpu=is_cpu)
     with tempfile.TemporaryDirectory(prefix="lockstep-engine-") as directory:
         config_path = Path(directory) / "logging.json"
         config_path.write_text(json.dumps(logging_config), encoding="utf-8")
@@ -388,6 +433,16 @@ def _environment(log_path: Path, *, is_cpu: bool, num_threads: int, start_timeou
                     del os.environ[name]
                 else:
                     os.environ[name] = value
+
+
+def _own_devices(index: int, number: int, *, is_cpu: bool) -> dict[str, str]:
+    """What keeps the engines of one machine apart. vLLM's own choice is the first GPU, and the first core, for each."""
+    if is_cpu:
+        cores = [str(core) for core in sorted(os.sched_getaffinity(0))]
+        return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(cores[index::number] or cores[index % len(cores) :][:1])}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    devices = visible.split(",") if visible else [str(device) for device in range(torch.cuda.device_count())]
+    return {"CUDA_VISIBLE_DEVICES": devices[index]}
 
 
 def _log_tail(path: Path) -> str:

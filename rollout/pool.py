@@ -14,7 +14,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from rollout.engine import Sampling, SyncedEngine
+from rollout.engine import PooledEngine, Sampling
 from rollout.errors import ConfigError
 from rollout.records import EngineCall
 
@@ -28,7 +28,7 @@ moving costs the computation of one prompt, waiting behind a long queue costs mo
 class EnginePool:
     """An `Engine` made of engines that serve the same model."""
 
-    def __init__(self, members: Sequence[SyncedEngine]) -> None:
+    def __init__(self, members: Sequence[PooledEngine]) -> None:
         if not members:
             raise ConfigError("a pool needs at least one engine")
         self.members = tuple(members)

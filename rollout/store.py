@@ -41,7 +41,7 @@ def to_json(rollout: Rollout) -> dict[str, Any]:
         "duration_s": rollout.duration_s,
         "example": dict(rollout.example),
         "messages": [dict(message) for message in rollout.messages],
-        "calls": [_call_to_json(call) for call in rollout.calls],
+        "calls": [call_to_json(call) for call in rollout.calls],
     }
 
 
@@ -57,11 +57,11 @@ def from_json(data: dict[str, Any]) -> Rollout:
         duration_s=data["duration_s"],
         example=data["example"],
         messages=tuple(data["messages"]),
-        calls=tuple(_call_from_json(call) for call in data["calls"]),
+        calls=tuple(call_from_json(call) for call in data["calls"]),
     )
 
 
-def _call_to_json(call: EngineCall) -> dict[str, Any]:
+def call_to_json(call: EngineCall) -> dict[str, Any]:
     data: dict[str, Any] = {
         "prompt_ids": call.prompt_ids,
         "sampled_ids": call.sampled_ids,
@@ -74,7 +74,7 @@ def _call_to_json(call: EngineCall) -> dict[str, Any]:
     return data
 
 
-def _call_from_json(data: dict[str, Any]) -> EngineCall:
+def call_from_json(data: dict[str, Any]) -> EngineCall:
     support = data.get("support")
     return EngineCall(
         prompt_ids=tuple(data["prompt_ids"]),

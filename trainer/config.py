@@ -172,8 +172,9 @@ class RewardConfig:
 class RolloutConfig:
     engine: str = setting(
         "embedded",
-        "embedded: vLLM in the process of rank 0; server: vLLM servers at rollout.urls",
-        choices=("embedded", "server"),
+        "embedded: vLLM in the process of rank 0; colocated: in that of every rank, on its GPU; server: vLLM servers "
+        "at rollout.urls",
+        choices=("embedded", "colocated", "server"),
     )
     urls: list[str] = setting([], "engine=server: addresses of the servers, http://<host>:<port>")
     api_key_env: str | None = setting(
@@ -194,7 +195,15 @@ class RolloutConfig:
     max_tokens_per_turn: int = setting(48, "sampled tokens per assistant turn at most [tokens]")
     max_model_len: int = setting(512, "context of the engine: prompt and completion [tokens]")
     max_num_seqs: int = setting(256, "requests the engine batches at once")
-    kv_cache_gib: float = setting(0.25, "KV cache of the engine [GiB]")
+    kv_cache_gib: float | None = setting(
+        0.25, "KV cache of the engine; null, on GPUs with engine=colocated: what the memory plan leaves [GiB]"
+    )
+    sleep_level: int = setting(
+        2,
+        "engine=colocated, while the trainer computes: 2 frees the engine's weights and cache, 1 moves its weights to "
+        "main memory, 0 keeps both (a CPU engine pauses, and frees nothing)",
+        choices=(0, 1, 2),
+    )
     request_timeout_s: float = setting(600.0, "a request without an answer for this long is an engine failure [s]")
     start_timeout_s: float = setting(600.0, "limit for the engine to become ready [s]")
     engine_restarts: int = setting(

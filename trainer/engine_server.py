@@ -38,6 +38,7 @@ def command(config: Config) -> list[str]:
     arguments += ["--dtype", config.model.dtype, "--seed", str(config.seed)]
     arguments += ["--max-model-len", str(settings.max_model_len), "--max-num-seqs", str(settings.max_num_seqs)]
     arguments += ["--max-num-batched-tokens", str(max(settings.max_model_len, 8192)), "--no-enable-chunked-prefill"]
+    assert settings.kv_cache_gib is not None, "refused by engine_problems"
     arguments += ["--kv-cache-memory-bytes", str(int(settings.kv_cache_gib * 2**30))]
     arguments += ["--disable-log-stats", "--disable-uvicorn-access-log"]
     arguments += ["--middleware", ROUTES]

@@ -98,6 +98,8 @@ class Trainer:
     def step(self, on_rollout: OnRollout = lambda rollout: None) -> StepReport:
         watch = Stopwatch()
         collected = self._with_engines(lambda: self._rollouts.collect(self.num_steps, self.version, watch, on_rollout))
+        with watch.stage("sync"):
+            self._sync.rest()
         batch = self._exchange(collected)
         with watch.stage("score"):
             logprobs = self._score(batch)

@@ -14,11 +14,15 @@ from dataclasses import dataclass, fields
 from torch import nn
 from transformers import PreTrainedConfig
 
+from rollout.errors import ConfigError
 from trainer.config import Config
 from trainer.head import LOGITS_BUDGET_GIB, TILE_K
 
 GIB = 2**30
 FLOAT32, BFLOAT16 = 4, 2
+USABLE = 0.9
+"""Part of a GPU that is planned; the rest is for two CUDA contexts, workspaces and fragments."""
+MIN_CACHE_GIB = 0.25
 OPTIMIZER_BYTES = {"adamw": 8, "adamw_tf": 8, "adamw_8bit": 2, "muon": 4, "sgd": 4}
 """State per trained parameter. Muon keeps one moment for its matrices; embeddings and head, under AdamW, keep two."""
 
@@ -69,7 +73,7 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Bytes on the rank that holds the engine; the other ranks have all but the last two."""
+    """Bytes on a rank that holds an engine; other ranks have all but the last two."""
 
     weights: int
     masters: int
@@ -81,19 +85,37 @@ class MemoryPlan:
     gathered: int
     engine_weights: int
     kv_cache: int
+    engine_sleeps: bool = False
+    """The engine gives its memory up while the trainer computes, so that the two are not there at the same time."""
+
+    @property
+    def kept(self) -> int:
+        """What the trainer holds while the engine samples and gets its weights."""
+        return sum(self.parts().values()) - self._computing - self._engine
 
     @property
     def total(self) -> int:
-        return sum(getattr(self, field.name) for field in fields(self))
+        """The most that is there at a time."""
+        beside = max(self._computing, self._engine) if self.engine_sleeps else self._computing + self._engine
+        return self.kept + beside
+
+    @property
+    def _computing(self) -> int:
+        return self.activations + self.logits
+
+    @property
+    def _engine(self) -> int:
+        return self.engine_weights + self.kv_cache
 
     def parts(self) -> dict[str, int]:
         """Name and bytes of what is there."""
         named = {field.name.replace("_", " "): getattr(self, field.name) for field in fields(self)}
-        return {name: size for name, size in named.items() if size}
+        return {name: size for name, size in named.items() if size and name != "engine sleeps"}
 
     def table(self) -> str:
         cells = [f"{name} {size / GIB:.3g}" for name, size in self.parts().items()]
-        return f"memory         {self.total / GIB:.3g} GiB planned per rank: {', '.join(cells)}"
+        turns = " (the engine's and what the update computes with in turns)" if self.engine_sleeps else ""
+        return f"memory         {self.total / GIB:.3g} GiB planned per rank{turns}: {', '.join(cells)}"
 
 
 def memory_plan(
@@ -144,8 +166,23 @@ def memory_plan(
         logits=logits_bytes(shape, config.token_budget),
         gathered=min(gathered, compute * shape.parameters),
         engine_weights=compute * shape.engine_parameters,
-        kv_cache=int(config.rollout.kv_cache_gib * GIB),
+        kv_cache=int((config.rollout.kv_cache_gib or 0) * GIB),
+        engine_sleeps=config.rollout.engine == "colocated" and config.rollout.sleep_level > 0,
     )
+
+
+def cache_gib_left(plan: MemoryPlan, *, available: int) -> float:
+    """KV cache for an engine on the trainer's own GPU: what a plan without one leaves, in GiB.
+
+    Raises `ConfigError` if that is next to nothing.
+    """
+    left = USABLE * available - plan.kept - plan.engine_weights - (0 if plan.engine_sleeps else plan._computing)
+    if left < MIN_CACHE_GIB * GIB:
+        raise ConfigError(
+            f"rollout.kv_cache_gib=null leaves {left / GIB:.2g} of {available / GIB:.3g} GiB to the cache; "
+            f"{plan.table()}. Use more ranks with configs/accelerate/zero3.yaml, or rollout=server"
+        )
+    return left / GIB
 
 
 def activation_bytes(shape: ModelShape, tokens: int, *, compute: int, is_checkpointed: bool) -> int:
@@ -199,7 +236,7 @@ def _helpful(plan: MemoryPlan, config: Config, zero_stage: int) -> Iterator[tupl
     if config.model.dtype == "float32":
         yield (plan.activations + plan.engine_weights) // 2, "model.dtype=bfloat16"
     if plan.kv_cache > plan.total // 4:
-        yield plan.kv_cache // 2, f"rollout.kv_cache_gib={config.rollout.kv_cache_gib / 2:g}"
+        yield plan.kv_cache // 2, f"rollout.kv_cache_gib={plan.kv_cache / 2 / GIB:g}"
 
 
 def _numel(parameter: nn.Parameter) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig
@@ -25,16 +26,16 @@ from trainer.policy import Policy
 
 
 def start_engine(config: Config, *, loop: BackgroundLoop, log_path: Path) -> EnginePool:
-    """The engines of the configuration: vLLM in this process, or connections to servers.
+    """The engines for a process by itself: vLLM in it, or connections to servers. A run has `trainer/engines.py`.
 
     Raises `EngineError`: vLLM does not start (with the end of its log), or a server is not there.
     """
     if config.rollout.engine == "server":
-        return EnginePool(_connect(config, loop=loop))
-    return EnginePool([_embedded(config, loop=loop, log_path=log_path)])
+        return EnginePool(connect_servers(config, loop=loop))
+    return EnginePool([embedded_engine(config, loop=loop, log_path=log_path)])
 
 
-def _connect(config: Config, *, loop: BackgroundLoop) -> list[RemoteEngine]:
+def connect_servers(config: Config, *, loop: BackgroundLoop) -> list[RemoteEngine]:
     settings = config.rollout
     model = AutoConfig.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
     engines = [
@@ -79,7 +80,8 @@ def engine_key(variable: str | None) -> str | None:
     return os.environ[variable]
 
 
-def _embedded(config: Config, *, loop: BackgroundLoop, log_path: Path) -> EmbeddedEngine:
+def embedded_engine(config: Config, *, loop: BackgroundLoop, log_path: Path, **placed: Any) -> EmbeddedEngine:
+    """placed: settings of `EmbeddedEngine.start` that are not the configuration's."""
     settings = config.rollout
     return EmbeddedEngine.start(
         config.model.path,
@@ -87,7 +89,6 @@ def _embedded(config: Config, *, loop: BackgroundLoop, log_path: Path) -> Embedd
         log_path=log_path,
         dtype=config.model.dtype,
         max_model_len=settings.max_model_len,
-        kv_cache_gib=settings.kv_cache_gib,
         max_num_seqs=settings.max_num_seqs,
         seed=config.seed,
         # CUDA IPC hands weights to an engine on the trainer's own GPU; gloo is the transport between CPU processes.
@@ -95,6 +96,7 @@ def _embedded(config: Config, *, loop: BackgroundLoop, log_path: Path) -> Embedd
         request_timeout_s=settings.request_timeout_s,
         start_timeout_s=settings.start_timeout_s,
         trust_remote_code=config.model.trust_remote_code,
+        **{"kv_cache_gib": settings.kv_cache_gib, **placed},
     )
 
 

@@ -72,6 +72,9 @@ class _FromFile:
 class _NoEngine:
     """In place of weight sync."""
 
+    def rest(self) -> None:
+        """Nobody sleeps."""
+
     def push(self, version: int) -> _NoEngine:
         return self
 

@@ -13,7 +13,6 @@ import torch
 
 from rollout.errors import HubError
 from rollout.loop import BackgroundLoop
-from rollout.pool import EnginePool
 from rollout.store import write_rollouts
 from rollout.sync import WeightSync
 from trainer import checkpoint
@@ -26,6 +25,7 @@ from trainer.console import RunConsole
 from trainer.critic_saving import save_critic
 from trainer.distributed import Distributed
 from trainer.dumps import Attempt, write_dump
+from trainer.engines import Engines, start_engines
 from trainer.evaluation import Evaluator, comparable_settings
 from trainer.evaluation_results import write_results
 from trainer.evaluation_tables import result_lines
@@ -39,7 +39,7 @@ from trainer.metrics import MetricsLog
 from trainer.next_steps import next_steps
 from trainer.optimizer import make_optimizer
 from trainer.own_code import code_of_files
-from trainer.parts import load_policy, make_chat, make_rewards, make_sampler, make_sampling, start_engine
+from trainer.parts import load_policy, make_chat, make_rewards, make_sampler, make_sampling
 from trainer.policy import Policy
 from trainer.producer import Producer
 from trainer.profiling import StepProfiler
@@ -113,7 +113,7 @@ class Run:
         torch.manual_seed(config.seed)
 
         # The engine starts first: it forks workers, which must not inherit threads of a model that computes.
-        self._engine = distributed.together(self._start_engine)
+        self._engines = self._start_engines()
         policy = load_policy(config)
         module = with_critic(policy, config)
         optimizer = make_optimizer(module, config.optimizer, is_sharded=distributed.zero_stage > 0)
@@ -126,7 +126,8 @@ class Run:
         distributed.together(self._load_reward_models)
         self._chat = make_chat(config)
         self._prompts = make_prompts(config, distributed, loop, self._chat, say=self._console.say)
-        self._sampler = make_sampler(config, engine=self._engine, chat=self._chat) if self._engine else None
+        pool = self._engines.pool
+        self._sampler = make_sampler(config, engine=pool, chat=self._chat) if pool else None
         self._evaluator = distributed.together(self._make_evaluator)
         make_source = Producer if config.rollout.max_staleness else Collector
         self._rollouts = make_source(
@@ -198,8 +199,7 @@ class Run:
             self._rollouts.close()
             self._rewards.close()
             self._heartbeat.close()
-            if self._engine is not None:
-                self._loop.run(self._engine.close())
+            self._engines.close()
 
     # Parts
 
@@ -228,24 +228,24 @@ class Run:
             return None
         return Evaluator(self._config, sampler=self._sampler, rewards=self._rewards, loop=self._loop, chat=self._chat)
 
-    def _start_engine(self) -> EnginePool | None:
-        """On rank 0; None elsewhere."""
-        if not self._distributed.is_main:
-            return None
+    def _start_engines(self) -> Engines:
         urls = ", ".join(self._config.rollout.urls)
-        self._console.say(f"waiting for the engines at {urls} ..." if urls else "starting the engine ...")
-        return start_engine(self._config, loop=self._loop, log_path=self._directory.logs / "engine.log")
+        one_each = " of every rank" if self._config.rollout.engine == "colocated" else ""
+        self._console.say(f"waiting for the engines at {urls} ..." if urls else f"starting the engine{one_each} ...")
+        return start_engines(self._config, self._distributed, loop=self._loop, logs=self._directory.logs)
 
     def _load_reward_models(self) -> None:
         """On the rank that scores, whole, also under ZeRO-3; nothing elsewhere."""
-        if self._engine is not None:
+        if self._engines.pool is not None:
             with self._distributed.whole_models():
                 self._rewards.load()
 
     def _make_sync(self) -> WeightSync:
         settings = self._config.sync
         return WeightSync(
-            engines=self._engine.members if self._engine else (),
+            engines=self._engines.synced,
+            sleepers=self._engines.colocated,
+            sleep_level=self._config.rollout.sleep_level if self._engines.colocated else 0,
             module=policy_of(self._distributed.unwrapped).model,
             score_canary=self._updater.logprobs,
             canary_threshold=settings.canary_threshold,

@@ -15,10 +15,20 @@ def engine_problems(config: Config) -> Iterator[str]:
     settings = config.rollout
     if settings.engine == "server" and not settings.urls:
         yield f"rollout.engine=server needs the addresses of its servers; set {EXAMPLE}"
-    if settings.engine == "embedded" and settings.urls:
+    if settings.engine != "server" and settings.urls:
         yield (
-            f"rollout.urls={settings.urls} is for rollout.engine=server, found rollout.engine=embedded; "
+            f"rollout.urls={settings.urls} is for rollout.engine=server, found rollout.engine={settings.engine}; "
             "set rollout.engine=server, or rollout.urls=[]"
+        )
+    if settings.engine == "colocated" and settings.sleep_level and settings.max_staleness:
+        yield (
+            f"rollout.max_staleness={settings.max_staleness} samples while the trainer computes, and rollout.engine="
+            "colocated sleeps then; set rollout.sleep_level=0, or rollout.max_staleness=0"
+        )
+    if settings.kv_cache_gib is None and settings.engine != "colocated":
+        yield (
+            f"rollout.kv_cache_gib=null takes what the trainer leaves of its GPU, with rollout.engine=colocated; found "
+            f"rollout.engine={settings.engine}: set rollout.kv_cache_gib to a number of GiB"
         )
     for url in settings.urls:
         problem = _url_problem(url)

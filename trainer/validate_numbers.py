@@ -107,7 +107,7 @@ def _ranges(config: Config) -> Iterator[str]:
         "gateway.max_request_mib": config.gateway.max_request_mib,
     }
     for name, value in positive.items():
-        if not value > 0:
+        if value is not None and not value > 0:
             yield f"{name}={value} must be greater than 0; set {name}={operator.attrgetter(name)(Config())}"
     not_negative = {
         "algorithm.advantage_eps": config.algorithm.advantage_eps,

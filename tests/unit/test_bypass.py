@@ -37,6 +37,9 @@ class GivenRollouts:
 
 
 class NoEngine:
+    def rest(self) -> None:
+        pass
+
     def push(self, version: int) -> NoEngine:
         return self
 

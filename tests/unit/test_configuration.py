@@ -230,7 +230,7 @@ def test_the_command_line_answers_a_mistake_in_one_line(argument: str, expected:
 @pytest.mark.parametrize(
     ("argument", "expected"),
     [
-        ("rollout=5", "rollout=5 does not exist; there are: embedded"),
+        ("rollout=5", "rollout=5 does not exist; there are: colocated, embedded, server"),
         ("model=null", "model=null does not exist; there are: calculator"),
         ("=3", "expected key=value"),
         ('run_name="abc', 'run_name="abc is not key=value'),

@@ -33,6 +33,9 @@ def test_good_settings_pass():
     assert list(engine_problems(Config())) == []
     assert list(engine_problems(config(URL, "https://engine-2:8443/"))) == []
     assert list(engine_problems(config("http://[::1]:8000", sync__address="127.0.0.1"))) == []
+    assert list(engine_problems(config(engine="colocated", rollout__kv_cache_gib=None))) == []
+    awake = config(engine="colocated", rollout__max_staleness=1, rollout__sleep_level=0)
+    assert list(engine_problems(awake)) == []
 
 
 @pytest.mark.parametrize(
@@ -40,6 +43,9 @@ def test_good_settings_pass():
     [
         (config(), "set rollout.urls=[http://127.0.0.1:8000]"),
         (config(URL, engine="embedded"), "set rollout.engine=server, or rollout.urls=[]"),
+        (config(URL, engine="colocated"), "found rollout.engine=colocated; set rollout.engine=server"),
+        (config(engine="colocated", rollout__max_staleness=1), "set rollout.sleep_level=0, or rollout.max_staleness=0"),
+        (config(engine="embedded", rollout__kv_cache_gib=None), "found rollout.engine=embedded: set"),
         (config("10.0.0.7:8000"), "is no address of a server"),
         (config("http://10.0.0.7"), "has no port"),
         (config("http://10.0.0.7:http"), "cannot be read"),

@@ -10,10 +10,11 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
+from rollout.errors import ConfigError
 from rollout.records import TrainingRow
 from trainer.config import Config, LoraConfig, OptimizerConfig
 from trainer.lora import add_adapters
-from trainer.memory import GIB, ModelShape, activation_bytes, advice, memory_plan
+from trainer.memory import GIB, MemoryPlan, ModelShape, activation_bytes, advice, cache_gib_left, memory_plan
 from trainer.optimizer import make_optimizer
 from trainer.packing import collate
 from trainer.policy import Policy
@@ -149,3 +150,21 @@ def test_a_plan_that_does_not_fit_names_overrides_and_one_that_fits_says_nothing
     assert sentence is not None
     assert "model.gradient_checkpointing=true" in sentence
     assert "the device has 0.01" in sentence
+
+
+def test_an_engine_that_sleeps_takes_turns_with_the_update_and_gets_what_is_left() -> None:
+    def plan_of(*, sleep_level: int, cache: float | None = 1.0) -> MemoryPlan:
+        config = Config()
+        config.rollout.engine, config.rollout.sleep_level, config.rollout.kv_cache_gib = "colocated", sleep_level, cache
+        return memory_plan(shape_of(policy()), config, world_size=1, zero_stage=0, uses_deepspeed=False)
+
+    awake, asleep = plan_of(sleep_level=0), plan_of(sleep_level=2)
+    engine, computing = GIB + awake.engine_weights, awake.activations + awake.logits
+    assert awake.total == awake.kept + engine + computing
+    assert asleep.total == asleep.kept + max(engine, computing)
+
+    for level in (0, 2):  # a cache of what is left just fits
+        left = cache_gib_left(plan_of(sleep_level=level, cache=None), available=10 * GIB)
+        assert plan_of(sleep_level=level, cache=left).total == pytest.approx(0.9 * 10 * GIB, rel=0.01)
+    with pytest.raises(ConfigError, match=r"rollout\.kv_cache_gib=null leaves .* Use more ranks"):
+        cache_gib_left(plan_of(sleep_level=2, cache=None), available=GIB // 8)

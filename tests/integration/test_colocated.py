@@ -1,0 +1,67 @@
+"""An engine on every rank: both get the weights, both sample for rank 0, both rest while the trainer computes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.fixtures.models import save_tiny_model
+from tests.integration.test_run import ROOT, demo, metrics, train  # noqa: F401  # `demo` is a fixture
+
+pytestmark = [pytest.mark.engine, pytest.mark.distributed, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    directory = tmp_path_factory.mktemp("colocated")
+    save_tiny_model(directory / "model", tied=True)
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/zero3.yaml"]
+    command += ["--num_processes", "2", "--main_process_port", "0", "-m", "tests.integration.workers.colocated"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [*command, str(directory)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    files = [directory / f"rank{rank}.json" for rank in (0, 1)]
+    assert all(file.exists() for file in files), done.stdout[-3000:] + done.stderr[-6000:]
+    return [json.loads(file.read_text()) for file in files]
+
+
+def test_both_engines_get_the_weights_and_sample_with_them(ranks: list[dict]) -> None:
+    for rank in ranks:
+        assert [sync["version"] for sync in rank["syncs"]] == [1, 2]
+        assert max(sync["canary"] for sync in rank["syncs"]) < 1e-4
+    for version, sync in enumerate(ranks[0]["syncs"], start=1):
+        assert sync["versions"] == [version]
+        assert sync["mismatch"] < 1e-4
+    assert [sync["answered"] for sync in ranks[1]["syncs"]] == [3, 6], "half of the prompts, in either round"
+    assert ranks[0]["seeds"], "where a request is sampled does not change what is sampled"
+
+
+def test_weights_that_sleep_are_no_version(ranks: list[dict]) -> None:
+    for rank in ranks:
+        assert "asleep" in rank["asleep"]
+
+
+def test_a_killed_engine_of_another_rank_is_an_error_that_names_it(ranks: list[dict]) -> None:
+    assert ranks[0]["killed"].startswith("EngineError: the engine of rank 1: cannot sample: the engine is dead")
+
+
+@pytest.mark.slow
+def test_two_ranks_train_with_an_engine_each(demo: tuple[str, ...], tmp_path: Path) -> None:  # noqa: F811
+    train(
+        *demo, "rollout=colocated", "rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "updates=3",
+        "eval.every=3", "eval.prompts=4", f"run_root={tmp_path}", "run_name=two", ranks=2,
+    )  # fmt: skip
+    lines = metrics(tmp_path / "two")
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    for line in lines:
+        assert line["rollout/delivered"] == 16
+        assert line["rollout/token_match_rate"] == line["rollout/trained_fraction"] == 1.0
+        assert line["rollout_correction/logp_diff_abs_max"] < 1e-3
+        assert line["sync/canary_abs_diff"] < 1e-3
+    assert {path.name for path in (tmp_path / "two/logs").glob("engine*")} == {"engine.log", "engine-1.log"}

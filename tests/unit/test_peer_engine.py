@@ -1,0 +1,113 @@
+"""An engine of another rank behaves as if it were here: answers, errors, and nobody else gets in. Over real HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+
+import aiohttp
+import numpy as np
+import pytest
+import torch
+
+from rollout.engine import Sampling
+from rollout.errors import EngineError, EvidenceError, RequestError
+from rollout.loop import BackgroundLoop
+from rollout.peer import EngineService, PeerEngine
+from rollout.records import EngineCall, FinishReason, SamplingSupport, VersionSpan
+
+SAMPLING = Sampling(max_tokens=7, stop_token_ids=(3, 4), seed=11, affinity=(0, 5), top_k=2)
+CALL = EngineCall(
+    prompt_ids=(1, 2),
+    sampled_ids=(5, 6),
+    sampled_logprobs=(-0.1, -1 / 3),
+    finish_reason=FinishReason.STOP,
+    version_spans=(VersionSpan(version=4, start=0, end=2),),
+    support=SamplingSupport(offsets=np.array([0, 1, 3]), token_ids=np.array([5, 6, 9], dtype=np.int32)),
+)
+
+
+class Own:
+    """An engine that remembers what it was asked, and answers what it is told to."""
+
+    max_model_len, vocab_size, dtype = 64, 512, torch.bfloat16
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Sequence[int], Sampling]] = []
+        self.failure: Exception | None = None
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> EngineCall:
+        self.asked.append((prompt_ids, sampling))
+        if self.failure is not None:
+            raise self.failure
+        return CALL
+
+    async def score(self, ids: Sequence[int]) -> list[float]:
+        return [-float(token) for token in ids[1:]]
+
+
+@pytest.fixture
+def loop() -> Iterator[BackgroundLoop]:
+    with BackgroundLoop() as loop:
+        yield loop
+
+
+@pytest.fixture
+def own() -> Own:
+    return Own()
+
+
+@pytest.fixture
+def service(loop: BackgroundLoop, own: Own) -> Iterator[EngineService]:
+    service = loop.run(EngineService.start(own, host="127.0.0.1", key="secret"))  # type: ignore[arg-type]
+    yield service
+    loop.run(service.close())
+
+
+@pytest.fixture
+def peer(loop: BackgroundLoop, service: EngineService) -> Iterator[PeerEngine]:
+    peer = PeerEngine.connect(service.url, key="secret", rank=1, loop=loop, timeout_s=5)
+    yield peer
+    loop.run(peer.close())
+
+
+def test_a_call_arrives_and_returns_as_it_is(loop: BackgroundLoop, own: Own, peer: PeerEngine) -> None:
+    found = loop.run(peer.generate((1, 2), SAMPLING))
+    assert own.asked == [([1, 2], SAMPLING)]
+    for name in ("prompt_ids", "sampled_ids", "sampled_logprobs", "finish_reason", "version_spans"):
+        assert getattr(found, name) == getattr(CALL, name)
+    assert found.support is not None
+    assert CALL.support is not None
+    assert found.support.token_ids.tolist() == CALL.support.token_ids.tolist()
+    assert loop.run(peer.score([1, 2, 3])) == [-2.0, -3.0]
+    assert (peer.dtype, peer.vocab_size, peer.max_model_len) == (torch.bfloat16, 512, 64)
+
+
+@pytest.mark.parametrize("kind", [EngineError, RequestError, EvidenceError])
+def test_an_error_keeps_its_kind_and_says_whose_it_is(
+    loop: BackgroundLoop, own: Own, peer: PeerEngine, kind: type[Exception]
+) -> None:
+    own.failure = kind("the cache is on fire")
+    with pytest.raises(kind, match="the engine of rank 1: the cache is on fire") as caught:
+        loop.run(peer.generate((1, 2), SAMPLING))
+    assert type(caught.value) is kind
+
+
+def test_a_rank_that_is_gone_is_an_error_of_its_engine(
+    loop: BackgroundLoop, service: EngineService, peer: PeerEngine
+) -> None:
+    loop.run(service.close())
+    with pytest.raises(EngineError, match="the engine of rank 1 does not answer"):
+        loop.run(peer.generate((1, 2), SAMPLING))
+
+
+def test_nobody_gets_in_without_the_key(loop: BackgroundLoop, own: Own, service: EngineService) -> None:
+    async def status(headers: dict[str, str]) -> int:
+        async with aiohttp.ClientSession() as session:
+            body = {"prompt_ids": [1], "sampling": asdict(SAMPLING)}
+            async with session.post(f"{service.url}/generate", json=body, headers=headers) as response:
+                return response.status
+
+    assert loop.run(status({})) == loop.run(status({"Authorization": "Bearer wrong"})) == 401
+    assert own.asked == []
+    assert loop.run(status({"Authorization": "Bearer secret"})) == 200

@@ -1,0 +1,130 @@
+"""The engines of a run: what this rank samples from, and whose weights it replaces.
+
+embedded, server    rank 0 samples, and gives the weights
+colocated           every rank has an engine and gives it the weights; rank 0 samples from all of them
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rollout.addresses import LOOPBACK, address_towards
+from rollout.embedded import EmbeddedEngine
+from rollout.engine import SyncedEngine
+from rollout.errors import ConfigError
+from rollout.loop import BackgroundLoop
+from rollout.peer import EngineService, PeerEngine
+from rollout.pool import EnginePool
+from trainer.blueprint import blueprint
+from trainer.config import Config
+from trainer.distributed import Distributed
+from trainer.memory import ModelShape, cache_gib_left, memory_plan
+from trainer.parts import connect_servers, embedded_engine
+
+PEER_GRACE_S = 60.0
+"""By which a rank waits longer for another one's engine than that one itself does, so that the cause is reported."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engines:
+    """Those of one rank."""
+
+    loop: BackgroundLoop
+    pool: EnginePool | None = None
+    """What episodes sample from; None on ranks that run none."""
+    synced: Sequence[SyncedEngine] = ()
+    """Whose weights this rank replaces."""
+    colocated: Sequence[EmbeddedEngine] = ()
+    """Those of them that share a GPU with this rank's trainer."""
+    service: EngineService | None = None
+    """How rank 0 reaches this rank's engine."""
+
+    def close(self) -> None:
+        if self.pool is not None:
+            self.loop.run(self.pool.close())
+        elif self.colocated:
+            if self.service is not None:
+                self.loop.run(self.service.close())
+            self.loop.run(self.colocated[0].close())
+
+
+def start_engines(config: Config, distributed: Distributed, *, loop: BackgroundLoop, logs: Path) -> Engines:
+    """Start or reach the engines of the configuration; a collective. logs: directory of the engines' logs.
+
+    Raises `EngineError` on all ranks: vLLM does not start (with the end of its log), or a server is not there.
+    """
+    if config.rollout.engine == "colocated":
+        return _colocated(config, distributed, loop=loop, logs=logs)
+    return distributed.together(lambda: _of_rank_0(config, distributed, loop=loop, logs=logs))
+
+
+def _of_rank_0(config: Config, distributed: Distributed, *, loop: BackgroundLoop, logs: Path) -> Engines:
+    if not distributed.is_main:
+        return Engines(loop=loop)
+    if config.rollout.engine == "server":
+        members = connect_servers(config, loop=loop)
+    else:
+        members = [embedded_engine(config, loop=loop, log_path=logs / "engine.log")]
+    return Engines(loop=loop, pool=EnginePool(members), synced=members)
+
+
+def _colocated(config: Config, distributed: Distributed, *, loop: BackgroundLoop, logs: Path) -> Engines:
+    rank = distributed.rank
+    own = distributed.together(
+        lambda: embedded_engine(
+            config,
+            loop=loop,
+            log_path=logs / ("engine.log" if distributed.is_main else f"engine-{rank}.log"),
+            name=f"the engine of rank {rank}",
+            kv_cache_gib=_cache_gib(config, distributed),
+            local_place=(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
+        )
+    )
+    key: str = distributed.broadcast(secrets.token_hex(32))
+
+    def serve() -> EngineService | None:
+        if distributed.is_main:
+            return None
+        host = address_towards(os.environ.get("MASTER_ADDR", LOOPBACK))
+        return loop.run(EngineService.start(own, host=host, key=key))
+
+    service = distributed.together(serve)
+    urls = distributed.gather_bytes(b"" if service is None else service.url.encode())
+
+    def pool() -> EnginePool | None:
+        if not distributed.is_main:
+            return None
+        timeout_s = config.rollout.request_timeout_s + PEER_GRACE_S
+        peers = [
+            PeerEngine.connect(url.decode(), key=key, rank=peer, loop=loop, timeout_s=timeout_s)
+            for peer, url in enumerate(urls)
+            if url
+        ]
+        return EnginePool([own, *peers])
+
+    return Engines(loop=loop, pool=distributed.together(pool), synced=[own], colocated=[own], service=service)
+
+
+def _cache_gib(config: Config, distributed: Distributed) -> float:
+    """What the configuration says, or what the memory plan leaves of the GPU."""
+    if config.rollout.kv_cache_gib is not None:
+        return config.rollout.kv_cache_gib
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "rollout.kv_cache_gib=null is planned from the memory of a GPU, and there is none; set a number of GiB"
+        )
+    module, policy = blueprint(config)
+    plan = memory_plan(
+        ModelShape.of(module, policy.model, policy.causal_lm.config),
+        config,
+        world_size=distributed.world_size,
+        zero_stage=distributed.zero_stage,
+        uses_deepspeed=distributed.uses_deepspeed,
+    )
+    return cache_gib_left(plan, available=distributed.device_memory)
