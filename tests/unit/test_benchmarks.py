@@ -47,6 +47,14 @@ def test_growth_measures_a_point():
     assert point(sizes, 1)["trained tokens/CPU s"] > 0
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_sync_is_measured_against_its_copy(monkeypatch, capsys):
+    result = result_of("sync", monkeypatch, capsys, "--repeats", "1")
+    assert [row["side"] for row in result["rows"]] == ["copy", "parameter", "group", "lockstep"]
+    assert result["over_copy"] > 0
+
+
 def test_the_fitted_exponent_is_that_of_the_power():
     assert fitted_exponent([1, 2, 4, 8], [3, 12, 48, 192]) == pytest.approx(2)
 

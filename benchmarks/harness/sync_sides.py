@@ -1,0 +1,164 @@
+"""The sides of benchmarks/sync.py for one model, on two ranks under torchrun. Rank 0 prints one JSON line.
+
+    copy         the same buckets, ready in memory: what the transport takes by itself
+    parameter    gathered and sent one parameter after another
+    group        gathered and sent one layer after another
+    lockstep     `ZeroSource` and the gloo transport, as a run has them
+
+The gathering of the middle two is `deepspeed.zero.GatheredParameters`; what they send they wait for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed import zero
+from torch import nn
+from vllm.distributed.weight_transfer.base import ParamMeta, layerwise_groups
+
+from harness.models import small_qwen3
+from harness.receiver import Receiver
+from rollout.addresses import LOOPBACK
+from rollout.buckets import plan_buckets, views
+from rollout.daemon import in_daemon_thread
+from rollout.gloo import GlooTrainerInitInfo, GlooTrainerWeightTransferEngine, broadcast, message_bytes
+from rollout.source import ZeroSource
+
+SIDES = ("copy", "parameter", "group", "lockstep")
+TIMEOUT_S = 120.0
+
+
+class Sync:
+    """One model, and the ways to give its weights to a receiver."""
+
+    def __init__(self, model: nn.Module, *, dtype: torch.dtype, bucket_bytes: int) -> None:
+        self._parameters = dict(model.named_parameters())
+        self._dtype = dtype
+        source = ZeroSource(model, dtype=dtype, bucket_bytes=bucket_bytes, readers=[0])
+        self._metas = {meta.name: meta for meta in source.metadata()}
+        self.buckets = plan_buckets(list(self._metas.values()), bucket_bytes)
+        self._is_sender = dist.get_rank() == 0
+        self.receiver = Receiver() if self._is_sender else None
+        info = GlooTrainerInitInfo(
+            rank=dist.get_rank(),
+            master_address=LOOPBACK,
+            world_size=2,
+            bucket_bytes=bucket_bytes,
+            timeout_s=TIMEOUT_S,
+        )
+        self._transport = GlooTrainerWeightTransferEngine.trainer_init(
+            info,
+            client=self.receiver,  # type: ignore[arg-type]  # rank 1 calls nothing
+            source=source,
+        )
+        self._ready = torch.ones(max(map(message_bytes, self.buckets)) if self._is_sender else 0, dtype=torch.uint8)
+
+    def copy(self) -> None:
+        if self._is_sender:
+            self._send(self._ready[: message_bytes(metas)] for metas in self.buckets)
+
+    def lockstep(self) -> None:
+        self._transport.send_weights()
+
+    def parameter(self) -> None:
+        self._gather_and_send([[name] for name in self._metas])
+
+    def group(self) -> None:
+        self._gather_and_send(layerwise_groups(list(self._metas)))
+
+    def _gather_and_send(self, groups: Sequence[Sequence[str]]) -> None:
+        parts = [[self._metas[name] for name in names] for names in groups]
+        if self._is_sender:
+            self._send((self._gathered(part) for part in parts), parts)
+            return
+        for part in parts:
+            self._gathered(part)
+
+    @torch.no_grad()
+    def _gathered(self, metas: Sequence[ParamMeta]) -> torch.Tensor:
+        with zero.GatheredParameters([self._parameters[meta.name] for meta in metas], modifier_rank=None):
+            bucket = torch.empty(message_bytes(metas) if self._is_sender else 0, dtype=torch.uint8)
+            for name, view in views(bucket, metas) if self._is_sender else ():
+                view.copy_(self._parameters[name])
+            return bucket
+
+    def _send(self, tensors: Iterable[torch.Tensor], parts: Sequence[Sequence[ParamMeta]] | None = None) -> None:
+        assert self.receiver is not None
+        assert self._transport._group is not None
+        sizes = [message_bytes(metas) for metas in parts or self.buckets]
+        receiver = self.receiver
+        receiving = in_daemon_thread(lambda: receiver.receive(sizes))
+        for tensor in tensors:
+            broadcast(self._transport._group, tensor).wait()
+        receiving.result(timeout=TIMEOUT_S)
+
+
+def timed(sync: Callable[[], None]) -> tuple[float, int]:
+    """Seconds until all ranks are through, and bytes that this process held at most beside what it held before."""
+    ctypes.CDLL(None).malloc_trim(0)  # what earlier sides have freed is not there for this one
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins again
+    dist.barrier()
+    before, started = resident("VmRSS"), time.perf_counter()
+    sync()
+    dist.barrier()
+    return time.perf_counter() - started, resident("VmHWM") - before
+
+
+def resident(which: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(which):
+            return int(line.split()[1]) * 1024
+    raise KeyError(which)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    for name in ("hidden", "layers", "vocab", "repeats"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--bucket-mib", type=float, required=True)
+    parser.add_argument("--dtype", required=True)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    deepspeed.init_distributed("gloo")
+    model = small_qwen3(hidden=args.hidden, layers=args.layers, vocab=args.vocab)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    settings = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    engine, *_ = deepspeed.initialize(
+        model=model, config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": settings}
+    )
+    sync = Sync(engine.module, dtype=getattr(torch, args.dtype), bucket_bytes=int(args.bucket_mib * 2**20))
+    found: dict[str, list[tuple[float, int]]] = {side: [] for side in SIDES}
+    for repeat in range(args.repeats + 1):
+        for side, results in found.items():
+            result = timed(getattr(sync, side))
+            if repeat:  # the first time, buffers of the libraries come into being
+                results.append(result)
+    extra: list[dict[str, int] | None] = [None, None]
+    dist.all_gather_object(extra, {side: max(held for _, held in results) for side, results in found.items()})
+    if sync.receiver is not None:
+        sync.receiver.close()
+        result = {
+            "parameters": parameters,
+            "bytes": sum(message_bytes(metas) for metas in sync.buckets),
+            "largest_bucket": max(map(message_bytes, sync.buckets)),
+            "seconds": {side: statistics.median(s for s, _ in results) for side, results in found.items()},
+            "extra_bytes": {side: [rank[side] for rank in extra if rank is not None] for side in SIDES},
+        }
+        print(json.dumps(result), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
