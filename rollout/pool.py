@@ -66,10 +66,6 @@ class EnginePool:
     async def close(self) -> None:
         await asyncio.gather(*(member.close() for member in self.members))
 
-    def restart_dead(self) -> list[str]:
-        """Names of the members that had died, and live again with the weights on disk. Called outside of the loop."""
-        return [member.name for member in self.members if member.restart_if_dead()]
-
     def _choose(self, key: tuple[int, ...] | None) -> int:
         """Index of the engine that gets the next request of this group."""
         least = self._least_loaded()

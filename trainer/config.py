@@ -207,7 +207,8 @@ class RolloutConfig:
     request_timeout_s: float = setting(600.0, "a request without an answer for this long is an engine failure [s]")
     start_timeout_s: float = setting(600.0, "limit for the engine to become ready [s]")
     engine_restarts: int = setting(
-        2, "engine=embedded: times that an engine that died is started again and the step goes on; 0: the run ends"
+        2,
+        "times that an engine of the run's own that died is started again, and the step goes on; 0: the run ends",
     )
     ignore_eos: bool = setting(
         False, "sample past the end of the turn, up to max_tokens_per_turn: responses of one fixed length"

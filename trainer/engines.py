@@ -45,6 +45,10 @@ class Engines:
     service: EngineService | None = None
     """How rank 0 reaches this rank's engine."""
 
+    def restart_dead(self) -> list[str]:
+        """Names of this rank's engines that had died, and live again with the weights on disk."""
+        return [engine.name for engine in self.synced if engine.restart_if_dead()]
+
     def close(self) -> None:
         if self.pool is not None:
             self.loop.run(self.pool.close())

@@ -1,8 +1,8 @@
 """After an engine has died: it is started again, gets the weights of the run, and the step goes on.
 
-Only engines of the run's own (`rollout.engine=embedded`), and at most `rollout.engine_restarts` times. The new engine
-samples nothing before its weights were verified (`WeightSync.push`). What was in flight is given up, and its prompts
-are sampled again with the same seeds, so a run that had to do this ends where it would have ended without.
+Only engines of the run's own (`rollout.engine=embedded` or `colocated`), and at most `rollout.engine_restarts` times.
+The new engine samples nothing before its weights were verified (`WeightSync.push`). What was in flight is given up, and
+its prompts are sampled again with the same seeds, so a run that had to do this ends where it would have ended without.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from rollout.errors import EngineError, RankLostError, SyncError
-from rollout.pool import EnginePool
 from rollout.sync import WeightSync
 from trainer.collection import RolloutSource
 from trainer.distributed import Distributed
+from trainer.engines import Engines
 
 T = TypeVar("T")
 
@@ -25,7 +25,7 @@ class Recovery:
     def __init__(
         self,
         *,
-        engines: EnginePool | None,
+        engines: Engines,
         distributed: Distributed,
         rollouts: RolloutSource,
         sync: WeightSync,
@@ -35,7 +35,6 @@ class Recovery:
     ) -> None:
         """
         Args:
-            engines: None on ranks without any.
             version: of the weights now.
             limit: restarts in the life of this process.
             say: shows a person what happened.
@@ -70,8 +69,7 @@ class Recovery:
 
     def _restarted(self) -> bool:
         """Whether an engine had died, on whichever rank, and lives again. Raises `EngineError` if it does not start."""
-        engines = self._engines
-        names = self._distributed.together(lambda: engines.restart_dead() if engines is not None else [])
+        names = self._distributed.together(self._engines.restart_dead)
         is_restarted = any(self._distributed.gather_bytes(", ".join(names).encode()))
         self.num_restarts += is_restarted
         return is_restarted

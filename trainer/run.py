@@ -141,7 +141,7 @@ class Run:
         )
         sync = self._make_sync()
         self._recovery = Recovery(
-            engines=self._engine,
+            engines=self._engines,
             distributed=distributed,
             rollouts=self._rollouts,
             sync=sync,
