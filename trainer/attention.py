@@ -28,6 +28,10 @@ from trainer.prefixes import Prefix
 PACKED_ROWS = "packed_rows"
 """Name of the implementation in transformers' registry (`attn_implementation`)."""
 
+LONG_STRETCH = 2
+"""Times its prefix from which on the kernel computes a stretch faster as a whole causal row, the prefix again, than
+with a mask, under which it skips nothing. Measured on CPU: 0.8 of the time at 4 times, 1.2 at 1."""
+
 
 def register() -> None:
     """Make `packed_rows` known to transformers; doing it again changes nothing."""
@@ -106,20 +110,25 @@ def packed_rows_attention(
     outputs = []
     for row, prefix in enumerate(packed.prefixes or ((),) * packed.num_rows):
         q, k, v = queries[row], _behind(prefix, keys, row), _behind(prefix, values, row)
+        own = q.shape[2]
         is_windowed = sliding_window is not None and sliding_window < k.shape[2]
-        is_masked = is_windowed or written_out or len(prefix) > 0
+        asks_again = own > LONG_STRETCH * (k.shape[2] - own) and not (is_windowed or written_out)
+        if asks_again:
+            q = _behind(prefix, queries, row)
+        is_masked = is_windowed or written_out or (len(prefix) > 0 and not asks_again)
         keep = _band(q.shape[2], k.shape[2], sliding_window, q.device) if is_masked else None
         if written_out and keep is not None:
             outputs.append(_explicit(q, k, v, keep, scaling=scaling, softcap=softcap, s_aux=s_aux))
         else:
-            outputs.append(
-                F.scaled_dot_product_attention(q, k, v, keep, is_causal=keep is None, scale=scaling, enable_gqa=gqa)
+            output = F.scaled_dot_product_attention(
+                q, k, v, keep, is_causal=keep is None, scale=scaling, enable_gqa=gqa
             )
+            outputs.append(output[:, :, -own:])
     return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
 
 
 def _behind(prefix: Prefix, stretches: Sequence[torch.Tensor], row: int) -> torch.Tensor:
-    """Keys or values of a row: of its prefix, and behind them those of its own stretch."""
+    """Keys, values or queries of a row: of its prefix, and behind them those of its own stretch."""
     if not prefix:
         return stretches[row]
     return torch.cat([*(stretches[earlier][:, :, :length] for earlier, length in prefix), stretches[row]], 2)

@@ -41,6 +41,12 @@ def test_an_update_is_measured_against_the_bound_and_trl(monkeypatch, capsys):
     assert result["overhead"] > -1
 
 
+def test_shared_prompts_give_the_gradient_of_rows_apart(monkeypatch, capsys):
+    result = result_of("prefixes", monkeypatch, capsys)
+    assert result["gradient_difference"] < 1e-5
+    assert result["rows"][0]["tokens"] < 0.5
+
+
 def test_growth_measures_a_point():
     point = runpy.run_path(str(BENCHMARKS / "growth.py"))["point"]
     sizes = {"length": 16, "rows": 4, "group": 2, "vocabulary": 64, "hidden": 32, "layers": 1, "budget": 64}

@@ -251,6 +251,15 @@ def test_checkpointed_layers_keep_the_gradient(batch: StepBatch) -> None:
     assert_equal_gradients(Policy(gpt2(), gradient_checkpointing=True), batch, "grpo")
 
 
+@pytest.mark.parametrize("long_stretch", [0, 1000])
+def test_both_ways_of_attention_to_a_prefix_keep_the_gradient(
+    long_stretch: float, policy: Policy, batch: StepBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a whole causal row, of which the prefix is dropped, and with a mask."""
+    monkeypatch.setattr("trainer.attention.LONG_STRETCH", long_stretch)
+    assert_equal_gradients(policy, batch, "grpo")
+
+
 def test_attention_that_takes_no_prefixes_gets_whole_rows(batch: StepBatch) -> None:
     policy = Policy(gpt2(), attn_implementation="sdpa")
     _, metrics = gradient(policy, batch, settings_with("grpo", share="auto"))
