@@ -66,7 +66,8 @@ def run(config: Config, on_step: Callable[[StepReport], None] = lambda report: N
     on_step: called on every rank when a step is over, logs and checkpoints included.
     """
     libraries = ThirdPartyLog()
-    distributed = Distributed.start(dtype=config.model.dtype, max_grad_norm=config.optimizer.max_grad_norm)
+    with libraries.held_output():  # DeepSpeed compiles its communication here, at its first use on a machine
+        distributed = Distributed.start(dtype=config.model.dtype, max_grad_norm=config.optimizer.max_grad_norm)
     try:
         directory, _lock = open_run(config, distributed)
         warn = RunConsole(enabled=distributed.is_main, total_updates=config.updates).warn

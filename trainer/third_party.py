@@ -1,8 +1,9 @@
 """What libraries say goes into a file of the run; the console belongs to the run itself.
 
 Covered: everything that goes through Python's logging and warnings, and what C extensions and compilers write to the
-process's own output inside `output_to_file`. vLLM has a file of its own (`logs/engine.log`, rollout/embedded.py). What
-Lockstep itself logs as a warning is printed. Not covered: a library that prints outside of `output_to_file`.
+process's own output inside `held_output` and `output_to_file`. vLLM has a file of its own (`logs/engine.log`,
+rollout/embedded.py). What Lockstep itself logs as a warning is printed. Not covered: a library that prints outside of
+these two, and what `accelerate launch` says before it starts the ranks.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,6 +37,7 @@ class ThirdPartyLog:
     def __init__(self) -> None:
         """Takes over the root logger of this process, Python's warnings, and the loggers of known libraries."""
         self.path: Path | None = None
+        self._output = ""
         self._held = MemoryHandler(HELD_RECORDS, flushLevel=logging.CRITICAL + 1)
         self._own = _Own()
         root = logging.getLogger()
@@ -49,6 +52,9 @@ class ThirdPartyLog:
         """From now on into this file, with what was held until now; own warnings also to `warn`."""
         self.path = path
         take_over_loggers()  # again: some libraries were imported since
+        if self._output:
+            with path.open("a", encoding="utf-8") as log:  # that of a resumed run is there already
+                log.write(self._output)
         file = logging.FileHandler(path, delay=True)
         file.setFormatter(logging.Formatter(FORMAT))
         self._held.setTarget(file)
@@ -58,6 +64,18 @@ class ThirdPartyLog:
         root.removeHandler(self._held)
         root.addHandler(file)
         self._own.warn = warn
+
+    @contextmanager
+    def held_output(self) -> Iterator[None]:
+        """As `output_to_file`, before there is a file. If what is inside fails, its output is printed."""
+        with tempfile.NamedTemporaryFile(prefix="lockstep-output-") as held:
+            try:
+                with output_to(Path(held.name)):
+                    yield
+            except BaseException:
+                print(_text(Path(held.name)), file=sys.stderr, end="")
+                raise
+            self._output += _text(Path(held.name))
 
     @contextmanager
     def output_to_file(self) -> Iterator[None]:
@@ -80,8 +98,12 @@ class ThirdPartyLog:
         """The last lines, for a person who wants to know why a run failed; empty if nothing was said."""
         if self.path is None or not self.path.is_file():
             return ""
-        lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines()[-SHOWN_LINES:]
+        lines = _text(self.path).splitlines()[-SHOWN_LINES:]
         return "\n".join([f"the last lines of {self.path}:", *(f"  {line}" for line in lines)])
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")
 
 
 class _Own(logging.Handler):

@@ -13,6 +13,7 @@ import torch
 
 from rollout.embedded import EmbeddedEngine
 from rollout.engine import Sampling
+from rollout.errors import SyncError
 from rollout.loop import BackgroundLoop
 from rollout.records import EngineCall
 from rollout.rows import rows_from_calls
@@ -38,7 +39,16 @@ def scored(policy: Policy, calls: list[EngineCall]) -> torch.Tensor:
     return policy(pack(calls), with_entropy=False)[0]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+RELOAD_MISSES_EXPERTS = pytest.mark.xfail(
+    strict=True,
+    raises=SyncError,
+    reason="vLLM 0.32 copies experts and sinks of gpt-oss past its own layerwise reload; the canary says so",
+)
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=RELOAD_MISSES_EXPERTS if name == "gpt_oss" else ()) for name in FAMILIES]
+)
 def test_a_family_samples_trains_and_syncs(family: str, tmp_path: Path) -> None:
     path = save_family(family, tmp_path / "model")
     with BackgroundLoop() as loop:

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rollout.demo.make import make_demo
 from rollout.rows import rows_from_calls
 from rollout.store import read_rollouts
+from tests.fixtures import wandb_files
 from trainer import checkpoint
 from trainer.evaluation_results import compare, read_results
 
@@ -211,7 +212,7 @@ def test_control_c_finishes_the_update_and_saves(demo: tuple[str, ...], tmp_path
 def test_two_zero3_ranks_do_what_one_process_does(demo: tuple[str, ...], tmp_path: Path) -> None:
     settings = (*demo, *SMALL, f"run_root={tmp_path}", "updates=6")
     train(*settings, "run_name=one", "updates=1")
-    train(*settings, "run_name=two", ranks=2)
+    output = train(*settings, "run_name=two", "logger.wandb=offline", "logger.wandb_media_every=6", ranks=2)
     one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
     assert one[0]["reward/mean"] == two[0]["reward/mean"], "the first rollouts do not depend on the trainer"
     assert two[0]["optim/grad_norm"] == pytest.approx(one[0]["optim/grad_norm"], rel=1e-5)
@@ -222,6 +223,12 @@ def test_two_zero3_ranks_do_what_one_process_does(demo: tuple[str, ...], tmp_pat
     assert np.mean(rewards[-2:]) > rewards[0], rewards
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "two" / "model")
     assert sum(parameter.numel() for parameter in model.parameters()) > 500_000
+    # One rank speaks for both, on the console and to W&B, and DeepSpeed's compiler speaks to a file.
+    assert output.count("update 1/6 ") == 1
+    assert "built successfully" not in output
+    history = wandb_files.history(tmp_path / "two")
+    assert [row["_step"] for row in history] == list(range(1, 7))
+    assert history[-1]["media/rollouts"]["nrows"] == 64, "the rollouts of both ranks are in one table"
 
 
 @pytest.mark.slow

@@ -145,19 +145,20 @@ class TestRollouts:
 
 
 LIBRARIES = """
-    import logging, sys, warnings
+    import logging, os, sys, warnings
     from pathlib import Path
     from trainer.third_party import ThirdPartyLog
     libraries = ThirdPartyLog()
     noisy = logging.getLogger("DeepSpeed")
     noisy.addHandler(logging.StreamHandler(sys.stdout))
     logging.getLogger("accelerate").warning("before the file")
+    with libraries.held_output():
+        os.system("echo compiled early")
     libraries.open(Path(sys.argv[1]), lambda text: print("warned", text))
     noisy.info("after the file")
     warnings.warn("deprecated")
     logging.getLogger("trainer.metrics").warning("one of ours")
     with libraries.output_to_file():
-        import os
         os.system("echo compiled")
     if len(sys.argv) > 2:
         from rollout.errors import TrainingError
@@ -172,7 +173,7 @@ def test_libraries_talk_to_the_file_and_own_warnings_to_the_console(tmp_path: Pa
     assert done.stdout == "warned one of ours\n"
     assert done.stderr == ""
     said = (tmp_path / "libraries.log").read_text()
-    for words in ("before the file", "after the file", "deprecated", "one of ours", "compiled"):
+    for words in ("before the file", "after the file", "deprecated", "one of ours", "compiled\n", "compiled early"):
         assert words in said, words
     failed = subprocess.run([*command, "fail"], capture_output=True, text=True, timeout=120)
     assert "the last lines of" in failed.stderr.split("Traceback")[0]

@@ -18,11 +18,12 @@ from trainer.reward_model.config import RewardModelConfig
 GROUPS = {field.name: type(getattr(Config(), field.name)) for field in dataclasses.fields(Config)}
 GROUPS = {name: kind for name, kind in GROUPS.items() if dataclasses.is_dataclass(kind)}
 READ_BY_REWARDS = {f"rollout.{field.name}" for field in dataclasses.fields(Rollout)}
-# Settings of other trainers look like ours; they stand on this page alone.
+# Settings of other trainers, and mistakes that are made on purpose, look like ours; they stand on these pages alone.
 FOREIGN = {
+    "first-hour.md": re.compile(r"^(algorithm\.clip_hgh|model\.load_in_)"),
     "migrating.md": re.compile(
         r"^(data\.train_batch_size|reward_model|algorithm\.(adv_estimator|norm_adv|use_kl|lam\b|rollout_|filter))"
-    )
+    ),
 }
 
 
