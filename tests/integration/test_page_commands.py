@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -104,12 +105,12 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     table = pyarrow.table({"problem": ["1+1", "2+2"] * 8, "answer": ["2", "4"] * 8})
     pyarrow.parquet.write_table(table, place / "problems.parquet")
     first = (
-        "python scripts/train.py run_name=first updates=5 checkpoint.every=5 rollout.prompts_per_step=2 "
+        "python scripts/train.py run_name=earlier updates=5 checkpoint.every=5 rollout.prompts_per_step=2 "
         "rollout.samples_per_prompt=4 optimizer.spike=dump optimizer.spike_factor=1.001 optimizer.spike_window=2"
     )
     done = bash(first, place)
     assert done.returncode == 0, done.stdout[-3000:]
-    dump, *_ = sorted((place / "runs/first/dumps").iterdir())
+    dump, *_ = sorted((place / "runs/earlier/dumps").iterdir())
     dump.rename(dump.with_name("update-000012-try-1"))  # the name on the page
     return place
 
@@ -164,9 +165,11 @@ def test_a_block_runs_as_it_stands(block: Block, workplace: Path) -> None:
         (workplace / name).write_text(text)
     latest = workplace / "runs/latest"
     latest.unlink(missing_ok=True)
-    latest.symlink_to("first")
+    latest.symlink_to("earlier")
     text = block.text.replace("model.path=...", "model.path=models/calculator")
-    text = text.replace("data.path=...", "data.path=data/demo/calculator/train.jsonl")
+    text = text.replace("data.path=...", "data.path=data/demo/calculator/train.jsonl").replace("--step 20", "--step 2")
+    for name in re.findall(r"run_name=([\w-]+)", text) if "resume=" not in text else ():
+        shutil.rmtree(workplace / "runs" / name, ignore_errors=True)  # of another page
     script = f"{SHORTENED}\n{text}"
     if "scripts/serve.py" in text:
         served(script, workplace)
