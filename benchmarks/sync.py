@@ -57,7 +57,7 @@ def against_the_copy(sizes: dict[str, dict[str, int]], args: Any) -> tuple[list[
         point = launch("sync_sides.py", {**size, **wished}, ranks=2)
         points.append(point)
         for side, seconds in point["seconds"].items():
-            extra = max(point["extra_bytes"][side])
+            extra = point["extra_bytes"][side]
             rows.append(
                 {
                     "model": name,
@@ -65,6 +65,8 @@ def against_the_copy(sizes: dict[str, dict[str, int]], args: Any) -> tuple[list[
                     "seconds": seconds,
                     "GB/s": point["bytes"] / seconds / 1e9,
                     "over the copy": seconds / point["seconds"]["copy"],
+                    "CPU s": point["cpu_seconds"][side],
+                    "CPU over the copy": point["cpu_seconds"][side] / point["cpu_seconds"]["copy"],
                     "extra MiB": extra / 2**20,
                     "extra buckets": extra / point["largest_bucket"],
                 }
@@ -73,6 +75,7 @@ def against_the_copy(sizes: dict[str, dict[str, int]], args: Any) -> tuple[list[
     numbers: dict[str, Any] = {
         "over_copy": ours[-1]["over the copy"],
         "over_copy_worst": max(row["over the copy"] for row in ours),
+        "cpu_over_copy": ours[-1]["CPU over the copy"],
         "extra_buckets_worst": max(row["extra buckets"] for row in ours),
     }
     if len(points) > 1:

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -105,15 +106,28 @@ class Sync:
         receiving.result(timeout=TIMEOUT_S)
 
 
-def timed(sync: Callable[[], None]) -> tuple[float, int]:
-    """Seconds until all ranks are through, and bytes that this process held at most beside what it held before."""
+class Cost(NamedTuple):
+    """Of one sync, seen from one rank."""
+
+    wall_s: float
+    """Until all ranks are through."""
+    cpu_s: float
+    """Of this rank, and on the sender of the receiver."""
+    extra_bytes: int
+    """What the rank held at most, above what it held before."""
+
+
+def cost(side: Callable[[], None], receiver: Receiver | None) -> Cost:
+    def cpu_s() -> float:
+        return time.process_time() + (receiver.cpu_s() if receiver is not None else 0.0)
+
     ctypes.CDLL(None).malloc_trim(0)  # what earlier sides have freed is not there for this one
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins again
     dist.barrier()
-    before, started = resident("VmRSS"), time.perf_counter()
-    sync()
+    before, cpu_before, started = resident("VmRSS"), cpu_s(), time.perf_counter()
+    side()
     dist.barrier()
-    return time.perf_counter() - started, resident("VmHWM") - before
+    return Cost(time.perf_counter() - started, cpu_s() - cpu_before, resident("VmHWM") - before)
 
 
 def resident(which: str) -> int:
@@ -139,22 +153,25 @@ def main() -> None:
         model=model, config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": settings}
     )
     sync = Sync(engine.module, dtype=getattr(torch, args.dtype), bucket_bytes=int(args.bucket_mib * 2**20))
-    found: dict[str, list[tuple[float, int]]] = {side: [] for side in SIDES}
+    found: dict[str, list[Cost]] = {side: [] for side in SIDES}
     for repeat in range(args.repeats + 1):
-        for side, results in found.items():
-            result = timed(getattr(sync, side))
+        for side, costs in found.items():
+            one = cost(getattr(sync, side), sync.receiver)
             if repeat:  # the first time, buffers of the libraries come into being
-                results.append(result)
-    extra: list[dict[str, int] | None] = [None, None]
-    dist.all_gather_object(extra, {side: max(held for _, held in results) for side, results in found.items()})
+                costs.append(one)
+    both: list[Any] = [None, None]
+    dist.all_gather_object(both, found)
     if sync.receiver is not None:
         sync.receiver.close()
         result = {
             "parameters": parameters,
             "bytes": sum(message_bytes(metas) for metas in sync.buckets),
             "largest_bucket": max(map(message_bytes, sync.buckets)),
-            "seconds": {side: statistics.median(s for s, _ in results) for side, results in found.items()},
-            "extra_bytes": {side: [rank[side] for rank in extra if rank is not None] for side in SIDES},
+            "seconds": {side: statistics.median(c.wall_s for c in found[side]) for side in SIDES},
+            "cpu_seconds": {
+                side: sum(statistics.median(c.cpu_s for c in rank[side]) for rank in both) for side in SIDES
+            },
+            "extra_bytes": {side: max(c.extra_bytes for rank in both for c in rank[side]) for side in SIDES},
         }
         print(json.dumps(result), flush=True)
     dist.destroy_process_group()
