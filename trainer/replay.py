@@ -40,7 +40,7 @@ from trainer.timing import Stopwatch
 from trainer.update import Updater
 from trainer.value import policy_of, with_critic
 
-NOT_REPLAYED = ("time/", "perf/", "sync/", "eval/", "health/", "data/", "reward/errors/")
+NOT_REPLAYED = ("time/", "perf/", "sync/", "eval/", "health/", "data/", "reward/errors/", "rollout/engine_restarts")
 """Metrics of what a replay does not do, or of how long it takes."""
 
 
@@ -127,6 +127,12 @@ def replay(path: Path, *, step: int | None, sample: bool, overrides: list[str]) 
     if sample:
         if step is None:
             raise ConfigError("--sample needs a run and --step; a dumped batch holds no prompts")
+        if config.rollout.max_staleness:
+            raise ConfigError(
+                "--sample repeats a step that one version of the weights has sampled; this run made its rollouts ahead "
+                f"(rollout.max_staleness={config.rollout.max_staleness}): replay without --sample, which trains on "
+                "the saved ones"
+            )
         return _sample(run, saved_step(run, step), config)
     distributed = Distributed.start(dtype=config.model.dtype, max_grad_norm=config.optimizer.max_grad_norm)
     console = RunConsole(enabled=distributed.is_main, total_updates=0)

@@ -72,6 +72,7 @@ def test_what_is_not_there_is_named(run: Path) -> None:
         ((run,), "add --step"),
         ((run, "--step", 99), "there are step-000002 to step-000014"),
         ((run / "nothing", "--step", 1), "config.yaml"),
+        ((run, "--step", 8, "--sample", "rollout.max_staleness=2"), "made its rollouts ahead"),
     ):
         status, said = replay(*arguments)
         assert status == 2
