@@ -24,7 +24,7 @@ from rollout.pool import EnginePool
 from trainer.blueprint import blueprint
 from trainer.config import Config
 from trainer.distributed import Distributed
-from trainer.memory import ModelShape, cache_gib_left, memory_plan
+from trainer.memory import GIB, USABLE, ModelShape, cache_gib_left, memory_plan
 from trainer.parts import connect_servers, embedded_engine
 
 PEER_GRACE_S = 60.0
@@ -86,8 +86,8 @@ def _colocated(config: Config, distributed: Distributed, *, loop: BackgroundLoop
             loop=loop,
             log_path=logs / ("engine.log" if distributed.is_main else f"engine-{rank}.log"),
             name=f"the engine of rank {rank}",
-            kv_cache_gib=_cache_gib(config, distributed),
             local_place=(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
+            **_memory(config, distributed),
         )
     )
     key: str = distributed.broadcast(secrets.token_hex(32))
@@ -115,14 +115,15 @@ def _colocated(config: Config, distributed: Distributed, *, loop: BackgroundLoop
     return Engines(loop=loop, pool=distributed.together(pool), synced=[own], colocated=[own], service=service)
 
 
-def _cache_gib(config: Config, distributed: Distributed) -> float:
-    """What the configuration says, or what the memory plan leaves of the GPU."""
-    if config.rollout.kv_cache_gib is not None:
-        return config.rollout.kv_cache_gib
+def _memory(config: Config, distributed: Distributed) -> dict[str, float]:
+    """`kv_cache_gib`, and on a GPU `gpu_memory_utilization`, of this rank's engine: as configured, or as planned."""
+    cache_gib = config.rollout.kv_cache_gib
     if not torch.cuda.is_available():
-        raise ConfigError(
-            "rollout.kv_cache_gib=null is planned from the memory of a GPU, and there is none; set a number of GiB"
-        )
+        if cache_gib is None:
+            raise ConfigError(
+                "rollout.kv_cache_gib=null is planned from the memory of a GPU, and there is none; set a number of GiB"
+            )
+        return {"kv_cache_gib": cache_gib}
     module, policy = blueprint(config)
     plan = memory_plan(
         ModelShape.of(module, policy.model, policy.causal_lm.config),
@@ -131,4 +132,9 @@ def _cache_gib(config: Config, distributed: Distributed) -> float:
         zero_stage=distributed.zero_stage,
         uses_deepspeed=distributed.uses_deepspeed,
     )
-    return cache_gib_left(plan, available=distributed.device_memory)
+    available = distributed.device_memory
+    if cache_gib is None:
+        cache_gib = cache_gib_left(plan, available=available)
+    # vLLM starts only where so much is free; one that is started again finds the trainer there.
+    share = (plan.engine_weights + cache_gib * GIB) / available
+    return {"kv_cache_gib": cache_gib, "gpu_memory_utilization": min(share, USABLE)}

@@ -1,0 +1,44 @@
+"""What an engine beside the trainer may take of the device: planned from a model's shapes, before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rollout.errors import ConfigError
+from tests.fixtures.models import save_tiny_model
+from trainer.config import Config
+from trainer.engines import _memory
+from trainer.memory import GIB
+
+RANK = SimpleNamespace(world_size=2, zero_stage=3, uses_deepspeed=True, device_memory=8 * GIB)
+
+
+def colocated(cache_gib: float | None, path: Path) -> Config:
+    config = Config()
+    config.model.path, config.rollout.engine, config.rollout.kv_cache_gib = str(path), "colocated", cache_gib
+    return config
+
+
+def test_on_a_gpu_the_engine_gets_its_share_and_the_cache_what_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    path = save_tiny_model(tmp_path, tied=True)
+    asked = _memory(colocated(2.0, path), RANK)  # type: ignore[arg-type]
+    assert asked["kv_cache_gib"] == 2.0
+    assert asked["gpu_memory_utilization"] == pytest.approx(0.25, abs=0.01)
+
+    planned = _memory(colocated(None, path), RANK)  # type: ignore[arg-type]
+    assert 2.0 < planned["kv_cache_gib"] < 0.9 * 8
+    assert planned["gpu_memory_utilization"] == pytest.approx(planned["kv_cache_gib"] / 8, abs=0.01)
+
+
+def test_on_a_cpu_the_cache_must_be_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert _memory(colocated(2.0, tmp_path), RANK) == {"kv_cache_gib": 2.0}  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="set a number of GiB"):
+        _memory(colocated(None, tmp_path), RANK)  # type: ignore[arg-type]
