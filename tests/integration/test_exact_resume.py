@@ -79,7 +79,7 @@ def test_five_kills_of_ppo_change_nothing(demo: tuple[str, ...], tmp_path: Path)
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_two_kills_of_mixed_data_with_a_curriculum_change_nothing(demo: tuple[str, ...], tmp_path: Path) -> None:  # noqa: F811
-    """Two sets of data by weight, rows that rest, several epochs; what a step samples is looked up in its rollouts."""
+    """Two sets of data by weight, rows that rest, several epochs of the smaller set."""
     lines = Path(demo[1].removeprefix("data.path=")).read_text().splitlines()
     for name, rows in (("few", lines[:3]), ("many", lines[3:10])):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
@@ -92,9 +92,8 @@ def test_two_kills_of_mixed_data_with_a_curriculum_change_nothing(demo: tuple[st
     kill_and_compare(runs, kills=2, seed=5)
     whole = tmp_path / "whole"
     assert max(line["data/resting_rows"] for line in metrics(whole)) > 0
-    for step in sorted((whole / "rollouts").glob("step-*.jsonl")):
-        taken = [rollout.example["dataset"] for rollout in read_rollouts(step)]
-        assert taken.count("few") == taken.count("many") / 2 == 4, "one prompt of three is of the set with weight 1"
+    taken = [rollout.example["dataset"] for rollout in read_rollouts(whole / "rollouts/step-000001.jsonl")]
+    assert taken.count("few") == taken.count("many") / 2 == 4, "one prompt of three, while no row rests"
 
 
 @pytest.mark.slow
