@@ -49,10 +49,11 @@ SHORT = {
 }
 SHORTENED = """
 python() {
-    case $1 in
-        scripts/train.py) command python "$@" $RUN ;;
-        scripts/evaluate.py) command python "$@" $EVALUATION ;;
-        scripts/train_reward_model.py) command python "$@" $REWARD_MODEL ;;
+    case "$*" in
+        scripts/train.py*) command python "$@" $RUN ;;
+        scripts/evaluate.py*) command python "$@" $EVALUATION ;;
+        scripts/train_reward_model.py*) command python "$@" $REWARD_MODEL ;;
+        scripts/diagnose.py*--break*) command python "$@" || test $? = 1 ;;
         *) command python "$@" ;;
     esac
 }
