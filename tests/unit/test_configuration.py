@@ -65,6 +65,15 @@ def test_every_config_file_composes_and_validates(
     validate(config)
 
 
+def test_no_file_under_configs_is_left_out() -> None:
+    """Groups and train.yaml are composed here, the launch files are read by Accelerate in test_packaging.py, and the
+    experiments of test_ready_data.py compose train_reward_model.yaml."""
+    found = {path.relative_to(CONFIG_DIR) for path in CONFIG_DIR.rglob("*.yaml")}
+    groups = {path.with_suffix(".yaml") for path in GROUP_FILES}
+    launch_files = {path for path in found if path.parent.name == "accelerate"}
+    assert found - groups - launch_files == {Path("train.yaml"), Path("train_reward_model.yaml")}
+
+
 @pytest.mark.parametrize(("name", "override"), NEEDS_A_SETTING.items())
 def test_an_environment_without_what_it_runs_names_the_override(
     name: str, override: str, complete: tuple[str, ...]
