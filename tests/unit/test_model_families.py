@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, MixtralConfig
 
-from rollout.errors import SyncError
+from rollout.errors import ConfigError, SyncError
 from rollout.records import EngineCall, FinishReason
 from rollout.rows import rows_from_calls
 from rollout.source import ZeroSource
@@ -60,6 +60,14 @@ def test_packed_rows_score_as_the_model_of_transformers_does_and_reach_every_par
     found.sum().backward()
     without = [name for name, p in policy.named_parameters() if p.grad is None or not bool(p.grad.isfinite().all())]
     assert not without, "parameters without a finite gradient"
+
+
+def test_quantised_weights_are_refused_before_they_are_read(tmp_path: Path) -> None:
+    config = FAMILIES["qwen3"]()
+    config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    config.save_pretrained(tmp_path)  # no weights beside it
+    with pytest.raises(ConfigError, match=r"quantised \(bitsandbytes\).*QLoRA.*model\.lora\.rank=16"):
+        Policy.from_pretrained(tmp_path)
 
 
 def test_experts_whose_names_are_unknown_are_refused() -> None:
