@@ -77,7 +77,7 @@ def test_the_gradient_does_not_depend_on_the_partition(
         error = relative_error(np.concatenate([found[name].ravel() for name in names]), whole)
         assert error < 1e-5, f"{preset}: relative error {error:.1e} of the gradient"
     assert reference["shared_tokens_frac"] == 0
-    assert found["shared_tokens_frac"] > 0.1
+    assert found["shared_tokens_frac"] > 0.05
     recomputes = "checkpointing" in PARTITIONS[partition]
     assert found["layer_runs_per_pack"] == 1 + recomputes, "in eval mode transformers checkpoints nothing, silently"
     np.testing.assert_allclose(found["policy/scored"], reference["policy/scored"], atol=1e-5)
