@@ -66,7 +66,7 @@ def run(config: Config, on_step: Callable[[StepReport], None] = lambda report: N
     on_step: called on every rank when a step is over, logs and checkpoints included.
     """
     libraries = ThirdPartyLog()
-    with libraries.held_output():  # DeepSpeed compiles its communication here, at its first use on a machine
+    with libraries.held_output():  # DeepSpeed and the transports of a cluster print while ranks meet
         distributed = Distributed.start(dtype=config.model.dtype, max_grad_norm=config.optimizer.max_grad_norm)
     try:
         directory, _lock = open_run(config, distributed)
@@ -118,7 +118,7 @@ class Run:
         policy = load_policy(config)
         module = with_critic(policy, config)
         optimizer = make_optimizer(module, config.optimizer, is_sharded=distributed.zero_stage > 0)
-        with libraries.output_to_file():  # DeepSpeed compiles here, at its first use on a machine
+        with libraries.output_to_file():  # DeepSpeed prints, and compiles what an offloaded optimizer needs
             self._module = distributed.prepare(module, optimizer)
         self._say_memory(module, policy)
         self._updater = Updater(self._module, distributed, config)
