@@ -1,0 +1,177 @@
+"""What HTTP costs: the same requests to vLLM in this process and to a server of the same model, in turns.
+
+    python benchmarks/transport.py [--requests 256] [--tokens 64] [--rounds 5]
+
+Three ways of one sampled token with its log-probability: in process, over Lockstep's compact route, over vLLM's own
+JSON route. For each the CPU time per token of generating it (the engine's process) and of everything else: in process
+the front end of vLLM, over HTTP also the server and the client. The rest of HTTP less the rest in process is the cost
+of the transport. `compact_share` and `json_share` are that cost over the time of generating; the goal is 0.1.
+
+The model is the demo's, so generating is as cheap as it gets and the shares are as large as they get. The cost of a
+token does not depend on the model: `tokens_per_s_at_a_tenth` is the rate of a server up to which it stays below a tenth
+of a core.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from harness.results import argument_parser, report
+from harness.workloads import ROOT, WORKLOADS
+
+from rollout.embedded import EmbeddedEngine
+from rollout.engine import Sampling, SyncedEngine
+from rollout.loop import BackgroundLoop
+from rollout.remote import GENERATE, RemoteEngine
+
+CONTEXT, PROMPT_TOKENS, KV_CACHE_GIB = 512, 32, 0.5
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
+"""One thread for each engine, on any core: vLLM would pin both to the first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """Of one token of a batch of requests."""
+
+    seconds: float
+    generating_us: float
+    """CPU time of the engine's process."""
+    rest_us: float
+    """CPU time of everything else that the token passes."""
+
+
+@contextmanager
+def server(model: Path, key: str, log_path: Path) -> Iterator[tuple[str, psutil.Process]]:
+    """A server as scripts/serve_engine.py starts it: its address and its process."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    settings = [f"model.path={model}", f"server.port={port}", f"rollout.max_model_len={CONTEXT}"]
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "scripts/serve_engine.py", *settings, f"rollout.kv_cache_gib={KV_CACHE_GIB}"],
+            cwd=ROOT,
+            env={**os.environ, **ENVIRONMENT, "LOCKSTEP_ENGINE_KEY": key},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        yield f"http://127.0.0.1:{port}", psutil.Process(process.pid)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+
+
+def cpu_s(*processes: psutil.Process) -> float:
+    times = [process.cpu_times() for process in processes]
+    return sum(time.user + time.system for time in times)
+
+
+def measure(
+    engine: SyncedEngine, generating: list[psutil.Process], rest: list[psutil.Process], *, requests: int, tokens: int
+) -> Cost:
+    """One batch of requests, all at once."""
+
+    async def all_of_them() -> None:
+        prompts = [[1 + (7 * request + i) % 200 for i in range(PROMPT_TOKENS)] for request in range(requests)]
+        sampling = [Sampling(max_tokens=tokens, ignore_eos=True, seed=request) for request in range(requests)]
+        await asyncio.gather(*map(engine.generate, prompts, sampling))
+
+    before = cpu_s(*generating), cpu_s(*rest)
+    started = time.perf_counter()
+    engine.loop.run(all_of_them())
+    seconds = time.perf_counter() - started
+    total = requests * tokens
+    return Cost(
+        seconds=seconds / total,
+        generating_us=1e6 * (cpu_s(*generating) - before[0]) / total,
+        rest_us=1e6 * (cpu_s(*rest) - before[1]) / total,
+    )
+
+
+def main() -> None:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--requests", type=int, default=256, help="at once")
+    parser.add_argument("--tokens", type=int, default=64, help="per request")
+    parser.add_argument("--rounds", type=int, default=5, help="measured batches per way")
+    args = parser.parse_args()
+    if args.quick:
+        args.requests, args.tokens, args.rounds = 32, 16, 1
+    workload = WORKLOADS["multi_equal"]
+    workload.prepare()
+    os.environ.update(ENVIRONMENT)
+    key = secrets.token_urlsafe(16)
+    me = psutil.Process()
+    with tempfile.TemporaryDirectory() as logs, BackgroundLoop() as loop:
+        embedded = EmbeddedEngine.start(
+            workload.model_path,
+            loop=loop,
+            log_path=Path(logs) / "engine.log",
+            max_model_len=CONTEXT,
+            kv_cache_gib=KV_CACHE_GIB,
+            num_threads=1,
+        )
+        own_engine = me.children(recursive=True)
+        with server(workload.model_path, key, Path(logs) / "server.log") as (url, front):
+            compact, plain = (
+                RemoteEngine.connect(url, loop=loop, vocab_size=embedded.vocab_size, api_key=key) for _ in range(2)
+            )
+            plain._route = GENERATE  # what a server without Lockstep's middleware answers
+            its_engine = front.children(recursive=True)
+            ways: dict[str, tuple[SyncedEngine, list[psutil.Process], list[psutil.Process]]] = {
+                "in process": (embedded, own_engine, [me]),
+                "HTTP, compact": (compact, its_engine, [me, front]),
+                "HTTP, vLLM's JSON": (plain, its_engine, [me, front]),
+            }
+            found: dict[str, list[Cost]] = {name: [] for name in ways}
+            for number in range(args.rounds + 1):
+                for name, way in ways.items():
+                    cost = measure(*way, requests=args.requests, tokens=args.tokens)
+                    if number:  # the first batch compiles and fills caches
+                        found[name].append(cost)
+            for remote in (compact, plain):
+                loop.run(remote.close())
+        loop.run(embedded.close())
+
+    def median(name: str, field: str) -> float:
+        return statistics.median(getattr(cost, field) for cost in found[name])
+
+    rows = [
+        {
+            "way": name,
+            "tokens/s": 1 / median(name, "seconds"),
+            "generating, µs CPU": median(name, "generating_us"),
+            "the rest, µs CPU": median(name, "rest_us"),
+        }
+        for name in ways
+    ]
+    in_process, *over_http = ways
+    generating_us = statistics.median(cost.generating_us for costs in found.values() for cost in costs)
+    cost_us = {
+        name: median(way, "rest_us") - median(in_process, "rest_us")
+        for name, way in zip(("compact", "json"), over_http, strict=True)
+    }
+    numbers = {
+        **{f"{name}_share": cost / generating_us for name, cost in cost_us.items()},
+        **{f"{name}_us_per_token": cost for name, cost in cost_us.items()},
+        "tokens_per_s_at_a_tenth": 0.1 * 1e6 / cost_us["compact"],
+    }
+    report("transport", rows, numbers, as_json=args.json, details={"requests": args.requests, "tokens": args.tokens})
+
+
+if __name__ == "__main__":
+    main()
