@@ -178,3 +178,16 @@ def test_libraries_talk_to_the_file_and_own_warnings_to_the_console(tmp_path: Pa
     failed = subprocess.run([*command, "fail"], capture_output=True, text=True, timeout=120)
     assert "the last lines of" in failed.stderr.split("Traceback")[0]
     assert "after the file" in failed.stderr.split("Traceback")[0]
+
+
+def test_what_was_held_is_printed_when_the_start_fails():
+    code = """
+        import os
+        from trainer.third_party import ThirdPartyLog
+        with ThirdPartyLog().held_output():
+            os.system("echo no compiler")
+            raise OSError("it failed")
+    """
+    failed = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
+    assert failed.stdout == ""
+    assert failed.stderr.startswith("no compiler\n")
