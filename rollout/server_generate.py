@@ -76,7 +76,7 @@ def _read(raw: bytes) -> tuple[dict[str, Any], Any]:
 
     request = json.loads(raw)
     ids = np.asarray(request["token_ids"])
-    # vLLM refuses ids beyond the vocabulary; a negative one kills the engine for everybody.
+    # Checked here, so that what the engine raises is the engine's failure; ids beyond the vocabulary vLLM refuses.
     if ids.ndim != 1 or ids.dtype.kind != "i" or not ids.size or ids.min() < 0:
         raise ValueError("token_ids must be a list of at least one id, none of them negative")
     params = SamplingParams(**request["sampling_params"], output_kind=RequestOutputKind.FINAL_ONLY)
