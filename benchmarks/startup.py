@@ -25,7 +25,7 @@ MILESTONES = (
     ("joining ranks", "starting the engine"),
     ("engine and model", "memory"),
     ("data, rewards, weight transfer", "engine ready"),
-    ("first sync and update", "update 1 done"),
+    ("first sync and update", "update 1/1"),
 )
 """What was done, and how the line begins that a run prints when it is."""
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "vllm", "deepspeed", "wandb", "hydra")
@@ -60,9 +60,7 @@ def milestones() -> dict[str, float]:
         assert process.stdout is not None
         seconds, last, pending = {}, started, list(MILESTONES)
         for line in process.stdout:
-            is_first_row = re.match(r"\s*1/1\s", line) is not None
-            begins = "update 1 done" if is_first_row else line
-            if pending and begins.lower().startswith(pending[0][1]):
+            if pending and line.startswith(pending[0][1]):
                 now = time.perf_counter()
                 seconds[pending.pop(0)[0]] = now - last
                 last = now
