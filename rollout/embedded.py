@@ -162,6 +162,8 @@ class EmbeddedEngine:
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
+            from rollout.scheduler import scheduler_for
+
             args = AsyncEngineArgs(
                 model=str(model_path),
                 dtype=dtype,  # type: ignore[arg-type]
@@ -183,7 +185,10 @@ class EmbeddedEngine:
                 trust_remote_code=trust_remote_code,
                 enable_sleep_mode=local_place is not None and not is_cpu,
             )
-            llm = AsyncLLM.from_engine_args(args)
+            vllm_config = args.create_engine_config()
+            schedulers = vllm_config.scheduler_config
+            schedulers.scheduler_cls = scheduler_for(schedulers.get_scheduler_cls())
+            llm = AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
             try:
                 await llm.update_weight_version(str(weight_version))
                 return llm
@@ -260,6 +265,8 @@ class EmbeddedEngine:
         """Stop sampling. mode: wait (drain), keep (freeze in place), abort. Clears the KV cache."""
         if mode not in PAUSE_MODES:
             raise ConfigError(f"pause mode must be one of {', '.join(PAUSE_MODES)}, found {mode!r}")
+        if mode == "abort":  # what requests have sampled is sent when they are frozen, not when they are given up
+            await self.guard(self.llm.pause_generation(mode="keep", clear_cache=False), "pause")
         await self.guard(self.llm.pause_generation(mode=mode, clear_cache=True), "pause")  # type: ignore[arg-type]
 
     async def resume(self) -> None:

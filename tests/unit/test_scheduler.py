@@ -1,0 +1,102 @@
+"""What a request sampled in many steps, sent as one: nothing is lost, nothing waits over a change of weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.outputs import LogprobsLists
+
+from rollout.scheduler import AnswersOnce, OnceAsyncScheduler, OnceScheduler, scheduler_for
+
+
+class Scripted:
+    """A scheduler whose steps are given: what vLLM's own would return after each."""
+
+    def __init__(self, steps: list[list[EngineCoreOutput]]) -> None:
+        self._steps = iter(steps)
+        self.pause_state = PauseState.UNPAUSED
+
+    def update_from_output(self) -> dict[int, EngineCoreOutputs]:
+        outputs = next(self._steps, [])
+        return {0: EngineCoreOutputs(outputs=outputs)} if outputs else {}
+
+    def has_requests(self) -> bool:
+        return False
+
+    def finish_requests(self, requests: list[Any]) -> list[Any]:
+        return requests
+
+
+class Once(AnswersOnce, Scripted):
+    pass
+
+
+def sampled(request: str, token: int, *, finish: FinishReason | None = None, **more: Any) -> EngineCoreOutput:
+    logprobs = LogprobsLists(np.array([[token]]), np.array([[-float(token)]]), np.array([1]))
+    return EngineCoreOutput(
+        request_id=request, new_token_ids=[token], new_logprobs=logprobs, finish_reason=finish, **more
+    )
+
+
+def sent(scheduler: Once) -> dict[str, tuple[list[int], list[float]]]:
+    """By request, what one step sends."""
+    found = {}
+    for message in scheduler.update_from_output().values():
+        for output in message.outputs:
+            assert output.new_logprobs is not None
+            assert output.new_logprobs.logprob_token_ids[:, 0].tolist() == output.new_token_ids
+            found[output.request_id] = (output.new_token_ids, output.new_logprobs.logprobs[:, 0].tolist())
+    return found
+
+
+def test_a_request_is_answered_when_it_ends() -> None:
+    steps = [
+        [sampled("a", 1), sampled("b", 2)],
+        [sampled("a", 3), sampled("b", 4, finish=FinishReason.STOP)],
+        [sampled("a", 5, finish=FinishReason.LENGTH)],
+    ]
+    scheduler = Once(steps)
+    assert sent(scheduler) == {}
+    assert sent(scheduler) == {"b": ([2, 4], [-2.0, -4.0])}
+    assert sent(scheduler) == {"a": ([1, 3, 5], [-1.0, -3.0, -5.0])}
+
+
+def test_a_step_that_sends_nothing_wakes_nobody() -> None:
+    assert Once([[sampled("a", 1)]]).update_from_output() == {}
+
+
+def test_what_waits_is_sent_before_weights_can_change() -> None:
+    scheduler = Once([[sampled("a", 1)], [], [sampled("a", 2, finish=FinishReason.STOP)]])
+    assert sent(scheduler) == {}
+    assert not scheduler.has_requests()
+    scheduler.pause_state = PauseState.PAUSED_ALL
+    assert scheduler.has_requests(), "the engine must not take the pause for complete"
+    assert sent(scheduler) == {"a": ([1], [-1.0])}
+    assert not scheduler.has_requests()
+    scheduler.pause_state = PauseState.UNPAUSED
+    assert sent(scheduler) == {"a": ([2], [-2.0])}
+
+
+def test_a_request_that_is_given_up_leaves_nothing_behind() -> None:
+    scheduler = Once([[sampled("a", 1)]])
+    assert sent(scheduler) == {}
+    scheduler.finish_requests([sampled("a", 0)])  # what matters of a request is its id
+    scheduler.pause_state = PauseState.PAUSED_ALL
+    assert not scheduler.has_requests()
+
+
+def test_what_is_more_than_tokens_is_sent_at_once() -> None:
+    first = sampled("a", 1, kv_transfer_params={"x": 1})
+    assert sent(Once([[first]])) == {"a": ([1], [-1.0])}
+
+
+@pytest.mark.parametrize(("own", "once"), [(Scheduler, OnceScheduler), (AsyncScheduler, OnceAsyncScheduler)])
+def test_it_takes_the_place_of_vllms_own(own: type, once: type) -> None:
+    assert scheduler_for(own) == f"rollout.scheduler.{once.__name__}"
+    assert issubclass(once, own)
