@@ -41,6 +41,7 @@ def run_with_deaths(runs: Recipe, name: str, *, after_updates: tuple[int, ...]) 
     return run
 
 
+@pytest.mark.slow
 def test_a_killed_engine_is_started_again_and_changes_nothing(demo: tuple[str, ...], tmp_path: Path) -> None:  # noqa: F811
     runs = recipe(demo, tmp_path, "updates=4")
     whole = runs.finish("whole")

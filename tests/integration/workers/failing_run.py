@@ -44,8 +44,10 @@ def fail_in_gather(*, takes_part: bool) -> None:
         begin(self, buffer)
 
     def failing_wait(self: Fetch) -> None:
+        nonlocal takes_part
         wait(self)
         if fails() and takes_part:
+            takes_part = False  # once: it goes on to take part in what is left
             raise MemoryError("no memory for another bucket")
 
     ZeroSource.tensors, Fetch.begin, Fetch.wait = counted, failing_begin, failing_wait  # type: ignore[method-assign]

@@ -1,0 +1,206 @@
+"""Servers that are killed, stopped or left by their trainer at every moment of its life: an error with the address of
+the one that failed, in time, and never a hang.
+
+The loop of fifty gives each round a real server of its own, and ends it by its pid:
+
+    python -m pytest tests/integration/test_engine_faults.py -m "slow or not slow"
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from rollout.engine import Sampling
+from rollout.errors import EngineError, SyncError
+from rollout.source import Place, ZeroSource
+from tests.fixtures.models import perturb
+from tests.fixtures.remote import Trained, trained
+from tests.fixtures.servers import EngineServer, send
+from tests.fixtures.zygote import Zygote
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+ROUNDS = 5
+DEADLINE_S = 12.0
+SILENCE_S = 3.0
+LIMIT_S = 1.5 * DEADLINE_S
+"""From the fault to the error; most take less than 5 s."""
+PROMPT = (5, 99, 300, 12)
+LONG_PROMPT = tuple(range(10, 180))
+
+Strike = Callable[[], None]
+Moment = Callable[[Trained, Strike, pytest.MonkeyPatch], None]
+
+
+def before_a_sync(remote: Trained, strike: Strike, monkeypatch: pytest.MonkeyPatch) -> None:
+    strike()
+    remote.push()
+
+
+def while_requests_drain(remote: Trained, strike: Strike, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = remote.loop.run(start(sample(remote)))
+    remote.loop.run(start(later(strike)))
+    try:
+        remote.push()
+    finally:
+        with pytest.raises(EngineError):
+            remote.loop.run(asyncio.wait_for(task, LIMIT_S))
+
+
+def while_weights_travel(remote: Trained, strike: Strike, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = ZeroSource.tensors
+
+    def counted(self: ZeroSource, place: Place | None) -> Iterator[tuple[str, Any]]:
+        for index, pair in enumerate(original(self, place)):
+            if index == 10:
+                strike()
+            yield pair
+
+    monkeypatch.setattr(ZeroSource, "tensors", counted)
+    remote.push()
+
+
+def while_weights_are_loaded(remote: Trained, strike: Strike, monkeypatch: pytest.MonkeyPatch) -> None:
+    finish = remote.engine.finish_weight_update
+
+    async def struck(label: str) -> None:
+        task = asyncio.ensure_future(finish(label))
+        await asyncio.sleep(0.005)
+        strike()
+        await task
+
+    monkeypatch.setattr(remote.engine, "finish_weight_update", struck)
+    remote.push()
+
+
+def after_a_sync(remote: Trained, strike: Strike, monkeypatch: pytest.MonkeyPatch) -> None:
+    remote.push()
+    strike()
+    remote.generate(PROMPT)
+
+
+def in_mid_generation(remote: Trained, strike: Strike, monkeypatch: pytest.MonkeyPatch) -> None:
+    remote.loop.run(start(later(strike)))
+    remote.loop.run(sample(remote), timeout=LIMIT_S)
+
+
+def before_a_trainer_connects(remote: Trained, strike: Strike, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What answers of the server may do so until the death of its engine is noticed, but no sync gets through."""
+    strike()
+    with trained(remote.servers, deadline_s=DEADLINE_S, start_timeout_s=2.0) as next_trainer:
+        next_trainer.push()
+
+
+async def start(coroutine: Any) -> asyncio.Task[Any]:
+    return asyncio.ensure_future(coroutine)
+
+
+async def later(strike: Strike) -> None:
+    await asyncio.sleep(0.1)
+    strike()
+
+
+async def sample(remote: Trained) -> None:
+    requests = [Sampling(max_tokens=300, ignore_eos=True, seed=seed) for seed in range(16)]
+    await asyncio.gather(*(remote.engine.generate(PROMPT, request) for request in requests))
+
+
+KILLED: tuple[Moment, ...] = (
+    before_a_sync,
+    while_requests_drain,
+    while_weights_travel,
+    while_weights_are_loaded,
+    after_a_sync,
+    in_mid_generation,
+    before_a_trainer_connects,
+)
+STOPPED: tuple[Moment, ...] = (while_weights_travel, in_mid_generation)
+
+
+def faults() -> Iterator[Any]:
+    for number in range(ROUNDS):
+        for word, moments in ((signal.SIGKILL, KILLED), (signal.SIGSTOP, STOPPED)):
+            for moment in moments:
+                yield pytest.param(word, moment, number, id=f"{word.name}-{moment.__name__}-{number}")
+
+
+@pytest.fixture
+def remote(zygote: Zygote) -> Iterator[Trained]:
+    with zygote.running() as servers, trained(servers, deadline_s=DEADLINE_S, silence_timeout_s=SILENCE_S) as connected:
+        connected.push()
+        yield connected
+
+
+def strike_at(server: EngineServer, word: signal.Signals, *, engine_only: bool) -> None:
+    for pid in server.engine_pids if engine_only else server.pids:
+        send(pid, word)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("word", "moment", "number"), list(faults()))
+def test_a_server_that_fails_is_an_error_with_its_address(
+    remote: Trained, monkeypatch: pytest.MonkeyPatch, word: signal.Signals, moment: Moment, number: int
+):
+    server = remote.servers[0]
+    struck_at: list[float] = []
+
+    def strike() -> None:
+        struck_at.append(time.monotonic())
+        strike_at(server, word, engine_only=number % 2 == 1)
+
+    with pytest.raises((EngineError, SyncError)) as raised:
+        moment(remote, strike, monkeypatch)
+    assert time.monotonic() - struck_at[0] < LIMIT_S
+    assert server.url in str(raised.value), raised.value
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(ROUNDS))
+def test_a_trainer_that_dies_in_mid_bucket_leaves_the_old_weights_and_the_next_one_goes_on(
+    remote: Trained, zygote: Zygote, number: int
+):
+    before = remote.generate(LONG_PROMPT)
+    zygote.send_and_die(remote.servers[0].url)
+    remote.loop.run(remote.engine.resume())
+    after = remote.generate(LONG_PROMPT)
+    assert (after.sampled_ids, after.version_spans) == (before.sampled_ids, before.version_spans)
+    with trained(remote.servers) as next_trainer:
+        perturb(next_trainer.model, seed=number)
+        next_trainer.push()
+        assert next_trainer.mismatch(next_trainer.generate(LONG_PROMPT)) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("word", "victim", "engine_only"),
+    [
+        pytest.param(signal.SIGKILL, 0, True, id="its engine killed"),
+        pytest.param(signal.SIGKILL, 1, False, id="killed"),
+        pytest.param(signal.SIGSTOP, 1, True, id="its engine stopped", marks=pytest.mark.slow),
+    ],
+)
+def test_a_sync_names_the_one_of_two_servers_that_failed_and_leaves_the_other_fit(
+    zygote: Zygote, monkeypatch: pytest.MonkeyPatch, word: signal.Signals, victim: int, engine_only: bool
+):
+    with zygote.running(2) as servers:
+        survivor = servers[1 - victim]
+        with trained(servers, deadline_s=DEADLINE_S) as both:
+            both.push()
+            with pytest.raises(SyncError) as raised:
+                while_weights_travel(
+                    both, lambda: strike_at(servers[victim], word, engine_only=engine_only), monkeypatch
+                )
+            said, _, cause = str(raised.value).partition("no longer answers:")
+            assert servers[victim].url in said, raised.value
+            assert survivor.url not in said, raised.value
+            assert cause
+        monkeypatch.undo()
+        with trained([survivor]) as alone:
+            perturb(alone.model, seed=1)
+            alone.push()
+            assert alone.mismatch(alone.generate(LONG_PROMPT)) < 1e-4
