@@ -1,7 +1,7 @@
 """Load a user's own functions from a Python file: `path/to/file.py:name,other`.
 
-Loading runs the file with all the rights of this process. It happens only where a setting names the file; callers
-print what was loaded. There is no sandbox here.
+Loading runs the file with all the rights of this process; it may import the files beside it. It happens only where a
+setting names the file; callers print what was loaded. There is no sandbox here.
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ def _load_module(path: Path) -> ModuleType:
     assert found is not None  # a .py file always has the source loader
     assert found.loader is not None
     module = importlib.util.module_from_spec(found)
+    if str(resolved.parent) not in sys.path:
+        sys.path.append(str(resolved.parent))  # it may import files beside it; last, so that it shadows nothing
     sys.modules[name] = module  # dataclasses and pickling look their module up there while it loads
     try:
         found.loader.exec_module(module)

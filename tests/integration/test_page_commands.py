@@ -103,11 +103,12 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import pyarrow
     import pyarrow.parquet
 
-    table = pyarrow.table({"problem": ["1+1", "2+2"] * 8, "answer": ["2", "4"] * 8})
+    table = pyarrow.table({"problem": ["1+1", "2+2"] * 8, "solution": ["2", "4"] * 8})
     pyarrow.parquet.write_table(table, place / "problems.parquet")
     first = (
-        "python scripts/train.py run_name=earlier updates=5 checkpoint.every=5 rollout.prompts_per_step=2 "
-        "rollout.samples_per_prompt=4 optimizer.spike=dump optimizer.spike_factor=1.001 optimizer.spike_window=2"
+        "python scripts/train.py run_name=earlier updates=12 checkpoint.every=4 checkpoint.keep=9 "
+        "rollout.prompts_per_step=2 rollout.samples_per_prompt=4 "
+        "optimizer.spike=dump optimizer.spike_factor=1.001 optimizer.spike_window=8"
     )
     done = bash(first, place)
     assert done.returncode == 0, done.stdout[-3000:]
@@ -162,8 +163,9 @@ def served(script: str, place: Path) -> None:
 def test_a_block_runs_as_it_stands(block: Block, workplace: Path) -> None:
     if not any(command.startswith(("python", "accelerate", "make", "OMP_")) for command in block.commands):
         pytest.skip("run elsewhere")
-    for name, text in python_files(block.page).items():
-        (workplace / name).write_text(text)
+    for page in (ROOT / "docs/tutorials/own_tools.md", block.page):  # the tutorials build on its tools
+        for name, text in python_files(page).items():
+            (workplace / name).write_text(text)
     latest = workplace / "runs/latest"
     latest.unlink(missing_ok=True)
     latest.symlink_to("earlier")
