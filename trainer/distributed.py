@@ -83,7 +83,7 @@ class Distributed:
             import deepspeed.ops
 
             # Else it probes compilers and builds, for most of a minute, an all-reduce that only its inference calls.
-            deepspeed.ops.__compatible_ops__ = {}
+            deepspeed.ops.__dict__["__compatible_ops__"] = {}
         accelerator = Accelerator(
             cpu=not on_gpu and not with_deepspeed,
             kwargs_handlers=[InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT, **backend)],

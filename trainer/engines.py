@@ -25,7 +25,7 @@ from trainer.blueprint import blueprint
 from trainer.config import Config
 from trainer.distributed import Distributed
 from trainer.memory import GIB, USABLE, ModelShape, cache_gib_left, memory_plan
-from trainer.parts import connect_servers, embedded_engine
+from trainer.parts import embedded_engine, start_members
 
 PEER_GRACE_S = 60.0
 """By which a rank waits longer for another one's engine than that one itself does, so that the cause is reported."""
@@ -71,10 +71,7 @@ def start_engines(config: Config, distributed: Distributed, *, loop: BackgroundL
 def _of_rank_0(config: Config, distributed: Distributed, *, loop: BackgroundLoop, logs: Path) -> Engines:
     if not distributed.is_main:
         return Engines(loop=loop)
-    if config.rollout.engine == "server":
-        members = connect_servers(config, loop=loop)
-    else:
-        members = [embedded_engine(config, loop=loop, log_path=logs / "engine.log")]
+    members = start_members(config, loop=loop, log_path=logs / "engine.log")
     return Engines(loop=loop, pool=EnginePool(members), synced=members)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from transformers import AutoConfig
 from rewards import FaultTolerance, Isolation, Outcome, RewardSet, make_reward_set
 from rollout.chat import Chat
 from rollout.embedded import EmbeddedEngine
-from rollout.engine import Engine, Sampling
+from rollout.engine import Engine, Sampling, SyncedEngine
 from rollout.environments import make_environment
 from rollout.errors import ConfigError
 from rollout.gateway import GatewaySettings
@@ -30,9 +31,14 @@ def start_engine(config: Config, *, loop: BackgroundLoop, log_path: Path) -> Eng
 
     Raises `EngineError`: vLLM does not start (with the end of its log), or a server is not there.
     """
+    return EnginePool(start_members(config, loop=loop, log_path=log_path))
+
+
+def start_members(config: Config, *, loop: BackgroundLoop, log_path: Path) -> Sequence[SyncedEngine]:
+    """The same, one by one."""
     if config.rollout.engine == "server":
-        return EnginePool(connect_servers(config, loop=loop))
-    return EnginePool([embedded_engine(config, loop=loop, log_path=log_path)])
+        return connect_servers(config, loop=loop)
+    return [embedded_engine(config, loop=loop, log_path=log_path)]
 
 
 def connect_servers(config: Config, *, loop: BackgroundLoop) -> list[RemoteEngine]:

@@ -21,6 +21,7 @@ from torch import nn
 
 from rollout.errors import ConfigError
 from rollout.loop import BackgroundLoop
+from rollout.pool import EnginePool
 from rollout.records import Rollout
 from rollout.sampler import OnRollout
 from rollout.sync import WeightSync
@@ -32,7 +33,7 @@ from trainer.dumps import read_dump
 from trainer.groups import Collected, Group, is_kept
 from trainer.loop import Trainer
 from trainer.optimizer import make_optimizer
-from trainer.parts import load_policy, make_chat, make_rewards, make_sampler, make_sampling, start_engine
+from trainer.parts import load_policy, make_chat, make_rewards, make_sampler, make_sampling, start_members
 from trainer.reference import make_reference
 from trainer.replayed_run import SavedStep, newest_checkpoint, saved_step, settings_of
 from trainer.third_party import quiet_third_parties
@@ -197,14 +198,15 @@ def _sample(run: Path, step: SavedStep, config: Config) -> bool:
     console = RunConsole(enabled=True, total_updates=0)
     groups = [list(group) for _, group in groupby(step.rollouts, key=lambda rollout: rollout.group_id)]
     with tempfile.TemporaryDirectory(prefix="lockstep-replay-") as logs, BackgroundLoop() as loop:
-        engine = start_engine(config, loop=loop, log_path=Path(logs) / "engine.log")
+        members = start_members(config, loop=loop, log_path=Path(logs) / "engine.log")
+        engine = EnginePool(members)
         distributed = Distributed.start(dtype=config.model.dtype, max_grad_norm=config.optimizer.max_grad_norm)
         rewards = make_rewards(config)
         try:
             rewards.load()
             model = _Model(run, config, step.weights_update, distributed, console)
             sync = WeightSync(
-                engines=engine.members,
+                engines=members,
                 module=policy_of(distributed.unwrapped).model,
                 score_canary=model.updater.logprobs,
                 canary_threshold=config.sync.canary_threshold,
