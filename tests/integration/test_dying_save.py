@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).parent / "workers" / "dying_save.py"
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(300)
 def test_a_rank_that_dies_in_a_save_leaves_the_checkpoint_before(tmp_path: Path) -> None:

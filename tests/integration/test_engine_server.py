@@ -222,8 +222,9 @@ def test_openai_clients_reach_the_server_through_the_gateway(remote: Trained):
     assert messages[1]["generation_token_ids"] == list(calls[0].sampled_ids)
 
 
+@pytest.mark.slow  # test_two_servers.py does so with two
 def test_two_ranks_under_zero3_train_two_updates_with_the_server(server: EngineServer, model_dir: Path, tmp_path: Path):
-    """And nothing of either listens beyond loopback meanwhile."""
+    """And nothing of either listens beyond loopback meanwhile, but torch's own store (docs/reliability.md)."""
     run = launch_run([server.url], model_dir, tmp_path)
     with watched(run.pid) as trainer, watched(server.process.pid) as engine:
         output, errors = run.communicate(timeout=540)
@@ -231,7 +232,8 @@ def test_two_ranks_under_zero3_train_two_updates_with_the_server(server: EngineS
     check_run(run_directory(tmp_path), updates=2)
     assert trainer.listening
     assert engine.listening
-    assert trainer.reachable + engine.reachable == []
+    assert engine.reachable == []
+    assert len(set(trainer.reachable)) <= 1, "the store where ranks meet: torch takes no address for it"
 
 
 # --- faults. A stopped server goes on afterwards, so that one server serves all of these.

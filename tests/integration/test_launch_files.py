@@ -108,6 +108,7 @@ def test_a_launch_file_makes_the_update_of_all_ranks(
     check(tmp_path, num_ranks=num_ranks, zero_stage=zero_stage)
 
 
+@pytest.mark.slow  # zero3.yaml is the same but for the machines
 def test_two_machines_make_the_update_of_all_ranks(tmp_path: Path) -> None:
     """Two launchers on loopback, as two machines would run them."""
     options = ["--num_processes", "2", "--main_process_port", str(free_port()), "--machine_rank"]

@@ -97,12 +97,12 @@ def load_file_float(directory: Path) -> dict[str, np.ndarray]:
 
 
 def test_one_rank_out_of_memory_repeats_the_step_on_all_ranks(model: Path, tmp_path: Path) -> None:
-    """Under DDP: rank 1 has room for 60 tokens, rank 0 for all."""
+    """Under DDP: rank 1 has room for 80 tokens, rank 0 for all."""
     launch("gradients.py", model, tmp_path / "expected.npz", "grpo", 100_000)
-    output = launch("out_of_memory.py", model, tmp_path / "found.npz", "grpo", 100_000, 60, launcher="ddp")
+    output = launch("out_of_memory.py", model, tmp_path / "found.npz", "grpo", 100_000, 80, launcher="ddp")
     assert "out of memory with token_budget=100000" in output, "memory never ran out, so nothing was tested"
     expected, found = arrays(tmp_path / "expected.npz"), arrays(tmp_path / "found.npz")
     for each in (expected, found):
-        for name in ("policy/scored", "reference/scored"):
+        for name in ("policy/scored", "reference/scored", "shared_tokens_frac"):
             each.pop(name)
     assert relative_error(flat(found), flat(expected)) < 1e-5

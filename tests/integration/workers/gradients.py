@@ -37,9 +37,13 @@ def settings_of(preset: str) -> AlgorithmConfig:
     return AlgorithmConfig(**values, kl_coef=0.1, entropy_coef=0.01)
 
 
+REWARDS = (0.0, 1.0, 0.5, 1.0, 0.0, 0.0, 0.25, 0.0, 1.0)
+"""They differ within every group: equal ones have no advantages, and a gradient of zero agrees with any other."""
+
+
 def fixed_rollouts() -> list[Rollout]:
-    """Nine rollouts in three groups: unequal lengths, several turns, two of them branched, one without reward. Those of
-    a group begin with the same tokens, long enough to be shared."""
+    """Nine rollouts in three groups: unequal lengths, several turns, two of them branched. Those of a
+    group begin with the same tokens, long enough to be shared."""
     rng = np.random.default_rng(0)
     prompts = rng.integers(5, 200, (3, 20))
 
@@ -62,7 +66,10 @@ def fixed_rollouts() -> list[Rollout]:
             calls.append(call((*first.prompt_ids, 11, 12), int(rng.integers(1, 20))))
         rollouts.append(
             Rollout(
-                rollout_id=rollout_id, group_id=rollout_id // 3, calls=tuple(calls), reward=float(rng.integers(0, 2))
+                rollout_id=rollout_id,
+                group_id=rollout_id // 3,
+                calls=tuple(calls),
+                reward=REWARDS[rollout_id],
             )
         )
     return rollouts
