@@ -6,7 +6,9 @@ Both ends of a weight transfer, and the gathering that feeds it, use these same 
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from vllm.distributed.weight_transfer.base import ParamMeta, layerwise_groups
@@ -55,3 +57,13 @@ def views(bucket: torch.Tensor, metas: Sequence[ParamMeta]) -> list[tuple[str, t
         (meta.name, bucket[offset : offset + nbytes(meta)].view(meta.dtype).view(meta.shape))
         for meta, offset in zip(metas, offsets, strict=True)
     ]
+
+
+def new_bucket(size: int) -> torch.Tensor:
+    """Bytes of main memory, in huge pages where the system has them: getting new memory page by page takes longer than
+    copying something into it.
+    """
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)

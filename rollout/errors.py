@@ -64,3 +64,9 @@ class ContextFullError(LockstepError, RuntimeError):
 
 class CallLimitError(LockstepError, RuntimeError):
     """An episode has made as many engine calls as it may, or is over."""
+
+
+def error_named(name: str, text: str) -> LockstepError | None:
+    """The error that another process has reported by the name of its class; None if it is none of these."""
+    kind = globals().get(name)
+    return kind(text) if isinstance(kind, type) and issubclass(kind, LockstepError) else None

@@ -12,11 +12,13 @@ Not covered: draft models, quantised engines' completeness check (their scales n
 from __future__ import annotations
 
 import socket
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from itertools import cycle
 from typing import Any, ClassVar, Self
 
 import torch
@@ -33,7 +35,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from rollout.addresses import address_towards
-from rollout.buckets import DEFAULT_BUCKET_BYTES, bucket_layout, plan_buckets, views
+from rollout.buckets import bucket_layout, new_bucket, views
 from rollout.daemon import in_daemon_thread
 from rollout.errors import SyncError
 from rollout.source import ZeroSource
@@ -66,7 +68,6 @@ class GlooTrainerInitInfo(TrainerInitInfo):
 
     master_address: str
     world_size: int
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES
     timeout_s: float = 300.0
 
 
@@ -160,7 +161,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
             raise RuntimeError("gloo weight transfer: init_weight_transfer_engine was not called on this engine")
         try:
             for metas in update_info.buckets():
-                bucket = torch.empty(message_bytes(metas), dtype=torch.uint8)
+                bucket = new_bucket(message_bytes(metas))
                 broadcast(self._group, bucket).wait()
                 if bucket[-1] != SENT:
                     raise RuntimeError("gloo weight transfer: the trainer gave up; the old weights stay")
@@ -226,7 +227,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
 
 
 class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
-    """The trainer's side. It packs into one buffer and sends from there, while the source fetches the next bucket.
+    """The trainer's side. Buckets are fetched into two buffers in turns: one arrives while the other is sent.
 
     The source is iterated on the calling thread, so its exchanges keep one order on all ranks; the overlap comes from
     gloo, which works on threads of its own.
@@ -281,7 +282,7 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
             return
         if self._group is None:
             self._group = self._rendezvous()
-        buckets = plan_buckets(self._source.metadata(), self._info.bucket_bytes)
+        buckets = self._source.buckets()
         metas = [meta for bucket in buckets for meta in bucket]
         update = GlooUpdateInfo(
             names=[meta.name for meta in metas],
@@ -303,28 +304,33 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
     def _broadcast_all(
         self, group: ProcessGroupGloo, buckets: Sequence[Sequence[ParamMeta]], receiving: Future[None]
     ) -> None:
-        buffer = torch.empty(max(message_bytes(metas) for metas in buckets), dtype=torch.uint8)
-        places: dict[str, torch.Tensor] = {}
-        pairs = self._source.tensors(lambda meta: places[meta.name])
-        in_flight: Work | None = None
+        size = max(map(message_bytes, buckets))
+        buffers = cycle([new_bucket(size), new_bucket(size)])
+        placed: deque[torch.Tensor] = deque()
+        sending: deque[Work] = deque()
+
+        def place(metas: Sequence[ParamMeta]) -> list[torch.Tensor]:
+            if sending:  # the bucket before the last one, out of the buffer that this one gets
+                _finish(sending.popleft(), group, receiving)
+            placed.append(next(buffers)[: message_bytes(metas)])
+            return [tensor for _, tensor in views(placed[-1], metas)]
+
+        pairs = self._source.tensors(place)
         for metas in buckets:
             try:
-                if in_flight is not None:
-                    _finish(in_flight, group, receiving)
                 if receiving.done():
                     receiving.result()  # the workers gave up, and say why
-                bucket = buffer[: message_bytes(metas)]
-                places = dict(views(bucket, metas))
                 for expected in metas:
                     _check(next(pairs, None), expected)
+                bucket = placed.popleft()
                 bucket[-1] = SENT
             except BaseException:
                 # Workers that still live wait for this bucket: they get it, marked, so that they give up now.
                 _abandon(broadcast(group, torch.zeros(message_bytes(metas), dtype=torch.uint8)), group)
                 raise
-            in_flight = broadcast(group, bucket)
-        if in_flight is not None:
-            _finish(in_flight, group, receiving)
+            sending.append(broadcast(group, bucket))
+        for work in sending:
+            _finish(work, group, receiving)
 
     def shutdown(self) -> None:
         self._group = None

@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from aiohttp import web
 
-from rollout import errors
 from rollout.engine import PooledEngine, Sampling
-from rollout.errors import EngineError, EvidenceError
+from rollout.errors import EngineError, EvidenceError, error_named
 from rollout.loop import BackgroundLoop
 from rollout.records import EngineCall
 from rollout.server_client import ServerClient
@@ -136,5 +135,6 @@ class PeerEngine:
         except EngineError as error:
             raise EngineError(f"{self.name} does not answer: {error}") from error
         if "failed" in answer:
-            raise getattr(errors, answer["failed"])(f"{self.name}: {answer['text']}")
+            text = f"{self.name}: {answer['text']}"
+            raise error_named(answer["failed"], text) or EngineError(text)
         return answer["result"]

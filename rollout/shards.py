@@ -1,7 +1,7 @@
 """Parameters that ZeRO-3 has cut into shards, on their way to the ranks that send them.
 
     param  ▕██ shard of rank 0 ██▏██ of rank 1 ██▏██ of rank 2 ██▏      a run of elements each, in order of the ranks
-    Fetch  every rank ──one message with its part of the whole bucket──► every reader
+    Fetch  every rank ──the runs that it holds of a bucket of parameters──► to their places at every reader
 
 One exchange for a bucket of parameters, however many there are; `deepspeed.zero.GatheredParameters` (0.19) takes a
 collective for each, and all ranks get everything. What travels is cast before it leaves, and parts of a parameter can
@@ -17,15 +17,15 @@ model (MiCS). Refused: shards on NVMe, quantised shards (`zero_quantized_weights
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from rollout.buckets import ALIGNMENT
 from rollout.errors import SyncError
 
 
@@ -35,8 +35,12 @@ class Piece:
 
     param: nn.Parameter
     start: int
-    count: int
+    shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +51,6 @@ class _Run:
     in_piece: int
     in_shard: int
     count: int
-    at: int
-    """Offset in the owner's message, in bytes."""
 
 
 def is_sharded(param: nn.Parameter) -> bool:
@@ -66,8 +68,9 @@ def full_shape(param: nn.Parameter) -> tuple[int, ...]:
 class Fetch:
     """Brings one bucket of pieces to the readers; made once, used for every sync.
 
-    Every rank calls `begin` and `wait`, in the same order for all buckets; readers may then `copy`, until the buffer is
-    given to another `begin`. Pieces of parameters that are not sharded need no exchange.
+    Every rank calls `begin` and `wait`, in the same order for all buckets. Nothing is packed: a run goes from its shard
+    (from a copy only if it is cast) straight into the readers' tensors, in a message of its own. Pieces of parameters
+    that are not sharded need no exchange.
     """
 
     def __init__(self, pieces: Sequence[Piece], readers: Sequence[int] | None) -> None:
@@ -75,76 +78,64 @@ class Fetch:
         self._pieces = pieces
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         members = _owners(pieces)
-        sizes = dict.fromkeys(members, 0)
-        self._runs = [_runs(piece, members, sizes) for piece in pieces]
-        wished = members if readers is None else [rank for rank in readers if rank in members]
-        others = [rank for rank in members if rank != self._rank and sizes[rank]]
-        self._send_to = [rank for rank in wished if rank != self._rank and sizes.get(self._rank)]
-        received_from = others if self._rank in wished else []
-        self._at: dict[int, int] = {}
-        """Where each rank's message begins in the buffer."""
-        self.nbytes = 0
-        """Of the buffer."""
-        for rank in ([self._rank] if self._send_to else []) + received_from:
-            self._at[rank] = self.nbytes
-            self.nbytes += sizes[rank]
-        self._messages = {rank: slice(start, start + sizes[rank]) for rank, start in self._at.items()}
+        self._runs = [_runs(piece, members) for piece in pieces]
+        self._send_to = [rank for rank in members if rank != self._rank and (readers is None or rank in readers)]
         self._works: list[dist.Work] = []
+        self._own: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """What this rank reads of its own shards: where to, and the run."""
 
     @torch.no_grad()
-    def begin(self, buffer: torch.Tensor) -> None:
-        """Start the exchange. buffer: at least `nbytes` of uint8 on the shards' device."""
-        if self._messages:
-            _settle()
-        for piece, runs in zip(self._pieces, self._runs, strict=True):
-            for run in runs if self._send_to else ():
-                if run.owner == self._rank:
-                    self._in_message(buffer, piece, run).copy_(_own_elements(piece.param, run))
-        exchanges = [dist.P2POp(dist.isend, buffer[self._messages[self._rank]], rank) for rank in self._send_to]
-        exchanges += [
-            dist.P2POp(dist.irecv, buffer[message], rank)
-            for rank, message in self._messages.items()
-            if rank != self._rank
-        ]
-        self._works = dist.batch_isend_irecv(exchanges) if exchanges else []
+    def begin(self, values: Sequence[torch.Tensor]) -> None:
+        """Start the exchange.
 
+        Args:
+            values: where a reader wants each piece: contiguous, of its dtype and shape, on its parameter's device; if
+                that is not sharded, anything. Of another rank: none.
+        """
+        exchanges: list[dist.P2POp] = []
+        self._own = []
+        for index, (piece, runs) in enumerate(zip(self._pieces, self._runs, strict=True)):
+            for run in runs:
+                into = values[index].view(-1)[run.in_piece : run.in_piece + run.count] if values else None
+                if run.owner != self._rank:
+                    exchanges += [] if into is None else [_message(dist.irecv, into, run.owner)]
+                    continue
+                shard = piece.param.ds_tensor.detach()[run.in_shard : run.in_shard + run.count]  # type: ignore[attr-defined]
+                if into is not None:
+                    self._own.append((into, shard))
+                if self._send_to:
+                    sent = shard.to(piece.param.device, piece.dtype)
+                    exchanges += [_message(dist.isend, sent, rank) for rank in self._send_to]
+        if exchanges:
+            _settle()
+            self._works = dist.batch_isend_irecv(exchanges)
+
+    @torch.no_grad()
     def wait(self) -> None:
-        """Until what was begun is over, so that the buffer is whole, or free."""
+        """Until what was begun is over, and the values are whole. This rank's own part is written meanwhile."""
+        own, self._own = self._own, []
+        for into, shard in own:
+            into.copy_(shard)
         works, self._works = self._works, []
         for work in works:
             work.wait()
         if works:
             _settle()
 
-    @torch.no_grad()
-    def copy(self, index: int, into: torch.Tensor, buffer: torch.Tensor) -> None:
-        """Write piece `index` into a contiguous tensor of as many elements, of any shape, dtype and device."""
-        piece, flat = self._pieces[index], into.view(-1)
-        if not is_sharded(piece.param):
-            flat.copy_(elements(piece))
-        for run in self._runs[index]:
-            is_own = run.owner == self._rank
-            source = _own_elements(piece.param, run) if is_own else self._in_message(buffer, piece, run)
-            flat[run.in_piece : run.in_piece + run.count].copy_(source)
 
-    def _in_message(self, buffer: torch.Tensor, piece: Piece, run: _Run) -> torch.Tensor:
-        start = self._at[run.owner] + run.at
-        return buffer[start : start + run.count * piece.dtype.itemsize].view(piece.dtype)
+def _message(operation: Callable[..., dist.Work | None], tensor: torch.Tensor, peer: int) -> dist.P2POp:
+    return dist.P2POp(operation, tensor.view(torch.uint8), peer)  # bytes: not every transport knows every dtype
 
 
 def elements(piece: Piece) -> torch.Tensor:
-    """Those of a parameter that is not sharded: flat, in its own dtype, an alias wherever it is contiguous."""
-    return piece.param.detach().reshape(-1)[piece.start : piece.start + piece.count]
+    """Those of a parameter that is not sharded, in its own dtype; an alias wherever it is contiguous."""
+    return piece.param.detach().reshape(-1)[piece.start : piece.start + piece.count].view(piece.shape)
 
 
 def _settle() -> None:
     """On a GPU, until copies are over: NCCL waits for one stream, and vLLM packs tensors on two in turns."""
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
-
-
-def _own_elements(param: nn.Parameter, run: _Run) -> torch.Tensor:
-    return param.ds_tensor.detach()[run.in_shard : run.in_shard + run.count]  # type: ignore[attr-defined]
 
 
 def _owners(pieces: Sequence[Piece]) -> list[int]:
@@ -178,8 +169,8 @@ def _check_readable(param: nn.Parameter) -> None:
         )
 
 
-def _runs(piece: Piece, members: Sequence[int], sizes: dict[int, int]) -> list[_Run]:
-    """The parts of a piece, whose bytes are added to the sizes of the messages; none if it is not sharded."""
+def _runs(piece: Piece, members: Sequence[int]) -> list[_Run]:
+    """The parts of a piece; none if it is not sharded."""
     if not is_sharded(piece.param):
         return []
     length: int = piece.param.ds_tensor.ds_numel  # type: ignore[attr-defined]
@@ -187,6 +178,5 @@ def _runs(piece: Piece, members: Sequence[int], sizes: dict[int, int]) -> list[_
     for place, owner in enumerate(members):
         first, last = max(piece.start, place * length), min(end, (place + 1) * length)
         if first < last:
-            runs.append(_Run(owner, first - piece.start, first - place * length, last - first, sizes[owner]))
-            sizes[owner] += -(-(last - first) * piece.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+            runs.append(_Run(owner, first - piece.start, first - place * length, last - first))
     return runs

@@ -4,22 +4,23 @@ Plain modules, DDP, DeepSpeed ZeRO-1/2 (whose parameters are whole on every rank
 are shards) go through one class. A ZeRO-3 model is fetched one bucket at a time (`rollout/shards.py`), to the ranks
 that send it and no others; the next bucket is fetched while the consumer sends the last one.
 
-    wait for bucket k ─► copy it to where it is sent from ─► begin to fetch k + 1 ─► send k ─► wait for k + 1 ...
+    wait for bucket k ─► begin to fetch k + 1 to where it is sent from ─► send k ─► wait for k + 1 ...
 
-So a sender holds one bucket on its way in, into one buffer, and the one that it sends. LoRA adapters are merged
-into the copies that are sent; the training weights are never written.
+So a sender holds one bucket on its way in and the one that it sends. LoRA adapters are
+merged into the copies that are sent; the training weights are never written.
 
 Covered: PEFT LoRA on layers that offer `get_delta_weight` (linear, embedding, convolution), `modules_to_save`,
 tied weights (sent once, under the name that the module lists first), experts (`rollout/experts.py`).
 Not covered: DoRA (refused), models whose checkpoint names differ from their module names by more than that. A merged
-weight takes its size in float32 beside the buckets while it is added up.
+weight takes its size in float32 beside the buckets while it is added up, and adapters arrive beside them, like the
+weights that they are added to if those are of another dtype than the engine's.
 """
 
 from __future__ import annotations
 
-import math
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from peft.tuners.lora import LoraLayer
 
-Place = Callable[[ParamMeta], torch.Tensor]
-"""Where a tensor is to be written: contiguous, of its dtype and shape."""
+Place = Callable[[Sequence[ParamMeta]], Sequence[torch.Tensor]]
+"""Where the tensors of the next bucket are to be written: contiguous, of their dtypes and shapes. May wait for room."""
 
 PEFT_PREFIX = "base_model.model."
 
@@ -56,33 +57,51 @@ class _Entry:
     """From the pieces, each in the shape of its parameter, to the tensor; None: it is the one piece."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Arriving:
+    """An entry whose pieces are being fetched."""
+
+    entry: _Entry
+    place: torch.Tensor | None
+    values: list[torch.Tensor]
+    """Of the pieces: where they arrive, or the training weights themselves."""
+
+    def tensor(self) -> torch.Tensor:
+        """The entry's value, once its pieces are there: in its place, or else in new memory or the training weight."""
+        merge = self.entry.merge
+        value = self.values[0] if merge is None else merge(self.values)
+        if self.place is None:
+            return value.to(self.entry.meta.dtype)
+        return self.place if value is self.place else self.place.copy_(value)
+
+
 class _Bucket:
     """Entries that are fetched together."""
 
     def __init__(self, entries: Sequence[_Entry], readers: Sequence[int] | None) -> None:
-        pieces = [piece for entry in entries for piece in entry.pieces]
         self.entries = entries
-        self.fetch = Fetch(pieces, readers)
-        self._index = {id(piece): index for index, piece in enumerate(pieces)}
+        self.metas = [entry.meta for entry in entries]
+        self.fetch = Fetch([piece for entry in entries for piece in entry.pieces], readers)
 
-    def tensor(self, entry: _Entry, place: Place | None, buffer: torch.Tensor) -> torch.Tensor:
-        """The entry's value, written to its place; without one in new memory, or the training weight itself."""
-        if entry.merge is None:
-            (piece,) = entry.pieces
-            if place is None:
-                return self._value(piece, buffer, entry.meta.shape)
-            into = place(entry.meta)
-            self.fetch.copy(self._index[id(piece)], into, buffer)
-            return into
-        merged = entry.merge([self._value(piece, buffer, full_shape(piece.param)) for piece in entry.pieces])
-        return merged.to(entry.meta.dtype) if place is None else place(entry.meta).copy_(merged)
+    def begin(self, places: Sequence[torch.Tensor | None]) -> deque[_Arriving]:
+        """Start the exchange. places: of a reader, one for each entry; of another rank none."""
+        arriving = deque(
+            _Arriving(
+                entry, place, [_value(piece, place if piece is entry.pieces[0] else None) for piece in entry.pieces]
+            )
+            for entry, place in zip(self.entries, places, strict=False)
+        )
+        self.fetch.begin([value for one in arriving for value in one.values])
+        return arriving
 
-    def _value(self, piece: Piece, buffer: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        if not is_sharded(piece.param):
-            return elements(piece).view(shape).to(piece.dtype)
-        value = torch.empty(shape, dtype=piece.dtype, device=piece.param.device)
-        self.fetch.copy(self._index[id(piece)], value, buffer)
-        return value
+
+def _value(piece: Piece, place: torch.Tensor | None) -> torch.Tensor:
+    """Where a piece arrives: in its place if it is sent as it is; the training weight if that is whole."""
+    if not is_sharded(piece.param):
+        return elements(piece)
+    if place is not None and (place.dtype, place.device) == (piece.dtype, piece.param.device):
+        return place
+    return torch.empty(piece.shape, dtype=piece.dtype, device=piece.param.device)
 
 
 class ZeroSource(WeightSource):
@@ -113,43 +132,45 @@ class ZeroSource(WeightSource):
         plan = plan_buckets([entry.meta for entry in entries.values()], bucket_bytes)
         self._is_reader = readers is None or _own_rank() in readers
         self._buckets = [_Bucket([entries[meta.name] for meta in bucket], readers) for bucket in plan]
-        self._metas = [meta for bucket in plan for meta in bucket]
-        self._device = next(module.parameters()).device
-        self._waiting: Iterator[_Bucket] = iter(())
+        self._waiting: deque[_Bucket] = deque()
+        """Buckets of this pass that were not begun."""
         self._fetched: _Bucket | None = None
         """What is being fetched, or was fetched last."""
         self._is_in_step = True
         """Whether this rank has begun every exchange that it came to."""
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._arriving: deque[_Arriving] = deque()
+        """What a reader has not given away of it."""
         self.gather_s = 0.0
         """Seconds that the last pass spent waiting for buckets and copying them."""
 
     def metadata(self) -> list[ParamMeta]:
         """Names, dtypes and full shapes in the order of iteration. No collective, no copy."""
-        return list(self._metas)
+        return [meta for bucket in self.buckets() for meta in bucket]
+
+    def buckets(self) -> list[list[ParamMeta]]:
+        """The same as they are fetched together."""
+        return [bucket.metas for bucket in self._buckets]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and tensors, which stay as they are until the next optimizer step."""
         return self.tensors(None)
 
     def tensors(self, place: Place | None) -> Iterator[tuple[str, torch.Tensor]]:
-        """A pass in which every tensor is written where `place` says when its turn comes, without another copy."""
+        """A pass in which tensors are written where `place` says, asked for each bucket before its exchange begins."""
         self.gather_s = 0.0
-        self._waiting = iter(self._buckets)
-        size = max((bucket.fetch.nbytes for bucket in self._buckets), default=0)
-        self._buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
-        self._begin_next()
+        self._waiting = deque(self._buckets)
+        self._begin_next(place)
         while (bucket := self._fetched) is not None:
             with self._timed():
                 bucket.fetch.wait()
-            for entry in bucket.entries if self._is_reader else ():
+            for meta in bucket.metas if self._is_reader else ():
                 with self._timed():
-                    tensor = bucket.tensor(entry, place, self._buffer)
-                    if entry is bucket.entries[-1]:
-                        self._begin_next()
-                yield entry.meta.name, tensor
+                    tensor = self._arriving.popleft().tensor()
+                if meta is bucket.metas[-1]:
+                    self._begin_next(place)
+                yield meta.name, tensor
             if not self._is_reader:
-                self._begin_next()
+                self._begin_next(place)
 
     def drain(self) -> None:
         """Take part in what this rank's last pass left out. Nothing is kept.
@@ -159,15 +180,21 @@ class ZeroSource(WeightSource):
         """
         while self._fetched is not None and self._is_in_step:
             self._fetched.fetch.wait()
-            self._begin_next()
+            self._begin_next(None)
+        self._arriving.clear()
 
-    def _begin_next(self) -> None:
-        self._fetched, self._is_in_step = next(self._waiting, None), False
-        if self._fetched is not None:
-            self._fetched.fetch.begin(self._buffer)
+    def _begin_next(self, place: Place | None) -> None:
+        if not self._waiting:
+            self._fetched = None
+            return
+        bucket = self._waiting[0]
+        places: Sequence[torch.Tensor | None] = [None] * len(bucket.metas) if self._is_reader else []
+        if place is not None and self._is_reader:
+            places = place(bucket.metas)  # may raise: then this bucket is left for `drain`
+        with self._timed():
+            self._fetched, self._is_in_step = self._waiting.popleft(), False
+            self._arriving = bucket.begin(places)
             self._is_in_step = True
-        else:
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # the memory is the trainer's again
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -219,7 +246,7 @@ def _plain_entries(name: str, param: nn.Parameter, dtype: torch.dtype | None, mo
         assert isinstance(model, PreTrainedModel), "experts are known by the type of their model"
         parts = experts.parts(name, shape, model.config.get_text_config().model_type)
     for part_name, part_shape, first in parts:
-        yield _Entry(ParamMeta(part_name, wire, part_shape), (Piece(param, first, math.prod(part_shape), wire),))
+        yield _Entry(ParamMeta(part_name, wire, part_shape), (Piece(param, first, part_shape, wire),))
 
 
 def _peft_entries(model: PeftModel, dtype: torch.dtype | None) -> Iterator[_Entry]:
@@ -287,7 +314,7 @@ def _merged_entry(name: str, layer: LoraLayer, weight: nn.Parameter, dtype: torc
         return total
 
     meta = ParamMeta(name, _wire_dtype(weight, dtype), full_shape(weight))
-    pieces = tuple(Piece(p, 0, math.prod(full_shape(p)), p.dtype) for p in (weight, *adapter_params))
+    pieces = tuple(Piece(p, 0, full_shape(p), p.dtype) for p in (weight, *adapter_params))
     return _Entry(meta, pieces, merge)
 
 

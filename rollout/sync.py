@@ -23,13 +23,13 @@ that the engine refuses updates in which parameters are missing, and the version
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from math import isnan
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -37,17 +37,14 @@ from torch import nn
 
 from rollout.addresses import is_loopback, rendezvous_address
 from rollout.checksums import worst_groups
+from rollout.control_plane import ControlPlane
 from rollout.daemon import in_daemon_thread
 from rollout.errors import ConfigError, EngineError, RankLostError, SyncError
-from rollout.evidence import UNUSABLE_PREFIX
 
 if TYPE_CHECKING:
     from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
 
     from rollout.engine import SleepingEngine, SyncedEngine
-
-T = TypeVar("T")
-E = TypeVar("E", bound="SyncedEngine")
 
 ScoreCanary = Callable[[list[int]], list[float]]
 """The trainer's log π(ids[i] | ids[:i]) at temperature 1 for i >= 1. Called on every rank, as under ZeRO-3 it is a
@@ -57,11 +54,6 @@ CANARY_TOKENS = 24
 CANARY_THRESHOLD: Mapping[torch.dtype, float] = {torch.float32: 1e-2, torch.bfloat16: 1.0, torch.float16: 0.5}
 """Largest |Δ log π| that passes, by the engine's dtype. Measured noise on random models: 1e-5 in float32, 0.2 in
 bfloat16; with a head that was not reloaded: 2 to 10."""
-CALL_SHARE = 0.9
-"""Part of the deadline that one call to an engine may take: less than the whole, so that the engine is named."""
-SILENCE_S, SILENCE_SHARE = 5.0, 0.04
-"""How long an engine may take over a question that costs nothing, when a sync failed: so many seconds, or that part of
-the deadline if it is less. Two such questions fit behind `CALL_SHARE`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,15 +77,15 @@ class SyncReport:
         return self.bytes / max(self.gather_s + self.transfer_s, 1e-9) / 1e9
 
     def metrics(self) -> dict[str, float]:
-        return {
+        metrics = {
             "sync/version": float(self.version),
             "sync/gather_s": self.gather_s,
             "sync/transfer_s": self.transfer_s,
             "sync/pause_s": self.pause_s,
             "sync/bytes": float(self.bytes),
             "sync/gb_per_s": self.gb_per_s,
-            "sync/canary_abs_diff": self.canary_abs_diff,
         }
+        return metrics if isnan(self.canary_abs_diff) else metrics | {"sync/canary_abs_diff": self.canary_abs_diff}
 
 
 class WeightSync:
@@ -108,6 +100,8 @@ class WeightSync:
         score_canary: the trainer's scores; None: no canary (the version is still checked).
         canary_ids: what is scored; None: fixed ids spread over the vocabulary, equal on all ranks.
         canary_threshold: largest |Δ log π|; None: by the engine's dtype.
+        canary_share: most of the time that canaries may take: the next one is scored when its last cost is at most so
+            much of the time since. None: one in every push.
         pause_mode: what happens to requests in flight: wait, keep or abort.
         bucket_bytes: gathered and sent at once.
         deadline_s: of every phase; then every rank raises.
@@ -125,6 +119,7 @@ class WeightSync:
         score_canary: ScoreCanary | None = None,
         canary_ids: Sequence[int] | None = None,
         canary_threshold: float | None = None,
+        canary_share: float | None = None,
         pause_mode: str = "wait",
         bucket_bytes: int = 512 * 2**20,
         deadline_s: float = 300.0,
@@ -137,7 +132,11 @@ class WeightSync:
         self._deadline_s = deadline_s
         self._pause_mode = pause_mode
         self._score_canary = score_canary
-        self._sleepers = _Engines(sleepers, deadline_s, loads_late=False)
+        self._canary_share = canary_share
+        self._canary_s = 0.0
+        """What the last one took."""
+        self._canary_over_at = 0.0
+        self._sleepers = ControlPlane(sleepers, deadline_s, loads_late=False)
         self._sleep_level = sleep_level
         self._is_asleep = False
         self._ranks = _Ranks(deadline_s)
@@ -157,7 +156,7 @@ class WeightSync:
         readers = None if self._backend == "ipc" else [rank for rank, fact in enumerate(facts) if fact is not None]
         self._source = ZeroSource(module, dtype=dtype, bucket_bytes=bucket_bytes, readers=readers)
         self._bytes = sum(meta.dtype.itemsize * _numel(meta.shape) for meta in self._source.metadata())
-        self._engines = _Engines(engines, deadline_s, loads_late=self._backend == "gloo")
+        self._engines = ControlPlane(engines, deadline_s, loads_late=self._backend == "gloo")
         self._address, self._bucket_bytes = address, bucket_bytes
         self._transport = self._ranks.agree("connecting to the engines", self._connect, own=True)
 
@@ -178,12 +177,10 @@ class WeightSync:
         paused = time.perf_counter()
         phase("sending the weights", self._send)
         sent = time.perf_counter()
-        phase("resuming the engines", lambda: self._engines.all(lambda engine: self._release(engine, version)))
+        is_due, *_ = phase("resuming the engines", lambda: self._release_all(version))  # by the clock of rank 0
         pause_s = time.perf_counter() - started
         gather_s = self._source.gather_s
-        diffs = phase("scoring the canary", self._score_both, own=True)
-        if any(phase("checking the canary", lambda: self._wrong_engines(diffs))):
-            phase("comparing checksums", lambda: self._blame(version, diffs))
+        diffs = self._check_canary(version) if is_due else {}
         return SyncReport(
             version=version,
             gather_s=gather_s,
@@ -206,6 +203,7 @@ class WeightSync:
         """Join the engines anew, after one was started again; push next. A collective. Raises `SyncError`."""
         self._transport.shutdown()
         self._transport = self._ranks.agree("connecting to the engines", self._connect, own=True)
+        self._canary_s = 0.0
 
     def close(self) -> None:
         """Leave the transport and the ranks' process group; the engines go on."""
@@ -221,6 +219,12 @@ class WeightSync:
                 raise SyncError(f"{' and '.join(silent)} no longer answers: {error}") from error
             raise
 
+    def _release_all(self, version: int) -> bool:
+        """Let this rank's engines sample again. Returns whether a canary is due."""
+        self._engines.all(lambda engine: self._release(engine, version))
+        since = time.perf_counter() - self._canary_over_at
+        return self._canary_share is None or self._canary_s <= self._canary_share * since
+
     async def _release(self, engine: SyncedEngine, version: int) -> None:
         # Pausing cleared the cache; requests that arrived since must not have filled it with old prefixes.
         await engine.reset_prefix_cache()
@@ -228,6 +232,16 @@ class WeightSync:
         if found != version:
             raise SyncError(f"{engine.name} says that its weights are version {found}, version {version} was sent")
         await engine.resume()
+
+    def _check_canary(self, version: int) -> dict[str, float]:
+        """What `_score_both` finds. A collective. Raises `SyncError` on every rank if it is off."""
+        phase, started = self._ranks.agree, time.perf_counter()
+        diffs: dict[str, float] = phase("scoring the canary", self._score_both, own=True)
+        if any(phase("checking the canary", lambda: self._wrong_engines(diffs))):
+            phase("comparing checksums", lambda: self._blame(version, diffs))
+        self._canary_over_at = time.perf_counter()
+        self._canary_s = self._canary_over_at - started
+        return diffs
 
     def _score_both(self) -> dict[str, float]:
         """Largest |Δ log π| of each of this rank's engines, by name; empty without a canary."""
@@ -297,7 +311,6 @@ class WeightSync:
                 rank=rank,
                 master_address=address,
                 world_size=world_size,
-                bucket_bytes=self._bucket_bytes,
                 timeout_s=self._deadline_s,
             )
         if self._backend == "nccl":
@@ -320,98 +333,6 @@ class WeightSync:
 
             return IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=buffer_bytes)
         raise ConfigError(f"weight transfer must be gloo, nccl or ipc, found {self._backend!r}")
-
-
-class _Engines(Generic[E]):
-    """vLLM's control plane for the engines of this rank: synchronous calls to all of them at once, with a deadline.
-
-    Implements vLLM's `VLLMWeightSyncClient`. On ranks without engines it exists, and its calls do nothing.
-    """
-
-    def __init__(self, engines: Sequence[E], deadline_s: float, *, loads_late: bool) -> None:
-        """loads_late: the transport stages what it receives, and replaces weights in `finish_weight_update`."""
-        self._engines = tuple(engines)
-        self._limit_s = CALL_SHARE * deadline_s
-        self._silence_s = min(SILENCE_S, SILENCE_SHARE * deadline_s)
-        self._loads_late = loads_late
-        self.version = ""
-        """Given to the engines when an update finishes: vLLM's transports do not pass one."""
-
-    @property
-    def names(self) -> list[str]:
-        return [engine.name for engine in self._engines]
-
-    @property
-    def hosts(self) -> list[str]:
-        return [engine.host for engine in self._engines]
-
-    @property
-    def num_workers(self) -> int:
-        return sum(engine.num_workers for engine in self._engines)
-
-    def all(self, act: Callable[[E], Coroutine[Any, Any, T]]) -> list[T]:
-        """The results of `act` on every engine, at the same time. Raises what the first engine to fail raised."""
-        if not self._engines:
-            return []
-
-        async def one(engine: E) -> T:
-            try:
-                return await asyncio.wait_for(act(engine), self._limit_s)
-            except TimeoutError:
-                raise EngineError(
-                    f"{engine.name} gave no answer within {self._limit_s:g} s: it hangs, or sync.timeout_s is too short"
-                ) from None
-
-        async def together() -> list[T]:
-            return await asyncio.gather(*map(one, self._engines))
-
-        return self._engines[0].loop.run(together())
-
-    def silent(self) -> list[str]:
-        """Names of the engines that are dead; if none is, of those that hang.
-
-        In this order, because an engine whose peer died may sit in the transfer, and then answers little itself.
-        """
-        return self._unanswered(lambda engine: engine.check_alive()) or self._unanswered(
-            lambda engine: engine.pause("keep")  # as they were asked to before
-        )
-
-    def _unanswered(self, ask: Callable[[SyncedEngine], Coroutine[Any, Any, None]]) -> list[str]:
-        async def answers(engine: SyncedEngine) -> bool:
-            try:
-                await asyncio.wait_for(ask(engine), self._silence_s)
-            except (EngineError, TimeoutError):
-                return False
-            return True
-
-        return [name for name, is_there in zip(self.names, self.all(answers), strict=True) if not is_there]
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Each engine's workers get the ranks after those of the engine before it."""
-        offsets, workers_before = {}, 0
-        for engine in self._engines:
-            offsets[engine.name] = (
-                {"rank_offset": init_info["rank_offset"] + workers_before} if ("rank_offset" in init_info) else {}
-            )
-            workers_before += engine.num_workers
-        self.all(lambda engine: engine.init_weight_transfer({**init_info, **offsets[engine.name]}))
-
-    def start_weight_update(self) -> None:
-        if not self._loads_late:
-            self._disown()
-        self.all(lambda engine: engine.start_weight_update())
-
-    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        self.all(lambda engine: engine.update_weights(update_info))
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        if self._loads_late:
-            self._disown()
-        self.all(lambda engine: engine.finish_weight_update(weight_version or self.version))
-
-    def _disown(self) -> None:
-        """Label the weights as no version until they are whole: what they would sample is refused everywhere."""
-        self.all(lambda engine: engine.label_weights(UNUSABLE_PREFIX + self.version))
 
 
 class _Ranks:

@@ -24,9 +24,8 @@ import torch.distributed as torch_dist
 from torch import nn
 from torch.utils.cpp_extension import get_default_build_root
 
-from rollout import errors
 from rollout.addresses import address_towards, interface_of, is_loopback
-from rollout.errors import CheckpointError, ConfigError, LockstepError
+from rollout.errors import CheckpointError, ConfigError, LockstepError, error_named
 from trainer.optimizer import LR_SCALE
 from trainer.reshard import fill_shards, fill_whole
 from trainer.safe_load import weights_only_loading
@@ -389,8 +388,7 @@ class Distributed:
 def _same_error(report: str, rank: int) -> LockstepError:
     """What another rank raised, so that all end with one sentence; what Lockstep does not know, by its name."""
     name, _, text = report.partition(": ")
-    known = {kind.__name__: kind for kind in vars(errors).values() if isinstance(kind, type)}
-    return known[name](text) if name in known else LockstepError(f"rank {rank} failed: {report}")
+    return error_named(name, text) or LockstepError(f"rank {rank} failed: {report}")
 
 
 def choose_interface(environment: MutableMapping[str, str]) -> None:

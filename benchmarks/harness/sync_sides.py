@@ -32,7 +32,7 @@ from vllm.distributed.weight_transfer.base import ParamMeta, layerwise_groups
 from harness.models import small_qwen3
 from harness.receiver import Receiver
 from rollout.addresses import LOOPBACK
-from rollout.buckets import plan_buckets, views
+from rollout.buckets import views
 from rollout.daemon import in_daemon_thread
 from rollout.gloo import GlooTrainerInitInfo, GlooTrainerWeightTransferEngine, broadcast, message_bytes
 from rollout.source import ZeroSource
@@ -49,14 +49,13 @@ class Sync:
         self._dtype = dtype
         source = ZeroSource(model, dtype=dtype, bucket_bytes=bucket_bytes, readers=[0])
         self._metas = {meta.name: meta for meta in source.metadata()}
-        self.buckets = plan_buckets(list(self._metas.values()), bucket_bytes)
+        self.buckets = source.buckets()
         self._is_sender = dist.get_rank() == 0
         self.receiver = Receiver() if self._is_sender else None
         info = GlooTrainerInitInfo(
             rank=dist.get_rank(),
             master_address=LOOPBACK,
             world_size=2,
-            bucket_bytes=bucket_bytes,
             timeout_s=TIMEOUT_S,
         )
         self._transport = GlooTrainerWeightTransferEngine.trainer_init(

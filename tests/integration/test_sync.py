@@ -50,6 +50,19 @@ def test_the_report_measures_the_sync(either: Served) -> None:
     assert metrics["sync/gb_per_s"] > 0
 
 
+def test_canaries_take_at_most_their_share_of_the_time(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_scored() -> bool:
+        return "sync/canary_abs_diff" in served.push().metrics()
+
+    assert [is_scored(), is_scored()] == [True, True], "one in every push, unless a share is set"
+    monkeypatch.setattr(served.sync, "_canary_share", 0.01)
+    assert not is_scored()
+    monkeypatch.setattr(served.sync, "_canary_over_at", served.sync._canary_over_at - 101 * served.sync._canary_s)
+    assert [is_scored(), is_scored()] == [True, False]
+    served.sync.reconnect()
+    assert is_scored(), "an engine that was started again"
+
+
 def test_a_scaled_head_answers_the_first_request_for_a_cached_prompt(either: Served) -> None:
     before = either.generate(LONG_PROMPT)
     either.generate(LONG_PROMPT)  # the prompt's blocks are in the cache now
@@ -131,7 +144,6 @@ def test_a_parameter_that_is_not_sent_is_named(served: Served, monkeypatch: pyte
     source = served.sync._source
     kept = [bucket for bucket in source._buckets if not bucket.entries[0].meta.name.startswith("model.layers.1.")]
     monkeypatch.setattr(source, "_buckets", kept)
-    monkeypatch.setattr(source, "_metas", [entry.meta for bucket in kept for entry in bucket.entries])
     with pytest.raises(SyncError, match=r"were not among the weights that arrived, first \['model\.layers\.1\."):
         served.push()
     monkeypatch.undo()

@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
+from tests.fixtures.ranks import TORCHRUN, reports
 from tests.integration.zero3_ranks import BUCKET_BYTES
 
 pytestmark = [pytest.mark.engine, pytest.mark.distributed, pytest.mark.timeout(600)]
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     directory = tmp_path_factory.mktemp("zero3")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    command += ["-m", "tests.integration.zero3_ranks", str(directory)]
-    environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=540, check=False)
-    files = [directory / f"rank{rank}.json" for rank in (0, 1)]
-    assert all(file.exists() for file in files), done.stdout[-3000:] + done.stderr[-6000:]
-    return [json.loads(file.read_text()) for file in files]
+    return reports(TORCHRUN, "tests.integration.zero3_ranks", directory, timeout_s=540, DS_ACCELERATOR="cpu")
 
 
 def test_the_engine_gets_the_gathered_weights(ranks: list[dict]) -> None:

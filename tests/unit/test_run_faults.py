@@ -194,7 +194,7 @@ HANGS = """
     from pathlib import Path
     from trainer.heartbeat import Heartbeat
     def waits_for_ever():
-        sum(range(10**9))
+        sum(range(10**8))
     heart = Heartbeat(Path(sys.argv[1]), rank=0, step_timeout_s=0.3)
     heart.beat("step", update=1)
     waits_for_ever()
@@ -209,7 +209,7 @@ def test_a_stage_that_outlives_its_deadline_leaves_its_stacks(tmp_path):
 
 def test_a_stage_that_outlives_its_deadline_ends_the_run_if_asked(tmp_path):
     ends = textwrap.dedent(HANGS).replace("step_timeout_s=0.3", "step_timeout_s=1.0, ends_run=True")
-    ends = ends.replace("sum(range(10**9))", "time.sleep(100)")
+    ends = ends.replace("sum(range(10**8))", "time.sleep(100)")
     done = subprocess.run([sys.executable, "-c", ends, str(tmp_path)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "waits_for_ever" in (tmp_path / "logs" / "stacks-rank-0.txt").read_text()
@@ -219,7 +219,7 @@ def test_a_stage_that_outlives_its_deadline_ends_the_run_if_asked(tmp_path):
 
 def test_a_stage_that_holds_the_interpreter_ends_too(tmp_path):
     ends = textwrap.dedent(HANGS).replace("step_timeout_s=0.3", "step_timeout_s=0.3, ends_run=True")
-    ends = ends.replace("10**9", "10**14")  # in C, for days
+    ends = ends.replace("10**8", "10**14")  # in C, for days
     done = subprocess.run([sys.executable, "-c", ends, str(tmp_path)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "waits_for_ever" in (tmp_path / "logs" / "stacks-rank-0.txt").read_text()

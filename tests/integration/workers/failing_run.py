@@ -36,12 +36,12 @@ def fail_in_gather(*, takes_part: bool) -> None:
     def fails() -> bool:
         return num_passes == FAILING_PASS and num_begun == FAILING_BUCKET and os.environ["RANK"] == "1"
 
-    def failing_begin(self: Fetch, buffer: Any) -> None:
+    def failing_begin(self: Fetch, values: Any) -> None:
         nonlocal num_begun
         num_begun += 1
         if fails() and not takes_part:
             raise MemoryError("no memory for another bucket")
-        begin(self, buffer)
+        begin(self, values)
 
     def failing_wait(self: Fetch) -> None:
         nonlocal takes_part
