@@ -3,8 +3,9 @@
 An environment lives for one episode. It speaks messages only; tokens are `rollout/chat.py`'s business and
 sampling is `rollout/episode.py`'s. Environments by name are listed in `rollout/environments/__init__.py`.
 
-`Environment` is all that is needed. Two more protocols are for those that need them: `HostsConversations` opens
-further conversations with the model, `Concludes` has a last word when the episode ends.
+`Environment` is all that is needed, or `RunsItself` for what asks the model on its own. Two more protocols are for
+those that need them: `HostsConversations` opens further conversations with the model, `Concludes` has a last word when
+the episode ends.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from rollout.errors import ConfigError
 from rollout.records import Message
 
 Tools = Sequence[Mapping[str, Any]]
@@ -47,6 +49,21 @@ class Environment(Protocol):
         the model must be able to see its mistake.
         """
         ...
+
+
+class RunsItself:
+    """In place of an `Environment`: what runs its episodes by itself, so that there is nothing to reset and no turn to
+    answer. `rollout/sampler.py` knows how each kind is run."""
+
+    def __init__(self, *, timeout_s: float, max_concurrent: int) -> None:
+        """timeout_s: of one episode, by the clock. max_concurrent: episodes that run at once (each takes a thread and a
+        few sockets); the others wait. Raises `ConfigError`."""
+        if not timeout_s > 0:
+            raise ConfigError(f"timeout_s={timeout_s} must be greater than 0; set environment.settings.timeout_s=600")
+        if max_concurrent < 1:
+            raise ConfigError(f"max_concurrent={max_concurrent} must be at least 1")
+        self.timeout_s = timeout_s
+        self.max_concurrent = max_concurrent
 
 
 class Conversation(Protocol):

@@ -59,7 +59,7 @@ async def rehearse(
     example: Mapping[str, Any],
     *,
     environment_name: str,
-    make_environment: Callable[[], Environment],
+    environment: Environment,
     chat: Chat,
     sampling: Sampling,
     max_turns: int,
@@ -67,7 +67,6 @@ async def rehearse(
     rollout_id: int,
 ) -> Rehearsal:
     """Play one row. Raises `DataError` if the environment cannot use it, `TemplateError` if it cannot be rendered."""
-    environment = make_environment()
     if environment_name in TASKS and "question" in example and "answer" in example:
         environment = heard = _Heard(environment)
         next_turn = _demo_player(environment_name, example, heard)

@@ -17,9 +17,9 @@ from typing import Any
 from rollout.agents import run_agent_episode
 from rollout.chat import Chat
 from rollout.engine import Engine, Sampling
-from rollout.environment import Environment
+from rollout.environment import Environment, RunsItself
 from rollout.environments.agent import AgentEnvironment
-from rollout.environments.mixed import Mixed
+from rollout.environments.mixed import Mixed, environment_of
 from rollout.environments.trl_rollout import TRLRollout, copy_tokenizer, run_rollout_func_episode
 from rollout.episode import request_seed, run_episode
 from rollout.errors import RequestError
@@ -42,7 +42,7 @@ class Sampler:
         *,
         engine: Engine,
         chat: Chat,
-        make_environment: Callable[[], Environment],
+        make_environment: Callable[[], Environment | RunsItself],
         max_turns: int,
         seed: int,
         gateway: GatewaySettings | None = None,
@@ -135,8 +135,11 @@ class Sampler:
     async def open(self, sampling: Sampling) -> AsyncIterator[RunEpisode]:
         """What episodes share, for `collect`: a gateway where they are agents, which lives as long as this context."""
         environment = self._make_environment()
-        plain = partial(run_episode, engine=self._engine, chat=self._chat)
-        drivers: dict[type[Environment], RunEpisode] = {}  # of environments that run their own episodes
+
+        async def turns(**episode: Any) -> Rollout:
+            return await run_episode(engine=self._engine, chat=self._chat, **episode)
+
+        drivers: dict[type[RunsItself], RunEpisode] = {}
         async with AsyncExitStack() as stack:
             for part in environment.parts if isinstance(environment, Mixed) else (environment,):
                 if isinstance(part, TRLRollout):
@@ -155,9 +158,11 @@ class Sampler:
                         slots=asyncio.Semaphore(part.max_concurrent),
                     )
 
-            async def run(*, environment: Environment, example: Mapping[str, Any], **episode: Any) -> Rollout:
-                own = environment.choose(example) if isinstance(environment, Mixed) else environment
-                driver = next((driver for kind, driver in drivers.items() if isinstance(own, kind)), plain)
+            async def run(
+                *, environment: Environment | RunsItself, example: Mapping[str, Any], **episode: Any
+            ) -> Rollout:
+                own = environment_of(environment, example)
+                driver = next((driver for kind, driver in drivers.items() if isinstance(own, kind)), turns)
                 return await driver(environment=own, example=example, **episode)
 
             yield run

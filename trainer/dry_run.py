@@ -10,7 +10,6 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
-from functools import partial
 
 from rich.console import Console
 from rich.padding import Padding
@@ -20,9 +19,9 @@ from rich.text import Text
 
 from rewards.resolve import MODEL
 from rollout.chat import Chat
+from rollout.environment import Environment, RunsItself
 from rollout.environments import make_environment
-from rollout.environments.agent import AgentEnvironment
-from rollout.environments.trl_rollout import TRLRollout
+from rollout.environments.mixed import environment_of
 from rollout.loop import BackgroundLoop
 from rollout.records import Rollout, TrainingRow
 from rollout.rehearsal import Rehearsal, rehearse
@@ -123,13 +122,23 @@ class _DryRun:
         """The first prompts of the run as training rows, with their mask."""
         config = self._config
         self._console.print(Rule("[bold]the first rows of the data[/bold]", style="dim", align="left"))
-        environment = make_environment(config.environment.name, **config.environment.settings)
-        if isinstance(environment, AgentEnvironment | TRLRollout):
+        environments = [
+            environment_of(make_environment(config.environment.name, **config.environment.settings), row)
+            for row in rows
+        ]
+        played = [
+            (row, environment)
+            for row, environment in zip(rows, environments, strict=True)
+            if not isinstance(environment, RunsItself)
+        ]
+        if len(played) < len(rows):
             self._console.print(
-                "This environment asks the engine itself, and there is none in a dry run: no rows are made."
+                f"{len(rows) - len(played)} of {len(rows)} rows are for an environment that asks the engine itself, "
+                "and there is none in a dry run: they are left out."
             )
+        if not played:
             return
-        rehearsals = self._loop.run(self._rehearse(chat, rows))
+        rehearsals = self._loop.run(self._rehearse(chat, played))
         self._console.print(
             "Nothing was sampled: no engine runs. The turns of the assistant are "
             + " and ".join(dict.fromkeys(rehearsal.player for rehearsal in rehearsals))
@@ -140,20 +149,20 @@ class _DryRun:
         for rehearsal in rehearsals:
             self._show_rollout(rehearsal.rollout, texts)
 
-    async def _rehearse(self, chat: Chat, rows: Sequence[Row]) -> list[Rehearsal]:
+    async def _rehearse(self, chat: Chat, played: Sequence[tuple[Row, Environment]]) -> list[Rehearsal]:
         config = self._config
         rehearsals = [
             await rehearse(
                 row,
                 environment_name=config.environment.name,
-                make_environment=partial(make_environment, config.environment.name, **config.environment.settings),
+                environment=environment,
                 chat=chat,
                 sampling=make_sampling(config, chat, temperature=config.rollout.temperature),
                 max_turns=config.environment.max_turns,
                 max_model_len=config.rollout.max_model_len,
                 rollout_id=number,
             )
-            for number, row in enumerate(rows)
+            for number, (row, environment) in enumerate(played)
         ]
         slow = sorted({*SLOW_REWARDS} & {*config.reward.functions})
         if slow:

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from functools import partial
 
 from rollout.chat import Chat
-from rollout.environment import Environment
+from rollout.environment import Environment, RunsItself
 from rollout.environments import make_environment
+from rollout.environments.mixed import environment_of
 from rollout.loop import BackgroundLoop
 from trainer.config import Config
 from trainer.data import DataSet, Prompts, training_data
@@ -48,18 +49,23 @@ def make_prompts(
 def short_enough(
     data: DataSet,
     chat: Chat,
-    make: Callable[[], Environment],
+    make: Callable[[], Environment | RunsItself],
     loop: BackgroundLoop,
     *,
     max_tokens: int,
     say: Callable[[str], None],
 ) -> list[int]:
-    """Indices of the rows whose first prompt, as an episode would send it, has at most so many tokens."""
+    """Indices of the rows whose first prompt, as an episode would send it, has at most so many tokens.
+
+    Rows of environments that run themselves are kept."""
 
     async def lengths() -> list[int]:
         found = []
         for row in data:
-            environment = make()
+            environment = environment_of(make(), row)
+            if isinstance(environment, RunsItself):
+                found.append(0)  # its prompts are its own
+                continue
             messages = await environment.reset(row)
             found.append(len(chat.prompt(messages, environment.tools)))
         return found

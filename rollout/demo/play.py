@@ -16,7 +16,7 @@ from transformers import DynamicCache, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from rollout.demo.tasks import DemoTask, Row, answer_text
 from rollout.demo.tokenizer import TURN_END
-from rollout.environment import Environment
+from rollout.environment import Environment, RunsItself
 from rollout.environments import make_environment
 from rollout.records import Message
 from rollout.tool_calls import parse_hermes
@@ -47,6 +47,7 @@ class Demonstration:
 
 async def begin(task: DemoTask, row: Row, tokenizer: PreTrainedTokenizerFast) -> Episode:
     environment = make_environment(task.name)
+    assert not isinstance(environment, RunsItself), "tasks of the demo have turns to play"
     messages = await environment.reset(row)
     return Episode(environment=environment, text=_render(tokenizer, messages, environment))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rollout.environment import Environment
+from rollout.environment import Environment, RunsItself
 from rollout.environments.agent import AgentEnvironment
 from rollout.environments.calculator import CalculatorEnvironment
 from rollout.environments.chain import ChainEnvironment
@@ -21,7 +21,7 @@ from rollout.environments.verifiers import VerifiersEnvironment
 from rollout.errors import ConfigError
 from rollout.loading import load_function
 
-ENVIRONMENTS: dict[str, Callable[..., Environment]] = {
+ENVIRONMENTS: dict[str, Callable[..., Environment | RunsItself]] = {
     "single_turn": SingleTurn,
     "tools": ToolEnvironment,
     "user": SimulatedUser,
@@ -38,7 +38,7 @@ ENVIRONMENTS: dict[str, Callable[..., Environment]] = {
 }
 
 
-def make_environment(name: str, **settings: Any) -> Environment:
+def make_environment(name: str, **settings: Any) -> Environment | RunsItself:
     """A fresh environment for one episode. name: one of `ENVIRONMENTS`, or `path/to/file.py:ClassName`.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollout.environment import Concludes, Environment, HostsConversations, OpenConversation, Step
+from rollout.environment import Concludes, Environment, HostsConversations, OpenConversation, RunsItself, Step
 from rollout.errors import ConfigError, DataError
 from rollout.records import Message
 
@@ -13,7 +13,7 @@ from rollout.records import Message
 class Mixed:
     """Becomes, on reset, the environment that the row names; before that it has no tools.
 
-    Parts that run their own episodes (`agent`, `trl_rollout`) are never reset: `rollout/sampler.py` asks `choose`.
+    Parts that run their own episodes are never reset: `rollout/sampler.py` asks `choose`.
     """
 
     def __init__(
@@ -40,10 +40,10 @@ class Mixed:
         self._current: Environment | None = None
 
     @property
-    def parts(self) -> Sequence[Environment]:
+    def parts(self) -> Sequence[Environment | RunsItself]:
         return tuple(self._by_name.values())
 
-    def choose(self, example: Mapping[str, Any]) -> Environment:
+    def choose(self, example: Mapping[str, Any]) -> Environment | RunsItself:
         """The part that the row names. Raises `DataError` if there is no such part."""
         name = example.get(self._column) or self._default
         if name not in self._by_name:
@@ -67,7 +67,9 @@ class Mixed:
                 environment.host(open_conversation)
 
     async def reset(self, example: Mapping[str, Any]) -> Sequence[Message]:
-        self._current = self.choose(example)
+        chosen = self.choose(example)
+        assert not isinstance(chosen, RunsItself), "it runs its own episodes"
+        self._current = chosen
         return await self._current.reset(example)
 
     async def step(self, message: Message) -> Step:
@@ -76,3 +78,8 @@ class Mixed:
 
     async def conclude(self) -> Mapping[str, Any]:
         return await self._current.conclude() if isinstance(self._current, Concludes) else {}
+
+
+def environment_of(environment: Environment | RunsItself, example: Mapping[str, Any]) -> Environment | RunsItself:
+    """What plays this row: the part of `Mixed` that it names, or the environment itself. Raises `DataError`."""
+    return environment.choose(example) if isinstance(environment, Mixed) else environment

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.deadline import DeadlineExceeded, call_with_deadline, is_async
 from rollout.engine import Engine, Sampling
-from rollout.environment import Step
+from rollout.environment import RunsItself
 from rollout.environments.prompt import PROMPT_COLUMNS, Prompt
 from rollout.errors import CallLimitError, ConfigError, ContextFullError, EngineError, EvidenceError
 from rollout.loading import load_function
@@ -50,8 +50,8 @@ LOGPROB_TOLERANCE = 1e-4
 """What passes through float32 or a JSON file comes back a little different; another token's logprob is further off."""
 
 
-class TRLRollout:
-    """Names the function. It drives the episode itself, so there is nothing to reset and no turn to answer."""
+class TRLRollout(RunsItself):
+    """Names the function."""
 
     def __init__(
         self,
@@ -61,29 +61,18 @@ class TRLRollout:
         timeout_s: float = 600.0,
         max_concurrent: int = 64,
     ):
-        """rollout_func: the function, or `path/to/file.py:function`. timeout_s: of one episode, by the clock.
-        max_concurrent: episodes that run at once (each takes a thread); the others wait.
+        """rollout_func: the function, or `path/to/file.py:function`. The rest as for `RunsItself`.
 
         Raises:
             ConfigError: no function is given, it cannot be loaded, or it is async, which TRL's contract is not.
         """
         if rollout_func is None:
             raise ConfigError("no function is set; set environment.settings.rollout_func=path/to/file.py:function")
-        if not timeout_s > 0:
-            raise ConfigError(f"timeout_s={timeout_s} must be greater than 0; set environment.settings.timeout_s=600")
-        if max_concurrent < 1:
-            raise ConfigError(f"max_concurrent={max_concurrent} must be at least 1")
+        super().__init__(timeout_s=timeout_s, max_concurrent=max_concurrent)
         self.rollout_func = load_function(rollout_func) if isinstance(rollout_func, str) else rollout_func
         if is_async(self.rollout_func):
             raise ConfigError("rollout_func is async, but TRL calls a plain function; write `def`, not `async def`")
-        self.timeout_s = timeout_s
-        self.max_concurrent = max_concurrent
         self._column = prompt_column
-
-    @property
-    def tools(self) -> Sequence[Mapping[str, Any]]:
-        """None: the function renders its own prompts."""
-        return ()
 
     def prompt(self, example: Mapping[str, Any]) -> tuple[Any, tuple[Message, ...]]:
         """The row's prompt as TRL hands it over (a text stays a text), and as messages. Raises `DataError`."""
@@ -91,12 +80,6 @@ class TRLRollout:
         names = PROMPT_COLUMNS if self._column is None else (self._column,)
         value = next(example[name] for name in names if example.get(name) is not None)
         return (value if isinstance(value, str) else [dict(message) for message in messages]), messages
-
-    async def reset(self, example: Mapping[str, Any]) -> Sequence[Message]:
-        raise NotImplementedError("it runs its own episodes: run_rollout_func_episode, as rollout/sampler.py does")
-
-    async def step(self, message: Message) -> Step:
-        raise NotImplementedError("it runs its own episodes: run_rollout_func_episode, as rollout/sampler.py does")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,11 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollout.environments import make_environment
 from rollout.errors import DataError
+from rollout.loop import BackgroundLoop
+from tests.fixtures.policies import CHAT
 from trainer.columns import rename
 from trainer.config import CurriculumConfig, DataSetConfig
 from trainer.data import ROW_KEY, DataSet, Prompts, load_data_set
 from trainer.data_files import load_rows, read_first_row
+from trainer.prompt_lengths import short_enough
 
 ROWS = [{"question": f"q{i}", "answer": str(i)} for i in range(3)]
 
@@ -282,6 +286,21 @@ def test_a_chat_with_a_system_turn_keeps_it() -> None:
 def test_a_wrong_column_is_found_when_the_data_is_loaded() -> None:
     with pytest.raises(DataError, match="has no column q"):
         DataSet(ROWS, DataSetConfig(path="d", columns={"prompt": "q"}))
+
+
+def test_rows_of_agents_are_not_measured_and_those_of_environments_beside_them_are() -> None:
+    rows = [{"question": "compute 1+1", "answer": "2"}, {"environment": "agent"},
+            {"question": "compute " + "1+" * 2000 + "1", "answer": "2001"}]  # fmt: skip
+    mixed = {"calculator": {}, "agent": {"agent": lambda *_: None}}
+    said: list[str] = []
+    with BackgroundLoop() as loop:
+        kept = short_enough(
+            DataSet(rows, DataSetConfig(path="d", columns={})), CHAT,
+            lambda: make_environment("mixed", environments=mixed, default="calculator"), loop,
+            max_tokens=2000, say=said.append,
+        )  # fmt: skip
+    assert kept == [0, 1]
+    assert "1 of 3 prompts" in said[0]
 
 
 def test_rows_that_are_left_out_do_not_come() -> None:

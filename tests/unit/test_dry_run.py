@@ -35,7 +35,7 @@ async def played(row: dict, environment: str = "single_turn", *, max_model_len: 
     return await rehearse(
         row,
         environment_name=environment,
-        make_environment=lambda: make_environment(environment),
+        environment=make_environment(environment),
         chat=CHAT,
         sampling=Sampling(max_tokens=256, stop_token_ids=CHAT.stop_token_ids),
         max_turns=3,
