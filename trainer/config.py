@@ -238,6 +238,11 @@ class SyncConfig:
     canary_threshold: float | None = setting(
         None, "largest |logp engine - logp trainer| of the canary; null: by the engine's dtype [nats]"
     )
+    canary_share: float | None = setting(
+        None,
+        "most of the time that canaries may take (0.01: the next one when the cost of the last is a hundredth of the "
+        "time since; 0: one after the first sync); null: one after every sync",
+    )
     timeout_s: float = setting(300.0, "deadline of each phase of a sync, on all ranks [s]")
     address: str | None = setting(
         None,
@@ -382,6 +387,11 @@ class LoggerConfig:
     wandb_rollouts: int = setting(64, "rollouts per table in W&B, at most")
     print_rollouts: int = setting(1, "sample rollouts printed per report")
     print_rollouts_every: int = setting(10, "updates between printed sample rollouts; 0: never")
+    peak_tflops: float | None = setting(
+        None,
+        "what one device can compute in model.dtype, for perf/mfu (bfloat16: H100 SXM 989, A100 312) [10¹² FLOP/s]; "
+        "null: not reported, nor for mixtures of experts",
+    )
     save_rollouts: bool = setting(True, "write all rollouts of each step as JSONL into the run directory")
 
 

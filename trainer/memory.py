@@ -47,6 +47,10 @@ class ModelShape:
     key_value: int
     """Width of all key heads together."""
     vocabulary: int
+    is_tied: bool
+    """The head's weight is the embedding."""
+    has_experts: bool
+    """A token meets only some of the parameters."""
 
     @classmethod
     def of(cls, module: nn.Module, policy: nn.Module, config: PreTrainedConfig) -> ModelShape:
@@ -68,6 +72,8 @@ class ModelShape:
             attention=heads * head_dim,
             key_value=(text.get("num_key_value_heads") or heads) * head_dim,
             vocabulary=text["vocab_size"],
+            is_tied=bool(config.tie_word_embeddings),
+            has_experts=any(text.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts")),
         )
 
 

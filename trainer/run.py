@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -29,6 +30,7 @@ from trainer.engines import Engines, start_engines
 from trainer.evaluation import Evaluator, comparable_settings
 from trainer.evaluation_results import write_results
 from trainer.evaluation_tables import result_lines
+from trainer.flops import update_flops
 from trainer.heartbeat import Heartbeat, WallTime
 from trainer.hub import last_metrics, push
 from trainer.interrupt import Interrupt
@@ -40,7 +42,6 @@ from trainer.next_steps import next_steps
 from trainer.optimizer import make_optimizer
 from trainer.own_code import code_of_files
 from trainer.parts import load_policy, make_chat, make_rewards, make_sampler, make_sampling
-from trainer.policy import Policy
 from trainer.producer import Producer
 from trainer.profiling import StepProfiler
 from trainer.prompt_lengths import make_prompts
@@ -120,7 +121,10 @@ class Run:
         optimizer = make_optimizer(module, config.optimizer, is_sharded=distributed.zero_stage > 0)
         with libraries.output_to_file():  # DeepSpeed prints, and compiles what an offloaded optimizer needs
             self._module = distributed.prepare(module, optimizer)
-        self._say_memory(module, policy)
+        self._shape = ModelShape.of(module, policy.model, policy.causal_lm.config)
+        self._checkpoint_s = 0.0
+        """What the last checkpoint took, until a line of metrics says so."""
+        self._say_memory()
         self._updater = Updater(self._module, distributed, config)
         self._updater.scorer.budget.warn = self._console.warn
         self._rewards = make_rewards(config)
@@ -204,11 +208,11 @@ class Run:
 
     # Parts
 
-    def _say_memory(self, module: torch.nn.Module, policy: Policy) -> None:
+    def _say_memory(self) -> None:
         """What the run is going to take, and what would help if the device has less."""
         zero_stage = self._distributed.zero_stage
         plan = memory_plan(
-            ModelShape.of(module, policy.model, policy.causal_lm.config),
+            self._shape,
             self._config,
             world_size=self._distributed.world_size,
             zero_stage=zero_stage,
@@ -250,6 +254,7 @@ class Run:
             module=policy_of(self._distributed.unwrapped).model,
             score_canary=self._updater.logprobs,
             canary_threshold=settings.canary_threshold,
+            canary_share=settings.canary_share,
             pause_mode=self._config.pause_mode,
             bucket_bytes=int(settings.bucket_mib * 2**20),
             deadline_s=settings.timeout_s,
@@ -326,7 +331,8 @@ class Run:
             k3_negligible=K3_NEGLIGIBLE[self._config.model.dtype],
         )
         sentences = alarms(report.metrics, thresholds)
-        self._metrics.write(report.update, {**report.metrics, **evaluation, "health/alarms": float(len(sentences))})
+        line = {**report.metrics, **evaluation, **self._costs(report), "health/alarms": float(len(sentences))}
+        self._metrics.write(report.update, line)
         if self._trainer.num_steps == 1:
             for line in first_step_summary(report.batch, report.logp_train_N, self._chat.tokenizer):
                 self._console.say(line)
@@ -346,11 +352,24 @@ class Run:
             for rollout in report.rollouts[: self._config.logger.print_rollouts]:
                 self._console.sample(rollout)
 
+    def _costs(self, report: StepReport) -> dict[str, float]:
+        """Seconds of the checkpoint before this step, and the update's share of what the devices can compute."""
+        costs = {"time/checkpoint": self._checkpoint_s} if self._checkpoint_s else {}
+        self._checkpoint_s = 0.0
+        peak_tflops, seconds = self._config.logger.peak_tflops, report.metrics.get("time/update")
+        if peak_tflops and seconds and report.batch.rows and not self._shape.has_experts:
+            computed = 1 - report.metrics.get("perf/shared_tokens_frac", 0.0)
+            flops = update_flops(self._shape, [len(row) for row in report.batch.rows])
+            flops *= computed * self._config.algorithm.epochs
+            costs["perf/mfu"] = flops / (seconds * peak_tflops * 1e12 * self._distributed.world_size)
+        return costs
+
     def _evaluate(self, update: int) -> dict[str, float]:
         """Held-out rows on rank 0's engine; the other ranks wait for it. A collective."""
         if not self._evaluates:
             return {}
         self._heartbeat.beat("evaluation", update=update)
+        started = time.perf_counter()
         evaluator = self._evaluator
         evaluation = self._recovery.attempt(
             lambda: self._distributed.together(lambda: None if evaluator is None else evaluator.evaluate())
@@ -369,10 +388,11 @@ class Run:
             )  # fmt: skip
             if self._config.logger.save_rollouts:
                 write_rollouts(path.with_suffix(".jsonl"), evaluation.rollouts)
-        return evaluation.metrics
+        return {**evaluation.metrics, "time/eval": time.perf_counter() - started}
 
     def _save(self) -> None:
         self._heartbeat.beat("checkpoint", update=self._trainer.version)
+        started = time.perf_counter()
         state = TrainerState(
             step=self._trainer.num_steps,
             update=self._trainer.version,
@@ -393,6 +413,7 @@ class Run:
             keep=self._config.checkpoint.keep,
             config=self._settings(),
         )
+        self._checkpoint_s = time.perf_counter() - started
 
     def _finish(self) -> None:
         """Write the model, and say what can be done with the run."""
