@@ -7,7 +7,7 @@
 #           ARGS="..."               settings for training, for example ARGS="algorithm=dr_grpo optimizer.lr=1e-4"
 #           NUM_PROCESSES=2          ranks of train-zero3
 #           PYTEST_ARGS="..."        for the test targets, for example PYTEST_ARGS="-k packing -x"
-#           TEST_WORKERS=2           processes of `make test`; 0: one, in this terminal (for a debugger)
+#           TEST_WORKERS=3           processes of `make test`; 0: one, in this terminal (for a debugger)
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -17,7 +17,7 @@ VENV ?= .venv
 ARGS ?=
 PYTEST_ARGS ?=
 NUM_PROCESSES ?= 2
-TEST_WORKERS ?= 2
+TEST_WORKERS ?= 3
 BENCH ?= $(basename $(notdir $(wildcard benchmarks/*.py)))
 BIN := $(VENV)/bin
 # pip-installed tools are found by the programs that call them by name: ninja by torch, accelerate by scripts.
@@ -45,7 +45,7 @@ train-zero3: model ## The same on NUM_PROCESSES=2 processes with DeepSpeed ZeRO-
 
 test: install ## Unit and integration tests that need no GPU; PYTEST_ARGS for pytest
 	@started=$$SECONDS; status=0; \
-	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(TEST_WORKERS) --dist loadfile tests $(PYTEST_ARGS) || status=$$?; \
+	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder tests $(PYTEST_ARGS) || status=$$?; \
 	echo "make test: $$((SECONDS - started)) s in all"; exit $$status
 
 test-unit: install ## Unit tests only

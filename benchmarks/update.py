@@ -31,12 +31,13 @@ import torch
 from harness.models import small_qwen3
 from harness.results import argument_parser, interleaved, report
 from harness.steps import make_rollouts, trainer_step
-from transformers import PreTrainedModel
 
 from rollout.demo.tokenizer import untrained
 from trainer.balance import plan
 from trainer.batch import StepBatch, decode, encode
 from trainer.config import Config, OptimizerConfig
+from trainer.flops import update_flops
+from trainer.memory import ModelShape
 from trainer.optimizer import make_optimizer
 from trainer.packing import collate
 from trainer.policy import Policy
@@ -58,17 +59,6 @@ def clock() -> float:
         return time.process_time()
     torch.cuda.synchronize()
     return time.perf_counter()
-
-
-def flops(model: PreTrainedModel, batch: StepBatch) -> float:
-    """Of a forward and a backward pass over the rows: 6 per parameter and token, and causal attention.
-
-    Kaplan et al. 2020 (arXiv:2001.08361), with the factor of attention halved because half of the scores are masked.
-    """
-    lengths = [len(row) for row in batch.rows]
-    config = model.config
-    width = config.num_hidden_layers * config.num_attention_heads * config.head_dim
-    return 6.0 * model.num_parameters() * sum(lengths) + 6.0 * width * sum(length**2 for length in lengths)
 
 
 def bound(policy: Policy, batch: StepBatch, config: Config) -> Callable[[], None]:
@@ -200,7 +190,9 @@ def main() -> None:
     rows = [{"side": name, "s/update": best[name], "trained tokens/s": trained / best[name]} for name in best]
     numbers = {"overhead": best["lockstep"] / best["bound"] - 1, "trl_ratio": best["trl"] / best["lockstep"]}
     if args.peak_tflops:
-        numbers["mfu"] = flops(model, batch) / best["lockstep"] / (args.peak_tflops * 1e12)
+        shape = ModelShape.of(model, model, model.config)
+        flops = update_flops(shape, [len(row) for row in batch.rows])
+        numbers["mfu"] = flops / best["lockstep"] / (args.peak_tflops * 1e12)
     details = {
         "parameters": model.num_parameters(),
         "tokens": sum(map(len, batch.rows)),

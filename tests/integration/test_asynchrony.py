@@ -77,6 +77,7 @@ def test_every_prompt_is_trained_once(run: Path) -> None:
     assert sorted(trained) == list(range(24))
 
 
+@pytest.mark.slow  # test_exact_resume.py kills such runs
 def test_what_was_in_flight_at_a_checkpoint_is_sampled_again_after_it(
     run: Path,
     demo: tuple[str, ...],  # noqa: F811

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.fixtures.models import save_tiny_model
-from tests.integration.test_run import ROOT, demo, metrics, train  # noqa: F401  # `demo` is a fixture
+from tests.fixtures.ranks import accelerate, reports
+from tests.integration.test_run import demo, metrics, train  # noqa: F401  # `demo` is a fixture
 
 pytestmark = [pytest.mark.engine, pytest.mark.distributed, pytest.mark.timeout(600)]
 
@@ -20,15 +17,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.distributed, pytest.mark.timeout(6
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     directory = tmp_path_factory.mktemp("colocated")
     save_tiny_model(directory / "model", tied=True)
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/zero3.yaml"]
-    command += ["--num_processes", "2", "--main_process_port", "0", "-m", "tests.integration.workers.colocated"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [*command, str(directory)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    files = [directory / f"rank{rank}.json" for rank in (0, 1)]
-    assert all(file.exists() for file in files), done.stdout[-3000:] + done.stderr[-6000:]
-    return [json.loads(file.read_text()) for file in files]
+    return reports(accelerate("zero3"), "tests.integration.workers.colocated", directory, timeout_s=300)
 
 
 def test_both_engines_get_the_weights_and_sample_with_them(ranks: list[dict]) -> None:

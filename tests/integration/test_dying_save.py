@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.fixtures.ranks import accelerate, run_ranks
 from trainer import checkpoint
 
-ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).parent / "workers" / "dying_save.py"
 
 
@@ -21,11 +18,7 @@ WORKER = Path(__file__).parent / "workers" / "dying_save.py"
 @pytest.mark.timeout(300)
 def test_a_rank_that_dies_in_a_save_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     started = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/zero3.yaml",
-         "--num_processes", "2", "--main_process_port", "0", str(WORKER), str(tmp_path)],
-        cwd=ROOT, capture_output=True, text=True, timeout=280, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    done = run_ranks(accelerate("zero3"), WORKER, tmp_path, timeout_s=280)
     assert done.returncode != 0
     assert "came to an end" not in done.stderr
     assert time.monotonic() - started < 200, "the other rank waited for the dead one"

@@ -68,6 +68,8 @@ def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
 def test_the_gradient_does_not_depend_on_the_partition(
     partition: str, reference: dict[str, np.ndarray], tiny_model: Path, tmp_path: Path
 ) -> None:
+    _, ranks, *_ = PARTITIONS[partition]
+    tolerance = 2e-6 if ranks == 3 else 1e-6  # thirds are not exact: the mean over ranks, times three, rounds
     found = gradients(tiny_model, tmp_path / "gradients.npz", *PARTITIONS[partition])
     assert found.keys() == reference.keys()
     for preset in PRESETS:
@@ -75,7 +77,7 @@ def test_the_gradient_does_not_depend_on_the_partition(
         whole = np.concatenate([reference[name].ravel() for name in names])
         assert np.linalg.norm(whole) > 1e-4, f"{preset} has no gradient, so nothing is compared"
         error = relative_error(np.concatenate([found[name].ravel() for name in names]), whole)
-        assert error < 1e-5, f"{preset}: relative error {error:.1e} of the gradient"
+        assert error < tolerance, f"{preset}: relative error {error:.1e} of the gradient"
     assert reference["shared_tokens_frac"] == 0
     assert found["shared_tokens_frac"] > 0.05
     recomputes = "checkpointing" in PARTITIONS[partition]

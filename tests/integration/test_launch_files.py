@@ -99,7 +99,12 @@ def check(directory: Path, *, num_ranks: int, zero_stage: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "num_ranks", "zero_stage"),
-    [("single", 1, 0), pytest.param("ddp", 2, 0, marks=pytest.mark.slow), ("zero2", 2, 2), ("zero3", 2, 3)],
+    [
+        ("single", 1, 0),
+        pytest.param("ddp", 2, 0, marks=pytest.mark.slow),  # test_gradients.py launches by it, and by the next
+        pytest.param("zero2", 2, 2, marks=pytest.mark.slow),
+        ("zero3", 2, 3),
+    ],
 )
 def test_a_launch_file_makes_the_update_of_all_ranks(
     tmp_path: Path, name: str, num_ranks: int, zero_stage: int

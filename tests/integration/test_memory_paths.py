@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,23 +11,15 @@ from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.fixtures.models import save_tiny_model
+from tests.fixtures.ranks import accelerate, run_ranks
 from tests.integration.test_gradients import relative_error
 
-ROOT = Path(__file__).resolve().parents[2]
 WORKERS = Path(__file__).parent / "workers"
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
 
 def launch(worker: str, *arguments: object, launcher: str | None = None) -> str:
-    command = [sys.executable]
-    if launcher is not None:
-        file = ROOT / "configs" / "accelerate" / f"{launcher}.yaml"
-        command += ["-m", "accelerate.commands.launch", "--config_file", str(file), "--num_processes", "2",
-                    "--main_process_port", "0"]  # fmt: skip
-    done = subprocess.run(
-        [*command, str(WORKERS / worker), *map(str, arguments)],
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=500,
-    )  # fmt: skip
+    done = run_ranks(accelerate(launcher) if launcher else (), WORKERS / worker, *arguments, timeout_s=500)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return done.stdout + done.stderr
 

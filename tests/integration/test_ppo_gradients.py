@@ -55,7 +55,14 @@ def reference(request, tiny_model: Path, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("partition", PARTITIONS)
+@pytest.mark.parametrize(
+    "partition",
+    [
+        # test_gradients.py has the others
+        name if name.startswith("zero3") else pytest.param(name, marks=pytest.mark.slow)
+        for name in PARTITIONS
+    ],
+)
 def test_gradients_of_policy_and_critic_do_not_depend_on_the_partition(
     partition: str, reference: tuple[str, dict], tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -61,6 +61,7 @@ def test_score_kl_and_what_they_sum_to_are_reported_side_by_side(adaptive: Path)
         )
 
 
+@pytest.mark.slow  # test_resume.py has what is saved, and test_exact_resume.py kills runs of PPO
 def test_a_resumed_run_has_the_coefficient_the_learning_rate_and_the_step_of_adam(
     adaptive: Path,
     demo: tuple[str, ...],  # noqa: F811
@@ -93,6 +94,7 @@ def test_the_critic_is_in_checkpoints_and_in_a_directory_of_its_own_but_not_in_t
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("ranks", [None, 2], ids=["one process", "two ranks of ZeRO-3"])
 def test_ppo_learns_the_demo_and_its_values_explain_the_returns(
     ranks: int | None,
@@ -101,16 +103,25 @@ def test_ppo_learns_the_demo_and_its_values_explain_the_returns(
 ) -> None:
     """Recorded in docs/ppo.md."""
     train(
-        *demo, "algorithm=ppo", "optimizer.critic_lr=1e-3", "updates=40", f"run_root={tmp_path}", "run_name=ppo",
-        "logger.print_rollouts=0", ranks=ranks, timeout_s=1100,
+        *demo, "algorithm=ppo", "algorithm.minibatches=4", "optimizer.lr=1e-4", "optimizer.critic_lr=2e-3",
+        "updates=160", f"run_root={tmp_path}", "run_name=ppo", "logger.print_rollouts=0", ranks=ranks, timeout_s=1700,
     )  # fmt: skip
     lines = metrics(tmp_path / "ppo")
     for line in lines[::5] + lines[-1:]:
         print({name: round(line[name], 3) for name in ("step", "reward/mean", "value/explained_variance")})
-    assert all(line["policy/ratio_mean"] == 1.0 for line in lines), "one update per batch is on policy, exactly"
-    assert all(line["policy/approx_kl"] == 0.0 for line in lines)
     assert np.mean([line["reward/mean"] for line in lines[-5:]]) >= 0.9
     assert max(np.convolve([line["value/explained_variance"] for line in lines], np.ones(3) / 3, "valid")) > 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [None, 2], ids=["one process", "two ranks of ZeRO-3"])
+def test_one_update_per_batch_is_on_policy_exactly(ranks: int | None, demo: tuple[str, ...], tmp_path: Path) -> None:  # noqa: F811
+    train(*demo, "algorithm=ppo", "optimizer.critic_lr=1e-3", "updates=4", f"run_root={tmp_path}", "run_name=ppo",
+          "logger.print_rollouts=0", ranks=ranks)  # fmt: skip
+    lines = metrics(tmp_path / "ppo")
+    assert len(lines) == 4
+    assert all(line["policy/ratio_mean"] == 1.0 for line in lines)
+    assert all(line["policy/approx_kl"] == 0.0 for line in lines)
 
 
 @pytest.fixture(scope="module")

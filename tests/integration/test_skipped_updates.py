@@ -2,17 +2,14 @@
 trace: in one process, under DDP, ZeRO-2 and ZeRO-3."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.fixtures.models import save_tiny_model
+from tests.fixtures.ranks import accelerate, run_ranks
 from trainer.dumps import read_dump
 
-ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).parent / "workers" / "skipped_updates.py"
 
 
@@ -21,15 +18,8 @@ WORKER = Path(__file__).parent / "workers" / "skipped_updates.py"
     "launcher", ["zero3", *(pytest.param(name, marks=pytest.mark.slow) for name in (None, "ddp", "zero2"))]
 )
 def test_a_broken_update_is_skipped_on_all_ranks_and_leaves_no_trace(launcher: str | None, tmp_path: Path) -> None:
-    command = [sys.executable]
-    if launcher is not None:
-        command += ["-m", "accelerate.commands.launch", "--config_file", f"configs/accelerate/{launcher}.yaml",
-                    "--num_processes", "2", "--main_process_port", "0"]  # fmt: skip
     model = save_tiny_model(tmp_path / "model", tied=True)
-    done = subprocess.run(
-        [*command, str(WORKER), str(model), str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=280,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    done = run_ranks(accelerate(launcher) if launcher else (), WORKER, model, tmp_path, timeout_s=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["skipped updates change nothing"]

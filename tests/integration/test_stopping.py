@@ -75,5 +75,6 @@ def test_logs_that_cannot_be_written_do_not_end_the_run(demo: tuple[str, ...], t
     lines = metrics(run)
     assert [line["step"] for line in lines] == [1, 2]
     assert "eval/reward_mean" in lines[1]
-    assert lines[1]["health/logger_errors"] == 2  # the evaluation and the rollouts of the first update
+    assert lines[0]["health/logger_errors"] == 1  # its evaluation
+    assert lines[1]["health/logger_errors"] == 3  # the rollouts of the first, and the evaluation of this one
     assert (run / "model" / "model.safetensors").is_file()

@@ -37,7 +37,7 @@ def settings_of(preset: str) -> AlgorithmConfig:
     return AlgorithmConfig(**values, kl_coef=0.1, entropy_coef=0.01)
 
 
-REWARDS = (0.0, 1.0, 0.5, 1.0, 0.0, 0.0, 0.25, 0.0, 1.0)
+REWARDS = (0.0, 1.0, 0.75, 1.0, 0.0, 0.0, 0.25, 0.0, 1.0)
 """They differ within every group: equal ones have no advantages, and a gradient of zero agrees with any other."""
 
 
@@ -132,6 +132,7 @@ def main(model_dir: str, out: str, algorithms: str, token_budget: str, *flags: s
             old, batch.sampling_logprobs_N, batch.rollout_N, batch.num_rollouts, mode="token_truncate"
         )
         advantages_N, _ = token_advantages(batch, logprobs, config)
+        assert advantages_N.abs().min() > 0, "a token without an advantage proves nothing of the loss"
         config.correction.logp_old = "given"  # neither recomputed nor bypassed: sequence ratios need their own pass
         metrics, _ = updater.update(batch, Targets.of(batch, advantages_N, logprobs, weights))
         result["shared_tokens_frac"] = np.array(metrics["perf/shared_tokens_frac"])
