@@ -15,9 +15,10 @@ from rollout.engine import Sampling
 from rollout.loop import BackgroundLoop
 from rollout.records import EngineCall
 from rollout.sync import SyncReport, WeightSync
+from tests.fixtures.forked_python import forks_for_spawns
+from tests.fixtures.forked_servers import ForkedServers
 from tests.fixtures.models import sampled_logprobs, save_tiny_model, tiny_qwen3
 from tests.fixtures.remote import save_model
-from tests.fixtures.zygote import Zygote
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -52,14 +53,15 @@ class Served:
 
 def _serve(directory: Path, *, tied: bool) -> Iterator[Served]:
     with BackgroundLoop() as loop:
-        engine = EmbeddedEngine.start(
-            save_tiny_model(directory / "model", tied=tied),
-            loop=loop,
-            log_path=directory / "engine.log",
-            max_model_len=320,
-            kv_cache_gib=0.0625,
-            num_threads=1,
-        )
+        with forks_for_spawns():
+            engine = EmbeddedEngine.start(
+                save_tiny_model(directory / "model", tied=tied),
+                loop=loop,
+                log_path=directory / "engine.log",
+                max_model_len=320,
+                kv_cache_gib=0.0625,
+                num_threads=1,
+            )
         model = tiny_qwen3(tied=tied)
         sync = WeightSync(
             module=model,
@@ -84,9 +86,7 @@ def served_untied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 @pytest.fixture(scope="session")
-def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+def forked_servers(tmp_path_factory: pytest.TempPathFactory) -> ForkedServers:
     """Servers that are ready in seconds, of the model of `tests.fixtures.remote`."""
-    directory = tmp_path_factory.mktemp("zygote")
-    zygote = Zygote(save_model(directory / "model"), directory)
-    yield zygote
-    zygote.close()
+    directory = tmp_path_factory.mktemp("servers")
+    return ForkedServers(save_model(directory / "model"), directory)

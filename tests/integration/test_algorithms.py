@@ -21,7 +21,6 @@ CAREFUL = ("algorithm=dapo", "algorithm.kl_coef=0.05", "algorithm.max_refills=2"
 """With groups of four, some are all right or all wrong from the first step on."""
 
 
-@pytest.mark.slow  # test_gradients.py has the reference on ranks, and test_run.py a run on two
 @pytest.mark.distributed
 def test_refills_and_the_reference_on_two_zero3_ranks_do_what_they_do_on_one(
     demo: tuple[str, ...], tmp_path: Path
@@ -43,7 +42,6 @@ def test_refills_and_the_reference_on_two_zero3_ranks_do_what_they_do_on_one(
         assert not any(line["health/alarms"] for line in lines)
 
 
-@pytest.mark.slow  # test_collection.py has groups that are dropped
 def test_dropped_groups_are_recorded_and_not_trained(demo: tuple[str, ...], tmp_path: Path) -> None:
     train(*demo, *CAREFUL, f"run_root={tmp_path}", "run_name=dropped", "updates=1")
     (line,) = metrics(tmp_path / "dropped")

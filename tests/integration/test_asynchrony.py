@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from rollout.store import read_rollouts
-from tests.integration.test_run import ROOT, _descendants, command, demo, metrics, train  # noqa: F401  # `demo` is a fixture
+from tests.fixtures.processes import descendants
+from tests.integration.test_run import ROOT, command, demo, metrics, train  # noqa: F401  # `demo` is a fixture
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -77,7 +78,6 @@ def test_every_prompt_is_trained_once(run: Path) -> None:
     assert sorted(trained) == list(range(24))
 
 
-@pytest.mark.slow  # test_exact_resume.py kills such runs
 def test_what_was_in_flight_at_a_checkpoint_is_sampled_again_after_it(
     run: Path,
     demo: tuple[str, ...],  # noqa: F811
@@ -113,7 +113,7 @@ def test_an_engine_that_is_killed_with_work_in_flight_ends_the_run(
             assert process.poll() is None, process.communicate()[0][-4000:]
             assert time.monotonic() < deadline
             time.sleep(0.2)
-        engine = _descendants(process.pid)
+        engine = descendants(process.pid) - {process.pid}
         for pid in engine:
             os.kill(pid, signal.SIGKILL)
         output, _ = process.communicate(timeout=60)
@@ -126,7 +126,6 @@ def test_an_engine_that_is_killed_with_work_in_flight_ends_the_run(
     assert "\nTraceback" not in output, output[-4000:]  # the end of the engine's log has one, quoted
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_zero3_ranks_train_what_one_of_them_makes_ahead(
     demo: tuple[str, ...],  # noqa: F811

@@ -25,6 +25,7 @@ from rollout.environments import make_environment
 from rollout.loop import BackgroundLoop
 from rollout.records import RolloutStatus
 from rollout.sampler import Sampler
+from tests.fixtures.forked_python import forks_for_spawns
 
 
 def make(directory: Path, task: str = "reverse", seed: int = 0) -> DemoInfo:
@@ -88,7 +89,7 @@ def test_rollouts_in_vllm_earn_what_the_warm_start_measured(demo, tmp_path):
     chat = Chat.from_pretrained(demo.model_dir)
     rewards = make_reward_set(["demo_answer"])
     sampling = Sampling(max_tokens=48, stop_token_ids=chat.stop_token_ids)
-    with BackgroundLoop() as loop:
+    with BackgroundLoop() as loop, forks_for_spawns():
         engine = EmbeddedEngine.start(
             demo.model_dir,
             loop=loop,

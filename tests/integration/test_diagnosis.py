@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from rollout.demo.tokenizer import train_tokenizer
 from rollout.demo.warm_start import new_model
 from rollout.loop import BackgroundLoop
 from rollout.store import write_rollouts
+from tests.fixtures.forked_python import forked_python, forks_for_spawns
 from trainer.config import Config
 from trainer.diagnosis.bench import Bench
 from trainer.diagnosis.cases import REEXAMINED, Case
@@ -46,7 +46,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 @pytest.fixture(scope="module")
 def examined(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Bench, list[Case]]]:
-    with BackgroundLoop() as loop:
+    with BackgroundLoop() as loop, forks_for_spawns():
         log_path = tmp_path_factory.mktemp("engine") / "engine.log"
         engine = start_engine(config, loop=loop, log_path=log_path)
         try:
@@ -101,7 +101,7 @@ def test_each_variant_shows_in_its_own_evidence(examined):
 
 def diagnose(arguments: list[str], directory: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, ROOT / "scripts" / "diagnose.py", *arguments],
+        [forked_python(), ROOT / "scripts" / "diagnose.py", *arguments],
         cwd=directory,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,

@@ -13,7 +13,6 @@ from trainer import checkpoint
 WORKER = Path(__file__).parent / "workers" / "dying_save.py"
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(300)
 def test_a_rank_that_dies_in_a_save_leaves_the_checkpoint_before(tmp_path: Path) -> None:

@@ -19,10 +19,10 @@ import pytest
 from rollout.engine import Sampling
 from rollout.errors import EngineError, SyncError
 from rollout.source import Place, ZeroSource
+from tests.fixtures.forked_servers import ForkedServers
 from tests.fixtures.models import perturb
 from tests.fixtures.remote import Trained, trained
 from tests.fixtures.servers import EngineServer, send
-from tests.fixtures.zygote import Zygote
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -131,8 +131,11 @@ def faults() -> Iterator[Any]:
 
 
 @pytest.fixture
-def remote(zygote: Zygote) -> Iterator[Trained]:
-    with zygote.running() as servers, trained(servers, deadline_s=DEADLINE_S, silence_timeout_s=SILENCE_S) as connected:
+def remote(forked_servers: ForkedServers) -> Iterator[Trained]:
+    with (
+        forked_servers.running() as servers,
+        trained(servers, deadline_s=DEADLINE_S, silence_timeout_s=SILENCE_S) as connected,
+    ):
         connected.push()
         yield connected
 
@@ -163,10 +166,10 @@ def test_a_server_that_fails_is_an_error_with_its_address(
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(ROUNDS))
 def test_a_trainer_that_dies_in_mid_bucket_leaves_the_old_weights_and_the_next_one_goes_on(
-    remote: Trained, zygote: Zygote, number: int
+    remote: Trained, forked_servers: ForkedServers, number: int
 ):
     before = remote.generate(LONG_PROMPT)
-    zygote.send_and_die(remote.servers[0].url)
+    forked_servers.send_and_die(remote.servers[0].url)
     remote.loop.run(remote.engine.resume())
     after = remote.generate(LONG_PROMPT)
     assert (after.sampled_ids, after.version_spans) == (before.sampled_ids, before.version_spans)
@@ -185,9 +188,9 @@ def test_a_trainer_that_dies_in_mid_bucket_leaves_the_old_weights_and_the_next_o
     ],
 )
 def test_a_sync_names_the_one_of_two_servers_that_failed_and_leaves_the_other_fit(
-    zygote: Zygote, monkeypatch: pytest.MonkeyPatch, word: signal.Signals, victim: int, engine_only: bool
+    forked_servers: ForkedServers, monkeypatch: pytest.MonkeyPatch, word: signal.Signals, victim: int, engine_only: bool
 ):
-    with zygote.running(2) as servers:
+    with forked_servers.running(2) as servers:
         survivor = servers[1 - victim]
         with trained(servers, deadline_s=DEADLINE_S) as both:
             both.push()

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.fixtures.processes import descendants, is_alive, wait_until_gone
+
 pytestmark = [pytest.mark.engine, pytest.mark.distributed]
 
 ROOT = Path(__file__).parents[2]
@@ -51,28 +53,13 @@ def test_ctrl_c_in_the_terminal_does_not_reach_the_engine(parent: subprocess.Pop
 
 
 def test_a_killed_parent_leaves_no_engine_process(parent: subprocess.Popen) -> None:
-    processes = _descendants(parent.pid)
+    processes = descendants(parent.pid) - {parent.pid}
     assert processes, "the engine runs in a process of its own"
 
     parent.send_signal(signal.SIGKILL)
     parent.wait()
-    deadline = time.monotonic() + 15
-    while (alive := [pid for pid in processes if _is_alive(pid)]) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    for pid in alive:
-        os.kill(pid, signal.SIGKILL)
-    assert not alive
-
-
-def _descendants(pid: int) -> list[int]:
-    tasks = list(Path(f"/proc/{pid}/task").iterdir())
-    children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
-    return children + [descendant for child in children for descendant in _descendants(child)]
-
-
-def _is_alive(pid: int) -> bool:
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
+        wait_until_gone(processes, timeout_s=15)
+    finally:
+        for pid in filter(is_alive, processes):
+            os.kill(pid, signal.SIGKILL)

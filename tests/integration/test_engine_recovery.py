@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.fixtures.kills import Recipe, differences
-from tests.fixtures.sockets import descendants
+from tests.fixtures.processes import descendants
 from tests.integration.test_exact_resume import recipe
 from tests.integration.test_run import demo, metrics  # noqa: F401  # `demo` is a fixture
 

@@ -222,10 +222,9 @@ def test_openai_clients_reach_the_server_through_the_gateway(remote: Trained):
     assert messages[1]["generation_token_ids"] == list(calls[0].sampled_ids)
 
 
-@pytest.mark.slow  # test_two_servers.py does so with two
 def test_two_ranks_under_zero3_train_two_updates_with_the_server(server: EngineServer, model_dir: Path, tmp_path: Path):
     """And nothing of either listens beyond loopback meanwhile, but torch's own store (docs/reliability.md)."""
-    run = launch_run([server.url], model_dir, tmp_path)
+    run = launch_run([server.url], model_dir, tmp_path, python=sys.executable)
     with watched(run.pid) as trainer, watched(server.process.pid) as engine:
         output, errors = run.communicate(timeout=540)
     assert run.returncode == 0, output[-2000:] + errors[-5000:]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ from rollout.rows import rows_from_calls
 from rollout.sampler import Sampler
 from rollout.store import read_rollouts
 from tests.fixtures.agents import calculator_agent
+from tests.fixtures.forked_python import forked_python
 from tests.fixtures.models import sampled_logprobs, tiny_qwen3
 from tests.fixtures.tokenizers import chat_tokenizer
 from tests.integration.conftest import Served
@@ -174,7 +174,7 @@ def test_a_run_trains_on_an_agent_that_knows_only_a_url_and_a_key(tmp_path: Path
     }
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [sys.executable, "scripts/train.py", *(f"{key}={value}" for key, value in settings.items())],
+        [forked_python(), "scripts/train.py", *(f"{key}={value}" for key, value in settings.items())],
         cwd=ROOT,
         env=environment,
         capture_output=True,

@@ -5,15 +5,13 @@ checkpointing; rollouts that are branched into rows on different ranks; rows tha
 reference in which they do not. Compared are gradients, not losses (spec: one denominator per optimizer step).
 """
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.fixtures.models import save_tiny_model
+from tests.fixtures.ranks import accelerate, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).parent / "workers" / "gradients.py"
@@ -33,15 +31,11 @@ PARTITIONS = {
 def gradients(
     model: Path, out: Path, launcher: str | None, ranks: int, token_budget: int, *flags: str
 ) -> dict[str, np.ndarray]:
-    command = [sys.executable]
-    if launcher is not None:
-        file = ROOT / "configs" / "accelerate" / f"{launcher}.yaml"
-        command += ["-m", "accelerate.commands.launch", "--config_file", str(file), "--num_processes", str(ranks),
-                    "--main_process_port", "0"]  # fmt: skip
-    done = subprocess.run(
-        [*command, str(WORKER), str(model), str(out), ",".join(PRESETS), str(token_budget), *flags],
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
+    done = run_ranks(
+        accelerate(launcher, ranks) if launcher else (),
+        *(WORKER, model, out, ",".join(PRESETS), token_budget, *flags),
+        timeout_s=280,
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     with np.load(out) as arrays:
         return dict(arrays)

@@ -50,7 +50,7 @@ def flat(gradients: dict[str, np.ndarray]) -> np.ndarray:
     ("launcher", "dtype", "error"),
     [
         ("zero3", "float32", 1e-5),
-        pytest.param("zero3", "bfloat16", 0.1, marks=pytest.mark.slow),
+        ("zero3", "bfloat16", 0.1),
         (None, "bfloat16", 0.1),
     ],
     ids=["zero3", "zero3 bfloat16", "plain bfloat16"],

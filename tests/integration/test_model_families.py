@@ -19,6 +19,7 @@ from rollout.records import EngineCall
 from rollout.rows import rows_from_calls
 from rollout.sync import WeightSync
 from tests.fixtures.families import FAMILIES, WINDOW, save_family
+from tests.fixtures.forked_python import forks_for_spawns
 from tests.fixtures.models import perturb
 from trainer.packing import PackedBatch, collate
 from trainer.policy import Policy
@@ -51,7 +52,7 @@ RELOAD_MISSES_EXPERTS = pytest.mark.xfail(
 )
 def test_a_family_samples_trains_and_syncs(family: str, tmp_path: Path) -> None:
     path = save_family(family, tmp_path / "model")
-    with BackgroundLoop() as loop:
+    with BackgroundLoop() as loop, forks_for_spawns():
         engine = EmbeddedEngine.start(
             path, loop=loop, log_path=tmp_path / "engine.log", max_model_len=320, kv_cache_gib=0.0625, num_threads=1
         )

@@ -21,6 +21,7 @@ import pytest
 from rich.console import Console
 
 from rollout.demo.make import make_demo
+from tests.fixtures.forked_python import forked_python
 from tests.fixtures.pages import PAGES, ROOT, Block, bash_blocks, python_files
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -50,17 +51,17 @@ SHORT = {
 SHORTENED = """
 python() {
     case "$*" in
-        scripts/train.py*) command python "$@" $RUN ;;
-        scripts/evaluate.py*) command python "$@" $EVALUATION ;;
-        scripts/train_reward_model.py*) command python "$@" $REWARD_MODEL ;;
-        scripts/diagnose.py*--break*) command python "$@" || test $? = 1 ;;
-        *) command python "$@" ;;
+        scripts/train.py*) "$FORK" "$@" $RUN ;;
+        scripts/evaluate.py*) "$FORK" "$@" $EVALUATION ;;
+        scripts/train_reward_model.py*) "$FORK" "$@" $REWARD_MODEL ;;
+        scripts/diagnose.py*--break*) "$FORK" "$@" || test $? = 1 ;;
+        *) "$FORK" "$@" ;;
     esac
 }
 accelerate() {
     case "$*" in
-        *train_reward_model*) command accelerate "$@" $REWARD_MODEL ;;
-        *) command accelerate "$@" $RUN ;;
+        *train_reward_model*) "$FORK" -m accelerate.commands.accelerate_cli "$@" $REWARD_MODEL ;;
+        *) "$FORK" -m accelerate.commands.accelerate_cli "$@" $RUN ;;
     esac
 }
 make() {
@@ -122,6 +123,8 @@ def environment() -> dict[str, str]:
     return {
         **os.environ,
         **SHORT,
+        "FORK": forked_python(),
+        "PYTHON_EXEC": forked_python(),
         "PATH": f"{binaries}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
         "VENV": str(binaries.parent),

@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+from tests.fixtures.ranks import run_ranks
 
 RELATIVE_TOLERANCE = 1e-6
 LENGTHS = (40, 9, 17, 5, 23)
@@ -176,26 +176,12 @@ def launch(directory: Path, *, config: str, tied: bool) -> dict:
     save_model(directory, tied=tied)
     (directory / "deepspeed.json").write_text(json.dumps(DEEPSPEED))
     (directory / "accelerate.yaml").write_text(config)
-    environment = os.environ | {
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-    }
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(directory / "accelerate.yaml")]
-    command += ["--main_process_port", str(free_port()), __file__, str(directory)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    launcher = ("accelerate.commands.launch", "--config_file", str(directory / "accelerate.yaml"))
+    result = run_ranks((*launcher, "--main_process_port", "0"), __file__, directory, timeout_s=240)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-6000:]
     return json.loads((directory / "report.json").read_text())
 
 
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
-
-
-@pytest.mark.slow  # test_gradients.py compares whole updates
 @pytest.mark.distributed
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_zero3_on_two_ranks_gives_the_gradient_of_one_process(tmp_path, tied):
@@ -207,7 +193,6 @@ def test_zero3_on_two_ranks_gives_the_gradient_of_one_process(tmp_path, tied):
     assert few_tiles == many_tiles > 0, "the head's weight is gathered once per pass, not once per tile"
 
 
-@pytest.mark.slow  # test_gradients.py has a partition under DDP
 @pytest.mark.distributed
 def test_ddp_on_two_ranks_gives_the_gradient_of_one_process(tmp_path):
     report = launch(tmp_path, config=DDP, tied=True)

@@ -1,8 +1,5 @@
 """Policy and critic train in one engine: one batch, however it is cut up and sharded, gives one gradient of both."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +8,8 @@ from safetensors.numpy import load_file
 from transformers import AutoModelForTokenClassification
 
 from tests.fixtures.models import save_tiny_model
-from tests.integration.test_policy_zero3 import free_port
+from tests.fixtures.ranks import accelerate, run_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).parent / "workers" / "ppo_gradients.py"
 ONE_MICROBATCH, MANY_MICROBATCHES = 100_000, 96
 PARTITIONS = {
@@ -24,15 +20,8 @@ PARTITIONS = {
 
 
 def gradients(model: Path, out: Path, critic: str, launcher: str | None, ranks: int, budget: int, *flags: str) -> dict:
-    command = [sys.executable]
-    if launcher is not None:
-        command += ["-m", "accelerate.commands.launch", "--config_file", f"configs/accelerate/{launcher}.yaml",
-                    "--num_processes", str(ranks), "--main_process_port", str(free_port())]  # fmt: skip
-    done = subprocess.run(
-        [*command, str(WORKER), str(model), str(out), critic, str(budget), *flags],
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-        timeout=280,
-    )  # fmt: skip
+    launch = accelerate(launcher, ranks) if launcher else ()
+    done = run_ranks(launch, WORKER, model, out, critic, budget, *flags, timeout_s=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     with np.load(out) as arrays:
         return dict(arrays) | {f"saved {name}": tensor for name, tensor in load_file(saved_critic(out)).items()}
@@ -55,14 +44,7 @@ def reference(request, tiny_model: Path, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    "partition",
-    [
-        # test_gradients.py has the others
-        name if name.startswith("zero3") else pytest.param(name, marks=pytest.mark.slow)
-        for name in PARTITIONS
-    ],
-)
+@pytest.mark.parametrize("partition", PARTITIONS)
 def test_gradients_of_policy_and_critic_do_not_depend_on_the_partition(
     partition: str, reference: tuple[str, dict], tiny_model: Path, tmp_path: Path
 ) -> None:

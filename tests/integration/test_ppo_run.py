@@ -61,7 +61,6 @@ def test_score_kl_and_what_they_sum_to_are_reported_side_by_side(adaptive: Path)
         )
 
 
-@pytest.mark.slow  # test_resume.py has what is saved, and test_exact_resume.py kills runs of PPO
 def test_a_resumed_run_has_the_coefficient_the_learning_rate_and_the_step_of_adam(
     adaptive: Path,
     demo: tuple[str, ...],  # noqa: F811

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rewards.classifier import load_reward_model
 from rollout.preferences.make import PreferenceRecipe, make_preferences
-from tests.integration.test_policy_zero3 import free_port
+from tests.fixtures.ranks import accelerate, run_ranks
 from tests.integration.test_run import metrics as metrics_of
 from tests.integration.test_run import train as train_policy
 
@@ -42,21 +41,15 @@ def task(tmp_path_factory) -> Path:
 
 def train(task: Path, name: str, *overrides: str, ranks: int = 1) -> list[dict]:
     """Metrics of a training; the model is in task/name/model."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
-    launcher = [sys.executable]
-    if ranks > 1:
-        launcher += ["-m", "accelerate.commands.launch", "--config_file", str(ROOT / "configs/accelerate/zero3.yaml")]
-        launcher += ["--num_processes", str(ranks), "--main_process_port", str(free_port())]
-    command = [*launcher, str(ROOT / "scripts/train_reward_model.py")]
+    command = [str(ROOT / "scripts/train_reward_model.py")]
     command += [f"run_root={task}", f"run_name={name}", f"model.path={task}/model"]
     command += [f"data.path={task}/data/comparisons.jsonl", f"data.heldout_path={task}/data/comparisons_heldout.jsonl"]
     command += ["microbatch_size=8", "optimizer.lr=3e-3", "optimizer.warmup_updates=0", *overrides]
-    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    result = run_ranks(accelerate("zero3", ranks) if ranks > 1 else (), *command, timeout_s=280)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-6000:]
     return [json.loads(line) for line in (task / name / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow
 @torch.no_grad()
 def test_a_trained_reward_model_is_normalised_saved_and_loads_as_a_sequence_classifier(task):
     metrics = train(task, "one", "normalization.num_samples=64", "batch_size=8")
@@ -78,7 +71,6 @@ def test_a_trained_reward_model_is_normalised_saved_and_loads_as_a_sequence_clas
     assert plain(input_ids=torch.tensor([ids])).logits.item() == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks_of_zero3_train_the_reward_model_of_one_process(task):
     """9 comparisons a step do not divide by two ranks, nor by the microbatch: nothing is dropped or counted twice."""
@@ -92,7 +84,6 @@ def test_two_ranks_of_zero3_train_the_reward_model_of_one_process(task):
                 assert theirs[name] == pytest.approx(mine[name], abs=2e-4), (mine["step"], name)
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 def test_normalisation_on_two_ranks_is_over_all_samples(task):
     final = train(task, "normalised", "normalization.num_samples=33", "data.max_comparisons=8", ranks=2)[-1]
@@ -100,7 +91,6 @@ def test_normalisation_on_two_ranks_is_over_all_samples(task):
     assert final["reward_model/normalized_var"] == pytest.approx(1, abs=1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.distributed
 def test_a_run_on_two_zero3_ranks_is_scored_as_on_one_and_leaves_a_critic_to_start_from(tmp_path):

@@ -18,6 +18,8 @@ from rollout.demo.make import make_demo
 from rollout.rows import rows_from_calls
 from rollout.store import read_rollouts
 from tests.fixtures import wandb_files
+from tests.fixtures.forked_python import forked_python
+from tests.fixtures.processes import descendants, wait_until_gone
 from trainer import checkpoint
 from trainer.evaluation_results import compare, read_results
 
@@ -40,18 +42,20 @@ def demo() -> tuple[str, ...]:
     )
 
 
-def command(*overrides: str, ranks: int | None = None) -> list[str]:
-    launcher = [sys.executable]
+def command(*overrides: str, ranks: int | None = None, python: str = sys.executable) -> list[str]:
+    launcher = [python]
     if ranks is not None:
         launcher += ["-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/zero3.yaml",
                      "--num_processes", str(ranks), "--main_process_port", "0"]  # fmt: skip
     return [*launcher, "scripts/train.py", *overrides]
 
 
-def train(*overrides: str, ranks: int | None = None, timeout_s: float = 500) -> str:
+def train(*overrides: str, ranks: int | None = None, timeout_s: float = 500, python: str | None = None) -> str:
+    """What a run prints, which is to end well. python: None for a fork (`tests/fixtures/forked_python.py`)."""
+    python = python or forked_python()
     done = subprocess.run(
-        command(*overrides, ranks=ranks), cwd=ROOT, capture_output=True, text=True, timeout=timeout_s,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        command(*overrides, ranks=ranks, python=python), cwd=ROOT, capture_output=True, text=True, timeout=timeout_s,
+        env={**os.environ, "PYTHON_EXEC": python, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return done.stdout
@@ -68,7 +72,7 @@ def first_run(demo: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -
     output = train(
         *demo, *SMALL, "updates=12", f"run_root={root}", "run_name=first", "checkpoint.every=4", "eval.every=12",
         "eval.before_training=true", "eval.prompts=24", "eval.samples_per_prompt=2", "eval.temperature=1.0",
-        "eval.top_p=0.95", "logger.wandb=offline",
+        "eval.top_p=0.95", "logger.wandb=offline", python=sys.executable,
     )  # fmt: skip
     return root / "first", output
 
@@ -96,7 +100,8 @@ def test_the_run_is_evaluated_before_and_after_on_the_same_seeds(first_run: tupl
     assert sorted(lines) == [0, 12]
     for line in lines.values():
         assert line["eval/rollouts"] == 48
-        assert line["eval/pass@1_low"] < line["eval/pass@1"] <= line["eval/pass@2"] < line["eval/pass@2_high"]
+        assert line["eval/pass@1_low"] < line["eval/pass@1"] <= line["eval/pass@2"]
+        assert line["eval/pass@2"] < line["eval/pass@2_high"] or line["eval/pass@2"] == 1.0, "Wilson's ends at 1"
     files = [first_run[0] / f"evaluations/update-{update:06d}.json" for update in (0, 12)]
     settings = json.loads(files[0].read_text())["settings"]
     before, after = (read_results(file, settings) for file in files)
@@ -192,7 +197,7 @@ def test_control_c_finishes_the_update_and_saves(demo: tuple[str, ...], tmp_path
             assert process.poll() is None, process.communicate()[0][-4000:]
             assert time.monotonic() < deadline
             time.sleep(0.2)
-        children = _descendants(process.pid)
+        children = descendants(process.pid) - {process.pid}
         assert children, "the engine has processes of its own"
         os.killpg(process.pid, signal.SIGINT)  # what a terminal does: the whole foreground group gets it
         output, _ = process.communicate(timeout=120)
@@ -204,8 +209,7 @@ def test_control_c_finishes_the_update_and_saves(demo: tuple[str, ...], tmp_path
     last = metrics(run)[-1]["step"]
     found, _ = checkpoint.complete(run / "checkpoints")
     assert found[-1].name == f"step-{last}"
-    time.sleep(2)
-    assert not [pid for pid in children if Path(f"/proc/{pid}").exists()], "engine processes were left behind"
+    wait_until_gone(children)
 
 
 @pytest.mark.distributed
@@ -249,9 +253,3 @@ def test_compiled_layers_train_beside_the_engine_as_plain_ones_do(
         assert line["rollout_correction/k3_kl"] < 1e-9
         assert line["sync/canary_abs_diff"] < 1e-3
         assert not line["health/alarms"]
-
-
-def _descendants(pid: int) -> list[int]:
-    lists = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]  # by thread
-    children = [int(child) for names in lists for child in names]
-    return children + [descendant for child in children for descendant in _descendants(child)]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fixtures.sockets import descendants
+from tests.fixtures.processes import descendants
 from tests.integration.test_run import ROOT, command, demo, metrics, train  # noqa: F401  # `demo` is a fixture
 from trainer import checkpoint
 

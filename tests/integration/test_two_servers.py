@@ -15,18 +15,18 @@ import pytest
 
 from rollout.engine import Sampling
 from rollout.pool import EnginePool
+from tests.fixtures.forked_servers import ForkedServers
 from tests.fixtures.models import perturb
 from tests.fixtures.remote import trained
 from tests.fixtures.runs import check_run, launch_run, run_directory
 from tests.fixtures.servers import KEY, EngineServer, send
-from tests.fixtures.zygote import Zygote
 
 pytestmark = [pytest.mark.engine, pytest.mark.distributed, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
-def servers(zygote: Zygote) -> Iterator[list[EngineServer]]:
-    with zygote.running(2) as servers:
+def servers(forked_servers: ForkedServers) -> Iterator[list[EngineServer]]:
+    with forked_servers.running(2) as servers:
         yield servers
 
 
@@ -52,16 +52,15 @@ def test_one_sync_reaches_both_servers(servers: list[EngineServer]):
 
 
 def test_two_ranks_under_zero3_train_two_updates_with_two_servers(
-    servers: list[EngineServer], zygote: Zygote, tmp_path: Path
+    servers: list[EngineServer], forked_servers: ForkedServers, tmp_path: Path
 ):
-    run = launch_run([server.url for server in servers], zygote.model, tmp_path)
+    run = launch_run([server.url for server in servers], forked_servers.model, tmp_path)
     output, errors = run.communicate(timeout=540)
     assert run.returncode == 0, output[-2000:] + errors[-5000:]
     check_run(run_directory(tmp_path), updates=2)
     assert [weight_version(server) for server in servers] == ["2", "2"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "settings", "limit_s", "said"),
     [
@@ -71,11 +70,17 @@ def test_two_ranks_under_zero3_train_two_updates_with_two_servers(
     ],
 )
 def test_a_fault_on_one_rank_ends_both_with_one_sentence_and_trains_nothing_more(
-    servers: list[EngineServer], zygote: Zygote, tmp_path: Path, fault: str, settings: dict, limit_s: float, said: str
+    servers: list[EngineServer],
+    forked_servers: ForkedServers,
+    tmp_path: Path,
+    fault: str,
+    settings: dict,
+    limit_s: float,
+    said: str,
 ):
     run = launch_run(
         [server.url for server in servers],
-        zygote.model,
+        forked_servers.model,
         tmp_path,
         ["tests/integration/workers/failing_run.py", fault],
         updates=100,
@@ -95,12 +100,11 @@ def test_a_fault_on_one_rank_ends_both_with_one_sentence_and_trains_nothing_more
         assert next_trainer.mismatch(next_trainer.generate((5, 6, 7))) < 1e-4
 
 
-@pytest.mark.slow
 def test_a_server_that_is_killed_ends_both_ranks_with_the_same_sentence(
-    servers: list[EngineServer], zygote: Zygote, tmp_path: Path
+    servers: list[EngineServer], forked_servers: ForkedServers, tmp_path: Path
 ):
     """The last test of this file: one server less."""
-    run = launch_run([server.url for server in servers], zygote.model, tmp_path, updates=100000)
+    run = launch_run([server.url for server in servers], forked_servers.model, tmp_path, updates=100000)
     metrics = run_directory(tmp_path) / "metrics.jsonl"
     killed_at: list[float] = []
 

@@ -47,7 +47,7 @@ def save(directory: Path, *updates: int, keep: int = 2) -> SavedState:
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint_at_most_one_behind(tmp_path):
     moments = random.Random(7)
     processes = multiprocessing.get_context("forkserver")  # imports torch once, not once per kill
-    processes.set_forkserver_preload(["tests.fixtures.saved_state"])
+    processes.set_forkserver_preload(["torch._dynamo", "tests.fixtures.saved_state"])  # the first: optimizers do
     announced = 0
     for _ in range(KILLS):
         ours, theirs = processes.Pipe(duplex=False)

@@ -8,7 +8,6 @@ import logging
 import multiprocessing
 import os
 import subprocess
-import sys
 import textwrap
 import time
 from multiprocessing.queues import Queue
@@ -19,6 +18,7 @@ import wandb
 from rich.console import Console
 
 from rollout.errors import ConfigError
+from tests.fixtures.forked_python import forked_python
 from tests.fixtures.saved_state import SavedState
 from tests.unit.test_reward_isolation import rollout
 from trainer.config import Config, GatewayConfig, LoggerConfig
@@ -119,7 +119,7 @@ def test_one_run_directory_has_one_process(tmp_path):
         except ConfigError as error:
             print(error)
     """)
-    asked = [sys.executable, "-c", other]
+    asked = [forked_python(), "-c", other]
     assert "another process is running" in subprocess.run(asked, capture_output=True, text=True, check=True).stdout
     lock.close()
     assert subprocess.run(asked, capture_output=True, text=True, check=True).stdout == ""
@@ -203,14 +203,14 @@ HANGS = """
 
 
 def test_a_stage_that_outlives_its_deadline_leaves_its_stacks(tmp_path):
-    subprocess.run([sys.executable, "-c", textwrap.dedent(HANGS), str(tmp_path)], check=True)
+    subprocess.run([forked_python(), "-c", textwrap.dedent(HANGS), str(tmp_path)], check=True)
     assert "waits_for_ever" in (tmp_path / "logs" / "stacks-rank-0.txt").read_text()
 
 
 def test_a_stage_that_outlives_its_deadline_ends_the_run_if_asked(tmp_path):
     ends = textwrap.dedent(HANGS).replace("step_timeout_s=0.3", "step_timeout_s=1.0, ends_run=True")
     ends = ends.replace("sum(range(10**8))", "time.sleep(100)")
-    done = subprocess.run([sys.executable, "-c", ends, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([forked_python(), "-c", ends, str(tmp_path)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "waits_for_ever" in (tmp_path / "logs" / "stacks-rank-0.txt").read_text()
     assert "step of update 1 has taken 1 s, so the run ends" in done.stderr
@@ -220,7 +220,7 @@ def test_a_stage_that_outlives_its_deadline_ends_the_run_if_asked(tmp_path):
 def test_a_stage_that_holds_the_interpreter_ends_too(tmp_path):
     ends = textwrap.dedent(HANGS).replace("step_timeout_s=0.3", "step_timeout_s=0.3, ends_run=True")
     ends = ends.replace("10**8", "10**14")  # in C, for days
-    done = subprocess.run([sys.executable, "-c", ends, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([forked_python(), "-c", ends, str(tmp_path)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "waits_for_ever" in (tmp_path / "logs" / "stacks-rank-0.txt").read_text()
 

@@ -1,6 +1,6 @@
 """A trainer that is killed while its weights are on the way to the server.
 
-Run by `test_engine_server.py`, and as a fork of `server_zygote.py`."""
+Run by `test_engine_server.py` and `tests/fixtures/forked_servers.py`."""
 
 from __future__ import annotations
 
