@@ -6,6 +6,7 @@ Writes what each rank saw to `<directory>/rank<n>.json`; the test judges it.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -29,6 +30,7 @@ PROMPT = tuple(range(10, 180))
 
 
 def main(directory: Path) -> None:
+    multiprocessing.set_executable(sys.executable)  # an engine that is killed has to be a child, no fork of elsewhere
     deepspeed.init_distributed("gloo")
     rank = dist.get_rank()
     model = tiny_qwen3(tied=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -31,6 +32,7 @@ SAMPLING = Sampling(max_tokens=16, ignore_eos=True, seed=5)
 
 
 def main(directory: Path) -> None:
+    multiprocessing.set_executable(sys.executable)  # an engine that is killed has to be a child, no fork of elsewhere
     config = Config()
     config.model.path = str(directory / "model")
     config.rollout.engine = "colocated"
