@@ -39,7 +39,13 @@ SWEEPS: dict[str, tuple[int, ...]] = {
     "vocabulary": (4096, 16384, 65536),
     "ranks": (1, 2, 4),
 }
-QUICK: dict[str, tuple[int, ...]] = {"length": (32, 64), "rows": (4, 8), "group": (2, 4), "vocabulary": (512, 1024)}
+QUICK: dict[str, tuple[int, ...]] = {
+    "length": (32, 64),
+    "rows": (4, 8),
+    "group": (2, 4),
+    "vocabulary": (512, 1024),
+    "ranks": (1, 2),
+}
 
 
 def point(sizes: dict[str, int], threads: int) -> dict[str, float]:

@@ -79,10 +79,7 @@ class Distributed:
         with_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
         backend = {"backend": "gloo"} if with_deepspeed and not on_gpu else {}
         if with_deepspeed and not on_gpu:
-            import deepspeed.ops
-
-            # Else it probes compilers and builds, for most of a minute, an all-reduce that only its inference calls.
-            deepspeed.ops.__dict__["__compatible_ops__"] = {}
+            build_nothing()
         accelerator = Accelerator(
             cpu=not on_gpu and not with_deepspeed,
             kwargs_handlers=[InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT, **backend)],
@@ -389,6 +386,13 @@ def _same_error(report: str, rank: int) -> LockstepError:
     """What another rank raised, so that all end with one sentence; what Lockstep does not know, by its name."""
     name, _, text = report.partition(": ")
     return error_named(name, text) or LockstepError(f"rank {rank} failed: {report}")
+
+
+def build_nothing() -> None:
+    """Else DeepSpeed on a CPU probes compilers and builds, for a minute, an all-reduce that only inference calls."""
+    import deepspeed.ops
+
+    deepspeed.ops.__dict__["__compatible_ops__"] = {}
 
 
 def choose_interface(environment: MutableMapping[str, str]) -> None:

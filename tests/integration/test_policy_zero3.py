@@ -77,9 +77,11 @@ def worker(directory: Path) -> None:
     from accelerate.utils import DistributedType
     from deepspeed.utils import safe_get_full_grad
 
+    from trainer.distributed import build_nothing
     from trainer.packing import StepLayout, collate
     from trainer.policy import Policy
 
+    build_nothing()
     rows = training_rows()
     layout = StepLayout.of(rows)
     reference = Policy.from_pretrained(directory / "model").train()

@@ -24,6 +24,7 @@ from rollout.loop import BackgroundLoop
 from rollout.shards import Fetch
 from rollout.sync import WeightSync
 from tests.fixtures.models import perturb, sampled_logprobs, save_tiny_model, tiny_qwen3
+from trainer.distributed import build_nothing
 
 BUCKET_BYTES = 64 * 1024
 PROMPT = tuple(range(10, 180))
@@ -31,6 +32,7 @@ PROMPT = tuple(range(10, 180))
 
 def main(directory: Path) -> None:
     multiprocessing.set_executable(sys.executable)  # an engine that is killed has to be a child, no fork of elsewhere
+    build_nothing()
     deepspeed.init_distributed("gloo")
     rank = dist.get_rank()
     model = tiny_qwen3(tied=True)

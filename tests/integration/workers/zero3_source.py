@@ -27,6 +27,7 @@ from rollout.shards import Fetch
 from rollout.source import ZeroSource
 from tests.fixtures.families import HEADS, SIZES
 from tests.fixtures.models import perturb, tiny_qwen3
+from trainer.distributed import build_nothing
 
 BUCKET_BYTES = 64 * 1024
 
@@ -46,6 +47,7 @@ def sharded(model: torch.nn.Module, **zero_settings: Any) -> Any:
 
 
 def main(directory: Path) -> None:
+    build_nothing()
     deepspeed.init_distributed("gloo")
     rank = dist.get_rank()
     models = {"dense": tiny_qwen3(tied=True), "experts": tiny_experts(), "adapted": with_adapter()}

@@ -1,0 +1,45 @@
+"""The benchmarks that need engines, processes or minutes, in their smallest form and as a person starts them.
+
+Those that need none are in tests/unit/test_benchmarks.py."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
+
+NUMBERS = {
+    "asynchrony": ("ratio_wait", "ratio_drop"),
+    "compare_trl": ("multi_turn_ratio", "single_turn_ratio"),
+    "growth": ("time_by_length", "memory_by_length", "time_by_ranks"),
+    "head": ("total_ratio", "peak_ratio"),
+    "records": ("us_per_token",),
+    "rollouts": ("engine_ratio", "rollout_ratio", "idle_fraction"),
+    "startup": ("seconds_to_first_update",),
+    "transport": ("compact_share", "json_share"),
+}
+"""Of each benchmark, the numbers that are compared with a goal."""
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_benchmark_measures_in_its_smallest_form(name: str) -> None:
+    if name == "compare_trl":
+        pytest.importorskip("trl")
+    done = subprocess.run(
+        [sys.executable, f"benchmarks/{name}.py", "--quick", "--json"],
+        cwd=ROOT, capture_output=True, text=True, timeout=850, env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["benchmark"] == name
+    assert result["rows"]
+    for number in NUMBERS[name]:
+        assert math.isfinite(result[number]), number
