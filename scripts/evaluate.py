@@ -11,7 +11,6 @@ Prints mean reward and pass@k with intervals; the last line is JSON. The setting
 
 from functools import partial
 
-from trainer.launch import launch
 from trainer.validate import validate
 
 
@@ -22,4 +21,6 @@ def main(config) -> None:
 
 
 if __name__ == "__main__":
+    from trainer.launch import launch  # only here: an engine's process loads this file, too
+
     launch(main, check=partial(validate, trains=False))

@@ -8,8 +8,6 @@ Prints the base URL and the key for any OpenAI client. What is exact and what is
 The settings are those of training (trainer/config.py), so what is sampled here is what training would sample.
 """
 
-from trainer.launch import launch
-
 
 def main(config) -> None:
     from trainer.serving import run
@@ -18,4 +16,6 @@ def main(config) -> None:
 
 
 if __name__ == "__main__":
+    from trainer.launch import launch  # only here: an engine's process loads this file, too
+
     launch(main, needs_data=False)

@@ -9,8 +9,6 @@
 Settings: trainer/config.py. What one step does: `Trainer.step` in trainer/loop.py.
 """
 
-from trainer.launch import launch
-
 
 def main(config) -> None:
     # torch, transformers and vLLM load only after the settings were found to be right
@@ -23,4 +21,6 @@ def main(config) -> None:
 
 
 if __name__ == "__main__":
+    from trainer.launch import launch  # only here: an engine's process loads this file, too
+
     launch(main)
