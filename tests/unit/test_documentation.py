@@ -43,7 +43,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in python_files(DOCS / "environments.md").items():
         Path(name).write_text(text)
     Path("config.json").write_text("{}")
-    for name in ("rows", "gsm8k"):
+    for name in ("rows", "gsm8k", "numbers", "targets"):
         Path(f"{name}.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
     return tmp_path
 
