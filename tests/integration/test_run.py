@@ -71,7 +71,7 @@ def first_run(demo: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -
     root = tmp_path_factory.mktemp("runs")
     output = train(
         *demo, *SMALL, "updates=12", f"run_root={root}", "run_name=first", "checkpoint.every=4", "eval.every=12",
-        "eval.before_training=true", "eval.prompts=24", "eval.samples_per_prompt=2", "eval.temperature=1.0",
+        "eval.before_training=true", "eval.prompts=24", "eval.samples_per_prompt=2", "eval.temperature=1.5",
         "eval.top_p=0.95", "logger.wandb=offline", python=sys.executable,
     )  # fmt: skip
     return root / "first", output
@@ -100,8 +100,7 @@ def test_the_run_is_evaluated_before_and_after_on_the_same_seeds(first_run: tupl
     assert sorted(lines) == [0, 12]
     for line in lines.values():
         assert line["eval/rollouts"] == 48
-        assert line["eval/pass@1_low"] < line["eval/pass@1"] <= line["eval/pass@2"]
-        assert line["eval/pass@2"] < line["eval/pass@2_high"] or line["eval/pass@2"] == 1.0, "Wilson's ends at 1"
+        assert line["eval/pass@1_low"] < line["eval/pass@1"] <= line["eval/pass@2"] < line["eval/pass@2_high"]
     files = [first_run[0] / f"evaluations/update-{update:06d}.json" for update in (0, 12)]
     settings = json.loads(files[0].read_text())["settings"]
     before, after = (read_results(file, settings) for file in files)
@@ -209,7 +208,7 @@ def test_control_c_finishes_the_update_and_saves(demo: tuple[str, ...], tmp_path
     last = metrics(run)[-1]["step"]
     found, _ = checkpoint.complete(run / "checkpoints")
     assert found[-1].name == f"step-{last}"
-    wait_until_gone(children)
+    wait_until_gone(children, timeout_s=2)
 
 
 @pytest.mark.distributed
