@@ -129,6 +129,10 @@ def worker(directory: Path) -> None:
     if accelerator.is_main_process:
         (directory / "report.json").write_text(json.dumps({"errors": errors, "gathers": gathers}))
     accelerator.wait_for_everyone()
+    # A wrapper of DDP that outlives the group frees it while it holds the interpreter, for which the group's thread may
+    # be waiting to end the barrier: then neither goes on.
+    accelerator.free_memory()
+    del engine
     accelerator.end_training()
 
 
