@@ -1,9 +1,19 @@
-"""Weight transfer over gloo: what vLLM's nccl engine does, for machines without an accelerator.
+"""Weight transfer over gloo: what vLLM's nccl engine does, for machines without an accelerator, and without one sender.
 
-The trainer's sender is rank 0 of a group of its own, the engine's workers are ranks 1 and up. Weights travel
-as flat byte buckets, one broadcast each. The lifecycle is vLLM's (`start`, `update`, `finish`), and differs
-from the nccl engine in one point: workers stage what they receive and load it in `finish`. So if the trainer
-dies half-way the old weights stay live, at the price of a second copy of the weights in main memory.
+Every trainer rank that has a part of the weights sends it to the engines' workers itself, out of where it lies, and
+they receive it where it belongs. So each byte travels once, and none is copied on the way unless it is cast.
+
+    rank 0 ──its parts──► ┐
+    rank 1 ──its parts──► ├─ workers of the engines of rank 0 (and likewise of any other rank that has engines)
+    rank 2 ──its parts──► ┘
+
+A rank and the workers of one rank's engines are a group, in which it sends: for each bucket one byte that says that it
+does, then its parts. The lifecycle is vLLM's (`start`, `update`, `finish`), and differs from the nccl engine in one
+point: workers stage what they receive and load it in `finish`. So if the trainer dies half-way the old weights stay
+live, at the price of a second copy of the weights in main memory.
+
+Nobody waits for one that gave up. A sender says so instead of its next bucket, and the workers give up too; a rank
+whose engines gave up says so in the store where they met, and who sends to them looks there while it waits.
 
 Covered: tensor and data parallel workers, tied embeddings, experts, a deadline on every collective.
 Not covered: draft models, quantised engines' completeness check (their scales never travel).
@@ -13,16 +23,17 @@ from __future__ import annotations
 
 import socket
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from itertools import cycle
+from functools import cache, partial
+from itertools import chain
 from typing import Any, ClassVar, Self
 
 import torch
-from torch.distributed import ProcessGroupGloo, TCPStore, Work  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore, Work  # type: ignore[attr-defined]
 from vllm.distributed.weight_transfer.base import (
     ParamMeta,
     TrainerInitInfo,
@@ -38,36 +49,57 @@ from rollout.addresses import address_towards
 from rollout.buckets import bucket_layout, new_bucket, views
 from rollout.daemon import in_daemon_thread
 from rollout.errors import SyncError
-from rollout.source import ZeroSource
+from rollout.source import Part, Sent, ZeroSource
 
 CAUSE_WAIT_S = 5.0
-"""How long after a broken broadcast the call to the engine may take to fail as well."""
-SENT = 1
-"""Last byte of a bucket that holds weights; 0 in one that a failing sender sends so that nobody waits for it."""
+"""How long after a transfer that broke the call to the engine may take to fail as well."""
+LOOK_S = 0.1
+"""How often a rank looks whether the engines of another one gave up, while it waits for them."""
+SENT, GAVE_UP = 1, 2
+"""First byte of a bucket."""
+OVER = "over"
+"""In the store where a rank's engines met those who send to them, once they gave up."""
+Planned = Sequence[tuple[ParamMeta, Sequence[Part]]]
+"""The tensors of a bucket, and who sends what of them."""
 
 
 @dataclass(kw_only=True)
 class GlooInitInfo(WeightTransferInitInfo):
-    """What a worker needs to join: the rendezvous and the deadline of each collective."""
+    """What a worker needs to join: the rendezvous, who will send, and the deadline of each collective."""
 
     master_address: str
     master_port: int
     rank_offset: int
     world_size: int
+    senders: list[int]
     timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receivers:
+    """The workers of one rank's engines, and where those who send to them meet them."""
+
+    rank: int
+    """Global rank of the trainer whose engines they are."""
+    address: str
+    port: int
+    num_workers: int
+    senders: list[int]
+    """Global ranks."""
 
 
 @dataclass(kw_only=True)
 class GlooTrainerInitInfo(TrainerInitInfo):
-    """What the sender needs: `rank` 0 sends; any other rank only takes part in the gather.
-
-    `master_address` is this host's, as the workers reach it. The port is chosen when the group is made.
-    """
+    """What a trainer rank needs. `rank` is 0 on every rank with engines: vLLM's word for who calls them."""
 
     backend: ClassVar[str] = "gloo"
 
-    master_address: str
-    world_size: int
+    sender: int
+    """Global rank of this process among the trainer's."""
+    store: TCPStore | None
+    """What listens for this rank's own engines, if it has any (`listen`)."""
+    receivers: list[Receivers]
+    """Of all ranks with engines, in the order of the ranks."""
     timeout_s: float = 300.0
 
 
@@ -78,52 +110,176 @@ class GlooUpdateInfo(WeightTransferUpdateInfo):
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
+    parts: list[list[list[int]]]
+    """Of each tensor, for each of its parts: sender, first element, number of elements."""
     bucket_sizes: list[int]
     """Number of tensors in each bucket: shipped, so that the two sides cannot cut differently."""
 
-    def buckets(self) -> Iterator[list[ParamMeta]]:
-        metas = (
-            ParamMeta(name, getattr(torch, dtype_name), tuple(shape))
-            for name, dtype_name, shape in zip(self.names, self.dtype_names, self.shapes, strict=True)
+    @classmethod
+    def of(cls, source: ZeroSource) -> Self:
+        metas = source.metadata()
+        return cls(
+            names=[meta.name for meta in metas],
+            dtype_names=[str(meta.dtype).removeprefix("torch.") for meta in metas],
+            shapes=[list(meta.shape) for meta in metas],
+            parts=[[[part.sender, part.start, part.count] for part in parts] for parts in source.parts()],
+            bucket_sizes=[len(bucket) for bucket in source.buckets()],
+        )
+
+    def buckets(self) -> Iterator[Planned]:
+        """Raises `RuntimeError` if nobody would send some element of a tensor."""
+        tensors = (
+            (ParamMeta(name, getattr(torch, dtype_name), tuple(shape)), [Part(*part) for part in parts])
+            for name, dtype_name, shape, parts in zip(
+                self.names, self.dtype_names, self.shapes, self.parts, strict=True
+            )
         )
         for size in self.bucket_sizes:
-            yield [next(metas) for _ in range(size)]
+            bucket = [next(tensors) for _ in range(size)]
+            for meta, parts in bucket:
+                _check_whole(meta, parts)
+            yield bucket
 
 
-def _listen(address: str) -> socket.socket:
-    """A listening socket on a free port of this address alone; torch would open the port on all interfaces."""
+def _check_whole(meta: ParamMeta, parts: Sequence[Part]) -> None:
+    end = 0
+    for part in parts:
+        if part.start != end:
+            break
+        end += part.count
+    if end != torch.Size(meta.shape).numel():
+        raise RuntimeError(f"gloo weight transfer: elements of {meta.name} from {end} on are announced by no rank")
+
+
+def listen(address: str, timeout_s: float) -> TCPStore:
+    """A store on a free port of this address alone, where a group can meet; torch would listen on all interfaces."""
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     listener.bind((address, 0))
     listener.listen()
-    return listener
+    return TCPStore(
+        address,
+        listener.getsockname()[1],
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def visit(address: str, port: int, timeout_s: float) -> TCPStore:
+    """The store that listens there."""
+    timeout = timedelta(seconds=timeout_s)
+    return TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
 
 
 def join_group(
-    address: str, port: int, rank: int, world_size: int, timeout_s: float, listener: socket.socket | None = None
+    store: TCPStore, sender: int, rank: int, world_size: int, timeout_s: float, *, own_address: str
 ) -> ProcessGroupGloo:
-    """Join a group outside torch's global state. Rank 0 brings the listener; data takes the way to `address`.
+    """Join the group in which a trainer rank (rank 0 in it) sends, outside torch's global state.
 
     vLLM's own helper for this listens on every interface, and sends over the one that the host name resolves to, which
     may be loopback.
+
+    Args:
+        store: where the members meet.
+        sender: global rank of the one that sends.
+        own_address: at which the others reach this process.
     """
-    timeout = timedelta(seconds=timeout_s)
-    store = TCPStore(
-        address,
-        port,
-        is_master=listener is not None,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=None if listener is None else listener.detach(),
-    )
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout = timeout
-    own_address = address if listener is not None else address_towards(address)
+    options._timeout = timedelta(seconds=timeout_s)
     options._devices = [ProcessGroupGloo.create_device(hostname=own_address)]
-    return ProcessGroupGloo(store, rank, world_size, options)
+    return ProcessGroupGloo(PrefixStore(f"sender-{sender}", store), rank, world_size, options)
 
 
-def broadcast(group: ProcessGroupGloo, tensor: torch.Tensor) -> Work:
-    return group.broadcast(tensor, 0)  # type: ignore[attr-defined]
+def send(group: ProcessGroupGloo, tensor: torch.Tensor) -> list[Work]:
+    """Begin to send to every worker of a group. tensor: contiguous.
+
+    Not as a broadcast, which gloo hands from thread to thread: of a model with many small tensors that is most of the
+    time.
+    """
+    return [group.send([_bytes(tensor)], worker, 0) for worker in range(1, group.size())]
+
+
+@cache
+def mark(what: int) -> torch.Tensor:
+    return torch.tensor([what], dtype=torch.uint8)
+
+
+def receive_into(group: ProcessGroupGloo, tensor: torch.Tensor) -> Work:
+    """Begin to receive what the sender of a group sends next. tensor: contiguous."""
+    return group.recv([_bytes(tensor)], 0, 0)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8)  # gloo does not know every dtype
+
+
+class _Receipt:
+    """What a worker receives of a bucket from one sender: its mark, then its parts, each in its place."""
+
+    def __init__(self, group: ProcessGroupGloo, places: Sequence[torch.Tensor]) -> None:
+        """Begins."""
+        self._mark = torch.zeros(1, dtype=torch.uint8)
+        self.works = [receive_into(group, one) for one in (self._mark, *places)]
+
+    def wait(self) -> None:
+        """Until all of it is in its place. Raises `RuntimeError` if the sender gave up or is gone."""
+        for work in self.works:
+            work.wait()
+            if self._mark != SENT:  # it is the first to arrive
+                raise RuntimeError("gloo weight transfer: the trainer gave up; the old weights stay")
+
+
+class _Bucket:
+    """A bucket that a worker receives."""
+
+    def __init__(self, groups: Mapping[int, ProcessGroupGloo], planned: Planned, memory: torch.Tensor) -> None:
+        """Begins. groups: by sender. memory: of `bucket_bytes` bytes."""
+        self._named = views(memory, [meta for meta, _ in planned])
+        places: dict[int, list[torch.Tensor]] = {}
+        for (_, tensor), (_, parts) in zip(self._named, planned, strict=True):
+            for part in parts:
+                place = tensor.view(-1)[part.start : part.start + part.count]
+                places.setdefault(part.sender, []).append(place)
+        self.receipts = [_Receipt(groups[sender], of_one) for sender, of_one in places.items()]
+
+    def wait(self) -> list[tuple[str, torch.Tensor]]:
+        """Names and tensors. Raises `RuntimeError` if a sender gave up or is gone."""
+        for receipt in self.receipts:
+            receipt.wait()
+        return self._named
+
+
+def receive(
+    groups: Mapping[int, ProcessGroupGloo],
+    buckets: Iterable[Planned],
+    new_memory: Callable[[int], torch.Tensor] = new_bucket,
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """The tensors of each bucket, while the next one arrives already.
+
+    After an error the groups are of no use any more.
+
+    Args:
+        new_memory: called with a number of bytes; what it gives is asked for again two buckets later.
+    """
+    under_way: deque[_Bucket] = deque()
+    try:
+        for planned in buckets:
+            under_way.append(_Bucket(groups, planned, new_memory(bucket_bytes(planned))))
+            if len(under_way) > 1:
+                yield under_way[0].wait()
+                under_way.popleft()
+        while under_way:
+            yield under_way[0].wait()
+            under_way.popleft()
+    except BaseException:
+        for receipt in chain.from_iterable(bucket.receipts for bucket in under_way):
+            _abandon(receipt.works, (groups, receipt))
+        raise
+
+
+def bucket_bytes(planned: Planned) -> int:
+    return bucket_layout([meta for meta, _ in planned])[1]
 
 
 class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
@@ -133,21 +289,16 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
     update_info_cls = GlooUpdateInfo
     supports_draft_weight_update = False
 
-    _group: ProcessGroupGloo | None = None
+    _groups: Mapping[int, ProcessGroupGloo] | None = None
+    """By sender."""
     _staged: list[tuple[str, torch.Tensor]]
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
-        self.shutdown()  # a trainer that was restarted makes a new group
+        self.shutdown()  # a trainer that was restarted makes new groups
         self._staged = []
         parallel = self.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        self._group = join_group(
-            init_info.master_address,
-            init_info.master_port,
-            init_info.rank_offset + worker,
-            init_info.world_size,
-            init_info.timeout_s,
-        )
+        self._groups = join_all(init_info, init_info.rank_offset + worker)
 
     def start_weight_update(self) -> None:
         self._staged = []
@@ -157,17 +308,16 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
-        if self._group is None:
-            raise RuntimeError("gloo weight transfer: init_weight_transfer_engine was not called on this engine")
+        if self._groups is None:
+            raise RuntimeError(
+                "gloo weight transfer: this engine is in no group; call init_weight_transfer_engine on it (again, if "
+                "an update has failed)"
+            )
         try:
-            for metas in update_info.buckets():
-                bucket = new_bucket(message_bytes(metas))
-                broadcast(self._group, bucket).wait()
-                if bucket[-1] != SENT:
-                    raise RuntimeError("gloo weight transfer: the trainer gave up; the old weights stay")
-                self._staged.extend(views(bucket, metas))
+            for named in receive(self._groups, update_info.buckets()):
+                self._staged.extend(named)
         except BaseException:
-            self._staged = []
+            self._staged, self._groups = [], None
             raise
 
     def finish_weight_update(self) -> None:
@@ -223,14 +373,35 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
                 kernel.fused_experts.process_weights_after_loading(module)
 
     def shutdown(self) -> None:
-        self._group = None
+        self._groups = None
+
+
+def join_all(info: GlooInitInfo, rank: int) -> dict[int, ProcessGroupGloo]:
+    """The groups of all senders, of which this worker is to be a member of this rank."""
+    store = visit(info.master_address, info.master_port, info.timeout_s)
+    own_address = address_towards(info.master_address)
+    return {
+        sender: join_group(store, sender, rank, info.world_size, info.timeout_s, own_address=own_address)
+        for sender in info.senders
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """From this rank to the workers of one rank's engines."""
+
+    receivers: Receivers
+    store: TCPStore
+    """To look whether they gave up."""
+    group: ProcessGroupGloo
+    is_own: bool
 
 
 class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
-    """The trainer's side. Buckets are fetched into two buffers in turns: one arrives while the other is sent.
+    """The trainer's side, on every rank that has engines or a part of the weights of those that do.
 
-    The source is iterated on the calling thread, so its exchanges keep one order on all ranks; the overlap comes from
-    gloo, which works on threads of its own.
+    The source is iterated on the calling thread, so its exchanges keep one order on all ranks; gloo sends on threads of
+    its own. What is under way is at most one bucket's size, or one tensor that is larger.
     """
 
     init_info_cls = GlooTrainerInitInfo
@@ -239,7 +410,8 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
         super().__init__(client=client, source=source, is_sender=info.is_sender)
         self._info = info
         self._source = source
-        self._group: ProcessGroupGloo | None = None
+        self._update = asdict(GlooUpdateInfo.of(source))
+        self._lines: list[_Line] = []
 
     @classmethod
     def trainer_init(
@@ -248,126 +420,150 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
         if not isinstance(source, ZeroSource):
             raise TypeError(f"gloo weight transfer needs a ZeroSource, found {type(source).__name__}")
         engine = cls(init_info, client=client, source=source)
-        if init_info.is_sender:
-            engine._group = engine._rendezvous()
+        engine._rendezvous()
         return engine
 
-    def _rendezvous(self) -> ProcessGroupGloo:
+    def _rendezvous(self) -> None:
+        """Join every group in which this rank sends, while its own engines' workers join theirs."""
         info = self._info
-        listener = _listen(info.master_address)
+        own = next((receivers for receivers in info.receivers if receivers.rank == info.sender), None)
+        if own is None:
+            self._lines = in_daemon_thread(self._join).result(timeout=info.timeout_s)
+            return
         worker_info = GlooInitInfo(
-            master_address=info.master_address,
-            master_port=listener.getsockname()[1],
+            master_address=own.address,
+            master_port=own.port,
             rank_offset=1,
-            world_size=info.world_size,
+            world_size=1 + own.num_workers,
+            senders=own.senders,
             timeout_s=info.timeout_s,
         )
         workers = in_daemon_thread(lambda: self.client.init_weight_transfer_engine(asdict(worker_info)))
-        address, port = worker_info.master_address, worker_info.master_port
-        group = in_daemon_thread(lambda: join_group(address, port, 0, info.world_size, info.timeout_s, listener))
-        # Not only the group: if an engine refuses, nobody would tell the group, which waits for the deadline.
-        both: list[Future[Any]] = [workers, group]
-        wait(both, timeout=info.timeout_s, return_when=FIRST_EXCEPTION)
-        if workers.done():
-            workers.result()
-        joined = group.result(timeout=info.timeout_s)
-        workers.result(timeout=info.timeout_s)
-        return joined
+        lines = in_daemon_thread(self._join)
+        # Not only the lines: if an engine refuses, nobody would tell its group, which waits for the deadline.
+        both: list[Future[Any]] = [workers, lines]
+        try:
+            wait(both, timeout=info.timeout_s, return_when=FIRST_EXCEPTION)
+            if workers.done():
+                workers.result()
+            self._lines = lines.result(timeout=info.timeout_s)
+            workers.result(timeout=info.timeout_s)
+        except BaseException:
+            self._give_up()
+            raise
+
+    def _join(self) -> list[_Line]:
+        """Every member joins groups in the order of senders and receivers, so that all of them come about."""
+        info, lines = self._info, []
+        for receivers in info.receivers:
+            if info.sender not in receivers.senders:
+                continue
+            is_own = receivers.rank == info.sender
+            # Two, as a store answers one question after another, and to join is to wait in it.
+            meeting, store = (visit(receivers.address, receivers.port, info.timeout_s) for _ in range(2))
+            own_address = receivers.address if is_own else address_towards(receivers.address)
+            size = 1 + receivers.num_workers
+            joining = in_daemon_thread(
+                partial(join_group, meeting, info.sender, 0, size, info.timeout_s, own_address=own_address)
+            )
+            _wait_for_those_of(receivers, store, joining)
+            lines.append(_Line(receivers, store, joining.result(), is_own))
+        return lines
 
     def send_weights(self) -> None:
-        """One round on every trainer rank: start, broadcast while the workers receive, finish."""
-        if not self.is_sender:
-            for _ in self._source:
-                pass
-            return
-        if self._group is None:
-            self._group = self._rendezvous()
-        buckets = self._source.buckets()
-        metas = [meta for bucket in buckets for meta in bucket]
-        update = GlooUpdateInfo(
-            names=[meta.name for meta in metas],
-            dtype_names=[str(meta.dtype).removeprefix("torch.") for meta in metas],
-            shapes=[list(meta.shape) for meta in metas],
-            bucket_sizes=[len(bucket) for bucket in buckets],
-        )
-        self.client.start_weight_update()
-        # Abandonable: workers that lost us sit in a collective until its own deadline.
-        receiving = in_daemon_thread(lambda: self.client.update_weights(asdict(update)))
+        """One round on every trainer rank: start, send while the workers receive, finish.
+
+        After an error on any rank no rank sends again with this object.
+        """
+        receiving: Future[None] | None = None
         try:
-            self._broadcast_all(self._group, buckets, receiving)
-            receiving.result(timeout=self._info.timeout_s)
+            if self.is_sender:
+                self.client.start_weight_update()
+                # Abandonable: workers that lost us sit in a collective until its own deadline.
+                receiving = in_daemon_thread(lambda: self.client.update_weights(self._update))
+            self._send_all(receiving)
+            if receiving is not None:
+                receiving.result(timeout=self._info.timeout_s)
         except BaseException:
-            self._group = None  # in what state it is nobody knows; the next round makes a new one
+            self._give_up()
             raise
-        self.client.finish_weight_update()
+        if self.is_sender:
+            self.client.finish_weight_update()
 
-    def _broadcast_all(
-        self, group: ProcessGroupGloo, buckets: Sequence[Sequence[ParamMeta]], receiving: Future[None]
-    ) -> None:
-        size = max(map(message_bytes, buckets))
-        buffers = cycle([new_bucket(size), new_bucket(size)])
-        placed: deque[torch.Tensor] = deque()
-        sending: deque[Work] = deque()
-
-        def place(metas: Sequence[ParamMeta]) -> list[torch.Tensor]:
-            if sending:  # the bucket before the last one, out of the buffer that this one gets
-                _finish(sending.popleft(), group, receiving)
-            placed.append(next(buffers)[: message_bytes(metas)])
-            return [tensor for _, tensor in views(placed[-1], metas)]
-
-        pairs = self._source.tensors(place)
-        for metas in buckets:
-            try:
-                if receiving.done():
+    def _send_all(self, receiving: Future[None] | None) -> None:
+        """receiving: the call to this rank's own engines."""
+        under_way: deque[list[_Sending]] = deque()
+        try:
+            for sent in self._source.own_parts():
+                if receiving is not None and receiving.done():
                     receiving.result()  # the workers gave up, and say why
-                for expected in metas:
-                    _check(next(pairs, None), expected)
-                bucket = placed.popleft()
-                bucket[-1] = SENT
-            except BaseException:
-                # Workers that still live wait for this bucket: they get it, marked, so that they give up now.
-                _abandon(broadcast(group, torch.zeros(message_bytes(metas), dtype=torch.uint8)), group)
-                raise
-            sending.append(broadcast(group, bucket))
-        for work in sending:
-            _finish(work, group, receiving)
+                size = sum(one.elements.nbytes for one in sent)
+                while under_way and size + sum(one.nbytes for one in chain(*under_way)) > self._source.bucket_bytes:
+                    _finish(under_way[0], receiving)
+                    under_way.popleft()
+                under_way.append([_Sending(line, sent) for line in self._lines])
+            while under_way:
+                _finish(under_way[0], receiving)
+                under_way.popleft()
+        except BaseException:
+            for one in chain(*under_way):
+                _abandon(one.works, one)
+            # Workers that still live wait for the next bucket: they get this mark instead, so that they give up now.
+            for line in self._lines:
+                _abandon(send(line.group, mark(GAVE_UP)), line)
+            raise
+
+    def _give_up(self) -> None:
+        """Tell those who send to this rank's engines."""
+        self._lines = []
+        if self._info.store is not None:
+            with suppress(RuntimeError):  # whoever is cut off from it finds out by that
+                self._info.store.set(OVER, "")
 
     def shutdown(self) -> None:
-        self._group = None
+        self._lines = []
 
 
-def _finish(work: Work, group: ProcessGroupGloo, receiving: Future[None]) -> None:
+class _Sending:
+    """What this rank sends of a bucket over one line, as `_Receipt` expects it."""
+
+    def __init__(self, line: _Line, sent: Sequence[Sent]) -> None:
+        """Begins."""
+        self.line = line
+        self._parts = [one.elements.cpu() for one in sent if one.to_all or line.is_own]  # kept until they are sent
+        self.nbytes = sum(part.nbytes for part in self._parts)
+        marked = [mark(SENT), *self._parts] if self._parts else []
+        self.works = [work for message in marked for work in send(line.group, message)]
+
+
+def _finish(sending: Sequence[_Sending], receiving: Future[None] | None) -> None:
     """Wait until a bucket is sent. Raises what the engines say, if they gave up or it broke because one is gone."""
-    sent = _abandon(work, group)
-    either: list[Future[Any]] = [sent, receiving]
-    wait(either, return_when=FIRST_COMPLETED)
-    if not sent.done():
-        receiving.result()  # an engine that hangs holds the bucket up until the deadline
-    try:
-        sent.result()
-    except RuntimeError:
-        with suppress(TimeoutError):  # they still receive: the cause is on this side
-            receiving.result(timeout=CAUSE_WAIT_S)
-        raise
+    for one in sending:
+        sent = _abandon(one.works, one)
+        if not one.line.is_own:
+            _wait_for_those_of(one.line.receivers, one.line.store, sent)
+            sent.result()
+            continue
+        assert receiving is not None, "a rank with engines has called them"
+        either: list[Future[Any]] = [sent, receiving]
+        wait(either, return_when=FIRST_COMPLETED)
+        if not sent.done():
+            receiving.result()  # an engine that hangs holds the bucket up until the deadline
+        try:
+            sent.result()
+        except RuntimeError:
+            with suppress(TimeoutError):  # they still receive: the cause is on this side
+                receiving.result(timeout=CAUSE_WAIT_S)
+            raise
 
 
-def _abandon(work: Work, group: ProcessGroupGloo) -> Future[object]:
-    """Wait for a collective on a thread, which keeps the group: to end one waits for what is under way in it."""
-    return in_daemon_thread(lambda: (work.wait(), group))
+def _wait_for_those_of(receivers: Receivers, store: TCPStore, done: Future[Any]) -> None:
+    """Wait for what needs another rank's engines. Raises `SyncError` if they gave up."""
+    while not wait([done], timeout=LOOK_S).done:
+        if store.check([OVER]):
+            raise SyncError(f"the engines of rank {receivers.rank} gave up")
 
 
-def _check(found: tuple[str, torch.Tensor] | None, expected: ParamMeta) -> None:
-    """Raise `SyncError` unless the source gave the tensor that it declares."""
-    if found is None:
-        raise SyncError(f"weight source ended before {expected.name!r}, which its metadata() declares")
-    name, tensor = found
-    if (name, tensor.dtype, tuple(tensor.shape)) != (expected.name, expected.dtype, expected.shape):
-        raise SyncError(
-            f"weight source yields {name!r} {tensor.dtype} {tuple(tensor.shape)} where its metadata() declares "
-            f"{expected.name!r} {expected.dtype} {expected.shape}"
-        )
-
-
-def message_bytes(metas: Sequence[ParamMeta]) -> int:
-    """Bytes of these tensors and, behind them, of one that says whether they were filled in."""
-    return bucket_layout(metas)[1] + 1
+def _abandon(works: Sequence[Work], kept: object) -> Future[object]:
+    """Wait for collectives on a thread, which keeps their group: to end one waits for what is under way in it."""
+    return in_daemon_thread(lambda: ([work.wait() for work in works], kept))

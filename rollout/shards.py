@@ -44,7 +44,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class Run:
     """The part of a piece that one rank holds."""
 
     owner: int
@@ -76,9 +76,9 @@ class Fetch:
     def __init__(self, pieces: Sequence[Piece], readers: Sequence[int] | None) -> None:
         """readers: global ranks; None: all."""
         self._pieces = pieces
-        self._rank = dist.get_rank() if dist.is_initialized() else 0
-        members = _owners(pieces)
-        self._runs = [_runs(piece, members) for piece in pieces]
+        self._rank = own_rank()
+        members = owners(pieces)
+        self._runs = [runs_of(piece, members) for piece in pieces]
         self._send_to = [rank for rank in members if rank != self._rank and (readers is None or rank in readers)]
         self._works: list[dist.Work] = []
         self._own: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -100,7 +100,7 @@ class Fetch:
                 if run.owner != self._rank:
                     exchanges += [] if into is None else [_message(dist.irecv, into, run.owner)]
                     continue
-                shard = piece.param.ds_tensor.detach()[run.in_shard : run.in_shard + run.count]  # type: ignore[attr-defined]
+                shard = shard_of(piece, run)
                 if into is not None:
                     self._own.append((into, shard))
                 if self._send_to:
@@ -132,13 +132,22 @@ def elements(piece: Piece) -> torch.Tensor:
     return piece.param.detach().reshape(-1)[piece.start : piece.start + piece.count].view(piece.shape)
 
 
+def shard_of(piece: Piece, run: Run) -> torch.Tensor:
+    """A run that this rank holds, in the parameter's dtype: an alias, flat."""
+    return piece.param.ds_tensor.detach()[run.in_shard : run.in_shard + run.count]  # type: ignore[attr-defined]
+
+
+def own_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 def _settle() -> None:
     """On a GPU, until copies are over: NCCL waits for one stream, and vLLM packs tensors on two in turns."""
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
 
 
-def _owners(pieces: Sequence[Piece]) -> list[int]:
+def owners(pieces: Sequence[Piece]) -> list[int]:
     """The global ranks that share these pieces, in the order of their shards; this rank alone if nothing is sharded.
 
     Raises:
@@ -169,7 +178,7 @@ def _check_readable(param: nn.Parameter) -> None:
         )
 
 
-def _runs(piece: Piece, members: Sequence[int]) -> list[_Run]:
+def runs_of(piece: Piece, members: Sequence[int]) -> list[Run]:
     """The parts of a piece; none if it is not sharded."""
     if not is_sharded(piece.param):
         return []
@@ -178,5 +187,5 @@ def _runs(piece: Piece, members: Sequence[int]) -> list[_Run]:
     for place, owner in enumerate(members):
         first, last = max(piece.start, place * length), min(end, (place + 1) * length)
         if first < last:
-            runs.append(_Run(owner, first - piece.start, first - place * length, last - first))
+            runs.append(Run(owner, first - piece.start, first - place * length, last - first))
     return runs

@@ -4,9 +4,9 @@
 
     pause the engines ─► send the weights ─► versions, caches, resume ─► canary
 
-There may be several engines. The workers of a rank's engines and the rank are one group, so each bucket is gathered
-and sent once, and every engine is asked for its version and its canary. Engines on several ranks (colocated) get the
-weights from their own rank, at the same time.
+There may be several engines, of one rank or (colocated) of several, and every engine is asked for its version and its
+canary. Over gloo each rank sends its part of the weights to all of them; vLLM's transports have one sender, the rank
+whose engines they are, to which each bucket is gathered once.
 
 Before a rank enters the next phase all ranks exchange how the last one went, over a process group of their own
 with a deadline. So one rank's failure becomes the same `SyncError` on all, and no rank waits in a gather for one
@@ -23,6 +23,7 @@ that the engine refuses updates in which parameters are missing, and the version
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,16 +36,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rollout.addresses import is_loopback, rendezvous_address
+from rollout.addresses import LOOPBACK, address_towards, is_loopback, rendezvous_address
 from rollout.checksums import worst_groups
 from rollout.control_plane import ControlPlane
 from rollout.daemon import in_daemon_thread
 from rollout.errors import ConfigError, EngineError, RankLostError, SyncError
 
 if TYPE_CHECKING:
+    from torch.distributed import TCPStore
     from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
 
     from rollout.engine import SleepingEngine, SyncedEngine
+    from rollout.gloo import Receivers
 
 ScoreCanary = Callable[[list[int]], list[float]]
 """The trainer's log π(ids[i] | ids[:i]) at temperature 1 for i >= 1. Called on every rank, as under ZeRO-3 it is a
@@ -103,7 +106,7 @@ class WeightSync:
         canary_share: most of the time that canaries may take: the next one is scored when its last cost is at most so
             much of the time since. None: one in every push.
         pause_mode: what happens to requests in flight: wait, keep or abort.
-        bucket_bytes: gathered and sent at once.
+        bucket_bytes: gathered or sent at once.
         deadline_s: of every phase; then every rank raises.
         address: this machine's, where the gloo and nccl transports meet; None: loopback if all engines are on this
             machine, else the address that reaches them.
@@ -158,7 +161,9 @@ class WeightSync:
         self._bytes = sum(meta.dtype.itemsize * _numel(meta.shape) for meta in self._source.metadata())
         self._engines = ControlPlane(engines, deadline_s, loads_late=self._backend == "gloo")
         self._address, self._bucket_bytes = address, bucket_bytes
-        self._transport = self._ranks.agree("connecting to the engines", self._connect, own=True)
+        self._store: TCPStore | None = None
+        self._is_joined = False
+        self._connect()
 
     def push(self, version: int) -> SyncReport:
         """Give the engine the module's current weights under this version. A collective over the ranks.
@@ -168,6 +173,8 @@ class WeightSync:
                 must not sample again; they are left paused where they still answer.
         """
         phase = self._ranks.agree
+        if not self._is_joined:
+            self.reconnect()
         self._engines.version = str(version)
         if self._is_asleep:
             phase("waking the engines", lambda: self._sleepers.all(lambda engine: engine.wake()))
@@ -175,7 +182,9 @@ class WeightSync:
         started = time.perf_counter()
         phase("pausing the engines", lambda: self._engines.all(lambda engine: engine.pause(self._pause_mode)))
         paused = time.perf_counter()
+        self._is_joined = False  # until it went well: what is left of a transfer that broke nobody knows
         phase("sending the weights", self._send)
+        self._is_joined = True
         sent = time.perf_counter()
         is_due, *_ = phase("resuming the engines", lambda: self._release_all(version))  # by the clock of rank 0
         pause_s = time.perf_counter() - started
@@ -202,7 +211,7 @@ class WeightSync:
     def reconnect(self) -> None:
         """Join the engines anew, after one was started again; push next. A collective. Raises `SyncError`."""
         self._transport.shutdown()
-        self._transport = self._ranks.agree("connecting to the engines", self._connect, own=True)
+        self._connect()
         self._canary_s = 0.0
 
     def close(self) -> None:
@@ -282,26 +291,57 @@ class WeightSync:
             f"({wrong[0]}: {where})"
         )
 
-    def _connect(self) -> TrainerWeightTransferEngine[Any]:
+    def _connect(self) -> None:
+        """Let the engines' workers join this rank, and those that send to them too. A collective."""
+        found = self._ranks.agree("listening for the engines", self._listen)
+        receivers = [one for one in found if one is not None]
+        self._transport: TrainerWeightTransferEngine[Any] = self._ranks.agree(
+            "connecting to the engines", lambda: self._join(receivers), own=True
+        )
+        self._is_joined = True
+
+    def _listen(self) -> Receivers | None:
+        """Where others meet the workers of this rank's engines; None if they do not, as with vLLM's own transports."""
+        self._store = None
+        if self._backend != "gloo" or not self._engines.hosts:
+            return None
+        from rollout.gloo import Receivers, listen
+
+        address = self._address_for([*self._engines.hosts, *self._ranks.others])
+        self._store = listen(address, self._deadline_s)
+        return Receivers(
+            rank=self._ranks.rank,
+            address=address,
+            port=self._store.port,
+            num_workers=self._engines.num_workers,
+            senders=self._source.senders,
+        )
+
+    def _join(self, receivers: list[Receivers]) -> TrainerWeightTransferEngine[Any]:
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 
         from rollout.plugin import register
 
         register()
-        return WeightTransferTrainerFactory.trainer_init(self._init_info(), client=self._engines, source=self._source)
+        return WeightTransferTrainerFactory.trainer_init(
+            self._init_info(receivers), client=self._engines, source=self._source
+        )
 
-    def _init_info(self) -> TrainerInitInfo:
-        """vLLM's own settings of the transport. A rank with engines is the sender (rank 0) to all of their workers."""
-        rank = 0 if self._engines.hosts else 1
-        world_size = 1 + self._engines.num_workers
-        hosts = self._engines.hosts
+    def _address_for(self, hosts: Sequence[str]) -> str:
+        """This machine's, where processes on these hosts reach it. Raises `ConfigError` if they would not."""
         address = rendezvous_address(hosts) if self._address is None else self._address
         elsewhere = [host for host in hosts if not is_loopback(host)]
         if elsewhere and is_loopback(address):
             raise ConfigError(
-                f"sync.address={address} is loopback, where the engine on {elsewhere[0]} cannot reach this machine; "
-                "set sync.address=null, or to an address of this machine that it reaches"
+                f"sync.address={address} is loopback, where {elsewhere[0]}, an engine's host or another rank's, cannot "
+                "reach this machine; set sync.address=null, or to an address of this machine that it reaches"
             )
+        return address
+
+    def _init_info(self, receivers: list[Receivers]) -> TrainerInitInfo:
+        """vLLM's own settings of the transport. A rank with engines is the one that calls them (rank 0)."""
+        rank = 0 if self._engines.hosts else 1
+        hosts = self._engines.hosts
         largest = max(meta.dtype.itemsize * _numel(meta.shape) for meta in self._source.metadata())
         buffer_bytes = max(self._bucket_bytes, largest)  # vLLM refuses a tensor that is larger than its buffer
         if self._backend == "gloo":
@@ -309,18 +349,20 @@ class WeightSync:
 
             return GlooTrainerInitInfo(
                 rank=rank,
-                master_address=address,
-                world_size=world_size,
+                sender=self._ranks.rank,
+                store=self._store,
+                receivers=receivers,
                 timeout_s=self._deadline_s,
             )
         if self._backend == "nccl":
             from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
+            address = self._address_for(hosts)
             return NCCLTrainerInitInfo(
                 rank=rank,
                 master_address=address,
                 master_port=_free_port(address),
-                world_size=world_size,
+                world_size=1 + self._engines.num_workers,
                 packed_buffer_size_bytes=buffer_bytes,
             )
         if self._backend == "ipc":
@@ -342,12 +384,16 @@ class _Ranks:
         self._deadline_s = deadline_s
         self._group: dist.ProcessGroup | None = None
         self.rank = 0
+        self.others: list[str] = []
+        """Addresses of the machines of other ranks, unless they are this one."""
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self.rank = dist.get_rank()
             # A rank may just have spent minutes starting its engine: wait for it under the default group's timeout.
             dist.barrier()
             # Twice the deadline: a rank that just missed its own must still find the others here.
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=2 * deadline_s))  # type: ignore[assignment]
+            own = address_towards(os.environ.get("MASTER_ADDR", LOOPBACK))
+            self.others = [one for one in self.agree("finding the other ranks", lambda: own) if one != own]
 
     def agree(self, what: str, act: Callable[[], Any], *, own: bool = False) -> Any:
         """Run `act` here while the other ranks run theirs; return all results, or only this rank's `own`.

@@ -1,6 +1,6 @@
 """An engine double for benchmarks/sync.py: a process that joins the transfer group and receives, and nothing else.
 
-What it receives goes into one buffer, again and again, as in an engine that would load it at once.
+What it receives goes into the same memory again and again, as in an engine that would load it at once.
 """
 
 from __future__ import annotations
@@ -13,13 +13,26 @@ from typing import Any
 
 import torch
 
-from rollout.gloo import GlooInitInfo, GlooUpdateInfo, broadcast, join_group, message_bytes
+from rollout.gloo import GlooInitInfo, GlooUpdateInfo, bucket_bytes, join_all, receive, receive_into
+
+
+class Memory:
+    """Two pieces of it, in turns."""
+
+    def __init__(self) -> None:
+        self._pieces = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
+
+    def __call__(self, size: int) -> torch.Tensor:
+        self._pieces.reverse()
+        if len(self._pieces[0]) < size:
+            self._pieces[0] = torch.empty(size, dtype=torch.uint8)
+        return self._pieces[0][:size]
 
 
 def serve(connection: Connection) -> None:
-    """Until the other end closes: join where a message says, or receive as many buckets of the given bytes."""
+    """Until the other end closes: join where a message says, or receive what it says."""
     torch.set_num_threads(1)
-    group, buffer = None, torch.empty(0, dtype=torch.uint8)
+    groups, memory = {}, Memory()
     while True:
         try:
             what, argument = connection.recv()
@@ -27,12 +40,16 @@ def serve(connection: Connection) -> None:
             return
         if what == "join":
             info = GlooInitInfo(**argument)
-            group = join_group(info.master_address, info.master_port, info.rank_offset, info.world_size, info.timeout_s)
-        elif what == "receive":
-            if max(argument) > len(buffer):
-                buffer = torch.empty(max(argument), dtype=torch.uint8)
+            groups = join_all(info, info.rank_offset)
+        elif what == "copies":  # from the first rank, of so many bytes each
             for size in argument:
-                broadcast(group, buffer[:size]).wait()  # type: ignore[arg-type]
+                receive_into(groups[0], memory(size)).wait()
+        elif what == "weights":
+            buckets = list(GlooUpdateInfo(**argument).buckets())
+            memory(largest := max(map(bucket_bytes, buckets)))
+            memory(largest)
+            for _ in receive(groups, buckets, memory):
+                """Here an engine would load them."""
         connection.send(time.process_time())
 
 
@@ -61,14 +78,14 @@ class Receiver:
         """Nothing to prepare."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        self.receive([message_bytes(metas) for metas in GlooUpdateInfo(**update_info).buckets()])
+        self._ask("weights", update_info)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Nothing is loaded."""
 
     def receive(self, sizes: Sequence[int]) -> None:
-        """Wait until buckets of these sizes have arrived."""
-        self._ask("receive", list(sizes))
+        """Wait until as many copies of these sizes have arrived from the first rank."""
+        self._ask("copies", list(sizes))
 
     def close(self) -> None:
         self._connection.close()

@@ -1,6 +1,6 @@
 """The sides of benchmarks/sync.py for one model, on two ranks under torchrun. Rank 0 prints one JSON line.
 
-    copy         the same buckets, ready in memory: what the transport takes by itself
+    copy         the same buckets, ready in the first rank's memory: what the transport takes by itself
     parameter    gathered and sent one parameter after another
     group        gathered and sent one layer after another
     lockstep     `ZeroSource` and the gloo transport, as a run has them
@@ -32,9 +32,9 @@ from vllm.distributed.weight_transfer.base import ParamMeta, layerwise_groups
 from harness.models import small_qwen3
 from harness.receiver import Receiver
 from rollout.addresses import LOOPBACK
-from rollout.buckets import views
+from rollout.buckets import bucket_layout, views
 from rollout.daemon import in_daemon_thread
-from rollout.gloo import GlooTrainerInitInfo, GlooTrainerWeightTransferEngine, broadcast, message_bytes
+from rollout.gloo import GlooTrainerInitInfo, GlooTrainerWeightTransferEngine, Receivers, listen, send
 from rollout.source import ZeroSource
 
 SIDES = ("copy", "parameter", "group", "lockstep")
@@ -52,22 +52,24 @@ class Sync:
         self.buckets = source.buckets()
         self._is_sender = dist.get_rank() == 0
         self.receiver = Receiver() if self._is_sender else None
-        info = GlooTrainerInitInfo(
-            rank=dist.get_rank(),
-            master_address=LOOPBACK,
-            world_size=2,
-            timeout_s=TIMEOUT_S,
-        )
+        rank, store = dist.get_rank(), listen(LOOPBACK, TIMEOUT_S) if self._is_sender else None
+        met = [
+            Receivers(rank=0, address=LOOPBACK, port=store.port, num_workers=1, senders=source.senders)
+            if store is not None
+            else None
+        ]
+        dist.broadcast_object_list(met)
+        info = GlooTrainerInitInfo(rank=rank, sender=rank, store=store, receivers=met, timeout_s=TIMEOUT_S)  # type: ignore[arg-type]
         self._transport = GlooTrainerWeightTransferEngine.trainer_init(
             info,
             client=self.receiver,  # type: ignore[arg-type]  # rank 1 calls nothing
             source=source,
         )
-        self._ready = torch.ones(max(map(message_bytes, self.buckets)) if self._is_sender else 0, dtype=torch.uint8)
+        self._ready = [torch.ones(nbytes(metas), dtype=torch.uint8) for metas in self.buckets if self._is_sender]
 
     def copy(self) -> None:
         if self._is_sender:
-            self._send(self._ready[: message_bytes(metas)] for metas in self.buckets)
+            self._send(self._ready)
 
     def lockstep(self) -> None:
         self._transport.send_weights()
@@ -89,20 +91,24 @@ class Sync:
     @torch.no_grad()
     def _gathered(self, metas: Sequence[ParamMeta]) -> torch.Tensor:
         with zero.GatheredParameters([self._parameters[meta.name] for meta in metas], modifier_rank=None):
-            bucket = torch.empty(message_bytes(metas) if self._is_sender else 0, dtype=torch.uint8)
+            bucket = torch.empty(nbytes(metas) if self._is_sender else 0, dtype=torch.uint8)
             for name, view in views(bucket, metas) if self._is_sender else ():
                 view.copy_(self._parameters[name])
             return bucket
 
     def _send(self, tensors: Iterable[torch.Tensor], parts: Sequence[Sequence[ParamMeta]] | None = None) -> None:
         assert self.receiver is not None
-        assert self._transport._group is not None
-        sizes = [message_bytes(metas) for metas in parts or self.buckets]
-        receiver = self.receiver
+        sizes = [nbytes(metas) for metas in parts or self.buckets]
+        receiver, group = self.receiver, self._transport._lines[0].group
         receiving = in_daemon_thread(lambda: receiver.receive(sizes))
         for tensor in tensors:
-            broadcast(self._transport._group, tensor).wait()
+            for work in send(group, tensor):
+                work.wait()
         receiving.result(timeout=TIMEOUT_S)
+
+
+def nbytes(metas: Sequence[ParamMeta]) -> int:
+    return bucket_layout(metas)[1]
 
 
 class Cost(NamedTuple):
@@ -164,8 +170,8 @@ def main() -> None:
         sync.receiver.close()
         result = {
             "parameters": parameters,
-            "bytes": sum(message_bytes(metas) for metas in sync.buckets),
-            "largest_bucket": max(map(message_bytes, sync.buckets)),
+            "bytes": sum(nbytes(metas) for metas in sync.buckets),
+            "largest_bucket": max(map(nbytes, sync.buckets)),
             "seconds": {side: statistics.median(c.wall_s for c in found[side]) for side in SIDES},
             "cpu_seconds": {
                 side: sum(statistics.median(c.cpu_s for c in rank[side]) for rank in both) for side in SIDES

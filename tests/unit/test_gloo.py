@@ -11,61 +11,81 @@ from torch import nn
 from torch.distributed import ProcessGroupGloo
 
 from rollout.addresses import LOOPBACK
-from rollout.buckets import views
 from rollout.gloo import (
-    SENT,
     GlooInitInfo,
     GlooTrainerInitInfo,
     GlooTrainerWeightTransferEngine,
     GlooUpdateInfo,
-    broadcast,
-    join_group,
-    message_bytes,
+    Receivers,
+    join_all,
+    listen,
+    receive,
 )
 from rollout.source import ZeroSource
+
+TIMEOUT_S = 30.0
 
 
 class SlowReceiver:
     """A worker of an engine: what arrives stays as bytes, and each bucket is waited for."""
 
-    group: ProcessGroupGloo
+    groups: dict[int, ProcessGroupGloo]
     received: dict[str, torch.Tensor]
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         info = GlooInitInfo(**init_info)
-        self.group = join_group(
-            info.master_address, info.master_port, info.rank_offset, info.world_size, info.timeout_s
-        )
+        self.groups = join_all(info, info.rank_offset)
 
     def start_weight_update(self) -> None:
         self.received = {}
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        for metas in GlooUpdateInfo(**update_info).buckets():
+        for named in receive(self.groups, GlooUpdateInfo(**update_info).buckets()):
             time.sleep(0.05)
-            bucket = torch.zeros(message_bytes(metas), dtype=torch.uint8)
-            broadcast(self.group, bucket).wait()
-            assert bucket[-1] == SENT
-            self.received |= views(bucket, metas)
+            self.received |= named
 
     def finish_weight_update(self) -> None:
         """Nothing is loaded."""
 
 
+def connected(source: ZeroSource, receiver: SlowReceiver) -> GlooTrainerWeightTransferEngine:
+    store = listen(LOOPBACK, TIMEOUT_S)
+    receivers = Receivers(rank=0, address=LOOPBACK, port=store.port, num_workers=1, senders=source.senders)
+    info = GlooTrainerInitInfo(rank=0, sender=0, store=store, receivers=[receivers], timeout_s=TIMEOUT_S)
+    return GlooTrainerWeightTransferEngine.trainer_init(info, client=receiver, source=source)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_bucket_stays_as_it_is_until_the_slowest_engine_has_it(dtype: torch.dtype) -> None:
+def test_what_is_sent_stays_as_it_is_until_the_slowest_engine_has_it(dtype: torch.dtype) -> None:
     layers = nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(6))  # more than a socket's buffer each
     model, receiver = nn.ModuleDict({"layers": layers}), SlowReceiver()
     source = ZeroSource(model, dtype=dtype)
     assert len(source.buckets()) == len(layers)
-    sender = GlooTrainerWeightTransferEngine.trainer_init(
-        GlooTrainerInitInfo(rank=0, master_address=LOOPBACK, world_size=2, timeout_s=30.0),
-        client=receiver,  # type: ignore[arg-type]
-        source=source,
-    )
+    sender = connected(source, receiver)
     for _ in range(2):
         sender.send_weights()
         assert receiver.received.keys() == dict(model.named_parameters()).keys()
         for name, param in model.named_parameters():
             assert torch.equal(receiver.received[name], param.detach().to(dtype)), name
             nn.init.normal_(param)
+
+
+def test_elements_that_nobody_would_send_are_found_before_anything_is_received() -> None:
+    update = GlooUpdateInfo.of(ZeroSource(nn.Linear(4, 3)))
+    assert update.names == ["weight", "bias"]
+    update.parts[0] = [[0, 0, 5], [1, 6, 6]]
+    with pytest.raises(RuntimeError, match="elements of weight from 5 on are announced by no rank"):
+        list(update.buckets())
+
+
+def test_a_receiver_that_fails_is_the_error_of_the_sender() -> None:
+    class Failing(SlowReceiver):
+        def update_weights(self, update_info: dict[str, Any]) -> None:
+            next(receive(self.groups, GlooUpdateInfo(**update_info).buckets()))
+            raise MemoryError("no room for a bucket")
+
+    sender = connected(ZeroSource(nn.ModuleList(nn.Linear(1024, 1024) for _ in range(6))), Failing())
+    started = time.monotonic()
+    with pytest.raises(MemoryError, match="no room"):
+        sender.send_weights()
+    assert time.monotonic() - started < TIMEOUT_S / 2
