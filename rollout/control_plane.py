@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rollout.errors import EngineError
@@ -21,9 +22,9 @@ E = TypeVar("E", bound="SyncedEngine")
 
 CALL_SHARE = 0.9
 """Part of the deadline that one call to an engine may take: less than the whole, so that the engine is named."""
-SILENCE_S, SILENCE_SHARE = 5.0, 0.04
+SILENCE_S, SILENCE_SHARE = 5.0, 0.03
 """How long an engine may take over a question that costs nothing, when a sync failed: so many seconds, or that part of
-the deadline if it is less. Two such questions fit behind `CALL_SHARE`."""
+the deadline if it is less. Three such questions fit behind `CALL_SHARE`."""
 
 
 class ControlPlane(Generic[E]):
@@ -89,6 +90,18 @@ class ControlPlane(Generic[E]):
             return True
 
         return [name for name, is_there in zip(self.names, self.all(answers), strict=True) if not is_there]
+
+    def abandon_update(self) -> None:
+        """Let engines that live end an update that others did not get through, so that the next one can begin.
+
+        vLLM has no call for that; a worker ends an update that it does not understand.
+        """
+
+        async def abandon(engine: SyncedEngine) -> None:
+            with suppress(Exception):  # what it does not understand is an error, of whatever kind
+                await asyncio.wait_for(engine.update_weights({"none": 0}), self._silence_s)
+
+        self.all(abandon)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Each engine's workers get the ranks after those of the engine before it."""

@@ -59,6 +59,8 @@ SENT, GAVE_UP = 1, 2
 """First byte of a bucket."""
 OVER = "over"
 """In the store where a rank's engines met those who send to them, once they gave up."""
+PACKED_BYTES = 2**16
+"""Parts of at most this size travel together: to copy them takes less than a message for each."""
 Planned = Sequence[tuple[ParamMeta, Sequence[Part]]]
 """The tensors of a bucket, and who sends what of them."""
 
@@ -191,13 +193,16 @@ def join_group(
     return ProcessGroupGloo(PrefixStore(f"sender-{sender}", store), rank, world_size, options)
 
 
-def send(group: ProcessGroupGloo, tensor: torch.Tensor) -> list[Work]:
-    """Begin to send to every worker of a group. tensor: contiguous.
+def send(group: ProcessGroupGloo, tensors: Iterable[torch.Tensor], worker: int) -> list[Work]:
+    """Begin to send these to a worker of a group, in this order. tensors: contiguous.
 
-    Not as a broadcast, which gloo hands from thread to thread: of a model with many small tensors that is most of the
+    Not as broadcasts, which gloo hands from thread to thread: of a model with many small tensors that is most of the
     time.
+
+    Raises:
+        RuntimeError: the worker is known to be gone.
     """
-    return [group.send([_bytes(tensor)], worker, 0) for worker in range(1, group.size())]
+    return [group.send([bytes_of(tensor)], worker, 0) for tensor in tensors]
 
 
 @cache
@@ -207,27 +212,32 @@ def mark(what: int) -> torch.Tensor:
 
 def receive_into(group: ProcessGroupGloo, tensor: torch.Tensor) -> Work:
     """Begin to receive what the sender of a group sends next. tensor: contiguous."""
-    return group.recv([_bytes(tensor)], 0, 0)
+    return group.recv([bytes_of(tensor)], 0, 0)
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8)  # gloo does not know every dtype
 
 
 class _Receipt:
-    """What a worker receives of a bucket from one sender: its mark, then its parts, each in its place."""
+    """What a worker receives of a bucket from one sender: its mark and small parts in one message, then the others."""
 
     def __init__(self, group: ProcessGroupGloo, places: Sequence[torch.Tensor]) -> None:
-        """Begins."""
-        self._mark = torch.zeros(1, dtype=torch.uint8)
-        self.works = [receive_into(group, one) for one in (self._mark, *places)]
+        """Begins. places: bytes."""
+        self._small = [place for place in places if place.nbytes <= PACKED_BYTES]
+        self._packed = torch.zeros(1 + sum(place.nbytes for place in self._small), dtype=torch.uint8)
+        large = [place for place in places if place.nbytes > PACKED_BYTES]
+        self.works = [receive_into(group, one) for one in (self._packed, *large)]
 
     def wait(self) -> None:
         """Until all of it is in its place. Raises `RuntimeError` if the sender gave up or is gone."""
         for work in self.works:
             work.wait()
-            if self._mark != SENT:  # it is the first to arrive
+            if self._packed[0] != SENT:  # it is the first to arrive
                 raise RuntimeError("gloo weight transfer: the trainer gave up; the old weights stay")
+        sizes = [place.nbytes for place in self._small]
+        for place, arrived in zip(self._small, self._packed[1:].split(sizes), strict=True) if sizes else ():
+            place.copy_(arrived)
 
 
 class _Bucket:
@@ -240,7 +250,7 @@ class _Bucket:
         for (_, tensor), (_, parts) in zip(self._named, planned, strict=True):
             for part in parts:
                 place = tensor.view(-1)[part.start : part.start + part.count]
-                places.setdefault(part.sender, []).append(place)
+                places.setdefault(part.sender, []).append(bytes_of(place))
         self.receipts = [_Receipt(groups[sender], of_one) for sender, of_one in places.items()]
 
     def wait(self) -> list[tuple[str, torch.Tensor]]:
@@ -386,7 +396,7 @@ def join_all(info: GlooInitInfo, rank: int) -> dict[int, ProcessGroupGloo]:
     }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Line:
     """From this rank to the workers of one rank's engines."""
 
@@ -395,6 +405,10 @@ class _Line:
     """To look whether they gave up."""
     group: ProcessGroupGloo
     is_own: bool
+
+    @property
+    def workers(self) -> range:
+        return range(1, 1 + self.receivers.num_workers)
 
 
 class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
@@ -492,25 +506,27 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
 
     def _send_all(self, receiving: Future[None] | None) -> None:
         """receiving: the call to this rank's own engines."""
-        under_way: deque[list[_Sending]] = deque()
+        under_way: dict[_Line, deque[_Sending]] = {line: deque() for line in self._lines}
         try:
             for sent in self._source.own_parts():
                 if receiving is not None and receiving.done():
                     receiving.result()  # the workers gave up, and say why
-                size = sum(one.elements.nbytes for one in sent)
-                while under_way and size + sum(one.nbytes for one in chain(*under_way)) > self._source.bucket_bytes:
-                    _finish(under_way[0], receiving)
-                    under_way.popleft()
-                under_way.append([_Sending(line, sent) for line in self._lines])
-            while under_way:
-                _finish(under_way[0], receiving)
-                under_way.popleft()
+                size = sum(part.elements.nbytes for part in sent)
+                for line, before in under_way.items():
+                    while before and size + sum(one.nbytes for one in before) > self._source.bucket_bytes:
+                        _finish(line, [before[0]], receiving)
+                        before.popleft()
+                    before.append(_Sending(line, sent))
+            for line, rest in under_way.items():
+                _finish(line, list(rest), receiving)
+                rest.clear()
         except BaseException:
-            for one in chain(*under_way):
-                _abandon(one.works, one)
-            # Workers that still live wait for the next bucket: they get this mark instead, so that they give up now.
-            for line in self._lines:
-                _abandon(send(line.group, mark(GAVE_UP)), line)
+            for line, begun in under_way.items():
+                _abandon([work for one in begun for work in one.works], (line, begun))
+                # Workers that still live wait for the next bucket: they get this instead, so that they give up now.
+                for worker in line.workers:
+                    with suppress(RuntimeError):
+                        _abandon(send(line.group, [mark(GAVE_UP)], worker), line)
             raise
 
     def _give_up(self) -> None:
@@ -529,32 +545,48 @@ class _Sending:
 
     def __init__(self, line: _Line, sent: Sequence[Sent]) -> None:
         """Begins."""
-        self.line = line
-        self._parts = [one.elements.cpu() for one in sent if one.to_all or line.is_own]  # kept until they are sent
-        self.nbytes = sum(part.nbytes for part in self._parts)
-        marked = [mark(SENT), *self._parts] if self._parts else []
-        self.works = [work for message in marked for work in send(line.group, message)]
+        parts = [bytes_of(one.elements.cpu()) for one in sent if one.to_all or line.is_own]
+        self.nbytes = sum(part.nbytes for part in parts)
+        packed = [mark(SENT), *(part for part in parts if part.nbytes <= PACKED_BYTES)]
+        self._messages = [torch.cat(packed)] if parts else []
+        self._messages += [part for part in parts if part.nbytes > PACKED_BYTES]  # kept until they are sent
+        self.works: list[Work] = []
+        self._lost: RuntimeError | None = None
+        for worker in line.workers:
+            try:
+                self.works += send(line.group, self._messages, worker)
+            except RuntimeError as error:  # the others get their whole bucket, so that they understand what follows
+                self._lost = error
+
+    def wait(self) -> None:
+        """Until it is sent to all. Raises `RuntimeError` if a worker is gone."""
+        for work in self.works:
+            work.wait()
+        if self._lost is not None:
+            raise self._lost
 
 
-def _finish(sending: Sequence[_Sending], receiving: Future[None] | None) -> None:
-    """Wait until a bucket is sent. Raises what the engines say, if they gave up or it broke because one is gone."""
-    for one in sending:
-        sent = _abandon(one.works, one)
-        if not one.line.is_own:
-            _wait_for_those_of(one.line.receivers, one.line.store, sent)
-            sent.result()
-            continue
-        assert receiving is not None, "a rank with engines has called them"
-        either: list[Future[Any]] = [sent, receiving]
-        wait(either, return_when=FIRST_COMPLETED)
-        if not sent.done():
-            receiving.result()  # an engine that hangs holds the bucket up until the deadline
-        try:
-            sent.result()
-        except RuntimeError:
-            with suppress(TimeoutError):  # they still receive: the cause is on this side
-                receiving.result(timeout=CAUSE_WAIT_S)
-            raise
+def _finish(line: _Line, sendings: Sequence[_Sending], receiving: Future[None] | None) -> None:
+    """Wait until these are sent. Raises what the engines say, if they gave up or it broke because one is gone.
+
+    receiving: the call to this rank's own engines.
+    """
+    sent = in_daemon_thread(lambda: ([one.wait() for one in sendings], line))
+    if not line.is_own:
+        _wait_for_those_of(line.receivers, line.store, sent)
+        sent.result()
+        return
+    assert receiving is not None, "a rank with engines has called them"
+    either: list[Future[Any]] = [sent, receiving]
+    wait(either, return_when=FIRST_COMPLETED)
+    if not sent.done():
+        receiving.result()  # an engine that hangs holds the bucket up until the deadline
+    try:
+        sent.result()
+    except RuntimeError:
+        with suppress(TimeoutError):  # they still receive: the cause is on this side
+            receiving.result(timeout=CAUSE_WAIT_S)
+        raise
 
 
 def _wait_for_those_of(receivers: Receivers, store: TCPStore, done: Future[Any]) -> None:

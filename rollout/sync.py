@@ -224,7 +224,9 @@ class WeightSync:
             self._transport.send_weights()
         except BaseException as error:
             self._source.drain()  # the other ranks are in a gather that needs this one
-            if silent := self._engines.silent():  # the transport knows of a closed connection, not of whose
+            silent = self._engines.silent()
+            self._engines.abandon_update()
+            if silent:  # the transport knows of a closed connection, not of whose
                 raise SyncError(f"{' and '.join(silent)} no longer answers: {error}") from error
             raise
 

@@ -102,7 +102,7 @@ class Sync:
         receiver, group = self.receiver, self._transport._lines[0].group
         receiving = in_daemon_thread(lambda: receiver.receive(sizes))
         for tensor in tensors:
-            for work in send(group, tensor):
+            for work in send(group, [tensor], 1):
                 work.wait()
         receiving.result(timeout=TIMEOUT_S)
 

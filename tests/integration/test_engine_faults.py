@@ -18,10 +18,10 @@ import pytest
 
 from rollout.engine import Sampling
 from rollout.errors import EngineError, SyncError
-from rollout.source import Place, ZeroSource
 from tests.fixtures.forked_servers import ForkedServers
 from tests.fixtures.models import perturb
 from tests.fixtures.remote import Trained, trained
+from tests.fixtures.sent import on_bucket
 from tests.fixtures.servers import EngineServer, send
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
@@ -54,15 +54,7 @@ def while_requests_drain(remote: Trained, strike: Strike, monkeypatch: pytest.Mo
 
 
 def while_weights_travel(remote: Trained, strike: Strike, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = ZeroSource.tensors
-
-    def counted(self: ZeroSource, place: Place | None) -> Iterator[tuple[str, Any]]:
-        for index, pair in enumerate(original(self, place)):
-            if index == 10:
-                strike()
-            yield pair
-
-    monkeypatch.setattr(ZeroSource, "tensors", counted)
+    on_bucket(monkeypatch, 2, strike)
     remote.push()
 
 

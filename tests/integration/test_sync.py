@@ -11,8 +11,8 @@ import torch
 
 from rollout.engine import Sampling
 from rollout.errors import EngineError, SyncError
-from rollout.source import Place, ZeroSource
 from tests.fixtures.models import perturb, sampled_logprobs
+from tests.fixtures.sent import leave_out, on_bucket, send_instead
 from tests.integration.conftest import Served
 
 pytestmark = pytest.mark.engine
@@ -113,13 +113,7 @@ def test_a_canary_that_differs_stops_the_run(served: Served, monkeypatch: pytest
 
 def test_a_head_that_is_not_packed_again_is_caught(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the engine did before it repacked: embedding new, head old. Broken on the trainer's side, equally."""
-
-    def embedding_only(self: ZeroSource, place: Place | None):
-        for name, tensor in original(self, place):
-            yield name, tensor if place is None or "embed_tokens" in name else tensor.zero_()
-
-    original = ZeroSource.tensors
-    monkeypatch.setattr(ZeroSource, "tensors", embedding_only)
+    send_instead(monkeypatch, lambda name, sent: sent if "embed_tokens" in name else torch.zeros_like(sent))
     with pytest.raises(SyncError, match="canary"):
         served.push()
     monkeypatch.undo()
@@ -127,13 +121,10 @@ def test_a_head_that_is_not_packed_again_is_caught(served: Served, monkeypatch: 
 
 
 def test_a_layer_with_other_weights_is_named(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong_when_sent(self: ZeroSource, place: Place | None):
-        for name, tensor in original(self, place):
-            is_wrong = place is not None and name.startswith("model.layers.2.") and "norm" in name
-            yield name, tensor.mul_(3) if is_wrong else tensor
-
-    original = ZeroSource.tensors
-    monkeypatch.setattr(ZeroSource, "tensors", wrong_when_sent)
+    send_instead(
+        monkeypatch,
+        lambda name, sent: 3 * sent if name.startswith("model.layers.2.") and "norm" in name else sent,
+    )
     with pytest.raises(SyncError, match=r"canary .* not what was sent: model\.layers\.2 \(4 of 4\)"):
         served.push()
     monkeypatch.undo()
@@ -141,13 +132,10 @@ def test_a_layer_with_other_weights_is_named(served: Served, monkeypatch: pytest
 
 
 def test_a_parameter_that_is_not_sent_is_named(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = served.sync._source
-    kept = [bucket for bucket in source._buckets if not bucket.entries[0].meta.name.startswith("model.layers.1.")]
-    monkeypatch.setattr(source, "_buckets", kept)
+    leave_out(monkeypatch, served.sync, "model.layers.1.")
     with pytest.raises(SyncError, match=r"were not among the weights that arrived, first \['model\.layers\.1\."):
         served.push()
     monkeypatch.undo()
-    _end_update(served)
     _recover(served)
 
 
@@ -156,14 +144,10 @@ def test_a_sender_that_fails_half_way_leaves_the_old_weights_serving(
 ) -> None:
     before = served.generate(LONG_PROMPT)
 
-    def fails(self: ZeroSource, place: Place | None):
-        for count, pair in enumerate(original(self, place)):
-            if count == 20:
-                raise RuntimeError("the disk of the third rank is full")
-            yield pair
+    def fails() -> None:
+        raise RuntimeError("the disk of the third rank is full")
 
-    original = ZeroSource.tensors
-    monkeypatch.setattr(ZeroSource, "tensors", fails)
+    on_bucket(monkeypatch, 2, fails)
     started = time.monotonic()
     with pytest.raises(SyncError, match="disk of the third rank"):
         served.sync.push(served.version + 1)
@@ -179,12 +163,7 @@ def test_a_sender_that_fails_half_way_leaves_the_old_weights_serving(
 
 
 def test_a_sync_that_misses_its_deadline_is_an_error(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    def hangs(self: ZeroSource, place: Place | None):
-        time.sleep(4)
-        yield from original(self, place)
-
-    original = ZeroSource.tensors
-    monkeypatch.setattr(ZeroSource, "tensors", hangs)
+    on_bucket(monkeypatch, 0, lambda: time.sleep(4))
     monkeypatch.setattr(served.sync._ranks, "_deadline_s", 2.0)
     with pytest.raises(SyncError, match="no answer within 2 s"):
         served.push()
@@ -198,12 +177,6 @@ def test_an_engine_that_was_closed_says_so(served: Served) -> None:
     closed._llm = None
     with pytest.raises(EngineError, match="closed"):
         _ = closed.llm
-
-
-def _end_update(served: Served) -> None:
-    """vLLM's worker leaves an update that failed in `finish` open, which ends the run; a bad `update` closes it."""
-    with pytest.raises(Exception, match="update_info"):
-        served.loop.run(served.engine.llm.collective_rpc("update_weights", kwargs={"update_info": {"none": 0}}))
 
 
 def _recover(served: Served) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tests.fixtures.ranks import TORCHRUN, reports
-from tests.integration.zero3_ranks import BUCKET_BYTES
 
 pytestmark = [pytest.mark.engine, pytest.mark.distributed, pytest.mark.timeout(600)]
 
@@ -23,12 +22,9 @@ def test_the_engine_gets_the_gathered_weights(ranks: list[dict]) -> None:
     assert max(sync["sync/canary_abs_diff"] for sync in ranks[0]["syncs"]) < 1e-4
 
 
-def test_no_exchange_is_larger_than_a_bucket_and_there_are_few(ranks: list[dict]) -> None:
+def test_shards_go_to_the_engine_and_not_to_the_other_rank(ranks: list[dict]) -> None:
     for rank in ranks:
-        largest_tensor = 512 * 64 * 4  # the embedding, larger than a bucket: fetched by itself
-        assert max(rank["exchanged_bytes"]) <= max(BUCKET_BYTES, largest_tensor) / 2
-        assert sum(rank["exchanged_bytes"]) == pytest.approx(4 * rank["model_bytes"] / 2, rel=0.02)
-        assert len(rank["exchanged_bytes"]) / 4 < 20, "in four passes; one per tensor would be 46 a pass"
+        assert rank["exchanges"] == []
 
 
 def test_a_failure_on_one_rank_is_the_same_error_on_all(ranks: list[dict]) -> None:
@@ -57,4 +53,4 @@ def test_a_push_to_a_killed_engine_is_an_error_on_all_ranks(ranks: list[dict]) -
     for rank in ranks:
         assert rank["push_on_dead"]["error"] == "SyncError"
         assert rank["push_on_dead"]["after_s"] < 20
-        assert "rank 0: cannot pause" in rank["push_on_dead"]["text"]
+        assert "rank 0: cannot join the weight transfer: the engine is dead" in rank["push_on_dead"]["text"]

@@ -25,13 +25,13 @@ FAILING_GROUP = 5
 
 
 def fail_in_gather(*, takes_part: bool) -> None:
-    tensors, begin, wait = ZeroSource.tensors, Fetch.begin, Fetch.wait
+    own_parts, begin, wait = ZeroSource.own_parts, Fetch.begin, Fetch.wait
     num_passes, num_begun = 0, 0
 
-    def counted(self: ZeroSource, place: Any) -> Any:
+    def counted(self: ZeroSource) -> Any:
         nonlocal num_passes, num_begun
         num_passes, num_begun = num_passes + 1, 0
-        return tensors(self, place)
+        return own_parts(self)
 
     def fails() -> bool:
         return num_passes == FAILING_PASS and num_begun == FAILING_BUCKET and os.environ["RANK"] == "1"
@@ -50,7 +50,7 @@ def fail_in_gather(*, takes_part: bool) -> None:
             takes_part = False  # once: it goes on to take part in what is left
             raise MemoryError("no memory for another bucket")
 
-    ZeroSource.tensors, Fetch.begin, Fetch.wait = counted, failing_begin, failing_wait  # type: ignore[method-assign]
+    ZeroSource.own_parts, Fetch.begin, Fetch.wait = counted, failing_begin, failing_wait  # type: ignore[method-assign]
 
 
 def fail_in_producer() -> None:

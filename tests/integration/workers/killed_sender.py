@@ -7,24 +7,29 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Iterable
 
-from rollout.source import Place, ZeroSource
+import torch
+from torch.distributed import ProcessGroupGloo, Work
+
+from rollout import gloo
 from tests.fixtures.models import perturb
 from tests.fixtures.remote import trained
 from tests.fixtures.servers import EngineServer
 
 
 def main(url: str) -> None:
-    original = ZeroSource.tensors
+    send = gloo.send
 
-    def dies(self: ZeroSource, place: Place | None):
-        for count, pair in enumerate(original(self, place)):
-            if count == 20:
-                print("killed in mid-bucket", flush=True)
-                os.kill(os.getpid(), signal.SIGKILL)
-            yield pair
+    def dies(group: ProcessGroupGloo, tensors: Iterable[torch.Tensor], worker: int) -> list[Work]:
+        works = send(group, list(tensors)[:1], worker)  # of the first bucket the mark, and not the embedding
+        for work in works:
+            work.wait()
+        print("killed in mid-bucket", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+        return works
 
-    ZeroSource.tensors = dies  # type: ignore[method-assign]
+    gloo.send = dies
     with trained([EngineServer(process=None, url=url, log_path=None)]) as sender:  # type: ignore[arg-type]
         perturb(sender.model, seed=9)
         sender.sync.push(777)

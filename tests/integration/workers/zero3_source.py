@@ -10,7 +10,6 @@ import json
 import sys
 import weakref
 from collections.abc import Sequence
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,8 @@ import torch.distributed as dist
 from deepspeed import zero
 from peft import LoraConfig, get_peft_model
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-from vllm.distributed.weight_transfer.base import ParamMeta
 
-from rollout.buckets import bucket_layout, views
+from rollout.buckets import nbytes
 from rollout.shards import Fetch
 from rollout.source import ZeroSource
 from tests.fixtures.families import HEADS, SIZES
@@ -59,8 +57,11 @@ def main(directory: Path) -> None:
             "all": differing(ZeroSource(engine, bucket_bytes=BUCKET_BYTES), whole[None]),
             "all_bfloat16": differing(ZeroSource(engine, dtype=torch.bfloat16), whole[torch.bfloat16]),
             "last": differing(ZeroSource(engine, bucket_bytes=BUCKET_BYTES, readers=[1]), whole[None]),
-            "placed": placed(ZeroSource(engine, bucket_bytes=BUCKET_BYTES, readers=[0]), whole[None]),
-            "placed_bfloat16": placed(ZeroSource(engine, dtype=torch.bfloat16, readers=[0]), whole[torch.bfloat16]),
+            "parts": in_parts(ZeroSource(engine, bucket_bytes=BUCKET_BYTES, readers=[0]), whole[None]),
+            "parts_bfloat16": in_parts(ZeroSource(engine, dtype=torch.bfloat16, readers=[0]), whole[torch.bfloat16]),
+            "gives_up": gives_up_on_its_parts(
+                ZeroSource(engine, bucket_bytes=BUCKET_BYTES, readers=[0]), whole[None], rank
+            ),
             "still_sharded": all(param.numel() == 0 for param in engine.parameters()),
         }
     engine = sharded(tiny_qwen3(tied=False))  # at DeepSpeed's default, by which small parameters stay whole
@@ -77,7 +78,7 @@ def main(directory: Path) -> None:
         "unmoved": [name for name in before if torch.equal(before[name], after[name])],
     }
     seen["stops_early"] = stops_early(ZeroSource(engine, bucket_bytes=BUCKET_BYTES), whole_now, rank)
-    seen["no_room"] = no_room(ZeroSource(engine, bucket_bytes=BUCKET_BYTES, readers=[0]), whole_now, rank)
+    seen["exchanged"] = exchanged(ZeroSource(engine, bucket_bytes=BUCKET_BYTES, readers=[0]))
     seen["passes"] = {size: one_pass(ZeroSource(engine, bucket_bytes=size, readers=[0])) for size in (1, 2**30)}
     (directory / f"rank{rank}.json").write_text(json.dumps(seen))
 
@@ -112,55 +113,54 @@ def stops_early(source: ZeroSource, expected: dict[str, torch.Tensor], rank: int
     return differing(source, expected)
 
 
-def no_room(source: ZeroSource, expected: dict[str, torch.Tensor], rank: int) -> dict[str, object]:
-    """Rank 0 cannot say where its third bucket is to go; then a whole pass of both."""
-    asked = 0
-
-    def place(metas: Sequence[ParamMeta]) -> list[torch.Tensor]:
-        nonlocal asked
-        asked += 1
-        if asked == 3:
-            raise OSError("no room")
-        return [torch.empty(meta.shape, dtype=meta.dtype) for meta in metas]
-
-    try:
-        list(source.tensors(place))
-    except OSError:
+def gives_up_on_its_parts(source: ZeroSource, expected: dict[str, torch.Tensor], rank: int) -> dict[str, object]:
+    """Rank 0 gives up in the third bucket; then a whole pass of both, whose parts are whole."""
+    passing = source.own_parts()
+    if rank == 0:
+        for _ in range(3):
+            next(passing)
         source.drain()
-    return {"asked": asked, "kept": len(source._arriving)} | differing(source, expected)
+    else:
+        list(passing)
+    return in_parts(source, expected)
 
 
-def placed(source: ZeroSource, expected: dict[str, torch.Tensor]) -> dict[str, object]:
-    """A pass whose tensors are wanted in two buckets in turns, and where its messages began and ended."""
-    size = max(bucket_layout(metas)[1] for metas in source.buckets())
-    buckets = [torch.empty(size, dtype=torch.uint8) for _ in range(2)]
-    turns = cycle(buckets)
+def in_parts(source: ZeroSource, expected: dict[str, torch.Tensor]) -> dict[str, object]:
+    """What the ranks send of a pass to an engine of rank 0, put together; and where it lies."""
     entries = [entry for bucket in source._buckets for entry in bucket.entries]
-    shards: list[Any] = [piece.param.ds_tensor for entry in entries for piece in entry.pieces]  # type: ignore[attr-defined]
-    sent, received, wrong, elsewhere, count = [], [], [], [], 0
-    exchange = dist.batch_isend_irecv
+    held: list[Any] = [piece.param.ds_tensor for entry in entries for piece in entry.pieces]  # type: ignore[attr-defined]
+    exchange, exchanges = dist.batch_isend_irecv, 0
 
-    def watched(messages: list[dist.P2POp]) -> list[dist.Work]:
-        for message in messages:
-            (sent if message.op is dist.isend else received).append(message.tensor)
+    def counted(messages: list[dist.P2POp]) -> list[dist.Work]:
+        nonlocal exchanges
+        exchanges += 1
         return exchange(messages)
 
-    dist.batch_isend_irecv = watched
-    for name, tensor in source.tensors(lambda metas: [view for _, view in views(next(turns), metas)]):
-        count += 1
-        if not torch.equal(tensor, expected[name]):
-            wrong.append(name)
-        if not is_within(tensor, buckets):
-            elsewhere.append(name)
+    dist.batch_isend_irecv = counted
+    sent = [one for bucket in source.own_parts() for one in bucket]
     dist.batch_isend_irecv = exchange
+    by_rank: list[Any] = [None, None]
+    dist.all_gather_object(by_rank, [one.elements for one in sent if one.to_all or dist.get_rank() == 0])
+    arriving = [iter(of_one) for of_one in by_rank]
+    plan: list[Any] = [source.parts()]
+    dist.broadcast_object_list(plan)
+    wrong = []
+    for meta, parts in zip(source.metadata(), plan[0], strict=True):
+        whole = torch.empty(meta.shape, dtype=meta.dtype)
+        covered = 0
+        for part in parts:
+            assert part.start == covered
+            covered += part.count
+            whole.view(-1)[part.start : part.start + part.count] = next(arriving[part.sender])
+        if covered != whole.numel() or not torch.equal(whole, expected[meta.name]):
+            wrong.append(meta.name)
     return {
-        "count": count,
+        "count": len(plan[0]),
         "wrong": wrong,
-        "elsewhere": elsewhere,
-        "received": len(received),
-        "received_elsewhere": sum(not is_within(message, buckets) for message in received),
         "sent": len(sent),
-        "sent_from_elsewhere": sum(not is_within(message, shards) for message in sent),
+        "sent_from_elsewhere": sum(not is_within(one.elements, held) for one in sent),
+        "not_sent": sum(1 for of_one in arriving for _ in of_one),
+        "exchanges": exchanges,
     }
 
 
@@ -169,6 +169,22 @@ def is_within(tensor: torch.Tensor, wholes: Sequence[torch.Tensor]) -> bool:
     return any(
         whole.data_ptr() <= first and first + tensor.nbytes <= whole.data_ptr() + whole.nbytes for whole in wholes
     )
+
+
+def exchanged(source: ZeroSource) -> dict[str, Any]:
+    """Bytes of each exchange of a pass, of the model, and of its largest tensor."""
+    exchange, sizes = dist.batch_isend_irecv, []
+
+    def counted(messages: list[dist.P2POp]) -> list[dist.Work]:
+        sizes.append(sum(message.tensor.nbytes for message in messages))
+        return exchange(messages)
+
+    dist.batch_isend_irecv = counted
+    for _ in source:
+        """Taken."""
+    dist.batch_isend_irecv = exchange
+    of_tensors = [nbytes(meta) for meta in source.metadata()]
+    return {"sizes": sizes, "of_tensors": of_tensors}
 
 
 def one_pass(source: ZeroSource) -> dict[str, Any]:
