@@ -7,10 +7,10 @@ they receive it where it belongs. So each byte travels once, and none is copied 
     rank 1 ──its parts──► ├─ workers of the engines of rank 0 (and likewise of any other rank that has engines)
     rank 2 ──its parts──► ┘
 
-A rank and the workers of one rank's engines are a group, in which it sends: for each bucket one byte that says that it
-does, then its parts. The lifecycle is vLLM's (`start`, `update`, `finish`), and differs from the nccl engine in one
-point: workers stage what they receive and load it in `finish`. So if the trainer dies half-way the old weights stay
-live, at the price of a second copy of the weights in main memory.
+A rank and the workers of one rank's engines are a group, in which it sends: for each bucket a header and its small
+parts in one message, then the others. The lifecycle is vLLM's (`start`, `update`, `finish`), and differs from the nccl
+engine in one point: workers stage what they receive and load it in `finish`. So if the trainer dies half-way the old
+weights stay live, at the price of a second copy of the weights in main memory.
 
 Nobody waits for one that gave up. A sender says so instead of its next bucket, and the workers give up too; a rank
 whose engines gave up says so in the store where they met, and who sends to them looks there while it waits.
@@ -28,7 +28,7 @@ from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import cache, partial
+from functools import partial
 from itertools import chain
 from typing import Any, ClassVar, Self
 
@@ -55,8 +55,9 @@ CAUSE_WAIT_S = 5.0
 """How long after a transfer that broke the call to the engine may take to fail as well."""
 LOOK_S = 0.1
 """How often a rank looks whether the engines of another one gave up, while it waits for them."""
-SENT, GAVE_UP = 1, 2
-"""First byte of a bucket."""
+HEADER_BYTES, GAVE_UP = 8, -1
+"""A bucket begins with the number of bytes that its sender has of it, or with the word that it sends no more. gloo
+itself does not mind if fewer bytes come than were expected."""
 OVER = "over"
 """In the store where a rank's engines met those who send to them, once they gave up."""
 PACKED_BYTES = 2**16
@@ -202,17 +203,16 @@ def send(group: ProcessGroupGloo, tensors: Iterable[torch.Tensor], worker: int) 
     Raises:
         RuntimeError: the worker is known to be gone.
     """
-    return [group.send([bytes_of(tensor)], worker, 0) for tensor in tensors]
+    return [group.send([bytes_of(tensor)], worker, 0) for tensor in tensors]  # type: ignore[attr-defined]
 
 
-@cache
-def mark(what: int) -> torch.Tensor:
-    return torch.tensor([what], dtype=torch.uint8)
+def header(what: int) -> torch.Tensor:
+    return bytes_of(torch.tensor([what], dtype=torch.int64))
 
 
 def receive_into(group: ProcessGroupGloo, tensor: torch.Tensor) -> Work:
     """Begin to receive what the sender of a group sends next. tensor: contiguous."""
-    return group.recv([bytes_of(tensor)], 0, 0)
+    return group.recv([bytes_of(tensor)], 0, 0)  # type: ignore[attr-defined]
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -220,23 +220,27 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Receipt:
-    """What a worker receives of a bucket from one sender: its mark and small parts in one message, then the others."""
+    """What a worker receives of a bucket from one sender: header and small parts in one message, then the others."""
 
     def __init__(self, group: ProcessGroupGloo, places: Sequence[torch.Tensor]) -> None:
         """Begins. places: bytes."""
+        self._nbytes = sum(place.nbytes for place in places)
         self._small = [place for place in places if place.nbytes <= PACKED_BYTES]
-        self._packed = torch.zeros(1 + sum(place.nbytes for place in self._small), dtype=torch.uint8)
+        self._packed = torch.zeros(HEADER_BYTES + sum(place.nbytes for place in self._small), dtype=torch.uint8)
         large = [place for place in places if place.nbytes > PACKED_BYTES]
         self.works = [receive_into(group, one) for one in (self._packed, *large)]
 
     def wait(self) -> None:
-        """Until all of it is in its place. Raises `RuntimeError` if the sender gave up or is gone."""
+        """Until all of it is in its place. Raises `RuntimeError` if the sender gave up, is gone, or sends less."""
         for work in self.works:
             work.wait()
-            if self._packed[0] != SENT:  # it is the first to arrive
+            sent = self._packed[:HEADER_BYTES].view(torch.int64).item()  # it is in the first message to arrive
+            if sent == GAVE_UP:
                 raise RuntimeError("gloo weight transfer: the trainer gave up; the old weights stay")
+            if sent != (said := self._nbytes):
+                raise RuntimeError(f"gloo weight transfer: a rank sends {sent} bytes of a bucket and said {said}")
         sizes = [place.nbytes for place in self._small]
-        for place, arrived in zip(self._small, self._packed[1:].split(sizes), strict=True) if sizes else ():
+        for place, arrived in zip(self._small, self._packed[HEADER_BYTES:].split(sizes), strict=True) if sizes else ():
             place.copy_(arrived)
 
 
@@ -526,7 +530,7 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
                 # Workers that still live wait for the next bucket: they get this instead, so that they give up now.
                 for worker in line.workers:
                     with suppress(RuntimeError):
-                        _abandon(send(line.group, [mark(GAVE_UP)], worker), line)
+                        _abandon(send(line.group, [header(GAVE_UP)], worker), line)
             raise
 
     def _give_up(self) -> None:
@@ -547,7 +551,7 @@ class _Sending:
         """Begins."""
         parts = [bytes_of(one.elements.cpu()) for one in sent if one.to_all or line.is_own]
         self.nbytes = sum(part.nbytes for part in parts)
-        packed = [mark(SENT), *(part for part in parts if part.nbytes <= PACKED_BYTES)]
+        packed = [header(self.nbytes), *(part for part in parts if part.nbytes <= PACKED_BYTES)]
         self._messages = [torch.cat(packed)] if parts else []
         self._messages += [part for part in parts if part.nbytes > PACKED_BYTES]  # kept until they are sent
         self.works: list[Work] = []

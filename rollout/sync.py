@@ -43,7 +43,7 @@ from rollout.daemon import in_daemon_thread
 from rollout.errors import ConfigError, EngineError, RankLostError, SyncError
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
     from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
 
     from rollout.engine import SleepingEngine, SyncedEngine

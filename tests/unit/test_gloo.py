@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,7 +23,7 @@ from rollout.gloo import (
     listen,
     receive,
 )
-from rollout.source import ZeroSource
+from rollout.source import Sent, ZeroSource
 
 TIMEOUT_S = 30.0
 
@@ -89,3 +91,20 @@ def test_a_receiver_that_fails_is_the_error_of_the_sender() -> None:
     with pytest.raises(MemoryError, match="no room"):
         sender.send_weights()
     assert time.monotonic() - started < TIMEOUT_S / 2
+
+
+@pytest.mark.parametrize("lost", [4, 2**18], ids=["of a small part", "of a part by itself"])
+def test_a_rank_that_sends_less_than_it_said_is_found_out(monkeypatch: pytest.MonkeyPatch, lost: int) -> None:
+    source, receiver = ZeroSource(nn.ModuleList([nn.Linear(1024, 1024), nn.Linear(8, 8)])), SlowReceiver()
+    sender, original = connected(source, receiver), ZeroSource.own_parts
+
+    def less(self: ZeroSource) -> Iterator[list[Sent]]:
+        for sent in original(self):
+            yield [
+                dataclasses.replace(one, elements=one.elements[: -lost // 4]) if one.elements.nbytes > lost else one
+                for one in sent
+            ]
+
+    monkeypatch.setattr(ZeroSource, "own_parts", less)
+    with pytest.raises(RuntimeError, match=r"a rank sends \d+ bytes of a bucket and said \d+"):
+        sender.send_weights()

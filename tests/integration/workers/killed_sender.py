@@ -22,7 +22,7 @@ def main(url: str) -> None:
     send = gloo.send
 
     def dies(group: ProcessGroupGloo, tensors: Iterable[torch.Tensor], worker: int) -> list[Work]:
-        works = send(group, list(tensors)[:1], worker)  # of the first bucket the mark, and not the embedding
+        works = send(group, list(tensors)[:1], worker)  # of the first bucket the header, and not the embedding
         for work in works:
             work.wait()
         print("killed in mid-bucket", flush=True)
