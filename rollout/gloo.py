@@ -46,7 +46,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from rollout.addresses import address_towards
-from rollout.buckets import bucket_layout, new_bucket, views
+from rollout.buckets import bucket_layout, nbytes, new_bucket, views
 from rollout.daemon import in_daemon_thread
 from rollout.errors import SyncError
 from rollout.source import Part, Sent, ZeroSource
@@ -419,7 +419,7 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
     """The trainer's side, on every rank that has engines or a part of the weights of those that do.
 
     The source is iterated on the calling thread, so its exchanges keep one order on all ranks; gloo sends on threads of
-    its own. What is under way is at most one bucket's size, or one tensor that is larger.
+    its own. Of copies (casts, merged adapters) as much is under way over all ranks as the largest bucket has bytes.
     """
 
     init_info_cls = GlooTrainerInitInfo
@@ -429,6 +429,7 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
         self._info = info
         self._source = source
         self._update = asdict(GlooUpdateInfo.of(source))
+        self._limit_bytes = max(sum(map(nbytes, metas)) for metas in source.buckets()) // len(source.senders)
         self._lines: list[_Line] = []
 
     @classmethod
@@ -515,9 +516,9 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
             for sent in self._source.own_parts():
                 if receiving is not None and receiving.done():
                     receiving.result()  # the workers gave up, and say why
-                size = sum(part.elements.nbytes for part in sent)
+                copied = sum(part.elements.nbytes for part in sent if part.is_copy)
                 for line, before in under_way.items():
-                    while before and size + sum(one.nbytes for one in before) > self._source.bucket_bytes:
+                    while before and copied + sum(one.copied_bytes for one in before) > self._limit_bytes:
                         _finish(line, [before[0]], receiving)
                         before.popleft()
                     before.append(_Sending(line, sent))
@@ -549,9 +550,10 @@ class _Sending:
 
     def __init__(self, line: _Line, sent: Sequence[Sent]) -> None:
         """Begins."""
-        parts = [bytes_of(one.elements.cpu()) for one in sent if one.to_all or line.is_own]
-        self.nbytes = sum(part.nbytes for part in parts)
-        packed = [header(self.nbytes), *(part for part in parts if part.nbytes <= PACKED_BYTES)]
+        taken = [one for one in sent if one.to_all or line.is_own]
+        self.copied_bytes = sum(one.elements.nbytes for one in taken if one.is_copy)
+        parts = [bytes_of(one.elements.cpu()) for one in taken]
+        packed = [header(sum(part.nbytes for part in parts)), *(part for part in parts if part.nbytes <= PACKED_BYTES)]
         self._messages = [torch.cat(packed)] if parts else []
         self._messages += [part for part in parts if part.nbytes > PACKED_BYTES]  # kept until they are sent
         self.works: list[Work] = []

@@ -55,6 +55,8 @@ class Sent:
     """Flat, in the dtype in which they travel."""
     to_all: bool
     """Whether other ranks' engines need it too. What a rank has whole it sends to its own engines alone."""
+    is_copy: bool
+    """Whether it takes memory beside the training weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +181,6 @@ class ZeroSource(WeightSource):
     ) -> None:
         if bucket_bytes < 1:
             raise SyncError(f"bucket_bytes must be positive, found {bucket_bytes}")
-        self.bucket_bytes = bucket_bytes
         entries = {entry.meta.name: entry for entry in entries_of(unwrap(module), dtype)}
         plan = plan_buckets([entry.meta for entry in entries.values()], bucket_bytes)
         self._rank = own_rank()
@@ -236,12 +237,14 @@ class ZeroSource(WeightSource):
 
     def _own(self, entry: Entry, merged: Mapping[str, torch.Tensor]) -> Sent | None:
         piece, runs = entry.pieces[0], self._runs[entry.meta.name]
+        is_copy = entry.merge is not None or piece.param.dtype != piece.dtype
         if runs:
-            return next((Sent(shard_of(piece, r).to(piece.dtype), True) for r in runs if r.owner == self._rank), None)
+            own = next((run for run in runs if run.owner == self._rank), None)
+            return None if own is None else Sent(shard_of(piece, own).to(piece.dtype), True, is_copy)
         tensor = elements(piece).to(piece.dtype) if entry.merge is None else merged.get(entry.meta.name)
         if tensor is None or not self._is_reader or not tensor.numel():
             return None
-        return Sent(tensor.reshape(-1), False)
+        return Sent(tensor.reshape(-1), False, is_copy)
 
     def drain(self) -> None:
         """Take part in what this rank's last pass left out. Nothing is kept.
