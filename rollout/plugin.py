@@ -37,9 +37,9 @@ def _register_gloo() -> None:
 
     # Registering a name twice is an error in vLLM, and it offers no public way to ask whether a name is taken.
     if "gloo" not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine("gloo", "rollout.gloo", "GlooWeightTransferEngine")
+        WeightTransferEngineFactory.register_engine("gloo", "rollout.gloo.worker", "GlooWeightTransferEngine")
     if "gloo" not in WeightTransferTrainerFactory._registry:
-        WeightTransferTrainerFactory.register_engine("gloo", "rollout.gloo", "GlooTrainerWeightTransferEngine")
+        WeightTransferTrainerFactory.register_engine("gloo", "rollout.gloo.trainer", "GlooTrainerWeightTransferEngine")
 
 
 def _leave_the_terminal() -> None:

@@ -9,7 +9,7 @@ are shards) go through one class. It reads a model in one of two ways, one bucke
       wait for bucket k ─► begin to fetch k + 1 ─► send k ─► wait for k + 1 ...
 
   So a sender holds one bucket on its way in and the one that it sends.
-* **The parts that each rank has**, for one on which every rank sends (`rollout/gloo.py`): out of a sharded model
+* **The parts that each rank has**, for one on which every rank sends (`rollout/gloo/`): out of a sharded model
   nothing is fetched, and nothing copied unless it is cast.
 
       tensor ▕██ part of rank 0 ██▏██ of rank 1 ██▏██ of rank 2 ██▏
@@ -241,9 +241,9 @@ class ZeroSource(WeightSource):
         if runs:
             own = next((run for run in runs if run.owner == self._rank), None)
             return None if own is None else Sent(shard_of(piece, own).to(piece.dtype), True, is_copy)
-        tensor = elements(piece).to(piece.dtype) if entry.merge is None else merged.get(entry.meta.name)
-        if tensor is None or not self._is_reader or not tensor.numel():
+        if not self._is_reader or not torch.Size(entry.meta.shape).numel():
             return None
+        tensor = elements(piece).to(piece.dtype) if entry.merge is None else merged[entry.meta.name]
         return Sent(tensor.reshape(-1), False, is_copy)
 
     def drain(self) -> None:

@@ -10,7 +10,7 @@ whose engines they are, to which each bucket is gathered once.
 
 Before a rank enters the next phase all ranks exchange how the last one went, over a process group of their own
 with a deadline. So one rank's failure becomes the same `SyncError` on all, and no rank waits in a gather for one
-that gave up. The transport is vLLM's own (`nccl`, `ipc`) or `rollout/gloo.py`; the weights come from
+that gave up. The transport is vLLM's own (`nccl`, `ipc`) or `rollout/gloo/`; the weights come from
 `rollout/source.py`.
 
 From the moment at which weights may be half replaced until they are whole, the engine labels them with no version. So
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
 
     from rollout.engine import SleepingEngine, SyncedEngine
-    from rollout.gloo import Receivers
+    from rollout.gloo.wire import Receivers
 
 ScoreCanary = Callable[[list[int]], list[float]]
 """The trainer's log π(ids[i] | ids[:i]) at temperature 1 for i >= 1. Called on every rank, as under ZeRO-3 it is a
@@ -65,9 +65,9 @@ class SyncReport:
 
     version: int
     gather_s: float
-    """Gathering and copying out of the training weights."""
+    """Waiting for what one rank must have whole, and copying it out. Over gloo that is merged adapters alone."""
     transfer_s: float
-    """The rest of the sending, that gathering did not hide."""
+    """The rest of the sending, casts over gloo among it."""
     pause_s: float
     """How long the engines sampled nothing."""
     bytes: int
@@ -307,7 +307,7 @@ class WeightSync:
         self._store = None
         if self._backend != "gloo" or not self._engines.hosts:
             return None
-        from rollout.gloo import Receivers, listen
+        from rollout.gloo.wire import Receivers, listen
 
         address = self._address_for([*self._engines.hosts, *self._ranks.others])
         self._store = listen(address, self._deadline_s)
@@ -347,7 +347,7 @@ class WeightSync:
         largest = max(meta.dtype.itemsize * _numel(meta.shape) for meta in self._source.metadata())
         buffer_bytes = max(self._bucket_bytes, largest)  # vLLM refuses a tensor that is larger than its buffer
         if self._backend == "gloo":
-            from rollout.gloo import GlooTrainerInitInfo
+            from rollout.gloo.trainer import GlooTrainerInitInfo
 
             return GlooTrainerInitInfo(
                 rank=rank,

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from rollout.gloo import GlooInitInfo, GlooUpdateInfo, bucket_bytes, join_all, receive, receive_into
+from rollout.gloo.wire import GlooInitInfo, GlooUpdateInfo, join_all, receive_into
+from rollout.gloo.worker import bucket_bytes, receive
 
 
 class Memory:

@@ -34,7 +34,8 @@ from harness.receiver import Receiver
 from rollout.addresses import LOOPBACK
 from rollout.buckets import bucket_layout, views
 from rollout.daemon import in_daemon_thread
-from rollout.gloo import GlooTrainerInitInfo, GlooTrainerWeightTransferEngine, Receivers, listen, send
+from rollout.gloo.trainer import GlooTrainerInitInfo, GlooTrainerWeightTransferEngine
+from rollout.gloo.wire import Receivers, listen, send
 from rollout.source import ZeroSource
 
 SIDES = ("copy", "parameter", "group", "lockstep")

@@ -13,16 +13,9 @@ from torch import nn
 from torch.distributed import ProcessGroupGloo
 
 from rollout.addresses import LOOPBACK
-from rollout.gloo import (
-    GlooInitInfo,
-    GlooTrainerInitInfo,
-    GlooTrainerWeightTransferEngine,
-    GlooUpdateInfo,
-    Receivers,
-    join_all,
-    listen,
-    receive,
-)
+from rollout.gloo.trainer import GlooTrainerInitInfo, GlooTrainerWeightTransferEngine
+from rollout.gloo.wire import GlooInitInfo, GlooUpdateInfo, Receivers, join_all, listen
+from rollout.gloo.worker import receive
 from rollout.source import Sent, ZeroSource
 
 TIMEOUT_S = 30.0

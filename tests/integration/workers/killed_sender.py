@@ -12,14 +12,14 @@ from collections.abc import Iterable
 import torch
 from torch.distributed import ProcessGroupGloo, Work
 
-from rollout import gloo
+from rollout.gloo import trainer
 from tests.fixtures.models import perturb
 from tests.fixtures.remote import trained
 from tests.fixtures.servers import EngineServer
 
 
 def main(url: str) -> None:
-    send = gloo.send
+    send = trainer.send
 
     def dies(group: ProcessGroupGloo, tensors: Iterable[torch.Tensor], worker: int) -> list[Work]:
         works = send(group, list(tensors)[:1], worker)  # of the first bucket the header, and not the embedding
@@ -29,7 +29,7 @@ def main(url: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
         return works
 
-    gloo.send = dies
+    trainer.send = dies
     with trained([EngineServer(process=None, url=url, log_path=None)]) as sender:  # type: ignore[arg-type]
         perturb(sender.model, seed=9)
         sender.sync.push(777)
