@@ -1,7 +1,8 @@
 """The inside of the sandbox: run as a script, first thing in new namespaces, it builds the walls and then becomes the
 program. `rewards/sandbox.py` starts it; it imports the standard library only and is never imported.
 
-Arguments: JSON with workdir, binds, command, uid (-1: give up capabilities instead), limits by name of the rlimit.
+Standard input: JSON with workdir (empty: build the walls), binds, disk_bytes, uid (-1: give up capabilities
+instead), files by name, command, limits by name of the rlimit.
 """
 
 import ctypes
@@ -55,11 +56,11 @@ def read_only(path: str) -> None:
     )
 
 
-def enter(workdir: str, binds: list[str]) -> None:
+def enter(binds: list[str], uid: int, disk_bytes: int) -> None:
     """A root that holds an interpreter, four devices, the processes of this namespace, and one writable directory."""
     mount("none", "/", None, MS_REC | MS_PRIVATE)
-    root = f"{workdir}/new_root"
-    os.mkdir(root)
+    # Over a directory that every system has and the new root shows nothing of: none is made that could stay behind.
+    root = "/proc"
     mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=16m")
     for path in binds:
         if os.path.islink(path):
@@ -72,26 +73,33 @@ def enter(workdir: str, binds: list[str]) -> None:
     mount("proc", root + "/proc", "proc", MS_NOSUID | MS_NODEV)
     os.makedirs(root + "/sandbox")
     read_only(root)
-    mount(workdir + "/files", root + "/sandbox", None, MS_BIND)
+    # In memory, and gone with the namespace. Empty files take memory too: at most one for each page of 4 KiB.
+    options = f"mode=700,uid={uid},gid={uid},size={disk_bytes},nr_inodes={disk_bytes // 4096}"
+    mount("tmpfs", root + "/sandbox", "tmpfs", MS_NOSUID | MS_NODEV, options)
     os.chroot(root)
     os.chdir("/sandbox")
 
 
 def main() -> None:
-    settings = json.loads(sys.argv[1])
-    if settings["binds"]:
-        enter(settings["workdir"], settings["binds"])
-        if settings["uid"] >= 0:
-            os.setgroups([])
-            os.setresgid(settings["uid"], settings["uid"], settings["uid"])
-            os.setresuid(settings["uid"], settings["uid"], settings["uid"])
-        else:
-            check(libc.prctl(PR_SET_SECUREBITS, SECBIT_NOROOT_LOCKED, 0, 0, 0), "securebits")
+    settings = json.load(sys.stdin)
+    if settings["workdir"]:
+        os.chdir(settings["workdir"])
+    elif settings["uid"] >= 0:
+        uid = settings["uid"]
+        enter(settings["binds"], uid, settings["disk_bytes"])
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
     else:
-        os.chdir(settings["workdir"] + "/files")
+        enter(settings["binds"], 0, settings["disk_bytes"])
+        check(libc.prctl(PR_SET_SECUREBITS, SECBIT_NOROOT_LOCKED, 0, 0, 0), "securebits")
     check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
     # Again, after `unshare --kill-child`: another user id has cleared it.
     check(libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0), "pdeathsig")
+    for name, text in settings["files"].items():
+        with open(name, "w", encoding="utf-8", errors="replace") as file:
+            file.write(text)
+    os.dup2(os.open("stdin", os.O_RDONLY), 0)
     for name, limit in settings["limits"].items():
         resource.setrlimit(getattr(resource, name), (limit, limit))
     os.execve(settings["command"][0], settings["command"], {"HOME": "/sandbox", "LANG": "C.UTF-8", "PATH": "/usr/bin"})

@@ -1,23 +1,30 @@
 """Run a Python program that a model wrote.
 
 Covered, in layers:
-* always: everything is killed at the wall-clock limit, and when this process ends; an empty environment; a temporary
-  directory that is removed; limits on CPU time, memory, file size, open files, processes and core dumps; output that
-  is read up to a limit; no descriptor, no standard input of the trainer;
+* always: everything is killed at the wall-clock limit, and when this process ends; an empty environment; limits on CPU
+  time, memory, file size, open files and core dumps; output that is read up to a limit; no descriptor, no standard
+  input of the trainer;
 * where the system allows namespaces (`unshare`; tried once): no network, not even loopback; no sight of other
   processes, and all of its own die with it, also those in sessions of their own; of the file system only the
-  interpreter and system libraries, read-only, and one writable directory; no capabilities, no way to new privileges;
-  as root: another user.
+  interpreter and system libraries, read-only, and one writable directory; that directory is in memory, bounded in bytes
+  and files, and gone with the program, also when this process is killed; a limit on processes; no capabilities, no
+  way to new privileges; as root: another user;
+* without namespaces: a temporary directory that is removed at the end; what a killed process left is removed by the
+  next sandbox in the same `TMPDIR` (unless that one has namespaces, or is of another user).
 
-Not covered: faults of the kernel; time that it takes from others below its limits; shared caches as side channels.
-Without namespaces the program can read and write what the trainer's user can, reach the network, and leave processes
-in sessions of their own. As root that is refused.
+Not covered: faults of the kernel; time that it takes from others below its limits; shared caches as side channels;
+memory of all its processes together (`memory_mib` is for each), of System V segments, of `memfd_create`.
+Without namespaces the program can read and write what the trainer's user can, fill the disk with many files, start any
+number of processes, reach the network, and leave processes in sessions of their own. As root that is refused.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import fcntl
 import functools
+import itertools
 import json
 import os
 import selectors
@@ -27,6 +34,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -35,6 +43,7 @@ from rollout.errors import ConfigError
 
 JAIL = Path(__file__).with_name("jail.py")
 NOBODY = 65534
+PREFIX = "lockstep-sandbox-"
 READ_ONLY = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache")
 PROBE_TIMEOUT_S = 20.0
 
@@ -59,14 +68,16 @@ class Limits:
     memory_mib: int = 512
     file_mib: int = 16
     """Size of one file that it writes."""
+    disk_mib: int = 64
+    """Size of all files together. In namespaces only, and in memory."""
     processes: int = 16
+    """In namespaces only."""
     open_files: int = 64
     output_bytes: int = 64 * 2**10
     """Of its output, the first so many are kept; the rest is read and thrown away."""
 
     def __post_init__(self) -> None:
-        values = (self.timeout_s, self.memory_mib, self.file_mib, self.processes, self.open_files, self.output_bytes)
-        if min(values) <= 0:
+        if min(dataclasses.astuple(self)) <= 0:
             raise ConfigError(f"sandbox: every limit must be positive, found {self}")
 
 
@@ -106,21 +117,59 @@ def has_namespaces() -> bool:
     return result.stdout == "42\n"
 
 
+@contextlib.contextmanager
+def _directory() -> Iterator[str]:
+    """A temporary directory, locked while its process lives; those whose process is gone are removed first."""
+    for path in Path(tempfile.gettempdir()).glob(PREFIX + "*"):
+        _remove_abandoned(path)
+    while True:
+        path = tempfile.mkdtemp(prefix=PREFIX)
+        with contextlib.suppress(FileNotFoundError):  # until it is locked it looks abandoned to other sandboxes
+            lock = os.open(path, os.O_RDONLY)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if os.path.isdir(path):
+                break
+            os.close(lock)
+    try:
+        yield path
+    finally:
+        _remove(path)
+        os.close(lock)
+
+
+def _remove_abandoned(path: Path) -> None:
+    with contextlib.suppress(OSError):  # of another user, or removed meanwhile
+        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            if os.fstat(lock).st_uid == os.getuid():
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove(str(path))
+        finally:
+            os.close(lock)
+
+
+def _remove(path: str) -> None:
+    """Also directories that the program took its own rights from."""
+    inside = (f"{parent}/{name}" for parent, names, _ in os.walk(path) for name in names)
+    for directory in itertools.chain([path], inside):
+        with contextlib.suppress(OSError):  # removed by the program, or by a process that it left
+            if not os.path.islink(directory):
+                os.chmod(directory, 0o700)
+    shutil.rmtree(path, ignore_errors=True)
+
+
 def _run(source: str, stdin: str, limits: Limits, *, isolated: bool) -> Execution:
-    with tempfile.TemporaryDirectory(prefix="lockstep-sandbox-", ignore_cleanup_errors=True) as workdir:
-        files = Path(workdir) / "files"
-        files.mkdir()
-        (files / "program.py").write_text(source, errors="replace")
-        (files / "stdin").write_text(stdin, errors="replace")
+    directory = contextlib.nullcontext("") if isolated else _directory()
+    # The feed has no name that could stay behind.
+    with directory as workdir, tempfile.TemporaryFile() as feed:
         is_root = os.geteuid() == 0
-        if isolated and is_root:
-            for path in (files, files / "program.py", files / "stdin"):
-                os.chown(path, NOBODY, NOBODY)
         interpreter = os.path.realpath(sys.executable)
         settings = {
             "workdir": workdir,
-            "binds": [*READ_ONLY, os.path.realpath(sys.base_prefix)] if isolated else [],
+            "binds": [*READ_ONLY, os.path.realpath(sys.base_prefix)],
+            "disk_bytes": limits.disk_mib * 2**20 + 4 * (len(source) + len(stdin)),  # 4: of UTF-8, for a character
             "uid": NOBODY if is_root else -1,
+            "files": {"program.py": source, "stdin": stdin},
             "command": [interpreter, "-I", "-B", "program.py"],
             "limits": {
                 "RLIMIT_CPU": int(limits.timeout_s) + 1,
@@ -132,21 +181,22 @@ def _run(source: str, stdin: str, limits: Limits, *, isolated: bool) -> Executio
                 "RLIMIT_CORE": 0,
             },
         }
-        command = [interpreter, "-I", "-S", str(JAIL), json.dumps(settings)]
+        feed.write(json.dumps(settings).encode())
+        feed.seek(0)
+        command = [interpreter, "-I", "-S", str(JAIL)]
         if isolated:
             user = [] if is_root else ["--user", "--map-root-user"]
             command = ["unshare", *user, "--net", "--pid", "--ipc", "--mount", "--fork", "--kill-child", *command]
-        with (files / "stdin").open() as feed:
-            process = subprocess.Popen(
-                command,
-                stdin=feed,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
-                # Namespaces end with `unshare`, which therefore stays in the group that dies with a reward worker.
-                start_new_session=not isolated,
-                cwd="/",
-            )
+        process = subprocess.Popen(
+            command,
+            stdin=feed,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
+            # Namespaces end with `unshare`, which therefore stays in the group that dies with a reward worker.
+            start_new_session=not isolated,
+            cwd="/",
+        )
         try:
             stdout, stderr, in_time = _read(process, limits)
         finally:

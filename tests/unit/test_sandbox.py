@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,62 @@ from rollout.errors import ConfigError, DataError
 from tests.unit.test_reward_isolation import rollout
 
 contained = pytest.mark.skipif(not has_namespaces(), reason="this system allows no namespaces")
-QUICK = Limits(timeout_s=5.0)
+
+# Without namespaces only where the test says so: the program is the test's own.
+WORKER = """
+import os, sys
+import rewards.sandbox
+if sys.argv[1] == "without":
+    rewards.sandbox.has_namespaces = lambda: False
+    os.geteuid = lambda: 1000
+print(rewards.sandbox.run_python(sys.argv[2], limits=rewards.sandbox.Limits(timeout_s=60)).stdout)
+"""
+
+
+@pytest.fixture
+def worker(tmp_path) -> Iterator[Callable[[str, str], subprocess.Popen[bytes]]]:
+    """Start a process that runs a program, with temporary files in `tmp_path`. None is left after the test."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(namespaces: str, source: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", WORKER, namespaces, source]
+        process = subprocess.Popen(command, env={**os.environ, "TMPDIR": str(tmp_path)}, start_new_session=True)
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            kill(process)
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """As the pool kills a reward worker."""
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def processes(name: str) -> int:
+    """How many have this name, of `prctl(PR_SET_NAME)`."""
+    count = 0
+    for file in Path("/proc").glob("[0-9]*/comm"):
+        try:
+            count += file.read_text() == name + "\n"
+        except OSError:  # it has ended meanwhile
+            continue
+    return count
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def named(name: str) -> str:
+    """The beginning of a program by which `processes` finds it."""
+    return f"import ctypes, os, time\nctypes.CDLL(None).prctl(15, b'{name}')\n"
 
 
 def test_output_status_and_input():
@@ -97,6 +155,44 @@ def test_a_fork_bomb_ends_and_leaves_nothing():
     result = run_python("import os\nwhile True:\n    os.fork()", limits=Limits(timeout_s=3.0))
     assert time.monotonic() - started < 15
     assert result.ended is not Ended.EXITED or "BlockingIOError" in result.stderr
+
+
+@contained
+def test_what_a_program_writes_is_bounded_and_not_on_the_disk():
+    source = (
+        "import os\ntry:\n    for i in range(100): open(f'f{i}', 'wb').write(b'x' * 2**20)\n"
+        "except OSError as error: print(error.strerror, i)\n"
+        "for i in range(100):\n    if os.path.exists(f'f{i}'): os.remove(f'f{i}')\n"
+        "try:\n    for i in range(10**6): open(f'f{i}', 'w').close()\nexcept OSError as error: print(error.strerror, i)"
+    )
+    full, many = run_python(source, stdin="x" * 10**6, limits=Limits(disk_mib=8, timeout_s=20.0)).stdout.splitlines()
+    assert full.startswith("No space left on device ")
+    assert 8 <= int(full.split()[-1]) <= 12  # its input has room of its own, and may not need all of it
+    assert many.startswith("No space left on device ")
+    assert int(many.split()[-1]) < 10_000
+
+
+@contained
+def test_a_killed_worker_leaves_no_files(worker, tmp_path):
+    name = f"k{time.monotonic_ns() % 10**12}"
+    process = worker("with", f"open('mine', 'w').write('x')\n{named(name)}time.sleep(60)")
+    wait_until(lambda: processes(name) == 1)
+    kill(process)
+    assert list(tmp_path.iterdir()) == []
+    wait_until(lambda: processes(name) == 0)
+
+
+def test_without_namespaces_the_next_sandbox_removes_what_a_killed_worker_left(worker, tmp_path):
+    source = "import os, time\nos.makedirs('d/e')\nos.chmod('d', 0)\nopen('mine', 'w').write('x')\ntime.sleep(60)"
+    killed, alive = worker("without", source), worker("without", source)
+    wait_until(lambda: len(list(tmp_path.rglob("mine"))) == 2)
+    kill(killed)
+    assert len(list(tmp_path.iterdir())) == 2
+    assert worker("without", "print(1)").wait() == 0
+    assert len(list(tmp_path.rglob("mine"))) == 1  # of the one that is alive
+    kill(alive)
+    assert worker("without", "import os, shutil\nshutil.rmtree(os.getcwd())").wait() == 0
+    assert list(tmp_path.iterdir()) == []
 
 
 @contained
