@@ -1,8 +1,8 @@
 """The inside of the sandbox: run as a script, first thing in new namespaces, it builds the walls and then becomes the
 program. `rewards/sandbox.py` starts it; it imports the standard library only and is never imported.
 
-Standard input: JSON with workdir (empty: build the walls), binds, disk_bytes, uid (-1: give up capabilities
-instead), files by name, command, limits by name of the rlimit.
+Standard input: JSON with workdir (empty: build the walls), binds, disk_bytes, uids (first and number of those to choose
+from; null: stay, and give up capabilities), files by name, command, limits by name of the rlimit.
 """
 
 import ctypes
@@ -56,6 +56,11 @@ def read_only(path: str) -> None:
     )
 
 
+def own_uid(first: int, count: int) -> int:
+    """A user that no other sandbox of this machine is: the kernel numbers PID namespaces, each has its own."""
+    return first + os.stat("/proc/self/ns/pid").st_ino % count
+
+
 def enter(binds: list[str], uid: int, disk_bytes: int) -> None:
     """A root that holds an interpreter, four devices, the processes of this namespace, and one writable directory."""
     mount("none", "/", None, MS_REC | MS_PRIVATE)
@@ -84,8 +89,8 @@ def main() -> None:
     settings = json.load(sys.stdin)
     if settings["workdir"]:
         os.chdir(settings["workdir"])
-    elif settings["uid"] >= 0:
-        uid = settings["uid"]
+    elif settings["uids"]:
+        uid = own_uid(*settings["uids"])
         enter(settings["binds"], uid, settings["disk_bytes"])
         os.setgroups([])
         os.setresgid(uid, uid, uid)

@@ -7,8 +7,9 @@ Covered, in layers:
 * where the system allows namespaces (`unshare`; tried once): no network, not even loopback; no sight of other
   processes, and all of its own die with it, also those in sessions of their own; of the file system only the
   interpreter and system libraries, read-only, and one writable directory; that directory is in memory, bounded in bytes
-  and files, and gone with the program, also when this process is killed; a limit on processes; no capabilities, no
-  way to new privileges; as root: another user;
+  and files, and gone with the program, also when this process is killed; a limit on processes, of which those of
+  others, another sandbox's too, do not count (Linux 5.14); no capabilities, no way to new privileges; as root: a user
+  that nobody else is;
 * without namespaces: a temporary directory that is removed at the end; what a killed process left is removed by the
   next sandbox in the same `TMPDIR` (unless that one has namespaces, or is of another user).
 
@@ -42,7 +43,8 @@ from pathlib import Path
 from rollout.errors import ConfigError
 
 JAIL = Path(__file__).with_name("jail.py")
-NOBODY = 65534
+FIRST_UID, NUM_UIDS = 0x7000_0000, 0x0FFE_0000
+"""Users of programs when this process is root: those that systemd's table of user ids (UIDS-GIDS.md) leaves unused."""
 PREFIX = "lockstep-sandbox-"
 READ_ONLY = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache")
 PROBE_TIMEOUT_S = 20.0
@@ -117,6 +119,14 @@ def has_namespaces() -> bool:
     return result.stdout == "42\n"
 
 
+@functools.cache
+def _is_root_of_all() -> bool:
+    """Whether this process may become any user: root, but not one of a container that has only some user ids."""
+    ranges = [[int(n) for n in line.split()] for line in Path("/proc/self/uid_map").read_text().splitlines()]
+    has_uids = any(first <= FIRST_UID and first + count >= FIRST_UID + NUM_UIDS for first, _, count in ranges)
+    return os.geteuid() == 0 and has_uids
+
+
 @contextlib.contextmanager
 def _directory() -> Iterator[str]:
     """A temporary directory, locked while its process lives; those whose process is gone are removed first."""
@@ -162,13 +172,13 @@ def _run(source: str, stdin: str, limits: Limits, *, isolated: bool) -> Executio
     directory = contextlib.nullcontext("") if isolated else _directory()
     # The feed has no name that could stay behind.
     with directory as workdir, tempfile.TemporaryFile() as feed:
-        is_root = os.geteuid() == 0
+        becomes_another = isolated and _is_root_of_all()
         interpreter = os.path.realpath(sys.executable)
         settings = {
             "workdir": workdir,
             "binds": [*READ_ONLY, os.path.realpath(sys.base_prefix)],
             "disk_bytes": limits.disk_mib * 2**20 + 4 * (len(source) + len(stdin)),  # 4: of UTF-8, for a character
-            "uid": NOBODY if is_root else -1,
+            "uids": [FIRST_UID, NUM_UIDS] if becomes_another else None,
             "files": {"program.py": source, "stdin": stdin},
             "command": [interpreter, "-I", "-B", "program.py"],
             "limits": {
@@ -176,7 +186,7 @@ def _run(source: str, stdin: str, limits: Limits, *, isolated: bool) -> Executio
                 "RLIMIT_AS": limits.memory_mib * 2**20,
                 "RLIMIT_FSIZE": limits.file_mib * 2**20,
                 "RLIMIT_NOFILE": limits.open_files,
-                # Counted per user: outside of namespaces, all processes of the trainer's user count.
+                # Counted per user and user namespace: without either, all processes of the trainer's user count.
                 **({"RLIMIT_NPROC": limits.processes} if isolated else {}),
                 "RLIMIT_CORE": 0,
             },
@@ -185,7 +195,7 @@ def _run(source: str, stdin: str, limits: Limits, *, isolated: bool) -> Executio
         feed.seek(0)
         command = [interpreter, "-I", "-S", str(JAIL)]
         if isolated:
-            user = [] if is_root else ["--user", "--map-root-user"]
+            user = [] if becomes_another else ["--user", "--map-root-user"]
             command = ["unshare", *user, "--net", "--pid", "--ipc", "--mount", "--fork", "--kill-child", *command]
         process = subprocess.Popen(
             command,

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,35 @@ def test_a_fork_bomb_ends_and_leaves_nothing():
     result = run_python("import os\nwhile True:\n    os.fork()", limits=Limits(timeout_s=3.0))
     assert time.monotonic() - started < 15
     assert result.ended is not Ended.EXITED or "BlockingIOError" in result.stderr
+
+
+@contained
+def test_processes_of_another_sandbox_do_not_count_toward_the_limit():
+    name = f"b{time.monotonic_ns() % 10**12}"
+    bomb = (
+        named(name)
+        + "try:\n    while os.fork(): pass\nexcept BlockingIOError: print('full', flush=True)\ntime.sleep(60)"
+    )
+    good = (
+        "import threading\nfor _ in range(8):\n    threading.Thread(target=__import__('time').sleep, args=(1,)).start()"
+    )
+    limits = Limits(timeout_s=8.0)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(run_python, bomb, limits=limits)
+        wait_until(lambda: processes(name) >= limits.processes - 2)  # `unshare` may count as one
+        time.sleep(0.3)
+        result = run_python(good, limits=limits)
+        assert (result.status, result.stderr) == (0, "")
+        assert processes(name) >= limits.processes - 2  # it was beside it all the time
+        assert other.result().stdout == "full\n"
+
+
+def test_root_of_a_container_with_few_user_ids_does_not_take_those_it_lacks():
+    container = ["unshare", "--user", "--map-root-user"]
+    if subprocess.run([*container, "true"], capture_output=True).returncode:
+        pytest.skip("this system allows no user namespaces")
+    source = "import os, rewards.sandbox\nprint(os.geteuid(), rewards.sandbox._is_root_of_all())"
+    assert subprocess.check_output([*container, sys.executable, "-c", source], text=True) == "0 False\n"
 
 
 @contained
