@@ -70,7 +70,11 @@ report: install ## One HTML page about a run; ARGS="runs/<name>", default runs/l
 	$(BIN)/python scripts/report.py $(ARGS)
 
 bench: install ## Run the programs in benchmarks/; BENCH=head for one of them, ARGS for its options
-	@for name in $(BENCH); do echo "benchmarks/$$name.py"; $(BIN)/python "benchmarks/$$name.py" $(ARGS); done
+	@status=0; for name in $(BENCH); do \
+		started=$$SECONDS; echo "benchmarks/$$name.py"; \
+		$(BIN)/python "benchmarks/$$name.py" $(ARGS) || { status=1; echo "benchmarks/$$name.py failed"; }; \
+		echo "benchmarks/$$name.py: $$((SECONDS - started)) s"; \
+	done; exit $$status
 
 docs: install ## Write docs/settings.md and docs/map.md from the code, and build the site of docs/ into site/
 	$(BIN)/python scripts/list_settings.py
