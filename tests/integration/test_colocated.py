@@ -1,4 +1,5 @@
-"""An engine on every rank: both get the weights, both sample for rank 0, both rest while the trainer computes."""
+"""An engine on every rank: both get the weights, adapters merged, both sample for rank 0, both rest while the trainer
+computes."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig, get_peft_model
 
 from rollout.engine import Sampling
 from rollout.errors import EngineError, LockstepError
@@ -44,7 +45,10 @@ def main(directory: Path) -> None:
         own = engines.colocated[0]
         from transformers import AutoModelForCausalLM
 
-        model = distributed.prepare_frozen(AutoModelForCausalLM.from_pretrained(config.model.path))
+        base = AutoModelForCausalLM.from_pretrained(config.model.path)
+        # Merged weights go from each rank to its own engine, shards from both ranks to both engines.
+        adapters = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+        model = distributed.prepare_frozen(get_peft_model(base, adapters))
         sync = WeightSync(
             module=model,
             engines=engines.synced,
