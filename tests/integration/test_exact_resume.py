@@ -107,7 +107,7 @@ def test_five_kills_of_two_zero3_ranks_change_nothing(demo: tuple[str, ...], tmp
 @pytest.mark.timeout(3600)
 def test_kills_with_rollouts_made_ahead_train_every_prompt_once(demo: tuple[str, ...], tmp_path: Path) -> None:  # noqa: F811
     """What is ready first is trained first, so no two such runs are alike; but no prompt is lost or trained twice."""
-    updates, moments = 24, random.Random(5)
+    updates, moments = 48, random.Random(5)
     runs = recipe(
         demo, tmp_path, "rollout.max_staleness=1", "environment=slow_calculator",
         "environment.settings.max_delay_s=0.5", f"updates={updates}",
