@@ -113,15 +113,16 @@ class RewardSet:
     async def score(self, rollouts: Sequence[Rollout], *, in_metrics: bool = True) -> list[Rollout]:
         """The rollouts, in order, with `rewards` by name and their weighted sum in `reward`.
 
-        Rollouts that failed before stay as they are. One whose reward fails becomes FAILED with the reason in `error`
-        (policy `drop`); so does one that no function has an opinion on, because its reward is unknown, not zero.
+        Rollouts that failed before, or have no sampled token (a prompt that fills the context), stay as they are. One
+        whose reward fails becomes FAILED with the reason in `error` (policy `drop`); so does one that no function has
+        an opinion on, because its reward is unknown, not zero.
 
         in_metrics: False keeps them out of `take_metrics` (not out of the error rate): they are not trained.
 
         Raises:
             RewardError: too many errors in the window, or an outcome whose policy is `raise`.
         """
-        alive = [index for index, rollout in enumerate(rollouts) if rollout.status is not RolloutStatus.FAILED]
+        alive = [index for index, rollout in enumerate(rollouts) if rollout.is_trainable]
         batch = [rollouts[index] for index in alive]
         slots = asyncio.Semaphore(self._tolerance.concurrency)
         columns = await asyncio.gather(*(self._judge(reward, batch, slots) for reward in self._rewards))
