@@ -74,6 +74,9 @@ class UntrustedTextEncoder:
         }
         """Control tokens by their text."""
         self._control_ids = frozenset(self.controls.values())
+        is_end = tokenizer.unk_token in (tokenizer.eos_token, tokenizer.bos_token)
+        self._unknown = frozenset() if is_end else frozenset({self.controls.get(str(tokenizer.unk_token))})
+        """What stands for words that are not in the vocabulary: it comes from any text, and ends nothing."""
         self._flags = {token.content: token for token in tokenizer.added_tokens_decoder.values()}
         self._control_pattern = _any_of(self.controls)
         edges = {text[0] for text in self.controls} | {text[-1] for text in self.controls}
@@ -115,9 +118,10 @@ class UntrustedTextEncoder:
         text = restored if plain is None else plain
         ids = self._tokenizer.encode(text, add_special_tokens=False)
         own = [self.controls[match[0]] for match in self._controls_in(masked)]
-        if [token for token in ids if token in self._control_ids] == own and (
-            text == restored or not mask.hides_control_tokens
-        ):
+        found = [token for token in ids if token in self._control_ids]
+        if not mask.hides_control_tokens:
+            own, found = ([token for token in tokens if token not in self._unknown] for tokens in (own, found))
+        if found == own and (text == restored or not mask.hides_control_tokens):
             return ids
         return self._encode_in_pieces(masked, mask)
 
@@ -144,11 +148,12 @@ class UntrustedTextEncoder:
         if not text:
             return []
         ids = self._text_encoder.encode(text, is_first=is_first)
-        if self._control_ids.isdisjoint(ids):
+        controls = self._control_ids - self._unknown
+        if controls.isdisjoint(ids):
             return ids
         # A vocabulary that lists its control tokens as ordinary words; a single character cannot be one.
         pieces = (self._text_encoder.encode(character, is_first=False) for character in text)
-        return [token for piece in pieces for token in piece if token not in self._control_ids]
+        return [token for piece in pieces for token in piece if token not in controls]
 
     @functools.cached_property
     def _text_encoder(self) -> _TextEncoder:

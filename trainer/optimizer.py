@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from rollout.errors import ConfigError
-from trainer.config import OptimizerConfig
+from trainer.config import OPTIMIZERS, OptimizerConfig
 from trainer.tf_adam import tf_epsilon
 from trainer.validate_launch import MUON_UNDER_ZERO, NO_BITSANDBYTES
 
@@ -71,6 +71,8 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig, *, is_sharded: bo
             return muon
         rest = parameter_groups(others, config.weight_decay, critic_scale=critic_scale)
         return Together([muon, torch.optim.AdamW(rest, **adam, fused=True)])
+    if config.name != "adamw":
+        raise ValueError(f"optimizer {config.name!r}; expected one of {', '.join(OPTIMIZERS)}")
     return torch.optim.AdamW(groups, **adam, fused=True)
 
 

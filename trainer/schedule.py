@@ -10,16 +10,24 @@ def learning_rate(
 ) -> float:
     """Learning rate of update 0, 1, ... of `total_updates`.
 
-    Rises linearly over `warmup_updates` (the first update already moves), then stays (`constant`), or falls to
-    `final_fraction x peak` at the last update along a line (`linear`) or a half cosine (`cosine`).
+    Rises linearly over `warmup_updates` (the first update already moves), then stays (`constant`), or falls along a
+    line (`linear`) or a half cosine (`cosine`), which end in `final_fraction x peak` one update after the last: so that
+    a fall to zero leaves no update that does not move, as in lm-human-preferences and in transformers.
+
+    Raises ValueError for another schedule.
     """
     if update < warmup_updates:
         return peak * (update + 1) / warmup_updates
     if schedule == "constant":
         return peak
-    after = max(1, total_updates - 1 - warmup_updates)
-    progress = min(1.0, (update - warmup_updates) / after)
-    fraction = 1 - progress if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    progress = min(1.0, (update - warmup_updates) / max(1, total_updates - warmup_updates))
+    match schedule:
+        case "linear":
+            fraction = 1 - progress
+        case "cosine":
+            fraction = 0.5 * (1 + math.cos(math.pi * progress))
+        case _:
+            raise ValueError(f"schedule {schedule!r}; expected constant, linear or cosine")
     return peak * (final_fraction + (1 - final_fraction) * fraction)
 
 

@@ -2,7 +2,7 @@
 
 Nothing heavy is imported here. Every problem is one sentence; all of them are reported at once.
 
-    validate_numbers.py      numbers out of their bounds
+    validate_numbers.py      values that are right nowhere: numbers out of their bounds, words that are no choice
     validate_algorithm.py    settings that do not go together
     validate_correction.py   the rollout correction
     validate_engines.py      where engines are, and how they are reached
@@ -14,12 +14,7 @@ Nothing heavy is imported here. Every problem is one sentence; all of them are r
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
-from typing import Any
-
 from rollout.errors import ConfigError
-from trainer.closest import closest
 from trainer.config import Config
 from trainer.validate_algorithm import algorithm_problems
 from trainer.validate_asynchrony import asynchrony_problems
@@ -35,7 +30,7 @@ from trainer.validate_names import (
     reward_problems,
     run_problems,
 )
-from trainer.validate_numbers import number_problems
+from trainer.validate_numbers import choice_problems, number_problems
 
 
 def validate(config: Config, *, needs_data: bool = True, trains: bool = True) -> None:
@@ -43,7 +38,7 @@ def validate(config: Config, *, needs_data: bool = True, trains: bool = True) ->
 
     needs_data: whether the data files must be there. trains: whether training data is among them.
     """
-    problems = [*_choices("", config), *number_problems(config), *reward_problems(config)]
+    problems = [*choice_problems(config), *number_problems(config), *reward_problems(config)]
     problems += [*algorithm_problems(config), *correction_problems(config), *asynchrony_problems(config)]
     problems += [*engine_problems(config), *launch_problems(config)]
     problems += [*model_problems(config), *data_problems(config), *evaluation_problems(config)]
@@ -55,16 +50,3 @@ def validate(config: Config, *, needs_data: bool = True, trains: bool = True) ->
         problems += first_row_problems(config, trains=trains)
     if problems:
         raise ConfigError("\n".join(problems))
-
-
-def _choices(prefix: str, node: Any) -> Iterator[str]:
-    for field in dataclasses.fields(node):
-        value = getattr(node, field.name)
-        name = f"{prefix}{field.name}"
-        if dataclasses.is_dataclass(value):
-            yield from _choices(f"{name}.", value)
-        choices = field.metadata.get("choices")
-        if choices and value not in choices:
-            words = [str(choice) for choice in choices]
-            hint = closest(str(value), words)
-            yield f"{name}={value} is not one of {', '.join(words)}{hint}; set {name}={words[0]}"

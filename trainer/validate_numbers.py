@@ -1,14 +1,15 @@
-"""Numbers that can never be right, whatever the other settings are."""
+"""Values that can never be right, whatever the other settings are: numbers, and words that are none of the choices."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trainer.config import Config
+from trainer.closest import closest
+from trainer.config import Config, OptimizerConfig
 from trainer.guard import MIN_NORMS
 
 UNBOUNDED = ("correction.high", "correction.alarm_kl", "correction.alarm_k3", "algorithm.clip_high")
@@ -17,18 +18,52 @@ UNBOUNDED = ("correction.high", "correction.alarm_kl", "correction.alarm_k3", "a
 
 def number_problems(config: Config) -> Iterator[str]:
     """One sentence per number that is not finite or out of its bounds."""
-    yield from _not_finite("", config)
+    yield from not_finite("", config)
     yield from _ranges(config)
     yield from _intervals(config)
+    yield from optimizer_problems(config.optimizer)
 
 
-def _not_finite(prefix: str, node: Any) -> Iterator[str]:
+def optimizer_problems(optimizer: OptimizerConfig) -> Iterator[str]:
+    """Numbers of the optimizer that are out of their bounds."""
+    positive = {"lr": optimizer.lr, "eps": optimizer.eps}
+    yield from _not_positive({f"optimizer.{name}": value for name, value in positive.items()})
+    not_negative = {
+        "optimizer.weight_decay": optimizer.weight_decay,
+        "optimizer.max_grad_norm": optimizer.max_grad_norm,
+        "optimizer.warmup_updates": optimizer.warmup_updates,
+    }
+    yield from _negative(not_negative)
+    intervals = {
+        "optimizer.momentum": (optimizer.momentum, 0, 1, 0.95),
+        "optimizer.final_lr_fraction": (optimizer.final_lr_fraction, 0, 1, 0.0),
+    }
+    yield from _outside(intervals)
+    if len(optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in optimizer.betas):
+        yield f"optimizer.betas={optimizer.betas} must be two numbers in [0, 1); set optimizer.betas=[0.9,0.95]"
+
+
+def choice_problems(node: Any, prefix: str = "") -> Iterator[str]:
+    """One sentence per setting that has choices and is none of them. node: a dataclass of settings."""
+    for field in dataclasses.fields(node):
+        value = getattr(node, field.name)
+        name = f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(value):
+            yield from choice_problems(value, f"{name}.")
+        choices = field.metadata.get("choices")
+        if choices and value not in choices:
+            words = [str(choice) for choice in choices]
+            hint = closest(str(value), words)
+            yield f"{name}={value} is not one of {', '.join(words)}{hint}; set {name}={words[0]}"
+
+
+def not_finite(prefix: str, node: Any) -> Iterator[str]:
     """NaN passes every comparison below, and infinity most; both would be found by the first update, in its loss."""
     for field in dataclasses.fields(node):
         value = getattr(node, field.name)
         name = f"{prefix}{field.name}"
         if dataclasses.is_dataclass(value):
-            yield from _not_finite(f"{name}.", value)
+            yield from not_finite(f"{name}.", value)
         elif isinstance(value, float) and not math.isfinite(value) and (math.isnan(value) or name not in UNBOUNDED):
             default = "null" if field.default is None else field.default
             yield f"{name}={value} is not a finite number; set {name}={default}"
@@ -57,17 +92,19 @@ def _intervals(config: Config) -> Iterator[str]:
         "algorithm.kl_horizon": (config.algorithm.kl_horizon, 1, inf, 10000),
         "optimizer.spike_factor": (config.optimizer.spike_factor, 1, inf, 10.0),
         "optimizer.spike_window": (config.optimizer.spike_window, MIN_NORMS, inf, 64),
-        "optimizer.momentum": (config.optimizer.momentum, 0, 1, 0.95),
-        "optimizer.final_lr_fraction": (config.optimizer.final_lr_fraction, 0, 1, 0.0),
         "sync.canary_share": (config.sync.canary_share, 0, 1, 0.01),
         "logger.print_rollouts": (config.logger.print_rollouts, 0, inf, 0),
         "logger.print_rollouts_every": (config.logger.print_rollouts_every, 0, inf, 0),
         "logger.wandb_media_every": (config.logger.wandb_media_every, 0, inf, 0),
         "logger.wandb_rollouts": (config.logger.wandb_rollouts, 0, inf, 0),
     }
+    yield from _outside(intervals)
+
+
+def _outside(intervals: Mapping[str, tuple[float | None, float, float, Any]]) -> Iterator[str]:
     for name, (value, low, high, default) in intervals.items():
         if value is not None and not low <= value <= high:
-            bounds = f"at least {low}" if high == inf else f"between {low} and {high}"
+            bounds = f"at least {low}" if high == math.inf else f"between {low} and {high}"
             yield f"{name}={value} must be {bounds}; set {name}={default}"
 
 
@@ -93,8 +130,6 @@ def _ranges(config: Config) -> Iterator[str]:
         if value < 1:
             yield f"{name}={value} must be at least 1; set {name}=1"
     positive = {
-        "optimizer.lr": config.optimizer.lr,
-        "optimizer.eps": config.optimizer.eps,
         "rollout.kv_cache_gib": config.rollout.kv_cache_gib,
         "rollout.request_timeout_s": config.rollout.request_timeout_s,
         "rollout.start_timeout_s": config.rollout.start_timeout_s,
@@ -108,9 +143,7 @@ def _ranges(config: Config) -> Iterator[str]:
         "algorithm.tau_negative": config.algorithm.tau_negative,
         "gateway.max_request_mib": config.gateway.max_request_mib,
     }
-    for name, value in positive.items():
-        if value is not None and not value > 0:
-            yield f"{name}={value} must be greater than 0; set {name}={operator.attrgetter(name)(Config())}"
+    yield from _not_positive(positive)
     not_negative = {
         "algorithm.advantage_eps": config.algorithm.advantage_eps,
         "algorithm.entropy_coef": config.algorithm.entropy_coef,
@@ -119,9 +152,6 @@ def _ranges(config: Config) -> Iterator[str]:
         "algorithm.overlong_penalty": config.algorithm.overlong_penalty,
         "correction.kl_penalty": config.correction.kl_penalty,
         "correction.noise_floor_every": config.correction.noise_floor_every,
-        "optimizer.weight_decay": config.optimizer.weight_decay,
-        "optimizer.max_grad_norm": config.optimizer.max_grad_norm,
-        "optimizer.warmup_updates": config.optimizer.warmup_updates,
         "checkpoint.every": config.checkpoint.every,
         "reward.memory_gib": config.reward.memory_gib,
         "max_hours": config.max_hours,
@@ -129,15 +159,11 @@ def _ranges(config: Config) -> Iterator[str]:
         "eval.every": config.eval.every,
         "eval.temperature": config.eval.temperature,
     }
-    for name, value in not_negative.items():
-        if value < 0:
-            yield f"{name}={value} must not be negative; set {name}=0 to switch it off"
+    yield from _negative(not_negative)
     if not 1 <= config.server.port <= 65535:
         yield f"server.port={config.server.port} is not a port; set server.port=8000"
     if not 0 <= config.gateway.port <= 65535:
         yield f"gateway.port={config.gateway.port} is not a port; set gateway.port=0 for any that is free"
-    if len(config.optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in config.optimizer.betas):
-        yield f"optimizer.betas={config.optimizer.betas} must be two numbers in [0, 1); set optimizer.betas=[0.9,0.95]"
     if not 0 <= config.correction.low < config.correction.high:
         yield (
             f"correction.low={config.correction.low} and correction.high={config.correction.high} must satisfy "
@@ -145,3 +171,15 @@ def _ranges(config: Config) -> Iterator[str]:
         )
     if not 0 <= config.reward.max_error_rate <= 1:
         yield f"reward.max_error_rate={config.reward.max_error_rate} is a share; set reward.max_error_rate=0.5"
+
+
+def _not_positive(values: Mapping[str, float | None]) -> Iterator[str]:
+    for name, value in values.items():
+        if value is not None and not value > 0:
+            yield f"{name}={value} must be greater than 0; set {name}={operator.attrgetter(name)(Config())}"
+
+
+def _negative(values: Mapping[str, float]) -> Iterator[str]:
+    for name, value in values.items():
+        if value < 0:
+            yield f"{name}={value} must not be negative; set {name}=0 to switch it off"

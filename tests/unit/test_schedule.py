@@ -1,6 +1,8 @@
 """Learning rates at the places where schedules go wrong: the first, the last, the end of the warm-up."""
 
 import pytest
+import torch
+from transformers import get_scheduler
 
 from trainer.schedule import is_due, learning_rate
 
@@ -15,16 +17,33 @@ def test_the_first_update_of_a_warm_up_already_moves() -> None:
     assert [lr(u, warmup=4) for u in range(4)] == [0.25, 0.5, 0.75, 1.0]
 
 
-def test_linear_ends_at_the_final_fraction() -> None:
-    assert lr(0) == 1.0
-    assert lr(5) == pytest.approx(0.5)
-    assert lr(10) == 0.0
-    assert lr(10, final=0.1) == pytest.approx(0.1)
+def test_linear_falls_by_as_much_with_each_update_and_the_last_one_still_moves() -> None:
+    """u of N updates have 1 − u/N, as in lm-human-preferences (a polynomial decay over all updates)."""
+    assert [lr(u, total=4) for u in range(4)] == [1.0, 0.75, 0.5, 0.25]
+    assert lr(4, total=4) == 0.0
+    assert [lr(u, total=6, warmup=2) for u in range(6)] == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    assert lr(4, total=4, final=0.1) == pytest.approx(0.1)
 
 
 def test_cosine_passes_half_way_at_half_time() -> None:
-    assert lr(5, "cosine") == pytest.approx(0.5)
-    assert lr(10, "cosine") == pytest.approx(0.0)
+    assert lr(5, "cosine", total=10) == pytest.approx(0.5)
+    assert 0 < lr(9, "cosine", total=10) < 0.03
+    assert lr(10, "cosine", total=10) == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_these_are_the_schedules_of_transformers(schedule: str) -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    theirs = get_scheduler(schedule, optimizer, num_warmup_steps=0, num_training_steps=7)
+    for update in range(7):
+        assert lr(update, schedule, total=7) == pytest.approx(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        theirs.step()
+
+
+def test_a_schedule_by_another_name_is_none() -> None:
+    with pytest.raises(ValueError, match="'constnat'; expected constant, linear or cosine"):
+        lr(1, "constnat")
 
 
 def test_constant_stays() -> None:

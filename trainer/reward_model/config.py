@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from rollout.errors import ConfigError
 from trainer.config import LoggerConfig, OptimizerConfig, setting
 from trainer.data_files import is_file
+from trainer.validate_numbers import choice_problems, not_finite, optimizer_problems
 
 
 @dataclass
@@ -69,7 +71,22 @@ def check(config: RewardModelConfig) -> None:
         raise ConfigError("\n".join(problems))
 
 
+UNUSED = (
+    *("optimizer.critic_lr", "optimizer.spike", "optimizer.spike_factor", "optimizer.spike_window"),
+    *("optimizer.max_skipped_updates", "logger.wandb_media_every", "logger.wandb_rollouts", "logger.print_rollouts"),
+    *("logger.print_rollouts_every", "logger.peak_tflops", "logger.save_rollouts"),
+)
+"""Settings that the policy's run has in these groups, and this one does not use."""
+
+
 def _problems(config: RewardModelConfig) -> Iterator[str]:
+    yield from choice_problems(config)
+    yield from not_finite("", config)
+    yield from optimizer_problems(config.optimizer)
+    for name in UNUSED:
+        value = operator.attrgetter(name)(config)
+        if value != operator.attrgetter(name)(RewardModelConfig()):
+            yield f"{name}={value} does nothing where a reward model is trained; leave it out"
     at_least_one = {
         "epochs": config.epochs,
         "batch_size": config.batch_size,
@@ -86,8 +103,6 @@ def _problems(config: RewardModelConfig) -> Iterator[str]:
         )
     if not config.normalization.temperature > 0:
         yield f"normalization.temperature={config.normalization.temperature} must be greater than 0"
-    if not config.optimizer.lr > 0:
-        yield f"optimizer.lr={config.optimizer.lr} must be greater than 0; set optimizer.lr=5e-5"
     paths = {
         "data.path": config.data.path,
         "data.heldout_path": config.data.heldout_path,

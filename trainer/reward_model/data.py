@@ -5,6 +5,9 @@
     {"prompt": [messages], "chosen": [messages], "rejected": [...]}     conversations, through the chat template
     {"chosen": [messages], "rejected": [messages]}                      the same, each conversation whole
 
+Beside whole conversations (those that do not begin with the assistant) a `prompt` is only another copy of what they
+begin with, and is not read.
+
 `query` is another name for `prompt`. Prompt and response are tokenised apart and joined as ids, so that the prompt's
 tokens are the same under every response.
 """
@@ -86,10 +89,31 @@ def _encode(prompt: Any, response: Any, tokenizer: PreTrainedTokenizerFast, leng
     elif isinstance(prompt, str | list | None):
         if not tokenizer.chat_template:
             raise DataError("conversations need a tokenizer with a chat template; use texts, or another model.path")
-        ids = chat_ids(tokenizer, [*_messages(prompt, "user"), *_messages(response, "assistant")])
+        ids = chat_ids(tokenizer, conversation(prompt, response))
     else:
         raise DataError(f"prompt is a {type(prompt).__name__}; expected a text or a list of messages")
     return ids if lengths.total is None else ids[-lengths.total :]
+
+
+def conversation(prompt: Any, response: Any) -> list[Mapping[str, Any]]:
+    """The messages of a row that is not two texts."""
+    said = _messages(response, "assistant")
+    is_whole = bool(said) and said[0].get("role") != "assistant"
+    return [*said] if is_whole else [*_messages(prompt, "user"), *said]
+
+
+def query_ids(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast, lengths: Lengths) -> list[int]:
+    """What a response to this row is sampled after, as its comparisons begin. Raises `DataError`."""
+    prompt = row.get("prompt") if row.get("prompt") is not None else row.get("query")
+    response = row["chosen"] if row.get("chosen") is not None else next(iter(row.get("responses") or []), "")
+    if isinstance(prompt, str) and isinstance(response, str):
+        return text_ids(tokenizer, prompt)[: lengths.query]
+    messages = conversation(prompt, response)
+    if messages and messages[-1].get("role") == "assistant":
+        messages = messages[:-1]
+    if not messages:
+        raise DataError(f"a row has no prompt to sample from, found columns {', '.join(row)}")
+    return chat_ids(tokenizer, messages, generation_prompt=True)
 
 
 def _messages(value: Any, role: str) -> Sequence[Mapping[str, Any]]:

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from rewards.classifier import RewardModel
 from rewards.model import token_id_of
 from rewards.padding import pad
-from rewards.tokenizing import chat_ids, text_ids
+from rewards.tokenizing import text_ids
 from rewards.truncation import StopRule
 from rollout.errors import ConfigError, DataError, TrainingError
 from rollout.preferences.sampling import SEED_STRIDE, sample_responses
@@ -32,7 +32,7 @@ from trainer.distributed import Distributed
 from trainer.metrics import MetricsLog
 from trainer.optimizer import make_optimizer
 from trainer.reward_model.config import RewardModelConfig
-from trainer.reward_model.data import Comparison, Lengths, read_comparisons
+from trainer.reward_model.data import Comparison, Lengths, query_ids, read_comparisons
 from trainer.reward_model.head import init_reward_head
 from trainer.reward_model.losses import best_of_n_loss
 from trainer.reward_model.normalization import Normalization, fit
@@ -332,7 +332,13 @@ def normalization_samples(config: RewardModelConfig) -> list[list[int]]:
     own = [rows[int(order[i % len(order)])] for i in range(rank, settings.num_samples, ranks)]
     if not own:
         raise DataError(f"normalization.num_samples={settings.num_samples} leaves rank {rank} of {ranks} without any")
-    queries = [_query_ids(row, tokenizer, config) for row in own]
+    lengths = Lengths(query=config.data.query_tokens)
+    try:
+        queries = [query_ids(row, tokenizer, lengths) for row in own]
+    except DataError as error:
+        raise DataError(
+            f"normalization: {error}; set normalization.queries_path=<rows with prompt>, or normalization.num_samples=0"
+        ) from error
     if all(isinstance(row.get("response"), str) for row in own):
         responses = [text_ids(tokenizer, row["response"], special_tokens=False) for row in own]
     else:
@@ -353,15 +359,3 @@ def normalization_samples(config: RewardModelConfig) -> list[list[int]]:
         rule = StopRule(token_ids=frozenset({token_id_of(tokenizer, settings.stop)}), after=settings.stop_after)
         responses = [rule.truncate(response) for response in responses]
     return [[*query, *response] for query, response in zip(queries, responses, strict=True)]
-
-
-def _query_ids(row, tokenizer, config: RewardModelConfig) -> list[int]:
-    prompt = row.get("prompt") if row.get("prompt") is not None else row.get("query")
-    if isinstance(prompt, str):
-        return text_ids(tokenizer, prompt)[: config.data.query_tokens]
-    if isinstance(prompt, list):
-        return chat_ids(tokenizer, prompt, generation_prompt=True)
-    raise DataError(
-        f"normalization: a row has no prompt to sample from, found columns {', '.join(row)}; "
-        "set normalization.queries_path=<rows with prompt>, or normalization.num_samples=0"
-    )
