@@ -14,6 +14,7 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -130,6 +131,11 @@ class CallRecord:
             raise
         return call
 
+    def raise_failure(self) -> None:
+        """Raise what failed in any conversation: to an environment that caught it, it was one error of many."""
+        if self.failure is not None:
+            raise self.failure
+
     def close(self) -> None:
         self._is_closed = True
 
@@ -184,7 +190,9 @@ async def run_episode(
     try:
         status = await _take_turns(conversation, environment, record, outcome, max_turns=max_turns)
         if isinstance(environment, Concludes):
-            outcome.add(await environment.conclude())
+            with suppress(ContextFullError, CallLimitError):  # it asked once more; what was sampled counts
+                outcome.add(await environment.conclude())
+        record.raise_failure()
     except (EvidenceError, TemplateError) as failure:
         status, error = RolloutStatus.FAILED, f"{type(failure).__name__}: {failure}"
     finally:
@@ -212,13 +220,11 @@ async def _take_turns(
     for _ in range(max_turns):
         try:
             message = await conversation.ask()
-        except ContextFullError:
-            return RolloutStatus.CONTEXT_FULL
-        except CallLimitError:
-            return RolloutStatus.MAX_TURNS
-        step = await environment.step(message)
-        if record.failure is not None:  # of another conversation; to the environment it was one error of many
-            raise record.failure
+            step = await environment.step(message)  # which may ask in conversations of its own
+        except (ContextFullError, CallLimitError) as limit:
+            record.raise_failure()
+            return RolloutStatus.CONTEXT_FULL if isinstance(limit, ContextFullError) else RolloutStatus.MAX_TURNS
+        record.raise_failure()
         conversation.hear(step.messages)
         outcome.add(step.outcome)
         if step.done:

@@ -181,7 +181,9 @@ class Rollout:
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether a token limit, not the model, ended it."""
+        """Whether a token limit, not the model, ended it; the last turn of those that were allowed, for one."""
+        if self.status is RolloutStatus.MAX_TURNS and self.calls:
+            return self.calls[-1].finish_reason is FinishReason.LENGTH
         return self.status in (RolloutStatus.TRUNCATED, RolloutStatus.CONTEXT_FULL)
 
     @property

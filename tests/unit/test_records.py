@@ -93,6 +93,16 @@ def test_the_arrays_of_a_row_have_its_length() -> None:
         TrainingRow(**{**arrays, "loss_mask": np.array([True, True])})
 
 
+def test_a_last_turn_that_a_token_limit_cut_is_cut_off() -> None:
+    """Also where the environment would have gone on: a tool call that is cut in two is an error to it, no end."""
+    whole, cut = (
+        EngineCall(**{**GOOD, "finish_reason": reason}) for reason in (FinishReason.STOP, FinishReason.LENGTH)
+    )
+    for calls, is_cut_off in (((cut, cut), True), ((cut, whole), False), ((), False)):
+        rollout = Rollout(rollout_id=0, group_id=0, calls=calls, messages=(), status=RolloutStatus.MAX_TURNS)
+        assert rollout.is_cut_off is is_cut_off
+
+
 def test_a_rollout_that_failed_or_sampled_nothing_is_not_trainable() -> None:
     call = EngineCall(**GOOD)
     assert Rollout(rollout_id=0, group_id=0, calls=(call,)).is_trainable

@@ -228,3 +228,42 @@ async def test_an_aborted_call_of_a_hosted_conversation_fails_the_rollout():
     rollout = await play(SubAgents([calculator]), Aborting(two_tasks))
     assert rollout.status is RolloutStatus.FAILED
     assert "aborted" in (rollout.error or "")
+
+
+class AsksOnce:
+    """Asks in a conversation of its own whose prompt fills the context, while it steps or when it concludes."""
+
+    tools = ()
+    max_calls = 10
+
+    def __init__(self, when: str) -> None:
+        self._when = when
+
+    def host(self, open_conversation: OpenConversation) -> None:
+        self._open = open_conversation
+
+    async def reset(self, example: Mapping[str, Any]) -> Sequence[Message]:
+        return [{"role": "user", "content": "begin"}]
+
+    async def step(self, message: Message) -> Step:
+        if self._when == "step":
+            await self._ask()
+        return Step(done=True)
+
+    async def conclude(self) -> Mapping[str, Any]:
+        if self._when == "conclude":
+            await self._ask()
+        return {}
+
+    async def _ask(self) -> None:
+        await self._open([{"role": "user", "content": "what a long story " * 2000}]).ask()
+
+
+@pytest.mark.parametrize(
+    ("when", "status"), [("step", RolloutStatus.CONTEXT_FULL), ("conclude", RolloutStatus.COMPLETED)]
+)
+async def test_a_conversation_beside_that_fills_the_context_ends_the_episode_and_what_was_sampled_stays(when, status):
+    rollout = await play(AsksOnce(when), Policy(lambda prompt: "hello"))
+    assert rollout.status is status
+    assert len(rollout.calls) == 1
+    assert rollout.is_trainable
