@@ -119,10 +119,10 @@ def encode(
         "is_kept_S": np.array([not (mask_truncated and rollout.is_cut_off) for rollout in delivered], dtype=np.bool_),
         "greedy_rewards_S": np.array([greedy.get(rollout.group_id, np.nan) for rollout in delivered], dtype=np.float64),
     }
-    turn_rewards = [_turn_rewards(rollout, TURN_REWARDS if with_turn_rewards else None) for rollout in delivered]
+    by_turn = [turn_rewards(rollout, TURN_REWARDS if with_turn_rewards else None) for rollout in delivered]
     arrays |= {
-        "num_turns_S": np.array([len(rewards) for rewards in turn_rewards], dtype=np.int64),
-        "turn_rewards_K": np.concatenate([np.zeros(0), *turn_rewards]),
+        "num_turns_S": np.array([len(rewards) for rewards in by_turn], dtype=np.int64),
+        "turn_rewards_K": np.concatenate([np.zeros(0), *by_turn]),
     }
     return safetensors.numpy.save(arrays)
 
@@ -151,7 +151,7 @@ def _row_arrays(rows: Sequence[TrainingRow]) -> dict[str, np.ndarray]:
     return arrays
 
 
-def _turn_rewards(rollout: Rollout, key: str | None) -> np.ndarray:
+def turn_rewards(rollout: Rollout, key: str | None) -> np.ndarray:
     """(turns,) what each turn was given; the last one also what the reward functions gave to the whole."""
     rewards = np.zeros(rollout.num_turns)
     given = rollout.outcome.get(key, ()) if key else ()

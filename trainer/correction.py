@@ -26,7 +26,7 @@ Dimensions: `_T` trained tokens, `_S` rollouts.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import torch
@@ -92,6 +92,10 @@ class CorrectionResult:
     metrics: dict[str, float]
     """Shares of rejected tokens and rollouts, over all ranks; empty without rejection criteria."""
 
+    def as_applied_by_the_loss(self) -> CorrectionResult:
+        """The same for statistics where the loss's own ratio is the weight (bypass): uncontrolled."""
+        return replace(self, controlled_weights_T=self.raw_weights_T, clipped_T=torch.zeros_like(self.clipped_T))
+
 
 def correction_weights(
     logp_old_T: Tensor,
@@ -115,7 +119,8 @@ def correction_weights(
         rejection: criterion → threshold, see `trainer.rejection.REJECTION_CRITERIA`; a token must pass all of them.
             Weights are computed over all tokens first: rejecting a token changes nobody's sequence ratio.
         batch_normalize: divide the weights by their mean over the step (token granularity: over tokens; sequence
-            granularities: over rollouts that have tokens), as verl does. A step whose weights are all 0 stays 0.
+            granularities: over rollouts that have tokens), before rejection, as verl does. A step whose weights are
+            all 0 stays 0.
         over_ranks: makes per-rollout sums global when a rollout may be spread over ranks.
 
     Returns dtype of `logp_old_T`. No tokens is fine (empty results).
@@ -197,6 +202,7 @@ def kl_penalized_advantages(
     logp_train_T: Tensor,
     *,
     coef: float,
+    keep_T: Tensor | None = None,
     over_ranks: RankReduction = LOCAL,
 ) -> Tensor:
     """A_t + coef · (mean d − d_t) with d = logp_samp − logp_train: seed 000's penalty inside the advantages.
@@ -204,9 +210,12 @@ def kl_penalized_advantages(
     The mean runs over the trained tokens of the whole step, so the penalties sum to 0 over them: tokens on which the
     trainer agrees less than average with the sampler lose advantage, the others gain it. Prompt and tool tokens
     have no entry here and get none. Detached.
+
+    keep_T: bool, False for tokens that left the loss mask (rejected, or of a masked rollout); None: none did.
     """
     diff_T = (logp_samp_T - logp_train_T).detach()
-    total, count = over_ranks.sum(torch.stack([diff_T.double().sum(), diff_T.new_tensor(len(diff_T)).double()]))
+    kept_T = diff_T.double() if keep_T is None else diff_T.double()[keep_T]
+    total, count = over_ranks.sum(torch.stack([kept_T.sum(), kept_T.new_tensor(len(kept_T))]))
     mean = (total / count.clamp(min=1)).to(diff_T.dtype)
     return advantages_T + coef * (mean - diff_T)
 

@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from rollout.records import Rollout, RolloutStatus
-from trainer.batch import TURN_REWARDS
+from trainer.batch import TURN_REWARDS, turn_rewards
 from trainer.config import Config
 from trainer.shaping import overlong_penalty
 
@@ -45,10 +47,11 @@ class Collected:
         metrics: dict[str, float] = {}
         if config.algorithm.dynamic_sampling:
             groups = (*kept, *dropped)
+            num_telling = sum(has_spread(group, by_turn=config.algorithm.turn_rewards) for group in groups)
             metrics |= {
                 "rollout/refill_factor": (len(trained) + len(others)) / max(len(trained), 1),
                 "rollout/dropped_groups": float(len(dropped)),
-                "reward/zero_std_fraction": 1 - sum(map(has_spread, groups)) / len(groups),
+                "reward/zero_std_fraction": 1 - num_telling / len(groups),
             }
         baselines: dict[int, float] = {}
         if config.algorithm.advantage == "remax":
@@ -89,12 +92,18 @@ def shaped(rollout: Rollout, config: Config) -> Rollout:
 
 def is_kept(group: Group, config: Config) -> bool:
     """Whether the group is trained: under dynamic sampling only where it says something."""
-    return not config.algorithm.dynamic_sampling or has_spread(group)
+    return not config.algorithm.dynamic_sampling or has_spread(group, by_turn=config.algorithm.turn_rewards)
 
 
-def has_spread(group: Group) -> bool:
-    """Whether the group can say anything: two of its rollouts are trainable and differ in reward."""
-    return len({rollout.reward for rollout in group if rollout.is_trainable}) > 1
+def has_spread(group: Group, *, by_turn: bool = False) -> bool:
+    """Whether the group can say anything: two of its rollouts are trainable and differ in reward.
+
+    by_turn: or in what one of their turns got.
+    """
+    trainable = [rollout for rollout in group if rollout.is_trainable]
+    if not by_turn:
+        return len({rollout.reward for rollout in trainable}) > 1
+    return len({tuple(np.trim_zeros(turn_rewards(rollout, TURN_REWARDS), "b")) for rollout in trainable}) > 1
 
 
 def _with_baseline(rollout: Rollout, greedy_rewards: Mapping[int, float]) -> Rollout:

@@ -28,7 +28,7 @@ from trainer.mismatch import MismatchStatistics, noise_floor
 from trainer.recovery import Recovery
 from trainer.reference import Reference
 from trainer.step_metrics import rollout_metrics, throughput
-from trainer.targets import Logprobs, Targets, reference_metrics, scored_by_the_update, token_advantages
+from trainer.targets import Logprobs, Targets, kept_tokens, reference_metrics, scored_by_the_update, token_advantages
 from trainer.timing import Stopwatch
 from trainer.update import Updater
 
@@ -205,7 +205,8 @@ class Trainer:
     ) -> tuple[Targets, dict[str, float]]:
         """What each token is trained with: the advantage of its rollout, or with a critic one of its own."""
         if self._critic is None:
-            advantages_N, metrics = token_advantages(batch, logprobs, self._config)
+            keep_N = kept_tokens(batch, correction)
+            advantages_N, metrics = token_advantages(batch, logprobs, self._config, keep_N)
             return Targets.of(batch, advantages_N, logprobs, correction), metrics
         assert correction is not None, "a critic needs the old logprobs before the update"
         assigned = self._critic.assign(batch, logprobs, correction, kl_coef=self.kl_coef)
@@ -227,12 +228,14 @@ class Trainer:
         """
         if self._config.correction.mode == "none" or not len(logp_train_N):
             return correction.metrics
+        # In bypass mode the ratio of the loss is the weight, known since the update's own forward pass.
+        applied = self._correct(batch, logp_train_N).as_applied_by_the_loss() if self._bypass else correction
         statistics = MismatchStatistics.from_tokens(
             logp_train_N,
             batch.sampling_logprobs_N,
             batch.rollout_N,
             batch.num_rollouts,
-            correction=None if self._bypass else correction,  # there the ratio of the loss is the weight
+            correction=applied,
             version_T=batch.versions_N,
             current_version=version,
         )

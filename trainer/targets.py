@@ -30,7 +30,7 @@ from trainer.config import AlgorithmConfig, Config
 from trainer.correction import CORRECTION_MODES, CorrectionResult, Granularity, kl_penalized_advantages
 from trainer.kl import k3
 from trainer.ppo import Credit, CreditRule, assign
-from trainer.segments import rollout_sum
+from trainer.segments import rollout_max, rollout_sum
 from trainer.turns import discounted_returns, spread_turns, turn_groups
 
 ADVANTAGE_SETTINGS = {
@@ -139,30 +139,50 @@ def turn_advantages(batch: StepBatch, algorithm: AlgorithmConfig) -> tuple[Tenso
     """(N,) float64: the discounted rewards from the token's turn on, against the same turn of the group."""
     rollout_K, turn_K = batch.turn_rollout_K, batch.turn_index_K
     returns_K = discounted_returns(torch.from_numpy(batch.turn_rewards_K), rollout_K, gamma=algorithm.turn_discount)
-    groups_K = turn_groups(torch.from_numpy(batch.group_S)[rollout_K], turn_K)
-    advantages_K, metrics = _estimate(returns_K, groups_K, algorithm)
+    group_K = torch.from_numpy(batch.group_S)[rollout_K]
+    advantages_K, metrics = _estimate(returns_K, turn_groups(group_K, turn_K), algorithm)
+    metrics["reward/zero_std_fraction"] = _flat_fraction(advantages_K, group_K)
     return spread_turns(advantages_K, rollout_K, turn_K, batch.rollout_N, batch.turns_N), metrics
 
 
-def token_advantages(batch: StepBatch, logprobs: Logprobs, config: Config) -> tuple[Tensor, dict[str, float]]:
-    """(N,) the advantage of the token's rollout, or turn, less the KL penalties that are configured; and metrics."""
+def _flat_fraction(advantages_K: Tensor, group_K: Tensor) -> float:
+    """Share of the prompts' groups in which no turn has an advantage."""
+    groups, index_K = torch.unique(group_K, return_inverse=True)
+    if not len(groups):
+        return 0.0
+    return float((rollout_max(advantages_K.abs(), index_K, len(groups)) == 0).double().mean())
+
+
+def token_advantages(
+    batch: StepBatch, logprobs: Logprobs, config: Config, keep_N: Tensor | None = None
+) -> tuple[Tensor, dict[str, float]]:
+    """(N,) the advantage of the token's rollout, or turn, less the KL penalties that are configured; and metrics.
+
+    keep_N: `kept_tokens`; None: all are.
+    """
     if config.algorithm.turn_rewards:
         advantages_N, metrics = turn_advantages(batch, config.algorithm)
     else:
         advantages_S, metrics = rollout_advantages(batch, config.algorithm)
         advantages_N = advantages_S[batch.rollout_N]
-    return penalized(advantages_N.float(), batch, logprobs, config), metrics
+    return penalized(advantages_N.float(), batch, logprobs, config, keep_N), metrics
 
 
-def penalized(advantages_N: Tensor, batch: StepBatch, logprobs: Logprobs, config: Config) -> Tensor:
-    """(N,) advantages less the KL penalties of the head of this module."""
+def penalized(
+    advantages_N: Tensor, batch: StepBatch, logprobs: Logprobs, config: Config, keep_N: Tensor | None = None
+) -> Tensor:
+    """(N,) advantages less the KL penalties of the head of this module. keep_N: as for `token_advantages`."""
     if logprobs.old_N is None:  # then there are none, says `scored_by_the_update`
         return advantages_N
     if logprobs.ref_N is not None and config.algorithm.kl_place == "reward":
         advantages_N = advantages_N - config.algorithm.kl_coef * (logprobs.old_N - logprobs.ref_N)
     if config.correction.kl_penalty:
         advantages_N = kl_penalized_advantages(
-            advantages_N, batch.sampling_logprobs_N, logprobs.old_N, coef=config.correction.kl_penalty
+            advantages_N,
+            batch.sampling_logprobs_N,
+            logprobs.old_N,
+            coef=config.correction.kl_penalty,
+            keep_T=keep_N,
         )
     return advantages_N
 

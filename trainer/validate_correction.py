@@ -49,6 +49,17 @@ def _bypass(config: Config, *, has_weights: bool) -> Iterator[str]:
             f"correction.mode={correction.mode} would weigh nothing, because with correction.logp_old=bypass the ratio "
             "of the loss carries the mismatch; set correction=bypass, or correction.logp_old=recompute"
         )
+    if algorithm.loss == "reinforce":
+        yield (
+            "correction.logp_old=bypass lets the ratio of the loss carry the mismatch, but algorithm.loss=reinforce "
+            "has none: nothing would be corrected; set correction.logp_old=recompute, or algorithm.loss=ppo_clip"
+        )
+    if algorithm.kl_coef and algorithm.kl_place == "reward":
+        yield (
+            "algorithm.kl_place=reward compares the trainer's logprobs with the reference's, which "
+            "correction.logp_old=bypass does not compute before the update; set algorithm.kl_place=loss, or "
+            "correction.logp_old=recompute"
+        )
     compared = {"kl_penalty": (bool(correction.kl_penalty), "0"), "rejection": (bool(correction.rejection), "{}")}
     for name, (is_set, off) in compared.items():
         if is_set:

@@ -80,7 +80,9 @@ def test_the_ratio_of_the_loss_is_between_trainer_and_engine_and_nothing_else_we
 
     assert close(gradient, expected_gradient(policy, report.batch, loss))
     assert passes == 1, "one pack, and no pass to score it before"
-    assert report.metrics["rollout_correction/is_weight_mean"] == 1.0
+    for name in ("ess", "is_weight_mean", "is_weight_max"):  # the ratio is what weighs
+        prefix = "rollout_correction/"
+        assert report.metrics[prefix + name] == report.metrics[f"{prefix}raw_{name}"] != 1.0
     assert report.metrics["policy/ratio_mean"] != 1.0
     diff = float((samp_N - report.logp_train_N).mean())
     assert report.metrics["rollout_correction/kl"] == pytest.approx(diff, rel=1e-5)

@@ -195,6 +195,16 @@ def test_failed_rollouts_are_no_spread() -> None:
     assert not has_spread([one, replace(two, status=RolloutStatus.FAILED)])
 
 
+def test_turns_that_differ_are_spread_where_turns_are_credited() -> None:
+    one, two = rollout(0, 0), rollout(1, 0)
+    calls = (*one.calls, *one.calls)
+    one = replace(one, calls=calls, reward=1.0, outcome={"turn_rewards": [1.0, 0.0]})
+    two = replace(two, calls=calls, reward=1.0, outcome={"turn_rewards": [0.0, 1.0]})
+    assert not has_spread([one, two])
+    assert has_spread([one, two], by_turn=True)
+    assert not has_spread([one, replace(one, outcome={"turn_rewards": [1.0]})], by_turn=True)
+
+
 def test_remax_samples_one_greedy_answer_per_prompt_and_never_trains_it() -> None:
     sampler = FakeSampler()
     made, _ = collector(config(advantage="remax"), sampler, lambda found: float(found.example["n"]))

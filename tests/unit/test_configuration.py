@@ -119,6 +119,11 @@ def test_defaults_are_the_schema_or_a_group_value(complete: tuple[str, ...]) -> 
         (["correction.kl_penalty=0.1", "correction.logp_old=bypass"], ["correction.logp_old=recompute"]),
         (["correction.logp_old=bypass"], ["correction.mode=token_truncate would weigh nothing", "correction=bypass"]),
         (["correction=bypass", "correction.rejection={token_k3: 0.1}"], ["'correction.rejection={}'"]),
+        (["algorithm=rloo", "correction=bypass"], ["set correction.logp_old=recompute, or algorithm.loss=ppo_clip"]),
+        (
+            ["correction=bypass", "algorithm.kl_coef=0.1", "algorithm.kl_place=reward"],
+            ["set algorithm.kl_place=loss, or correction.logp_old=recompute"],
+        ),
         (["correction.rejection={seq_max_k1: 2}"], ["did you mean 'seq_max_k", "seq_mean_k3: 0.01"]),
         (["correction.rejection={token_k1: 0.5}"], ["set correction.rejection.token_k1=2.0"]),
         (["correction.rejection={token_k2: 0}"], ["set correction.rejection.token_k2=0.01"]),

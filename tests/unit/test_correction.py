@@ -155,6 +155,14 @@ def test_kl_penalty_is_average_difference_minus_difference_over_trained_tokens()
     assert float((penalized - advantages_T).sum()) == pytest.approx(0.0, abs=1e-7)
 
 
+def test_kl_penalty_is_against_the_tokens_that_stay():
+    """An outlier that is rejected must not shift the others. d = 0.2, 0, 8: of the first two the mean is 0.1."""
+    samp_T, train_T = torch.tensor([-1.0, -2.0, -1.0]), torch.tensor([-1.2, -2.0, -9.0])
+    keep_T = torch.tensor([True, True, False])
+    penalized = kl_penalized_advantages(torch.ones(3), samp_T, train_T, coef=0.1, keep_T=keep_T)
+    assert penalized[keep_T].tolist() == pytest.approx([0.99, 1.01])
+
+
 def test_kl_penalty_of_no_tokens_is_no_tokens():
     empty = torch.zeros(0)
     assert kl_penalized_advantages(empty, empty, empty, coef=0.1).shape == (0,)

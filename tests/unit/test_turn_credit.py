@@ -49,6 +49,12 @@ def test_a_turn_is_compared_with_the_same_turn_of_the_group() -> None:
     """Returns: rollout 0 has (2, 1), rollout 1 has (1, 1). Turn 0 differs by 1, turn 1 not at all."""
     advantages_N, metrics = turn_advantages(batch_of(*PAIR), AlgorithmConfig(advantage="dr_grpo"))
     assert advantages_N.tolist() == pytest.approx([0.5, 0.5, 0, 0, -0.5, -0.5, 0, 0])
+    assert metrics["reward/zero_std_fraction"] == 0.0, "the one prompt has something to say"
+
+
+def test_a_prompt_none_of_whose_turns_says_anything_is_counted() -> None:
+    silent = (rollout(2, 1, reward=1.0, given=[1.0]), rollout(3, 1, reward=1.0, given=[1.0], turns=3))
+    _, metrics = turn_advantages(batch_of(*PAIR, *silent), AlgorithmConfig(advantage="dr_grpo"))
     assert metrics["reward/zero_std_fraction"] == 0.5
 
 
