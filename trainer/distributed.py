@@ -326,8 +326,17 @@ class Distributed:
     def load_state(self, directory: Path) -> None:
         """Read what `save_state` wrote on the same number of ranks; a collective.
 
+        Settings of the optimizer (decay, betas, ...) stay those it was made with: they are the user's, and a state has
+        its own copy of those that it was saved with.
+
         Raises `CheckpointError` when it was written by another kind of training or for other parameters.
         """
+        settings = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
+        self._read_state(directory)
+        for group, own in zip(self._optimizer.param_groups, settings, strict=True):
+            group.update(own)
+
+    def _read_state(self, directory: Path) -> None:
         if self.uses_deepspeed:
             with weights_only_loading():
                 path, _ = self.module.load_checkpoint(str(directory), tag="state")  # type: ignore[operator]

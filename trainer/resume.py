@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rollout.errors import CheckpointError
 from trainer import checkpoint
 from trainer.changed_settings import changes, flat
 from trainer.checkpoint import TrainerState
@@ -52,6 +53,7 @@ def restore(
     if path is None:
         return None, passed_over
     before = checkpoint.saved_settings(path) or {}
+    _refuse_other_optimizer(path, before, config)
     state = checkpoint.load(path, distributed)
     kl_coef, warnings = _kl_coef(state, before, config)
     if checkpoint.is_resharded(path, distributed):
@@ -75,6 +77,16 @@ def restore(
             )
     resumed = Resumed(path=path, state=state, is_fork=is_fork, kl_coef=kl_coef, warnings=tuple(warnings))
     return resumed, passed_over
+
+
+def _refuse_other_optimizer(path: Path, before: Mapping[str, Any], config: Config) -> None:
+    """Raise `CheckpointError` if the moments in the checkpoint are another optimizer's."""
+    saved = flat(before).get("optimizer.name", config.optimizer.name)
+    if saved != config.optimizer.name:
+        raise CheckpointError(
+            f"optimizer.name={config.optimizer.name} cannot go on with the state of {saved} that {path} holds; set "
+            f"optimizer.name={saved}, or begin anew from the model that the run has exported (model.path=)"
+        )
 
 
 def _kl_coef(state: TrainerState, before: Mapping[str, Any], config: Config) -> tuple[float, list[str]]:

@@ -38,10 +38,12 @@ def saved(path: Path) -> Mapping[str, WholeParameter]:
     return {name: read(name) for name in trained_names()}
 
 
-def go_on(directory: Path, ranks: tuple[str, int], optimizer: str, source: Path | None = None) -> Path:
+def go_on(
+    directory: Path, ranks: tuple[str, int], optimizer: str, source: Path | None = None, *settings: object
+) -> Path:
     """Run the worker on these ranks. Returns its checkpoints."""
     launcher, count = ranks
-    given = (optimizer, directory, *([] if source is None else [source]))
+    given = (optimizer, directory, *([] if source is None else [source, *settings]))
     done = run_ranks(accelerate(launcher, count) if launcher else (), WORKER, *given, timeout_s=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return directory / "checkpoints"
@@ -77,6 +79,16 @@ def test_parameters_and_moments_are_the_same_bits_on_other_ranks(
         source = checkpoints / "step-3"
         check_same(source, first / "step-3")
         check_same(checkpoints / "step-5", first / "step-5", tolerance=1e-5)  # sums in another order
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+def test_a_weight_decay_that_was_changed_counts_under_zero3(tmp_path: Path) -> None:
+    """DeepSpeed's state has its own copy of the optimizer's settings, as torch's has."""
+    first = go_on(tmp_path / "begin", TWO, "adamw")
+    go_on(tmp_path / "changed", TWO, "adamw", first / "step-3", 0.5)
+    assert json.loads((tmp_path / "begin/decays.json").read_text()) == [0.0, 0.1]
+    assert json.loads((tmp_path / "changed/decays.json").read_text()) == [0.0, 0.5]
 
 
 @pytest.mark.distributed

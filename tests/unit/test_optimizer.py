@@ -33,10 +33,10 @@ def update(distributed: Distributed, policy: Policy, seed: int) -> None:
     distributed.step(1e-3, distributed.gradient_norm())
 
 
-def prepared(name: str) -> tuple[Distributed, Policy]:
+def prepared(name: str, settings: OptimizerConfig | None = None) -> tuple[Distributed, Policy]:
     made = policy()
     distributed = Distributed.start(dtype="float32", max_grad_norm=1.0)
-    distributed.prepare(made, make_optimizer(made, OptimizerConfig(name=name, weight_decay=0.1)))
+    distributed.prepare(made, make_optimizer(made, settings or OptimizerConfig(name=name, weight_decay=0.1)))
     return distributed, made
 
 
@@ -59,6 +59,20 @@ def test_a_restored_optimizer_goes_on_bit_for_bit(name: str, tmp_path: Path) -> 
     for name_, tensor in parameters_of(restored).items():
         assert torch.equal(tensor, parameters_of(whole)[name_]), name_
         assert not torch.equal(tensor, halfway[name_]), f"{name_} did not move, so nothing was compared"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_settings_that_were_changed_count_after_a_restart(name: str, tmp_path: Path) -> None:
+    distributed, whole = prepared(name)
+    update(distributed, whole, 0)
+    distributed.save_state(tmp_path)
+    settings = OptimizerConfig(name=name, weight_decay=0.5, betas=[0.5, 0.6], eps=1e-3, momentum=0.7)
+    distributed, restored = prepared(name, settings)
+    distributed.load_state(tmp_path)
+    fresh = make_optimizer(policy(), settings)
+    for found, expected in zip(distributed._optimizer.param_groups, fresh.param_groups, strict=True):
+        assert {**found, "params": 0} == {**expected, "params": 0}
+    update(distributed, restored, 1)
 
 
 @pytest.mark.parametrize("name", NAMES)

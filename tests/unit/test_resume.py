@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rollout.errors import ConfigError
+from rollout.errors import CheckpointError, ConfigError
 from tests.fixtures.saved_state import SavedState
 from tests.unit.test_run_faults import Alone
 from trainer import checkpoint
@@ -55,6 +55,14 @@ def test_what_was_changed_is_said(tmp_path: Path) -> None:
     assert "optimizer.lr 0.0003 -> 1e-05, token_budget 16384 -> 128" in sentence
     assert "updates" not in sentence
     assert not found.is_fork
+
+
+def test_the_state_of_another_optimizer_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    save(tmp_path, 4, config())
+    now = config(resume="auto", run_name="a")
+    now.optimizer.name = "sgd"
+    with pytest.raises(CheckpointError, match=r"state of adamw that .*step-.*4 holds; set optimizer\.name=adamw"):
+        resumed(now, tmp_path)
 
 
 def test_the_number_of_updates_is_a_change_where_the_learning_rate_ends_with_it() -> None:

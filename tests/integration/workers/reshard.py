@@ -2,11 +2,13 @@
 
 Started by tests/integration/test_reshard.py, by itself or by `accelerate launch`:
 
-    reshard.py OPTIMIZER OUT [CHECKPOINT]
+    reshard.py OPTIMIZER OUT [CHECKPOINT [WEIGHT_DECAY]]
 
-Saves OUT/checkpoints/step-3 as it was read (or after three updates of its own) and step-5 two updates later.
+Saves OUT/checkpoints/step-3 as it was read (or after three updates of its own) and step-5 two updates later, and in
+OUT/decays.json the weight decays of the optimizer at the end.
 """
 
+import json
 import sys
 from pathlib import Path
 
@@ -28,10 +30,10 @@ def layers() -> nn.Module:
     return module
 
 
-def main(optimizer_name: str, out: str, source: str = "") -> None:
+def main(optimizer_name: str, out: str, source: str = "", weight_decay: str = "0.1") -> None:
     distributed = Distributed.start(dtype="float32", max_grad_norm=1.0)
     module = layers()
-    settings = OptimizerConfig(name=optimizer_name, weight_decay=0.1)
+    settings = OptimizerConfig(name=optimizer_name, weight_decay=float(weight_decay))
     optimizer = make_optimizer(module, settings, is_sharded=distributed.zero_stage > 0)
     prepared = distributed.prepare(module, optimizer)
     inputs = torch.randn(6, 5, generator=torch.Generator().manual_seed(1))
@@ -54,6 +56,9 @@ def main(optimizer_name: str, out: str, source: str = "") -> None:
     save(3)
     updates(2)
     save(5)
+    decays = sorted(group["weight_decay"] for group in distributed._optimizer.param_groups)
+    if distributed.is_main:
+        (Path(out) / "decays.json").write_text(json.dumps(decays))
     distributed.close()
 
 
