@@ -83,6 +83,8 @@ class Fetch:
         self._works: list[dist.Work] = []
         self._own: list[tuple[torch.Tensor, torch.Tensor]] = []
         """What this rank reads of its own shards: where to, and the run."""
+        self.is_under_way = False
+        """Whether messages to or from other ranks may be underway."""
 
     @torch.no_grad()
     def begin(self, values: Sequence[torch.Tensor]) -> None:
@@ -108,6 +110,7 @@ class Fetch:
                     exchanges += [_message(dist.isend, sent, rank) for rank in self._send_to]
         if exchanges:
             _settle()
+            self.is_under_way = True
             self._works = dist.batch_isend_irecv(exchanges)
 
     @torch.no_grad()
@@ -121,6 +124,7 @@ class Fetch:
             work.wait()
         if works:
             _settle()
+        self.is_under_way = False
 
 
 def _message(operation: Callable[..., dist.Work | None], tensor: torch.Tensor, peer: int) -> dist.P2POp:

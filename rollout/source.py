@@ -112,6 +112,7 @@ class _Pass:
         """Whether this rank has begun every exchange that it came to."""
         self._arriving: deque[_Arriving] = deque()
         """What a reader has not given away of it."""
+        self._is_begun = False
         self.seconds = 0.0
         """Spent waiting for buckets and copying them."""
 
@@ -123,8 +124,15 @@ class _Pass:
                 bucket.fetch.wait()
             yield self._taken(bucket)
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether an exchange was begun and not waited for to its end."""
+        return not self._is_in_step or (self._fetched is not None and self._fetched.fetch.is_under_way)
+
     def drain(self) -> None:
         """See `ZeroSource.drain`."""
+        if not self._is_begun:
+            self._begin_next()
         while self._fetched is not None and self._is_in_step:
             self._fetched.fetch.wait()
             self._begin_next()
@@ -143,6 +151,7 @@ class _Pass:
             yield meta.name, tensor
 
     def _begin_next(self) -> None:
+        self._is_begun = True
         if not self._waiting:
             self._fetched = None
             return
@@ -191,7 +200,7 @@ class ZeroSource(WeightSource):
         ]
         """Of each bucket what no rank has."""
         self._runs = {name: _runs_of_plain(entry) for name, entry in entries.items()}
-        self._pass = _Pass((), is_reader=False)
+        self._pass = _Pass((), is_reader=False)  # nothing to take part in
 
     @property
     def gather_s(self) -> float:
@@ -246,8 +255,17 @@ class ZeroSource(WeightSource):
         tensor = elements(piece).to(piece.dtype) if entry.merge is None else merged[entry.meta.name]
         return Sent(tensor.reshape(-1), False, is_copy)
 
+    def expect(self, *, parts: bool) -> None:
+        """Say which pass comes next on all ranks (`own_parts`, or else `__iter__`): for `drain`, if it never begins."""
+        self._pass = _Pass(self._merged if parts else self._buckets, is_reader=self._is_reader)
+
+    @property
+    def is_exchanging(self) -> bool:
+        """Whether messages of this rank's last pass may be underway: then no other pass can follow."""
+        return self._pass.is_under_way
+
     def drain(self) -> None:
-        """Take part in what this rank's last pass left out. Nothing is kept.
+        """Take part in what this rank's last pass left out, or in the one that was expected. Nothing is kept.
 
         A rank that failed where it should have begun an exchange leaves the others to their deadline: nobody knows
         whether they wait for this one or the next, which is of another size.

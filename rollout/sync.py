@@ -183,7 +183,7 @@ class WeightSync:
         phase("pausing the engines", lambda: self._engines.all(lambda engine: engine.pause(self._pause_mode)))
         paused = time.perf_counter()
         self._is_joined = False  # until it went well: what is left of a transfer that broke nobody knows
-        phase("sending the weights", self._send)
+        phase("sending the weights", self._send, is_stuck=lambda: self._source.is_exchanging)
         self._is_joined = True
         sent = time.perf_counter()
         is_due, *_ = phase("resuming the engines", lambda: self._release_all(version))  # by the clock of rank 0
@@ -220,6 +220,7 @@ class WeightSync:
         self._ranks.close()
 
     def _send(self) -> None:
+        self._source.expect(parts=self._backend == "gloo")
         try:
             self._transport.send_weights()
         except BaseException as error:
@@ -397,11 +398,16 @@ class _Ranks:
             own = address_towards(os.environ.get("MASTER_ADDR", LOOPBACK))
             self.others = [one for one in self.agree("finding the other ranks", lambda: own) if one != own]
 
-    def agree(self, what: str, act: Callable[[], Any], *, own: bool = False) -> Any:
+    def agree(
+        self, what: str, act: Callable[[], Any], *, own: bool = False, is_stuck: Callable[[], bool] = lambda: False
+    ) -> Any:
         """Run `act` here while the other ranks run theirs; return all results, or only this rank's `own`.
+
+        is_stuck: whether `act`, that has failed, left messages between the ranks which the next ones would meet.
 
         Raises:
             SyncError: the same on every rank, if `act` raised or missed the deadline on any.
+            RankLostError: the same, if it left any of them stuck.
         """
         result, error = None, None
         try:
@@ -409,13 +415,15 @@ class _Ranks:
         except Exception as caught:  # every kind of failure must reach the other ranks
             error = caught
         text = None if error is None else _describe_error(error, self._deadline_s)
-        outcomes = self._exchange(what, (text, None if own else result))
-        failures = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(outcomes) if text is not None]
+        mine = (text, None if own else result, error is not None and is_stuck())
+        outcomes = self._exchange(what, mine)
+        failures = [f"rank {rank}: {text}" for rank, (text, *_) in enumerate(outcomes) if text is not None]
         if failures:
-            raise SyncError(f"weight sync failed in {what}: {'; '.join(failures)}") from error
-        return result if own else [result for _, result in outcomes]
+            kind = RankLostError if any(stuck for *_, stuck in outcomes) else SyncError
+            raise kind(f"weight sync failed in {what}: {'; '.join(failures)}") from error
+        return result if own else [result for _, result, _ in outcomes]
 
-    def _exchange(self, what: str, mine: tuple[str | None, Any]) -> list[tuple[str | None, Any]]:
+    def _exchange(self, what: str, mine: tuple[str | None, Any, bool]) -> list[tuple[str | None, Any, bool]]:
         if self._group is None:
             return [mine]
         outcomes: list[Any] = [None] * dist.get_world_size(self._group)

@@ -40,6 +40,14 @@ def test_a_rank_that_stops_early_takes_part_in_the_rest(ranks: list[dict]) -> No
 
 
 @pytest.mark.parametrize("model", ["dense", "experts", "adapted"])
+def test_a_rank_that_fails_before_it_begins_takes_part_in_all(ranks: list[dict], model: str) -> None:
+    """As where an engine refuses the update: the others wait in an exchange of what adapters are merged into."""
+    for rank in ranks:
+        assert rank[model]["never_begins"]["wrong"] == []
+        assert rank[model]["never_begins"]["seconds"] < 10
+
+
+@pytest.mark.parametrize("model", ["dense", "experts", "adapted"])
 def test_the_parts_of_the_ranks_are_the_whole_weights_and_lie_in_the_shards(ranks: list[dict], model: str) -> None:
     for kind in ("parts", "parts_bfloat16", "gives_up"):
         for rank in ranks:

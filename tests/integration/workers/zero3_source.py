@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
+import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,6 +63,7 @@ def main(directory: Path) -> None:
             "gives_up": gives_up_on_its_parts(
                 ZeroSource(engine, bucket_bytes=BUCKET_BYTES, readers=[0]), whole[None], rank
             ),
+            "never_begins": never_begins(ZeroSource(engine, bucket_bytes=BUCKET_BYTES, readers=[0]), whole[None], rank),
             "still_sharded": all(param.numel() == 0 for param in engine.parameters()),
         }
     engine = sharded(tiny_qwen3(tied=False))  # at DeepSpeed's default, by which small parameters stay whole
@@ -123,6 +125,23 @@ def gives_up_on_its_parts(source: ZeroSource, expected: dict[str, torch.Tensor],
     else:
         list(passing)
     return in_parts(source, expected)
+
+
+def never_begins(source: ZeroSource, expected: dict[str, torch.Tensor], rank: int) -> dict[str, object]:
+    """Rank 0 fails before it would have begun: of parts, then of whole tensors; then a whole pass of both."""
+    seconds = 0.0
+    for parts in (True, False):
+        source.expect(parts=parts)
+        started = time.monotonic()
+        if rank == 0:
+            source.drain()
+        elif parts:
+            list(source.own_parts())
+        else:
+            list(source)
+        seconds = max(seconds, time.monotonic() - started)
+        assert not source.is_exchanging
+    return {"seconds": seconds, **in_parts(source, expected)}
 
 
 def in_parts(source: ZeroSource, expected: dict[str, torch.Tensor]) -> dict[str, object]:
