@@ -113,16 +113,16 @@ class RewardSet:
     async def score(self, rollouts: Sequence[Rollout], *, in_metrics: bool = True) -> list[Rollout]:
         """The rollouts, in order, with `rewards` by name and their weighted sum in `reward`.
 
-        Rollouts that failed before, or have no sampled token (a prompt that fills the context), stay as they are. One
-        whose reward fails becomes FAILED with the reason in `error` (policy `drop`); so does one that no function has
-        an opinion on, because its reward is unknown, not zero.
+        Rollouts that failed before, or ended before the first call (a prompt that fills the context), stay as they are.
+        One whose reward fails becomes FAILED with the reason in `error` (policy `drop`); so does one that no function
+        has an opinion on, because its reward is unknown, not zero.
 
         in_metrics: False keeps them out of `take_metrics` (not out of the error rate): they are not trained.
 
         Raises:
             RewardError: too many errors in the window, or an outcome whose policy is `raise`.
         """
-        alive = [index for index, rollout in enumerate(rollouts) if rollout.is_trainable]
+        alive = [index for index, rollout in enumerate(rollouts) if _says_something(rollout)]
         batch = [rollouts[index] for index in alive]
         slots = asyncio.Semaphore(self._tolerance.concurrency)
         columns = await asyncio.gather(*(self._judge(reward, batch, slots) for reward in self._rewards))
@@ -196,6 +196,11 @@ class RewardSet:
             return _dropped(rollout, "no reward function applies to this rollout", tally)
         total = sum(reward.weight * values[reward.name] for reward in self._rewards if reward.name in values)
         return replace(rollout, rewards=values, reward=total)
+
+
+def _says_something(rollout: Rollout) -> bool:
+    is_over_early = rollout.status is not RolloutStatus.COMPLETED and not rollout.calls
+    return rollout.status is not RolloutStatus.FAILED and not is_over_early
 
 
 def _dropped(rollout: Rollout, reason: str, tally: _Tally) -> Rollout:
