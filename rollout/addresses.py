@@ -30,7 +30,7 @@ def address_towards(host: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host name or address means the machine itself."""
+    """Whether this is the machine itself, by an address of loopback or as `localhost`. Resolves no other name."""
     if host == "localhost":
         return True
     try:
@@ -40,9 +40,13 @@ def is_loopback(host: str) -> bool:
 
 
 def rendezvous_address(hosts: Sequence[str]) -> str:
-    """Where the workers on these hosts can meet this process: loopback only if all of them are on this machine."""
-    elsewhere = [host for host in hosts if not is_loopback(host)]
-    return address_towards(elsewhere[0]) if elsewhere else LOOPBACK
+    """Where the workers on these hosts can meet this process: loopback only if all of them are on this machine.
+
+    A host that a name leads to over loopback is this machine, too: its own name often does. Raises `SyncError` if no
+    route leads to a host.
+    """
+    own_addresses = (address_towards(host) for host in hosts if not is_loopback(host))
+    return next((address for address in own_addresses if not is_loopback(address)), LOOPBACK)
 
 
 def interface_of(address: str) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,19 +15,46 @@ from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus, Sa
 
 
 def write_rollouts(path: Path, rollouts: Iterable[Rollout]) -> None:
-    with path.open("w") as file:
-        for rollout in rollouts:
-            file.write(json.dumps(to_json(rollout), default=str) + "\n")
+    """The file gets its name when it is whole, so that nobody finds half of one, whenever the run is killed or read.
+
+    Raises OSError where it cannot be written; an older file is still there then.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        with partial.open("w") as file:
+            for rollout in rollouts:
+                file.write(json.dumps(to_json(rollout), default=str) + "\n")
+            file.flush()
+            os.fsync(file.fileno())  # or a machine that goes down may keep the name without the content
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def read_rollouts(path: Path) -> Iterator[Rollout]:
     """Raises `DataError` with the line number if a line is not a rollout."""
-    with path.open() as file:
+    with path.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, start=1):
             try:
                 yield from_json(json.loads(line))
             except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
                 raise DataError(f"{path}:{number} is not a saved rollout: {error}") from error
+
+
+def read_newest_rollouts(directory: Path) -> tuple[Path | None, list[Rollout], list[str]]:
+    """The newest file of a run's rollouts that can be read, what it holds, and a sentence on each that was passed over.
+
+    None without one. Damaged files are those of disks that failed, and of versions that wrote under the final name.
+    """
+    passed_over = []
+    for path in sorted(directory.glob("step-*.jsonl"), reverse=True):
+        try:
+            if rollouts := list(read_rollouts(path)):
+                return path, rollouts, passed_over
+            passed_over.append(f"{path} is empty")
+        except (DataError, OSError) as error:
+            passed_over.append(str(error))
+    return None, [], passed_over
 
 
 def to_json(rollout: Rollout) -> dict[str, Any]:

@@ -332,14 +332,17 @@ class WeightSync:
 
     def _address_for(self, hosts: Sequence[str]) -> str:
         """This machine's, where processes on these hosts reach it. Raises `ConfigError` if they would not."""
-        address = rendezvous_address(hosts) if self._address is None else self._address
-        elsewhere = [host for host in hosts if not is_loopback(host)]
-        if elsewhere and is_loopback(address):
-            raise ConfigError(
-                f"sync.address={address} is loopback, where {elsewhere[0]}, an engine's host or another rank's, cannot "
-                "reach this machine; set sync.address=null, or to an address of this machine that it reaches"
-            )
-        return address
+        if self._address is None:
+            return rendezvous_address(hosts)
+        if is_loopback(self._address):
+            for host in hosts:
+                own = rendezvous_address([host])
+                if not is_loopback(own):
+                    raise ConfigError(
+                        f"sync.address={self._address} is loopback, where {host}, an engine's host or another rank's, "
+                        f"cannot reach this machine; set sync.address=null, which is {own} for it"
+                    )
+        return self._address
 
     def _init_info(self, receivers: list[Receivers]) -> TrainerInitInfo:
         """vLLM's own settings of the transport. A rank with engines is the one that calls them (rank 0)."""
@@ -473,6 +476,14 @@ def _numel(shape: Sequence[int]) -> int:
 
 
 def _free_port(address: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return probe.getsockname()[1]
+    """Of this machine at this address, for vLLM's nccl transport. Raises `ConfigError` if it could not listen there."""
+    try:
+        with socket.socket(socket.AF_INET) as probe:  # as vLLM itself does, whatever the address is
+            probe.bind((address, 0))
+            return probe.getsockname()[1]
+    except OSError as error:
+        raise ConfigError(
+            f"vLLM's nccl transport meets at an IPv4 address of this machine, found {address} ({error}); name the "
+            "servers in rollout.urls by IPv4, set sync.address=<IPv4 address of this machine>, or start them with "
+            '--weight-transfer-config \'{"backend": "gloo"}\', which takes IPv6'
+        ) from error

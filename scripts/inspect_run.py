@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -26,23 +25,28 @@ def main() -> int:
     from rich.table import Table
 
     from rollout.errors import LockstepError
-    from rollout.store import read_rollouts
+    from rollout.store import read_newest_rollouts, read_rollouts
     from trainer.console import RunConsole
+    from trainer.saved_metrics import read_metrics
 
     console = Console(highlight=False)
-    files = sorted((arguments.run / "rollouts").glob("step-*.jsonl"))
-    if arguments.step is not None:
-        files = [arguments.run / "rollouts" / f"step-{arguments.step:06d}.jsonl"]
-    if not files or not files[-1].is_file():
-        print(f"lockstep: no saved rollouts at {files[-1] if files else arguments.run / 'rollouts'}", file=sys.stderr)
-        return 2
+    directory = arguments.run / "rollouts"
     try:
-        rollouts = list(read_rollouts(files[-1]))
+        if arguments.step is None:
+            path, rollouts, passed_over = read_newest_rollouts(directory)
+            for sentence in passed_over:
+                print(f"lockstep: {sentence}", file=sys.stderr)
+        else:
+            path = directory / f"step-{arguments.step:06d}.jsonl"
+            rollouts = list(read_rollouts(path)) if path.is_file() else []
+        if path is None or not rollouts:
+            print(f"lockstep: no saved rollouts at {path or directory}", file=sys.stderr)
+            return 2
+        lines = read_metrics(arguments.run / "metrics.jsonl")
     except LockstepError as error:
         print(f"lockstep: {error}", file=sys.stderr)
         return 1
-    update = int(files[-1].stem.removeprefix("step-"))
-    lines = [json.loads(line) for line in (arguments.run / "metrics.jsonl").read_text().splitlines()]
+    update = int(path.stem.split("-")[1])
     metrics = next((line for line in lines if line["step"] == update), {})
     table = Table(title=f"{arguments.run.resolve().name}, update {update}", show_header=False)
     for name, value in metrics.items():

@@ -8,7 +8,6 @@ python scripts/plot.py runs/a --metrics objective/score objective/kl     other m
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -21,10 +20,13 @@ EXPECTED_KL, CRITICAL_KL = 0.01, 0.1
 
 
 def read(run: Path) -> list[dict[str, float]]:
-    path = run / "metrics.jsonl"
-    if not path.is_file():
-        sys.exit(f"lockstep: {path} does not exist; name a run directory, for example runs/latest")
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    from rollout.errors import LockstepError
+    from trainer.saved_metrics import read_metrics
+
+    try:
+        return read_metrics(run / "metrics.jsonl")
+    except LockstepError as error:
+        sys.exit(f"lockstep: {error}")
 
 
 def series(lines: list[dict[str, float]], name: str) -> tuple[list[float], list[float]]:

@@ -27,10 +27,13 @@ def main() -> int:
 
     out = arguments.out or arguments.run / "report.html"
     try:
-        write_report(SavedRun.read(arguments.run), out)
+        run = SavedRun.read(arguments.run)
+        write_report(run, out)
     except (LockstepError, OSError) as error:
         print(f"lockstep: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
+    for sentence in run.passed_over:
+        print(f"lockstep: {sentence}; the page has older rollouts", file=sys.stderr)
     print(out)
     return 0
 

@@ -6,7 +6,6 @@ intervals. It holds no path of this machine and nothing of the configuration bes
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from rollout.errors import HubError
 from trainer.config import Config
 from trainer.data_files import is_file
+from trainer.saved_metrics import read_metrics
 
 CARD = "README.md"
 
@@ -88,10 +88,10 @@ def model_card(config: Config, metrics: Mapping[str, float]) -> str:
 
 
 def last_metrics(path: Path) -> dict[str, float]:
-    """The last value of every metric in a run's metrics.jsonl; empty if there is none."""
+    """The last value of every metric in a run's metrics.jsonl; empty if there is none. Raises `DataError`."""
     found: dict[str, float] = {}
-    for line in path.read_text().splitlines() if path.is_file() else ():
-        found |= {name: value for name, value in json.loads(line).items() if value is not None}
+    for line in read_metrics(path) if path.is_file() else ():
+        found |= {name: value for name, value in line.items() if value is not None}
     return found
 
 

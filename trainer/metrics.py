@@ -72,13 +72,13 @@ class MetricsLog:
         if not self._path.exists():
             return
         kept = []
-        for line in self._path.read_text().splitlines():
+        for line in self._path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 values = json.loads(line)
                 if values[BATCH] <= batch if BATCH in values else values["step"] <= update:
                     kept.append(line)
             except (ValueError, KeyError, TypeError):
-                continue  # the line a kill cut in half
+                continue  # what a kill cut in half, or a disk that was full: a log keeps no run from going on
         temporary = self._path.with_suffix(".partial")
         temporary.write_text("".join(f"{line}\n" for line in kept))
         temporary.replace(self._path)  # so that a kill leaves the old file or the new one

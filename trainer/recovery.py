@@ -1,12 +1,14 @@
 """After an engine has died: it is started again, gets the weights of the run, and the step goes on.
 
 Only engines of the run's own (`rollout.engine=embedded` or `colocated`), and at most `rollout.engine_restarts` times.
-The new engine samples nothing before its weights were verified (`WeightSync.push`). What was in flight is given up, and
-its prompts are sampled again with the same seeds, so a run that had to do this ends where it would have ended without.
+The new engine samples nothing before its weights were verified (`WeightSync.push`); if it dies of that, that counts as
+another death. What was in flight is given up, and its prompts are sampled again with the same seeds, so a run that had
+to do this ends where it would have ended without.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -51,10 +53,19 @@ class Recovery:
     def attempt(self, act: Callable[[], T]) -> T:
         """Do something with the engines that raises the same error on all ranks, again after each restart.
 
-        Raises what `act` raises when no engine has died, none may be started again, or a rank is lost.
+        Raises what ended `act`, or ended giving a new engine its weights, if no engine has died of it, if none may be
+        started again, or if a rank is lost.
         """
+        is_restarted = False
         while True:
             try:
+                if is_restarted:  # in here, because the new engine may die of it as well
+                    # Errors hold the store of a rendezvous that failed, in cycles, and the store a thread that waits in
+                    # gloo: one that waits until Python ends would abort the process.
+                    gc.collect()
+                    self._sync.reconnect()
+                    self._sync.push(self._version())
+                    is_restarted = False
                 return act()
             except RankLostError:
                 raise
@@ -64,8 +75,7 @@ class Recovery:
                 first_line = str(error).splitlines()[0]
                 self._say(f"an engine died and was started again ({self.num_restarts} of {self._limit}): {first_line}")
                 self._rollouts.forget()
-                self._sync.reconnect()
-                self._sync.push(self._version())
+                is_restarted = True
 
     def _restarted(self) -> bool:
         """Whether an engine had died, on whichever rank, and lives again. Raises `EngineError` if it does not start."""

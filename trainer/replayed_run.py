@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +10,14 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rollout.errors import ConfigError, DataError
+from rollout.errors import ConfigError
 from rollout.records import Rollout
 from rollout.store import read_rollouts
 from trainer import checkpoint
 from trainer.config import Config, EvalConfig
 from trainer.launch import schema, to_config
 from trainer.metrics import BATCH
+from trainer.saved_metrics import read_metrics
 from trainer.validate import validate
 
 
@@ -63,14 +63,9 @@ def saved_step(run: Path, update: int) -> SavedStep:
             f"{path} is not there, {there}; name another --step, or set logger.save_rollouts=true in runs"
         )
     rollouts = tuple(read_rollouts(path))
-    lines = []
-    for number, line in enumerate((run / "metrics.jsonl").read_text().splitlines(), start=1):
-        try:
-            lines.append({str(name): value for name, value in json.loads(line).items()})
-        except (ValueError, AttributeError) as error:
-            raise DataError(f"{run / 'metrics.jsonl'}:{number} is not a line of metrics: {error}") from error
+    lines = read_metrics(run / "metrics.jsonl")
     # A batch that trained nothing has the update of the one before it; the first with this update made it.
-    place = next((i for i, line in enumerate(lines) if line.get("step") == update and BATCH in line), None)
+    place = next((i for i, line in enumerate(lines) if line["step"] == update and BATCH in line), None)
     if place is None or not rollouts:
         raise ConfigError(f"{run / 'metrics.jsonl'} says nothing about update {update}; name another --step")
     spans = [span.version for rollout in rollouts for call in rollout.calls for span in call.version_spans]

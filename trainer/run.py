@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rollout.errors import HubError
+from rollout.errors import DataError, HubError
 from rollout.loop import BackgroundLoop
 from rollout.store import write_rollouts
 from rollout.sync import WeightSync
@@ -453,7 +453,7 @@ class Run:
             try:
                 address = push(self._directory.model, self._config, last_metrics(self._directory.metrics))
                 self._console.say(f"uploaded       {address}")
-            except HubError as error:  # the run is over and its model saved: what is left to do is said
+            except (HubError, DataError) as error:  # the run is over and its model saved: what is left to do is said
                 self._console.warn(str(error))
 
     def _must_stop(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,36 @@ def test_a_killed_engine_is_started_again_and_changes_nothing(demo: tuple[str, .
     assert [line for line in found if COUNTER not in line] == []
     assert [line[COUNTER] for line in metrics(tmp_path / "struck")] == [0, 0, 1, 1]
     assert "an engine died and was started again (1 of 2)" in (tmp_path / "struck.log").read_text()
+
+
+@pytest.mark.slow
+def test_an_engine_that_dies_again_while_it_gets_the_weights_changes_nothing(
+    demo: tuple[str, ...],  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    runs = recipe(demo, tmp_path, "updates=4")
+    whole = runs.finish("whole")
+    process = runs.start("struck")
+    log, run = tmp_path / "struck.log", tmp_path / "struck"
+
+    def wait_for(is_so: Callable[[], bool]) -> None:
+        while not is_so():
+            assert process.poll() is None, log.read_text()[-4000:]
+            time.sleep(0.002)
+
+    try:
+        wait_for(lambda: (run / "metrics.jsonl").exists() and len(metrics(run)) >= 2)
+        os.kill(engine_of(process.pid), signal.SIGKILL)
+        wait_for(lambda: "started again (1 of 2)" in log.read_text())  # it is told between the start and the push
+        process.send_signal(signal.SIGSTOP)
+        os.kill(engine_of(process.pid), signal.SIGKILL)
+        process.send_signal(signal.SIGCONT)
+        assert process.wait(timeout=300) == 0, log.read_text()[-4000:]
+    finally:
+        process.kill()
+    assert [line for line in differences(whole, run) if COUNTER not in line] == []
+    assert [line[COUNTER] for line in metrics(run)] == [0, 0, 2, 2]
+    assert "an engine died and was started again (2 of 2): weight sync failed" in log.read_text()
 
 
 @pytest.mark.slow

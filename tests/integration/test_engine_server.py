@@ -6,9 +6,11 @@ One server for the whole file. The test that kills it is the last one.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -64,6 +66,21 @@ def remote(server: EngineServer) -> Iterator[Trained]:
     with trained([server]) as connected:
         connected.push()
         yield connected
+
+
+def test_a_server_by_the_name_of_this_machine_gets_weights(server: EngineServer):
+    """It leads to loopback wherever /etc/hosts says so, as Debian's does."""
+    name = socket.gethostname()
+    try:
+        resolved = socket.gethostbyname(name)
+    except OSError:
+        resolved = "nothing"
+    if resolved != "127.0.0.1":
+        pytest.skip(f"{name} leads to {resolved}, where this server does not listen")
+    with trained([dataclasses.replace(server, url=server.url.replace("127.0.0.1", name))]) as remote:
+        perturb(remote.model, seed=1)
+        remote.push()
+        assert remote.mismatch(remote.generate(PROMPT)) < 1e-4
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -11,6 +11,7 @@ import pytest
 from rollout.addresses import address_towards, interface_of, is_loopback, rendezvous_address
 from rollout.errors import ConfigError, SyncError
 from rollout.server_guard import RequireKey
+from rollout.sync import WeightSync, _free_port
 from trainer.config import Config
 from trainer.distributed import choose_interface
 from trainer.engine_server import check_host, command, shown
@@ -122,6 +123,59 @@ def test_workers_elsewhere_are_met_on_the_address_that_reaches_them(monkeypatch:
     assert rendezvous_address(["127.0.0.1", "localhost"]) == "127.0.0.1"
     monkeypatch.setattr("rollout.addresses.address_towards", lambda host: f"towards {host}")
     assert rendezvous_address(["127.0.0.1", "10.0.0.7", "10.0.0.8"]) == "towards 10.0.0.7"
+
+
+def resolving(monkeypatch: pytest.MonkeyPatch, **addresses: str) -> None:
+    """Names lead to these addresses, and those to what the machine routes them to."""
+    resolve = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda host, *rest, **more: resolve(addresses.get(host, host), *rest, **more)
+    )
+    monkeypatch.setattr(
+        "rollout.addresses.address_towards",
+        lambda host: "10.0.0.1" if addresses.get(host, host).startswith("10.") else address_towards(host),
+    )
+
+
+@pytest.mark.parametrize("leads_to", ["127.0.0.1", "127.0.1.1", "::1"])
+def test_the_name_of_this_machine_may_lead_to_loopback(monkeypatch: pytest.MonkeyPatch, leads_to: str):
+    resolving(monkeypatch, me=leads_to, there="10.0.0.7")
+    assert rendezvous_address(["me"]) == "127.0.0.1"
+    assert rendezvous_address(["me", "there"]) == rendezvous_address(["there", "me"]) == "10.0.0.1"
+
+
+def meeting_at(address: str | None, hosts: list[str]) -> str:
+    sync = WeightSync.__new__(WeightSync)  # as one whose engines are on these hosts
+    sync._address = address
+    return sync._address_for(hosts)
+
+
+def test_an_address_of_loopback_is_refused_for_engines_elsewhere_alone(monkeypatch: pytest.MonkeyPatch):
+    resolving(monkeypatch, me="127.0.1.1", there="10.0.0.7")
+    for address in (None, "127.0.0.1"):
+        assert meeting_at(address, ["me", "127.0.0.1"]) == "127.0.0.1"
+    assert meeting_at(None, ["me", "there"]) == "10.0.0.1"
+    with pytest.raises(ConfigError, match=r"sync\.address=127\.0\.0\.1 .* there, .*=null, which is 10\.0\.0\.1 for it"):
+        meeting_at("127.0.0.1", ["me", "there"])
+
+
+def test_an_address_that_is_given_is_taken_without_looking_names_up(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: pytest.fail("the name is behind a proxy"))
+    assert meeting_at("10.0.0.1", ["there"]) == "10.0.0.1"
+
+
+def test_nccl_meets_at_ipv4_and_says_so():
+    assert _free_port("127.0.0.1") > 0
+    with pytest.raises(ConfigError, match=r"IPv4 address of this machine, found ::1 .*gloo"):
+        _free_port("::1")
+
+
+def test_vllm_itself_cannot_meet_at_ipv6():
+    """Once it can, `_free_port` may take such addresses, too."""
+    from vllm.distributed.utils import StatelessProcessGroup
+
+    with pytest.raises(OSError, match="Address family"):
+        StatelessProcessGroup.create("::1", 0, rank=0, world_size=1)
 
 
 def test_the_address_is_that_of_the_interface_and_not_that_of_the_host_name(monkeypatch: pytest.MonkeyPatch):

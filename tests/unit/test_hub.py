@@ -102,8 +102,10 @@ def test_an_upload_that_fails_says_where_the_model_is(monkeypatch: pytest.Monkey
 
 def test_the_last_value_of_each_metric_counts(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in ({"a": 1, "b": 2}, {"a": 3, "b": None})))
-    assert hub.last_metrics(path) == {"a": 3, "b": 2}
+    path.write_text(
+        "".join(json.dumps(line) + "\n" for line in ({"step": 1, "a": 1, "b": 2}, {"step": 2, "a": 3, "b": None}))
+    )
+    assert hub.last_metrics(path) == {"step": 2, "a": 3, "b": 2}
     assert hub.last_metrics(tmp_path / "nothing") == {}
 
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 
-from rollout.errors import EngineError, LockstepError, RankLostError, SyncError
+from rollout.errors import ConfigError, EngineError, LockstepError, RankLostError, SyncError
 from trainer.recovery import Recovery
 
 
 class World:
     """One rank with an engine that can die, and everything that a recovery calls."""
 
-    def __init__(self, *, limit: int = 2) -> None:
+    def __init__(self, *, limit: int = 2, syncs: Iterable[Exception] = ()) -> None:
+        """syncs: errors with which the engine dies of the first pushes; later ones go well."""
+        self._syncs = iter(syncs)
         self.is_dead = False
         self.done: list[str] = []
         self.recovery = Recovery(
@@ -46,6 +48,9 @@ class World:
     def push(self, version: int) -> None:
         assert not self.is_dead
         self.done.append(f"push {version}")
+        if error := next(self._syncs, None):
+            self.is_dead = True
+            raise error
 
     def dying(self, deaths: int, error: LockstepError) -> Callable[[], str]:
         """Work during which the engine dies so many times."""
@@ -75,6 +80,44 @@ def test_an_engine_that_dies_too_often_ends_the_run() -> None:
     with pytest.raises(EngineError, match="third"):
         world.recovery.attempt(world.dying(3, EngineError("a third time")))
     assert world.recovery.num_restarts == 2
+
+
+def test_an_engine_that_dies_of_getting_the_weights_is_started_once_more() -> None:
+    world = World(limit=2, syncs=[SyncError("in sending the weights\nlog")])
+    assert world.recovery.attempt(world.dying(1, EngineError("first"))) == "sampled"
+    assert world.done == [
+        "an engine died and was started again (1 of 2): first",
+        *("forget", "reconnect", "push 7"),
+        "an engine died and was started again (2 of 2): in sending the weights",
+        *("forget", "reconnect", "push 7"),
+    ]
+
+
+def test_deaths_in_recoveries_count_against_the_limit() -> None:
+    world = World(limit=2, syncs=[SyncError("second"), SyncError("third")])
+    with pytest.raises(SyncError, match="third"):
+        world.recovery.attempt(world.dying(1, EngineError("first")))
+    assert world.recovery.num_restarts == 2
+
+
+def test_a_new_engine_that_lives_and_takes_no_weights_ends_the_run() -> None:
+    world = World(limit=5)
+
+    def push(version: int) -> None:
+        raise SyncError("the canary is off")
+
+    world.push = push  # type: ignore[method-assign]
+    with pytest.raises(SyncError, match="canary"):
+        world.recovery.attempt(world.dying(1, EngineError("first")))
+    assert world.recovery.num_restarts == 1
+
+
+def test_what_is_no_error_of_an_engine_ends_a_recovery_too() -> None:
+    for error in (RankLostError("another rank is gone"), ConfigError("sync.address"), ZeroDivisionError()):
+        world = World(limit=5, syncs=[error])
+        with pytest.raises(type(error)):
+            world.recovery.attempt(world.dying(1, EngineError("first")))
+        assert world.recovery.num_restarts == 1
 
 
 def test_with_a_limit_of_0_nothing_is_started() -> None:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from rollout.errors import ConfigError, DataError
+from rollout.errors import ConfigError
 from rollout.records import Rollout
-from rollout.store import read_rollouts
+from rollout.store import read_newest_rollouts
 from trainer.alarms import K3_NEGLIGIBLE, AlarmThresholds, alarms
 from trainer.rundir import RunDirectory
+from trainer.saved_metrics import read_metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,26 +37,29 @@ class SavedRun:
     lines: Sequence[Mapping[str, float]]
     """Of metrics.jsonl, one per step; `step` is the update."""
     rollouts: Sequence[Rollout]
-    """Of the newest step that was saved."""
+    """Of the newest step whose file can be read."""
     rollouts_update: int | None
+    passed_over: Sequence[str]
+    """A sentence on each newer file of rollouts that cannot be read."""
     provenance: Mapping[str, Any]
 
     @classmethod
     def read(cls, path: Path) -> SavedRun:
-        """Raises `ConfigError` if there is no run at `path`, `DataError` if one of its files is damaged."""
+        """Raises `ConfigError` if there is no run at `path`, `DataError` if its metrics are damaged."""
         run = RunDirectory(path)
         if not run.metrics.is_file() or not run.config.is_file():
             raise ConfigError(
                 f"{path} is not the directory of a run that has made a step: expected config.yaml and metrics.jsonl in "
                 "it; name one, for example runs/latest"
             )
-        saved = sorted(run.rollouts.glob("step-*.jsonl"))
+        saved, rollouts, passed_over = read_newest_rollouts(run.rollouts)
         return cls(
             name=path.resolve().name,
             config=yaml.safe_load(run.config.read_text(encoding="utf-8")),
-            lines=list(_metrics(run.metrics)),
-            rollouts=list(read_rollouts(saved[-1])) if saved else [],
-            rollouts_update=int(saved[-1].stem.split("-")[1]) if saved else None,
+            lines=read_metrics(run.metrics),
+            rollouts=rollouts,
+            rollouts_update=int(saved.stem.split("-")[1]) if saved else None,
+            passed_over=passed_over,
             provenance=json.loads(run.provenance.read_text()) if run.provenance.is_file() else {},
         )
 
@@ -131,16 +135,3 @@ def _varied(ranked: Sequence[Rollout], count: int) -> list[Rollout]:
 
 def _rank(rollout: Rollout) -> tuple[bool, float]:
     return rollout.is_trainable, rollout.reward if rollout.is_trainable else 0.0
-
-
-def _metrics(path: Path) -> Iterator[Mapping[str, float]]:
-    lines = path.read_text(encoding="utf-8").splitlines()
-    for number, line in enumerate(lines, start=1):
-        try:
-            found = json.loads(line)
-            found["step"]
-        except (ValueError, KeyError, TypeError) as error:
-            if number == len(lines):
-                return  # a run that is killed may leave half a line
-            raise DataError(f"{path}:{number} is not a line of metrics: {error}") from error
-        yield found
