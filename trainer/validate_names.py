@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,16 +56,16 @@ def reward_problems(config: Config) -> Iterator[str]:
     """How rewards are combined, and what happens to those that fail."""
     for outcome, policy in config.reward.on_error.items():
         if outcome not in ERRORS:
-            hint = closest(str(outcome), [*ERRORS])
+            hint = closest(str(outcome), [str(known) for known in ERRORS])
             yield (
-                f"reward.on_error: {outcome} is not one of {', '.join(ERRORS)}{hint}; "
-                "set 'reward.on_error={timeout: drop}'"
+                f"reward.on_error: {outcome} is not one of {', '.join(ERRORS)}{hint}; set reward.on_error.timeout=drop"
             )
-        is_number = isinstance(policy, int | float) and not isinstance(policy, bool) and math.isfinite(policy)
+        is_number = isinstance(policy, int | float) and not isinstance(policy, bool)
+        is_number = is_number and abs(policy) <= sys.float_info.max  # which an integer of many digits is not
         if policy not in ("drop", "raise") and not is_number:
             yield (
                 f"reward.on_error.{outcome}={policy} is neither drop, raise nor a number; "
-                f"set 'reward.on_error={{{outcome}: drop}}'"
+                f"set reward.on_error.{outcome}=drop"
             )
     if not config.reward.functions:
         yield "reward.functions is empty, so every reward would be 0; set reward.functions=[exact_match]"
