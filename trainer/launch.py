@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rollout.errors import ConfigError, LockstepError
 from trainer.closest import closest
 from trainer.config import Config, DataSetConfig
+from trainer.redaction import redact_words
 from trainer.validate import validate
 
 QUANTISED = re.compile(r"4bit|8bit|quant|qlora", re.IGNORECASE)
@@ -85,7 +86,9 @@ def _composed_by(compose: Callable[[], Any]) -> None:
             options = _options(group)
             if options and option not in options:
                 raise ConfigError(_no_such_option(group, option, options)) from error
-        raise ConfigError(f"{' '.join(sys.argv[1:])} cannot be read ({error}); expected key=value") from error
+        raise ConfigError(
+            f"{' '.join(redact_words(sys.argv[1:]))} cannot be read ({error}); expected key=value"
+        ) from error
 
 
 def schema(config_class: type = Config) -> DictConfig:
