@@ -44,12 +44,22 @@ def run_problems(config: Config) -> Iterator[str]:
     repo = config.hub.repo
     if repo is not None and not HUB_ID.fullmatch(repo):
         yield f"hub.repo={repo} is no repository id; set hub.repo=<user or organisation>/<name>, or hub.repo=null"
-    if config.resume not in ("never", "auto") and not path_exists(config.resume):
+    # The path of an empty text is this directory.
+    if config.resume not in ("never", "auto") and not (config.resume and path_exists(config.resume)):
         yield f"resume={config.resume} is neither never, auto nor a checkpoint directory; set resume=auto"
     if config.resume == "auto" and config.run_name is None:
         yield "resume=auto does not know which run to continue; set run_name=<name of the directory under runs/>"
-    if config.run_name is not None and (os.sep in config.run_name or config.run_name in (".", "..", "latest")):
-        yield f"run_name={config.run_name} must be a plain directory name; set run_name=my-run"
+    yield from run_name_problems(config.run_name)
+
+
+def run_name_problems(name: str | None) -> Iterator[str]:
+    """What is wrong with the name of a run directory; null is a name of its own."""
+    if name is None:
+        return
+    if not name.strip():  # taken for null, resume=auto would silently begin a new run
+        yield "run_name= is empty, as from a shell variable that is not set; set run_name=my-run, or leave it out"
+    elif os.sep in name or name in (".", "..", "latest"):
+        yield f"run_name={name} must be a plain directory name; set run_name=my-run"
 
 
 def reward_problems(config: Config) -> Iterator[str]:

@@ -25,6 +25,7 @@ from rollout.preferences.language import STOP, VOCABULARY, make_tokenizer
 from rollout.preferences.queries import select_query
 from rollout.preferences.sampling import sample_responses
 from rollout.records import EngineCall, FinishReason, Rollout
+from trainer.reward_model.config import RewardModelConfig, check
 from trainer.reward_model.data import Comparison, Lengths, read_comparisons
 from trainer.reward_model.normalization import Normalization
 from trainer.reward_model.saving import bias_place, fold
@@ -202,6 +203,11 @@ def test_a_stop_of_several_tokens_and_a_path_without_a_model_are_refused(saved, 
 
 
 # Comparisons
+
+
+def test_an_empty_name_of_a_run_is_refused():
+    with pytest.raises(ConfigError, match="run_name= is empty"):
+        check(RewardModelConfig(run_name=""))
 
 
 def test_all_forms_of_comparisons_are_read():

@@ -9,6 +9,7 @@ from pathlib import Path
 from rollout.errors import ConfigError
 from trainer.config import LoggerConfig, OptimizerConfig, setting
 from trainer.data_files import is_file
+from trainer.validate_names import run_name_problems
 
 
 @dataclass
@@ -70,6 +71,7 @@ def check(config: RewardModelConfig) -> None:
 
 
 def _problems(config: RewardModelConfig) -> Iterator[str]:
+    yield from run_name_problems(config.run_name)
     at_least_one = {
         "epochs": config.epochs,
         "batch_size": config.batch_size,
