@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from rewards.functions import FUNCTIONS
 from rewards.outcomes import ERRORS
-from rewards.resolve import MODEL
+from rewards.resolve import MODEL, check_built_in
 from rollout.environments import ENVIRONMENTS, make_environment
 from rollout.errors import ConfigError
 from trainer.closest import closest
@@ -79,6 +80,9 @@ def reward_problems(config: Config) -> Iterator[str]:
             )
     if not config.reward.functions:
         yield "reward.functions is empty, so every reward would be 0; set reward.functions=[exact_match]"
+    for weight in config.reward.weights or []:
+        if not math.isfinite(weight):
+            yield f"reward.weights holds {weight}, which is not a finite number; set reward.weights=null for 1 each"
     if config.reward.weights is not None and len(config.reward.weights) != len(config.reward.functions):
         yield (
             f"reward.weights={config.reward.weights} has {len(config.reward.weights)} entries for "
@@ -87,9 +91,30 @@ def reward_problems(config: Config) -> Iterator[str]:
 
 
 def reward_name_problems(config: Config) -> Iterator[str]:
-    """Names of reward functions; what a user's own file holds is seen when it is loaded."""
+    """Names of reward functions, and settings of built-ins; what a user's own file holds is seen when it is loaded."""
     names = [*FUNCTIONS, MODEL]
-    for spec in config.reward.functions:
+    settings = config.reward.settings
+    short = [spec.rpartition(":")[2] for spec in config.reward.functions]
+    for name in sorted({name for name in short if short.count(name) > 1}):
+        once = ",".join(dict.fromkeys(config.reward.functions))
+        yield (
+            f"two of reward.functions are named {name}, and metrics and settings go by name; set "
+            f"reward.functions=[{once}] if it is one function, or give one of the two another name"
+        )
+    for name in sorted(set(settings) - set(short)):
+        yield (
+            f"reward.settings.{name} is for a function that is not among reward.functions ({', '.join(short)})"
+            f"{closest(name, short)}; leave it out, or set '~reward.settings.{name}' if a file sets it"
+        )
+    for spec in dict.fromkeys(config.reward.functions):
+        if spec in names:
+            given = settings.get(spec, {})
+            if spec == MODEL and isinstance(given, dict):
+                given = {"path": None, **given}  # `reward_model_problems` asks for it
+            try:
+                check_built_in(spec, given)
+            except ConfigError as error:
+                yield str(error)
         path, colon, _ = spec.rpartition(":")
         if colon and not file_exists(path):
             yield f"reward.functions: no file {path} (looked in {Path.cwd()}); expected path/to/file.py:function"
@@ -101,10 +126,11 @@ def reward_name_problems(config: Config) -> Iterator[str]:
 
 
 def reward_model_problems(config: Config) -> Iterator[str]:
-    """Where a reward model is; its other settings are seen when it is loaded."""
-    if MODEL not in config.reward.functions:
+    """Where a reward model is."""
+    settings = config.reward.settings.get(MODEL, {})
+    if MODEL not in config.reward.functions or not isinstance(settings, dict):
         return
-    path = (config.reward.settings.get(MODEL) or {}).get("path")
+    path = settings.get("path")
     if path is None:
         yield (
             "reward.functions=[model] needs a model; set reward.settings.model.path=<directory or hub id>, for example "

@@ -102,6 +102,7 @@ def _ranges(config: Config) -> Iterator[str]:
         "sync.bucket_mib": config.sync.bucket_mib,
         "logger.peak_tflops": config.logger.peak_tflops,
         "sync.timeout_s": config.sync.timeout_s,
+        "sync.canary_threshold": config.sync.canary_threshold,
         "reward.timeout_s": config.reward.timeout_s,
         "correction.alarm_k3": config.correction.alarm_k3,
         "algorithm.tau_positive": config.algorithm.tau_positive,
@@ -110,7 +111,8 @@ def _ranges(config: Config) -> Iterator[str]:
     }
     for name, value in positive.items():
         if value is not None and not value > 0:
-            yield f"{name}={value} must be greater than 0; set {name}={operator.attrgetter(name)(Config())}"
+            default = operator.attrgetter(name)(Config())
+            yield f"{name}={value} must be greater than 0; set {name}={'null' if default is None else default}"
     not_negative = {
         "algorithm.advantage_eps": config.algorithm.advantage_eps,
         "algorithm.entropy_coef": config.algorithm.entropy_coef,
