@@ -21,53 +21,17 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rewards.classifier import load_reward_model
+from rewards.model_settings import ModelSettings
 from rewards.tokenizing import chat_ids, text_ids
 from rewards.trl import BatchReward
 from rewards.truncation import StopRule, replace_rejected
 from rollout.errors import ConfigError
 from rollout.records import Rollout
 
-INPUTS = ("messages", "tokens")
-
 
 @dataclass(frozen=True, kw_only=True)
-class ModelReward:
-    """Settings of the reward; the model is loaded by `load` or the first `score`, only on ranks that score."""
-
-    path: str
-    """Directory or hub id of a sequence classifier with one label."""
-    input: str = "messages"
-    """One of `INPUTS`."""
-    policy_path: str | None = None
-    """For input=tokens: where the policy's tokenizer is; None: it is the reward model's own."""
-    stop: str | None = None
-    """Text of the one token that ends a response for the score, for example "."; None: nothing is cut or rejected."""
-    stop_after: int = 0
-    """First index of a sampled token at which `stop` counts."""
-    rejected: float = -1.0
-    """Score of a response without a stop token that counts."""
-    max_tokens: int = 4096
-    """Longer texts are cut on the left: what is scored is the end."""
-    batch_size: int = 32
-    device: str | None = None
-    """For example cuda:1; auto: its layers spread over all GPUs; None: the GPU of this process if there is one."""
-    dtype: str = "float32"
-    trust_remote_code: bool = False
-
-    def __post_init__(self) -> None:
-        if self.input not in INPUTS:
-            raise ConfigError(
-                f"reward.settings.model.input={self.input}: expected one of {', '.join(INPUTS)}; "
-                "set reward.settings.model.input=messages"
-            )
-        if self.stop is not None and self.input != "tokens":
-            raise ConfigError(
-                "reward.settings.model.stop counts sampled tokens; set reward.settings.model.input=tokens with it"
-            )
-        if self.batch_size < 1 or self.max_tokens < 1:
-            raise ConfigError(
-                f"reward model: batch_size={self.batch_size} and max_tokens={self.max_tokens} must be at least 1"
-            )
+class ModelReward(ModelSettings):
+    """The reward with its settings; the model is loaded by `load` or the first `score`, only on ranks that score."""
 
     def score(self, rollouts: Sequence[Rollout]) -> list[float]:
         """One reward per rollout.
@@ -146,17 +110,8 @@ def token_id_of(tokenizer: PreTrainedTokenizerFast, text: str) -> int:
 
 
 def model_reward(**settings: Any) -> BatchReward:
-    """The reward function `model`. Keyword arguments: the fields of `ModelReward`.
-
-    Raises:
-        ConfigError: settings that do not exist, are missing, or contradict each other.
-    """
-    try:
-        reward = ModelReward(**settings)
-    except TypeError as error:
-        raise ConfigError(
-            f"reward model: {error}; set for example reward.settings.model.path=<directory or hub id>"
-        ) from error
+    """The reward function `model`. Keyword arguments: the fields of `ModelSettings`, which are checked there."""
+    reward = ModelReward(**settings)
 
     def arguments(rollouts: Sequence[Rollout]) -> Mapping[str, Any]:
         return {"rollouts": rollouts}

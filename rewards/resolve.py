@@ -8,12 +8,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rewards.functions import FUNCTIONS
+from rewards.model_settings import ModelSettings
 from rewards.trl import BatchReward, from_trl, has_trl_signature
 from rollout.errors import ConfigError
 from rollout.loading import load_function
 
 MODEL = "model"
 """Name of the reward that is a reward model (`rewards/model.py`)."""
+NOT_BY_NAME = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+"""Parameters that no setting can name."""
 
 
 def resolve(spec: str) -> tuple[str, Callable[..., Any]]:
@@ -39,11 +42,42 @@ def resolve(spec: str) -> tuple[str, Callable[..., Any]]:
 def configure(name: str, function: Callable[..., Any], settings: Mapping[str, Any]) -> Callable[..., Any] | BatchReward:
     """The function with its settings bound. Raises `ConfigError` for settings that it does not take, or lacks."""
     if name == MODEL:
+        check_settings(name, ModelSettings, settings)
         return function(**settings)
     if has_trl_signature(function):
         return from_trl(function, **settings)
-    try:
-        inspect.signature(function).bind(None, **settings)
-    except TypeError as error:
-        raise ConfigError(f"reward {name}: {error}; set it with reward.settings.{name}") from error
+    check_settings(name, function, settings, given=1)
     return functools.partial(function, **settings) if settings else function
+
+
+def check_built_in(name: str, settings: Any) -> None:
+    """Raise `ConfigError` for settings that a built-in does not take, or lacks. Nothing is loaded for it."""
+    if not isinstance(settings, Mapping):
+        raise ConfigError(
+            f"reward.settings.{name}={settings} holds no settings by name; set reward.settings.{name}.<name>=<value>"
+        )
+    if name == MODEL:
+        check_settings(name, ModelSettings, settings)
+        ModelSettings(**settings)
+    else:
+        check_settings(name, FUNCTIONS[name], settings, given=1)
+
+
+def check_settings(name: str, function: Callable[..., Any], settings: Mapping[str, Any], *, given: int = 0) -> None:
+    """Raise `ConfigError` unless a function can be called with `given` positional arguments and the settings."""
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*[None] * given, **settings)
+        return
+    except TypeError as error:
+        problem = str(error)
+    rest = list(signature.parameters.values())[given:]
+    takes = [parameter.name for parameter in rest if parameter.kind not in NOT_BY_NAME]
+    unknown = next((key for key in settings if key not in takes), None)
+    missing = next((key for key in takes if key not in settings), "<name>")
+    if unknown is None:
+        raise ConfigError(f"reward {name}: {problem}; set reward.settings.{name}.{missing}=<value>")
+    raise ConfigError(
+        f"reward {name}: {problem}; it takes {', '.join(takes) or 'no settings'}: leave out "
+        f"reward.settings.{name}.{unknown}"
+    )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout.deadline import describe
+from rollout.errors import ConfigError
 from rollout.records import Message, Rollout
 
 # Keys of a data row that TRL passes under other names.
@@ -36,9 +37,19 @@ def from_trl(function: Callable[..., Any], *, conversational: bool = True, **set
     texts: the last prompt message and the last assistant turn), `completion_ids` (the sampled tokens of all turns),
     each column of the data rows as a list, and `settings`. A function without `**kwargs` gets the ones it names. None
     in its answer means that it does not apply to that rollout. What it gets are copies.
+
+    Raises:
+        ConfigError: a setting that the function does not take.
     """
     parameters = inspect.signature(function).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    unknown = [] if takes_all else [key for key in settings if key not in parameters]
+    if unknown:
+        name = describe(function)
+        raise ConfigError(
+            f"reward {name} does not take {unknown[0]!r}, it takes {', '.join(parameters)}: leave out "
+            f"reward.settings.{name}.{unknown[0]}"
+        )
 
     def arguments(rollouts: Sequence[Rollout]) -> Mapping[str, Any]:
         columns = sorted({key for rollout in rollouts for key in rollout.example if key not in _RENAMED})

@@ -36,6 +36,7 @@ from trainer.distributed import Distributed
 from trainer.memory import GIB, ModelShape, advice, memory_plan
 from trainer.parts import make_chat, make_rewards, make_sampling
 from trainer.prompt_lengths import make_prompts
+from trainer.redaction import redact_words
 from trainer.settings_tree import plain, settings_tree
 from trainer.third_party import quiet_third_parties
 from trainer.visible import visible
@@ -73,7 +74,7 @@ class _DryRun:
         self._show_arithmetic(len(prompts))
         self._show_memory()
         self._show_rows(chat, prompts.take(min(SHOWN_ROWS, len(prompts))))
-        overrides = shlex.join(word for word in sys.argv[1:] if not word.startswith("dry_run="))
+        overrides = shlex.join(redact_words([word for word in sys.argv[1:] if not word.startswith("dry_run=")]))
         self._console.print(Rule(style="dim"))
         self._console.print("Nothing speaks against this run. To start it, leave dry_run out:", style="bold")
         launcher = "python" if self._distributed.world_size == 1 else "accelerate launch ..."

@@ -58,9 +58,10 @@ def _row_problems(row: Mapping[str, Any], data_set: DataSetConfig, config: Confi
     for function in config.reward.functions:
         column = _reference_column(function, config.reward.settings.get(function) or {})
         if column is not None and row.get(column) is None:
+            other = f", or reward.settings.{function}.column=<column>" if _has_column(function) else ""
             yield (
                 f"data set {data_set.path}: the reward {function} needs column {column!r}, the first row has "
-                f"{columns}; set 'data.columns={{{column}: <column>}}', or reward.settings.{function}.column=<column>"
+                f"{columns}; set 'data.columns={{{column}: <column>}}'{other}"
             )
 
 
@@ -68,7 +69,11 @@ def _reference_column(function: str, settings: Mapping[str, Any]) -> str | None:
     """Column of the row that a built-in reward reads; None: it reads none, or it is the user's own."""
     if function == "demo_answer":
         return "answer"
-    if function not in FUNCTIONS:
+    if function not in FUNCTIONS or not _has_column(function):
         return None
-    parameter = inspect.signature(FUNCTIONS[function]).parameters.get("column")
-    return None if parameter is None else settings.get("column", parameter.default)
+    return settings.get("column", inspect.signature(FUNCTIONS[function]).parameters["column"].default)
+
+
+def _has_column(function: str) -> bool:
+    """Whether a built-in can be told by a setting which column it reads."""
+    return "column" in inspect.signature(FUNCTIONS[function]).parameters

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +24,9 @@ from omegaconf.errors import OmegaConfBaseException
 from rollout.errors import ConfigError, LockstepError
 from trainer.closest import closest
 from trainer.config import Config, DataSetConfig
+from trainer.redaction import redact_words
 from trainer.validate import validate
 
-FREE_FORM = (
-    "environment.settings",
-    "reward.settings",
-    "correction.rejection",
-    "data.columns",
-    "data.sources",
-    "eval.sets",
-)
-"""Settings whose keys are the user's own: names of arguments, functions, columns and data sets."""
 QUANTISED = re.compile(r"4bit|8bit|quant|qlora", re.IGNORECASE)
 """Names by which other trainers quantise the base weights under adapters."""
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
@@ -94,22 +86,37 @@ def _composed_by(compose: Callable[[], Any]) -> None:
             options = _options(group)
             if options and option not in options:
                 raise ConfigError(_no_such_option(group, option, options)) from error
-        raise ConfigError(f"{' '.join(sys.argv[1:])} cannot be read ({error}); expected key=value") from error
+        raise ConfigError(
+            f"{' '.join(redact_words(sys.argv[1:]))} cannot be read ({error}); expected key=value"
+        ) from error
 
 
 def schema(config_class: type = Config) -> DictConfig:
     tree = OmegaConf.structured(config_class)
-    for name in FREE_FORM:  # so that environment.settings.anything=1 needs no `+`
-        node = OmegaConf.select(tree, name)
-        if node is not None:
-            OmegaConf.set_struct(node, False)
+    for name in _free_form(config_class):  # so that environment.settings.anything=1 needs no `+`
+        OmegaConf.set_struct(OmegaConf.select(tree, name), False)
     return tree
+
+
+def _free_form(config_class: type) -> tuple[str, ...]:
+    """Settings that are dicts: their keys are the user's own (names of arguments, functions, columns, outcomes)."""
+
+    def walk(prefix: str, node: Any) -> Iterator[str]:
+        for field in dataclasses.fields(node):
+            value = getattr(node, field.name)
+            if dataclasses.is_dataclass(value):
+                yield from walk(f"{prefix}{field.name}.", value)
+            elif isinstance(value, dict):
+                yield f"{prefix}{field.name}"
+
+    return tuple(walk("", config_class()))
 
 
 def to_config(tree: DictConfig, config_class: type = Config) -> Any:
     known = set(_all_keys(schema(config_class)))
+    free_form = tuple(f"{name}." for name in _free_form(config_class))
     for key in _all_keys(tree):  # `+key=value` gets past the schema
-        if key not in known and not key.startswith(tuple(f"{name}." for name in FREE_FORM)):
+        if key not in known and not key.startswith(free_form):
             raise ConfigError(f"{key} is not a setting{closest(key, sorted(known))}; `--cfg job` prints all of them")
     config = OmegaConf.to_object(tree)
     assert isinstance(config, config_class), "a config file must start its defaults with `schema`"
@@ -202,7 +209,7 @@ def _default_override(key: str, config_class: type) -> str:
     if not key:
         return "leave it out for the default"
     value = OmegaConf.select(tree, key)
-    if isinstance(value, DictConfig) and key not in FREE_FORM:
+    if isinstance(value, DictConfig) and key not in _free_form(config_class):
         return f"leave {key} out, or set one of {', '.join(f'{key}.{name}' for name in list(value)[:3])}"
     plain = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
     return f"set {key}={json.dumps(plain, separators=(',', ':')).replace(chr(34), '')} (the default)"

@@ -7,6 +7,8 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from trainer.redaction import redact_words
+
 NOT_REPEATED = ("run_name=", "resume=", "updates=")
 SAMPLED_AND_SCORED = re.compile(r"(experiment|model|data|environment|reward|rollout|eval)[=.]")
 """Settings on which an evaluation depends. Without them it would be one of the default data by the default rewards."""
@@ -19,13 +21,13 @@ def next_steps(
     """Lines with a name and a path or command each.
 
     Args:
-        words: the command line of the run, without the script.
+        words: the command line of the run, without the script. Its secrets are not repeated.
         update: the last one that was made, of `updates`.
         launcher: what goes before scripts/train.py.
         critic: where the trained critic is, if there is one.
     """
     goal = updates if update < updates else 2 * updates
-    own = [word for word in words if not word.startswith(NOT_REPEATED)]
+    own = [word for word in redact_words(words) if not word.startswith(NOT_REPEATED)]
     resumed = [*own, f"run_name={run.name}", "resume=auto", f"updates={goal}"]
     evaluated = [word for word in own if SAMPLED_AND_SCORED.match(word) and not word.startswith(OF_TRAINING_ALONE)]
     lines = {

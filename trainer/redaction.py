@@ -1,4 +1,4 @@
-"""Secrets out of configurations before they are logged.
+"""Secrets out of configurations and command lines before they are logged or printed.
 
 Covered: values under names that say what they are (`api_key`, `token`, `secret`, `password`, ...), at any depth; values
 that look like keys of known services wherever they stand; user and password in URLs. Not covered: a secret under an
@@ -8,8 +8,11 @@ innocent name that looks like a word.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 
 REDACTED = "<redacted>"
 _NAME = re.compile(
@@ -37,4 +40,37 @@ def redact(value: Any, name: str = "") -> Any:
         if _NAME.search(name):
             return REDACTED
         return _URL.sub(REDACTED, _VALUE.sub(REDACTED, value))
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return REDACTED if _NAME.search(name) else value
     return value
+
+
+def redact_words(words: Sequence[str]) -> list[str]:
+    """A command line in which every secret is `REDACTED`, as `key=value` and inside of `key={name: value}`."""
+    return [_redact_word(word) for word in words]
+
+
+def _redact_word(word: str) -> str:
+    key, equals, text = word.partition("=")
+    name = key.lstrip("+~").rpartition(".")[2]
+    if not equals:
+        return redact(word)
+    try:
+        value = OverridesParser.create().parse_override(word).value()
+    except HydraException:  # a flag such as --config-dir=...
+        value = text
+    shown = redact(value, name)
+    if shown == value:
+        return word
+    return f"{key}={shown if isinstance(shown, str) else _typed(shown)}"
+
+
+def _typed(value: Any) -> str:
+    """A value as Hydra reads it. Texts are quoted: some would be read as something else, or not at all."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_typed(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_typed, value)) + "]"
+    if isinstance(value, str):
+        return "'" + value.replace("'", "\\'") + "'"
+    return "null" if value is None else str(value).lower()

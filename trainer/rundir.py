@@ -97,7 +97,8 @@ def open_run(config: Config, distributed: Distributed) -> tuple[RunDirectory, IO
         if not distributed.is_main:
             return ""
         root = Path(config.run_root)
-        run = RunDirectory(root / (config.run_name or _free_name(root, config.environment.name)))
+        name = _free_name(root, config.environment.name) if config.run_name is None else config.run_name
+        run = RunDirectory(root / name)
         if run.path.exists() and config.resume == "never":
             raise ConfigError(
                 f"{run.path} exists and is not overwritten; set run_name=<another name>, or resume=auto to continue it"

@@ -39,13 +39,14 @@ def validate(config: Config, *, needs_data: bool = True, trains: bool = True) ->
     needs_data: whether the data files must be there. trains: whether training data is among them.
     """
     problems = [*choice_problems(config), *number_problems(config), *reward_problems(config)]
+    problems += reward_name_problems(config)
     problems += [*algorithm_problems(config), *correction_problems(config), *asynchrony_problems(config)]
     problems += [*engine_problems(config), *launch_problems(config)]
     problems += [*model_problems(config), *data_problems(config), *evaluation_problems(config)]
     if needs_data:
         problems += [*data_file_problems(config, trains=trains), *reward_model_problems(config), *run_problems(config)]
     if not problems:  # asked last, because an environment may load the user's files
-        problems += [*reward_name_problems(config), *environment_problems(config)]
+        problems += environment_problems(config)
     if not problems and needs_data:
         problems += first_row_problems(config, trains=trains)
     if problems:

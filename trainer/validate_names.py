@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from rewards.functions import FUNCTIONS
 from rewards.outcomes import ERRORS
-from rewards.resolve import MODEL
+from rewards.resolve import MODEL, check_built_in
 from rollout.environments import ENVIRONMENTS, make_environment
 from rollout.errors import ConfigError
 from trainer.closest import closest
@@ -44,31 +45,44 @@ def run_problems(config: Config) -> Iterator[str]:
     repo = config.hub.repo
     if repo is not None and not HUB_ID.fullmatch(repo):
         yield f"hub.repo={repo} is no repository id; set hub.repo=<user or organisation>/<name>, or hub.repo=null"
-    if config.resume not in ("never", "auto") and not path_exists(config.resume):
+    # The path of an empty text is this directory.
+    if config.resume not in ("never", "auto") and not (config.resume and path_exists(config.resume)):
         yield f"resume={config.resume} is neither never, auto nor a checkpoint directory; set resume=auto"
     if config.resume == "auto" and config.run_name is None:
         yield "resume=auto does not know which run to continue; set run_name=<name of the directory under runs/>"
-    if config.run_name is not None and (os.sep in config.run_name or config.run_name in (".", "..", "latest")):
-        yield f"run_name={config.run_name} must be a plain directory name; set run_name=my-run"
+    yield from run_name_problems(config.run_name)
+
+
+def run_name_problems(name: str | None) -> Iterator[str]:
+    """What is wrong with the name of a run directory; null is a name of its own."""
+    if name is None:
+        return
+    if not name.strip():  # taken for null, resume=auto would silently begin a new run
+        yield "run_name= is empty, as from a shell variable that is not set; set run_name=my-run, or leave it out"
+    elif os.sep in name or name in (".", "..", "latest"):
+        yield f"run_name={name} must be a plain directory name; set run_name=my-run"
 
 
 def reward_problems(config: Config) -> Iterator[str]:
     """How rewards are combined, and what happens to those that fail."""
     for outcome, policy in config.reward.on_error.items():
         if outcome not in ERRORS:
-            hint = closest(str(outcome), [*ERRORS])
+            hint = closest(str(outcome), [str(known) for known in ERRORS])
             yield (
-                f"reward.on_error: {outcome} is not one of {', '.join(ERRORS)}{hint}; "
-                "set 'reward.on_error={timeout: drop}'"
+                f"reward.on_error: {outcome} is not one of {', '.join(ERRORS)}{hint}; set reward.on_error.timeout=drop"
             )
-        is_number = isinstance(policy, int | float) and not isinstance(policy, bool) and math.isfinite(policy)
+        is_number = isinstance(policy, int | float) and not isinstance(policy, bool)
+        is_number = is_number and abs(policy) <= sys.float_info.max  # which an integer of many digits is not
         if policy not in ("drop", "raise") and not is_number:
             yield (
                 f"reward.on_error.{outcome}={policy} is neither drop, raise nor a number; "
-                f"set 'reward.on_error={{{outcome}: drop}}'"
+                f"set reward.on_error.{outcome}=drop"
             )
     if not config.reward.functions:
         yield "reward.functions is empty, so every reward would be 0; set reward.functions=[exact_match]"
+    for weight in config.reward.weights or []:
+        if not math.isfinite(weight):
+            yield f"reward.weights holds {weight}, which is not a finite number; set reward.weights=null for 1 each"
     if config.reward.weights is not None and len(config.reward.weights) != len(config.reward.functions):
         yield (
             f"reward.weights={config.reward.weights} has {len(config.reward.weights)} entries for "
@@ -77,9 +91,30 @@ def reward_problems(config: Config) -> Iterator[str]:
 
 
 def reward_name_problems(config: Config) -> Iterator[str]:
-    """Names of reward functions; what a user's own file holds is seen when it is loaded."""
+    """Names of reward functions, and settings of built-ins; what a user's own file holds is seen when it is loaded."""
     names = [*FUNCTIONS, MODEL]
-    for spec in config.reward.functions:
+    settings = config.reward.settings
+    short = [spec.rpartition(":")[2] for spec in config.reward.functions]
+    for name in sorted({name for name in short if short.count(name) > 1}):
+        once = ",".join(dict.fromkeys(config.reward.functions))
+        yield (
+            f"two of reward.functions are named {name}, and metrics and settings go by name; set "
+            f"reward.functions=[{once}] if it is one function, or give one of the two another name"
+        )
+    for name in sorted(set(settings) - set(short)):
+        yield (
+            f"reward.settings.{name} is for a function that is not among reward.functions ({', '.join(short)})"
+            f"{closest(name, short)}; leave it out, or set '~reward.settings.{name}' if a file sets it"
+        )
+    for spec in dict.fromkeys(config.reward.functions):
+        if spec in names:
+            given = settings.get(spec, {})
+            if spec == MODEL and isinstance(given, dict):
+                given = {"path": None, **given}  # `reward_model_problems` asks for it
+            try:
+                check_built_in(spec, given)
+            except ConfigError as error:
+                yield str(error)
         path, colon, _ = spec.rpartition(":")
         if colon and not file_exists(path):
             yield f"reward.functions: no file {path} (looked in {Path.cwd()}); expected path/to/file.py:function"
@@ -91,10 +126,11 @@ def reward_name_problems(config: Config) -> Iterator[str]:
 
 
 def reward_model_problems(config: Config) -> Iterator[str]:
-    """Where a reward model is; its other settings are seen when it is loaded."""
-    if MODEL not in config.reward.functions:
+    """Where a reward model is."""
+    settings = config.reward.settings.get(MODEL, {})
+    if MODEL not in config.reward.functions or not isinstance(settings, dict):
         return
-    path = (config.reward.settings.get(MODEL) or {}).get("path")
+    path = settings.get("path")
     if path is None:
         yield (
             "reward.functions=[model] needs a model; set reward.settings.model.path=<directory or hub id>, for example "

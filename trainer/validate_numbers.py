@@ -137,6 +137,7 @@ def _ranges(config: Config) -> Iterator[str]:
         "sync.bucket_mib": config.sync.bucket_mib,
         "logger.peak_tflops": config.logger.peak_tflops,
         "sync.timeout_s": config.sync.timeout_s,
+        "sync.canary_threshold": config.sync.canary_threshold,
         "reward.timeout_s": config.reward.timeout_s,
         "correction.alarm_k3": config.correction.alarm_k3,
         "algorithm.tau_positive": config.algorithm.tau_positive,
@@ -176,7 +177,8 @@ def _ranges(config: Config) -> Iterator[str]:
 def _not_positive(values: Mapping[str, float | None]) -> Iterator[str]:
     for name, value in values.items():
         if value is not None and not value > 0:
-            yield f"{name}={value} must be greater than 0; set {name}={operator.attrgetter(name)(Config())}"
+            default = operator.attrgetter(name)(Config())
+            yield f"{name}={value} must be greater than 0; set {name}={'null' if default is None else default}"
 
 
 def _negative(values: Mapping[str, float]) -> Iterator[str]:

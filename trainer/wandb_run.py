@@ -77,7 +77,8 @@ class WandbRun:
             "mode": settings.wandb,
             "dir": str(directory),
             "config": {**run_config, "forked_from": lineage.parent},
-            "settings": wandb.Settings(console="off"),
+            # W&B's own facts about the process hold its command line, secrets and all; `run_config` has the provenance.
+            "settings": wandb.Settings(console="off", x_disable_meta=True),
         }
         if lineage.parent is None:
             self._run = wandb.init(resume="allow", **arguments)

@@ -108,6 +108,30 @@ def test_defaults_are_the_schema_or_a_group_value(complete: tuple[str, ...]) -> 
         (["reward.functions=[nowhere.py:score]"], ["no file nowhere.py"]),
         (["reward.functions=[model]"], ["set reward.settings.model.path=<directory or hub id>"]),
         (["reward.functions=[model]", "reward.settings.model.path=runs/a/model"], ["scripts/train_reward_model.py"]),
+        (["reward.functions=[numeric,numeric]"], ["named numeric", "set reward.functions=[numeric]"]),
+        (["reward.functions=[a.py:score,b.py:score]"], ["named score", "give one of the two another name"]),
+        (["reward.weights=[nan]"], ["nan, which is not a finite number; set reward.weights=null"]),
+        (["reward.weights=[-inf]"], ["set reward.weights=null"]),
+        (["reward.settings.demo_answer.foo=1"], ["it takes no settings: leave out reward.settings.demo_answer.foo"]),
+        (["reward.settings.demo_answer=3"], ["set reward.settings.demo_answer.<name>=<value>"]),
+        (["reward.settings.demo_anser.foo=1"], ["did you mean 'demo_answer'", "'~reward.settings.demo_anser'"]),
+        (["reward.functions=[llm_judge]"], ["set reward.settings.llm_judge.url=<value>"]),
+        (
+            ["reward.functions=[numeric]", "reward.settings.numeric.tolerance=1"],
+            ["column, rel_tol, abs_tol: leave out reward.settings.numeric.tolerance"],
+        ),
+        (
+            ["reward.functions=[model]", "reward.settings.model={path: a/b, top: 1}"],
+            ["leave out reward.settings.model.top"],
+        ),
+        (
+            ["reward.functions=[model]", "reward.settings.model={path: a/b, stop: x}"],
+            ["set reward.settings.model.input=t"],
+        ),
+        (["reward.functions=[model]", "reward.settings.model=3"], ["reward.settings.model.<name>=<value>"]),
+        (["sync.canary_threshold=-1"], ["must be greater than 0; set sync.canary_threshold=null"]),
+        (["sync.canary_threshold=0"], ["set sync.canary_threshold=null"]),
+        (["logger.peak_tflops=0"], ["set logger.peak_tflops=null"]),
         (["environment.name=calculater"], ["did you mean 'calculator'"]),
         (["environment.settings.colour=red"], ["environment calculator", "'colour'"]),
         (["reward.functions=[a,b]", "reward.weights=[1.0]"], ["reward.weights=null"]),
@@ -159,6 +183,9 @@ def test_defaults_are_the_schema_or_a_group_value(complete: tuple[str, ...]) -> 
         (["data.curriculum.rest_epochs=1", "data.curriculum.min_pass_rate=1"], ["min_pass_rate=0.0"]),
         (["resume=auto"], ["run_name="]),
         (["run_name=a/b"], ["run_name=my-run"]),
+        (["resume="], ["resume= is neither never, auto nor a checkpoint"]),
+        (["run_name="], ["run_name= is empty", "set run_name=my-run"]),
+        (["resume=auto", "run_name='  '"], ["run_name= is empty", "set run_name=my-run"]),
         (["hub.repo=mine"], ["set hub.repo=<user or organisation>/<name>"]),
         (["model.path=models/nothing"], ["model.path=<directory or hub id>"]),
         (["data.path=nowhere.jsonl"], ["data.path=<file or hub id>"]),
@@ -285,6 +312,27 @@ def test_a_mistake_is_found_before_torch_is_imported(complete: tuple[str, ...]) 
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip().endswith("[]"), done.stdout + done.stderr
+
+
+def test_settings_of_a_reward_are_checked_before_the_environment_is_loaded(complete: tuple[str, ...]) -> None:
+    """Tools of an environment bring transformers, which takes seconds."""
+    code = (
+        "import sys; sys.argv = ['train.py', 'reward.settings.demo_answer.foo=1']\n"
+        "from trainer.launch import launch\n"
+        "try: launch(print)\n"
+        "except SystemExit as stop: print(stop.code)\n"
+        "print(sorted({'torch', 'transformers', 'vllm', 'deepspeed'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert "leave out reward.settings.demo_answer.foo" in done.stderr
+    assert done.stdout.split() == ["2", "[]"]
+
+
+def test_a_setting_of_a_file_can_be_taken_back(complete: tuple[str, ...]) -> None:
+    overrides = ("experiment=hh_ppo", "data=calculator", *complete, "reward.functions=[exact_match]", "eval.every=0")
+    with pytest.raises(ConfigError, match=r"reward\.settings\.model is for a function that is not among"):
+        validate(composed(*overrides))
+    validate(composed(*overrides, "~reward.settings.model"))
 
 
 def test_cfg_job_prints_the_resolved_settings() -> None:

@@ -28,6 +28,15 @@ def test_a_finished_run_goes_on_to_twice_as_many_updates_and_a_stopped_one_to_it
     assert "optimizer.lr=1e-4" in steps()["resume"]
 
 
+def test_no_secret_is_repeated():
+    lines = next_steps(
+        [*WORDS, "gateway.api_key=hunter2", "reward.settings.judge={token: hunter2}"],
+        run=RUN, model=RUN / "model", update=5, updates=5, launcher="python", critic=None,
+    )  # fmt: skip
+    assert "hunter2" not in lines
+    assert "'gateway.api_key=<redacted>'" in lines
+
+
 def test_a_critic_is_named_where_there_is_one():
     assert "critic" not in steps()
     assert "critic" in steps(critic=RUN / "critic")

@@ -236,6 +236,11 @@ def test_training_refuses_words_and_numbers_that_are_none_of_its_settings(path, 
 # Comparisons
 
 
+def test_an_empty_name_of_a_run_is_refused():
+    with pytest.raises(ConfigError, match="run_name= is empty"):
+        check(RewardModelConfig(run_name=""))
+
+
 def test_all_forms_of_comparisons_are_read():
     tokenizer = make_tokenizer()
     ids = tokenizer.convert_tokens_to_ids

@@ -343,6 +343,15 @@ def test_async_trl_functions_and_texts():
     assert [one.reward for one in score(rewards, [rollout("7"), rollout("8")])] == [1.0, 0.0]
 
 
+def test_a_setting_that_a_trl_function_does_not_take_is_refused():
+    def close_to(completions, limit):
+        return [limit] * len(completions)
+
+    assert from_trl(close_to, limit=1).function is close_to
+    with pytest.raises(ConfigError, match=r"takes completions, limit: leave out reward\.settings\.close_to\.limt"):
+        from_trl(close_to, limt=1)
+
+
 # --- from settings
 
 

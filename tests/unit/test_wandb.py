@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +24,7 @@ from trainer.wandb_media import COLUMNS, distributions, step_media, table_rows
 from trainer.wandb_run import GROUPS, SUMMARIES, Lineage, WandbRun
 
 OFFLINE = LoggerConfig(wandb="offline", group="sweep")
+ROOT = Path(__file__).resolve().parents[2]
 HOSTILE = "</script><script>alert(1)</script>"
 
 
@@ -135,6 +139,49 @@ def test_a_resumed_run_keeps_its_id_and_a_fork_gets_a_new_one_with_its_origin(tm
         assert (run.id == "abcd1234") is is_same_run
         assert wandb_files.run_config(directory)["forked_from"] == (None if is_same_run else "abcd1234?_step=20")
         assert [row["_step"] for row in wandb_files.history(directory)] == [21]
+
+
+SECRET = "correct-horse-battery"
+LOGGING_SCRIPT = """
+from pathlib import Path
+
+from trainer.config import Config, LoggerConfig
+from trainer.launch import launch
+from trainer.metrics import MetricsLog
+from trainer.provenance import provenance
+from trainer.settings_tree import plain
+
+
+def main(config: Config) -> None:
+    directory = Path(config.run_root)
+    run_config = {**plain(config), "provenance": provenance()}
+    metrics = MetricsLog(directory / "metrics.jsonl", config.logger, run_config=run_config)
+    metrics.write(1, {"reward/mean": 0.25})
+    metrics.close()
+
+
+launch(main, check=lambda config: None)
+"""
+
+
+def test_a_secret_on_the_command_line_is_in_no_file_of_wandb(tmp_path: Path):
+    """In a process of its own, because W&B reads the command line once."""
+    directory = tmp_path / "run"
+    directory.mkdir()
+    (tmp_path / "log.py").write_text(LOGGING_SCRIPT)
+    words = [f"run_root={directory}", "logger.wandb=offline", "updates=77"]
+    secrets = [f"gateway.api_key={SECRET}", f"reward.settings.llm_judge={{token: {SECRET}}}"]
+    subprocess.run(
+        [sys.executable, str(tmp_path / "log.py"), *words, *secrets],
+        check=True, timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    text = "".join(str(record) for record in wandb_files.records(directory))  # whole, where blocks cut a string in two
+    files = [path for path in (directory / "wandb").rglob("*") if path.is_file()]
+    assert {".wandb", ".log"} <= {path.suffix for path in files}
+    assert SECRET not in text
+    assert not [path for path in files if SECRET.encode() in path.read_bytes()]
+    command = wandb_files.run_config(directory)["provenance"]["command"]
+    assert "updates=77 'gateway.api_key=<redacted>'" in command
 
 
 def test_media_that_cannot_be_made_do_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture):

@@ -10,6 +10,7 @@ from pathlib import Path
 from rollout.errors import ConfigError
 from trainer.config import LoggerConfig, OptimizerConfig, setting
 from trainer.data_files import is_file
+from trainer.validate_names import run_name_problems
 from trainer.validate_numbers import choice_problems, not_finite, optimizer_problems
 
 
@@ -87,6 +88,7 @@ def _problems(config: RewardModelConfig) -> Iterator[str]:
         value = operator.attrgetter(name)(config)
         if value != operator.attrgetter(name)(RewardModelConfig()):
             yield f"{name}={value} does nothing where a reward model is trained; leave it out"
+    yield from run_name_problems(config.run_name)
     at_least_one = {
         "epochs": config.epochs,
         "batch_size": config.batch_size,

@@ -230,7 +230,9 @@ class RewardModelTraining:
         return self._distributed.together(lambda: read_comparisons((rows[i] for i in chosen), self._tokenizer, lengths))
 
     def _make_directory(self) -> Path:
-        name = self._config.run_name or f"reward_model-{datetime.now():%Y%m%d-%H%M%S}"
+        name = self._config.run_name
+        if name is None:
+            name = f"reward_model-{datetime.now():%Y%m%d-%H%M%S}"
         path = Path(self._distributed.broadcast(str(Path(self._config.run_root) / name)))
 
         def make() -> None:
