@@ -16,7 +16,15 @@ OF_TRAINING_ALONE = ("model.path=", "model.lora.", "model.critic", "model.refere
 
 
 def next_steps(
-    words: Sequence[str], *, run: Path, model: Path, update: int, updates: int, launcher: str, critic: Path | None
+    words: Sequence[str],
+    *,
+    run: Path,
+    model: Path,
+    update: int,
+    updates: int,
+    launcher: str,
+    critic: Path | None,
+    has_heldout: bool,
 ) -> str:
     """Lines with a name and a path or command each.
 
@@ -25,16 +33,18 @@ def next_steps(
         update: the last one that was made, of `updates`.
         launcher: what goes before scripts/train.py.
         critic: where the trained critic is, if there is one.
+        has_heldout: whether there is held-out data, without which nothing can be evaluated.
     """
     goal = updates if update < updates else 2 * updates
     own = [word for word in redact_words(words) if not word.startswith(NOT_REPEATED)]
     resumed = [*own, f"run_name={run.name}", "resume=auto", f"updates={goal}"]
     evaluated = [word for word in own if SAMPLED_AND_SCORED.match(word) and not word.startswith(OF_TRAINING_ALONE)]
+    evaluate = f"python scripts/evaluate.py {shlex.join([f'model.path={model}', *evaluated])}"
     lines = {
         "model": str(model),
         **({"critic": str(critic)} if critic else {}),
         "resume": f"{launcher} scripts/train.py {shlex.join(resumed)}",
-        "evaluate": f"python scripts/evaluate.py {shlex.join([f'model.path={model}', *evaluated])}",
+        **({"evaluate": evaluate} if has_heldout else {}),
         "inspect": f"python scripts/inspect_run.py {shlex.quote(str(run))}",
         "report": f"python scripts/report.py {shlex.quote(str(run))}",
     }

@@ -447,6 +447,7 @@ class Run:
                 updates=self._config.updates,
                 launcher=launcher,
                 critic=self._directory.critic if has_saved_critic else None,
+                has_heldout=bool(self._config.heldout_sets()),
             )
         )
         if self._config.hub.repo is not None and self._trainer.version >= self._config.updates:

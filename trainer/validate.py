@@ -10,6 +10,7 @@ Nothing heavy is imported here. Every problem is one sentence; all of them are r
     validate_asynchrony.py   rollouts made ahead
     validate_names.py        models, directories, reward functions, environments
     validate_data.py         data sets, their files and first rows, evaluation
+    validate_unused.py       settings of training that nothing would act on
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from trainer.validate_names import (
     run_problems,
 )
 from trainer.validate_numbers import choice_problems, number_problems
+from trainer.validate_unused import unused_problems
 
 
 def validate(config: Config, *, needs_data: bool = True, trains: bool = True) -> None:
@@ -43,6 +45,8 @@ def validate(config: Config, *, needs_data: bool = True, trains: bool = True) ->
     problems += [*algorithm_problems(config), *correction_problems(config), *asynchrony_problems(config)]
     problems += [*engine_problems(config), *launch_problems(config)]
     problems += [*model_problems(config), *data_problems(config), *evaluation_problems(config)]
+    if needs_data and trains:
+        problems += unused_problems(config)
     if needs_data:
         problems += [*data_file_problems(config, trains=trains), *reward_model_problems(config), *run_problems(config)]
     if not problems:  # asked last, because an environment may load the user's files

@@ -14,7 +14,7 @@ WORDS = [*DATA, "optimizer.lr=1e-4", "updates=5"]
 
 def steps(**changes: object) -> dict[str, list[str]]:
     defaults = {"run": RUN, "model": RUN / "model", "update": 5, "updates": 5, "launcher": "python", "critic": None}
-    lines = next_steps(WORDS, **(defaults | changes)).splitlines()  # type: ignore[arg-type]
+    lines = next_steps(WORDS, **(defaults | {"has_heldout": True} | changes)).splitlines()  # type: ignore[arg-type]
     return {line.split()[0]: shlex.split(line[14:]) for line in lines}
 
 
@@ -28,10 +28,14 @@ def test_a_finished_run_goes_on_to_twice_as_many_updates_and_a_stopped_one_to_it
     assert "optimizer.lr=1e-4" in steps()["resume"]
 
 
+def test_without_held_out_data_no_evaluation_is_offered():
+    assert "evaluate" not in steps(has_heldout=False)
+
+
 def test_no_secret_is_repeated():
     lines = next_steps(
         [*WORDS, "gateway.api_key=hunter2", "reward.settings.judge={token: hunter2}"],
-        run=RUN, model=RUN / "model", update=5, updates=5, launcher="python", critic=None,
+        run=RUN, model=RUN / "model", update=5, updates=5, launcher="python", critic=None, has_heldout=True,
     )  # fmt: skip
     assert "hunter2" not in lines
     assert "'gateway.api_key=<redacted>'" in lines
