@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import gc
 import itertools
 import json
 import math
@@ -42,9 +41,10 @@ from rollout.evidence import (
     score_params,
     version_number,
 )
+from rollout.garbage import collect_all
 from rollout.loop import BackgroundLoop
 from rollout.output import output_to
-from rollout.plugin import CHILD_ENV
+from rollout.plugin import CHILD_ENV, SCHEDULER
 from rollout.records import EngineCall
 
 if TYPE_CHECKING:
@@ -162,8 +162,6 @@ class EmbeddedEngine:
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
-            from rollout.scheduler import scheduler_for
-
             args = AsyncEngineArgs(
                 model=str(model_path),
                 dtype=dtype,  # type: ignore[arg-type]
@@ -182,13 +180,11 @@ class EmbeddedEngine:
                 weight_transfer_config={"backend": weight_transfer_backend},  # type: ignore[arg-type]
                 skip_tokenizer_init=True,
                 disable_log_stats=True,
+                scheduler_cls=SCHEDULER,
                 trust_remote_code=trust_remote_code,
                 enable_sleep_mode=local_place is not None and not is_cpu,
             )
-            vllm_config = args.create_engine_config()
-            schedulers = vllm_config.scheduler_config
-            schedulers.scheduler_cls = scheduler_for(schedulers.get_scheduler_cls())
-            llm = AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
+            llm = AsyncLLM.from_vllm_config(args.create_engine_config(), disable_log_stats=True)
             try:
                 await llm.update_weight_version(str(weight_version))
                 return llm
@@ -328,7 +324,7 @@ class EmbeddedEngine:
         if llm is not None:
             llm.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
             del llm
-            gc.collect()  # vLLM's engine is part of a cycle, and complains if it is collected while Python exits
+            collect_all()  # vLLM's engine is part of a cycle, and complains if it is collected while Python exits
 
     async def _request(self, ids: Sequence[int], params: dict[str, Any]) -> RequestOutput:
         from vllm import SamplingParams

@@ -19,6 +19,8 @@ import threading
 
 CHILD_ENV = "LOCKSTEP_ENGINE_CHILD"
 """Set while an embedded engine starts its processes."""
+SCHEDULER = "rollout.scheduler.once"
+"""What engines and servers of the project's own get as `scheduler_cls`."""
 
 ORPHAN_POLL_S = 1.0
 

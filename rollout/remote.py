@@ -165,6 +165,8 @@ class RemoteEngine:
         await self._client.get("/health", timeout_s=QUESTION_TIMEOUT_S, attempts=1)
 
     async def pause(self, mode: str) -> None:
+        if mode == "abort":  # what requests have sampled is sent when they are frozen, not when they are given up
+            await self._client.post("/pause?mode=keep&clear_cache=false", timeout_s=QUESTION_TIMEOUT_S)
         # A drain takes as long as the longest request.
         await self._client.post(f"/pause?mode={mode}&clear_cache=true", timeout_s=self._request_timeout_s)
 

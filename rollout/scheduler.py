@@ -8,8 +8,8 @@ They must not wait over a change of weights, because vLLM labels a message with 
 sent. Weights change only while the engine is paused: a pause that drains ends every request, and one that freezes them
 sends what has waited before it is complete.
 
-Chosen through vLLM's `scheduler_cls`, which it documents and does not promise to keep. Not covered: requests whose
-output is read as it comes; they get all of it at the end.
+Requests whose output is read as it comes (streams of a server) are answered as ever. Chosen through vLLM's
+`scheduler_cls`, which it documents and does not promise to keep.
 
 Runs in the engine's process.
 """
@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -27,6 +28,8 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
     Base = Scheduler
 else:
     Base = object
@@ -78,6 +81,10 @@ class AnswersOnce(Base):
         """Whether an output need not be sent yet; then it is kept."""
         if output.finished or any(getattr(output, name) is not None for name in EXTRAS):
             return False
+        request = self.requests.get(output.request_id)
+        sampling = request.sampling_params if request is not None else None
+        if sampling is None or sampling.output_kind != RequestOutputKind.FINAL_ONLY:
+            return False
         self._waiting_outputs.setdefault(output.request_id, (client, []))[1].append(output)
         return True
 
@@ -93,9 +100,10 @@ class OnceAsyncScheduler(AnswersOnce, AsyncScheduler):
     """Where vLLM would take `AsyncScheduler`."""
 
 
-def scheduler_for(own: type[Any]) -> str:
-    """The path of the scheduler that answers once, for the one that vLLM would take itself."""
-    return f"{__name__}.{(OnceAsyncScheduler if own is AsyncScheduler else OnceScheduler).__name__}"
+def once(*, vllm_config: VllmConfig, **settings: Any) -> Scheduler:
+    """What `scheduler_cls` names: the one of the two that stands where vLLM's own choice would."""
+    chosen = OnceAsyncScheduler if vllm_config.scheduler_config.async_scheduling else OnceScheduler
+    return chosen(vllm_config=vllm_config, **settings)
 
 
 def joined(outputs: Sequence[EngineCoreOutput]) -> EngineCoreOutput:

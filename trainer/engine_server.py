@@ -12,7 +12,7 @@ import torch
 
 from rollout.addresses import address_towards, is_loopback
 from rollout.errors import ConfigError, SyncError
-from rollout.plugin import CHILD_ENV
+from rollout.plugin import CHILD_ENV, SCHEDULER
 from rollout.server_guard import KEY_ENV
 from trainer.config import Config
 from trainer.parts import engine_key
@@ -41,7 +41,7 @@ def command(config: Config) -> list[str]:
     assert settings.kv_cache_gib is not None, "refused by engine_problems"
     arguments += ["--kv-cache-memory-bytes", str(int(settings.kv_cache_gib * 2**30))]
     arguments += ["--disable-log-stats", "--disable-uvicorn-access-log"]
-    arguments += ["--middleware", ROUTES]
+    arguments += ["--scheduler-cls", SCHEDULER, "--middleware", ROUTES]
     if settings.api_key_env is not None:
         arguments += ["--middleware", GUARD]  # after the routes, so that it guards them, too
     if config.model.trust_remote_code:

@@ -8,11 +8,11 @@ to do this ends where it would have ended without.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import TypeVar
 
 from rollout.errors import EngineError, RankLostError, SyncError
+from rollout.garbage import collect_all
 from rollout.sync import WeightSync
 from trainer.collection import RolloutSource
 from trainer.distributed import Distributed
@@ -62,7 +62,7 @@ class Recovery:
                 if is_restarted:  # in here, because the new engine may die of it as well
                     # Errors hold the store of a rendezvous that failed, in cycles, and the store a thread that waits in
                     # gloo: one that waits until Python ends would abort the process.
-                    gc.collect()
+                    collect_all()
                     self._sync.reconnect()
                     self._sync.push(self._version())
                     is_restarted = False

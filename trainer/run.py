@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from rollout.errors import DataError, HubError
+from rollout.garbage import frozen
 from rollout.loop import BackgroundLoop
 from rollout.store import write_rollouts
 from rollout.sync import WeightSync
@@ -74,7 +75,9 @@ def run(config: Config, on_step: Callable[[StepReport], None] = lambda report: N
         warn = RunConsole(enabled=distributed.is_main, total_updates=config.updates).warn
         libraries.open(directory.logs / f"libraries-rank-{distributed.rank}.log", warn)
         with libraries.shown_on_failure(), BackgroundLoop() as loop:
-            Run(config, distributed, directory, loop, libraries).train(on_step)
+            parts = Run(config, distributed, directory, loop, libraries)
+            with frozen():
+                parts.train(on_step)
     finally:
         distributed.close()
 

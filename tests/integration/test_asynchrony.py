@@ -97,13 +97,15 @@ def test_what_was_in_flight_at_a_checkpoint_is_sampled_again_after_it(
 
 
 @pytest.mark.slow
-def test_an_engine_that_is_killed_with_work_in_flight_ends_the_run(
+def test_an_engine_that_is_killed_with_work_in_flight_ends_a_run_that_starts_no_other(
     demo: tuple[str, ...],  # noqa: F811
     tmp_path: Path,
 ) -> None:
     directory = tmp_path / "killed"
     process = subprocess.Popen(
-        command(*demo, *AHEAD, "updates=500", f"run_root={tmp_path}", "run_name=killed"),
+        command(
+            *demo, *AHEAD, "updates=500", f"run_root={tmp_path}", "run_name=killed", "rollout.engine_restarts=0"
+        ),
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip

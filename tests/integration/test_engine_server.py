@@ -168,8 +168,9 @@ def test_a_request_in_flight_carries_both_versions_and_its_new_part_is_exact(rem
 
 
 def test_an_aborting_pause_returns_the_partial_completion(remote: Trained):
+    long = Sampling(max_tokens=300, ignore_eos=True, seed=0)
+
     async def abort() -> Any:
-        long = Sampling(max_tokens=300, ignore_eos=True, seed=0)
         running = asyncio.ensure_future(remote.engine.generate(PROMPT, long))
         await asyncio.sleep(0.1)
         await remote.engine.pause("abort")
@@ -179,6 +180,9 @@ def test_an_aborting_pause_returns_the_partial_completion(remote: Trained):
 
     call = remote.loop.run(abort(), timeout=60)
     assert call.finish_reason in (FinishReason.ABORT, FinishReason.LENGTH)
+    whole = remote.loop.run(remote.engine.generate(PROMPT, long), timeout=60)
+    assert call.sampled_ids == whole.sampled_ids[: len(call.sampled_ids)]
+    assert len(call.sampled_ids) == len(call.sampled_logprobs) > 3
 
 
 def test_a_refused_request_says_what_the_server_says(remote: Trained):
@@ -186,6 +190,19 @@ def test_a_refused_request_says_what_the_server_says(remote: Trained):
     with pytest.raises(EngineError, match=r"(?i)/v1/generate refused: HTTP 400: .*vocab"):
         remote.generate((5, VOCAB_SIZE + 1))
     assert remote.generate(PROMPT).sampled_ids
+
+
+def test_who_streams_from_the_server_gets_tokens_as_they_come(remote: Trained, server: EngineServer):
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
+    (model,) = client.models.list()
+    stream = client.completions.create(
+        model=model.id, prompt=list(PROMPT), max_tokens=40, stream=True, temperature=1.0,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )  # fmt: skip
+    parts = [chunk.choices[0].token_ids for chunk in stream if chunk.choices]
+    parts = [ids for ids in parts if ids]
+    assert sum(map(len, parts)) == 40
+    assert len(parts) > 10
 
 
 def test_without_the_key_nothing_but_health_answers(server: EngineServer):

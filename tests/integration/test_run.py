@@ -82,6 +82,28 @@ def test_the_reward_rises(first_run: tuple[Path, str]) -> None:
     assert np.mean(rewards[-3:]) > np.mean(rewards[:2]) + 0.15, rewards
 
 
+COUNTS_FROZEN = """
+import gc
+from pathlib import Path
+
+gc.unfreeze()  # the process that the tests fork runs from has frozen what it had
+
+def reward(completions, **_):
+    Path(__file__).with_suffix(".count").write_text(str(gc.get_freeze_count()))
+    return [float(index % 2) for index in range(len(completions))]
+"""
+
+
+def test_what_a_run_has_loaded_is_left_out_of_garbage_collections(demo: tuple[str, ...], tmp_path: Path) -> None:
+    reward = tmp_path / "reward.py"
+    reward.write_text(COUNTS_FROZEN)
+    train(
+        *demo, *SMALL, "updates=1", f"run_root={tmp_path}", "run_name=frozen", "checkpoint.every=0",
+        f"reward.functions=['{reward}:reward']", "reward.isolation=thread",
+    )  # fmt: skip
+    assert int(reward.with_suffix(".count").read_text()) > 100_000
+
+
 def test_every_update_has_one_line_with_its_evidence(first_run: tuple[Path, str]) -> None:
     lines = [line for line in metrics(first_run[0]) if "reward/mean" in line]
     assert [line["step"] for line in lines] == list(range(1, 13))

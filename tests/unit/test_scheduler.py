@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import LogprobsLists
 
-from rollout.scheduler import AnswersOnce, OnceAsyncScheduler, OnceScheduler, scheduler_for
+from rollout import scheduler as schedulers
+from rollout.plugin import SCHEDULER
+from rollout.scheduler import AnswersOnce, OnceAsyncScheduler, OnceScheduler
+
+FINAL_ONLY = RequestOutputKind.FINAL_ONLY
 
 
 class Scripted:
     """A scheduler whose steps are given: what vLLM's own would return after each."""
 
-    def __init__(self, steps: list[list[EngineCoreOutput]]) -> None:
+    def __init__(self, steps: list[list[EngineCoreOutput]], kind: RequestOutputKind | None = FINAL_ONLY) -> None:
+        sampling = None if kind is None else SamplingParams(output_kind=kind)
+        ids = {output.request_id for outputs in steps for output in outputs}
+        self.requests = {request_id: SimpleNamespace(sampling_params=sampling) for request_id in ids}
         self._steps = iter(steps)
         self.pause_state = PauseState.UNPAUSED
 
@@ -96,7 +106,21 @@ def test_what_is_more_than_tokens_is_sent_at_once() -> None:
     assert sent(Once([[first]])) == {"a": ([1], [-1.0])}
 
 
-@pytest.mark.parametrize(("own", "once"), [(Scheduler, OnceScheduler), (AsyncScheduler, OnceAsyncScheduler)])
-def test_it_takes_the_place_of_vllms_own(own: type, once: type) -> None:
-    assert scheduler_for(own) == f"rollout.scheduler.{once.__name__}"
-    assert issubclass(once, own)
+@pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE, None])
+def test_who_reads_as_it_comes_gets_it_as_it_comes(kind: RequestOutputKind | None) -> None:
+    steps = [[sampled("a", 1)], [sampled("a", 2, finish=FinishReason.STOP)]]
+    scheduler = Once(steps, kind)
+    assert sent(scheduler) == {"a": ([1], [-1.0])}
+    assert sent(scheduler) == {"a": ([2], [-2.0])}
+
+
+@pytest.mark.parametrize(("is_async", "own"), [(False, Scheduler), (True, AsyncScheduler)])
+def test_it_takes_the_place_of_vllms_own(is_async: bool, own: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    for once in (OnceScheduler, OnceAsyncScheduler):
+        monkeypatch.setattr(once, "__init__", lambda self, **settings: made.append((type(self), settings)))
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=is_async))
+    make = resolve_obj_by_qualname(SCHEDULER)
+    assert make is schedulers.once
+    assert isinstance(make(vllm_config=config, block_size=16), own)
+    assert made == [(OnceAsyncScheduler if is_async else OnceScheduler, {"vllm_config": config, "block_size": 16})]
