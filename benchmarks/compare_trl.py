@@ -1,6 +1,6 @@
 """End to end against TRL 1.16: trained tokens per second of whole updates, ours over theirs.
 
-    python benchmarks/compare_trl.py [--json] [--quick] [--updates 6] [--workloads multi_lognormal ...]
+    python benchmarks/compare_trl.py [--json] [--quick] [--updates 6] [--ranks 2] [--workloads multi_lognormal ...]
     python benchmarks/compare_trl.py --curve 30 --workloads multi_equal      reward over wall time, both sides
 
 The same model, data, batch (16 prompts x 8 samples), sampling, reward and update on the same cores. Both trainers are
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import os
 import statistics
+import tempfile
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -35,14 +36,19 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def measure(workload: Workload, *, updates: int, engine: str, threads: int) -> dict[str, list[dict[str, Any]]]:
+def measure(
+    workload: Workload, *, updates: int, engine: str, threads: int, ranks: int, run_root: str
+) -> dict[str, list[dict[str, Any]]]:
     """What each side says about each of its updates; the first one holds the start-up and is left out of rates."""
     here, logs = Path(__file__).parent / "harness", ROOT / "runs" / "benchmarks"
-    common = [workload.name, "--updates", str(updates + 1)]
+    common = [workload.name, "--updates", str(updates + 1), "--ranks", str(ranks)]
     environment = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
     sides = {
         "lockstep": Opponent(
-            here / "lockstep_side.py", common, log=logs / f"{workload.name}-lockstep.log", environment=environment
+            here / "lockstep_side.py",
+            [*common, "--run-root", run_root],
+            log=logs / f"{workload.name}-lockstep.log",
+            environment=environment,
         ),
         "trl": Opponent(
             here / "trl_side.py",
@@ -96,16 +102,29 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--updates", type=int, default=6, help="measured updates per side and workload")
     parser.add_argument("--curve", type=int, metavar="UPDATES", help="so many updates instead, and their rewards")
-    parser.add_argument("--threads", type=int, default=cores(), help="compute threads of each trainer")
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="processes of each trainer; Lockstep's have an engine each"
+    )
+    parser.add_argument("--threads", type=int, help="compute threads of each rank; else the cores, shared out")
     parser.add_argument("--peer-engine", choices=PEER_ENGINES, default="transformers", help="what TRL generates with")
     args = parser.parse_args()
+    threads = args.threads or max(1, cores() // args.ranks)
     names = list(HEADLINES.values()) if args.quick else args.workloads
     updates = 2 if args.quick else args.curve or args.updates
     rows: list[dict[str, object]] = []
     ratios, curves = {}, {}
+    (ROOT / "runs").mkdir(exist_ok=True)
     for workload in (WORKLOADS[name] for name in names):
         workload.prepare()
-        said = measure(workload, updates=updates, engine=args.peer_engine, threads=args.threads)
+        with tempfile.TemporaryDirectory(dir=ROOT / "runs", prefix=".benchmark-") as run_root:
+            said = measure(
+                workload,
+                updates=updates,
+                engine=args.peer_engine,
+                threads=threads,
+                ranks=args.ranks,
+                run_root=run_root,
+            )
         of_workload, ratios[workload.name] = summary(workload, said)
         rows += of_workload
         curves[workload.name] = {side: curve(said[side]) for side in SIDES}
@@ -116,7 +135,7 @@ def main() -> None:
         rows,
         numbers | others,
         as_json=args.json,
-        details={"peer_engine": args.peer_engine, "curves": curves if args.curve else {}},
+        details={"peer_engine": args.peer_engine, "ranks": args.ranks, "curves": curves if args.curve else {}},
     )
 
 

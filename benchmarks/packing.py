@@ -1,6 +1,6 @@
 """Trained tokens a second with packed rows against a right-padded batch, on log-normal row lengths.
 
-    python benchmarks/packing.py [--rows 64] [--median 120] [--sigma 0.8] [--hidden 128] [--layers 2] [--threads 1]
+    python benchmarks/packing.py [--rows 64] [--median 120] [--sigma 0.8] [--hidden 128] [--layers 2] [--dtype bfloat16]
 
 Both sides run the same model, the same rows and the same loss, forward and backward, and stay within the same token
 budget per microbatch; padding counts towards it. "padded" is what a trainer without packing does: rows in their order,
@@ -8,22 +8,29 @@ as many as fit when padded to the longest of them, transformers' SDPA with the p
 same fused head, so that only packing is compared. The ratio of microbatches and the share of real tokens are printed
 beside the times.
 
-On a CPU the clock is the process's CPU time. Not measured: FlashAttention, and gradient checkpointing.
+`--attention` is that of the packed side; on a GPU in bfloat16 the trainer's own choice is FlashAttention's varlen
+kernel. This form has not been run yet:
+
+    python benchmarks/packing.py --dtype bfloat16 --hidden 1024 --layers 28 --vocab 151936 --median 1500 --budget 16384
+
+On a CPU the clock is the process's CPU time. Not measured: gradient checkpointing.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
+import copy
 from collections.abc import Callable
 
 import numpy as np
 import torch
+from harness.device import DEVICE, autocast, clock
 from harness.models import small_qwen3
 from harness.results import argument_parser, interleaved, report
 
 from rollout.records import TrainingRow
 from trainer.balance import plan
+from trainer.config import ATTENTIONS
 from trainer.head import fused_logprobs
 from trainer.packing import collate
 from trainer.policy import Policy
@@ -52,7 +59,7 @@ def packed_step(policy: Policy, rows: list[TrainingRow], budget: int) -> int:
     """One pass over all rows in packs; returns the number of microbatches."""
     result = plan([len(row) for row in rows], num_ranks=1, token_budget=budget)
     for indices in result.microbatches[0]:
-        logp_T, _ = policy(collate(rows, indices), with_entropy=False)
+        logp_T, _ = policy(collate(rows, indices, device=DEVICE), with_entropy=False)
         logp_T.sum().backward()
     return result.num_microbatches
 
@@ -76,6 +83,7 @@ def padded_step(policy: Policy, rows: list[TrainingRow], budget: int) -> int:
             ids[index, : len(row)] = torch.from_numpy(row.ids)
             mask[index, : len(row)] = 1
             trained[index, : len(row)] = torch.from_numpy(row.loss_mask)
+        ids, mask, trained = ids.to(DEVICE), mask.to(DEVICE), trained.to(DEVICE)
         hidden = policy.causal_lm.get_decoder()(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
         where = trained[:, 1:].bool()
         weight = policy.causal_lm.get_parameter("lm_head.weight")
@@ -98,6 +106,8 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=512)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the computation")
+    parser.add_argument("--attention", choices=ATTENTIONS, default="auto", help="of the packed side")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
@@ -106,22 +116,30 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     rows = training_rows(args)
     tokens, trained = sum(map(len, rows)), sum(row.num_trained for row in rows)
-    policy = Policy(small_qwen3(hidden=args.hidden, layers=args.layers, vocab=args.vocab))
+    model = small_qwen3(hidden=args.hidden, layers=args.layers, vocab=args.vocab)
+
+    def policy(attention: str) -> Policy:
+        return Policy(copy.deepcopy(model), attn_implementation=attention, compute_dtype=args.dtype).to(DEVICE)
+
     gradients: dict[str, torch.Tensor] = {}
     microbatches: dict[str, int] = {}
 
-    def side(name: str, step: Callable[[Policy, list[TrainingRow], int], int]) -> Callable[[], None]:
+    def side(name: str, policy: Policy, step: Callable[[Policy, list[TrainingRow], int], int]) -> Callable[[], None]:
         def run() -> None:
             policy.zero_grad()
-            microbatches[name] = step(policy, rows, args.budget)
+            with autocast(args.dtype):
+                microbatches[name] = step(policy, rows, args.budget)
             gradients[name] = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
 
         return run
 
     seconds = interleaved(
-        {"padded": side("padded", padded_step), "packed": side("packed", packed_step)},
+        {
+            "padded": side("padded", policy("sdpa"), padded_step),
+            "packed": side("packed", policy(args.attention), packed_step),
+        },
         repeats=args.repeats,
-        clock=time.process_time,
+        clock=clock,
     )
     padded = sum(len(batch) * max(map(len, batch)) for batch in padded_batches(rows, args.budget))
     table = [

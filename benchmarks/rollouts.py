@@ -1,8 +1,8 @@
 """Rollouts against vLLM's own offline `LLM.generate`, and how idle the engine is while tools are slow.
 
-    python benchmarks/rollouts.py [--batches 5] [--tool-s 0.3]
+    python benchmarks/rollouts.py [--batches 5] [--tokens 64] [--tool-s 0.3]
 
-Single turns: 128 requests of 64 tokens on the demo's model, in three processes that take turns
+Single turns: 128 requests of `--tokens` tokens on the demo's model, in three processes that take turns
 (`harness/engine_sides.py`). `engine_ratio` and `rollout_ratio` are tokens per second over vLLM's; the goal is 0.95.
 Lockstep's sides are two processes and vLLM's is one, so other programs on the cores disturb them more: the CPU ratio is
 tokens per second of CPU, of all processes of a side.
@@ -35,14 +35,14 @@ SIDES = ("vllm", "engine", "rollouts")
 CLOCKS = ("seconds", "cpu_s")
 
 
-def single_turns(batches: int) -> dict[str, dict[str, float]]:
+def single_turns(batches: int, tokens: int) -> dict[str, dict[str, float]]:
     """Sampled tokens per second of each side, and per second of CPU, over all batches but the first."""
     script, logs = Path(__file__).parent / "harness" / "engine_sides.py", ROOT / "runs" / "benchmarks"
     threads = str(max(1, len(os.sched_getaffinity(0)) - 1))
     sides = {
         name: Opponent(
             script,
-            [name, "--batches", str(batches + 1)],
+            [name, "--batches", str(batches + 1), "--tokens", str(tokens)],
             log=logs / f"rollout-{name}.log",
             environment={"OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"},
         )
@@ -103,10 +103,11 @@ def slow_tools(mean_s: float) -> dict[str, float]:
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--batches", type=int, default=5, help="measured batches per side")
+    parser.add_argument("--tokens", type=int, default=64, help="of every response of single turns")
     parser.add_argument("--tool-s", type=float, default=0.3, help="mean time of a tool call [s]")
     args = parser.parse_args()
     WORKLOADS["single_equal"].prepare()
-    rates = single_turns(1 if args.quick else args.batches)
+    rates = single_turns(1 if args.quick else args.batches, args.tokens)
     tools = slow_tools(args.tool_s)
 
     def ratio(side: str, clock: str = "seconds") -> float:
@@ -129,7 +130,13 @@ def main() -> None:
         "idle_fraction": tools["idle_fraction"],
         "all_in_tools_fraction": tools["all_in_tools_fraction"],
     }
-    report("rollouts", rows, numbers, as_json=args.json, details={"tool_s": args.tool_s, "tools": tools})
+    report(
+        "rollouts",
+        rows,
+        numbers,
+        as_json=args.json,
+        details={"tokens": args.tokens, "tool_s": args.tool_s, "tools": tools},
+    )
 
 
 if __name__ == "__main__":

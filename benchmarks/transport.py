@@ -35,6 +35,7 @@ from harness.workloads import ROOT, WORKLOADS
 
 from rollout.embedded import EmbeddedEngine
 from rollout.engine import Sampling, SyncedEngine
+from rollout.garbage import frozen
 from rollout.loop import BackgroundLoop
 from rollout.remote import GENERATE, RemoteEngine
 
@@ -138,11 +139,12 @@ def main() -> None:
                 "HTTP, vLLM's JSON": (plain, its_engine, [me, front]),
             }
             found: dict[str, list[Cost]] = {name: [] for name in ways}
-            for number in range(args.rounds + 1):
-                for name, way in ways.items():
-                    cost = measure(*way, requests=args.requests, tokens=args.tokens)
-                    if number:  # the first batch compiles and fills caches
-                        found[name].append(cost)
+            with frozen():  # as in a run
+                for number in range(args.rounds + 1):
+                    for name, way in ways.items():
+                        cost = measure(*way, requests=args.requests, tokens=args.tokens)
+                        if number:  # the first batch compiles and fills caches
+                            found[name].append(cost)
             for remote in (compact, plain):
                 loop.run(remote.close())
         loop.run(embedded.close())

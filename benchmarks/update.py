@@ -23,11 +23,11 @@ from __future__ import annotations
 import copy
 import os
 import tempfile
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from harness.device import DEVICE, autocast, clock
 from harness.models import small_qwen3
 from harness.results import argument_parser, interleaved, report
 from harness.steps import make_rollouts, trainer_step
@@ -45,22 +45,6 @@ from trainer.policy import Policy
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def autocast(config: Config) -> torch.autocast:
-    """What mixed precision computes in, as Accelerate sets it for the trainer."""
-    return torch.autocast(DEVICE, torch.bfloat16, enabled=config.model.dtype == "bfloat16")
-
-
-def clock() -> float:
-    """Seconds: CPU time of the process, or on a GPU the time at which all queued work is done."""
-    if DEVICE == "cpu":
-        return time.process_time()
-    torch.cuda.synchronize()
-    return time.perf_counter()
-
-
 def bound(policy: Policy, batch: StepBatch, config: Config) -> Callable[[], None]:
     """The least that a packed update does: packs are made beforehand, the loss is a dot product."""
     optimizer = make_optimizer(policy, config.optimizer)
@@ -74,7 +58,7 @@ def bound(policy: Policy, batch: StepBatch, config: Config) -> Callable[[], None
 
     def step() -> None:
         for packed in packs:
-            with autocast(config):
+            with autocast(config.model.dtype):
                 hidden = policy.hidden_states(packed)
                 logits = head(hidden[packed.target_index_T])
             logp = logits.float().log_softmax(-1).gather(1, packed.target_ids_T[:, None])

@@ -16,6 +16,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -27,6 +28,7 @@ from rollout.embedded import EmbeddedEngine
 from rollout.engine import Sampling
 from rollout.environments import make_environment
 from rollout.episode import request_seed
+from rollout.garbage import frozen
 from rollout.loop import BackgroundLoop
 from rollout.sampler import Sampler
 
@@ -135,9 +137,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("side", choices=["vllm", "engine", "rollouts"])
     parser.add_argument("--batches", type=int, required=True)
+    parser.add_argument("--tokens", type=int, required=True, help="of every response")
     arguments = parser.parse_args()
     turn = Turn()
-    workload = WORKLOADS["single_equal"]
+    tokens = arguments.tokens
+    workload = replace(WORKLOADS["single_equal"], fixed_tokens=tokens, max_tokens_per_turn=tokens)
     chat = Chat.from_pretrained(workload.model_path)
 
     def take_turns(batch: Batch) -> None:
@@ -150,7 +154,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory, BackgroundLoop() as loop:
         engine = start(workload, loop, directory)
         side = engine_side if arguments.side == "engine" else rollouts_side
-        take_turns(side(workload, chat, engine, loop))
+        with frozen():  # as in a run; vLLM freezes its process by itself
+            take_turns(side(workload, chat, engine, loop))
         loop.run(engine.close())
 
 

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 
+from harness.ranks import start_other_ranks
 from harness.turns import Turn
-from harness.workloads import ROOT, WORKLOADS, Workload
+from harness.workloads import WORKLOADS, Workload
 from trainer.config import Config
 from trainer.launch import CONFIG_DIR, schema, to_config
 from trainer.loop import StepReport
@@ -27,7 +28,7 @@ from trainer.validate import validate
 SENTENCE = Path(__file__).parent / "sentence.py"
 
 
-def overrides(workload: Workload, *, updates: int, run_root: str) -> list[str]:
+def overrides(workload: Workload, *, updates: int, run_root: str, ranks: int) -> list[str]:
     """The settings of this workload."""
     return [
         f"model={workload.task}",
@@ -44,6 +45,7 @@ def overrides(workload: Workload, *, updates: int, run_root: str) -> list[str]:
         f"rollout.ignore_eos={str(workload.fixed_tokens is not None).lower()}",
         f"reward.functions=[{SENTENCE}:right_sentence]",
         "reward.isolation=thread",
+        f"rollout={'embedded' if ranks == 1 else 'colocated'}",
         f"optimizer.lr={workload.learning_rate}",
         f"updates={updates}",
         f"run_root={run_root}",
@@ -52,10 +54,10 @@ def overrides(workload: Workload, *, updates: int, run_root: str) -> list[str]:
     ]
 
 
-def configuration(workload: Workload, *, updates: int, run_root: str) -> Config:
+def configuration(workload: Workload, **settings: Any) -> Config:
     ConfigStore.instance().store(name="schema", node=schema())
     with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-        config = to_config(compose("train", overrides=overrides(workload, updates=updates, run_root=run_root)))
+        config = to_config(compose("train", overrides=overrides(workload, **settings)))
     validate(config)
     return config
 
@@ -64,10 +66,15 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("workload", choices=WORKLOADS)
     parser.add_argument("--updates", type=int, required=True)
+    parser.add_argument("--ranks", type=int, default=1, help="each with an engine of its own, if there are several")
+    parser.add_argument("--run-root", required=True)
     arguments = parser.parse_args()
     turn = Turn()
+    start_other_ranks(arguments.ranks)
 
     def on_step(report: StepReport) -> None:
+        if not turn.is_heard:
+            return
         counts = [row.num_trained for row in report.batch.rows]
         turn.over(
             trained_tokens=sum(counts),
@@ -76,10 +83,8 @@ def main() -> None:
             **{name: value for name, value in report.metrics.items() if name.startswith("time/")},
         )
 
-    (ROOT / "runs").mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=ROOT / "runs", prefix=".benchmark-") as run_root:
-        workload = WORKLOADS[arguments.workload]
-        run(configuration(workload, updates=arguments.updates, run_root=run_root), on_step)
+    settings = {"updates": arguments.updates, "run_root": arguments.run_root, "ranks": arguments.ranks}
+    run(configuration(WORKLOADS[arguments.workload], **settings), on_step)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import qwen3_template
 
+from harness.ranks import start_other_ranks
 from harness.sentence import is_right
 from harness.turns import Turn
 from harness.workloads import PEER_ENGINES, WORKLOADS, Workload
@@ -41,7 +42,9 @@ def reward(completions: list[list[dict[str, Any]]], answer: list[str], **_: Any)
     ]
 
 
-def config_of(workload: Workload, *, engine: str, updates: int, micro_batch: int, output: str) -> GRPOConfig:
+def config_of(
+    workload: Workload, *, engine: str, updates: int, micro_batch: int, ranks: int, output: str
+) -> GRPOConfig:
     generation: dict[str, Any] = {}
     if engine == "vllm":
         generation["max_tokens"] = workload.max_tokens_per_turn
@@ -68,7 +71,7 @@ def config_of(workload: Workload, *, engine: str, updates: int, micro_batch: int
         max_steps=updates,
         # The rollouts
         num_generations=workload.samples_per_prompt,
-        per_device_train_batch_size=micro_batch,
+        per_device_train_batch_size=micro_batch // ranks,
         gradient_accumulation_steps=workload.batch // micro_batch,
         max_completion_length=workload.horizon,
         max_tool_calling_iterations=workload.max_turns - 1,
@@ -117,8 +120,10 @@ def main() -> None:
     parser.add_argument("--engine", choices=PEER_ENGINES, default="transformers")
     parser.add_argument("--micro-batch", type=int, default=128)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=1)
     arguments = parser.parse_args()
     turn = Turn()
+    start_other_ranks(arguments.ranks)
     torch.set_num_threads(arguments.threads)
     workload = WORKLOADS[arguments.workload]
     tokenizer = AutoTokenizer.from_pretrained(workload.model_path)
@@ -136,6 +141,7 @@ def main() -> None:
                 engine=arguments.engine,
                 updates=arguments.updates,
                 micro_batch=arguments.micro_batch,
+                ranks=arguments.ranks,
                 output=output,
             ),
             train_dataset=dataset,

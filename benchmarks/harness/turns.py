@@ -20,15 +20,22 @@ GO, DONE = "BENCHMARK_GO_FD", "BENCHMARK_DONE_FD"
 
 
 class Turn:
-    """The trainer's end. Its first turn begins with the process, so it holds the start-up."""
+    """The trainer's end. Its first turn begins with the process, so it holds the start-up.
+
+    Of several ranks the first takes turns; the others have no pipes, and wait for it where it is missing.
+    """
 
     def __init__(self) -> None:
-        self._go = os.fdopen(int(os.environ[GO]))
-        self._done = os.fdopen(int(os.environ[DONE]), "w")
+        self.is_heard = GO in os.environ
         self._started = time.perf_counter()
+        if self.is_heard:
+            self._go = os.fdopen(int(os.environ[GO]))
+            self._done = os.fdopen(int(os.environ[DONE]), "w")
 
     def over(self, **facts: float) -> None:
         """Say what the update was like, and wait for the next turn."""
+        if not self.is_heard:
+            return
         seconds = time.perf_counter() - self._started
         print(json.dumps({"seconds": seconds, **facts}), file=self._done, flush=True)
         self._go.readline()

@@ -21,6 +21,7 @@ NUMBERS = {
     "compare_trl": ("multi_turn_ratio", "single_turn_ratio"),
     "growth": ("time_by_length", "memory_by_length", "time_by_ranks"),
     "head": ("total_ratio", "peak_ratio"),
+    "loop": ("float32_k3_kl", "bfloat16_k3_kl", "float32_update_share", "float32_gb_per_s"),
     "records": ("us_per_token",),
     "rollouts": ("engine_ratio", "rollout_ratio", "idle_fraction"),
     "startup": ("seconds_to_first_update",),

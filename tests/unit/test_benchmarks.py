@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,41 @@ def test_trainers_take_turns_and_say_why_they_end(tmp_path):
         sides["fails"].turn()
     for side in sides.values():
         side.close()
+
+
+RANK = """
+import os, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from harness.ranks import start_other_ranks
+from harness.turns import Turn
+turn = Turn()
+start_other_ranks(3)
+turn.over(ranks=int(os.environ["WORLD_SIZE"]))
+place = [os.environ[name] for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")]
+Path(sys.argv[2], f"{turn.is_heard}-{os.environ['RANK']}").write_text(" ".join(place))
+"""
+
+
+def test_of_several_ranks_the_first_takes_turns(tmp_path):
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    places = tmp_path / "places"
+    places.mkdir()
+    side = Opponent(script, [str(BENCHMARKS), str(places)], log=tmp_path / "log", environment={})
+    answer = side.first_turn()
+    assert answer["ranks"] == 3
+    side.close()
+    expected = {"True-0", "False-1", "False-2"}
+    give_up_at = time.monotonic() + 60
+    while {path.name for path in places.iterdir() if path.read_text()} != expected and time.monotonic() < give_up_at:
+        time.sleep(0.05)
+    said = {path.name: path.read_text().split() for path in places.iterdir()}
+    assert set(said) == expected
+    for name, (rank, local_rank, here, address, _) in said.items():
+        assert rank == local_rank == name[-1]
+        assert (here, address) == ("3", "127.0.0.1")
+    assert len({place[-1] for place in said.values()}) == 1
 
 
 def test_the_comparison_is_of_trained_tokens_per_second():
