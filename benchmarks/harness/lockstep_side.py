@@ -73,7 +73,8 @@ def main() -> None:
     start_other_ranks(arguments.ranks)
 
     def on_step(report: StepReport) -> None:
-        if not turn.is_heard:
+        if not turn.is_heard:  # rewards are known to the first rank
+            turn.over()
             return
         counts = [row.num_trained for row in report.batch.rows]
         turn.over(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from torch import distributed
 
 GO, DONE = "BENCHMARK_GO_FD", "BENCHMARK_DONE_FD"
 
@@ -22,7 +23,8 @@ GO, DONE = "BENCHMARK_GO_FD", "BENCHMARK_DONE_FD"
 class Turn:
     """The trainer's end. Its first turn begins with the process, so it holds the start-up.
 
-    Of several ranks the first takes turns; the others have no pipes, and wait for it where it is missing.
+    Of several ranks only the first has pipes; the others wait with it, because a rank that went on alone would compute
+    in the other trainer's turn.
     """
 
     def __init__(self) -> None:
@@ -33,13 +35,19 @@ class Turn:
             self._done = os.fdopen(int(os.environ[DONE]), "w")
 
     def over(self, **facts: float) -> None:
-        """Say what the update was like, and wait for the next turn."""
-        if not self.is_heard:
-            return
-        seconds = time.perf_counter() - self._started
-        print(json.dumps({"seconds": seconds, **facts}), file=self._done, flush=True)
-        self._go.readline()
+        """Say what the update was like, and wait for the next turn; called on every rank."""
+        wait_for_all_ranks()
+        if self.is_heard:
+            seconds = time.perf_counter() - self._started
+            print(json.dumps({"seconds": seconds, **facts}), file=self._done, flush=True)
+            self._go.readline()
+        wait_for_all_ranks()
         self._started = time.perf_counter()
+
+
+def wait_for_all_ranks() -> None:
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.barrier()
 
 
 class Opponent:
