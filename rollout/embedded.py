@@ -20,6 +20,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -115,7 +116,7 @@ class EmbeddedEngine:
         request_timeout_s: float = 600.0,
         start_timeout_s: float = 600.0,
         num_threads: int | None = None,
-        enforce_eager: bool | None = None,
+        compile_on_cpu: bool = False,
         gpu_memory_utilization: float = 0.5,
         tensor_parallel_size: int = 1,
         trust_remote_code: bool = False,
@@ -138,7 +139,8 @@ class EmbeddedEngine:
             request_timeout_s: a request that takes longer, waiting included, is given up as hung.
             start_timeout_s: the same for the start.
             num_threads: compute threads on CPU; None: the CPUs of this process less one, or its part of them.
-            enforce_eager: no compilation; None: on CPU, where the first request would compile for seconds.
+            compile_on_cpu: compile the model, which takes half a minute, and less when its files are still there; not
+                done otherwise. On a GPU vLLM always does.
             gpu_memory_utilization: share of the GPU's memory; ignored on CPU.
             tensor_parallel_size: workers that share one copy of the model.
             trust_remote_code: run model code that comes with the checkpoint.
@@ -151,9 +153,9 @@ class EmbeddedEngine:
         log_path = Path(log_path)
         log_path.parent.mkdir(parents=True, exist_ok=True)
         is_cpu = not torch.cuda.is_available()
-        eager = is_cpu if enforce_eager is None else enforce_eager
-        if is_cpu and not eager:
-            raise ConfigError("enforce_eager=false needs a GPU; leave it out on CPU")
+        eager = is_cpu and not compile_on_cpu
+        if is_cpu and compile_on_cpu:
+            _check_compiler()
         if num_threads is None:
             cores = len(os.sched_getaffinity(0))
             num_threads = max(1, cores - 1 if local_place is None else cores // local_place[1])
@@ -197,6 +199,7 @@ class EmbeddedEngine:
                 _environment(
                     log_path,
                     is_cpu=is_cpu,
+                    eager=eager,
                     num_threads=num_threads,
                     start_timeout_s=start_timeout_s,
                     local_place=local_place,
@@ -394,6 +397,7 @@ def _environment(
     log_path: Path,
     *,
     is_cpu: bool,
+    eager: bool,
     num_threads: int,
     start_timeout_s: float,
     local_place: tuple[int, int] | None,
@@ -418,7 +422,7 @@ def _environment(
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "OMP_NUM_THREADS": str(num_threads),
             # Eager mode still compiles single functions at the first request, for 4 to 18 s.
-            "TORCHDYNAMO_DISABLE": "1",
+            "TORCHDYNAMO_DISABLE": str(int(eager)),
         }
     if local_place is not None:
         variables |= _own_devices(*local_place, is_cpu=is_cpu)
@@ -436,6 +440,16 @@ def _environment(
                     del os.environ[name]
                 else:
                     os.environ[name] = value
+
+
+def _check_compiler() -> None:
+    """Raises `ConfigError` if there is no C++ compiler, without which vLLM's processes would end in a traceback."""
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++"]
+    if not any(shutil.which(name) for name in names):
+        raise ConfigError(
+            f"compiling an engine's model on a CPU needs a C++ compiler, and {' and '.join(names)} cannot be found; "
+            "`apt-get install g++`, or set rollout.compile_engine=false"
+        )
 
 
 def _own_devices(index: int, number: int, *, is_cpu: bool) -> dict[str, str]:

@@ -196,7 +196,13 @@ class RolloutConfig:
     max_model_len: int = setting(512, "context of the engine: prompt and completion [tokens]")
     max_num_seqs: int = setting(256, "requests the engine batches at once")
     kv_cache_gib: float | None = setting(
-        0.25, "KV cache of the engine; null, on GPUs with engine=colocated: what the memory plan leaves [GiB]"
+        0.25, "KV cache of an engine; null, on GPUs with engine=colocated: what the memory plan leaves [GiB]"
+    )
+    num_engines: int = setting(1, "engine=embedded on a CPU: engines, among which the cores are shared out")
+    compile_engine: bool = setting(
+        False,
+        "engines on a CPU: compile the model when they start, half a minute with a C++ compiler (on GPUs vLLM always "
+        "does)",
     )
     sleep_level: int = setting(
         2,

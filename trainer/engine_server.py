@@ -47,12 +47,13 @@ def command(config: Config) -> list[str]:
     if config.model.trust_remote_code:
         arguments += ["--trust-remote-code"]
     if not on_gpu:
-        arguments += ["--enforce-eager", "--distributed-executor-backend", "uni"]
+        arguments += ["--distributed-executor-backend", "uni"]
+        arguments += [] if settings.compile_engine else ["--enforce-eager"]
     return [*arguments, *config.server.vllm_args]
 
 
-def environment(*, on_gpu: bool) -> dict[str, str]:
-    """Variables of the server beside its key."""
+def environment(*, on_gpu: bool, compiles: bool = False) -> dict[str, str]:
+    """Variables of the server beside its key. compiles: the model, on a CPU; on a GPU vLLM always does."""
     variables = {
         "VLLM_SERVER_DEV_MODE": "1",  # pause, weight and version routes
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_S),
@@ -61,13 +62,13 @@ def environment(*, on_gpu: bool) -> dict[str, str]:
     }
     if not on_gpu:
         # One process and one import of vLLM less; no compilation of single functions at the first request.
-        variables |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"}
+        variables |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": str(int(not compiles))}
     return variables
 
 
 def shown(config: Config) -> str:
     """The same as one line for a shell, with the key by its name."""
-    variables = environment(on_gpu=torch.cuda.is_available())
+    variables = environment(on_gpu=torch.cuda.is_available(), compiles=config.rollout.compile_engine)
     if config.rollout.api_key_env is not None:
         variables |= {KEY_ENV: f"${config.rollout.api_key_env}"}
     return " ".join([*(f"{name}={value}" for name, value in variables.items()), shlex.join(command(config))])
@@ -93,7 +94,7 @@ def run(config: Config) -> None:
     check_host(config.server.host)
     key = engine_key(config.rollout.api_key_env)
     print(shown(config), flush=True)
-    variables: Mapping[str, str] = environment(on_gpu=torch.cuda.is_available())
+    variables: Mapping[str, str] = environment(on_gpu=torch.cuda.is_available(), compiles=config.rollout.compile_engine)
     secret = {} if key is None else {KEY_ENV: key}
     arguments = command(config)
     os.execve(arguments[0], arguments, {**os.environ, **variables, **secret})

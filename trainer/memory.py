@@ -171,8 +171,8 @@ def memory_plan(
         ),
         logits=logits_bytes(shape, config.token_budget),
         gathered=min(gathered, compute * shape.parameters),
-        engine_weights=compute * shape.engine_parameters,
-        kv_cache=int((config.rollout.kv_cache_gib or 0) * GIB),
+        engine_weights=compute * shape.engine_parameters * config.rollout.num_engines,
+        kv_cache=int((config.rollout.kv_cache_gib or 0) * GIB) * config.rollout.num_engines,
         engine_sleeps=config.rollout.engine == "colocated" and config.rollout.sleep_level > 0,
     )
 
@@ -242,7 +242,8 @@ def _helpful(plan: MemoryPlan, config: Config, zero_stage: int) -> Iterator[tupl
     if config.model.dtype == "float32":
         yield (plan.activations + plan.engine_weights) // 2, "model.dtype=bfloat16"
     if plan.kv_cache > plan.total // 4:
-        yield plan.kv_cache // 2, f"rollout.kv_cache_gib={plan.kv_cache / 2 / GIB:g}"
+        half = plan.kv_cache / 2 / GIB / config.rollout.num_engines
+        yield plan.kv_cache // 2, f"rollout.kv_cache_gib={half:g}"
 
 
 def _numel(parameter: nn.Parameter) -> int:

@@ -38,7 +38,30 @@ def start_members(config: Config, *, loop: BackgroundLoop, log_path: Path) -> Se
     """The same, one by one."""
     if config.rollout.engine == "server":
         return connect_servers(config, loop=loop)
-    return [embedded_engine(config, loop=loop, log_path=log_path)]
+    number = config.rollout.num_engines
+    if number == 1:
+        return [embedded_engine(config, loop=loop, log_path=log_path)]
+    check_cores(number)
+    paths = [log_path, *(log_path.with_stem(f"{log_path.stem}-{index}") for index in range(1, number))]
+    return [
+        embedded_engine(config, loop=loop, log_path=path, name=f"embedded engine {index}", local_place=(index, number))
+        for index, path in enumerate(paths)
+    ]
+
+
+def check_cores(num_engines: int) -> None:
+    """Raises `ConfigError` if so many embedded engines would not have a core each, or would meet on a GPU."""
+    if torch.cuda.is_available():
+        raise ConfigError(
+            f"rollout.num_engines={num_engines} shares out the cores of a CPU, and this machine samples on its GPU; "
+            "set rollout.num_engines=1, or rollout=colocated for an engine on every GPU"
+        )
+    cores = len(os.sched_getaffinity(0))
+    if num_engines > cores:
+        raise ConfigError(
+            f"rollout.num_engines={num_engines} needs as many cores, and this process has {cores}; set "
+            f"rollout.num_engines={cores} or less"
+        )
 
 
 def connect_servers(config: Config, *, loop: BackgroundLoop) -> list[RemoteEngine]:
@@ -102,6 +125,7 @@ def embedded_engine(config: Config, *, loop: BackgroundLoop, log_path: Path, **p
         request_timeout_s=settings.request_timeout_s,
         start_timeout_s=settings.start_timeout_s,
         trust_remote_code=config.model.trust_remote_code,
+        compile_on_cpu=settings.compile_engine,
         **{"kv_cache_gib": settings.kv_cache_gib, **placed},
     )
 

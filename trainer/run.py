@@ -238,8 +238,10 @@ class Run:
 
     def _start_engines(self) -> Engines:
         urls = ", ".join(self._config.rollout.urls)
-        one_each = " of every rank" if self._config.rollout.engine == "colocated" else ""
-        self._console.say(f"waiting for the engines at {urls} ..." if urls else f"starting the engine{one_each} ...")
+        number = self._config.rollout.num_engines
+        which = f"{number} engines" if number > 1 else "the engine"
+        which += " of every rank" if self._config.rollout.engine == "colocated" else ""
+        self._console.say(f"waiting for the engines at {urls} ..." if urls else f"starting {which} ...")
         return start_engines(self._config, self._distributed, loop=self._loop, logs=self._directory.logs)
 
     def _load_reward_models(self) -> None:

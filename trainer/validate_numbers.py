@@ -123,6 +123,7 @@ def _ranges(config: Config) -> Iterator[str]:
         "checkpoint.keep": config.checkpoint.keep,
         "optimizer.max_skipped_updates": config.optimizer.max_skipped_updates,
         "reward.workers": config.reward.workers,
+        "rollout.num_engines": config.rollout.num_engines,
         "reward.error_window": config.reward.error_window,
         "eval.samples_per_prompt": config.eval.samples_per_prompt,
     }

@@ -61,6 +61,12 @@ USES = (
         instead="rollout=embedded",
     ),
     Use(
+        settings=("rollout.num_engines",),
+        counts=lambda c: c.rollout.engine == "embedded",
+        because=("rollout.engine",),
+        instead="rollout=embedded",
+    ),
+    Use(
         settings=("rollout.silence_timeout_s",),
         counts=lambda c: c.rollout.engine == "server",
         because=("rollout.engine",),

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from typing import Any
 
 import pytest
+import torch
 
 from rollout.addresses import address_towards, interface_of, is_loopback, rendezvous_address
+from rollout.embedded import _check_compiler
 from rollout.errors import ConfigError, SyncError
 from rollout.server_guard import RequireKey
 from rollout.sync import WeightSync, _free_port
 from trainer.config import Config
 from trainer.distributed import choose_interface
 from trainer.engine_server import check_host, command, shown
-from trainer.parts import engine_key
+from trainer.parts import check_cores, engine_key
 from trainer.validate_engines import engine_problems
 
 URL = "http://10.0.0.7:8000"
@@ -224,3 +227,32 @@ def test_an_address_of_rank_0_that_is_loopback_here_is_refused_where_there_are_o
     with pytest.raises(ConfigError, match=r"--main_process_ip node-0 is loopback on this machine \(127\.0\.1\.1\)"):
         choose_interface(several)
     choose_interface({**several, "WORLD_SIZE": "8"})
+
+
+def test_several_engines_are_refused_where_they_would_share_a_core_or_a_gpu(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 5})
+    check_cores(2)
+    with pytest.raises(ConfigError, match=r"num_engines=3 .* this process has 2; set rollout\.num_engines=2 or less"):
+        check_cores(3)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ConfigError, match="or rollout=colocated for an engine on every GPU"):
+        check_cores(2)
+
+
+def test_a_compiled_engine_needs_a_compiler(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("CXX", raising=False)
+    _check_compiler()
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ConfigError, match=r"g\+\+ and clang\+\+ cannot be found.*set rollout\.compile_engine=false"):
+        _check_compiler()
+    monkeypatch.setenv("CXX", "icpx")
+    with pytest.raises(ConfigError, match="icpx cannot be found"):
+        _check_compiler()
+
+
+def test_a_server_compiles_its_model_when_asked():
+    eager, compiled = config(), config(rollout__compile_engine=True)
+    assert "--enforce-eager" in command(eager)
+    assert "--enforce-eager" not in command(compiled)
+    assert "TORCHDYNAMO_DISABLE=1" in shown(eager)
+    assert "TORCHDYNAMO_DISABLE=0" in shown(compiled)

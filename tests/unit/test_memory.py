@@ -152,6 +152,18 @@ def test_a_plan_that_does_not_fit_names_overrides_and_one_that_fits_says_nothing
     assert "the device has 0.01" in sentence
 
 
+def test_several_engines_hold_their_weights_and_cache_each() -> None:
+    one, config = planned(policy()), Config()
+    config.rollout.num_engines, config.rollout.kv_cache_gib = 3, 4.0
+    shape = shape_of(policy())
+    three = memory_plan(shape, config, world_size=1, zero_stage=0, uses_deepspeed=False)
+    assert three.engine_weights == 3 * one.engine_weights
+    assert three.kv_cache == 3 * 4 * GIB
+    sentence = advice(three, config, available=GIB // 100, zero_stage=0)
+    assert sentence is not None
+    assert "rollout.kv_cache_gib=2 (" in sentence
+
+
 def test_an_engine_that_sleeps_takes_turns_with_the_update_and_gets_what_is_left() -> None:
     def plan_of(*, sleep_level: int, cache: float | None = 1.0) -> MemoryPlan:
         config = Config()

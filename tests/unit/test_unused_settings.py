@@ -24,6 +24,7 @@ REFUSED = [
     ("profile_steps=3", "set profile=true, or profile_steps=1"),
     ("rollout=server rollout.engine_restarts=3", "does nothing with rollout.engine=server"),
     ("rollout.silence_timeout_s=5", "set rollout=server"),
+    ("rollout=colocated rollout.num_engines=2", "set rollout=embedded, or rollout.num_engines=1"),
     ("rollout.sleep_level=1", "set rollout=colocated"),
     ("correction=off correction.high=3", "correction.mode=off; set correction.mode=token_truncate"),
     ("correction=none correction.low=0.1", "or correction.low=0.0"),
