@@ -139,8 +139,8 @@ class EmbeddedEngine:
             request_timeout_s: a request that takes longer, waiting included, is given up as hung.
             start_timeout_s: the same for the start.
             num_threads: compute threads on CPU; None: the CPUs of this process less one, or its part of them.
-            compile_on_cpu: compile the model, which takes half a minute, and less when its files are still there; not
-                done otherwise. On a GPU vLLM always does.
+            compile_on_cpu: compile the model, which takes up to a minute, and less when the files of the last time are
+                still there. On a GPU vLLM always does.
             gpu_memory_utilization: share of the GPU's memory; ignored on CPU.
             tensor_parallel_size: workers that share one copy of the model.
             trust_remote_code: run model code that comes with the checkpoint.

@@ -201,8 +201,8 @@ class RolloutConfig:
     num_engines: int = setting(1, "engine=embedded on a CPU: engines, among which the cores are shared out")
     compile_engine: bool = setting(
         False,
-        "engines on a CPU: compile the model when they start, half a minute with a C++ compiler (on GPUs vLLM always "
-        "does)",
+        "engines on a CPU: compile the model when they start, with a C++ compiler, in up to a minute (on GPUs vLLM "
+        "always does)",
     )
     sleep_level: int = setting(
         2,

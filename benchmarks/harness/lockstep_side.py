@@ -7,6 +7,7 @@ Settings are those of the demo; what differs is in `overrides`.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,8 @@ def overrides(workload: Workload, *, updates: int, run_root: str, ranks: int) ->
         f"rollout.ignore_eos={str(workload.fixed_tokens is not None).lower()}",
         f"reward.functions=[{SENTENCE}:right_sentence]",
         "reward.isolation=thread",
-        f"rollout={'embedded' if ranks == 1 else 'colocated'}",
+        *([f"rollout.num_engines={len(os.sched_getaffinity(0))}"] if ranks == 1 else ["rollout=colocated"]),
+        "rollout.compile_engine=true",
         f"optimizer.lr={workload.learning_rate}",
         f"updates={updates}",
         f"run_root={run_root}",
