@@ -114,13 +114,15 @@ from harness.ranks import start_other_ranks
 from harness.turns import Turn
 turn = Turn()
 start_other_ranks(3)
+from torch import distributed
+distributed.init_process_group("gloo")
 turn.over(ranks=int(os.environ["WORLD_SIZE"]))
 place = [os.environ[name] for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")]
 Path(sys.argv[2], f"{turn.is_heard}-{os.environ['RANK']}").write_text(" ".join(place))
 """
 
 
-def test_of_several_ranks_the_first_takes_turns(tmp_path):
+def test_of_several_ranks_the_first_takes_turns_and_the_others_wait_with_it(tmp_path):
     script = tmp_path / "rank.py"
     script.write_text(RANK)
     places = tmp_path / "places"
@@ -128,6 +130,8 @@ def test_of_several_ranks_the_first_takes_turns(tmp_path):
     side = Opponent(script, [str(BENCHMARKS), str(places)], log=tmp_path / "log", environment={})
     answer = side.first_turn()
     assert answer["ranks"] == 3
+    time.sleep(0.5)
+    assert not list(places.iterdir()), "a rank that goes on computes in the other trainer's turn"
     side.close()
     expected = {"True-0", "False-1", "False-2"}
     give_up_at = time.monotonic() + 60
