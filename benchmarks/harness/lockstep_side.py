@@ -26,11 +26,14 @@ from trainer.loop import StepReport
 from trainer.run import run
 from trainer.validate import validate
 
+MAX_ENGINES = 4
+"""They start one after the other, in ten seconds each; more were not tried."""
 SENTENCE = Path(__file__).parent / "sentence.py"
 
 
 def overrides(workload: Workload, *, updates: int, run_root: str, ranks: int) -> list[str]:
     """The settings of this workload."""
+    num_engines = min(MAX_ENGINES, len(os.sched_getaffinity(0)))
     return [
         f"model={workload.task}",
         f"data={workload.task}",
@@ -46,7 +49,7 @@ def overrides(workload: Workload, *, updates: int, run_root: str, ranks: int) ->
         f"rollout.ignore_eos={str(workload.fixed_tokens is not None).lower()}",
         f"reward.functions=[{SENTENCE}:right_sentence]",
         "reward.isolation=thread",
-        *([f"rollout.num_engines={len(os.sched_getaffinity(0))}"] if ranks == 1 else ["rollout=colocated"]),
+        f"rollout.num_engines={num_engines}" if ranks == 1 else "rollout=colocated",
         "rollout.compile_engine=true",
         f"optimizer.lr={workload.learning_rate}",
         f"updates={updates}",

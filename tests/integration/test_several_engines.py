@@ -4,6 +4,7 @@ own."""
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -25,6 +26,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 PROMPT = (5, 6, 7, 8)
 TWO = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two engines need two cores")
+COMPILER = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="there is no C++ compiler")
 
 
 def sampled(run: Path, step: int) -> list[list[int]]:
@@ -33,6 +35,7 @@ def sampled(run: Path, step: int) -> list[list[int]]:
 
 
 @TWO
+@COMPILER
 def test_two_compiled_engines_train_as_one_does(demo: tuple[str, ...], tmp_path: Path) -> None:  # noqa: F811
     settings = (*demo, *SMALL, "updates=2", f"run_root={tmp_path}", "checkpoint.every=0")
     train(*settings, "run_name=one")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from trainer.distributed import choose_interface
 from trainer.engine_server import check_host, command, shown
 from trainer.parts import check_cores, engine_key
 from trainer.validate_engines import engine_problems
+from trainer.validate_numbers import number_problems
 
 URL = "http://10.0.0.7:8000"
 
@@ -232,6 +234,8 @@ def test_an_address_of_rank_0_that_is_loopback_here_is_refused_where_there_are_o
 def test_several_engines_are_refused_where_they_would_share_a_core_or_a_gpu(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 5})
     check_cores(2)
+    (problem,) = number_problems(config(engine="embedded", rollout__num_engines=0))
+    assert "set rollout.num_engines=1" in problem
     with pytest.raises(ConfigError, match=r"num_engines=3 .* this process has 2; set rollout\.num_engines=2 or less"):
         check_cores(3)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -239,8 +243,10 @@ def test_several_engines_are_refused_where_they_would_share_a_core_or_a_gpu(monk
         check_cores(2)
 
 
-def test_a_compiled_engine_needs_a_compiler(monkeypatch: pytest.MonkeyPatch):
+def test_a_compiled_engine_needs_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.delenv("CXX", raising=False)
+    (tmp_path / "clang++").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
     _check_compiler()
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ConfigError, match=r"g\+\+ and clang\+\+ cannot be found.*set rollout\.compile_engine=false"):
