@@ -1,0 +1,28 @@
+"""Whole runs give the numbers that are recorded in tests/golden: bit for bit where the machine is of the same kind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.fixtures.forked_python import forked_python
+from tests.golden.runs import HERE, RUNS, machine, run
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+OTHER_KERNELS = {"rel": 1e-3, "abs": 1e-5}
+"""Between CPUs: rounding of float32 over four updates, as long as no sampled token differs (tests/golden/README.md)."""
+
+
+@pytest.mark.parametrize("name", sorted(RUNS))
+def test_a_run_gives_its_recorded_numbers(name: str, tmp_path: Path) -> None:
+    recorded = json.loads((HERE / f"{name}.json").read_text())
+    found = run(name, tmp_path, python=forked_python())
+    if machine() == recorded.pop("machine"):
+        assert found == recorded
+        return
+    assert len(found["updates"]) == len(recorded["updates"])
+    for update, expected in zip(found["updates"], recorded["updates"], strict=True):
+        assert update == pytest.approx(expected, **OTHER_KERNELS)
