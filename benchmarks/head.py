@@ -23,7 +23,7 @@ import time
 import torch
 from harness.results import argument_parser, report
 
-from trainer.head import LogitTransform, fused_logprobs
+from trainer.model.fused_head import LogitTransform, fused_logprobs
 
 TEMPERATURE = 0.7
 

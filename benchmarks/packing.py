@@ -29,11 +29,11 @@ from harness.models import small_qwen3
 from harness.results import argument_parser, interleaved, report
 
 from rollout.records import TrainingRow
-from trainer.balance import plan
-from trainer.config import ATTENTIONS
-from trainer.head import fused_logprobs
-from trainer.packing import collate
-from trainer.policy import Policy
+from trainer.batch.assignment import plan
+from trainer.batch.packing import collate
+from trainer.config.schema import ATTENTIONS
+from trainer.model.fused_head import fused_logprobs
+from trainer.model.policy import Policy
 
 
 def training_rows(args: argparse.Namespace) -> list[TrainingRow]:

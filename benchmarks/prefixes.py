@@ -17,9 +17,9 @@ from harness.models import small_qwen3
 from harness.results import argument_parser, interleaved, report
 from harness.steps import make_rollouts, trainer_step
 
-from trainer.config import Config, OptimizerConfig
-from trainer.loop import StepReport
-from trainer.policy import Policy
+from trainer.config.schema import Config, OptimizerConfig
+from trainer.model.policy import Policy
+from trainer.observe.step_report import StepReport
 
 
 def main() -> None:

@@ -26,10 +26,10 @@ from harness.slow_tools import Meter, MeteredEngine, SlowCalculator
 from harness.turns import Opponent
 from harness.workloads import ROOT, WORKLOADS
 
-from rollout.chat import Chat
-from rollout.engine import Sampling
-from rollout.loop import BackgroundLoop
-from rollout.sampler import Sampler
+from rollout.chat.chat import Chat
+from rollout.engine.protocol import Sampling
+from rollout.sampler.sampler import Sampler
+from rollout.system.background_loop import BackgroundLoop
 
 SIDES = ("vllm", "engine", "rollouts")
 CLOCKS = ("seconds", "cpu_s")

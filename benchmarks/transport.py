@@ -33,11 +33,11 @@ import psutil
 from harness.results import argument_parser, report
 from harness.workloads import ROOT, WORKLOADS
 
-from rollout.embedded import EmbeddedEngine
-from rollout.engine import Sampling, SyncedEngine
-from rollout.garbage import frozen
-from rollout.loop import BackgroundLoop
-from rollout.remote import GENERATE, RemoteEngine
+from rollout.engine.embedded import EmbeddedEngine
+from rollout.engine.protocol import Sampling, SyncedEngine
+from rollout.server.server_engine import GENERATE, RemoteEngine
+from rollout.system.background_loop import BackgroundLoop
+from rollout.system.gc_freeze import frozen
 
 CONTEXT, PROMPT_TOKENS, KV_CACHE_GIB = 512, 32, 0.5
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}

@@ -32,15 +32,15 @@ from harness.models import small_qwen3
 from harness.results import argument_parser, interleaved, report
 from harness.steps import make_rollouts, trainer_step
 
-from rollout.demo.tokenizer import untrained
-from trainer.balance import plan
-from trainer.batch import StepBatch, decode, encode
-from trainer.config import Config, OptimizerConfig
-from trainer.flops import update_flops
-from trainer.memory import ModelShape
-from trainer.optimizer import make_optimizer
-from trainer.packing import collate
-from trainer.policy import Policy
+from demo.tokenizer import untrained
+from trainer.batch.assignment import plan
+from trainer.batch.packing import collate
+from trainer.batch.step_batch import StepBatch, decode, encode
+from trainer.config.schema import Config, OptimizerConfig
+from trainer.model.flops import update_flops
+from trainer.model.memory_plan import ModelShape
+from trainer.model.policy import Policy
+from trainer.update.optimizer import make_optimizer
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

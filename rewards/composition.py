@@ -1,9 +1,9 @@
 """Several reward functions, weighted, on a batch of rollouts; what goes wrong in one is typed, counted and never a
 zero.
 
-Functions from files, and built-ins that may hang, run in processes that can be killed (`rewards/isolation.py`). Others
-run in this process: sync ones in threads, async ones in the event loop, each with a deadline. That deadline gives the
-run its turn back; it does not kill (what is not contained: `rollout/deadline.py`).
+Functions from files, and built-ins that may hang, run in processes that can be killed (`rewards/workers/pool.py`).
+Others run in this process: sync ones in threads, async ones in the event loop, each with a deadline. That deadline
+gives the run its turn back; it does not kill (what is not contained: `rollout/system/deadline.py`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from rewards.functions import ISOLATED
-from rewards.isolation import IsolatedReward, Isolation, WorkerPool
+from rewards.functions.built_in import ISOLATED
 from rewards.outcomes import ERRORS, Outcome, Verdict, judge_batch, judge_call
 from rewards.resolve import configure, resolve
 from rewards.trl import BatchReward
-from rollout.deadline import call_with_deadline
+from rewards.workers.pool import IsolatedReward, Isolation, WorkerPool
 from rollout.errors import ConfigError, RewardError
 from rollout.records import Rollout, RolloutStatus
+from rollout.system.deadline import call_with_deadline
 
 Policy = Literal["drop", "raise"] | float
 """What an error means: drop the rollout (status FAILED), end the run, or count as this explicit value."""

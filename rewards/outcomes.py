@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout.deadline import DeadlineExceeded, Finished, TooManyAbandoned
+from rollout.system.deadline import DeadlineExceeded, Finished, TooManyAbandoned
 
 
 class Outcome(StrEnum):

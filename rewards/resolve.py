@@ -7,14 +7,14 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rewards.functions import FUNCTIONS
-from rewards.model_settings import ModelSettings
+from rewards.functions.built_in import FUNCTIONS
+from rewards.model.settings import ModelSettings
 from rewards.trl import BatchReward, from_trl, has_trl_signature
 from rollout.errors import ConfigError
-from rollout.loading import load_function
+from rollout.system.user_functions import load_function
 
 MODEL = "model"
-"""Name of the reward that is a reward model (`rewards/model.py`)."""
+"""Name of the reward that is a reward model (`rewards/model/reward.py`)."""
 NOT_BY_NAME = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 """Parameters that no setting can name."""
 
@@ -26,7 +26,7 @@ def resolve(spec: str) -> tuple[str, Callable[..., Any]]:
         ConfigError: no such function or file, or the file cannot be loaded.
     """
     if spec == MODEL:
-        from rewards.model import model_reward  # torch and transformers, which other rewards do not need
+        from rewards.model.reward import model_reward  # torch and transformers, which other rewards do not need
 
         return spec, model_reward
     if spec in FUNCTIONS:

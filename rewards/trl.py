@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollout.deadline import describe
 from rollout.errors import ConfigError
 from rollout.records import Message, Rollout
+from rollout.system.deadline import describe
 
 # Keys of a data row that TRL passes under other names.
 _RENAMED = ("prompt", "completion", "completion_ids")

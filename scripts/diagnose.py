@@ -7,7 +7,7 @@
     python scripts/diagnose.py --break retokenise                   what a broken pipeline looks like
     python scripts/diagnose.py --json                               for programs; exit status 0: ok, 1: not
 
-What the numbers mean: docs/diagnosis.md. Settings: trainer/config.py, as for scripts/train.py.
+What the numbers mean: docs/diagnosis.md. Settings: trainer/config/schema.py, as for scripts/train.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from trainer.launch import launch
+from trainer.cli import launch
 
 VARIANT_NAMES = ("retokenise", "missing_final", "shift", "dropout", "stale_weights")
 
@@ -38,8 +38,8 @@ def main() -> None:
     exit_status: list[int] = []
 
     def with_config(config) -> None:
-        from trainer.diagnosis.run import Options, run  # torch and vLLM load only after the settings are right
         from trainer.diagnosis.variants import Variant
+        from trainer.tools.diagnose import Options, run  # torch and vLLM load only after the settings are right
 
         options = Options(
             as_json=flags.json,

@@ -6,21 +6,21 @@
     python scripts/evaluate.py model.path=... eval.output=after.json eval.compare_to=before.json
 
 Prints mean reward and pass@k with intervals; the last line is JSON. The settings are those of training
-(trainer/config.py), docs/evaluation.md explains them.
+(trainer/config/schema.py), docs/evaluation.md explains them.
 """
 
 from functools import partial
 
-from trainer.validate import validate
+from trainer.checks.validate import validate
 
 
 def main(config) -> None:
-    from trainer.evaluation import run
+    from trainer.evaluate.evaluator import run
 
     run(config)
 
 
 if __name__ == "__main__":
-    from trainer.launch import launch  # only here: an engine's process loads this file, too
+    from trainer.cli import launch  # only here: an engine's process loads this file, too
 
     launch(main, check=partial(validate, trains=False))

@@ -25,9 +25,9 @@ def main() -> int:
     from rich.table import Table
 
     from rollout.errors import LockstepError
-    from rollout.store import read_newest_rollouts, read_rollouts
-    from trainer.console import RunConsole
-    from trainer.saved_metrics import read_metrics
+    from rollout.saved_rollouts import read_newest_rollouts, read_rollouts
+    from trainer.observe.console import RunConsole
+    from trainer.observe.saved_metrics import read_metrics
 
     console = Console(highlight=False)
     directory = arguments.run / "rollouts"
@@ -69,7 +69,7 @@ def _print_tokens(console, rollout, run: Path) -> None:
     from rich.text import Text
     from transformers import AutoTokenizer
 
-    from rollout.rows import rows_from_calls
+    from rollout.episode.rows import rows_from_calls
 
     model = run / "model"
     tokenizer = AutoTokenizer.from_pretrained(model) if model.is_dir() else None

@@ -1,9 +1,9 @@
-"""Write docs/settings.md: every setting of `trainer/config.py` with its default, meaning and unit.
+"""Write docs/settings.md: every setting of `trainer/config/schema.py` with its default, meaning and unit.
 
     python scripts/list_settings.py            # also: make docs
     python scripts/list_settings.py --check    # exit 1 when the page is not what the code says
 
-The page is generated, so it cannot contradict the code; edit the descriptions in trainer/config.py.
+The page is generated, so it cannot contradict the code; edit the descriptions in trainer/config/schema.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import yaml
 
-from trainer.config import Config, DataSetConfig
+from trainer.config.schema import Config, DataSetConfig
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
 
@@ -64,12 +64,12 @@ def page() -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Write docs/settings.md from trainer/config.py.")
+    parser = argparse.ArgumentParser(description="Write docs/settings.md from trainer/config/schema.py.")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when the page is out of date")
     if parser.parse_args().check:
         if PAGE.is_file() and PAGE.read_text() == page():
             return 0
-        print("docs/settings.md is not what trainer/config.py says; run: make docs", file=sys.stderr)
+        print("docs/settings.md is not what trainer/config/schema.py says; run: make docs", file=sys.stderr)
         return 1
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(page())

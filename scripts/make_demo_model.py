@@ -4,7 +4,7 @@
     python scripts/make_demo_model.py --task chain
 
 Writes train.jsonl and heldout.jsonl to data/demo/<task> and the model with its tokenizer to models/<task>. A second
-call finds them and returns. The recipe and its reasons are in rollout/demo/.
+call finds them and returns. The recipe and its reasons are in demo/.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from rollout.demo.manifest import TASK_NAMES, find_made
+from demo.manifest import TASK_NAMES, find_made
 from rollout.errors import LockstepError
 
 
@@ -33,8 +33,8 @@ def main() -> int:
             return 0
         from rich.console import Console  # torch and transformers are imported only when there is work for them
 
-        from rollout.demo.make import make_demo
-        from trainer.third_party import quiet_third_parties
+        from demo.make import make_demo
+        from trainer.run.library_logs import quiet_third_parties
 
         quiet_third_parties()
         make_demo(arguments.task, model_dir, data_dir, arguments.seed, Console())

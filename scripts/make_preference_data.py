@@ -3,7 +3,7 @@
     python scripts/make_preference_data.py --task sentiment          # under a minute on two cores
     python scripts/make_preference_data.py --task descriptiveness
 
-Writes models/<task>_lm and data/preferences/<task>/. What is made and why: rollout/preferences/.
+Writes models/<task>_lm and data/preferences/<task>/. What is made and why: demo/preferences/.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def main() -> int:
     parser.add_argument("--data", type=Path, help="directory of the data (default: data/preferences/<task>)")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    from rollout.preferences.make import make_preferences
-    from trainer.third_party import quiet_third_parties
+    from demo.preferences.make import make_preferences
+    from trainer.run.library_logs import quiet_third_parties
 
     quiet_third_parties()
     model_dir = arguments.out or Path("models") / f"{arguments.task}_lm"

@@ -20,7 +20,7 @@ PACKAGES = ("rollout", "rewards", "trainer", "scripts")
 HEADER = """# Map of the code
 
 Every module in its own words: the first sentence of its docstring. Start with `rollout/records.py`, the records that
-pass between stages, and `Trainer.step` in `trainer/loop.py`, the way through one update. `rollout` and `rewards` import
+pass between stages, and `Trainer.step` in `trainer/step.py`, the way through one update. `rollout` and `rewards` import
 nothing of `trainer`. This page is written by `make docs`.
 """
 

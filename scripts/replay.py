@@ -34,7 +34,7 @@ def main() -> int:
             raise ConfigError(
                 f"{arguments.path} is no dumped batch (no attempt.json in it); for a run add --step <update>"
             )
-        from trainer.replay import replay
+        from trainer.tools.replay import replay
 
         is_same = replay(arguments.path, step=arguments.step, sample=arguments.sample, overrides=arguments.overrides)
     except LockstepError as error:

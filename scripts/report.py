@@ -22,8 +22,8 @@ def main() -> int:
     arguments = parser.parse_args()
 
     from rollout.errors import ConfigError, LockstepError
-    from trainer.report.page import write_report
-    from trainer.report.saved_run import SavedRun
+    from trainer.observe.pages.run_report import write_report
+    from trainer.observe.saved_run import SavedRun
 
     out = arguments.out or arguments.run / "report.html"
     try:

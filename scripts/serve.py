@@ -5,17 +5,17 @@
     python scripts/serve.py model.path=... rollout.engine=server rollout.urls=[http://127.0.0.1:8001]
 
 Prints the base URL and the key for any OpenAI client. What is exact and what is refused: docs/gateway.md.
-The settings are those of training (trainer/config.py), so what is sampled here is what training would sample.
+The settings are those of training (trainer/config/schema.py), so what is sampled here is what training would sample.
 """
 
 
 def main(config) -> None:
-    from trainer.serving import run
+    from trainer.tools.serve_gateway import run
 
     run(config)
 
 
 if __name__ == "__main__":
-    from trainer.launch import launch  # only here: an engine's process loads this file, too
+    from trainer.cli import launch  # only here: an engine's process loads this file, too
 
     launch(main, needs_data=False)

@@ -6,21 +6,21 @@
     python scripts/train.py --cfg job                                                print the resolved config
     python scripts/train.py dry_run=true                                             say what would be done, and end
 
-Settings: trainer/config.py. What one step does: `Trainer.step` in trainer/loop.py.
+Settings: trainer/config/schema.py. What one step does: `Trainer.step` in trainer/step.py.
 """
 
 
 def main(config) -> None:
     # torch, transformers and vLLM load only after the settings were found to be right
     if config.dry_run:
-        from trainer.dry_run import dry_run as run
+        from trainer.tools.dry_run import dry_run as run
     else:
-        from trainer.run import run
+        from trainer.run.run import run
 
     run(config)
 
 
 if __name__ == "__main__":
-    from trainer.launch import launch  # only here: an engine's process loads this file, too
+    from trainer.cli import launch  # only here: an engine's process loads this file, too
 
     launch(main)

@@ -9,7 +9,7 @@ Settings: trainer/reward_model/config.py. The model is written to <run directory
 `reward.functions=[model] reward.settings.model.path=<run directory>/model`.
 """
 
-from trainer.launch import launch
+from trainer.cli import launch
 from trainer.reward_model.config import RewardModelConfig, check
 
 

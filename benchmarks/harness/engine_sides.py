@@ -23,14 +23,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from harness.turns import Turn
 from harness.workloads import WORKLOADS, Workload
-from rollout.chat import Chat
-from rollout.embedded import EmbeddedEngine
-from rollout.engine import Sampling
+from rollout.chat.chat import Chat
+from rollout.engine.embedded import EmbeddedEngine
+from rollout.engine.protocol import Sampling
 from rollout.environments import make_environment
-from rollout.episode import request_seed
-from rollout.garbage import frozen
-from rollout.loop import BackgroundLoop
-from rollout.sampler import Sampler
+from rollout.episode.episode import request_seed
+from rollout.sampler.sampler import Sampler
+from rollout.system.background_loop import BackgroundLoop
+from rollout.system.gc_freeze import frozen
 
 MAX_NUM_SEQS, KV_CACHE_GIB = 256, 0.25
 Batch = Callable[[int], int]

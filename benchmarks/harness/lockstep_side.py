@@ -20,11 +20,11 @@ from hydra.core.config_store import ConfigStore
 from harness.ranks import start_other_ranks
 from harness.turns import Turn
 from harness.workloads import WORKLOADS, Workload
-from trainer.config import Config
-from trainer.launch import CONFIG_DIR, schema, to_config
-from trainer.loop import StepReport
-from trainer.run import run
-from trainer.validate import validate
+from trainer.checks.validate import validate
+from trainer.cli import CONFIG_DIR, schema, to_config
+from trainer.config.schema import Config
+from trainer.observe.step_report import StepReport
+from trainer.run.run import run
 
 MAX_ENGINES = 4
 """They start one after the other, in ten seconds each; more were not tried."""

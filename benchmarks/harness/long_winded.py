@@ -16,9 +16,9 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rollout.demo.play import demonstrate, tokenize
-from rollout.demo.tasks import TASKS, Player, Row, draw_unique
-from rollout.demo.warm_start import imitation_loss
+from demo.play import demonstrate, tokenize
+from demo.tasks import TASKS, Player, Row, draw_unique
+from demo.warm_start import imitation_loss
 
 MEDIAN, SIGMA = 24, 1.0
 """Of the number of dots: the mean is 40, one turn in a hundred has 246."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rewards.answers import final_answer
-from rollout.demo.tasks import answer_text
+from demo.tasks import answer_text
+from rewards.functions.answers import final_answer
 from rollout.records import Rollout
 
 

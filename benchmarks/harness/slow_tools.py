@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout.engine import Engine, Sampling
-from rollout.environment import Step
+from rollout.engine.protocol import Engine, Sampling
 from rollout.environments.calculator import CalculatorEnvironment
+from rollout.episode.environment import Step
 from rollout.records import EngineCall, Message
 
 

@@ -8,14 +8,15 @@ from typing import Any
 import numpy as np
 
 from rollout.records import EngineCall, FinishReason, Rollout
-from rollout.sync import SyncReport
-from trainer.collection import Collected
-from trainer.config import Config
-from trainer.distributed import Distributed
-from trainer.loop import StepReport, Trainer
-from trainer.optimizer import make_optimizer
-from trainer.policy import Policy
-from trainer.update import Updater
+from rollout.weights.sync import SyncReport
+from trainer.collect.source import Collected
+from trainer.config.schema import Config
+from trainer.distributed.distributed import Distributed
+from trainer.model.policy import Policy
+from trainer.observe.step_report import StepReport
+from trainer.step import Trainer
+from trainer.update.optimizer import make_optimizer
+from trainer.update.updater import Updater
 
 
 def make_rollouts(

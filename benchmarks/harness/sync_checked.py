@@ -25,10 +25,10 @@ import torch
 import torch.distributed as dist
 
 from harness.models import small_qwen3
-from rollout.checksums import worst_groups
-from rollout.embedded import EmbeddedEngine
-from rollout.loop import BackgroundLoop
-from rollout.sync import WeightSync
+from rollout.engine.embedded import EmbeddedEngine
+from rollout.system.background_loop import BackgroundLoop
+from rollout.weights.checksums import worst_groups
+from rollout.weights.sync import WeightSync
 
 MAX_MODEL_LEN = 256
 

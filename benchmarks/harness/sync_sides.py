@@ -31,12 +31,12 @@ from vllm.distributed.weight_transfer.base import ParamMeta, layerwise_groups
 
 from harness.models import small_qwen3
 from harness.receiver import Receiver
-from rollout.addresses import LOOPBACK
-from rollout.buckets import bucket_layout, views
-from rollout.daemon import in_daemon_thread
-from rollout.gloo.trainer import GlooTrainerInitInfo, GlooTrainerWeightTransferEngine
-from rollout.gloo.wire import Receivers, listen, send
-from rollout.source import ZeroSource
+from rollout.system.abandonable_thread import in_daemon_thread
+from rollout.system.addresses import LOOPBACK
+from rollout.weights.buckets import bucket_layout, views
+from rollout.weights.gloo.trainer import GlooTrainerInitInfo, GlooTrainerWeightTransferEngine
+from rollout.weights.gloo.wire import Receivers, listen, send
+from rollout.weights.source import ZeroSource
 
 SIDES = ("copy", "parameter", "group", "lockstep")
 TIMEOUT_S = 120.0

@@ -62,7 +62,7 @@ class Workload:
         """Make the model and its data, unless they are there."""
         from rich.console import Console
 
-        from rollout.demo.make import make_demo
+        from demo.make import make_demo
 
         console = Console(file=sys.stderr)
         make_demo(self.task, ROOT / "models" / self.task, self.data_path.parent, 0, console)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rollout.environment import Environment, RunsItself
 from rollout.environments.agent import AgentEnvironment
 from rollout.environments.calculator import CalculatorEnvironment
 from rollout.environments.chain import ChainEnvironment
@@ -18,8 +17,9 @@ from rollout.environments.trl import TRLEnvironment
 from rollout.environments.trl_rollout import TRLRollout
 from rollout.environments.user import SimulatedUser
 from rollout.environments.verifiers import VerifiersEnvironment
+from rollout.episode.environment import Environment, RunsItself
 from rollout.errors import ConfigError
-from rollout.loading import load_function
+from rollout.system.user_functions import load_function
 
 ENVIRONMENTS: dict[str, Callable[..., Environment | RunsItself]] = {
     "single_turn": SingleTurn,

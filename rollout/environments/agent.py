@@ -6,7 +6,7 @@
         return {"tests_passed": 3}                  facts for rewards and metrics, or nothing
 
 It may be a plain function too, and may start whatever it likes, as long as its requests go to `base_url` with
-`api_key`. How the episode is run: `rollout/agents.py`.
+`api_key`. How the episode is run: `rollout/sampler/agent_episodes.py`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rollout.environment import RunsItself
+from rollout.episode.environment import RunsItself
 from rollout.errors import ConfigError
-from rollout.loading import load_function
+from rollout.system.user_functions import load_function
 
 
 class AgentEnvironment(RunsItself):

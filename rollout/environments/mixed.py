@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollout.environment import Concludes, Environment, HostsConversations, OpenConversation, RunsItself, Step
+from rollout.episode.environment import Concludes, Environment, HostsConversations, OpenConversation, RunsItself, Step
 from rollout.errors import ConfigError, DataError
 from rollout.records import Message
 
@@ -13,7 +13,7 @@ from rollout.records import Message
 class Mixed:
     """Becomes, on reset, the environment that the row names; before that it has no tools.
 
-    Parts that run their own episodes are never reset: `rollout/sampler.py` asks `choose`.
+    Parts that run their own episodes are never reset: `rollout/sampler/sampler.py` asks `choose`.
     """
 
     def __init__(

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from rollout.environment import Tools
+from rollout.episode.environment import Tools
 from rollout.errors import DataError
 
 JSON_TYPES = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollout.environment import Step, Tools
 from rollout.environments.prompt import Prompt
 from rollout.environments.row_tools import row_tools
+from rollout.episode.environment import Step, Tools
 from rollout.records import Message
 
 

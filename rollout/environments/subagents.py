@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollout.environment import OpenConversation, Step, Tools
 from rollout.environments.prompt import Prompt
+from rollout.environments.python_tools import Toolbox, ToolFunction, count_results, load_tools
+from rollout.episode.environment import OpenConversation, Step, Tools
 from rollout.errors import ConfigError
 from rollout.records import Message
-from rollout.tools import Toolbox, ToolFunction, count_results, load_tools
 
 AGENT_PROMPT = "You are given one task. Solve it with your tools, then state the result in one sentence."
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollout.environment import Step
 from rollout.environments.prompt import Prompt
+from rollout.environments.python_tools import Toolbox, ToolFunction, count_results, load_tools
+from rollout.episode.environment import Step
 from rollout.records import Message
-from rollout.tools import Toolbox, ToolFunction, count_results, load_tools
 
 
 class ToolEnvironment:

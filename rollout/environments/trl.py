@@ -20,13 +20,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from rollout.deadline import call_with_deadline
-from rollout.environment import Step, Tools
 from rollout.environments.prompt import PROMPT_COLUMNS, Prompt
+from rollout.environments.python_tools import Toolbox, ToolFunction, count_results
+from rollout.episode.environment import Step, Tools
 from rollout.errors import ConfigError, DataError
-from rollout.loading import load_function
 from rollout.records import Message
-from rollout.tools import Toolbox, ToolFunction, count_results
+from rollout.system.deadline import call_with_deadline
+from rollout.system.user_functions import load_function
 
 Factory = Callable[[], Any]
 _NOT_TOOLS = ("reset", "get_reward")

@@ -14,7 +14,7 @@ outcome. TRL itself need not be installed.
 Not covered: `trainer` is no `GRPOTrainer`; it has what `Trainer` below lists. TRL 1.16 ships no helper that samples for
 such a function: `generate_rollout_completions` of earlier versions reached into the trainer's own vLLM and has to be
 replaced by `trainer.generate`. Images. The function renders its prompts itself, so nothing keeps control tokens out of
-them. There is no sandbox, and a function that hangs is abandoned, not stopped (`rollout/deadline.py`).
+them. There is no sandbox, and a function that hangs is abandoned, not stopped (`rollout/system/deadline.py`).
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
-from rollout.deadline import DeadlineExceeded, call_with_deadline, is_async
-from rollout.engine import Engine, Sampling
-from rollout.environment import RunsItself
+from rollout.engine.protocol import Engine, Sampling
 from rollout.environments.prompt import PROMPT_COLUMNS, Prompt
+from rollout.episode.environment import RunsItself
 from rollout.errors import CallLimitError, ConfigError, ContextFullError, EngineError, EvidenceError
-from rollout.loading import load_function
 from rollout.records import EngineCall, FinishReason, Message, Rollout, RolloutStatus
+from rollout.system.deadline import DeadlineExceeded, call_with_deadline, is_async
+from rollout.system.user_functions import load_function
 
 if TYPE_CHECKING:  # transformers is slow to import, and environments are made by name while settings are checked
     from transformers import PreTrainedTokenizerFast
 
-    from rollout.chat import Chat
-    from rollout.episode import CallRecord
+    from rollout.chat.chat import Chat
+    from rollout.episode.episode import CallRecord
 
 REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 _NOT_FACTS = (*REQUIRED, "env_mask", "logprob_token_ids")
@@ -176,7 +176,7 @@ class Trainer:
         return calls
 
     async def _one(self, prompt: Sequence[int], number: int) -> EngineCall:
-        from rollout.episode import request_seed  # see the imports above
+        from rollout.episode.episode import request_seed  # see the imports above
 
         call = await self._record.sample(prompt, seed=request_seed(self._seed, number))
         self._answered[number] = call
@@ -211,7 +211,7 @@ async def run_rollout_func_episode(
         EngineError: the engine failed.
         ConfigError: what the function returned has not the form of TRL's contract.
     """
-    from rollout.episode import CallRecord  # see the imports above
+    from rollout.episode.episode import CallRecord  # see the imports above
 
     prompt, messages = environment.prompt(example)
     record = CallRecord(engine=engine, chat=chat, sampling=sampling, seed=seed, max_calls=lambda: max_turns)

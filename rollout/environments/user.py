@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from rollout.environment import Step
 from rollout.environments.prompt import Prompt
+from rollout.episode.environment import Step
 from rollout.errors import DataError
 from rollout.records import Message
 

@@ -27,7 +27,7 @@ from typing import Any
 from rollout.environments.agent import AgentEnvironment
 from rollout.environments.prompt import Prompt
 from rollout.errors import ConfigError
-from rollout.loop import BackgroundLoop
+from rollout.system.background_loop import BackgroundLoop
 
 INPUT_COLUMNS = ("answer", "info", "task", "example_id")
 

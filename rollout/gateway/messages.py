@@ -1,7 +1,7 @@
 """Messages and tools of a request, checked, and reduced to what a chat template may see.
 
 A template can read any key of a message, so keys that are not known here do not pass: a client cannot steer the
-rendering through them. Text stays text (`rollout/untrusted.py` sees to special tokens spelled out in it).
+rendering through them. Text stays text (`rollout/chat/untrusted.py` sees to special tokens spelled out in it).
 
 Not covered: images, audio, files, and the `function` role that tools replaced.
 """
@@ -13,9 +13,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rollout.chat.tool_calls import MAX_DEPTH
 from rollout.gateway.errors import ApiError, not_supported, wrong_type
 from rollout.records import Message
-from rollout.tool_calls import MAX_DEPTH
 
 ID_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 """Token evidence on assistant messages: put there by the gateway, sent back by harnesses that echo messages."""

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from rollout.engine import Sampling
+from rollout.chat.tool_calls import MAX_DEPTH, without_surrogates
+from rollout.engine.protocol import Sampling
 from rollout.gateway.errors import ApiError, not_supported, shown, wrong_type
 from rollout.gateway.messages import depth_of, read_messages, read_tools
 from rollout.records import Message
-from rollout.tool_calls import MAX_DEPTH, without_surrogates
 
 MAX_CHOICES = 128
 MAX_STOPS = 4

@@ -24,8 +24,9 @@ from typing import Any, Self
 
 from aiohttp import web
 
-from rollout.chat import Chat
-from rollout.engine import Engine, Sampling
+from rollout.chat.chat import Chat
+from rollout.chat.untrusted import UntrustedTextEncoder
+from rollout.engine.protocol import Engine, Sampling
 from rollout.errors import ConfigError, LockstepError, TemplateError
 from rollout.gateway.completion import complete, text_decoder
 from rollout.gateway.errors import ApiError, not_supported, server_error, shown
@@ -35,8 +36,7 @@ from rollout.gateway.response import completion_body, completion_events
 from rollout.gateway.session import Session
 from rollout.gateway.splice import make_prompt
 from rollout.records import Rollout
-from rollout.store import to_json
-from rollout.untrusted import UntrustedTextEncoder
+from rollout.saved_rollouts import to_json
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 A session belongs to one API key or one path. Harnesses need not know of it: whatever they do to messages between two
 requests, the calls stay here, with ids and logprobs as the engine gave them, and the call tree is rebuilt from them
-(`rollout/rows.py`).
+(`rollout/episode/rows.py`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rollout.conversation import normalised
-from rollout.engine import Sampling
+from rollout.chat.messages import normalised
+from rollout.engine.protocol import Sampling
 from rollout.errors import LockstepError
 from rollout.gateway.errors import ApiError
 from rollout.gateway.messages import without_ids

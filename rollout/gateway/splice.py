@@ -13,7 +13,7 @@ without a word in four ways; each is handled here by proving first, and renderin
     a turn ended by another stop token         a sampled stop token closes the turn (`Chat.extend`); by counting, it
                                                would get a second terminator
 
-A branch is not an error: it is another row, and every sampled token is still trained once (`rollout/rows.py`).
+A branch is not an error: it is another row, and every sampled token is still trained once (`rollout/episode/rows.py`).
 
 Token ids on messages choose among recorded calls that said the same (two of `n` samples can have equal text and
 different tokens). They are never copied into a prompt: an id that is not in the record has no effect.
@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rollout.chat import Chat
+from rollout.chat.chat import Chat
 from rollout.gateway.session import Recorded, Session, Tools
 from rollout.records import Message
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from transformers import Qwen3ForCausalLM
 
-from rollout.embedded import EmbeddedEngine
-from rollout.engine import Sampling
-from rollout.loop import BackgroundLoop
+from rollout.engine.embedded import EmbeddedEngine
+from rollout.engine.protocol import Sampling
 from rollout.records import EngineCall
-from rollout.sync import SyncReport, WeightSync
+from rollout.system.background_loop import BackgroundLoop
+from rollout.weights.sync import SyncReport, WeightSync
 from tests.fixtures.forked_python import forks_for_spawns
 from tests.fixtures.forked_servers import ForkedServers
 from tests.fixtures.models import sampled_logprobs, save_tiny_model, tiny_qwen3

@@ -12,19 +12,19 @@ from datasets import load_dataset
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
+from demo.make import make_demo
+from demo.manifest import DemoInfo
+from demo.play import sampled_reward
+from demo.tasks import TASKS
+from demo.warm_start import MIDDLING
 from rewards import make_reward_set
-from rollout.chat import Chat
-from rollout.demo.make import make_demo
-from rollout.demo.manifest import DemoInfo
-from rollout.demo.play import sampled_reward
-from rollout.demo.tasks import TASKS
-from rollout.demo.warm_start import MIDDLING
-from rollout.embedded import EmbeddedEngine
-from rollout.engine import Sampling
+from rollout.chat.chat import Chat
+from rollout.engine.embedded import EmbeddedEngine
+from rollout.engine.protocol import Sampling
 from rollout.environments import make_environment
-from rollout.loop import BackgroundLoop
 from rollout.records import RolloutStatus
-from rollout.sampler import Sampler
+from rollout.sampler.sampler import Sampler
+from rollout.system.background_loop import BackgroundLoop
 from tests.fixtures.forked_python import forks_for_spawns
 
 

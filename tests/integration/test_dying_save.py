@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.fixtures.ranks import accelerate, run_ranks
-from trainer import checkpoint
+from trainer.checkpoint import checkpoint
 
 WORKER = Path(__file__).parent / "workers" / "dying_save.py"
 

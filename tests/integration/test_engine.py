@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rollout.engine import Sampling
+from rollout.engine.protocol import Sampling
 from rollout.errors import ConfigError, EngineError
 from rollout.records import FinishReason, VersionSpan
 from tests.fixtures.models import EOS_ID, VOCAB_SIZE

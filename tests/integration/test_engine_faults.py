@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from rollout.engine import Sampling
+from rollout.engine.protocol import Sampling
 from rollout.errors import EngineError, SyncError
 from tests.fixtures.forked_servers import ForkedServers
 from tests.fixtures.models import perturb

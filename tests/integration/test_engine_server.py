@@ -24,15 +24,15 @@ import openai
 import pytest
 import torch
 
-from rollout.chat import Chat
-from rollout.compact import ROUTE
-from rollout.engine import Sampling
+from rollout.chat.chat import Chat
+from rollout.engine.pool import EnginePool
+from rollout.engine.protocol import Sampling
+from rollout.episode.rows import rows_from_calls
 from rollout.errors import EngineError, SyncError
 from rollout.gateway import Gateway
-from rollout.pool import EnginePool
 from rollout.records import FinishReason
-from rollout.remote import GENERATE
-from rollout.rows import rows_from_calls
+from rollout.server.compact import ROUTE
+from rollout.server.server_engine import GENERATE
 from tests.fixtures.models import VOCAB_SIZE, perturb, sampled_logprobs
 from tests.fixtures.remote import Trained, save_model, trained
 from tests.fixtures.runs import check_run, launch_run, run_directory

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollout.store import read_rollouts
+from rollout.saved_rollouts import read_rollouts
 from tests.fixtures.kills import Kill, Recipe, differences
 from tests.integration.test_run import demo, metrics  # noqa: F401  # `demo` is a fixture
 

@@ -15,7 +15,7 @@ import pytest
 
 from rewards.outcomes import ERRORS
 from rollout.records import Rollout, RolloutStatus
-from rollout.store import read_rollouts
+from rollout.saved_rollouts import read_rollouts
 from tests.fixtures.hostile_rewards import CASES
 from tests.fixtures.sockets import Seen, watched
 from tests.integration.test_run import ROOT, command, demo, metrics  # noqa: F401  # `demo` is a fixture

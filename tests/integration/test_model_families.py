@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollout.embedded import EmbeddedEngine
-from rollout.engine import Sampling
+from rollout.engine.embedded import EmbeddedEngine
+from rollout.engine.protocol import Sampling
+from rollout.episode.rows import rows_from_calls
 from rollout.errors import SyncError
-from rollout.loop import BackgroundLoop
 from rollout.records import EngineCall
-from rollout.rows import rows_from_calls
-from rollout.sync import WeightSync
+from rollout.system.background_loop import BackgroundLoop
+from rollout.weights.sync import WeightSync
 from tests.fixtures.families import FAMILIES, WINDOW, save_family
 from tests.fixtures.forked_python import forks_for_spawns
 from tests.fixtures.models import perturb
-from trainer.packing import PackedBatch, collate
-from trainer.policy import Policy
+from trainer.batch.packing import PackedBatch, collate
+from trainer.model.policy import Policy
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 

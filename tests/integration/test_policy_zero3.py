@@ -77,9 +77,9 @@ def worker(directory: Path) -> None:
     from accelerate.utils import DistributedType
     from deepspeed.utils import safe_get_full_grad
 
-    from trainer.distributed import build_nothing
-    from trainer.packing import StepLayout, collate
-    from trainer.policy import Policy
+    from trainer.batch.packing import StepLayout, collate
+    from trainer.distributed.distributed import build_nothing
+    from trainer.model.policy import Policy
 
     build_nothing()
     rows = training_rows()
@@ -140,7 +140,7 @@ def count_gathers(engine, packed, tile: int) -> int:
     """Collective gathers of one forward and backward when the head walks the vocabulary in tiles of this size."""
     import torch
 
-    from trainer import head
+    from trainer.model import fused_head as head
 
     head.TILE_K = tile
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rollout.preferences.make import make_preferences
+from demo.preferences.make import make_preferences
 from tests.integration.test_run import demo, metrics, train  # noqa: F401  # `demo` is a fixture
-from trainer import checkpoint
-from trainer.value import Critic
+from trainer.checkpoint import checkpoint
+from trainer.model.critic import Critic
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 

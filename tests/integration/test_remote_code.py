@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rollout.embedded import EmbeddedEngine
+from rollout.engine.embedded import EmbeddedEngine
 from rollout.errors import EngineError
-from rollout.loop import BackgroundLoop
+from rollout.system.background_loop import BackgroundLoop
 from tests.unit.test_security import evil_model  # noqa: F401  # a fixture
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

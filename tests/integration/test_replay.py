@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.engine import Sampling
+from rollout.engine.protocol import Sampling
 from rollout.errors import EngineError
 from rollout.records import EngineCall, Rollout
 from tests.fixtures.models import tiny_qwen3
 from tests.integration.conftest import Served
-from trainer.batch import decode, encode
-from trainer.packing import collate
-from trainer.policy import Policy
+from trainer.batch.packing import collate
+from trainer.batch.step_batch import decode, encode
+from trainer.model.policy import Policy
 
 pytestmark = pytest.mark.engine
 

@@ -14,10 +14,10 @@ from rollout.errors import CheckpointError
 from tests.fixtures.ranks import accelerate, run_ranks
 from tests.integration.test_run import demo, metrics, train  # noqa: F401  # `demo` is a fixture
 from tests.integration.workers.reshard import layers
-from trainer import checkpoint
-from trainer.config import OptimizerConfig
-from trainer.optimizer import make_optimizer
-from trainer.whole_state import WholeParameter, open_state
+from trainer.checkpoint import checkpoint
+from trainer.config.schema import OptimizerConfig
+from trainer.distributed.unsharded_state import WholeParameter, open_state
+from trainer.update.optimizer import make_optimizer
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).parent / "workers" / "reshard.py"

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from rollout.embedded import EmbeddedEngine
-from rollout.engine import Sampling
+from rollout.engine.embedded import EmbeddedEngine
+from rollout.engine.protocol import Sampling
 from rollout.errors import EngineError
-from rollout.loop import BackgroundLoop
-from rollout.store import read_rollouts
+from rollout.saved_rollouts import read_rollouts
+from rollout.system.background_loop import BackgroundLoop
 from tests.fixtures.forked_python import forks_for_spawns
 from tests.fixtures.models import save_tiny_model
 from tests.integration.test_run import SMALL, demo, metrics, train  # noqa: F401  # `demo` is a fixture
-from trainer.config import Config
-from trainer.parts import start_members
+from trainer.build import start_members
+from trainer.config.schema import Config
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

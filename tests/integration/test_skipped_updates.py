@@ -8,7 +8,7 @@ import pytest
 
 from tests.fixtures.models import save_tiny_model
 from tests.fixtures.ranks import accelerate, run_ranks
-from trainer.dumps import read_dump
+from trainer.update.batch_dumps import read_dump
 
 WORKER = Path(__file__).parent / "workers" / "skipped_updates.py"
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.fixtures.processes import descendants
 from tests.integration.test_run import ROOT, command, demo, metrics, train  # noqa: F401  # `demo` is a fixture
-from trainer import checkpoint
+from trainer.checkpoint import checkpoint
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 

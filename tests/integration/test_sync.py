@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from rollout.engine import Sampling
+from rollout.engine.protocol import Sampling
 from rollout.errors import EngineError, SyncError
 from tests.fixtures.models import perturb, sampled_logprobs
 from tests.fixtures.sent import leave_out, on_bucket, send_instead

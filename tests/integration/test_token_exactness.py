@@ -22,24 +22,24 @@ import torch
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from rollout.chat import Chat
-from rollout.demo.make import make_demo
-from rollout.demo.manifest import DemoInfo
-from rollout.embedded import EmbeddedEngine
-from rollout.engine import Sampling
-from rollout.environment import Environment, OpenConversation, Step
+from demo.make import make_demo
+from demo.manifest import DemoInfo
+from rollout.chat.chat import Chat
+from rollout.engine.embedded import EmbeddedEngine
+from rollout.engine.protocol import Sampling
 from rollout.environments.calculator import CalculatorEnvironment, calculator
+from rollout.environments.python_tools import Toolbox
 from rollout.environments.user import SimulatedUser
+from rollout.episode.environment import Environment, OpenConversation, Step
+from rollout.episode.rows import branch_count, rows_from_calls
+from rollout.episode.token_metrics import TokenCounts, count_tokens
 from rollout.errors import CallLimitError, ContextFullError
-from rollout.loop import BackgroundLoop
 from rollout.records import FinishReason, Message, Rollout, RolloutStatus, TrainingRow
-from rollout.rows import branch_count, rows_from_calls
-from rollout.sampler import Sampler
-from rollout.token_metrics import TokenCounts, count_tokens
-from rollout.tools import Toolbox
+from rollout.sampler.sampler import Sampler
+from rollout.system.background_loop import BackgroundLoop
 from tests.fixtures.forked_python import forks_for_spawns
-from trainer.packing import StepLayout, collate, pack
-from trainer.policy import Policy
+from trainer.batch.packing import StepLayout, collate, pack
+from trainer.model.policy import Policy
 
 pytestmark = pytest.mark.engine
 

@@ -17,14 +17,14 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from rollout.embedded import EmbeddedEngine
-from rollout.engine import Sampling
+from rollout.engine.embedded import EmbeddedEngine
+from rollout.engine.protocol import Sampling
 from rollout.errors import EngineError, SyncError
-from rollout.loop import BackgroundLoop
-from rollout.shards import Fetch
-from rollout.sync import WeightSync
+from rollout.system.background_loop import BackgroundLoop
+from rollout.weights.shards import Fetch
+from rollout.weights.sync import WeightSync
 from tests.fixtures.models import perturb, sampled_logprobs, save_tiny_model, tiny_qwen3
-from trainer.distributed import build_nothing
+from trainer.distributed.distributed import build_nothing
 
 BUCKET_BYTES = 64 * 1024
 PROMPT = tuple(range(10, 180))

@@ -6,11 +6,11 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.unit.test_value import ROWS
-from trainer.losses import LossInputs
-from trainer.losses.ppo_clip import ppo_clip
-from trainer.optimizer import TFAdamW
-from trainer.packing import collate
-from trainer.policy import Policy
+from trainer.batch.packing import collate
+from trainer.model.policy import Policy
+from trainer.objective.losses import LossInputs
+from trainer.objective.losses.ppo_clip import ppo_clip
+from trainer.update.optimizer import TFAdamW
 
 EPSILON, LR, EPOCHS = 1e-5, 1e-4, 2
 

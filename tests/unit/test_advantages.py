@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.errors import RewardError
-from trainer.advantages import ADVANTAGES, dr_grpo, grpo
-from trainer.turns import discounted_returns, spread_turns, turn_groups
+from trainer.objective.advantages import ADVANTAGES, dr_grpo, grpo
+from trainer.objective.turn_credit import discounted_returns, spread_turns, turn_groups
 
 REWARDS = [1.0, 0.1, 0.0, 0.1, 0.5, 0.1]
 GROUPS = [7, 3, 7, 3, 7, 3]  # numbers of groups are names; rollouts of a group need not be neighbours

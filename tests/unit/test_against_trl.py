@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.advantages import grpo
-from trainer.kl import kl_term
-from trainer.losses import POLICY_LOSSES, LossInputs
-from trainer.normalization import StepCounts, loss_coefficients, normalized_loss
+from trainer.objective.advantages import grpo
+from trainer.objective.kl import kl_term
+from trainer.objective.loss_normalization import StepCounts, loss_coefficients, normalized_loss
+from trainer.objective.losses import POLICY_LOSSES, LossInputs
 
 grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer", reason="TRL is a peer to compare with, not a dependency")
 

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from rollout.errors import TrainingError
 from tests.unit.test_update import OneProcess, batch, config, gradient, policy, random_logp, targets_of
-from trainer.backoff import TokenBudget, is_out_of_memory
-from trainer.batch import StepBatch
-from trainer.policy import Policy
-from trainer.scoring import Scorer
-from trainer.targets import Logprobs, Targets
-from trainer.update import Updater
+from trainer.batch.step_batch import StepBatch
+from trainer.credit.targets import Logprobs, Targets
+from trainer.model.policy import Policy
+from trainer.score.scorer import Scorer
+from trainer.score.token_budget import TokenBudget, is_out_of_memory
+from trainer.update.updater import Updater
 
 __all__ = ["batch", "policy"]  # fixtures
 

@@ -5,7 +5,7 @@ import pytest
 
 from rollout.errors import EvidenceError
 from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus, SamplingSupport, VersionSpan
-from trainer.batch import decode, encode
+from trainer.batch.step_batch import decode, encode
 
 
 def rollout(

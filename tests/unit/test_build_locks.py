@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.distributed import drop_stale_build_locks
+from trainer.distributed.distributed import drop_stale_build_locks
 
 
 def test_only_locks_that_nobody_can_hold_any_more_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

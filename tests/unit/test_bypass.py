@@ -10,12 +10,13 @@ import torch
 
 from tests.fixtures.models import tiny_qwen3
 from tests.unit.test_update import OneProcess, close, expected_gradient, rollouts
-from trainer.collection import Collected
-from trainer.config import AlgorithmConfig, Config
-from trainer.loop import StepReport, Trainer
-from trainer.policy import Policy
-from trainer.timing import Stopwatch
-from trainer.update import Updater
+from trainer.collect.source import Collected
+from trainer.config.schema import AlgorithmConfig, Config
+from trainer.model.policy import Policy
+from trainer.observe.step_report import StepReport
+from trainer.step import Trainer
+from trainer.stopwatch import Stopwatch
+from trainer.update.updater import Updater
 
 
 class Alone(OneProcess):

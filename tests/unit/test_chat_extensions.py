@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 
-from rollout.chat import Chat
+from rollout.chat.chat import Chat
+from rollout.episode.rows import rows_from_calls
 from rollout.records import FinishReason
-from rollout.rows import rows_from_calls
 from tests.fixtures.conversations import FAMILIES, USER, WEATHER, a_call, controls_in, encoded, hostile_text, rendered
 from tests.fixtures.tokenizers import chat_tokenizer
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from rollout.chat import Chat
+from rollout.chat.chat import Chat
+from rollout.episode.rows import rows_from_calls
 from rollout.records import EngineCall, num_trained
-from rollout.rows import rows_from_calls
 from tests.fixtures.conversations import USER, WEATHER, a_call, encoded
 from tests.fixtures.tokenizers import chat_tokenizer
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from rollout.chat import Chat
-from rollout.conversation import normalised
+from rollout.chat.chat import Chat
+from rollout.chat.messages import normalised
 from rollout.errors import ConfigError, TemplateError
 from rollout.records import FinishReason
 from tests.fixtures.conversations import FAMILIES, USER, WEATHER, a_call, encoded

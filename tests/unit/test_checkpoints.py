@@ -25,8 +25,8 @@ from hypothesis import strategies as st
 from rollout.errors import CheckpointError
 from tests.fixtures.mutations import JSON, mutated
 from tests.fixtures.saved_state import SavedState, save_for_ever
-from trainer import checkpoint
-from trainer.checkpoint import MANIFEST, TrainerState
+from trainer.checkpoint import checkpoint
+from trainer.checkpoint.checkpoint import MANIFEST, TrainerState
 
 KILLS = 20
 ROOT = Path(__file__).parents[2]
@@ -126,8 +126,8 @@ FILLS = """
     from pathlib import Path
     from rollout.errors import CheckpointError
     from tests.fixtures.saved_state import SavedState
-    from trainer import checkpoint
-    from trainer.checkpoint import TrainerState
+    from trainer.checkpoint import checkpoint
+    from trainer.checkpoint.checkpoint import TrainerState
 
     directory, saved = Path(sys.argv[1]), SavedState()
     for update in range(1, 99):

@@ -6,7 +6,7 @@ import hashlib
 
 import torch
 
-from rollout.checksums import NOTHING, worst_groups
+from rollout.weights.checksums import NOTHING, worst_groups
 
 
 def digest(*tensors: torch.Tensor) -> str:

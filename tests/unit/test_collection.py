@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from rollout.engine import Sampling
+from rollout.engine.protocol import Sampling
 from rollout.errors import EngineError
 from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
-from trainer.collection import Collector
-from trainer.config import AlgorithmConfig, Config
-from trainer.data import Prompts
-from trainer.groups import Collected, has_spread, shaped
-from trainer.shaping import overlong_penalty
-from trainer.timing import Stopwatch
+from trainer.collect.groups import Collected, has_spread, shaped
+from trainer.collect.source import Collector
+from trainer.config.schema import AlgorithmConfig, Config
+from trainer.data.prompts import Prompts
+from trainer.objective.overlong import overlong_penalty
+from trainer.stopwatch import Stopwatch
 
 GROUP = 4
 

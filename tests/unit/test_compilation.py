@@ -10,11 +10,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from rollout.errors import ConfigError
 from tests.fixtures.models import tiny_qwen3
 from tests.unit.test_value import ROWS
-from trainer.config import Config
-from trainer.decoder import compile_layers
-from trainer.packing import collate
-from trainer.policy import Policy
-from trainer.validate import validate
+from trainer.batch.packing import collate
+from trainer.checks.validate import validate
+from trainer.config.schema import Config
+from trainer.model.decoder import compile_layers
+from trainer.model.policy import Policy
 
 PACKINGS = ([[0, 1, 2]], [[2], [0, 1]], [[1, 2], [0]])
 

@@ -10,12 +10,12 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 
-import rollout.evidence
+import rollout.engine.engine_answers
 from rollout.errors import ConfigError
-from trainer.config import Config
-from trainer.launch import CONFIG_DIR, launch, schema, to_config
-from trainer.validate import validate
-from trainer.validate_algorithm import MAX_SUPPORT
+from trainer.checks.algorithm import MAX_SUPPORT
+from trainer.checks.validate import validate
+from trainer.cli import CONFIG_DIR, launch, schema, to_config
+from trainer.config.schema import Config
 
 ROOT = CONFIG_DIR.parent
 GROUP_FILES = sorted(
@@ -238,7 +238,7 @@ def test_held_out_data_that_does_not_fit_the_own_data_can_be_left_out(
 
 def test_a_truncated_support_is_accepted_when_it_is_replayed(complete: tuple[str, ...]) -> None:
     validate(composed(*complete, "rollout.top_k=20", "rollout.top_p=0.9", "rollout.replay_support=true"))
-    assert MAX_SUPPORT == rollout.evidence.MAX_SUPPORT
+    assert MAX_SUPPORT == rollout.engine.engine_answers.MAX_SUPPORT
 
 
 def test_all_problems_are_reported_at_once(complete: tuple[str, ...]) -> None:
@@ -305,7 +305,7 @@ def test_a_value_of_the_wrong_kind_names_what_fits(
 def test_a_mistake_is_found_before_torch_is_imported(complete: tuple[str, ...]) -> None:
     code = (
         "import sys; sys.argv = ['train.py', 'updates=0']\n"
-        "from trainer.launch import launch\n"
+        "from trainer.cli import launch\n"
         "try: launch(print)\n"
         "except SystemExit: pass\n"
         "print(sorted({'torch', 'transformers', 'vllm', 'deepspeed'} & set(sys.modules)))"
@@ -318,7 +318,7 @@ def test_settings_of_a_reward_are_checked_before_the_environment_is_loaded(compl
     """Tools of an environment bring transformers, which takes seconds."""
     code = (
         "import sys; sys.argv = ['train.py', 'reward.settings.demo_answer.foo=1']\n"
-        "from trainer.launch import launch\n"
+        "from trainer.cli import launch\n"
         "try: launch(print)\n"
         "except SystemExit as stop: print(stop.code)\n"
         "print(sorted({'torch', 'transformers', 'vllm', 'deepspeed'} & set(sys.modules)))"

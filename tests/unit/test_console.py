@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from tests.unit.test_reward_isolation import rollout
-from trainer.console import ALARM_AGAIN_EVERY, COLUMNS, Pace, RunConsole, fitting
-from trainer.conversation import MAX_SHOWN_CHARS, shortened, tool_calls
+from trainer.observe.console import ALARM_AGAIN_EVERY, COLUMNS, Pace, RunConsole, fitting
+from trainer.observe.transcript import MAX_SHOWN_CHARS, shortened, tool_calls
 
 STEP = {column.key: 0.5 for column in COLUMNS if not column.is_optional}
 
@@ -147,7 +147,7 @@ class TestRollouts:
 LIBRARIES = """
     import logging, os, sys, warnings
     from pathlib import Path
-    from trainer.third_party import ThirdPartyLog
+    from trainer.run.library_logs import ThirdPartyLog
     libraries = ThirdPartyLog()
     noisy = logging.getLogger("DeepSpeed")
     noisy.addHandler(logging.StreamHandler(sys.stdout))
@@ -157,7 +157,7 @@ LIBRARIES = """
     libraries.open(Path(sys.argv[1]), lambda text: print("warned", text))
     noisy.info("after the file")
     warnings.warn("deprecated")
-    logging.getLogger("trainer.metrics").warning("one of ours")
+    logging.getLogger("trainer.observe.metrics_log").warning("one of ours")
     with libraries.output_to_file():
         os.system("echo compiled")
     if len(sys.argv) > 2:
@@ -183,7 +183,7 @@ def test_libraries_talk_to_the_file_and_own_warnings_to_the_console(tmp_path: Pa
 def test_what_was_held_is_printed_when_the_start_fails():
     code = """
         import os
-        from trainer.third_party import ThirdPartyLog
+        from trainer.run.library_logs import ThirdPartyLog
         with ThirdPartyLog().held_output():
             os.system("echo no compiler")
             raise OSError("it failed")

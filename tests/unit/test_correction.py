@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rollout.errors import ConfigError, EvidenceError
-from trainer.correction import CORRECTION_MODES, correction_weights, kl_penalized_advantages
-from trainer.rejection import REJECTION_CRITERIA, rejection_mask
-from trainer.segments import RankReduction
+from trainer.objective.correction import CORRECTION_MODES, correction_weights, kl_penalized_advantages
+from trainer.objective.per_rollout import RankReduction
+from trainer.objective.rejection import REJECTION_CRITERIA, rejection_mask
 
 LOG = math.log
 # Two rollouts; ratios 4, 1/4, 1 (rollout 0: product 1, geometric mean 1) and 8, 2 (rollout 1: product 16, mean 4).

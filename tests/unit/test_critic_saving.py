@@ -16,11 +16,11 @@ from transformers import (
 )
 
 from tests.unit.test_value import MODELS, ROWS, give_weight
-from trainer.config import LoraConfig
-from trainer.critic_saving import save_critic
-from trainer.packing import collate
-from trainer.policy import Policy
-from trainer.value import ActorCritic, Critic
+from trainer.batch.packing import collate
+from trainer.config.schema import LoraConfig
+from trainer.model.critic import ActorCritic, Critic
+from trainer.model.critic_saving import save_critic
+from trainer.model.policy import Policy
 
 
 class OneProcess:

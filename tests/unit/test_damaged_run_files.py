@@ -13,15 +13,15 @@ import pytest
 
 from rollout.errors import ConfigError, DataError
 from rollout.records import Rollout
-from rollout.store import read_newest_rollouts, read_rollouts, write_rollouts
+from rollout.saved_rollouts import read_newest_rollouts, read_rollouts, write_rollouts
 from tests.unit.test_report import line, rollout, write_run
-from trainer.config import Config
-from trainer.hub import last_metrics
-from trainer.metrics import BATCH, MetricsLog
-from trainer.replayed_run import saved_step
-from trainer.report.page import report
-from trainer.report.saved_run import SavedRun
-from trainer.saved_metrics import read_metrics
+from trainer.config.schema import Config
+from trainer.observe.metrics_log import BATCH, MetricsLog
+from trainer.observe.pages.run_report import report
+from trainer.observe.saved_metrics import read_metrics
+from trainer.observe.saved_run import SavedRun
+from trainer.run.hub import last_metrics
+from trainer.tools.saved_step import saved_step
 
 ROOT = Path(__file__).resolve().parents[2]
 TORN = '{"step": 4, "reward/me'

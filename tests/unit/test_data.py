@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from rollout.environments import make_environment
 from rollout.errors import DataError
-from rollout.loop import BackgroundLoop
+from rollout.system.background_loop import BackgroundLoop
 from tests.fixtures.policies import CHAT
-from trainer.columns import rename
-from trainer.config import CurriculumConfig, DataSetConfig
-from trainer.data import ROW_KEY, DataSet, Prompts, load_data_set
-from trainer.data_files import load_rows, read_first_row
-from trainer.prompt_lengths import short_enough
+from trainer.config.schema import CurriculumConfig, DataSetConfig
+from trainer.data.columns import rename
+from trainer.data.datasets import load_rows, read_first_row
+from trainer.data.prompt_filter import short_enough
+from trainer.data.prompts import ROW_KEY, DataSet, Prompts, load_data_set
 
 ROWS = [{"question": f"q{i}", "answer": str(i)} for i in range(3)]
 

@@ -10,12 +10,12 @@ import torch
 
 from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
 from tests.unit.test_update import OneProcess, config, policy, rollouts  # noqa: F401  # `policy` is a fixture
-from trainer.batch import StepBatch, decode, encode
-from trainer.correction import correction_weights
-from trainer.policy import Policy
-from trainer.step_metrics import token_metrics
-from trainer.targets import Logprobs, Targets, token_advantages
-from trainer.update import Updater
+from trainer.batch.step_batch import StepBatch, decode, encode
+from trainer.credit.targets import Logprobs, Targets, token_advantages
+from trainer.model.policy import Policy
+from trainer.objective.correction import correction_weights
+from trainer.observe.step_metrics import token_metrics
+from trainer.update.updater import Updater
 
 
 def update(policy: Policy, batch: StepBatch) -> tuple[dict[str, float], torch.Tensor, int]:  # noqa: F811

@@ -13,14 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.chat import Chat
-from rollout.demo import manifest
-from rollout.demo.make import make_rows
-from rollout.demo.manifest import MANIFEST, TASK_NAMES, find_made, recipe_hash, write_manifest
-from rollout.demo.play import _sample_turns, demonstrate, sampled_reward, tokenize
-from rollout.demo.tasks import TASKS, answer_text, draw_unique, is_heldout
-from rollout.demo.tokenizer import MARKUP_TOKENS, PAD, TURN_END, VOCAB_SIZE, train_tokenizer, untrained
-from rollout.demo.warm_start import imitation_loss, new_model
+from demo import manifest
+from demo.make import make_rows
+from demo.manifest import MANIFEST, TASK_NAMES, find_made, recipe_hash, write_manifest
+from demo.play import _sample_turns, demonstrate, sampled_reward, tokenize
+from demo.tasks import TASKS, answer_text, draw_unique, is_heldout
+from demo.tokenizer import MARKUP_TOKENS, PAD, TURN_END, VOCAB_SIZE, train_tokenizer, untrained
+from demo.warm_start import imitation_loss, new_model
+from rollout.chat.chat import Chat
 from rollout.environments.calculator import evaluate
 from rollout.errors import ConfigError
 from rollout.records import EngineCall, FinishReason
@@ -302,7 +302,5 @@ def test_the_names_are_those_of_the_tasks():
 
 
 def test_looking_for_a_made_demo_imports_nothing_heavy():
-    code = (
-        "import sys, rollout.demo.manifest; print([m for m in ('torch', 'transformers', 'rich') if m in sys.modules])"
-    )
+    code = "import sys, demo.manifest; print([m for m in ('torch', 'transformers', 'rich') if m in sys.modules])"
     assert json.loads(subprocess.check_output([sys.executable, "-c", code], text=True)) == []

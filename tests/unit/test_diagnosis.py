@@ -13,9 +13,10 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from rollout.demo.tokenizer import train_tokenizer
+from demo.tokenizer import train_tokenizer
+from rollout.episode.rows import rows_from_calls
 from rollout.records import EngineCall, FinishReason, Rollout, TrainingRow, VersionSpan
-from rollout.rows import rows_from_calls
+from rollout.system.terminal_text import visible
 from trainer.diagnosis import statistics
 from trainer.diagnosis.bench import Bench
 from trainer.diagnosis.cases import saved_cases
@@ -25,7 +26,6 @@ from trainer.diagnosis.match import TokenMatch, match
 from trainer.diagnosis.report import Diagnosis, print_report
 from trainer.diagnosis.scored import CorrectionSettings, score_rows
 from trainer.diagnosis.variants import Variant, broken, shifted, without_final_tokens
-from trainer.visible import visible
 
 TOKENIZER = train_tokenizer(["hello world hello there", "the answer is 42"] * 4)
 TEXTS = TokenTexts(TOKENIZER)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rollout.errors import ConfigError
-from rollout.store import write_rollouts
+from rollout.saved_rollouts import write_rollouts
 from tests.unit.test_diagnosis import two_turns
 from trainer.diagnosis.saved import find_rollouts, load_rollouts, run_overrides
 

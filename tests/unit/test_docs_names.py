@@ -12,7 +12,7 @@ import pytest
 
 from rollout.records import Rollout
 from tests.fixtures.pages import PAGES, ROOT
-from trainer.config import Config
+from trainer.config.schema import Config
 from trainer.reward_model.config import RewardModelConfig
 
 GROUPS = {field.name: type(getattr(Config(), field.name)) for field in dataclasses.fields(Config)}

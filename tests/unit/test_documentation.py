@@ -13,14 +13,14 @@ from hydra.core.config_store import ConfigStore
 
 from rewards.composition import make_reward_set
 from rollout.environments import ENVIRONMENTS, make_environment
+from rollout.episode.rows import rows_from_calls
 from rollout.records import Rollout, RolloutStatus
-from rollout.rows import rows_from_calls
-from rollout.sampler import Sampler
+from rollout.sampler.sampler import Sampler
 from tests.fixtures.pages import bash_blocks, python_files
 from tests.fixtures.policies import CHAT, Policy, last_turn, play, sampling, tool_call
-from trainer.config import Config
-from trainer.launch import CONFIG_DIR, schema, to_config
-from trainer.validate import validate
+from trainer.checks.validate import validate
+from trainer.cli import CONFIG_DIR, schema, to_config
+from trainer.config.schema import Config
 
 DOCS = CONFIG_DIR.parent / "docs"
 

@@ -11,21 +11,21 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rollout.engine import Sampling
+from rollout.engine.protocol import Sampling
 from rollout.environments import make_environment
+from rollout.episode.rows import rows_from_calls
 from rollout.records import FinishReason, RolloutStatus
-from rollout.rehearsal import PLACEHOLDER, Rehearsal, rehearse
-from rollout.rows import rows_from_calls
-from rollout.scripted import ScriptedEngine
 from tests.fixtures.models import tiny_qwen3
 from tests.fixtures.policies import CHAT, TOKENIZER
-from trainer.arithmetic import RunArithmetic
-from trainer.blueprint import blueprint
-from trainer.config import AlgorithmConfig, Config, LoraConfig, ModelConfig, RolloutConfig
+from trainer.config.schema import AlgorithmConfig, Config, LoraConfig, ModelConfig, RolloutConfig
+from trainer.config.tree import plain, settings, settings_tree
 from trainer.diagnosis.classes import TokenTexts
-from trainer.dry_run import masked_text
-from trainer.memory import ModelShape
-from trainer.settings_tree import plain, settings, settings_tree
+from trainer.model.memory_plan import ModelShape
+from trainer.model.meta_model import blueprint
+from trainer.tools.dry_run import masked_text
+from trainer.tools.rehearsal import PLACEHOLDER, Rehearsal, rehearse
+from trainer.tools.run_counts import RunArithmetic
+from trainer.tools.scripted import ScriptedEngine
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO_ROW = {"question": "compute 64*22-55", "answer": "1353"}
@@ -34,7 +34,6 @@ DEMO_ROW = {"question": "compute 64*22-55", "answer": "1353"}
 async def played(row: dict, environment: str = "single_turn", *, max_model_len: int = 4096) -> Rehearsal:
     return await rehearse(
         row,
-        environment_name=environment,
         environment=make_environment(environment),
         chat=CHAT,
         sampling=Sampling(max_tokens=256, stop_token_ids=CHAT.stop_token_ids),
@@ -45,16 +44,6 @@ async def played(row: dict, environment: str = "single_turn", *, max_model_len: 
 
 
 class TestRehearsal:
-    async def test_the_demo_is_played_by_its_player_with_the_real_tool(self):
-        rehearsal = await played(DEMO_ROW, "calculator")
-        rollout = rehearsal.rollout
-        assert rehearsal.player == "the demo's scripted player"
-        assert [message["role"] for message in rollout.messages] == ["user", "assistant", "tool", "assistant"]
-        assert rollout.messages[-1]["content"] == "The answer is 1353"
-        (row,) = rows_from_calls(rollout.calls)
-        assert row.num_trained == rollout.num_sampled
-        assert 0 < row.num_trained < len(row)
-
     async def test_other_data_is_answered_by_its_own_column_and_says_so(self):
         rehearsal = await played({"prompt": "2+2?", "solution": "It is 4."})
         assert rehearsal.player == "the row's column 'solution'"
@@ -81,9 +70,10 @@ class TestMask:
     async def test_the_marked_text_is_what_is_trained(self):
         rehearsal = await played(DEMO_ROW, "calculator")
         (row,) = rows_from_calls(rehearsal.rollout.calls)
+        assert 0 < row.num_trained == rehearsal.rollout.num_sampled < len(row)
         shown = masked_text(row, TokenTexts(TOKENIZER), marks=("⟦", "⟧")).plain
-        assert shown.count("⟦") == shown.count("⟧") == 2
-        assert "⟦The answer is 1353<|im_end|>⟧" in shown
+        assert shown.count("⟦") == shown.count("⟧") == 1
+        assert "⟦1353<|im_end|>⟧" in shown
         assert "compute 64*22-55<|im_end|>" in shown.split("⟦")[0]
 
     async def test_data_cannot_act_on_the_terminal(self):
@@ -122,8 +112,8 @@ class TestBlueprint:
         [("grpo", "separate", 0), ("gae", "separate", 0), ("gae", "shared", 0), ("grpo", "separate", 4)],
     )  # fmt: skip
     def test_it_counts_what_the_run_will_train(self, tmp_path: Path, algorithm: str, critic: str, lora: int):
-        from trainer.policy import Policy
-        from trainer.value import with_critic
+        from trainer.model.critic import with_critic
+        from trainer.model.policy import Policy
 
         tiny_qwen3(tied=True).save_pretrained(tmp_path)
         model = ModelConfig(path=str(tmp_path), critic=critic, lora=LoraConfig(rank=lora))

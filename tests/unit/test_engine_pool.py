@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from rollout.engine import Sampling
+from rollout.engine.pool import SKEW_FACTOR, SKEW_REQUESTS, EnginePool
+from rollout.engine.protocol import Sampling
 from rollout.errors import ConfigError, EngineError
-from rollout.pool import SKEW_FACTOR, SKEW_REQUESTS, EnginePool
 
 SAMPLING = Sampling(max_tokens=4)
 

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from rollout.addresses import address_towards, interface_of, is_loopback, rendezvous_address
-from rollout.embedded import _check_compiler
+from rollout.engine.embedded import _check_compiler
 from rollout.errors import ConfigError, SyncError
-from rollout.server_guard import RequireKey
-from rollout.sync import WeightSync, _free_port
-from trainer.config import Config
-from trainer.distributed import choose_interface
-from trainer.engine_server import check_host, command, shown
-from trainer.parts import check_cores, engine_key
-from trainer.validate_engines import engine_problems
-from trainer.validate_numbers import number_problems
+from rollout.server.guard import RequireKey
+from rollout.system.addresses import address_towards, interface_of, is_loopback, rendezvous_address
+from rollout.weights.sync import WeightSync, _free_port
+from trainer.build import check_cores, engine_key
+from trainer.checks.bounds import number_problems
+from trainer.checks.engines import engine_problems
+from trainer.config.schema import Config
+from trainer.distributed.distributed import choose_interface
+from trainer.tools.serve_engine import check_host, command, shown
 
 URL = "http://10.0.0.7:8000"
 
@@ -82,14 +82,14 @@ def test_a_server_is_started_on_loopback_and_guarded(monkeypatch: pytest.MonkeyP
     words = command(config())
     assert words[words.index("--host") + 1] == "127.0.0.1"
     middleware = [words[index + 1] for index, word in enumerate(words) if word == "--middleware"]
-    assert middleware == ["rollout.server_generate.CompactGenerate", "rollout.server_guard.RequireKey"]
+    assert middleware == ["rollout.server.generate_route.CompactGenerate", "rollout.server.guard.RequireKey"]
     assert words[words.index("--logprobs-mode") + 1] == "processed_logprobs"
     assert "--no-enable-chunked-prefill" in words
     line = shown(config())
     assert "VLLM_SERVER_DEV_MODE=1" in line
     assert "VLLM_API_KEY=$LOCKSTEP_ENGINE_KEY" in line
     assert "do-not-show-this" not in line
-    assert "rollout.server_guard.RequireKey" not in command(config(rollout__api_key_env=None))
+    assert "rollout.server.guard.RequireKey" not in command(config(rollout__api_key_env=None))
 
 
 def test_the_guard_lets_nobody_in_without_the_key(monkeypatch: pytest.MonkeyPatch):
@@ -126,7 +126,7 @@ def test_loopback_is_recognised(host: str):
 
 def test_workers_elsewhere_are_met_on_the_address_that_reaches_them(monkeypatch: pytest.MonkeyPatch):
     assert rendezvous_address(["127.0.0.1", "localhost"]) == "127.0.0.1"
-    monkeypatch.setattr("rollout.addresses.address_towards", lambda host: f"towards {host}")
+    monkeypatch.setattr("rollout.system.addresses.address_towards", lambda host: f"towards {host}")
     assert rendezvous_address(["127.0.0.1", "10.0.0.7", "10.0.0.8"]) == "towards 10.0.0.7"
 
 
@@ -137,7 +137,7 @@ def resolving(monkeypatch: pytest.MonkeyPatch, **addresses: str) -> None:
         socket, "getaddrinfo", lambda host, *rest, **more: resolve(addresses.get(host, host), *rest, **more)
     )
     monkeypatch.setattr(
-        "rollout.addresses.address_towards",
+        "rollout.system.addresses.address_towards",
         lambda host: "10.0.0.1" if addresses.get(host, host).startswith("10.") else address_towards(host),
     )
 
@@ -210,8 +210,8 @@ def test_an_interface_is_found_by_its_address():
 
 
 def test_gloo_takes_the_interface_that_reaches_rank_0(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("trainer.distributed.address_towards", lambda host: "10.0.0.12")
-    monkeypatch.setattr("trainer.distributed.interface_of", {"10.0.0.12": "ib0"}.get)
+    monkeypatch.setattr("trainer.distributed.distributed.address_towards", lambda host: "10.0.0.12")
+    monkeypatch.setattr("trainer.distributed.distributed.interface_of", {"10.0.0.12": "ib0"}.get)
     several = {"MASTER_ADDR": "node-0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
     choose_interface(several)
     assert several["GLOO_SOCKET_IFNAME"] == "ib0"
@@ -224,7 +224,7 @@ def test_gloo_takes_the_interface_that_reaches_rank_0(monkeypatch: pytest.Monkey
 def test_an_address_of_rank_0_that_is_loopback_here_is_refused_where_there_are_other_machines(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr("trainer.distributed.address_towards", lambda host: "127.0.1.1")
+    monkeypatch.setattr("trainer.distributed.distributed.address_towards", lambda host: "127.0.1.1")
     several = {"MASTER_ADDR": "node-0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
     with pytest.raises(ConfigError, match=r"--main_process_ip node-0 is loopback on this machine \(127\.0\.1\.1\)"):
         choose_interface(several)

@@ -10,9 +10,9 @@ import torch
 
 from rollout.errors import ConfigError
 from tests.fixtures.models import save_tiny_model
-from trainer.config import Config
-from trainer.engines import _memory
-from trainer.memory import GIB
+from trainer.config.schema import Config
+from trainer.engines.run_engines import _memory
+from trainer.model.memory_plan import GIB
 
 RANK = SimpleNamespace(world_size=2, zero_stage=3, uses_deepspeed=True, device_memory=8 * GIB)
 

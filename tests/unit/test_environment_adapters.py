@@ -13,10 +13,10 @@ import pytest
 from rewards.composition import make_reward_set
 from rollout.environments import make_environment
 from rollout.environments.trl import TRLEnvironment
+from rollout.episode.rows import rows_from_calls
 from rollout.errors import ConfigError, DataError
 from rollout.records import RolloutStatus
-from rollout.rows import rows_from_calls
-from rollout.sampler import Sampler
+from rollout.sampler.sampler import Sampler
 from tests.fixtures.gateway import ScriptedEngine, says
 from tests.fixtures.policies import CHAT, TOKENIZER, Policy, last_turn, play, sampling, tool_call
 

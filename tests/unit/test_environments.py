@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.environment import RunsItself
 from rollout.environments import ENVIRONMENTS, make_environment
 from rollout.environments.calculator import MAX_EXPRESSION_CHARS, calculator, evaluate
 from rollout.environments.mixed import Mixed
 from rollout.environments.prompt import Prompt
 from rollout.environments.tools import ToolEnvironment
 from rollout.environments.user import SimulatedUser
+from rollout.episode.environment import RunsItself
 from rollout.errors import ConfigError, DataError
 
 

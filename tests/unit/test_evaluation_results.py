@@ -10,15 +10,8 @@ import pytest
 
 from rollout.errors import DataError
 from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
-from trainer.evaluation_results import (
-    SetResult,
-    compare,
-    prompt_results,
-    read_results,
-    rollout_facts,
-    write_results,
-)
-from trainer.evaluation_tables import comparison_lines, result_lines
+from trainer.evaluate.results import SetResult, compare, prompt_results, read_results, rollout_facts, write_results
+from trainer.evaluate.tables import comparison_lines, result_lines
 
 CALL = EngineCall(prompt_ids=(1,), sampled_ids=(2, 3), sampled_logprobs=(-1.0, -1.0), finish_reason=FinishReason.STOP)
 SETTINGS = {"seed": 0, "eval.temperature": 1.0}

@@ -7,8 +7,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.fixtures.models import tiny_qwen3
-from trainer.flops import update_flops
-from trainer.memory import ModelShape
+from trainer.model.flops import update_flops
+from trainer.model.memory_plan import ModelShape
 
 LENGTHS = (24, 40)
 

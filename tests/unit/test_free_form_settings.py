@@ -12,8 +12,8 @@ import pytest
 import yaml
 from hydra.core.global_hydra import GlobalHydra
 
-from trainer.config import Config, DataSetConfig
-from trainer.launch import CONFIG_DIR, launch
+from trainer.cli import CONFIG_DIR, launch
+from trainer.config.schema import Config, DataSetConfig
 
 
 def dict_settings(prefix: str, node: Any) -> Iterator[str]:

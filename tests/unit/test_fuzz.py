@@ -26,19 +26,19 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from omegaconf.errors import OmegaConfBaseException
 
-from rewards import isolation
-from rewards.frames import LENGTH
 from rewards.outcomes import Outcome
+from rewards.workers import pool as isolation
+from rewards.workers.frames import LENGTH
 from rollout.environments.prompt import Prompt
 from rollout.errors import ConfigError, DataError, EvidenceError, LockstepError
 from rollout.records import EngineCall, FinishReason, SamplingSupport, VersionSpan
 from tests.fixtures.mutations import JSON, PLAIN, mutated
-from trainer.config import Config
-from trainer.dumps import ATTEMPT, read_dump
-from trainer.evaluation_results import PromptResult, SetResult, read_results, write_results
-from trainer.launch import CONFIG_DIR, explain, to_config
-from trainer.replayed_run import saved_step, settings_of
-from trainer.validate import validate
+from trainer.checks.validate import validate
+from trainer.cli import CONFIG_DIR, explain, to_config
+from trainer.config.schema import Config
+from trainer.evaluate.results import PromptResult, SetResult, read_results, write_results
+from trainer.tools.saved_step import saved_step, settings_of
+from trainer.update.batch_dumps import ATTEMPT, read_dump
 
 ODD_TEXT = st.text(max_size=12) | st.sampled_from(
     [
@@ -91,7 +91,7 @@ def settings_below(node: type, prefix: str = "") -> list[tuple[str, Any]]:
 
 
 MADE_AT_LAUNCH = ("data.sources", "eval.sets")
-"""Dictionaries of records: trainer/launch.py makes the records, from what the command line says."""
+"""Dictionaries of records: trainer/cli.py makes the records, from what the command line says."""
 SETTINGS = [setting for setting in settings_below(Config) if setting[0] not in MADE_AT_LAUNCH]
 
 
@@ -123,7 +123,7 @@ def test_a_command_line_is_accepted_or_explained(key: str, equals: str, value: s
         validate(config, needs_data=False)
     except (HydraException, OmegaConfBaseException) as error:
         assert explain(error)  # noqa: PT017
-    except (ConfigError, ValueError):  # a bare ValueError is Hydra's, and rewritten in trainer/launch.py
+    except (ConfigError, ValueError):  # a bare ValueError is Hydra's, and rewritten in trainer/cli.py
         pass
 
 

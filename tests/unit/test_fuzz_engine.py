@@ -12,11 +12,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rollout import compact
+from rollout.engine.engine_answers import Answer, engine_call, version_number
 from rollout.errors import ConfigError, EngineError, EvidenceError
-from rollout.evidence import Answer, engine_call, version_number
-from rollout.remote import read_answer, read_checksums, read_compact, read_facts, read_label, read_scores
-from rollout.server_client import read_json
+from rollout.server import compact
+from rollout.server.client import read_json
+from rollout.server.server_engine import read_answer, read_checksums, read_compact, read_facts, read_label, read_scores
 from tests.fixtures.fake_server import SERVER_INFO, completion
 from tests.fixtures.mutations import JSON, mutated
 from tests.unit.test_server_generate import BODY, Engine, answer

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from rollout.garbage import collect_all, frozen
+from rollout.system.gc_freeze import collect_all, frozen
 
 
 class Ring:

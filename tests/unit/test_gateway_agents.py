@@ -10,13 +10,13 @@ from typing import Any
 import openai
 import pytest
 
-from rollout.chat import Chat
-from rollout.engine import Sampling
+from rollout.chat.chat import Chat
+from rollout.engine.protocol import Sampling
 from rollout.environments import make_environment
+from rollout.episode.rows import rows_from_calls
 from rollout.errors import ConfigError, EngineError
 from rollout.records import FinishReason, Rollout, RolloutStatus
-from rollout.rows import rows_from_calls
-from rollout.sampler import Sampler
+from rollout.sampler.sampler import Sampler
 from tests.fixtures.gateway import ScriptedEngine, says
 from tests.fixtures.tokenizers import chat_tokenizer
 

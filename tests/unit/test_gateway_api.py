@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.chat import Chat
-from rollout.engine import Sampling
+from rollout.chat.chat import Chat
+from rollout.engine.protocol import Sampling
 from rollout.errors import EngineError, EvidenceError, TemplateError
 from rollout.gateway import GatewaySettings
 from rollout.gateway.completion import cut_at_stop
@@ -21,7 +21,7 @@ from rollout.gateway.protocol import read_chat_request, read_json
 from rollout.gateway.session import Session
 from rollout.gateway.splice import make_prompt
 from rollout.records import EngineCall, FinishReason, VersionSpan
-from rollout.store import from_json
+from rollout.saved_rollouts import from_json
 from tests.fixtures.gateway import Running, running
 from tests.fixtures.tokenizers import chat_tokenizer
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollout.rows import rows_from_calls
+from rollout.episode.rows import rows_from_calls
 from tests.fixtures.gateway import Running, running
 from tests.fixtures.tokenizers import chat_tokenizer
 

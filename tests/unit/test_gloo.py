@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroupGloo
 
-from rollout.addresses import LOOPBACK
-from rollout.gloo.trainer import GlooTrainerInitInfo, GlooTrainerWeightTransferEngine
-from rollout.gloo.wire import GlooInitInfo, GlooUpdateInfo, Receivers, join_all, listen
-from rollout.gloo.worker import receive
-from rollout.source import Sent, ZeroSource
+from rollout.system.addresses import LOOPBACK
+from rollout.weights.gloo.trainer import GlooTrainerInitInfo, GlooTrainerWeightTransferEngine
+from rollout.weights.gloo.wire import GlooInitInfo, GlooUpdateInfo, Receivers, join_all, listen
+from rollout.weights.gloo.worker import receive
+from rollout.weights.source import Sent, ZeroSource
 
 TIMEOUT_S = 30.0
 

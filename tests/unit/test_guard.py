@@ -11,14 +11,14 @@ import torch
 
 from rollout.errors import DataError, TrainingError
 from tests.unit.test_update import OneProcess, batch, config, policy, random_logp, targets_of  # noqa: F401
-from trainer.batch import StepBatch, decode, encode_batch
-from trainer.config import Config, OptimizerConfig
-from trainer.dumps import Attempt, read_dump, write_dump
-from trainer.guard import MIN_NORMS, UpdateGuard
-from trainer.policy import Policy
-from trainer.ppo import Credit
-from trainer.targets import Logprobs, Targets
-from trainer.update import Updater
+from trainer.batch.step_batch import StepBatch, decode, encode_batch
+from trainer.config.schema import Config, OptimizerConfig
+from trainer.credit.targets import Logprobs, Targets
+from trainer.model.policy import Policy
+from trainer.objective.ppo_credit import Credit
+from trainer.update.batch_dumps import Attempt, read_dump, write_dump
+from trainer.update.update_guard import MIN_NORMS, UpdateGuard
+from trainer.update.updater import Updater
 
 
 def guard(**settings: object) -> UpdateGuard:

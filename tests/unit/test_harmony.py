@@ -15,8 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.errors import ConfigError, TemplateError
-from rollout.harmony import (
+from rollout.chat.harmony import (
     CONTROL_IDS,
     HarmonyRenderer,
     first_difference,
@@ -25,9 +24,10 @@ from rollout.harmony import (
     parse_harmony,
     to_harmony,
 )
+from rollout.chat.template import History
+from rollout.chat.tool_calls import ToolCall, Turn
+from rollout.errors import ConfigError, TemplateError
 from rollout.records import EngineCall, FinishReason
-from rollout.template import History
-from rollout.tool_calls import ToolCall, Turn
 
 WEATHER: dict[str, Any] = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
 USER = {"role": "user", "content": "weather in Paris?"}

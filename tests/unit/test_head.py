@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainer import head
-from trainer.head import FusedHead, LogitTransform, fused_logprobs
+from trainer.model import fused_head as head
+from trainer.model.fused_head import FusedHead, LogitTransform, fused_logprobs
 
 N, D, V = 23, 8, 50
 

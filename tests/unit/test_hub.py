@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from rollout.errors import HubError
-from trainer import hub
-from trainer.config import Config, DataSetConfig, HubConfig
+from trainer.config.schema import Config, DataSetConfig, HubConfig
+from trainer.run import hub
 
 METRICS = {
     "eval/reward_mean": 0.5, "eval/prompts": 8.0, "eval/rollouts": 32.0,

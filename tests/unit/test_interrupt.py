@@ -12,16 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from trainer import checkpoint
+from trainer.checkpoint import checkpoint
 
 ROOT = Path(__file__).parents[2]
 SAVES = """
     import sys, time
     from pathlib import Path
     from tests.fixtures.saved_state import SavedState
-    from trainer import checkpoint, interrupt
-    from trainer.checkpoint import TrainerState
-    from trainer.interrupt import Interrupt
+    from trainer.checkpoint import checkpoint
+    from trainer.run import interrupt
+    from trainer.checkpoint.checkpoint import TrainerState
+    from trainer.run.interrupt import Interrupt
 
     interrupt.ECHO_S = float(sys.argv[2])
     signals, saved, directory, update = Interrupt(), SavedState(), Path(sys.argv[1]), 0

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from rollout.errors import EngineError, EvidenceError
-from rollout.liveness import Liveness
+from rollout.server.liveness import Liveness
 
 SILENT_S = 0.2
 

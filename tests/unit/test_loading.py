@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rollout.errors import ConfigError
-from rollout.loading import load_function, load_functions
+from rollout.system.user_functions import load_function, load_functions
 
 
 def test_a_file_may_import_the_one_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM
 
 from rollout.errors import ConfigError
 from tests.fixtures.models import save_tiny_model, tiny_qwen3
-from trainer.config import LoraConfig, OptimizerConfig
-from trainer.distributed import Distributed
-from trainer.lora import ADAPTER_DIRECTORY, add_adapters, save_merged
-from trainer.optimizer import make_optimizer
-from trainer.policy import Policy
+from trainer.config.schema import LoraConfig, OptimizerConfig
+from trainer.distributed.distributed import Distributed
+from trainer.model.lora import ADAPTER_DIRECTORY, add_adapters, save_merged
+from trainer.model.policy import Policy
+from trainer.update.optimizer import make_optimizer
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 

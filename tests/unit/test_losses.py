@@ -7,8 +7,18 @@ import math
 import pytest
 import torch
 
-from trainer.losses import POLICY_LOSSES, LossInputs, cispo, clipped_tis, entropy_bonus, gspo, ppo_clip, reinforce, sapo
-from trainer.losses.inputs import sequence_log_ratio
+from trainer.objective.losses import (
+    POLICY_LOSSES,
+    LossInputs,
+    cispo,
+    clipped_tis,
+    entropy_bonus,
+    gspo,
+    ppo_clip,
+    reinforce,
+    sapo,
+)
+from trainer.objective.losses.inputs import sequence_log_ratio
 
 
 def inputs_for(ratios, advantages, *, rollouts=None, weights=None, old=-1.0) -> LossInputs:

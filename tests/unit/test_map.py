@@ -28,13 +28,13 @@ def test_a_module_says_what_it_is(module: Path):
 
 
 def test_a_module_that_is_missing_would_be_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
-    lines = [line for line in map_code.PAGE.read_text().splitlines() if "`trainer/loop.py` |" not in line]
+    lines = [line for line in map_code.PAGE.read_text().splitlines() if "`trainer/step.py` |" not in line]
     (tmp_path / "map.md").write_text("\n".join([*lines, "| `trainer/lost.py` | gone |"]))
     monkeypatch.setattr(map_code, "PAGE", tmp_path / "map.md")
     monkeypatch.setattr(sys, "argv", ["map_code.py", "--check"])
     assert map_code.main() == 1
     said = capsys.readouterr().err
-    assert "lacks trainer/loop.py" in said
+    assert "lacks trainer/step.py" in said
     assert "names a lost trainer/lost.py" in said
 
 

@@ -12,12 +12,12 @@ from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausa
 
 from rollout.errors import ConfigError
 from rollout.records import TrainingRow
-from trainer.config import Config, LoraConfig, OptimizerConfig
-from trainer.lora import add_adapters
-from trainer.memory import GIB, MemoryPlan, ModelShape, activation_bytes, advice, cache_gib_left, memory_plan
-from trainer.optimizer import make_optimizer
-from trainer.packing import collate
-from trainer.policy import Policy
+from trainer.batch.packing import collate
+from trainer.config.schema import Config, LoraConfig, OptimizerConfig
+from trainer.model.lora import add_adapters
+from trainer.model.memory_plan import GIB, MemoryPlan, ModelShape, activation_bytes, advice, cache_gib_left, memory_plan
+from trainer.model.policy import Policy
+from trainer.update.optimizer import make_optimizer
 
 TOKENS = 1024
 

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.alarms import AlarmThresholds, alarms
-from trainer.correction import CorrectionResult, correction_weights
-from trainer.mismatch import LENGTH_BUCKETS, PREFIX, UNKNOWN_VERSION, MismatchStatistics, noise_floor
-from trainer.segments import RankReduction
+from trainer.objective.correction import CorrectionResult, correction_weights
+from trainer.objective.mismatch import LENGTH_BUCKETS, PREFIX, UNKNOWN_VERSION, MismatchStatistics, noise_floor
+from trainer.objective.per_rollout import RankReduction
+from trainer.observe.alarms import AlarmThresholds, alarms
 
 TRAIN = [-1.0, -2.0, -0.5, -0.001, -3.0, -0.7]
 SAMP = [-1.1, -1.5, -0.5, -0.002, -3.4, -1.9]

@@ -9,14 +9,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, MixtralConfig
 
+from rollout.episode.rows import rows_from_calls
 from rollout.errors import ConfigError, SyncError
 from rollout.records import EngineCall, FinishReason
-from rollout.rows import rows_from_calls
-from rollout.source import ZeroSource
+from rollout.weights.source import ZeroSource
 from tests.fixtures.families import FAMILIES, HEADS, SIZES, WINDOW, save_family
 from tests.fixtures.models import sampled_logprobs
-from trainer.packing import collate
-from trainer.policy import Policy
+from trainer.batch.packing import collate
+from trainer.model.policy import Policy
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from trainer.next_steps import next_steps
+from trainer.run.next_steps import next_steps
 
 RUN = Path("runs/my run")
 DATA = ["data.path=a.jsonl", "data.columns={prompt: task}", "reward.functions=[f.py:g]"]

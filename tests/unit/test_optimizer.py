@@ -9,11 +9,11 @@ import torch
 
 from rollout.errors import ConfigError
 from tests.fixtures.models import tiny_qwen3
-from trainer.config import LoraConfig, OptimizerConfig
-from trainer.distributed import Distributed
-from trainer.lora import add_adapters
-from trainer.optimizer import Together, make_optimizer
-from trainer.policy import Policy
+from trainer.config.schema import LoraConfig, OptimizerConfig
+from trainer.distributed.distributed import Distributed
+from trainer.model.lora import add_adapters
+from trainer.model.policy import Policy
+from trainer.update.optimizer import Together, make_optimizer
 
 NAMES = ("adamw", "adamw_tf", "muon", "sgd")
 

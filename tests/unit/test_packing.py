@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rollout.errors import EvidenceError
 from rollout.records import SamplingSupport, TrainingRow
-from trainer.packing import StepLayout, collate, dummy, num_oversized, pack
+from trainer.batch.packing import StepLayout, collate, dummy, num_oversized, pack
 
 
 def row(ids: list[int], trained: list[int], *, rollout_id: int = 0, supports: list[list[int]] | None = None):

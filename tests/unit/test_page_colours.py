@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-STYLE = (Path(__file__).resolve().parents[2] / "trainer/pages/base.css.jinja").read_text()
+STYLE = (Path(__file__).resolve().parents[2] / "trainer/observe/pages/base.css.jinja").read_text()
 LIGHT, DARK = (
     dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", part)) for part in STYLE.split("(prefers-color-scheme: dark)")
 )

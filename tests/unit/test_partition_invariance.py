@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trainer.correction import correction_weights
-from trainer.kl import kl_term
-from trainer.losses import POLICY_LOSSES, LossInputs, entropy_bonus, sequence_log_ratio
-from trainer.normalization import NORMALIZERS, StepCounts, loss_coefficients, normalized_loss
-from trainer.segments import rollout_count
+from trainer.objective.correction import correction_weights
+from trainer.objective.kl import kl_term
+from trainer.objective.loss_normalization import NORMALIZERS, StepCounts, loss_coefficients, normalized_loss
+from trainer.objective.losses import POLICY_LOSSES, LossInputs, entropy_bonus, sequence_log_ratio
+from trainer.objective.per_rollout import rollout_count
 
 # Wide bounds for GSPO: with the paper's 3e-4 every rollout of this toy would be clipped, and the gradient 0.
 OPTIONS = {"gspo": {"clip_low": 0.3, "clip_high": 0.4}}

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.engine import Sampling
+from rollout.engine.protocol import Sampling
 from rollout.errors import EngineError, EvidenceError, RequestError
-from rollout.loop import BackgroundLoop
-from rollout.peer import EngineService, PeerEngine
 from rollout.records import EngineCall, FinishReason, SamplingSupport, VersionSpan
+from rollout.server.remote_rank_engine import EngineService, PeerEngine
+from rollout.system.background_loop import BackgroundLoop
 
 SAMPLING = Sampling(max_tokens=7, stop_token_ids=(3, 4), seed=11, affinity=(0, 5), top_k=2)
 CALL = EngineCall(

@@ -20,9 +20,9 @@ from transformers import (
 
 from rollout.errors import ConfigError
 from rollout.records import TrainingRow
-from trainer.packing import PackedBatch, collate, dummy
-from trainer.policy import Policy
-from trainer.value import Critic
+from trainer.batch.packing import PackedBatch, collate, dummy
+from trainer.model.critic import Critic
+from trainer.model.policy import Policy
 
 VOCAB = 512
 LENGTHS = (5, 17, 9, 30, 2)

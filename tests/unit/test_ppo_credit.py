@@ -8,16 +8,16 @@ import torch
 
 from rollout.errors import ConfigError
 from rollout.records import EngineCall, FinishReason, Rollout
-from trainer.batch import decode, encode
-from trainer.config import AlgorithmConfig, Config
-from trainer.correction import correction_weights
-from trainer.credit import CreditAssignment, kl_controller
-from trainer.gae import gae
-from trainer.kl_control import AdaptiveKl, FixedKl
-from trainer.ppo import Credit, CreditRule, assign
-from trainer.targets import Logprobs, Targets
-from trainer.validate import validate
-from trainer.whitening import whiten
+from trainer.batch.step_batch import decode, encode
+from trainer.checks.validate import validate
+from trainer.config.schema import AlgorithmConfig, Config
+from trainer.credit.critic_credit import CreditAssignment, kl_controller
+from trainer.credit.targets import Logprobs, Targets
+from trainer.objective.correction import correction_weights
+from trainer.objective.gae import gae
+from trainer.objective.kl_control import AdaptiveKl, FixedKl
+from trainer.objective.ppo_credit import Credit, CreditRule, assign
+from trainer.objective.whitening import whiten
 
 PLAIN = CreditRule(gamma=1.0, lam=0.95, whiten_rewards=False, whiten_advantages=False)
 WHITE = CreditRule(gamma=1.0, lam=0.95, whiten_rewards=True, whiten_advantages=True)
@@ -72,7 +72,7 @@ def test_masked_tokens_carry_credit_on_but_are_not_counted():
 
 
 def test_every_epoch_visits_every_rollout_once_in_an_order_of_its_own():
-    from trainer.update import Updater
+    from trainer.update.updater import Updater
 
     config = Config(algorithm=AlgorithmConfig(advantage="gae", epochs=3, minibatches=4))
     updater = Updater(torch.nn.Linear(1, 1), distributed=None, config=config)  # type: ignore[arg-type]  # cuts, no more

@@ -9,14 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.gae import gae, gae_flat
-from trainer.kl_control import AdaptiveKl, FixedKl
-from trainer.ppo_metrics import explained_variance, objective_metrics, value_metrics
-from trainer.segments import RankReduction
-from trainer.tf_adam import set_tf_epsilon, tf_epsilon
-from trainer.token_rewards import TurnRewards, last_token, token_rewards
-from trainer.value_loss import clipped_value_loss
-from trainer.whitening import moments, whiten
+from trainer.objective.gae import gae, gae_flat
+from trainer.objective.kl_control import AdaptiveKl, FixedKl
+from trainer.objective.losses.value import clipped_value_loss
+from trainer.objective.per_rollout import RankReduction
+from trainer.objective.ppo_metrics import explained_variance, objective_metrics, value_metrics
+from trainer.objective.token_rewards import TurnRewards, last_token, token_rewards
+from trainer.objective.whitening import moments, whiten
+from trainer.update.tf_adam import set_tf_epsilon, tf_epsilon
 
 REWARDS = torch.tensor([[1.2, 1.3, 1.4], [1.5, 1.6, 1.7], [1.8, 1.9, 2.0]], dtype=torch.float64)
 WHITENED = torch.tensor(

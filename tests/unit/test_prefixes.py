@@ -15,18 +15,18 @@ from rollout.records import EngineCall, FinishReason, Rollout, VersionSpan
 from tests.fixtures.families import FAMILIES
 from tests.integration.workers.gradients import settings_of
 from tests.unit.test_update import OneProcess
-from trainer.balance import plan
-from trainer.batch import StepBatch, decode, encode
-from trainer.bundles import plan_bundles
-from trainer.config import AlgorithmConfig, Config
-from trainer.correction import correction_weights
-from trainer.credit import CreditAssignment
-from trainer.packing import collate
-from trainer.policy import Policy
-from trainer.prefixes import MIN_SHARED, shared
-from trainer.targets import Logprobs, Targets, token_advantages
-from trainer.update import Updater
-from trainer.value import ActorCritic, Critic
+from trainer.batch.assignment import plan
+from trainer.batch.packing import collate
+from trainer.batch.prefix_bundles import plan_bundles
+from trainer.batch.prefixes import MIN_SHARED, shared
+from trainer.batch.step_batch import StepBatch, decode, encode
+from trainer.config.schema import AlgorithmConfig, Config
+from trainer.credit.critic_credit import CreditAssignment
+from trainer.credit.targets import Logprobs, Targets, token_advantages
+from trainer.model.critic import ActorCritic, Critic
+from trainer.model.policy import Policy
+from trainer.objective.correction import correction_weights
+from trainer.update.updater import Updater
 
 PRESETS = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "clipped_tis", "rloo", "remax")
 
@@ -78,7 +78,7 @@ def test_every_row_is_a_path_through_the_stretches(rows: list[list[int]]) -> Non
 def _every_token_counts():
     """Every common token counts, so that small rows share."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer.prefixes.MIN_SHARED", 1)
+        patch.setattr("trainer.batch.prefixes.MIN_SHARED", 1)
         yield
 
 
@@ -256,7 +256,7 @@ def test_both_ways_of_attention_to_a_prefix_keep_the_gradient(
     long_stretch: float, policy: Policy, batch: StepBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a whole causal row, of which the prefix is dropped, and with a mask."""
-    monkeypatch.setattr("trainer.attention.LONG_STRETCH", long_stretch)
+    monkeypatch.setattr("trainer.model.packed_attention.LONG_STRETCH", long_stretch)
     assert_equal_gradients(policy, batch, "grpo")
 
 

@@ -10,19 +10,19 @@ import torch
 import yaml
 
 from rollout.records import EngineCall, FinishReason, Rollout
-from trainer import config
-from trainer.advantages import ADVANTAGES
-from trainer.attention import PACKED_ROWS
-from trainer.batch import decode, encode
-from trainer.config import AlgorithmConfig
-from trainer.correction import CORRECTION_MODES
-from trainer.decoder import AUTO
-from trainer.kl import KL_TERMS
-from trainer.losses import POLICY_LOSSES
-from trainer.normalization import NORMALIZERS
-from trainer.rejection import REJECTION_CRITERIA
-from trainer.targets import ADVANTAGE_SETTINGS, rollout_advantages
-from trainer.update import LOSS_SETTINGS, policy_loss
+from trainer.batch.step_batch import decode, encode
+from trainer.config import schema as config
+from trainer.config.schema import AlgorithmConfig
+from trainer.credit.targets import ADVANTAGE_SETTINGS, rollout_advantages
+from trainer.model.decoder import AUTO
+from trainer.model.packed_attention import PACKED_ROWS
+from trainer.objective.advantages import ADVANTAGES
+from trainer.objective.correction import CORRECTION_MODES
+from trainer.objective.kl import KL_TERMS
+from trainer.objective.loss_normalization import NORMALIZERS
+from trainer.objective.losses import POLICY_LOSSES
+from trainer.objective.rejection import REJECTION_CRITERIA
+from trainer.update.updater import LOSS_SETTINGS, policy_loss
 
 ROOT = Path(__file__).resolve().parents[2]
 PRESETS = {file.stem: yaml.safe_load(file.read_text()) for file in (ROOT / "configs/algorithm").glob("*.yaml")}

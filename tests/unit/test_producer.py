@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from rollout.engine import Sampling
+from rollout.engine.protocol import Sampling
 from rollout.errors import EngineError
-from rollout.loop import BackgroundLoop
 from rollout.records import EngineCall, FinishReason, Rollout, VersionSpan
-from trainer.config import Config
-from trainer.data import Prompts
-from trainer.groups import Collected
-from trainer.producer import Producer
-from trainer.timing import Stopwatch
+from rollout.system.background_loop import BackgroundLoop
+from trainer.collect.async_source import Producer
+from trainer.collect.groups import Collected
+from trainer.config.schema import Config
+from trainer.data.prompts import Prompts
+from trainer.stopwatch import Stopwatch
 
 BATCH, GROUP = 3, 2
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.profiling import StepProfiler
-from trainer.timing import Stopwatch
+from trainer.run.profiling import StepProfiler
+from trainer.stopwatch import Stopwatch
 
 
 def run(directory: Path, *, steps: int, made: int) -> list[str]:

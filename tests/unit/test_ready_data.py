@@ -13,17 +13,17 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 
 from rewards.composition import make_reward_set
-from rollout.chat import Chat
+from rollout.chat.chat import Chat
 from rollout.environments import make_environment
 from rollout.records import Rollout
 from tests.fixtures.tokenizers import chat_tokenizer
-from trainer.config import Config
-from trainer.data import load_data_set, training_data
-from trainer.launch import CONFIG_DIR, schema, to_config
+from trainer.checks.validate import validate
+from trainer.cli import CONFIG_DIR, schema, to_config
+from trainer.config.schema import Config
+from trainer.data.prompts import load_data_set, training_data
 from trainer.reward_model.config import RewardModelConfig
 from trainer.reward_model.config import check as check_reward_model
 from trainer.reward_model.data import Lengths, read_comparisons
-from trainer.validate import validate
 
 FILES = Path(__file__).resolve().parents[1] / "fixtures/data"
 EXPERIMENTS = sorted((CONFIG_DIR / "experiment").glob("*.yaml"))

@@ -9,15 +9,7 @@ import numpy as np
 import pytest
 
 from rollout.errors import EvidenceError
-from rollout.records import (
-    EngineCall,
-    FinishReason,
-    Rollout,
-    RolloutStatus,
-    SamplingSupport,
-    TrainingRow,
-    VersionSpan,
-)
+from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus, SamplingSupport, TrainingRow, VersionSpan
 
 GOOD: dict[str, Any] = {
     "prompt_ids": (1, 2),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rollout.errors import ConfigError, EngineError, LockstepError, RankLostError, SyncError
-from trainer.recovery import Recovery
+from trainer.engines.recovery import Recovery
 
 
 class World:

@@ -12,13 +12,13 @@ from torch import nn
 
 from tests.fixtures.models import save_tiny_model
 from tests.unit.test_update import OneProcess, rollouts
-from trainer.batch import StepBatch, decode, encode
-from trainer.config import AlgorithmConfig, Config, LoraConfig
-from trainer.distributed import Distributed
-from trainer.policy import Policy
-from trainer.reference import make_reference
-from trainer.scoring import Scorer
-from trainer.value import with_critic
+from trainer.batch.step_batch import StepBatch, decode, encode
+from trainer.config.schema import AlgorithmConfig, Config, LoraConfig
+from trainer.distributed.distributed import Distributed
+from trainer.model.critic import with_critic
+from trainer.model.policy import Policy
+from trainer.score.reference import make_reference
+from trainer.score.scorer import Scorer
 
 
 class Prepared(OneProcess):

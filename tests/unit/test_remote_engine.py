@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from rollout import server_client
-from rollout.compact import ROUTE, encode
-from rollout.engine import Sampling
+from rollout.engine.engine_answers import Answer
+from rollout.engine.protocol import Sampling
 from rollout.errors import ConfigError, EngineError, EvidenceError, RequestError
-from rollout.evidence import Answer
-from rollout.loop import BackgroundLoop
 from rollout.records import FinishReason, VersionSpan
-from rollout.remote import GENERATE, RemoteEngine
+from rollout.server import client as server_client
+from rollout.server.compact import ROUTE, encode
+from rollout.server.server_engine import GENERATE, RemoteEngine
+from rollout.system.background_loop import BackgroundLoop
 from tests.fixtures.fake_server import (
     KEY,
     SERVER_INFO,

@@ -15,14 +15,14 @@ from omegaconf import OmegaConf
 
 from rollout.errors import ConfigError, DataError
 from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
-from rollout.store import write_rollouts
+from rollout.saved_rollouts import write_rollouts
 from tests.fixtures.browser import WIDTHS, dom, needs_chromium
-from trainer.config import Config
-from trainer.report.chart import HEIGHT, MAX_POINTS, WIDTH, Chart, Curve, number
-from trainer.report.page import report, stages
-from trainer.report.saved_run import SavedRun
-from trainer.settings_tree import plain
-from trainer.token_view import TEMPLATE as TOKEN_VIEW
+from trainer.config.schema import Config
+from trainer.config.tree import plain
+from trainer.observe.pages.chart import HEIGHT, MAX_POINTS, WIDTH, Chart, Curve, number
+from trainer.observe.pages.run_report import report, stages
+from trainer.observe.pages.token_view import TEMPLATE as TOKEN_VIEW
+from trainer.observe.saved_run import SavedRun
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTILE = "</p><script>document.title='owned'</script><img src=x onerror=alert(1)>&amp;"
@@ -197,7 +197,7 @@ class TestChart:
 
 def themes() -> dict[str, dict[str, str]]:
     """Colours of the pages by name, for light and for dark."""
-    style = (ROOT / "trainer" / "pages" / "base.css.jinja").read_text()
+    style = (ROOT / "trainer" / "observe" / "pages" / "base.css.jinja").read_text()
     light, dark = style.split("@media (prefers-color-scheme: dark)")
     found = {}
     for name, part in (("light", light), ("dark", dark[: dark.index("* {")])):
@@ -232,7 +232,7 @@ def test_text_can_be_read_and_curves_can_be_seen(theme: str):
 
 def test_both_pages_have_one_look():
     for template in ("report.html.jinja", TOKEN_VIEW):
-        assert '{% include "base.css.jinja" %}' in (ROOT / "trainer" / "pages" / template).read_text()
+        assert '{% include "base.css.jinja" %}' in (ROOT / "trainer" / "observe" / "pages" / template).read_text()
 
 
 @needs_chromium

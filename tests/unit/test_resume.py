@@ -13,13 +13,13 @@ import pytest
 from rollout.errors import CheckpointError, ConfigError
 from tests.fixtures.saved_state import SavedState
 from tests.unit.test_run_faults import Alone
-from trainer import checkpoint
-from trainer.changed_settings import changes, settings_hash
-from trainer.checkpoint import TrainerState
-from trainer.config import AlgorithmConfig, Config
-from trainer.metrics import BATCH, MetricsLog
-from trainer.resume import restore
-from trainer.rundir import open_run
+from trainer.checkpoint import checkpoint
+from trainer.checkpoint.checkpoint import TrainerState
+from trainer.checkpoint.resume import restore
+from trainer.checkpoint.run_dir import open_run
+from trainer.config.changes import changes, settings_hash
+from trainer.config.schema import AlgorithmConfig, Config
+from trainer.observe.metrics_log import BATCH, MetricsLog
 
 
 def config(**changed: Any) -> Config:

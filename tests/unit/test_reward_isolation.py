@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from rewards import FaultTolerance, Isolation, Outcome, RewardSet, isolation, make_reward_set
+from rewards import FaultTolerance, Isolation, Outcome, RewardSet, make_reward_set
+from rewards.workers import pool as isolation
 from rollout.errors import ConfigError
 from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
 
@@ -256,7 +257,7 @@ def test_closing_ends_the_workers_and_their_children(functions, tmp_path):
 TRAINER = """
     import asyncio, json, sys
     from rewards import FaultTolerance, make_reward_set
-    from rollout.store import from_json
+    from rollout.saved_rollouts import from_json
     rewards = make_reward_set([sys.argv[1]], tolerance=FaultTolerance(timeout_s=60, max_error_rate=1.0))
     asyncio.run(rewards.score([from_json(json.loads(sys.argv[2]))]))
 """
@@ -264,7 +265,7 @@ TRAINER = """
 
 @pytest.mark.parametrize("name", ["leaves_a_child", "sleeps_then_leaves"])
 def test_no_process_is_left_when_the_trainer_ends_or_is_killed(functions, tmp_path, name):
-    from rollout.store import to_json
+    from rollout.saved_rollouts import to_json
 
     file = tmp_path / "pids"
     line = json.dumps(to_json(rollout(file=str(file))))

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from rewards.padding import fixed_length, pad, position_ids
-from rewards.truncation import StopRule, replace_rejected
+from rewards.model.padding import fixed_length, pad, position_ids
+from rewards.model.truncation import StopRule, replace_rejected
 from rollout.errors import TrainingError
 from trainer.reward_model.head import init_reward_head
 from trainer.reward_model.losses import best_of_n_loss, pairwise_loss

@@ -16,19 +16,19 @@ from transformers import (
     Qwen3ForSequenceClassification,
 )
 
+from demo.preferences.language import STOP, VOCABULARY, make_tokenizer
+from demo.preferences.queries import select_query
 from rewards import make_reward_set
-from rewards.classifier import NORMALIZATION_FILE, RewardModel, load_reward_model
-from rewards.model import ModelReward, token_id_of
-from rewards.padding import pad
-from rewards.tokenizing import chat_ids
+from rewards.model.classifier import NORMALIZATION_FILE, RewardModel, load_reward_model
+from rewards.model.padding import pad
+from rewards.model.reward import ModelReward, token_id_of
+from rewards.model.tokenizing import chat_ids
 from rollout.errors import ConfigError, DataError
-from rollout.preferences.language import STOP, VOCABULARY, make_tokenizer
-from rollout.preferences.queries import select_query
-from rollout.preferences.sampling import sample_responses
 from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
 from trainer.reward_model.config import RewardModelConfig, check
 from trainer.reward_model.data import Comparison, Lengths, query_ids, read_comparisons
 from trainer.reward_model.normalization import Normalization
+from trainer.reward_model.sampling import sample_responses
 from trainer.reward_model.saving import bias_place, fold
 
 STOP_ID = VOCABULARY.index(STOP)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rewards import FUNCTIONS, FaultTolerance, Outcome, Reward, RewardSet, from_trl, make_reward_set
-from rewards.functions import (
+from rewards.functions.built_in import (
     contains,
     demo_answer,
     exact_match,

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollout.episode.rows import branch_count, extension_count, is_trainable, rows_from_calls
+from rollout.episode.token_metrics import TokenCounts, count_tokens, token_metrics
 from rollout.errors import EvidenceError
 from rollout.records import EngineCall, FinishReason, SamplingSupport, TrainingRow, VersionSpan, num_trained
-from rollout.rows import branch_count, extension_count, is_trainable, rows_from_calls
-from rollout.token_metrics import TokenCounts, count_tokens, token_metrics
 
 
 def a_call(

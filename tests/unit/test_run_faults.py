@@ -21,12 +21,12 @@ from rollout.errors import ConfigError
 from tests.fixtures.forked_python import forked_python
 from tests.fixtures.saved_state import SavedState
 from tests.unit.test_reward_isolation import rollout
-from trainer.config import Config, GatewayConfig, LoggerConfig
-from trainer.console import RunConsole
-from trainer.heartbeat import Heartbeat, WallTime
-from trainer.metrics import MetricsLog
-from trainer.redaction import REDACTED, redact, redact_words
-from trainer.rundir import open_run
+from trainer.checkpoint.run_dir import open_run
+from trainer.config.redaction import REDACTED, redact, redact_words
+from trainer.config.schema import Config, GatewayConfig, LoggerConfig
+from trainer.observe.console import RunConsole
+from trainer.observe.metrics_log import MetricsLog
+from trainer.run.heartbeat import Heartbeat, WallTime
 
 
 class Failing:
@@ -150,8 +150,8 @@ def test_one_run_directory_has_one_process(tmp_path):
         import sys
         from rollout.errors import ConfigError
         from tests.unit.test_run_faults import Alone
-        from trainer.config import Config
-        from trainer.rundir import open_run
+        from trainer.config.schema import Config
+        from trainer.checkpoint.run_dir import open_run
         try:
             open_run(Config(run_root={str(tmp_path)!r}, run_name="a", resume="auto"), Alone())
         except ConfigError as error:
@@ -230,7 +230,7 @@ def test_a_heartbeat_says_where_a_rank_is(tmp_path):
 HANGS = """
     import sys, time
     from pathlib import Path
-    from trainer.heartbeat import Heartbeat
+    from trainer.run.heartbeat import Heartbeat
     def waits_for_ever():
         sum(range(10**8))
     heart = Heartbeat(Path(sys.argv[1]), rank=0, step_timeout_s=0.3)

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-import rewards.sandbox
-from rewards.programs import code_tests, last_program
-from rewards.sandbox import Ended, Limits, has_namespaces, run_python
+import rewards.sandbox.sandbox
+from rewards.functions.programs import code_tests, last_program
+from rewards.sandbox.sandbox import Ended, Limits, has_namespaces, run_python
 from rollout.errors import ConfigError, DataError
 from tests.unit.test_reward_isolation import rollout
 
@@ -24,11 +24,11 @@ contained = pytest.mark.skipif(not has_namespaces(), reason="this system allows 
 # Without namespaces only where the test says so: the program is the test's own.
 WORKER = """
 import os, sys
-import rewards.sandbox
+import rewards.sandbox.sandbox
 if sys.argv[1] == "without":
-    rewards.sandbox.has_namespaces = lambda: False
+    rewards.sandbox.sandbox.has_namespaces = lambda: False
     os.geteuid = lambda: 1000
-print(rewards.sandbox.run_python(sys.argv[2], limits=rewards.sandbox.Limits(timeout_s=60)).stdout)
+print(rewards.sandbox.sandbox.run_python(sys.argv[2], limits=rewards.sandbox.sandbox.Limits(timeout_s=60)).stdout)
 """
 
 
@@ -183,7 +183,7 @@ def test_root_of_a_container_with_few_user_ids_does_not_take_those_it_lacks():
     container = ["unshare", "--user", "--map-root-user"]
     if subprocess.run([*container, "true"], capture_output=True).returncode:
         pytest.skip("this system allows no user namespaces")
-    source = "import os, rewards.sandbox\nprint(os.geteuid(), rewards.sandbox._is_root_of_all())"
+    source = "import os, rewards.sandbox.sandbox\nprint(os.geteuid(), rewards.sandbox.sandbox._is_root_of_all())"
     assert subprocess.check_output([*container, sys.executable, "-c", source], text=True) == "0 False\n"
 
 
@@ -246,7 +246,7 @@ def test_memory_files_and_output_are_bounded():
 
 
 def test_as_root_without_namespaces_nothing_is_run(monkeypatch):
-    monkeypatch.setattr(rewards.sandbox, "has_namespaces", lambda: False)
+    monkeypatch.setattr(rewards.sandbox.sandbox, "has_namespaces", lambda: False)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     with pytest.raises(ConfigError, match="not run as root without namespaces"):
         run_python("print(1)")

@@ -15,9 +15,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import LogprobsLists
 
-from rollout import scheduler as schedulers
-from rollout.plugin import SCHEDULER
-from rollout.scheduler import AnswersOnce, OnceAsyncScheduler, OnceScheduler
+from rollout.engine import scheduler as schedulers
+from rollout.engine.plugin import SCHEDULER
+from rollout.engine.scheduler import AnswersOnce, OnceAsyncScheduler, OnceScheduler
 
 FINAL_ONLY = RequestOutputKind.FINAL_ONLY
 

@@ -10,13 +10,13 @@ import torch
 
 from tests.fixtures.models import tiny_qwen3
 from tests.unit.test_update import OneProcess, rollouts
-from trainer.batch import StepBatch, decode, encode
-from trainer.config import AlgorithmConfig, Config, CorrectionConfig
-from trainer.correction import correction_weights
-from trainer.dumps import Attempt, read_dump, write_dump
-from trainer.policy import Policy
-from trainer.targets import Logprobs, Targets, scored_by_the_update
-from trainer.update import Updater
+from trainer.batch.step_batch import StepBatch, decode, encode
+from trainer.config.schema import AlgorithmConfig, Config, CorrectionConfig
+from trainer.credit.targets import Logprobs, Targets, scored_by_the_update
+from trainer.model.policy import Policy
+from trainer.objective.correction import correction_weights
+from trainer.update.batch_dumps import Attempt, read_dump, write_dump
+from trainer.update.updater import Updater
 
 
 @pytest.fixture(scope="module")

@@ -12,18 +12,18 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rollout.chat import Chat
-from rollout.embedded import EmbeddedEngine
+from rollout.chat.chat import Chat
+from rollout.engine.embedded import EmbeddedEngine
 from rollout.errors import DataError, LockstepError
-from rollout.store import read_rollouts, to_json
+from rollout.saved_rollouts import read_rollouts, to_json
 from tests.fixtures.gateway import running
 from tests.fixtures.models import save_tiny_model
 from tests.fixtures.sockets import is_loopback, listening
 from tests.fixtures.tokenizers import chat_tokenizer
 from tests.unit.test_reward_isolation import rollout
-from trainer.config import Config, GatewayConfig
-from trainer.data_files import load_rows
-from trainer.policy import Policy
+from trainer.config.schema import Config, GatewayConfig
+from trainer.data.datasets import load_rows
+from trainer.model.policy import Policy
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(

@@ -12,8 +12,8 @@ import pytest
 from vllm.exceptions import VLLMValidationError
 from vllm.logprobs import FlatLogprobs
 
-from rollout.compact import decode
-from rollout.server_generate import ROUTE, CompactGenerate
+from rollout.server.compact import decode
+from rollout.server.generate_route import ROUTE, CompactGenerate
 
 BODY = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 2, "logprobs": 0, "seed": 3, "flat_logprobs": True}}
 

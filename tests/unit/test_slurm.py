@@ -15,11 +15,11 @@ from accelerate.commands.launch import launch_command_parser
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 
-from rollout.addresses import is_loopback
-from trainer.config import Config
-from trainer.engine_server import command
-from trainer.launch import CONFIG_DIR, schema, to_config
-from trainer.validate import validate
+from rollout.system.addresses import is_loopback
+from trainer.checks.validate import validate
+from trainer.cli import CONFIG_DIR, schema, to_config
+from trainer.config.schema import Config
+from trainer.tools.serve_engine import command
 
 ROOT = CONFIG_DIR.parent
 SCRIPT = CONFIG_DIR / "slurm" / "servers.sbatch"

@@ -7,8 +7,8 @@ import torch
 
 from rollout.records import Rollout
 from tests.unit.test_diagnosis import TEXTS, TOKENIZER, FakeScorer, two_turns
-from trainer.batch import StepBatch, decode, encode
-from trainer.step_summary import SHOWN_TOKENS, first_step_summary
+from trainer.batch.step_batch import StepBatch, decode, encode
+from trainer.observe.first_step import SHOWN_TOKENS, first_step_summary
 
 
 def summary_of(rollouts: list[Rollout], *, bias: float = 0.25) -> tuple[StepBatch, list[str]]:

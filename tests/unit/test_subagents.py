@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from rollout.engine import Sampling
-from rollout.environment import OpenConversation, Step
+from rollout.engine.protocol import Sampling
 from rollout.environments.calculator import calculator
 from rollout.environments.mixed import Mixed
 from rollout.environments.subagents import SubAgents
+from rollout.episode.environment import OpenConversation, Step
+from rollout.episode.rows import branch_count, rows_from_calls
+from rollout.episode.token_metrics import token_metrics
 from rollout.errors import ConfigError, ContextFullError, EngineError, EvidenceError, LockstepError
 from rollout.records import EngineCall, FinishReason, Message, RolloutStatus
-from rollout.rows import branch_count, rows_from_calls
-from rollout.token_metrics import token_metrics
 from tests.fixtures.gateway import ScriptedEngine
 from tests.fixtures.policies import TOKENIZER, Policy, last_turn, play, tool_call
 

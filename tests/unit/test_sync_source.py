@@ -8,9 +8,9 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from vllm.distributed.weight_transfer.base import ParamMeta
 
-from rollout.buckets import bucket_layout, nbytes, plan_buckets, views
 from rollout.errors import SyncError
-from rollout.source import ZeroSource, unwrap
+from rollout.weights.buckets import bucket_layout, nbytes, plan_buckets, views
+from rollout.weights.source import ZeroSource, unwrap
 from tests.fixtures.models import tiny_qwen3
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rollout.errors import ConfigError, EngineError, LockstepError
-from trainer.distributed import Distributed
+from trainer.distributed.distributed import Distributed
 
 
 class SecondRank(Distributed):

@@ -15,7 +15,7 @@ from tests.unit.test_diagnosis import TEXTS, FakeScorer, bench, scored_rows, two
 from trainer.diagnosis.cases import saved_cases
 from trainer.diagnosis.classes import TokenTexts
 from trainer.diagnosis.report import Diagnosis
-from trainer.token_view import color_scale, script_json, token_view, write_token_view
+from trainer.observe.pages.token_view import color_scale, script_json, token_view, write_token_view
 
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>&amp;"
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.tool_calls import MAX_DEPTH, ToolCall, Turn, parse_hermes, parse_llama3, split_reasoning
+from rollout.chat.tool_calls import MAX_DEPTH, ToolCall, Turn, parse_hermes, parse_llama3, split_reasoning
 
 
 def hermes(*bodies: str) -> str:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollout.environments.python_tools import Tool, Toolbox, ToolFault, count_results, load_tools
 from rollout.errors import ConfigError
-from rollout.tools import Tool, Toolbox, ToolFault, count_results, load_tools
 
 
 def add(a: int, b: int = 1) -> int:

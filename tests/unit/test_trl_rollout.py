@@ -11,10 +11,10 @@ import pytest
 from rewards.composition import make_reward_set
 from rollout.environments import make_environment
 from rollout.environments.trl_rollout import Trainer, check_against_record
+from rollout.episode.rows import rows_from_calls
 from rollout.errors import ConfigError, ContextFullError, DataError, EngineError, EvidenceError
 from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
-from rollout.rows import rows_from_calls
-from rollout.sampler import Sampler
+from rollout.sampler.sampler import Sampler
 from tests.fixtures.policies import CHAT, TOKENIZER, Policy, last_turn, sampling
 
 GO = [{"role": "user", "content": "go"}]

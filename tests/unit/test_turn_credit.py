@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from rollout.records import EngineCall, FinishReason, Rollout
-from trainer.batch import StepBatch, decode, encode
-from trainer.config import AlgorithmConfig
-from trainer.targets import turn_advantages
+from trainer.batch.step_batch import StepBatch, decode, encode
+from trainer.config.schema import AlgorithmConfig
+from trainer.credit.targets import turn_advantages
 
 
 def rollout(rollout_id: int, group_id: int, reward: float, given: list[float], *, turns: int = 2) -> Rollout:

@@ -10,10 +10,10 @@ import pytest
 from rollout.errors import ConfigError
 from tests.fixtures.pages import PAGES, bash_blocks
 from tests.unit.test_configuration import complete, composed
-from trainer.config import Config
-from trainer.targets import ADVANTAGE_SETTINGS
-from trainer.validate import validate
-from trainer.validate_unused import NORMALIZED_BY_STD, USES, WITH_EPS, unused_problems
+from trainer.checks.unused import NORMALIZED_BY_STD, USES, WITH_EPS, unused_problems
+from trainer.checks.validate import validate
+from trainer.config.schema import Config
+from trainer.credit.targets import ADVANTAGE_SETTINGS
 
 __all__ = ["complete"]  # the fixture: overrides under which the files that a run reads exist
 

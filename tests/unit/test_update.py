@@ -13,13 +13,13 @@ from torch import Tensor
 
 from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
 from tests.fixtures.models import tiny_qwen3
-from trainer.batch import StepBatch, decode, encode
-from trainer.config import AlgorithmConfig, Config
-from trainer.correction import CorrectionResult, correction_weights
-from trainer.kl import kl_term
-from trainer.policy import Policy
-from trainer.targets import Logprobs, Targets, penalized, reference_metrics
-from trainer.update import Updater
+from trainer.batch.step_batch import StepBatch, decode, encode
+from trainer.config.schema import AlgorithmConfig, Config
+from trainer.credit.targets import Logprobs, Targets, penalized, reference_metrics
+from trainer.model.policy import Policy
+from trainer.objective.correction import CorrectionResult, correction_weights
+from trainer.objective.kl import kl_term
+from trainer.update.updater import Updater
 
 
 class OneProcess:

@@ -15,13 +15,13 @@ import torch
 
 from tests.fixtures import wandb_files
 from tests.unit.test_diagnosis import TOKENIZER, FakeScorer, two_turns
-from trainer.batch import decode, encode
-from trainer.config import Config, LoggerConfig
-from trainer.loop import StepReport
-from trainer.metrics import MetricsLog
-from trainer.provenance import code_version, provenance
-from trainer.wandb_media import COLUMNS, distributions, step_media, table_rows
-from trainer.wandb_run import GROUPS, SUMMARIES, Lineage, WandbRun
+from trainer.batch.step_batch import decode, encode
+from trainer.config.schema import Config, LoggerConfig
+from trainer.observe.metrics_log import MetricsLog
+from trainer.observe.step_report import StepReport
+from trainer.observe.wandb_media import COLUMNS, distributions, step_media, table_rows
+from trainer.observe.wandb_run import GROUPS, SUMMARIES, Lineage, WandbRun
+from trainer.run.provenance import code_version, provenance
 
 OFFLINE = LoggerConfig(wandb="offline", group="sweep")
 ROOT = Path(__file__).resolve().parents[2]
@@ -145,11 +145,11 @@ SECRET = "correct-horse-battery"
 LOGGING_SCRIPT = """
 from pathlib import Path
 
-from trainer.config import Config, LoggerConfig
-from trainer.launch import launch
-from trainer.metrics import MetricsLog
-from trainer.provenance import provenance
-from trainer.settings_tree import plain
+from trainer.config.schema import Config, LoggerConfig
+from trainer.cli import launch
+from trainer.observe.metrics_log import MetricsLog
+from trainer.run.provenance import provenance
+from trainer.config.tree import plain
 
 
 def main(config: Config) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from rollout.records import Message, Rollout, TrainingRow
-from trainer.batch import decode, encode
+from trainer.batch.step_batch import decode, encode
 from trainer.diagnosis import statistics
 from trainer.diagnosis.cases import Case
 from trainer.diagnosis.causes import EngineCheck, Evidence, judge

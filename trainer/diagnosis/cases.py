@@ -18,17 +18,17 @@ from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
 
-from rollout.chat import Chat
-from rollout.engine import Engine, Sampling
-from rollout.environment import Environment
+from rollout.chat.chat import Chat
+from rollout.engine.protocol import Engine, Sampling
 from rollout.environments.single_turn import SingleTurn
 from rollout.environments.user import SimulatedUser
-from rollout.episode import request_seed
+from rollout.episode.environment import Environment
+from rollout.episode.episode import request_seed
 from rollout.records import Rollout
-from rollout.sampler import Sampler
-from trainer.config import Config
-from trainer.data import Prompts, training_data
-from trainer.parts import make_sampler, make_sampling
+from rollout.sampler.sampler import Sampler
+from trainer.build import make_sampler, make_sampling
+from trainer.config.schema import Config
+from trainer.data.prompts import Prompts, training_data
 
 TEXTS = (
     "The three largest cities of the country are",

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rollout.episode.rows import is_trainable
 from rollout.records import Rollout, TrainingRow
-from rollout.rows import is_trainable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

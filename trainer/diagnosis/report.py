@@ -12,12 +12,12 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from rollout.system.terminal_text import visible
 from trainer.diagnosis.cases import REEXAMINED
 from trainer.diagnosis.causes import CRITICAL_KL, WARNING_KL, Cause, EngineCheck, Finding, Verdict
 from trainer.diagnosis.match import TokenMatch
 from trainer.diagnosis.scored import ScoredRow
 from trainer.diagnosis.statistics import WorstPosition
-from trainer.visible import visible
 
 FORMAT = 1
 VERDICT_STYLE = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.CRITICAL: "bold red"}

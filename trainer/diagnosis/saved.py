@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rollout.errors import ConfigError
 from rollout.records import Rollout
-from rollout.store import read_rollouts
+from rollout.saved_rollouts import read_rollouts
 
 RUN_SETTINGS = (
     *("model.path", "model.dtype", "model.attn_implementation", "model.trust_remote_code", "token_budget"),

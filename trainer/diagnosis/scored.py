@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from rollout.records import TrainingRow
-from trainer.correction import correction_weights
 from trainer.diagnosis.classes import TokenTexts, classify
+from trainer.objective.correction import correction_weights
 
 
 class Scorer(Protocol):

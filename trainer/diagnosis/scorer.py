@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import nn
 
-from rollout.engine import Engine
-from rollout.loop import BackgroundLoop
+from rollout.engine.protocol import Engine
 from rollout.records import TrainingRow
-from trainer.batch import StepBatch, decode, encode
-from trainer.config import Config
-from trainer.distributed import Distributed
-from trainer.scoring import Scorer
+from rollout.system.background_loop import BackgroundLoop
+from trainer.batch.step_batch import StepBatch, decode, encode
+from trainer.config.schema import Config
+from trainer.distributed.distributed import Distributed
+from trainer.score.scorer import Scorer
 
 ONE_ROW_PER_PACK = 1
 """As a token budget: every row exceeds it and is packed alone."""

@@ -1,7 +1,7 @@
 """How far engine and trainer are apart: in all, by token class, by turn, at neighbouring positions, at the worst ones.
 
-d = logp_samp − logp_train per trained token. The estimators are those of training (trainer/mismatch.py); here they are
-taken over parts of the tokens too. What a part without tokens would say is left out, never NaN.
+d = logp_samp − logp_train per trained token. The estimators are those of training (trainer/objective/mismatch.py); here
+they are taken over parts of the tokens too. What a part without tokens would say is left out, never NaN.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from trainer.diagnosis.classes import CLASSES, TokenTexts
 from trainer.diagnosis.scored import ScoredRow
-from trainer.mismatch import PREFIX, MismatchStatistics
+from trainer.objective.mismatch import PREFIX, MismatchStatistics
 
 METRICS = (
     *("kl_v1", "kl_v2", "k3_kl", "logp_diff_abs_mean", "logp_diff_abs_max", "pearson"),

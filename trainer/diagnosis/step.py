@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from rollout.records import Rollout, TrainingRow
-from trainer.batch import StepBatch
-from trainer.config import Config
+from trainer.batch.step_batch import StepBatch
+from trainer.config.schema import Config
 from trainer.diagnosis import statistics
 from trainer.diagnosis.causes import Evidence, judge
 from trainer.diagnosis.classes import TokenTexts

@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn.functional import dropout
 from transformers import PreTrainedTokenizerBase
 
+from rollout.episode.rows import rows_from_calls
 from rollout.records import EngineCall, Rollout, TrainingRow, VersionSpan
-from rollout.rows import rows_from_calls
 
 DROPOUT_P = 0.1
 """As GPT-2 has it."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollout.errors import ConfigError
-from trainer.config import LoggerConfig, OptimizerConfig, setting
-from trainer.data_files import is_file
-from trainer.validate_names import run_name_problems
-from trainer.validate_numbers import choice_problems, not_finite, optimizer_problems
+from trainer.checks.bounds import choice_problems, not_finite, optimizer_problems
+from trainer.checks.names import run_name_problems
+from trainer.config.schema import LoggerConfig, OptimizerConfig, setting
+from trainer.data.datasets import is_file
 
 
 @dataclass

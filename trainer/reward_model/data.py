@@ -20,7 +20,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from rewards.tokenizing import chat_ids, text_ids
+from rewards.model.tokenizing import chat_ids, text_ids
 from rollout.errors import DataError
 
 

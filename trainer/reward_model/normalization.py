@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from rollout.errors import TrainingError
-from trainer.segments import LOCAL, RankReduction
-from trainer.whitening import moments
+from trainer.objective.per_rollout import LOCAL, RankReduction
+from trainer.objective.whitening import moments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

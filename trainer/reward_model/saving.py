@@ -3,7 +3,7 @@
 The gain goes into the head's weight. The bias goes into the head's bias where there is one; else, for decoders whose
 last operation before the head is a LayerNorm with a bias (GPT-2 and its kin), into that: adding b · w / |w|² to it adds
 b to every score w · h. Models with RMSNorm have no place for it: there `AutoModelForSequenceClassification` gives
-rewards that are lower by a constant, which `reward_normalization.json` holds and `rewards/classifier.py` adds.
+rewards that are lower by a constant, which `reward_normalization.json` holds and `rewards/model/classifier.py` adds.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
-from rewards.classifier import NORMALIZATION_FILE, RewardModel
-from trainer.distributed import Distributed
+from rewards.model.classifier import NORMALIZATION_FILE, RewardModel
+from trainer.distributed.distributed import Distributed
 from trainer.reward_model.normalization import Normalization
 
 

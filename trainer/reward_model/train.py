@@ -19,26 +19,26 @@ import torch
 from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from rewards.classifier import RewardModel
-from rewards.model import token_id_of
-from rewards.padding import pad
-from rewards.tokenizing import text_ids
-from rewards.truncation import StopRule
+from rewards.model.classifier import RewardModel
+from rewards.model.padding import pad
+from rewards.model.reward import token_id_of
+from rewards.model.tokenizing import text_ids
+from rewards.model.truncation import StopRule
 from rollout.errors import ConfigError, DataError, TrainingError
-from rollout.preferences.sampling import SEED_STRIDE, sample_responses
-from trainer.data_files import load_rows
-from trainer.decoder import disable_randomness
-from trainer.distributed import Distributed
-from trainer.metrics import MetricsLog
-from trainer.optimizer import make_optimizer
+from trainer.data.datasets import load_rows
+from trainer.distributed.distributed import Distributed
+from trainer.model.decoder import disable_randomness
+from trainer.objective.per_rollout import RankReduction
+from trainer.observe.metrics_log import MetricsLog
 from trainer.reward_model.config import RewardModelConfig
 from trainer.reward_model.data import Comparison, Lengths, query_ids, read_comparisons
 from trainer.reward_model.head import init_reward_head
 from trainer.reward_model.losses import best_of_n_loss
 from trainer.reward_model.normalization import Normalization, fit
+from trainer.reward_model.sampling import SEED_STRIDE, sample_responses
 from trainer.reward_model.saving import save
-from trainer.schedule import learning_rate
-from trainer.segments import RankReduction
+from trainer.update.optimizer import make_optimizer
+from trainer.update.schedule import learning_rate
 
 
 def train(config: RewardModelConfig) -> None:

@@ -13,14 +13,14 @@ import torch
 from gradients import GradientsOnly, fixed_rollouts  # type: ignore[import-not-found]  # beside this file
 from peft import PeftModel
 
-from trainer.batch import decode, encode
-from trainer.config import AlgorithmConfig, Config, LoraConfig, OptimizerConfig
-from trainer.correction import correction_weights
-from trainer.lora import save_merged
-from trainer.optimizer import make_optimizer
-from trainer.policy import Policy
-from trainer.targets import Logprobs, Targets, token_advantages
-from trainer.update import Updater
+from trainer.batch.step_batch import decode, encode
+from trainer.config.schema import AlgorithmConfig, Config, LoraConfig, OptimizerConfig
+from trainer.credit.targets import Logprobs, Targets, token_advantages
+from trainer.model.lora import save_merged
+from trainer.model.policy import Policy
+from trainer.objective.correction import correction_weights
+from trainer.update.optimizer import make_optimizer
+from trainer.update.updater import Updater
 
 
 def main(model_dir: str, out_dir: str, dtype: str) -> None:

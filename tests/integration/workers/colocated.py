@@ -17,16 +17,16 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 
-from rollout.engine import Sampling
+from rollout.engine.protocol import Sampling
 from rollout.errors import EngineError, LockstepError
-from rollout.loop import BackgroundLoop
-from rollout.peer import EngineService
 from rollout.records import EngineCall
-from rollout.sync import WeightSync
+from rollout.server.remote_rank_engine import EngineService
+from rollout.system.background_loop import BackgroundLoop
+from rollout.weights.sync import WeightSync
 from tests.fixtures.models import perturb, sampled_logprobs
-from trainer.config import Config
-from trainer.distributed import Distributed
-from trainer.engines import start_engines
+from trainer.config.schema import Config
+from trainer.distributed.distributed import Distributed
+from trainer.engines.run_engines import start_engines
 
 PROMPTS = [tuple(range(10 + i, 150 + i)) for i in range(6)]
 SAMPLING = Sampling(max_tokens=16, ignore_eos=True, seed=5)

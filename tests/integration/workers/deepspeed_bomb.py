@@ -10,8 +10,8 @@ from pathlib import Path
 import deepspeed
 import torch
 
-from trainer.distributed import build_nothing
-from trainer.safe_load import weights_only_loading
+from trainer.distributed.distributed import build_nothing
+from trainer.distributed.safe_load import weights_only_loading
 
 
 class Bomb:

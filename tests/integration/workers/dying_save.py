@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from tests.integration.workers.reshard import layers
-from trainer import checkpoint
-from trainer.checkpoint import TrainerState
-from trainer.distributed import Distributed
+from trainer.checkpoint import checkpoint
+from trainer.checkpoint.checkpoint import TrainerState
+from trainer.distributed.distributed import Distributed
 
 
 def killed(*_: object, **__: object) -> None:

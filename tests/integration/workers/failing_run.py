@@ -13,10 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 from rollout.errors import EngineError
-from rollout.sampler import Sampler
-from rollout.shards import Fetch
-from rollout.source import ZeroSource
-from trainer.launch import launch
+from rollout.sampler.sampler import Sampler
+from rollout.weights.shards import Fetch
+from rollout.weights.source import ZeroSource
+from trainer.cli import launch
 
 FAILING_PASS = 3
 """Syncs before it: of the weights at the beginning and after the first update."""
@@ -72,7 +72,7 @@ FAULTS: dict[str, Callable[[], None]] = {
 
 
 def main(config: Any) -> None:
-    from trainer.run import run
+    from trainer.run.run import run
 
     run(config)
 

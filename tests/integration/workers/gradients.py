@@ -17,14 +17,14 @@ import torch
 import yaml
 
 from rollout.records import EngineCall, FinishReason, Rollout, VersionSpan
-from trainer.batch import decode, encode
-from trainer.config import AlgorithmConfig, Config
-from trainer.correction import correction_weights
-from trainer.distributed import Distributed
-from trainer.policy import Policy
-from trainer.reference import make_reference
-from trainer.targets import Logprobs, Targets, token_advantages
-from trainer.update import Updater
+from trainer.batch.step_batch import decode, encode
+from trainer.config.schema import AlgorithmConfig, Config
+from trainer.credit.targets import Logprobs, Targets, token_advantages
+from trainer.distributed.distributed import Distributed
+from trainer.model.policy import Policy
+from trainer.objective.correction import correction_weights
+from trainer.score.reference import make_reference
+from trainer.update.updater import Updater
 
 PRESETS = Path(__file__).resolve().parents[3] / "configs" / "algorithm"
 

@@ -5,8 +5,8 @@ import sys
 import time
 from pathlib import Path
 
-from trainer.distributed import Distributed
-from trainer.heartbeat import Heartbeat
+from trainer.distributed.distributed import Distributed
+from trainer.run.heartbeat import Heartbeat
 
 
 def lost_in_thought() -> None:

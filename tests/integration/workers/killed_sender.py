@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch.distributed import ProcessGroupGloo, Work
 
-from rollout.gloo import trainer
+from rollout.weights.gloo import trainer
 from tests.fixtures.models import perturb
 from tests.fixtures.remote import trained
 from tests.fixtures.servers import EngineServer

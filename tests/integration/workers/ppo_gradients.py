@@ -13,15 +13,15 @@ import numpy as np
 import torch
 
 from tests.integration.workers.gradients import GradientsOnly, count_runs, fixed_rollouts
-from trainer.batch import decode, encode
-from trainer.config import AlgorithmConfig, Config
-from trainer.correction import correction_weights
-from trainer.credit import CreditAssignment
-from trainer.critic_saving import save_critic
-from trainer.policy import Policy
-from trainer.targets import Logprobs, Targets
-from trainer.update import Updater
-from trainer.value import ActorCritic, ValueHead, with_critic
+from trainer.batch.step_batch import decode, encode
+from trainer.config.schema import AlgorithmConfig, Config
+from trainer.credit.critic_credit import CreditAssignment
+from trainer.credit.targets import Logprobs, Targets
+from trainer.model.critic import ActorCritic, ValueHead, with_critic
+from trainer.model.critic_saving import save_critic
+from trainer.model.policy import Policy
+from trainer.objective.correction import correction_weights
+from trainer.update.updater import Updater
 
 
 def main(model_dir: str, out: str, critic: str, token_budget: str, *flags: str) -> None:

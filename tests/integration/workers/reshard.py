@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from trainer import checkpoint
-from trainer.checkpoint import TrainerState
-from trainer.config import OptimizerConfig
-from trainer.distributed import Distributed
-from trainer.optimizer import make_optimizer
+from trainer.checkpoint import checkpoint
+from trainer.checkpoint.checkpoint import TrainerState
+from trainer.config.schema import OptimizerConfig
+from trainer.distributed.distributed import Distributed
+from trainer.update.optimizer import make_optimizer
 
 
 def layers() -> nn.Module:

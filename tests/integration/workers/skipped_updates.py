@@ -17,15 +17,15 @@ import torch
 
 from rollout.errors import TrainingError
 from tests.integration.workers.gradients import fixed_rollouts
-from trainer.batch import decode, encode
-from trainer.config import AlgorithmConfig, Config
-from trainer.correction import correction_weights
-from trainer.distributed import Distributed
-from trainer.dumps import write_dump
-from trainer.losses import LossInputs, LossOutputs
-from trainer.policy import Policy
-from trainer.targets import Logprobs, Targets, token_advantages
-from trainer.update import Updater
+from trainer.batch.step_batch import decode, encode
+from trainer.config.schema import AlgorithmConfig, Config
+from trainer.credit.targets import Logprobs, Targets, token_advantages
+from trainer.distributed.distributed import Distributed
+from trainer.model.policy import Policy
+from trainer.objective.correction import correction_weights
+from trainer.objective.losses import LossInputs, LossOutputs
+from trainer.update.batch_dumps import write_dump
+from trainer.update.updater import Updater
 
 
 class Amplified(torch.autograd.Function):

@@ -21,12 +21,12 @@ from deepspeed import zero
 from peft import LoraConfig, get_peft_model
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from rollout.buckets import nbytes
-from rollout.shards import Fetch
-from rollout.source import ZeroSource
+from rollout.weights.buckets import nbytes
+from rollout.weights.shards import Fetch
+from rollout.weights.source import ZeroSource
 from tests.fixtures.families import HEADS, SIZES
 from tests.fixtures.models import perturb, tiny_qwen3
-from trainer.distributed import build_nothing
+from trainer.distributed.distributed import build_nothing
 
 BUCKET_BYTES = 64 * 1024
 

@@ -1,0 +1,177 @@
+"""Make a demo: data, tokenizer and warm-started model on disk, once.
+
+Everything follows from the task, the seed and the code (`manifest.py` tells whether they changed). Models appear in
+their place whole or not at all; data files are replaced one by one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from demo.manifest import DemoInfo, find_made, recipe_hash, write_manifest
+from demo.play import demonstrate, sampled_reward
+from demo.tasks import TASKS, DemoTask, Row, draw_unique
+from demo.tokenizer import train_tokenizer, untrained
+from demo.warm_start import Recipe, new_model, warm_start
+from rollout.errors import ConfigError
+
+TRAIN_ROWS, HELDOUT_ROWS = 4096, 256
+CORPUS_EPISODES = 400
+
+
+def make_demo(task: str, model_dir: Path | str, data_dir: Path | str, seed: int, console: Console) -> DemoInfo:
+    """Write `train.jsonl` and `heldout.jsonl` to `data_dir` and a model with tokenizer to `model_dir`.
+
+    `heldout_harder.jsonl` too, where the task has rows beyond its training distribution (chain: 3 and 4 hops).
+    Deterministic on one machine for a given seed. Takes about a minute; a second call with the
+    same settings takes none.
+
+    Raises:
+        ConfigError: the task is unknown, or a directory holds something that this function did not make.
+        TrainingError: the warm start did not end where it should.
+    """
+    if task not in TASKS:
+        raise ConfigError(f"unknown demo task {task!r}; expected one of {', '.join(TASKS)}")
+    model_dir, data_dir = Path(model_dir), Path(data_dir)
+    made = find_made(task, model_dir, data_dir, seed)
+    if made is not None:
+        return made
+    with _only_maker(model_dir):
+        made = find_made(task, model_dir, data_dir, seed)  # another process may have made it meanwhile
+        return made if made is not None else _make(TASKS[task], model_dir, data_dir, seed, console)
+
+
+def _make(chosen: DemoTask, model_dir: Path, data_dir: Path, seed: int, console: Console) -> DemoInfo:
+    task, recipe = chosen.name, Recipe()
+    recipe_key = recipe_hash(task, seed)  # now: somebody may edit the code while this runs
+
+    data = _write_data(chosen, data_dir, seed)
+    rng = random.Random(seed)
+    corpus = demonstrate(chosen, data["train.jsonl"][:CORPUS_EPISODES], untrained(), rng, noisy=True)
+    tokenizer = train_tokenizer(episode.text for episode in corpus)
+    model = new_model(tokenizer, seed)
+    num_parameters = model.num_parameters()
+    console.print(
+        f"{task}: {len(data['train.jsonl'])} training rows, {len(data['heldout.jsonl'])} held out; "
+        f"{len(tokenizer)} token ids; {num_parameters:,} parameters",
+        highlight=False,
+    )
+    with _one_thread(), _Bar(console, recipe) as bar:
+        reward = warm_start(model, tokenizer, chosen, seed=seed, recipe=recipe, report=bar.report)
+        greedy = sampled_reward(model, tokenizer, chosen, data["heldout.jsonl"][:128], seed=seed, greedy=True)
+    info = {
+        "task": task,
+        "sampled_reward": reward,
+        "greedy_heldout_reward": greedy,
+        "num_parameters": num_parameters,
+        "vocab_size": len(tokenizer),
+    }
+    # Made beside its place and moved there whole: nobody ever loads half a model.
+    making = model_dir.with_name(f".{model_dir.name}.{os.getpid()}")
+    model.save_pretrained(making)
+    tokenizer.save_pretrained(making)
+    data_files = [data_dir / name for name in data]
+    write_manifest(making, recipe_key, info=info, model=list(making.iterdir()), data=data_files)
+    if model_dir.exists():  # a demo of another recipe, or an empty directory: `find_made` has refused anything else
+        shutil.rmtree(model_dir)
+    making.replace(model_dir)
+    console.print(
+        f"{task}: reward {reward:.2f} sampled, {greedy:.2f} greedy on held-out prompts; saved to {model_dir}",
+        highlight=False,
+    )
+    return DemoInfo(**info, model_dir=model_dir, data_dir=data_dir, is_cached=False)
+
+
+def make_rows(task: DemoTask, seed: int) -> dict[str, list[Row]]:
+    """All data of a task by file name. No question of a held-out file is in `train.jsonl`."""
+    # A generator for each file: changing the size of one leaves the others as they are.
+    rows = {
+        "train.jsonl": draw_unique(task.draw, random.Random(f"{seed}-train"), TRAIN_ROWS, heldout=False),
+        "heldout.jsonl": draw_unique(task.draw, random.Random(f"{seed}-heldout"), HELDOUT_ROWS, heldout=True),
+    }
+    if task.draw_harder is not None:
+        harder = draw_unique(task.draw_harder, random.Random(f"{seed}-harder"), HELDOUT_ROWS, heldout=True)
+        rows["heldout_harder.jsonl"] = harder
+    return rows
+
+
+@contextmanager
+def _only_maker(model_dir: Path) -> Iterator[None]:
+    """Let one process at a time make the demo of a directory; the others wait for it."""
+    model_dir.parent.mkdir(parents=True, exist_ok=True)
+    with (model_dir.parent / f".{model_dir.name}.lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed, also by a kill
+        yield
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Sums in one order, whatever the number of cores: the same model everywhere on one kind of CPU.
+
+    It also leaves no pool of OpenMP threads behind, with which a process cannot fork an engine. Matrices are so small
+    that a second thread would save a third of the time at most, and cost twice as much on a busy machine.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+class _Bar:
+    """A progress line for the warm start: stage, step, loss, last reward."""
+
+    def __init__(self, console: Console, recipe: Recipe):
+        self._progress = Progress(
+            TextColumn("{task.description:<32}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn(),
+            console=console,
+        )  # fmt: skip
+        self._lines = {
+            # The skill comes when it comes: the bar runs to the step at which it usually has.
+            "skill": self._progress.add_task(
+                "warm start 1/2: learn the skill", total=recipe.clean_decay_steps, note=""
+            ),
+            "noise": self._progress.add_task("warm start 2/2: become sloppy", total=recipe.noisy_steps, note=""),
+        }
+        self._reward: float | None = None
+
+    def __enter__(self) -> _Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def report(self, stage: str, step: int, loss: float, reward: float | None) -> None:
+        self._reward = reward if reward is not None else self._reward
+        note = f"loss {loss:.3f}" + (f"  reward {self._reward:.2f}" if self._reward is not None else "")
+        if stage == "noise":  # the first stage is over, at whichever step
+            done = self._progress.tasks[self._lines["skill"]].completed
+            self._progress.update(self._lines["skill"], total=max(done, 1))
+        self._progress.update(self._lines[stage], completed=step, note=note)
+
+
+def _write_data(task: DemoTask, data_dir: Path, seed: int) -> dict[str, list[Row]]:
+    data_dir.mkdir(parents=True, exist_ok=True)
+    files = make_rows(task, seed)
+    for name, rows in files.items():
+        _write_atomically(data_dir / name, "".join(json.dumps(row) + "\n" for row in rows))
+    return files
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)

@@ -1,0 +1,99 @@
+"""Whether a demo is there already, made by the very recipe that would make it now.
+
+Imports nothing heavy: a second call of the script answers in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.metadata
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollout.errors import ConfigError
+
+TASK_NAMES = ("calculator", "chain", "reverse")
+MANIFEST = "lockstep_demo.json"
+
+_ROOT = Path(__file__).resolve().parents[1]
+# The code that decides what is made. Its syntax trees are the recipe, so no number and no rule can change unnoticed;
+# comments and layout can.
+_RECIPE_SOURCES = (
+    "demo/make.py",
+    "demo/play.py",
+    "demo/pretraining.py",
+    "demo/tasks.py",
+    "demo/tokenizer.py",
+    "demo/warm_start.py",
+    "rollout/environments/calculator.py",
+    "rollout/environments/chain.py",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoInfo:
+    """What was made, and where it is."""
+
+    task: str
+    model_dir: Path
+    data_dir: Path
+    sampled_reward: float
+    """Mean reward at temperature 1 on training prompts, after the warm start."""
+    greedy_heldout_reward: float
+    num_parameters: int
+    vocab_size: int
+    is_cached: bool
+    """Whether it was there already."""
+
+
+def find_made(task: str, model_dir: Path, data_dir: Path, seed: int) -> DemoInfo | None:
+    """The demo in these directories, if it is of this task, seed and recipe and every file is as it was written.
+
+    Raises:
+        ConfigError: `model_dir` holds files that no demo script put there, so nothing may be written over them.
+    """
+    path = model_dir / MANIFEST
+    if not path.is_file():
+        if model_dir.is_dir() and any(model_dir.iterdir()):
+            raise ConfigError(f"{model_dir} is not empty and is not a demo; choose another --out, or remove it")
+        return None
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return None
+    roots = {"model": model_dir, "data": data_dir}
+    files = [(roots[name.split("/")[0]] / name.split("/")[1], digest) for name, digest in manifest["sha256"].items()]
+    is_intact = all(file.is_file() and _sha256(file) == digest for file, digest in files)
+    if manifest["recipe_hash"] != recipe_hash(task, seed) or not is_intact:
+        return None
+    return DemoInfo(**manifest["info"], model_dir=model_dir, data_dir=data_dir, is_cached=True)
+
+
+def write_manifest(
+    directory: Path, recipe: str, *, info: Mapping[str, Any], model: Iterable[Path], data: Iterable[Path]
+) -> None:
+    """Say in `directory` what was made. recipe: its hash. info: the fields of `DemoInfo` but the directories."""
+    manifest = {
+        "recipe_hash": recipe,
+        "info": dict(info),
+        "sha256": {
+            **{f"model/{path.name}": _sha256(path) for path in sorted(model)},
+            **{f"data/{path.name}": _sha256(path) for path in sorted(data)},
+        },
+    }
+    (directory / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+
+
+def recipe_hash(task: str, seed: int) -> str:
+    """Of everything that decides what is made: task, seed, code and the version of torch that computes it."""
+    parts = [task, str(seed), importlib.metadata.version("torch").split("+")[0]]
+    parts += [ast.dump(ast.parse((_ROOT / name).read_text(encoding="utf-8"))) for name in _RECIPE_SOURCES]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,0 +1,183 @@
+"""Play a task against its real environment, by a scripted player or by the model itself, and keep the tokens.
+
+Conversations are kept as text here, because it is quicker for thousands of short ones than `rollout/chat/chat.py`; a
+test holds the token ids of both against each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from transformers import DynamicCache, PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+from demo.tasks import DemoTask, Row, answer_text
+from demo.tokenizer import TURN_END
+from rollout.chat.tool_calls import parse_hermes
+from rollout.environments import make_environment
+from rollout.episode.environment import Environment, RunsItself
+from rollout.records import Message
+
+MAX_TURN_TOKENS = 48
+
+
+@dataclass(slots=True)
+class Episode:
+    """A conversation under way. `text` is what the tokenizer sees; `spans` are the assistant turns in it [start,
+    end)."""
+
+    environment: Environment
+    text: str
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    last_reply: str = ""
+    last_turn: str = ""
+    done: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demonstration:
+    """Token ids of a whole conversation, and which of them the model is to learn."""
+
+    ids: list[int]
+    is_learned: list[bool]
+
+
+async def begin(task: DemoTask, row: Row, tokenizer: PreTrainedTokenizerFast) -> Episode:
+    environment = make_environment(task.name)
+    assert not isinstance(environment, RunsItself), "tasks of the demo have turns to play"
+    messages = await environment.reset(row)
+    return Episode(environment=environment, text=_render(tokenizer, messages, environment))
+
+
+async def advance(episode: Episode, turn: str) -> None:
+    """Append an assistant turn and what the environment says to it."""
+    start = len(episode.text)
+    episode.text += turn + TURN_END
+    episode.spans.append((start, len(episode.text)))
+    episode.last_turn = turn
+    step = await episode.environment.step(parse_hermes(turn).message(sampled_ids=()))
+    episode.done = step.done
+    if step.done:
+        return
+    episode.last_reply = str(step.messages[-1]["content"])
+    responses = "".join(f"\n<tool_response>\n{message['content']}\n</tool_response>" for message in step.messages)
+    episode.text += f"\n<|im_start|>user{responses}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def demonstrate(
+    task: DemoTask,
+    rows: Sequence[Row],
+    tokenizer: PreTrainedTokenizerFast,
+    rng: random.Random,
+    *,
+    noisy: bool,
+) -> list[Episode]:
+    """Let the scripted player play each row to its end."""
+
+    async def play(row: Row) -> Episode:
+        episode = await begin(task, row, tokenizer)
+        player = task.play(row, rng, noisy)
+        turn = next(player)
+        while True:
+            await advance(episode, turn)
+            try:
+                turn = player.send(episode.last_reply)
+            except StopIteration:
+                return episode
+
+    async def play_in_order() -> list[Episode]:
+        return [await play(row) for row in rows]  # in order: they share the random generator
+
+    return asyncio.run(play_in_order())
+
+
+def tokenize(episode: Episode, tokenizer: PreTrainedTokenizerFast) -> Demonstration:
+    """Ids of the whole conversation; a token is learned if it lies in an assistant turn."""
+    encoded = tokenizer(episode.text, return_offsets_mapping=True, add_special_tokens=False)
+    is_learned = [
+        any(start <= first and last <= end for start, end in episode.spans) for first, last in encoded["offset_mapping"]
+    ]
+    return Demonstration(ids=encoded["input_ids"], is_learned=is_learned)
+
+
+@torch.no_grad()
+def sampled_reward(
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    task: DemoTask,
+    rows: Sequence[Row],
+    *,
+    seed: int,
+    greedy: bool = False,
+) -> float:
+    """Mean demo reward of the model on these rows, each played once at temperature 1 (or greedily)."""
+
+    async def play_all() -> float:
+        episodes = [await begin(task, row, tokenizer) for row in rows]
+        for _ in range(task.max_turns):
+            open_episodes = [episode for episode in episodes if not episode.done]
+            if not open_episodes:
+                break
+            turns = _sample_turns(
+                model, tokenizer, [episode.text for episode in open_episodes], generator, greedy=greedy
+            )
+            for episode, turn in zip(open_episodes, turns, strict=True):
+                await advance(episode, turn)
+        right = [
+            episode.done and episode.last_turn == answer_text(row["answer"])
+            for episode, row in zip(episodes, rows, strict=True)
+        ]
+        return sum(right) / len(right)
+
+    generator = torch.Generator().manual_seed(seed)
+    return asyncio.run(play_all())
+
+
+def _sample_turns(
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    texts: list[str],
+    generator: torch.Generator,
+    *,
+    greedy: bool,
+) -> list[str]:
+    """One assistant turn for each text, without its end-of-turn token."""
+    prompt = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
+    ids_BT, mask_BT = prompt["input_ids"], prompt["attention_mask"]
+    end_id = tokenizer.convert_tokens_to_ids(TURN_END)
+    cache = DynamicCache(config=model.config)
+    sampled: list[torch.Tensor] = []
+    ended_B = torch.zeros(len(texts), dtype=torch.bool)
+    while len(sampled) < MAX_TURN_TOKENS and not ended_B.all():
+        positions_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)[:, -ids_BT.shape[1] :]
+        logits_BV = model(
+            input_ids=ids_BT,
+            attention_mask=mask_BT,
+            position_ids=positions_BT,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+        if greedy:
+            ids_BT = logits_BV.argmax(-1, keepdim=True)
+        else:
+            ids_BT = torch.multinomial(logits_BV.softmax(-1), 1, generator=generator)
+        sampled.append(ids_BT[:, 0])
+        ended_B |= ids_BT[:, 0] == end_id
+        mask_BT = torch.cat([mask_BT, torch.ones_like(ids_BT)], dim=1)
+    turns = torch.stack(sampled, dim=1).tolist()
+    return [str(tokenizer.decode(ids)).split(TURN_END)[0] for ids in turns]
+
+
+def _render(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], environment: Environment) -> str:
+    text = tokenizer.apply_chat_template(
+        [dict(message) for message in messages],
+        tools=[dict(tool) for tool in environment.tools] or None,
+        add_generation_prompt=True,
+        tokenize=False,
+    )
+    assert isinstance(text, str)
+    return text

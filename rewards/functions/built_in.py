@@ -1,0 +1,148 @@
+"""Built-in rewards: pure functions of one rollout, `fn(rollout, **settings) -> float`.
+
+They read `rollout.messages` (what a person reads) and `rollout.example` (the data row), never tokens, except for the
+length rewards, which count sampled tokens. The answer a reward judges is the content of the last assistant turn; a
+rollout that ends in a tool call therefore has an empty answer, and earns what an empty answer earns.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Awaitable, Callable
+
+from rewards.functions.answers import expected, final_answer
+from rewards.functions.judge import llm_judge
+from rewards.functions.mathematics import math_equal
+from rewards.functions.programs import code_tests
+from rewards.functions.tool_calls import tool_calls_match
+from rollout.errors import ConfigError, DataError
+from rollout.records import Rollout
+
+_NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:[eE][-+]?\d+)?|[-+]?\.\d+")
+
+
+def demo_answer(rollout: Rollout) -> float:
+    """1 for the right answer in the right sentence, "The answer is 1353"; else 0. The reward of the demo tasks."""
+    return float(final_answer(rollout) == f"The answer is {expected(rollout, 'answer')}")
+
+
+def environment_reward(rollout: Rollout, *, fact: str = "environment_reward") -> float:
+    """What the environment or the agent itself gave, as a number in the outcome (`environment=trl`, `verifiers`).
+
+    Raises `DataError` if it gave none.
+    """
+    value = rollout.outcome.get(fact)
+    if value is None:
+        reason = rollout.outcome.get("environment_error", f"its outcome has {', '.join(rollout.outcome) or 'nothing'}")
+        raise DataError(f"the environment gave no {fact!r}: {reason}")
+    return float(value)
+
+
+def exact_match(rollout: Rollout, *, column: str = "answer", ignore_case: bool = False) -> float:
+    """1 if the answer is the reference, up to surrounding space."""
+    answer, reference = final_answer(rollout), expected(rollout, column)
+    return float(answer.casefold() == reference.casefold() if ignore_case else answer == reference)
+
+
+def contains(rollout: Rollout, *, column: str = "answer", ignore_case: bool = False) -> float:
+    """1 if the reference occurs in the answer as whole words: 7 is not in 17."""
+    pattern = rf"(?<!\w){re.escape(expected(rollout, column))}(?!\w)"
+    return float(re.search(pattern, final_answer(rollout), re.IGNORECASE if ignore_case else 0) is not None)
+
+
+def numeric(rollout: Rollout, *, column: str = "answer", rel_tol: float = 1e-6, abs_tol: float = 1e-9) -> float:
+    r"""1 if the last number of the answer equals the last number of the reference.
+
+    A number in the last `\boxed{}` of either wins over later ones. Thousands may be separated by commas.
+    """
+    value, reference = last_number(final_answer(rollout)), last_number(expected(rollout, column))
+    if reference is None:
+        raise DataError(f"numeric reward: column {column!r} holds no number: {rollout.example[column]!r}")
+    return float(value is not None and math.isclose(value, reference, rel_tol=rel_tol, abs_tol=abs_tol))
+
+
+def last_number(text: str) -> float | None:
+    """The last finite number in a text, or in its last `\\boxed{}`; None without one."""
+    boxed = re.findall(r"\\boxed\{([^{}]*)\}", text)
+    found = _NUMBER.findall(boxed[-1] if boxed else text)
+    value = float(found[-1].replace(",", "")) if found else None
+    return value if value is not None and math.isfinite(value) else None
+
+
+def regex(rollout: Rollout, *, pattern: str, full: bool = False) -> float:
+    """1 if the pattern occurs in the answer (or, with `full`, is all of it). `.` matches line breaks.
+
+    The pattern comes from your settings, the text from a model: a pattern with nested repetition can take exponential
+    time. Therefore it runs in a process that can be killed.
+    """
+    match = re.fullmatch if full else re.search
+    return float(match(pattern, final_answer(rollout), re.DOTALL) is not None)
+
+
+def think_format(rollout: Rollout) -> float:
+    """1 if the last assistant turn reasons first and then answers: `<think>…</think>` once, and text after it.
+
+    Reasoning that was parsed out of the turn (`reasoning_content`) counts as well.
+    """
+    turns = [message for message in rollout.messages if message["role"] == "assistant"]
+    if not turns:
+        return 0.0
+    content = str(turns[-1].get("content") or "").strip()
+    if turns[-1].get("reasoning_content"):
+        return float(bool(content) and "<think>" not in content and "</think>" not in content)
+    parts = re.fullmatch(r"<think>(.*?)</think>(.+)", content, re.DOTALL)
+    return float(parts is not None and "think>" not in parts[2] and bool(parts[2].strip()))
+
+
+def soft_overlong(rollout: Rollout, *, max_tokens: int, buffer_tokens: int) -> float:
+    """0 up to `max_tokens - buffer_tokens` sampled tokens, then linearly down to -1 at `max_tokens`, and -1 beyond.
+
+    Source: DAPO, equation 13 (soft overlong punishment).
+    """
+    if not 0 < buffer_tokens <= max_tokens:
+        raise ConfigError(
+            f"soft_overlong: expected 0 < buffer_tokens <= max_tokens, found buffer_tokens={buffer_tokens} and "
+            f"max_tokens={max_tokens}"
+        )
+    over = rollout.num_sampled - (max_tokens - buffer_tokens)
+    return -min(1.0, max(0.0, over / buffer_tokens))
+
+
+def repetition(rollout: Rollout, *, ngram: int = 4) -> float:
+    """Minus the share of the rollout's word n-grams that repeat an earlier one: 0 without repetition, near -1 in a
+    loop."""
+    if ngram < 1:
+        raise ConfigError(f"repetition: ngram must be at least 1, found {ngram}")
+    words = " ".join(
+        str(message.get("content") or "") for message in rollout.messages if message["role"] == "assistant"
+    ).split()
+    grams = Counter(tuple(words[start : start + ngram]) for start in range(len(words) - ngram + 1))
+    total = sum(grams.values())
+    return -(total - len(grams)) / total if total else 0.0
+
+
+RewardFunction = Callable[..., float | Awaitable[float]]
+
+FUNCTIONS: dict[str, RewardFunction] = {
+    function.__name__: function
+    for function in (
+        demo_answer,
+        exact_match,
+        contains,
+        numeric,
+        regex,
+        think_format,
+        soft_overlong,
+        repetition,
+        environment_reward,
+        math_equal,
+        code_tests,
+        tool_calls_match,
+        llm_judge,
+    )
+}
+
+ISOLATED = frozenset({"regex", "math_equal", "code_tests"})
+"""Built-ins that may hang on what a model wrote, and therefore always run in a process that can be killed."""

@@ -1,0 +1,68 @@
+"""Whether a model calls the tools that it should, with the arguments that it should."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from rewards.functions.answers import reference
+from rollout.errors import DataError
+from rollout.records import Rollout
+
+
+def tool_calls_match(rollout: Rollout, *, column: str = "answer") -> float:
+    """1 if the first assistant turn makes exactly the calls of the reference, in any order; else 0.
+
+    The reference is a list, or its JSON text, of `{"name": ..., "arguments": {...}}`; an empty list asks for no call.
+    Calls are equal if name and arguments are, as JSON: 1 and 1.0 are, "1" and 1 are not. A call that could not be
+    parsed is a wrong one.
+
+    Raises:
+        DataError: the reference is something else.
+    """
+    expected = [_call(entry, column) for entry in _list(reference(rollout, column), column)]
+    turn = next((message for message in rollout.messages if message["role"] == "assistant"), {})
+    if turn.get("tool_call_errors"):
+        return 0.0
+    made = [_made(call) for call in turn.get("tool_calls") or ()]
+    for call in expected:
+        if call not in made:
+            return 0.0
+        made.remove(call)
+    return float(not made)
+
+
+def _list(value: Any, column: str) -> list[Any]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"tool reward: column {column!r} is no JSON: {value!r:.80}") from error
+    if not isinstance(value, list | tuple):
+        raise DataError(f"tool reward: column {column!r} holds a {type(value).__name__}; expected a list of calls")
+    return list(value)
+
+
+def _call(entry: Any, column: str) -> tuple[str, Any]:
+    call = entry.get("function", entry) if isinstance(entry, Mapping) else {}
+    if not isinstance(call.get("name"), str):
+        raise DataError(f"tool reward: column {column!r}: expected calls with name and arguments, found {entry!r:.80}")
+    return call["name"], _arguments(call.get("arguments"))
+
+
+def _made(call: Mapping[str, Any]) -> tuple[str, Any]:
+    return str(call["function"]["name"]), _arguments(call["function"].get("arguments"))
+
+
+def _arguments(value: Any) -> Any:
+    """Arguments as JSON has them; text that is no JSON stays text."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    if not value:
+        return {}
+    # Columnar files give every call the arguments of all calls, null where they are another's.
+    return {key: item for key, item in value.items() if item is not None} if isinstance(value, Mapping) else value

@@ -1,0 +1,114 @@
+"""A sequence classifier with one output, read as a reward model: token sequences in, scalars out.
+
+Decoders (a head named `score` over a causal trunk, as transformers builds them) are read at the last real token, found
+by the mask. Transformers' own pooling looks for the last id that is not the padding id, and stops early at a sampled
+token that happens to be it. Other classifiers (encoders) go through their own forward.
+
+A reward model that Lockstep trained has its normalisation folded into its weights where they can hold it, so that
+`AutoModelForSequenceClassification` gives the same rewards; what is left over stands in `reward_normalization.json`.
+
+Shape legend: _B sequences, _T padded length, _D hidden size.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
+
+from rewards.model.padding import PaddedBatch, pad
+from rollout.errors import ConfigError
+
+NORMALIZATION_FILE = "reward_normalization.json"
+"""Beside the weights: gain and bias that normalise the rewards, and the part of the bias that weights do not hold."""
+
+AUTO_DEVICE = "auto"
+
+
+class RewardModel(nn.Module):
+    """Scores of padded batches, before any gain and bias that the weights do not hold."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Raises ConfigError for a classifier with more than one output."""
+        super().__init__()
+        if model.config.num_labels != 1:
+            raise ConfigError(
+                f"a reward model has one output, {type(model).__name__} has {model.config.num_labels} labels; "
+                "name a model with num_labels=1 in its config.json"
+            )
+        self.model = model
+
+    @property
+    def is_decoder(self) -> bool:
+        return "score" in dict(self.model.named_children())
+
+    def forward(self, ids_BT: Tensor, mask_BT: Tensor, position_ids_BT: Tensor) -> Tensor:
+        """(B,) scores, float32 or wider. Arguments: the fields of a `PaddedBatch`."""
+        if not self.is_decoder:
+            scores_B = self.model(input_ids=ids_BT, attention_mask=mask_BT.long()).logits[:, 0]
+        else:
+            trunk = self.model.base_model
+            arguments = {"input_ids": ids_BT, "attention_mask": mask_BT.long(), "use_cache": False}
+            if "position_ids" in inspect.signature(trunk.forward).parameters:
+                arguments["position_ids"] = position_ids_BT
+            hidden_BTD = trunk(**arguments).last_hidden_state
+            last_B = PaddedBatch(ids_BT, mask_BT, position_ids_BT).last_B.to(hidden_BTD.device)
+            last_BD = hidden_BTD[torch.arange(len(ids_BT), device=last_B.device), last_B]
+            scores_B = self.model.get_submodule("score")(last_BD)[:, 0]
+        return scores_B.to(torch.promote_types(scores_B.dtype, torch.float32))
+
+    @torch.no_grad()
+    def score(self, sequences: Sequence[Sequence[int]], *, batch_size: int) -> Tensor:
+        """(B,) scores of token sequences, in their order, on CPU. Sorted by length inside, so that little is padded."""
+        device = next(self.parameters()).device
+        order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
+        scores_B = torch.zeros(len(sequences))
+        for start in range(0, len(order), batch_size):
+            chosen = order[start : start + batch_size]
+            batch = pad([sequences[i] for i in chosen]).to(device)
+            scores_B[chosen] = self(*batch).float().cpu()
+        return scores_B
+
+
+def load_reward_model(
+    path: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | str = "float32",
+    trust_remote_code: bool = False,
+) -> tuple[RewardModel, float]:
+    """The model in eval mode on its device, and the bias to add to its scores.
+
+    device: `auto` spreads the layers over the GPUs that this process sees, where one has no room for them.
+
+    Raises:
+        ConfigError: nothing loadable is there, or it has more than one output.
+    """
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        model = AutoModelForSequenceClassification.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            device_map=AUTO_DEVICE if device == AUTO_DEVICE else None,
+            trust_remote_code=trust_remote_code,
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"reward model {path}: cannot be loaded ({error}). Expected what scripts/train_reward_model.py wrote, or "
+            "any sequence classifier with one label: set reward.settings.model.path=<directory or hub id>"
+        ) from error
+    if device != AUTO_DEVICE:
+        model.to(device)
+    return RewardModel(model).eval().requires_grad_(False), remaining_bias(path)
+
+
+def remaining_bias(path: str | Path) -> float:
+    """What the weights of a reward model could not hold of its bias; 0 for models of other origin."""
+    file = Path(path) / NORMALIZATION_FILE
+    return float(json.loads(file.read_text())["remaining_bias"]) if file.is_file() else 0.0

@@ -1,0 +1,119 @@
+"""A reward model as a reward function: `reward.functions=[model] reward.settings.model.path=<directory or hub id>`.
+
+A batch of rollouts is scored in one call, on the model's own device, in batches of `batch_size`. What it reads:
+
+    input=messages   the conversation, through the reward model's chat template (for classifiers off the hub)
+    input=tokens     the prompt and the sampled tokens of the last call, cut behind the first stop token that counts;
+                     decoded and encoded again if the tokenizers differ (for reward models trained on such text)
+
+A response without a stop token that counts is rejected: its score is replaced, not lowered (P5). Only the score sees
+the cut; all sampled tokens are trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from rewards.model.classifier import load_reward_model
+from rewards.model.settings import ModelSettings
+from rewards.model.tokenizing import chat_ids, text_ids
+from rewards.model.truncation import StopRule, replace_rejected
+from rewards.trl import BatchReward
+from rollout.errors import ConfigError
+from rollout.records import Rollout
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelReward(ModelSettings):
+    """The reward with its settings; the model is loaded by `load` or the first `score`, only on ranks that score."""
+
+    def score(self, rollouts: Sequence[Rollout]) -> list[float]:
+        """One reward per rollout.
+
+        Raises:
+            ConfigError: the model or its tokenizer cannot be loaded or used.
+        """
+        if not rollouts:
+            return []
+        model, bias = self._model
+        texts = [self._read(rollout)[-self.max_tokens :] for rollout in rollouts]
+        scores = (model.score(texts, batch_size=self.batch_size) + bias).tolist()
+        rule = self._stop_rule
+        if rule is None:
+            return scores
+        return replace_rejected(
+            scores, [rule.accepts(sampled(rollout)) for rollout in rollouts], rejected=self.rejected
+        )
+
+    def load(self) -> None:
+        """Load model and tokenizers now, not inside the first call and its deadline."""
+        _ = self._model, self._tokenizer, self._stop_rule
+
+    def _read(self, rollout: Rollout) -> list[int]:
+        """What the model scores, as its own token ids."""
+        if self.input == "messages":
+            return chat_ids(self._tokenizer, rollout.messages)
+        rule = self._stop_rule
+        response = sampled(rollout)
+        ids = [*rollout.calls[-1].prompt_ids, *(response if rule is None else rule.truncate(response))]
+        if self.policy_path is None:
+            return ids
+        text = self._policy_tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text_ids(self._tokenizer, str(text))
+
+    @cached_property
+    def _model(self):
+        device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        return load_reward_model(self.path, device=device, dtype=self.dtype, trust_remote_code=self.trust_remote_code)
+
+    @cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerFast:
+        return AutoTokenizer.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
+
+    @cached_property
+    def _policy_tokenizer(self) -> PreTrainedTokenizerFast:
+        if self.policy_path is None:
+            return self._tokenizer
+        return AutoTokenizer.from_pretrained(self.policy_path, trust_remote_code=self.trust_remote_code)
+
+    @cached_property
+    def _stop_rule(self) -> StopRule | None:
+        if self.stop is None:
+            return None
+        return StopRule(token_ids=frozenset({token_id_of(self._policy_tokenizer, self.stop)}), after=self.stop_after)
+
+
+def sampled(rollout: Rollout) -> tuple[int, ...]:
+    """Sampled tokens of the last call: the response."""
+    return rollout.calls[-1].sampled_ids
+
+
+def token_id_of(tokenizer: PreTrainedTokenizerFast, text: str) -> int:
+    """The token that is written exactly so; one after a space may be another (in GPT-2 "." is 13, " ." is not).
+
+    Raises:
+        ConfigError: the text is no single token.
+    """
+    ids = text_ids(tokenizer, text, special_tokens=False)
+    if len(ids) != 1:
+        raise ConfigError(
+            f"reward.settings.model.stop={text!r} is {len(ids)} tokens of {tokenizer.name_or_path}; "
+            "choose a text that is one token, for example '.'"
+        )
+    return ids[0]
+
+
+def model_reward(**settings: Any) -> BatchReward:
+    """The reward function `model`. Keyword arguments: the fields of `ModelSettings`, which are checked there."""
+    reward = ModelReward(**settings)
+
+    def arguments(rollouts: Sequence[Rollout]) -> Mapping[str, Any]:
+        return {"rollouts": rollouts}
+
+    return BatchReward(function=reward.score, arguments=arguments, load=reward.load)

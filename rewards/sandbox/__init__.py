@@ -1,0 +1,1 @@
+"""Programs written by a model, run behind walls."""

@@ -1,0 +1,1 @@
+"""Messages to token ids, and sampled text back to messages."""

@@ -1,0 +1,97 @@
+"""Messages as chat templates want them, whoever wrote them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollout.chat.tool_calls import without_surrogates
+from rollout.errors import TemplateError
+from rollout.records import Message
+
+_ANNOTATIONS = frozenset(
+    {"tool_call_errors", "prompt_token_ids", "generation_token_ids", "generation_log_probs", "weight_versions"}
+)
+"""Keys that Lockstep puts on messages for environments and harnesses. Templates do not see them."""
+
+
+def normalised(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Copies of the messages in one form.
+
+    Text parts are joined, missing content is "", tool-call arguments are objects (templates write them with `tojson`,
+    which would quote a string twice), a tool result carries the name of its own tool (found by `tool_call_id`), and
+    lone surrogates, which no tokenizer can encode, become U+FFFD.
+
+    Raises:
+        TemplateError: a message has no role, or content that is not text.
+    """
+    names: dict[str, str] = {}
+    result = []
+    for index, message in enumerate(messages):
+        role = message.get("role")
+        if not isinstance(role, str):
+            raise TemplateError(f"message {index} has role {role!r}; expected system, user, assistant or tool")
+        copy = {key: _clean(value) for key, value in message.items() if key not in _ANNOTATIONS}
+        copy["content"] = _text(copy.get("content"), index)
+        if copy.get("tool_calls"):
+            copy["tool_calls"] = [_tool_call(call, index) for call in copy["tool_calls"]]
+            names |= {call["id"]: call["function"]["name"] for call in copy["tool_calls"] if "id" in call}
+        else:
+            copy.pop("tool_calls", None)  # some templates ask only whether the key is there
+        if role == "tool" and not copy.get("name") and copy.get("tool_call_id") in names:
+            copy["name"] = names[copy["tool_call_id"]]
+        result.append(copy)
+    return result
+
+
+def with_marker(message: Mapping[str, Any], marker: str, *, keep_calls: bool) -> dict[str, Any]:
+    """A dummy for a normalised assistant message: the same calls by name and id, everything else is the marker.
+
+    Templates that show no content beside tool calls show the marker as the argument of the last call.
+    """
+    dummy: dict[str, Any] = {"role": "assistant", "content": marker}
+    if keep_calls and "tool_calls" in message:
+        dummy["tool_calls"] = [
+            {**call, "function": {"name": call["function"]["name"], "arguments": {"marker": marker}}}
+            for call in message["tool_calls"]
+        ]
+    return dummy
+
+
+def _text(content: Any, index: int) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        texts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        if all(isinstance(text, str) for text in texts):
+            return "".join(text for text in texts if text)
+    raise TemplateError(
+        f"message {index} has content of type {type(content).__name__}; expected a string, or a list of text parts "
+        '({"type": "text", "text": ...}): images and audio are not supported'
+    )
+
+
+def _tool_call(call: Any, index: int) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise TemplateError(f"message {index} has a tool call without a function name: {call!r:.200}")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):  # shown as it was written
+            arguments = json.loads(arguments)
+    return {**call, "type": "function", "function": {"name": function["name"], "arguments": _clean(arguments)}}
+
+
+def _clean(value: Any) -> Any:
+    """A deep copy in lists and dicts, without lone surrogates."""
+    if isinstance(value, str):
+        return without_surrogates(value)
+    if isinstance(value, Mapping):
+        return {_clean(key): _clean(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_clean(item) for item in value]
+    return value

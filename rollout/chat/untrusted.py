@@ -1,0 +1,235 @@
+"""Text that nobody vouches for, encoded so that it stays text.
+
+A tool result, a web page or a user may contain `<|im_end|>`, spelled out. A tokenizer that is given a rendered
+conversation cannot tell it from the one that the chat template put there, and the model would read the end of a turn.
+
+The rule, for control tokens (every special token, and every other added token that looks like markup: `<think>`,
+`<tool_call>`):
+
+1. A conversation is rendered twice: as it is, and with the characters by which control tokens begin and end replaced,
+   in all untrusted text, by placeholders of letters and digits that templates, JSON escapes and trimming leave alone.
+   The control tokens in the second rendering are therefore the template's own.
+2. If the tokens of the first rendering hold exactly these control tokens, in this order, it is exact and is used.
+3. If not, the second rendering is cut at its control tokens, and the text between them is encoded, with the
+   placeholders put back, by a copy of the tokenizer that does not know any control tokens.
+
+What an assistant said may be rendered again (when a conversation branches). Its own markup, think blocks and tool
+calls, keeps its tokens; other control tokens in it become text.
+
+Not covered: a template that builds a control token out of two halves, one of which is message text.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import re
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from rollout.chat.tool_calls import THINK_CLOSE, THINK_OPEN, TOOL_CALL_CLOSE, TOOL_CALL_OPEN
+from rollout.errors import ConfigError
+
+ASSISTANT_MARKUP = (THINK_OPEN, THINK_CLOSE, TOOL_CALL_OPEN, TOOL_CALL_CLOSE)
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """Placeholders for the characters of control tokens."""
+
+    placeholders: Mapping[str, str]
+    hides_control_tokens: bool = False
+    """Whether any untrusted text spells out a whole control token."""
+
+    def hide(self, text: str) -> str:
+        for character, placeholder in self.placeholders.items():
+            text = text.replace(character, placeholder)
+        return text
+
+    def restore(self, text: str) -> str:
+        for character, placeholder in self.placeholders.items():
+            text = text.replace(placeholder, character)
+        return text
+
+
+class UntrustedTextEncoder:
+    """Encodes rendered conversations by the rule above. One per tokenizer."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        """Raises `ConfigError` for tokenizers that are not backed by the `tokenizers` library."""
+        if not isinstance(tokenizer, PreTrainedTokenizerFast):
+            raise ConfigError(
+                f"the tokenizer is a {type(tokenizer).__name__}, expected one backed by the `tokenizers` library "
+                "(transformers.PreTrainedTokenizerFast): only there can text be encoded with control tokens off"
+            )
+        self._tokenizer = tokenizer
+        self.controls: dict[str, int] = {
+            token.content: token_id for token_id, token in tokenizer.added_tokens_decoder.items() if _is_control(token)
+        }
+        """Control tokens by their text."""
+        self._control_ids = frozenset(self.controls.values())
+        is_end = tokenizer.unk_token in (tokenizer.eos_token, tokenizer.bos_token)
+        self._unknown = frozenset() if is_end else frozenset({self.controls.get(str(tokenizer.unk_token))})
+        """What stands for words that are not in the vocabulary: it comes from any text, and ends nothing."""
+        self._flags = {token.content: token for token in tokenizer.added_tokens_decoder.values()}
+        self._control_pattern = _any_of(self.controls)
+        edges = {text[0] for text in self.controls} | {text[-1] for text in self.controls}
+        self._edges = sorted(character for character in edges if not character.isalnum() and not character.isspace())
+
+    def mask_for(self, conversation: object) -> Mask:
+        """The mask for a conversation (messages and tools). Empty if none of its text could form a control token."""
+        texts = list(_texts(conversation))
+        if not any(character in text for text in texts for character in self._edges):
+            return Mask({})
+        word = word_not_in(conversation)
+        return Mask(
+            {character: f"{word}x{index}x" for index, character in enumerate(self._edges)},
+            hides_control_tokens=any(self._control_pattern.search(text) for text in texts),
+        )
+
+    def hide_messages(self, messages: Sequence[Mapping[str, Any]], mask: Mask) -> list[dict[str, Any]]:
+        hidden = []
+        for message in messages:
+            masked = _map_text(message, mask.hide)
+            if message["role"] == "assistant":
+                for key in ("content", "reasoning_content"):
+                    if isinstance(message.get(key), str):
+                        masked[key] = self._hide_all_but_markup(message[key], mask)
+            hidden.append(masked)
+        return hidden
+
+    def hide_tools(self, tools: Sequence[Mapping[str, Any]], mask: Mask) -> list[dict[str, Any]]:
+        return [_map_text(tool, mask.hide) for tool in tools]
+
+    def encode(self, masked: str, mask: Mask, *, plain: str | None = None) -> list[int]:
+        """Token ids of a rendering.
+
+        Args:
+            masked: the rendering with untrusted text hidden by `mask`.
+            plain: the rendering with nothing hidden; by default what `masked` says when restored.
+        """
+        restored = mask.restore(masked)
+        text = restored if plain is None else plain
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        own = [self.controls[match[0]] for match in self._controls_in(masked)]
+        found = [token for token in ids if token in self._control_ids]
+        if not mask.hides_control_tokens:
+            own, found = ([token for token in tokens if token not in self._unknown] for tokens in (own, found))
+        if found == own and (text == restored or not mask.hides_control_tokens):
+            return ids
+        return self._encode_in_pieces(masked, mask)
+
+    def first_control(self, masked: str, among: frozenset[int]) -> re.Match[str] | None:
+        """The first control token in a masked rendering whose id is one of these."""
+        return next((match for match in self._controls_in(masked) if self.controls[match[0]] in among), None)
+
+    def _encode_in_pieces(self, masked: str, mask: Mask) -> list[int]:
+        ids: list[int] = []
+        start = 0
+        strip_left = False
+        for match in self._controls_in(masked):
+            token = self._flags[match[0]]
+            piece = mask.restore(masked[start : match.start()])
+            piece = piece.lstrip() if strip_left else piece
+            piece = piece.rstrip() if token.lstrip else piece
+            ids += self._encode_as_text(piece, is_first=start == 0)
+            ids.append(self.controls[match[0]])
+            start, strip_left = match.end(), token.rstrip
+        piece = mask.restore(masked[start:])
+        return ids + self._encode_as_text(piece.lstrip() if strip_left else piece, is_first=start == 0)
+
+    def _encode_as_text(self, text: str, *, is_first: bool) -> list[int]:
+        if not text:
+            return []
+        ids = self._text_encoder.encode(text, is_first=is_first)
+        controls = self._control_ids - self._unknown
+        if controls.isdisjoint(ids):
+            return ids
+        # A vocabulary that lists its control tokens as ordinary words; a single character cannot be one.
+        pieces = (self._text_encoder.encode(character, is_first=False) for character in text)
+        return [token for piece in pieces for token in piece if token not in controls]
+
+    @functools.cached_property
+    def _text_encoder(self) -> _TextEncoder:
+        return _TextEncoder(self._tokenizer.backend_tokenizer, without=self.controls)
+
+    def _controls_in(self, text: str) -> Iterator[re.Match[str]]:
+        return self._control_pattern.finditer(text)
+
+    def _hide_all_but_markup(self, text: str, mask: Mask) -> str:
+        parts = re.split(f"({_any_of(ASSISTANT_MARKUP).pattern})", text)
+        return "".join(part if part in ASSISTANT_MARKUP else mask.hide(part) for part in parts)
+
+
+class _TextEncoder:
+    """A copy of a tokenizer that does not know its control tokens."""
+
+    def __init__(self, backend: Tokenizer, *, without: Mapping[str, int]) -> None:
+        state = json.loads(backend.to_str())
+        kept = [token for token in state["added_tokens"] if token["content"] not in without]
+        state["added_tokens"] = kept
+        state["post_processor"] = state["truncation"] = state["padding"] = None
+        self._tokenizer = Tokenizer.from_str(json.dumps(state))
+        # Some tokenizers treat the start of the input differently (they put a space before it), so a piece from the
+        # middle is encoded behind a token of its own. Nobody can write it: it is random.
+        self._anchor = f"\ue000{secrets.token_hex(8)}\ue000"
+        self._tokenizer.add_special_tokens([AddedToken(self._anchor, special=True, normalized=False)])
+        # Without the control tokens, the added words that stay are numbered anew.
+        self._ids = {self._tokenizer.token_to_id(token["content"]): token["id"] for token in kept}
+
+    def encode(self, text: str, *, is_first: bool) -> list[int]:
+        if is_first:
+            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        else:
+            ids = self._tokenizer.encode(self._anchor + text, add_special_tokens=False).ids[1:]
+        return [self._ids.get(token, token) for token in ids]
+
+
+def word_not_in(conversation: object) -> str:
+    """A word of letters and digits that nobody can have written into the conversation.
+
+    It is a digest of the text, which the text cannot contain. The first letter occurs only there, so that two
+    occurrences cannot overlap.
+    """
+    text = "\0".join(_texts(conversation))
+    return "Z" + hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=10).hexdigest()
+
+
+def _is_control(token: AddedToken) -> bool:
+    """Special, or markup. Added words and runs of spaces are vocabulary like any other."""
+    return token.special or any(not character.isalnum() and not character.isspace() for character in token.content)
+
+
+def _any_of(texts: Sequence[str] | Mapping[str, int]) -> re.Pattern[str]:
+    """The longest of these texts at the leftmost place, as tokenizers match; never, for none."""
+    longest_first = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+
+def _map_text(value: Any, change: Callable[[str], str]) -> Any:
+    """Apply `change` to every string of a JSON-like value, keys included."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {_map_text(key, change): _map_text(item, change) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_map_text(item, change) for item in value]
+    return value
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _texts(key)
+            yield from _texts(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _texts(item)

@@ -1,0 +1,248 @@
+"""Python functions as tools: schemas from their signatures, and calls that never raise.
+
+A tool call comes from a model, so everything about it may be wrong. Each fault (see `ToolFault`) becomes a tool
+message that says what to do better, and a count. How long a function may take and what is not contained is
+said in `rollout/system/deadline.py`: tools run in this process, with its rights; model-written code does not belong
+here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import best_match
+
+from rollout.errors import ConfigError
+from rollout.records import Message
+from rollout.system.deadline import DeadlineExceeded, TooManyAbandoned, call_with_deadline, describe
+from rollout.system.user_functions import load_functions
+
+# An exception's text may hold a whole document; this much tells a model what went wrong.
+MAX_ERROR_CHARS = 500
+
+ToolFunction = Callable[..., Any]
+
+
+class ToolFault(StrEnum):
+    """Why a tool call gave no result."""
+
+    MALFORMED = "malformed"
+    """The call is not valid JSON, or not an object with a name and arguments."""
+    UNKNOWN_TOOL = "unknown_tool"
+    """There is no tool of this name."""
+    BAD_ARGUMENTS = "bad_arguments"
+    """Arguments are missing, unknown or of the wrong type."""
+    EXCEPTION = "exception"
+    """The function raised."""
+    TIMEOUT = "timeout"
+    """The function did not return in time; a sync one may still be running."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolResult:
+    """One answered call, as the model sees it."""
+
+    name: str
+    call_id: str
+    content: str
+    fault: ToolFault | None = None
+
+    @property
+    def message(self) -> Message:
+        return {"role": "tool", "name": self.name, "tool_call_id": self.call_id, "content": self.content}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """One function that a model may call."""
+
+    function: ToolFunction
+    schema: Mapping[str, Any]
+    """In the OpenAI form: {"type": "function", "function": {"name", "description", "parameters"}}."""
+    validator: Draft202012Validator
+
+    @property
+    def name(self) -> str:
+        return self.schema["function"]["name"]
+
+    @classmethod
+    def of(cls, function: ToolFunction) -> Tool:
+        """Read name, types and descriptions from the function's signature and Google-style docstring.
+
+        Raises:
+            ConfigError: type hints or the docstring are missing or cannot be a JSON schema.
+        """
+        # Methods are read once for their class, not once for every episode's instance.
+        schema, validator = _describe(function.__func__ if inspect.ismethod(function) else function)
+        return cls(function=function, schema=schema, validator=validator)
+
+
+class Toolbox:
+    """The tools of an episode, and the one way to call them."""
+
+    def __init__(self, functions: Sequence[ToolFunction], *, timeout_s: float = 10.0, max_result_chars: int = 8192):
+        """timeout_s: for each call. max_result_chars: longer results are cut, with a note that says so.
+
+        Raises:
+            ConfigError: a function cannot be a tool, or two have the same name.
+        """
+        tools = [Tool.of(function) for function in functions]
+        twice = [name for name, count in Counter(tool.name for tool in tools).items() if count > 1]
+        if twice:
+            raise ConfigError(f"two tools are named {twice[0]!r}; rename one of the functions")
+        self._tools = {tool.name: tool for tool in tools}
+        self._timeout_s = timeout_s
+        self._max_result_chars = max_result_chars
+
+    @property
+    def schemas(self) -> Sequence[Mapping[str, Any]]:
+        return [tool.schema for tool in self._tools.values()]
+
+    async def answer(self, message: Message) -> list[ToolResult]:
+        """Run all tool calls of an assistant message at the same time; results in the order of the calls.
+
+        Text that looked like a call and could not be read (`tool_call_errors`) is answered after them.
+        Empty if the message calls no tool. Never raises for anything that the message holds.
+        """
+        results = await asyncio.gather(*(self._call(call) for call in message.get("tool_calls") or ()))
+        unread = [
+            ToolResult(
+                name="tool_call",
+                call_id=f"unread_{number}",
+                content=_error_text(f"the tool call could not be read: {error}"),
+                fault=ToolFault.MALFORMED,
+            )
+            for number, error in enumerate(message.get("tool_call_errors") or ())
+        ]
+        return [*results, *unread]
+
+    async def _call(self, call: Mapping[str, Any]) -> ToolResult:
+        name = str(call["function"]["name"])
+        content, fault = await self._run(name, call["function"].get("arguments"))
+        return ToolResult(name=name, call_id=str(call.get("id", "")), content=content, fault=fault)
+
+    async def _run(self, name: str, raw_arguments: Any) -> tuple[str, ToolFault | None]:
+        tool = self._tools.get(name)
+        if tool is None:
+            known = ", ".join(self._tools) or "none"
+            return _error_text(f"there is no tool {name!r}; tools: {known}"), ToolFault.UNKNOWN_TOOL
+        try:
+            arguments = _read_arguments(raw_arguments)
+        except (ValueError, RecursionError) as error:
+            return _error_text(f"the arguments of {name} are not a JSON object: {error}"), ToolFault.MALFORMED
+        problem = best_match(tool.validator.iter_errors(arguments))
+        if problem is not None:
+            where = f" ({problem.json_path.removeprefix('$.')})" if problem.path else ""
+            return _error_text(f"wrong arguments for {name}{where}: {problem.message}"), ToolFault.BAD_ARGUMENTS
+        finished = await call_with_deadline(tool.function, timeout_s=self._timeout_s, **arguments)
+        if isinstance(finished.error, DeadlineExceeded | TooManyAbandoned):
+            return _error_text(f"{name} timed out: {finished.error}"), ToolFault.TIMEOUT
+        if finished.error is not None:
+            return _error_text(f"{type(finished.error).__name__}: {finished.error}"), ToolFault.EXCEPTION
+        return self._result_text(finished.value), None
+
+    def _result_text(self, value: Any) -> str:
+        text = _printable(value if isinstance(value, str) else _to_json(value))
+        if len(text) <= self._max_result_chars:
+            return text
+        return f"{text[: self._max_result_chars]}\n[cut: {len(text)} characters, {self._max_result_chars} shown]"
+
+
+def count_results(results: Sequence[ToolResult]) -> dict[str, int]:
+    """Counters for an episode's outcome: tool_calls, tool_errors, and tool_errors_<fault> for those that occurred."""
+    faults = [result.fault for result in results if result.fault is not None]
+    return {
+        "tool_calls": len(results),
+        "tool_errors": len(faults),
+        **{f"tool_errors_{fault}": count for fault, count in Counter(faults).items()},
+    }
+
+
+def load_tools(spec: str) -> list[ToolFunction]:
+    """Functions of a user's file, `path/to/file.py:name,other`, checked to be usable as tools.
+
+    The file runs with all the rights of this process: name only files that you would run yourself.
+
+    Raises:
+        ConfigError: the file or a function cannot be loaded, or lacks type hints or a docstring.
+    """
+    functions = load_functions(spec)
+    for function in functions:
+        Tool.of(function)
+    return functions
+
+
+@functools.lru_cache(maxsize=256)
+def _describe(function: ToolFunction) -> tuple[Mapping[str, Any], Draft202012Validator]:
+    # Seconds on a busy machine: whoever only names an environment, as the check of a configuration does, is spared.
+    from transformers.utils.chat_template_utils import (
+        DocstringParsingException,
+        TypeHintParsingException,
+        get_json_schema,
+    )
+
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ConfigError(
+                f"tool {describe(function)}: parameter {parameter} has no name a model could give; use plain parameters"
+            )
+    try:
+        schema = get_json_schema(function)
+    except (DocstringParsingException, TypeHintParsingException, NameError) as error:
+        raise ConfigError(
+            f"tool {describe(function)}: {error}. A tool needs type hints and a docstring with an Args: section "
+            "that describes every argument"
+        ) from error
+    parameters = {**_with_null(schema["function"]["parameters"]), "additionalProperties": False}
+    return schema, Draft202012Validator(parameters)
+
+
+def _with_null(schema: Any) -> Any:
+    """JSON schema knows no `nullable` (OpenAPI's word, which transformers writes for Optional): say it with anyOf."""
+    if isinstance(schema, list):
+        return [_with_null(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    plain = {key: _with_null(value) for key, value in schema.items() if key != "nullable"}
+    return {"anyOf": [plain, {"type": "null"}]} if schema.get("nullable") is True else plain
+
+
+def _read_arguments(raw: Any) -> dict[str, Any]:
+    """Arguments as a mapping: parsed already, a JSON text, or nothing for a tool without arguments."""
+    if isinstance(raw, Mapping):
+        return dict(raw)
+    if raw is None or raw == "":
+        return {}
+    value = json.loads(raw, parse_constant=_refuse_constant) if isinstance(raw, str) else raw
+    if not isinstance(value, dict):
+        raise ValueError(f"found {type(value).__name__}")
+    return value
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _to_json(value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, default=str)
+    except (TypeError, ValueError, RecursionError):  # keys that are not strings, cycles, depth
+        return str(value)
+
+
+def _error_text(text: str) -> str:
+    return _printable(f"error: {text}"[:MAX_ERROR_CHARS])
+
+
+def _printable(text: str) -> str:
+    """Lone surrogates cannot be encoded, so a tokenizer would fail on them."""
+    return text.encode("utf-8", "replace").decode("utf-8")

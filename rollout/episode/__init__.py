@@ -1,0 +1,1 @@
+"""One episode: the environment protocol, the calls to the engine, and their training rows."""

@@ -1,0 +1,1 @@
+"""Groups of episodes, run concurrently."""

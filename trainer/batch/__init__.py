@@ -1,0 +1,1 @@
+"""The rows of a step: exchange between ranks, packing, assignment to ranks."""

@@ -1,0 +1,96 @@
+"""Which rows stay together when work is shared out, so that what they begin with is computed once.
+
+A bundle is a run of rows in the order of their ids. The longer the run, the less is computed in all; the shorter, the
+more evenly ranks can share. So plans are made with bundles of several sizes, and the one that takes the least time is
+taken. With rows that share nothing every bundle is a row, and the plan is that of `trainer/batch/assignment.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from trainer.batch.assignment import Plan, plan, row_cost
+from trainer.batch.prefixes import by_ids, num_shared
+
+PARTS_PER_RANK = (1, 2, 4, 8)
+"""Sizes of bundles that are tried: at most this fraction of what a rank would compute."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bundle:
+    """Rows that go into one pack."""
+
+    rows: tuple[int, ...]
+    num_tokens: int
+    """That are computed."""
+    cost: float
+    """In the unit of `row_cost`."""
+
+
+def plan_bundles(rows: Sequence[np.ndarray], *, num_ranks: int, token_budget: int) -> Plan:
+    """Assign every row to a rank and a microbatch, rows that begin alike together. Deterministic.
+
+    Args:
+        rows: ids of all rows of one optimizer step, over all ranks.
+        num_ranks: that share the rows.
+        token_budget: largest number of tokens that are computed in a pack. A row that is longer has one of its own.
+    """
+    order = by_ids(rows)
+    lengths = [len(rows[i]) for i in order]
+    overlaps = [0, *(num_shared(rows[a], rows[b]) for a, b in pairwise(order))][: len(order)]
+    fair_share = -(-(sum(lengths) - sum(overlaps)) // num_ranks)
+    limits = {
+        min(token_budget, max([-(-fair_share // parts), *lengths]))
+        for parts in (PARTS_PER_RANK if num_ranks > 1 else (1,))
+    }
+    plans = []
+    for limit in sorted(limits, reverse=True):
+        bundles = _bundles(order, lengths, overlaps, limit=limit)
+        made = plan(
+            [bundle.num_tokens for bundle in bundles],
+            num_ranks=num_ranks,
+            token_budget=token_budget,
+            costs=[bundle.cost for bundle in bundles],
+        )
+        plans.append(_of_rows(made, bundles, num_tokens=sum(lengths)))
+    return min(plans, key=lambda made: made.cost)
+
+
+def _bundles(order: Sequence[int], lengths: Sequence[int], overlaps: Sequence[int], *, limit: int) -> list[Bundle]:
+    """Runs of at most `limit` computed tokens, or one row; `lengths` and `overlaps` are in the order of ids."""
+    bundles = []
+    start = 0
+    while start < len(order):
+        end, num_tokens = start + 1, lengths[start]
+        while end < len(order) and overlaps[end] and num_tokens + lengths[end] - overlaps[end] <= limit:
+            num_tokens += lengths[end] - overlaps[end]
+            end += 1
+        if end < len(order) and overlaps[end]:  # the limit ends the run: cut it where least is computed again
+            end = min(range(start + (end - start + 1) // 2, end + 1), key=lambda i: (overlaps[i], -i))
+        behind = range(start + 1, end)
+        bundles.append(
+            Bundle(
+                rows=tuple(order[start:end]),
+                num_tokens=lengths[start] + sum(lengths[i] - overlaps[i] for i in behind),
+                cost=row_cost(lengths[start]) + sum(row_cost(lengths[i]) - row_cost(overlaps[i]) for i in behind),
+            )
+        )
+        start = end
+    return bundles
+
+
+def _of_rows(of_bundles: Plan, bundles: Sequence[Bundle], *, num_tokens: int) -> Plan:
+    """The plan with the rows in place of their bundles."""
+    computed = sum(bundle.num_tokens for bundle in bundles)
+    return replace(
+        of_bundles,
+        microbatches=tuple(
+            tuple(tuple(sorted(row for i in pack for row in bundles[i].rows)) for pack in packs)
+            for packs in of_bundles.microbatches
+        ),
+        shared_fraction=1 - computed / num_tokens if num_tokens else 0.0,
+    )

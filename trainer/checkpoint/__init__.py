@@ -1,0 +1,1 @@
+"""The run directory, checkpoints, and resuming from them."""

@@ -1,0 +1,74 @@
+"""Where engines are, and how they are reached."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+from rollout.system.addresses import is_loopback
+from trainer.config.schema import Config
+
+EXAMPLE = "rollout.urls=[http://127.0.0.1:8000]"
+
+
+def engine_problems(config: Config) -> Iterator[str]:
+    settings = config.rollout
+    if settings.engine == "server" and not settings.urls:
+        yield f"rollout.engine=server needs the addresses of its servers; set {EXAMPLE}"
+    if settings.engine != "server" and settings.urls:
+        yield (
+            f"rollout.urls={settings.urls} is for rollout.engine=server, found rollout.engine={settings.engine}; "
+            "set rollout.engine=server, or rollout.urls=[]"
+        )
+    if settings.engine == "colocated" and settings.sleep_level and settings.max_staleness:
+        yield (
+            f"rollout.max_staleness={settings.max_staleness} samples while the trainer computes, and rollout.engine="
+            "colocated sleeps then; set rollout.sleep_level=0, or rollout.max_staleness=0"
+        )
+    if settings.kv_cache_gib is None and settings.engine != "colocated":
+        yield (
+            f"rollout.kv_cache_gib=null takes what the trainer leaves of its GPU, with rollout.engine=colocated; found "
+            f"rollout.engine={settings.engine}: set rollout.kv_cache_gib to a number of GiB"
+        )
+    for url in settings.urls:
+        problem = _url_problem(url)
+        if problem is not None:
+            yield f"rollout.urls: {url} {problem}; expected http://<host>:<port>, as in {EXAMPLE}"
+    twice = sorted({url for url in settings.urls if settings.urls.count(url) > 1})
+    if twice:
+        yield f"rollout.urls names {', '.join(twice)} twice; name every server once"
+    if config.sync.address is not None:
+        yield from _address_problems(config.sync.address, settings.urls)
+    if settings.api_key_env is None and not is_loopback(config.server.host):
+        yield (
+            f"server.host={config.server.host} would let everybody who reaches it replace the weights of a server "
+            "without a key; set rollout.api_key_env=LOCKSTEP_ENGINE_KEY, or server.host=127.0.0.1"
+        )
+
+
+def _url_problem(url: str) -> str | None:
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        return f"cannot be read ({error})"
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        return "is no address of a server"
+    if port is None:
+        return "has no port"
+    if parts.path.strip("/") or parts.query or parts.fragment:
+        return "has more than host and port"
+    if parts.username or parts.password:
+        return "has a user or a password, which would be logged; keys belong into the environment"
+    return None
+
+
+def _address_problems(address: str, urls: list[str]) -> Iterator[str]:
+    if not urls:
+        yield f"sync.address={address} is for rollout.engine=server; set sync.address=null"
+    elsewhere = [url for url in urls if _url_problem(url) is None and not is_loopback(urlsplit(url).hostname or "")]
+    if is_loopback(address) and elsewhere:
+        yield (
+            f"sync.address={address} is loopback, where {elsewhere[0]} cannot fetch weights; set sync.address=null for "
+            "the address that reaches it"
+        )

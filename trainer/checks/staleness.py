@@ -1,0 +1,51 @@
+"""What does not go together with rollouts made ahead (`rollout.max_staleness`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainer.config.schema import Config
+
+
+def asynchrony_problems(config: Config) -> Iterator[str]:
+    """One sentence per contradiction."""
+    rollout, correction = config.rollout, config.correction
+    staleness = rollout.max_staleness
+    if staleness < 0:
+        yield f"rollout.max_staleness={staleness} must not be negative; set rollout.max_staleness=0 to switch it off"
+    if staleness <= 0:
+        if rollout.stragglers != "wait":
+            yield (
+                f"rollout.stragglers={rollout.stragglers} is for rollouts made ahead, and rollout.max_staleness="
+                f"{staleness} makes none; set rollout.max_staleness=1 or rollout.stragglers=wait"
+            )
+        return
+    updates = config.algorithm.epochs * config.algorithm.minibatches
+    if staleness < updates:
+        yield (
+            f"rollout.max_staleness={staleness} is less than the algorithm.epochs x algorithm.minibatches = {updates} "
+            "updates of one step, so whatever is sampled ahead would be too old; "
+            f"set rollout.max_staleness={updates}, or 0 for none ahead"
+        )
+    if correction.logp_old == "bypass":
+        yield (
+            f"rollout.max_staleness={staleness} needs the trainer's logprobs beside those of the older weights that "
+            "sampled, and correction.logp_old=bypass takes the one for the other; set correction.logp_old=recompute"
+        )
+    if correction.mode in ("off", "none"):
+        yield (
+            f"rollout.max_staleness={staleness} trains on tokens of older policies, which correction.mode="
+            f"{correction.mode} does not weight; set correction.mode=token_truncate, or rollout.max_staleness=0"
+        )
+    if config.sync.pause == "abort":
+        yield (
+            f"sync.pause=abort gives up what rollout.max_staleness={staleness} keeps in flight at every update; "
+            "set sync.pause=keep"
+        )
+    environment = config.environment
+    agents = environment.name == "agent" or "agent" in environment.settings.get("environments", {})
+    if agents and config.gateway.port and config.eval.every:
+        yield (
+            f"gateway.port={config.gateway.port} is taken by the rollouts in flight when an evaluation begins; "
+            "set gateway.port=0 for any free port, or eval.every=0"
+        )

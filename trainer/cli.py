@@ -1,0 +1,236 @@
+"""From the command line to a checked `Config`, or to one sentence that says what to type instead.
+
+Hydra composes and overrides. Its own error reports name internals, so they are rewritten here; the exit status
+of every mistake of the user is 2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rollout.errors import ConfigError, LockstepError
+from trainer.checks.validate import validate
+from trainer.config.hints import closest
+from trainer.config.redaction import redact_words
+from trainer.config.schema import Config, DataSetConfig
+
+QUANTISED = re.compile(r"4bit|8bit|quant|qlora", re.IGNORECASE)
+"""Names by which other trainers quantise the base weights under adapters."""
+CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
+
+
+def launch(
+    main: Callable[[Any], None],
+    *,
+    config_name: str = "train",
+    needs_data: bool = True,
+    config_class: type = Config,
+    check: Callable[[Any], None] | None = None,
+) -> None:
+    """Compose the configuration from `sys.argv`, check it, and call `main` with it.
+
+    Args:
+        main: what runs with the checked configuration.
+        config_name: file under configs/.
+        needs_data: whether `main` reads the data files, so that they must be there.
+        config_class: dataclass schema of the configuration.
+        check: raises `ConfigError` for values that do not fit together; None: `validate`, which knows `Config`.
+
+    Exits with status 2 and one line per problem on a mistake in the configuration, and with status 1 and the
+    sentence of the error when the run fails in a way that Lockstep knows.
+    """
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # raise instead of printing, so that the text can be rewritten
+    ConfigStore.instance().store(name="schema", node=schema(config_class))
+
+    composed: list[DictConfig] = []
+    # Hydra prefixes whatever its task raises with lines of its own, so the task only hands the tree out.
+    compose = hydra.main(config_path=str(CONFIG_DIR), config_name=config_name, version_base="1.3")(composed.append)
+
+    try:
+        _composed_by(compose)
+        for tree in composed:  # empty after --help and --cfg
+            config = to_config(tree, config_class)
+            if check is None:
+                validate(config, needs_data=needs_data)
+            else:
+                check(config)
+            main(config)
+    except (HydraException, OmegaConfBaseException) as error:
+        _exit(2, explain(error, config_class))
+    except ConfigError as error:
+        _exit(2, str(error))
+    except LockstepError as error:
+        _exit(1, f"{type(error).__name__}: {error}")
+
+
+def _composed_by(compose: Callable[[], Any]) -> None:
+    """Run Hydra. Raises `ConfigError` for `group=5` and `group=null`, on which Hydra fails with a bare ValueError."""
+    try:
+        compose()
+    except ValueError as error:
+        for word in sys.argv[1:]:
+            group, _, option = word.lstrip("+").partition("=")
+            options = _options(group)
+            if options and option not in options:
+                raise ConfigError(_no_such_option(group, option, options)) from error
+        raise ConfigError(
+            f"{' '.join(redact_words(sys.argv[1:]))} cannot be read ({error}); expected key=value"
+        ) from error
+
+
+def schema(config_class: type = Config) -> DictConfig:
+    tree = OmegaConf.structured(config_class)
+    for name in _free_form(config_class):  # so that environment.settings.anything=1 needs no `+`
+        OmegaConf.set_struct(OmegaConf.select(tree, name), False)
+    return tree
+
+
+def _free_form(config_class: type) -> tuple[str, ...]:
+    """Settings that are dicts: their keys are the user's own (names of arguments, functions, columns, outcomes)."""
+
+    def walk(prefix: str, node: Any) -> Iterator[str]:
+        for field in dataclasses.fields(node):
+            value = getattr(node, field.name)
+            if dataclasses.is_dataclass(value):
+                yield from walk(f"{prefix}{field.name}.", value)
+            elif isinstance(value, dict):
+                yield f"{prefix}{field.name}"
+
+    return tuple(walk("", config_class()))
+
+
+def to_config(tree: DictConfig, config_class: type = Config) -> Any:
+    known = set(_all_keys(schema(config_class)))
+    free_form = tuple(f"{name}." for name in _free_form(config_class))
+    for key in _all_keys(tree):  # `+key=value` gets past the schema
+        if key not in known and not key.startswith(free_form):
+            raise ConfigError(f"{key} is not a setting{closest(key, sorted(known))}; `--cfg job` prints all of them")
+    config = OmegaConf.to_object(tree)
+    assert isinstance(config, config_class), "a config file must start its defaults with `schema`"
+    if isinstance(config, Config):
+        config.data.sources = _data_sets("data.sources", config.data.sources)
+        config.eval.sets = _data_sets("eval.sets", config.eval.sets)
+    return config
+
+
+def _data_sets(setting: str, entries: dict[str, Any]) -> dict[str, DataSetConfig]:
+    """Entries as `DataSetConfig`; one that is null is left out. Raises `ConfigError` for what does not fit."""
+    known = [field.name for field in dataclasses.fields(DataSetConfig)]
+    found = {}
+    for name, entry in entries.items():
+        if entry is None:
+            continue
+        if not isinstance(entry, dict):
+            raise ConfigError(f"{setting}.{name}={entry} is no data set; set {setting}.{name}.path=<file or hub id>")
+        for key in entry:
+            if key not in known:
+                raise ConfigError(
+                    f"{setting}.{name}.{key} is not a setting{closest(str(key), known)}; there are {', '.join(known)}"
+                )
+        try:
+            found[name] = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DataSetConfig), entry))
+        except OmegaConfBaseException as error:
+            first, _, _ = str(error).partition("\n")
+            key = getattr(error, "full_key", None) or "?"
+            raise ConfigError(f"{setting}.{name}.{key}: {_plain(first)}; leave it out for the default") from error
+    return found
+
+
+def explain(error: Exception, config_class: type = Config) -> str:
+    """One sentence for Hydra's and OmegaConf's errors, with the closest existing name."""
+    text = f"{error}\n{error.__cause__ or ''}"
+    keys = _all_keys(schema(config_class))
+    if match := re.search(r"Could not override '([^']+)'", text):
+        key = match.group(1)
+        if QUANTISED.search(key):
+            return (
+                f"{key} is not a setting: base weights are not quantised under adapters (QLoRA), because the engine is "
+                "sent whole weights; to save memory set model.dtype=bfloat16 model.lora.rank=16"
+            )
+        if "not in" in text or "Key" in text:
+            return f"{key} is not a setting{closest(key, keys)}; `--cfg job` prints all of them"
+    if match := re.search(r"Key '([^']+)' not in '(\w+)'(?:\n\s+full_key: (\S+))?", text):
+        key = match.group(3) or match.group(1)
+        return f"{key} is not a setting{closest(key, keys)}; `--cfg job` prints all of them"
+    if match := re.search(r"([^\n]+)\n\s+full_key: ([^\s\[]+)", text):
+        return f"{match.group(2)}: {_plain(match.group(1))}; {_default_override(match.group(2), config_class)}"
+    if match := re.search(r"Error parsing override '([^']+)'|LexerNoViableAltException: (.+)", text):
+        return (
+            f"{match.group(1) or match.group(2)} is not key=value; a value with spaces, quotes or brackets is quoted "
+            "twice, for example \"key='a (b)'\""
+        )
+    if match := re.search(r"(?:Could not find|In 'train': Could not find) '([^']+)'", text):
+        group, _, option = match.group(1).partition("/")
+        if options := _options(group):
+            return _no_such_option(group, option, options)
+    if match := re.search(r"Could not override '([^']+)'[^\n]*", text):
+        return match.group(0)
+    return " ".join(str(error).split("\n")[:2])
+
+
+def _options(group: str) -> list[str]:
+    """Files of a config group, without their suffix; empty if there is no such group."""
+    return sorted(path.stem for path in (CONFIG_DIR / group).glob("*.yaml")) if group else []
+
+
+def _no_such_option(group: str, option: str, options: list[str]) -> str:
+    return f"{group}={option} does not exist{closest(option, options)}; there are: {', '.join(options)}"
+
+
+def _plain(text: str) -> str:
+    """OmegaConf's words for a value of the wrong type, without its class names."""
+    if match := re.match(r"Value '(.*)' of type '\w+' could not be converted to (\w+)", text):
+        return f"found {match.group(1)}, expected {match.group(2).lower()}"
+    if text.endswith("is not Optional"):
+        return "found null, expected a value"
+    if "ListConfig" in text:
+        return "a list and another kind of value do not fit"
+    return text
+
+
+def _default_override(key: str, config_class: type) -> str:
+    """What to type for a setting with a value that does not fit; for a section, that it stays."""
+    tree = schema(config_class)
+    while key and key not in _all_keys(tree):  # of a free-form setting
+        key = key.rpartition(".")[0]
+    if not key:
+        return "leave it out for the default"
+    value = OmegaConf.select(tree, key)
+    if isinstance(value, DictConfig) and key not in _free_form(config_class):
+        return f"leave {key} out, or set one of {', '.join(f'{key}.{name}' for name in list(value)[:3])}"
+    plain = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+    return f"set {key}={json.dumps(plain, separators=(',', ':')).replace(chr(34), '')} (the default)"
+
+
+def _all_keys(tree: DictConfig) -> list[str]:
+    keys: list[str] = []
+
+    def walk(prefix: str, node: DictConfig) -> None:
+        for key in node:
+            name = f"{prefix}{key}"
+            keys.append(name)
+            child = node._get_node(key)
+            if isinstance(child, DictConfig) and not child._is_none():
+                walk(f"{name}.", child)
+
+    walk("", tree)
+    return keys
+
+
+def _exit(status: int, message: str) -> None:
+    for line in message.splitlines():
+        print(f"lockstep: {line}", file=sys.stderr)
+    sys.exit(status)

@@ -1,0 +1,1 @@
+"""The rollouts of a step, sampled and scored."""

@@ -1,0 +1,122 @@
+"""What becomes of a group between its rewards and its training: shaped rewards, baselines, which groups go on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from rollout.records import Rollout, RolloutStatus
+from trainer.batch.step_batch import TURN_REWARDS, turn_rewards
+from trainer.config.schema import Config
+from trainer.objective.overlong import overlong_penalty
+
+OVERLONG = "overlong"
+"""Name of the length penalty among the rewards of a rollout."""
+
+Group = Sequence[Rollout]
+"""Scored rollouts of one prompt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collected:
+    """The rollouts of one step. Of this rank's engine; empty on ranks without one."""
+
+    rollouts: tuple[Rollout, ...] = ()
+    """All that were sampled to be trained, failed ones and those of dropped groups among them."""
+    trained: tuple[Rollout, ...] = ()
+    """Those that go on."""
+    greedy_rewards: Mapping[int, float] = field(default_factory=dict)
+    """By group id; empty unless the advantage needs them."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, kept: Sequence[Group], dropped: Sequence[Group], greedy: Sequence[Rollout], config: Config
+    ) -> Collected:
+        """
+        Args:
+            kept, dropped: groups that are trained, and those that say nothing.
+            greedy: the greedy answer to the prompt of each kept group, where the advantage needs them.
+        """
+        trained = [rollout for group in kept for rollout in group]
+        others = [rollout for group in dropped for rollout in group]
+        metrics: dict[str, float] = {}
+        if config.algorithm.dynamic_sampling:
+            groups = (*kept, *dropped)
+            num_telling = sum(has_spread(group, by_turn=config.algorithm.turn_rewards) for group in groups)
+            metrics |= {
+                "rollout/refill_factor": (len(trained) + len(others)) / max(len(trained), 1),
+                "rollout/dropped_groups": float(len(dropped)),
+                "reward/zero_std_fraction": 1 - num_telling / len(groups),
+            }
+        baselines: dict[int, float] = {}
+        if config.algorithm.advantage == "remax":
+            answered = zip(kept, greedy, strict=True)
+            baselines = {group[0].group_id: answer.reward for group, answer in answered if answer.is_trainable}
+            trained = [_with_baseline(rollout, baselines) for rollout in trained]
+            metrics |= {
+                "reward/greedy_mean": sum(baselines.values()) / max(len(baselines), 1),
+                "rollout/greedy_tokens": float(sum(answer.num_sampled for answer in greedy)),
+                "rollout/greedy_fraction": len(greedy) / (len(greedy) + len(trained) + len(others)),
+            }
+        return cls(
+            rollouts=tuple(sorted([*trained, *others], key=lambda rollout: rollout.rollout_id)),
+            trained=tuple(trained),
+            greedy_rewards=baselines,
+            metrics=metrics,
+        )
+
+
+def shaped(rollout: Rollout, config: Config) -> Rollout:
+    """The rollout with what is added to its reward, each as a reward of its own: turns, length penalty."""
+    algorithm = config.algorithm
+    if not rollout.is_trainable:
+        return rollout
+    added: dict[str, float] = {}
+    if algorithm.turn_rewards:
+        given = rollout.outcome.get(TURN_REWARDS, ())
+        if problem := _turn_rewards_problem(given, rollout.num_turns):
+            return replace(rollout, status=RolloutStatus.FAILED, error=problem)
+        added["turns"] = math.fsum(given)
+    if algorithm.overlong_buffer:
+        share = overlong_penalty(rollout.num_sampled, horizon=config.horizon, buffer=algorithm.overlong_buffer)
+        added[OVERLONG] = algorithm.overlong_penalty * share
+    if not added:
+        return rollout
+    return replace(rollout, reward=rollout.reward + sum(added.values()), rewards={**rollout.rewards, **added})
+
+
+def is_kept(group: Group, config: Config) -> bool:
+    """Whether the group is trained: under dynamic sampling only where it says something."""
+    return not config.algorithm.dynamic_sampling or has_spread(group, by_turn=config.algorithm.turn_rewards)
+
+
+def has_spread(group: Group, *, by_turn: bool = False) -> bool:
+    """Whether the group can say anything: two of its rollouts are trainable and differ in reward.
+
+    by_turn: or in what one of their turns got.
+    """
+    trainable = [rollout for rollout in group if rollout.is_trainable]
+    if not by_turn:
+        return len({rollout.reward for rollout in trainable}) > 1
+    return len({tuple(np.trim_zeros(turn_rewards(rollout, TURN_REWARDS), "b")) for rollout in trainable}) > 1
+
+
+def _with_baseline(rollout: Rollout, greedy_rewards: Mapping[int, float]) -> Rollout:
+    """The rollout; FAILED where its baseline is missing, because its advantage is unknown, not zero."""
+    if rollout.group_id in greedy_rewards or not rollout.is_trainable:
+        return rollout
+    return replace(rollout, status=RolloutStatus.FAILED, error="the greedy answer to its prompt failed: no baseline")
+
+
+def _turn_rewards_problem(given: Any, num_turns: int) -> str | None:
+    """Why these are not rewards of the turns, or None. Turns at the end that got nothing may be left out."""
+    if not isinstance(given, (list, tuple)) or not all(isinstance(value, (int, float)) for value in given):
+        return f"outcome {TURN_REWARDS} is {given!r:.200}; expected a list of numbers"
+    if len(given) > num_turns or not all(map(math.isfinite, given)):
+        return f"outcome {TURN_REWARDS} is {given!r:.200}; expected at most {num_turns} finite numbers, one per turn"
+    return None

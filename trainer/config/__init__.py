@@ -1,0 +1,1 @@
+"""Settings: their schema, and what is derived from it."""

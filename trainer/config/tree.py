@@ -1,0 +1,73 @@
+"""A resolved configuration as people look through it: a tree, in which what differs from the defaults stands out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from rich.text import Text
+from rich.tree import Tree
+
+from trainer.config.redaction import redact
+from trainer.config.schema import Config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    path: tuple[str, ...]
+    value: Any
+    default: Any
+    """Of the schema; the value itself where the schema does not know the setting (another version's file)."""
+
+    @property
+    def is_changed(self) -> bool:
+        return self.value != self.default
+
+    @property
+    def shown(self) -> str:
+        return flow(self.value)
+
+
+def plain(config: Config) -> dict[str, Any]:
+    """All settings as nested dicts, without secrets."""
+    return redact(OmegaConf.to_container(OmegaConf.structured(config)))
+
+
+def settings(values: Mapping[str, Any]) -> list[Setting]:
+    """Every setting of nested dicts such as `plain` returns, in order."""
+    return list(_walk((), values, plain(Config())))
+
+
+def _walk(path: tuple[str, ...], values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator[Setting]:
+    for name, value in values.items():
+        default = defaults.get(name, value)
+        # A dict whose default has keys is a section; an empty default is a free-form setting.
+        if isinstance(value, Mapping) and isinstance(default, Mapping) and default:
+            yield from _walk((*path, name), value, default)
+        else:
+            yield Setting(path=(*path, name), value=value, default=default)
+
+
+def settings_tree(values: Mapping[str, Any]) -> Tree:
+    """For a terminal. Values of the user's are text: nothing in them is read as markup."""
+    tree = Tree(Text.assemble(("settings", "bold"), ("  bold: not the default of the schema", "dim")))
+    branches: dict[tuple[str, ...], Tree] = {(): tree}
+    for setting in settings(values):
+        for depth in range(1, len(setting.path)):
+            section = setting.path[:depth]
+            if section not in branches:
+                branches[section] = branches[section[:-1]].add(Text(section[-1], style="cyan"))
+        line = Text.assemble((setting.path[-1], "dim" if not setting.is_changed else "bold"), " ")
+        line.append(setting.shown, style="bold" if setting.is_changed else "")
+        if setting.is_changed:
+            line.append(f"  (default {flow(setting.default)})", style="dim")
+        branches[setting.path[:-1]].add(line)
+    return tree
+
+
+def flow(value: Any) -> str:
+    """A value in one line, as it can be typed: null, true, [a, b]."""
+    return yaml.safe_dump(value, default_flow_style=True, width=10_000, sort_keys=False).removesuffix("...\n").strip()

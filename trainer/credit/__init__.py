@@ -1,0 +1,1 @@
+"""What each token is trained with: advantages, returns, old log-probabilities, weights."""

@@ -1,0 +1,1 @@
+"""Data sets: rows, columns, order, length filter."""

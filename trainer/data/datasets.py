@@ -1,0 +1,120 @@
+"""Rows from files and from the hub, as they are there; `trainer/data/prompts.py` gives them their columns and their
+order.
+
+`read_first_row` reads one row of a local file without the `datasets` library, so that a wrong column is found before
+anything heavy is imported. `load_rows` reads everything.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rollout.errors import DataError
+
+FILE_FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+"""Suffix of a local file: the loader of `datasets`."""
+
+
+def is_file(path: str) -> bool:
+    """Whether a path means a file; anything else is the id of a data set on the hub."""
+    return Path(path).suffix in FILE_FORMATS
+
+
+def load_rows(path: str, split: str, subset: str | None = None) -> Any:
+    """A `datasets.Dataset` from a local file (JSONL, JSON, CSV, parquet) or a hub id.
+
+    split and subset are for the hub. Raises `DataError` if it cannot be loaded or is empty.
+    """
+    import datasets
+    from datasets.exceptions import DatasetGenerationError
+
+    datasets.disable_progress_bars()
+    local = Path(path).expanduser()
+    if local.suffix == ".jsonl":
+        _check_lines(local)
+    try:
+        if is_file(path):
+            rows = datasets.load_dataset(
+                FILE_FORMATS[local.suffix], data_files=str(local), split="train", keep_in_memory=False
+            )
+        else:
+            rows = datasets.load_dataset(path, subset, split=split)
+    except (OSError, ValueError, DatasetGenerationError) as error:
+        cause = error.__cause__ or error
+        raise DataError(f"data set {path} cannot be loaded: {str(cause).splitlines()[0]}") from error
+    if len(rows) == 0:
+        raise _no_rows(path)
+    return rows
+
+
+def read_first_row(path: str) -> Mapping[str, Any]:
+    """The first row of a local file. Raises `DataError` if the file cannot be read as its suffix says, or is empty."""
+    local = Path(path).expanduser()
+    read = {".jsonl": _first_line, ".json": _first_of_json, ".csv": _first_of_csv, ".parquet": _first_of_parquet}
+    try:
+        row = read[local.suffix](local)
+    except DataError:
+        raise
+    except (OSError, ValueError, RecursionError, csv.Error) as error:
+        raise DataError(f"data set {path} cannot be loaded: {str(error).splitlines()[0]}") from error
+    if row is None:
+        raise _no_rows(path)
+    if not isinstance(row, dict):
+        raise DataError(f"data set {path}: the first row is a {type(row).__name__}; expected a JSON object per row")
+    return row
+
+
+def _first_line(path: Path) -> Any:
+    with path.open(encoding="utf-8") as file:
+        return next((json.loads(line) for line in file if line.strip()), None)
+
+
+def _first_of_json(path: Path) -> Any:
+    """Of a list of objects, of objects one per line, or of one object."""
+    text = path.read_text(encoding="utf-8")
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError:
+        return _first_line(path)
+    if isinstance(content, list):
+        return content[0] if content else None
+    return content
+
+
+def _first_of_csv(path: Path) -> Any:
+    with path.open(encoding="utf-8", newline="") as file:
+        return next(csv.DictReader(file), None)
+
+
+def _first_of_parquet(path: Path) -> Any:
+    from pyarrow import parquet  # inside: only for those who have such a file
+
+    for batch in parquet.ParquetFile(path).iter_batches(batch_size=1):
+        return batch.to_pylist()[0]
+    return None
+
+
+def _check_lines(path: Path) -> None:
+    """Raise `DataError` with its number for a line that is not an object: Arrow's reader ends the process on some."""
+    try:
+        number, is_empty = 0, True
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip() and not isinstance(json.loads(line), dict):
+                    raise DataError(f"data set {path}:{number} is not a JSON object; expected one per line")
+                is_empty = is_empty and not line.strip()
+        if is_empty:
+            raise _no_rows(str(path))
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, DataError):
+            raise
+        where = f":{number}" if isinstance(error, json.JSONDecodeError) else ""
+        raise DataError(f"data set {path}{where} cannot be loaded: {str(error).splitlines()[0]}") from error
+
+
+def _no_rows(path: str) -> DataError:
+    return DataError(f"data set {path} has no rows; set data.path=<file or hub id with at least one row>")

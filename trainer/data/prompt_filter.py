@@ -1,0 +1,86 @@
+"""Prompts in training order, without those that are too long: how many were left out is said, and one is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from rollout.chat.chat import Chat
+from rollout.environments import make_environment
+from rollout.environments.mixed import environment_of
+from rollout.episode.environment import Environment, RunsItself
+from rollout.system.background_loop import BackgroundLoop
+from trainer.config.schema import Config
+from trainer.data.prompts import DataSet, Prompts, training_data
+from trainer.distributed.distributed import Distributed
+
+SHOWN_CHARS = 160
+
+
+def make_prompts(
+    config: Config, distributed: Distributed, loop: BackgroundLoop, chat: Chat, *, say: Callable[[str], None]
+) -> Prompts:
+    """The prompts of a run; a collective. Raises `DataError` on all ranks."""
+    settings = config.data
+    max_tokens = settings.max_prompt_tokens
+    data = distributed.together(lambda: training_data(config))
+    if max_tokens is not None:
+        make = partial(make_environment, config.environment.name, **config.environment.settings)
+        # Rank 0 measures for all: the order must be the same on every rank.
+        kept = distributed.together(
+            lambda: [
+                short_enough(data_set, chat, make, loop, max_tokens=max_tokens, say=say)
+                for data_set in (data if distributed.is_main else ())
+            ]
+        )
+        kept = distributed.broadcast(kept)
+        data = distributed.together(
+            lambda: [data_set.subset(indices) for data_set, indices in zip(data, kept, strict=True)]
+        )
+    return Prompts(
+        data,
+        seed=config.seed,
+        shuffle=settings.shuffle,
+        weights=[source.weight for source in settings.training_sets().values()],
+        curriculum=settings.curriculum,
+    )
+
+
+def short_enough(
+    data: DataSet,
+    chat: Chat,
+    make: Callable[[], Environment | RunsItself],
+    loop: BackgroundLoop,
+    *,
+    max_tokens: int,
+    say: Callable[[str], None],
+) -> list[int]:
+    """Indices of the rows whose first prompt, as an episode would send it, has at most so many tokens.
+
+    Rows of environments that run themselves are kept."""
+
+    async def lengths() -> list[int]:
+        found = []
+        for row in data:
+            environment = environment_of(make(), row)
+            if isinstance(environment, RunsItself):
+                found.append(0)  # its prompts are its own
+                continue
+            messages = await environment.reset(row)
+            found.append(len(chat.prompt(messages, environment.tools)))
+        return found
+
+    tokens = loop.run(lengths())
+    kept = [index for index, length in enumerate(tokens) if length <= max_tokens]
+    name = f"data.sources.{data.name}" if data.name else "data.path"
+    dropped = len(tokens) - len(kept)
+    if not dropped:
+        say(f"{name}: all {len(tokens)} prompts have at most {max_tokens} tokens, the longest {max(tokens)}")
+        return kept
+    first = next(index for index, length in enumerate(tokens) if length > max_tokens)
+    text = " ".join(str(data[first]).split())
+    say(
+        f"{name}: {dropped} of {len(tokens)} prompts are longer than data.max_prompt_tokens={max_tokens} and left out; "
+        f"the longest has {max(tokens)} tokens, the first is row {first} with {tokens[first]}: {text:.{SHOWN_CHARS}}"
+    )
+    return kept

@@ -1,0 +1,231 @@
+"""Prompts: rows of one or several data sets, in an order that is a function of the seed and a cursor.
+
+One data set: row number k of the run is `permutation(seed, epoch)[place]` with `epoch, place = divmod(k, rows)`.
+
+Several, with weights: the run goes through blocks of `MIX_BLOCK` rows. In each, every data set has its share, spread
+evenly; and each data set goes through its own permutations, at its own pace.
+
+A curriculum by pass rate leaves rows out that have nothing to teach at the moment. Its rule: a row whose group had a
+pass rate of at most `min_pass_rate`, or of at least `max_pass_rate`, is left out of the next `rest_epochs` epochs of
+its data set, and then tried again. Which rows rest is the only state beside the cursor.
+
+So a resumed run continues exactly where it stopped, skips nothing and repeats nothing, on any number of ranks.
+
+Rows that were begun ahead of their training (`rollout.max_staleness`) are remembered by their place until they are
+finished.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rollout.environments.prompt import Prompt
+from rollout.errors import DataError
+from trainer.config.schema import Config, CurriculumConfig, DataSetConfig
+from trainer.data.columns import rename
+from trainer.data.datasets import load_rows
+
+Row = Mapping[str, Any]
+
+DATASET = "dataset"
+"""Column with the name of the data set, where there are several."""
+ROW_KEY = "data_row"
+"""Column that a curriculum knows a row by: `set:row@epoch`."""
+MIX_BLOCK = 1000
+"""Weights are rounded to so many parts."""
+
+
+class DataSet:
+    """One data set with the columns that environments and rewards read."""
+
+    def __init__(self, rows: Any, settings: DataSetConfig, *, name: str | None = None) -> None:
+        """rows: anything with a length and integer indices. name: given to each row; None where there is only one.
+
+        Raises `DataError` if the first row has none of the columns that `settings` names.
+        """
+        self._rows = rows
+        self._settings = settings
+        self.name = name
+        self[0]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Row:
+        settings = self._settings
+        row = rename(self._rows[index], settings.columns or {}, of=settings.path)
+        if settings.system_prompt is not None:
+            row["messages"] = list(Prompt(system=settings.system_prompt).messages(row))
+        if settings.environment is not None:
+            row["environment"] = settings.environment
+        if self.name is not None:
+            row[DATASET] = self.name
+        return row
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self[index] for index in range(len(self)))
+
+    def subset(self, kept: Sequence[int]) -> DataSet:
+        """The data set with these rows only."""
+        if not kept:
+            raise DataError(
+                f"data set {self._settings.path}: no prompt has at most data.max_prompt_tokens tokens; raise it"
+            )
+        return DataSet(_Selected(self._rows, kept), self._settings, name=self.name)
+
+
+class _Selected:
+    def __init__(self, rows: Any, kept: Sequence[int]) -> None:
+        self._rows = rows
+        self._kept = np.asarray(kept)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._rows[int(self._kept[index])]
+
+
+def load_data_set(settings: DataSetConfig, *, name: str | None = None) -> DataSet:
+    """Raises `DataError` if it cannot be loaded, is empty, or lacks a column."""
+    assert settings.split is not None, "resolved by trainer.config.schema"
+    return DataSet(load_rows(settings.path, settings.split, settings.subset), settings, name=name)
+
+
+def training_data(config: Config) -> list[DataSet]:
+    """The data sets of a run: data.path, or all of data.sources."""
+    sources = config.data.training_sets()
+    return [load_data_set(settings, name=name or None) for name, settings in sources.items()]
+
+
+def heldout_data(config: Config) -> dict[str, DataSet]:
+    """The data sets of an evaluation by name: data.heldout_path under an empty name, then eval.sets."""
+    return {name: load_data_set(settings, name=name or None) for name, settings in config.heldout_sets().items()}
+
+
+class Prompts:
+    """Data rows in training order. `cursor`, `resting` and `unfinished` are all of its state."""
+
+    def __init__(
+        self,
+        sets: Sequence[Any],
+        *,
+        seed: int,
+        shuffle: bool,
+        weights: Sequence[float] | None = None,
+        curriculum: CurriculumConfig | None = None,
+    ) -> None:
+        """sets: anything with a length and integer indices. weights: shares of the sets; None: equal ones."""
+        self._sets = list(sets)
+        self._seed = seed
+        self._shuffle = shuffle
+        self._curriculum = curriculum if curriculum is not None and curriculum.rest_epochs else None
+        self._pattern = _mix(weights or [1.0] * len(self._sets))
+        self._draws = np.bincount(self._pattern)
+        """By set: its places in a block."""
+        same = self._pattern[:, None] == np.arange(len(self._sets))
+        self._earlier = (np.cumsum(same, axis=0) - same)[np.arange(len(self._pattern)), self._pattern]
+        """By place in a block: places before it that belong to the same set."""
+        self._orders: dict[int, tuple[int, np.ndarray]] = {}
+        self._begun: set[int] = set()
+        self._again: list[int] = []
+        self.cursor = 0
+        """Places in the order that were passed since the start of the run, resting rows included."""
+        self.resting: dict[str, int] = {}
+        """`set:row` of a row that rests: the first epoch of its data set in which it is taken again."""
+
+    def __len__(self) -> int:
+        """Rows of all data sets together."""
+        return sum(map(len, self._sets))
+
+    @property
+    def epoch(self) -> float:
+        return self.cursor / len(self)
+
+    def metrics(self) -> dict[str, float]:
+        """`data/*`: epochs of all rows together, and with a curriculum how many rows rest."""
+        resting = {} if self._curriculum is None else {"data/resting_rows": float(len(self.resting))}
+        return {"data/epoch": self.epoch, **resting}
+
+    @property
+    def unfinished(self) -> tuple[int, ...]:
+        """Places before the cursor whose rows were begun, or must be begun again, and are not finished."""
+        return tuple(sorted({*self._begun, *self._again}))
+
+    def restore(self, cursor: int, unfinished: Sequence[int]) -> None:
+        """Go on where a run stopped: with what it had not finished, then from its cursor on."""
+        self.cursor = cursor
+        self._begun, self._again = set(), sorted(unfinished)
+
+    def begin(self, count: int) -> list[tuple[int, Row]]:
+        """The next `count` rows with their places; goes on into the next epoch where one ends. `finish` them."""
+        again, self._again = self._again[:count], self._again[count:]
+        begun = [(place, self._row(*self._locate(place))) for place in again]
+        while len(begun) < count:
+            which, epoch, index = self._locate(self.cursor)
+            if self.resting.get(f"{which}:{index}", 0) <= epoch:
+                begun.append((self.cursor, self._row(which, epoch, index)))
+            self.cursor += 1
+        self._begun.update(place for place, _ in begun)
+        return begun
+
+    def finish(self, places: Iterable[int]) -> None:
+        """These rows were trained, or dropped for good: no resumed run takes them again."""
+        self._begun.difference_update(places)
+
+    def take(self, count: int) -> list[Row]:
+        """The next `count` rows, begun and finished at once."""
+        taken = self.begin(count)
+        self.finish(place for place, _ in taken)
+        return [row for _, row in taken]
+
+    def learn(self, row: Row, rewards: Sequence[float]) -> None:
+        """Let the curriculum know the rewards of a row that was begun. Without a curriculum nothing happens."""
+        rule = self._curriculum
+        if rule is None or not rewards:
+            return
+        rate = sum(reward >= rule.solved_reward for reward in rewards) / len(rewards)
+        key, _, epoch = str(row[ROW_KEY]).rpartition("@")
+        self.resting.pop(key, None)
+        if rate <= rule.min_pass_rate or rate >= rule.max_pass_rate:
+            self.resting[key] = int(epoch) + rule.rest_epochs + 1
+
+    def _row(self, which: int, epoch: int, index: int) -> Row:
+        row = self._sets[which][index]
+        return row if self._curriculum is None else {**row, ROW_KEY: f"{which}:{index}@{epoch}"}
+
+    def _locate(self, k: int) -> tuple[int, int, int]:
+        """Set, its epoch, and the index in it of place k."""
+        block, place = divmod(k, len(self._pattern))
+        which = int(self._pattern[place])
+        drawn = block * int(self._draws[which]) + int(self._earlier[place])
+        epoch, position = divmod(drawn, len(self._sets[which]))
+        return which, epoch, int(self._order(which, epoch)[position])
+
+    def _order(self, which: int, epoch: int) -> np.ndarray:
+        if which not in self._orders or self._orders[which][0] != epoch:
+            size = len(self._sets[which])
+            seed = [self._seed, epoch, which] if which else [self._seed, epoch]
+            order = np.random.default_rng(seed).permutation(size) if self._shuffle else np.arange(size)
+            self._orders[which] = (epoch, order)
+        return self._orders[which][1]
+
+
+def _mix(weights: Sequence[float]) -> np.ndarray:
+    """Which set each place of a block belongs to: shares by largest remainder, spread evenly."""
+    if len(weights) == 1:
+        return np.zeros(1, dtype=np.int64)
+    exact = np.asarray(weights, dtype=np.float64) / sum(weights) * MIX_BLOCK
+    counts = np.floor(exact).astype(np.int64)
+    for which in np.argsort(counts - exact, kind="stable")[: MIX_BLOCK - counts.sum()]:
+        counts[which] += 1
+    if (counts == 0).any():
+        raise DataError(
+            f"data.sources: a weight of {min(weights)} beside {max(weights)} is less than one row in {MIX_BLOCK}; "
+            "raise it, or leave the data set out"
+        )
+    places = [((j + 0.5) / count, which) for which, count in enumerate(counts) for j in range(count)]
+    return np.array([which for _, which in sorted(places)], dtype=np.int64)

@@ -1,0 +1,1 @@
+"""Ranks and devices: everything that knows Accelerate and DeepSpeed."""

@@ -1,0 +1,440 @@
+"""Processes, devices and the optimizer step. The only module of `trainer/` that knows Accelerate and DeepSpeed.
+
+The rest of the trainer sees ranks, a few collectives over small CPU tensors, and `accumulate` / `step`. What it may
+rely on: gradients of `accumulate(loss)` over all microbatches and ranks are *averaged over ranks and summed over
+microbatches*, nothing else is divided anywhere. A loss that is `local sum x world_size / global denominator` on
+every rank is therefore the global objective (seed 004; spec: one denominator per optimizer step).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, MutableMapping
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as torch_dist
+from torch import nn
+from torch.utils.cpp_extension import get_default_build_root
+
+from rollout.errors import CheckpointError, ConfigError, LockstepError, error_named
+from rollout.system.addresses import address_towards, interface_of, is_loopback
+from trainer.distributed.reshard import fill_shards, fill_whole
+from trainer.distributed.safe_load import weights_only_loading
+from trainer.distributed.unsharded_state import open_state
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+STALE_LOCK_S = 900.0
+
+LR_SCALE = "lr_scale"
+"""Key of a parameter group of an optimizer: what `Distributed.step` multiplies the learning rate by."""
+COLLECTIVE_TIMEOUT = timedelta(hours=2)
+"""Ranks without an engine wait in a collective while rank 0 samples; this bounds the longest rollout phase."""
+
+
+class Distributed:
+    """One process of the training job, and what it does together with the others."""
+
+    def __init__(self, accelerator: Accelerator, *, max_grad_norm: float) -> None:
+        self._accelerator = accelerator
+        self._max_grad_norm = max_grad_norm
+        self.rank: int = accelerator.process_index
+        self.world_size: int = accelerator.num_processes
+        self.device: torch.device = accelerator.device
+        # Rows, metrics and errors travel as CPU tensors over gloo, whatever carries the gradients.
+        self._control: torch_dist.ProcessGroup | None = (
+            torch_dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)  # type: ignore[assignment]
+            if self.world_size > 1
+            else None
+        )
+        self.module: nn.Module  # set by prepare
+        self._optimizer: torch.optim.Optimizer
+        self._trained: list[str]
+        """Names of the trained parameters, in the order of the optimizer."""
+
+    @classmethod
+    def start(cls, *, dtype: str, max_grad_norm: float) -> Distributed:
+        """Join the other ranks, if this process was started by `accelerate launch`; otherwise be the only one."""
+        on_gpu = torch.cuda.is_available()
+        if not on_gpu:
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when DeepSpeed is first imported
+        drop_stale_build_locks()
+        choose_interface(os.environ)
+        from accelerate import Accelerator
+        from accelerate.utils import InitProcessGroupKwargs
+
+        # `cpu=True` switches DeepSpeed off, and without it DDP on CPU is not wrapped at all: ranks would train apart.
+        with_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+        backend = {"backend": "gloo"} if with_deepspeed and not on_gpu else {}
+        if with_deepspeed and not on_gpu:
+            build_nothing()
+        accelerator = Accelerator(
+            cpu=not on_gpu and not with_deepspeed,
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT, **backend)],
+            mixed_precision="bf16" if dtype == "bfloat16" else "no",
+        )
+        plugin = accelerator.state.deepspeed_plugin
+        if plugin is not None:
+            plugin.deepspeed_config.update(
+                train_micro_batch_size_per_gpu=1,  # microbatches are packed here, no dataloader is prepared
+                gradient_accumulation_steps=1,  # boundaries are set by hand, and losses are never divided by it
+                gradient_clipping=max_grad_norm,
+                # Sums over many small gradients (microbatches, ranks) lose to rounding what single ones do not.
+                communication_data_type="fp32",
+                data_types={"grad_accum_dtype": "fp32"},
+            )
+        return cls(accelerator, max_grad_norm=max_grad_norm)
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def uses_deepspeed(self) -> bool:
+        return self._accelerator.state.deepspeed_plugin is not None
+
+    @property
+    def zero_stage(self) -> int:
+        plugin = self._accelerator.state.deepspeed_plugin
+        return 0 if plugin is None else int(plugin.zero_stage)
+
+    @property
+    def device_memory(self) -> int:
+        """Bytes that this rank can have: of its GPU, or its share of the machine's memory."""
+        if self.device.type == "cuda":
+            return torch.cuda.get_device_properties(self.device).total_memory
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks_here
+
+    # The model and its optimizer
+
+    def prepare(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
+        """Wrap the module for this kind of training. Call the result for every forward pass."""
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        self._trained = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+        self.module, self._optimizer = self._accelerator.prepare(module, optimizer)
+        return self.module
+
+    def prepare_frozen(self, module: nn.Module) -> nn.Module:
+        """A module that is only evaluated: on the device, in the precision of the trained one, sharded under ZeRO-3.
+
+        A collective under ZeRO-3: every forward pass gathers its parameters on all ranks.
+        """
+        module.requires_grad_(False).eval()
+        if self.zero_stage == 3:
+            import deepspeed
+
+            plugin = self._accelerator.state.deepspeed_plugin
+            assert plugin is not None
+            inherited = ("train_micro_batch_size_per_gpu", "bf16", "fp16")
+            zero = dict(plugin.deepspeed_config["zero_optimization"])
+            zero.pop("offload_optimizer", None)  # it would need an optimizer
+            settings = {key: plugin.deepspeed_config[key] for key in inherited if key in plugin.deepspeed_config}
+            engine, *_ = deepspeed.initialize(model=module, config={**settings, "zero_optimization": zero})
+            engine.eval()
+            return engine
+        if self.uses_deepspeed:
+            return module.to(self.device)
+        return self._accelerator.prepare_model(module, evaluation_mode=True)
+
+    @contextlib.contextmanager
+    def whole_parameters(self, module: nn.Module) -> Iterator[None]:
+        """Inside, a module that was loaded under ZeRO-3 has its full tensors; what rank 0 makes of them is kept."""
+        if self.zero_stage != 3:
+            yield
+            return
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(list(module.parameters()), modifier_rank=0):
+            yield
+
+    @contextlib.contextmanager
+    def whole_models(self) -> Iterator[None]:
+        """Inside, `from_pretrained` loads models whole, on this rank alone, also under ZeRO-3 (a reward model)."""
+        plugin = self._accelerator.state.deepspeed_plugin
+        if plugin is None or self.zero_stage != 3:
+            yield
+            return
+        from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
+
+        unset_hf_deepspeed_config()
+        try:
+            yield
+        finally:
+            if plugin.dschf is not None:
+                set_hf_deepspeed_config(plugin.dschf)
+
+    @property
+    def unwrapped(self) -> nn.Module:
+        return self._accelerator.unwrap_model(self.module)  # type: ignore[return-value]
+
+    @contextlib.contextmanager
+    def accumulate(self, *, is_last: bool) -> Iterator[Callable[[torch.Tensor], None]]:
+        """Forward and backward of one microbatch; gradients are reduced over ranks once, with the last one.
+
+        Yields the function that back-propagates the loss. All ranks must run the same number of microbatches.
+        """
+        if self.uses_deepspeed:
+            self.module.set_gradient_accumulation_boundary(is_last)  # type: ignore[operator]
+            yield lambda loss: self.module.backward(loss, scale_wrt_gas=False)  # type: ignore[operator]
+        elif is_last:
+            yield lambda loss: loss.backward()
+        else:
+            with self._accelerator.no_sync(self.module):
+                yield lambda loss: loss.backward()
+
+    def gradient_norm(self) -> float:
+        """Global norm of what `accumulate` gathered, before clipping and before a step; a collective.
+
+        The same on all ranks. Infinite where a gradient is not finite, on whichever rank.
+        """
+        if self.zero_stage:
+            from deepspeed.runtime.utils import combine_grad_norm_groups
+
+            optimizer: Any = self.module.optimizer
+            # What DeepSpeed itself computes at the beginning of its step, and would tell only afterwards.
+            norms = optimizer._get_norm_groups() if self.zero_stage == 3 else [optimizer.scaled_global_norm()]
+            norm = float(combine_grad_norm_groups(norms))
+        else:
+            gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+            norm = float(torch.nn.utils.get_total_norm(gradients))
+        # One rank that sees another number than the others would step alone.
+        is_finite = torch.tensor([float(math.isfinite(norm))])
+        return norm if int(self.sum(is_finite)) == self.world_size else math.inf
+
+    def step(self, lr: float, grad_norm: float) -> None:
+        """Clip, update the parameters with this learning rate, clear the gradients.
+
+        grad_norm: what `gradient_norm` said, finite.
+        """
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr * group.get(LR_SCALE, 1.0)
+        if self.uses_deepspeed:
+            self.module.step()  # type: ignore[operator]
+            return
+        if self._max_grad_norm:
+            parameters = list(self.module.parameters())
+            torch.nn.utils.clip_grads_with_norm_(parameters, self._max_grad_norm, torch.tensor(grad_norm))
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def discard_gradients(self) -> None:
+        """Forget what `accumulate` gathered, in place of a step; a collective, called by all ranks."""
+        if not self.zero_stage:
+            self._optimizer.zero_grad(set_to_none=True)
+            return
+        # DeepSpeed has no call for this, but skips a step whose norm is not finite, and then leaves everything behind
+        # it as a step does: its own way out.
+        optimizer: Any = self.module.optimizer
+        is_offloaded = optimizer.offload_optimizer if self.zero_stage == 3 else optimizer.cpu_offload
+        if is_offloaded:  # then it looks at norms that were taken on the way
+            for parameter_id in optimizer.norm_for_param_grads:
+                optimizer.norm_for_param_grads[parameter_id] = torch.tensor(math.inf)
+        for gradients in () if is_offloaded else optimizer.averaged_gradients.values():
+            for gradient in gradients or ():
+                gradient.fill_(math.nan)
+        self.module.step()  # type: ignore[operator]
+        assert not self.module.was_step_applied(), "DeepSpeed made a step with a gradient that is not finite"  # type: ignore[operator]
+
+    # Collectives over the control group
+
+    def barrier(self) -> None:
+        if self._control is not None:
+            torch_dist.barrier(group=self._control)
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum of a tensor over ranks, on every rank, on the device it came from."""
+        if self._control is None:
+            return tensor
+        total = tensor.detach().cpu().clone()
+        torch_dist.all_reduce(total, group=self._control)
+        return total.to(tensor.device)
+
+    def gather_bytes(self, payload: bytes) -> list[bytes]:
+        """Every rank's payload on every rank, in rank order."""
+        if self._control is None:
+            return [payload]
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        torch_dist.all_gather(sizes, torch.tensor([len(payload)]), group=self._control)
+        longest = max(int(size) for size in sizes)
+        mine = torch.zeros(longest, dtype=torch.uint8)
+        mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else mine[:0]
+        buffers = [torch.empty_like(mine) for _ in range(self.world_size)]
+        torch_dist.all_gather(buffers, mine, group=self._control)
+        return [buffer[: int(size)].numpy().tobytes() for buffer, size in zip(buffers, sizes, strict=True)]
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's JSON value on every rank."""
+        if self._control is None:
+            return value
+        return json.loads(self.gather_bytes(json.dumps(value).encode() if self.is_main else b"")[0])
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Run `work` on every rank; if it fails on one, raise the same error on all, so that nobody waits forever."""
+        result: T | None = None
+        failure: Exception | None = None
+        try:
+            result = work()
+        except Exception as error:  # whatever it is, it is raised again below: the other ranks must hear of it first
+            failure = error
+        report = b"" if failure is None else f"{type(failure).__name__}: {failure}".encode()
+        for rank, message in enumerate(self.gather_bytes(report)):
+            if message:
+                raise failure or _same_error(message.decode(), rank)
+        return result  # type: ignore[return-value]
+
+    # State on disk
+
+    def save_state(self, directory: Path) -> None:
+        """Write parameters and optimizer state; a collective. Shards of DeepSpeed, one file each otherwise."""
+        if self.uses_deepspeed:
+            self.module.save_checkpoint(str(directory), tag="state")  # type: ignore[operator]
+            return
+        if self.is_main:
+            from safetensors.torch import save_file
+
+            tensors = dict(self.unwrapped.named_parameters())
+            save_file(
+                {name: tensor.detach().contiguous() for name, tensor in tensors.items()},
+                directory / "parameters.safetensors",
+            )
+            torch.save(self._optimizer.state_dict(), directory / "optimizer.pt")
+
+    def adopt_state(self, directory: Path, *, zero_stage: int) -> None:
+        """Read what `save_state` wrote on other ranks; a collective, before the first step.
+
+        zero_stage: theirs. Raises `CheckpointError` when it was written for other parameters.
+        """
+        read = open_state(directory, trained=self._trained, zero_stage=zero_stage)
+        if self.zero_stage:
+            fill_shards(self.module, self.zero_stage, read)
+        else:
+            fill_whole(self.unwrapped, self._optimizer, self._trained, read)
+
+    def load_state(self, directory: Path) -> None:
+        """Read what `save_state` wrote on the same number of ranks; a collective.
+
+        Settings of the optimizer (decay, betas, ...) stay those it was made with: they are the user's, and a state has
+        its own copy of those that it was saved with.
+
+        Raises `CheckpointError` when it was written by another kind of training or for other parameters.
+        """
+        settings = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
+        self._read_state(directory)
+        for group, own in zip(self._optimizer.param_groups, settings, strict=True):
+            group.update(own)
+
+    def _read_state(self, directory: Path) -> None:
+        if self.uses_deepspeed:
+            with weights_only_loading():
+                path, _ = self.module.load_checkpoint(str(directory), tag="state")  # type: ignore[operator]
+            if path is None:
+                raise CheckpointError(f"{directory} holds no DeepSpeed state; resume with the config it was saved with")
+            return
+        from safetensors.torch import load_file
+
+        file = directory / "parameters.safetensors"
+        if not file.is_file():
+            raise CheckpointError(
+                f"{directory} holds no parameters.safetensors; resume with the config it was saved with"
+            )
+        saved = load_file(file)
+        own = dict(self.unwrapped.named_parameters())
+        if saved.keys() != own.keys():
+            differing = sorted(saved.keys() ^ own.keys())
+            raise CheckpointError(
+                f"{file} is of another model: {len(differing)} parameters differ, first {differing[0]}"
+            )
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(saved[name])
+        state = torch.load(directory / "optimizer.pt", map_location=self.device, weights_only=True)
+        self._optimizer.load_state_dict(state)
+
+    def save_pretrained(
+        self,
+        directory: Path,
+        *,
+        prefix: str = "model.",
+        edit: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = dict,
+    ) -> None:
+        """Write a part of the trained module as `from_pretrained` reads it; a collective.
+
+        Args:
+            directory: made if it is not there.
+            prefix: name of the part, a transformers model, with a dot behind it; other parts are not written.
+            edit: from the part's state dict, whole on rank 0, to the one that is written.
+        """
+        # ZeRO-3 parameters are gathered on rank 0; the others get None.
+        state: dict[str, torch.Tensor] | None = self._accelerator.get_state_dict(self.module)  # type: ignore[assignment]
+        if self.is_main:
+            model = self.unwrapped.get_submodule(prefix.removesuffix("."))
+            assert state is not None
+            own = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+            model.save_pretrained(directory, state_dict=edit(own), safe_serialization=True)  # type: ignore[operator]
+
+    def close(self) -> None:
+        self._accelerator.end_training()
+        if torch_dist.is_initialized():
+            torch_dist.destroy_process_group()
+
+
+def _same_error(report: str, rank: int) -> LockstepError:
+    """What another rank raised, so that all end with one sentence; what Lockstep does not know, by its name."""
+    name, _, text = report.partition(": ")
+    return error_named(name, text) or LockstepError(f"rank {rank} failed: {report}")
+
+
+def build_nothing() -> None:
+    """Else DeepSpeed on a CPU probes compilers and builds, for a minute, an all-reduce that only inference calls."""
+    import deepspeed.ops
+
+    deepspeed.ops.__dict__["__compatible_ops__"] = {}
+
+
+def choose_interface(environment: MutableMapping[str, str]) -> None:
+    """Let gloo meet the other machines on the interface that reaches rank 0's, unless the user has named one.
+
+    By itself it takes the one that the host name resolves to, and loopback if that is none: ranks on several machines
+    then wait for each other until a timeout. Raises `ConfigError` if rank 0's address is loopback by accident.
+    """
+    master = environment.get("MASTER_ADDR", "")
+    if not master or is_loopback(master) or environment.get("GLOO_SOCKET_IFNAME"):
+        return  # loopback in so many words: all ranks are on this machine
+    address = address_towards(master)
+    is_alone = environment.get("WORLD_SIZE") == environment.get("LOCAL_WORLD_SIZE")
+    if is_loopback(address) and not is_alone:
+        raise ConfigError(
+            f"--main_process_ip {master} is loopback on this machine ({address}), where the other machines do not find "
+            "it; give the address of its network (`ip -4 addr` lists them)"
+        )
+    interface = interface_of(address)
+    if interface is not None:
+        environment["GLOO_SOCKET_IFNAME"] = interface
+
+
+def drop_stale_build_locks(older_than_s: float = STALE_LOCK_S) -> None:
+    """Remove locks that a killed process left on torch's compiled extensions.
+
+    DeepSpeed compiles its operators at first use, and torch waits for such a lock without end and without a word. A
+    compilation takes well under a minute; a lock that is much older has no owner.
+    """
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()
+    for lock in Path(root).glob("**/lock"):
+        with contextlib.suppress(OSError):  # another rank may have removed it
+            if time.time() - lock.stat().st_mtime > older_than_s:
+                lock.unlink()
+                log.warning("removed the stale build lock %s, which a killed process had left", lock)

@@ -1,0 +1,112 @@
+"""Fill what a run trains from a checkpoint that other ranks wrote.
+
+One process from ZeRO's shards, ranks of ZeRO from one process or from other numbers of ranks.
+Parameters and moments become the bits that were saved. The same ranks read their own shards through DeepSpeed
+(`Distributed.load_state`). Not covered: optimizers whose state is not one number per weight (8 bits, Muon), and states
+that DeepSpeed keeps on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from rollout.errors import CheckpointError
+from trainer.distributed.unsharded_state import Read, Span, WholeParameter, is_per_weight
+
+
+class _Piece(NamedTuple):
+    """What of a parameter is on this rank."""
+
+    name: str
+    shape: torch.Size
+    inside: Span
+    """Of the parameter."""
+    flat: Span
+    """Where that lies in the flat tensors of its group."""
+
+
+def fill_whole(module: nn.Module, optimizer: torch.optim.Optimizer, trained: Sequence[str], read: Read) -> None:
+    """Restore a module that this process holds whole. trained: names in the order of the optimizer."""
+    own = dict(module.named_parameters())
+    state = {}
+    for index, name in enumerate(trained):
+        found = _checked(read(name), name, own[name].shape)
+        with torch.no_grad():
+            own[name].copy_(found.weight)
+        state[index] = {key: _copied(value) for key, value in found.moments.items()}
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def fill_shards(engine: Any, zero_stage: int, read: Read) -> None:
+    """Restore what this rank holds under ZeRO-2 or ZeRO-3; a collective.
+
+    engine: DeepSpeed's, before its first step.
+    """
+    sharded: Any = engine.optimizer
+    is_stage_3 = zero_stage == 3
+    if is_stage_3:
+        sharded.checkpoint_event_prologue()
+    flats = sharded.fp32_partitioned_groups_flat if is_stage_3 else sharded.single_partition_of_fp32_groups
+    groups = sharded.fp16_groups if is_stage_3 else sharded.bit16_groups
+    for flat, group in zip(flats, groups, strict=True):
+        state: dict[str, Any] = {}
+        for piece in _divided(engine, group) if is_stage_3 else _sliced(engine, group):
+            found = _checked(read(piece.name), piece.name, piece.shape)
+            piece.flat.of(flat.data).copy_(piece.inside.of(found.weight.flatten()))
+            for key, value in found.moments.items():
+                if is_per_weight(value):
+                    buffer = state.setdefault(key, torch.zeros_like(flat.data))
+                    piece.flat.of(buffer).copy_(piece.inside.of(value.flatten()))
+                else:
+                    state[key] = _copied(value)
+        sharded.optimizer.state[flat] = state
+    # Through DeepSpeed's own loader, with what it would have saved here: the weights that compute follow from these.
+    sharded.load_state_dict([sharded.state_dict()] * engine.world_size, load_from_fp32_weights=True)
+    if is_stage_3:
+        sharded.checkpoint_event_epilogue()
+    else:
+        sharded.update_lp_params()
+
+
+def _divided(engine: Any, group: Sequence[Any]) -> Iterator[_Piece]:
+    """ZeRO-3: an equal part of each parameter, the last rank's padded."""
+    start = 0
+    for parameter in group:
+        size = parameter.partition_numel()
+        begin = min(engine.global_rank * size, parameter.ds_numel)
+        count = min(size, parameter.ds_numel - begin)
+        yield _Piece(engine.param_names[parameter], parameter.ds_shape, Span(begin, count), Span(start, count))
+        start += size
+
+
+def _sliced(engine: Any, group: Sequence[Any]) -> Iterator[_Piece]:
+    """ZeRO-2: what falls into this rank's part of the group; of other parameters nothing, but their moments' names."""
+    for parameter in group:
+        mapping = parameter._hp_mapping
+        inside = flat = Span(0, 0)
+        if mapping is not None:
+            inside = Span(mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel)
+            flat = Span(mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel)
+        yield _Piece(engine.param_names[parameter], parameter.shape, inside, flat)
+
+
+def _copied(value: Any) -> Any:
+    """Parameters that were in one shard share its count of updates; here each counts for itself."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _checked(found: WholeParameter, name: str, shape: torch.Size) -> WholeParameter:
+    """Raises `CheckpointError` for another shape, and for moments that are not one number per weight."""
+    if found.weight.shape != shape:
+        raise CheckpointError(f"{name} has shape {tuple(found.weight.shape)} in the checkpoint, {tuple(shape)} here")
+    for key, value in found.moments.items():
+        if is_per_weight(value) and value.shape != shape:
+            raise CheckpointError(
+                f"the optimizer's {key} of {name} is not one number per weight, so it cannot be cut for other ranks; "
+                "resume on the ranks that saved it, or begin from the model that the run has exported (model.path=)"
+            )
+    return found

@@ -1,0 +1,176 @@
+"""Parameters and moments of a checkpoint, whole, one after another, whatever ranks wrote it.
+
+    parameters.safetensors, optimizer.pt      one process, DDP
+    state/*_optim_states.pt, one per rank     ZeRO-2 and ZeRO-3 of DeepSpeed 0.19
+
+Tensors are mapped from disk and put together one parameter at a time, so that nobody holds a second model. DeepSpeed's
+own converter (`ds_to_universal`) unpickles, knows Adam alone, and writes the state to disk twice more.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+
+from rollout.errors import CheckpointError
+from trainer.distributed.safe_load import weights_only_loading
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeParameter:
+    """One trained parameter as it was saved."""
+
+    weight: torch.Tensor
+    moments: Mapping[str, Any]
+    """What the optimizer keeps for it, by its own names: tensors of the parameter's shape, and single numbers."""
+
+
+Read = Callable[[str], WholeParameter]
+"""From a parameter's name to what was saved of it."""
+
+
+def is_per_weight(value: Any) -> bool:
+    """Whether a moment is a tensor over the weights. Adam's count of updates is a tensor without dimensions."""
+    return isinstance(value, torch.Tensor) and value.ndim > 0
+
+
+class Span(NamedTuple):
+    """A part of a flat tensor."""
+
+    start: int
+    count: int
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat.narrow(0, self.start, self.count)
+
+
+class _Shard(NamedTuple):
+    """What one rank saved: flat tensors by group of parameters."""
+
+    weights: Sequence[torch.Tensor]
+    moments: Mapping[int, Mapping[str, Any]]
+    slices: Sequence[Mapping[str, Any]]
+    """ZeRO-2: by group, from names to addresses in the flat tensors. A parameter may have none here."""
+
+
+class _Place(NamedTuple):
+    """Where a parameter lies in the shards."""
+
+    group: int
+    shape: torch.Size
+    spans: Sequence[Span]
+    """By rank; together they are the parameter."""
+
+
+def open_state(directory: Path, *, trained: Sequence[str], zero_stage: int) -> Read:
+    """A reader of the trained parameters of a checkpoint.
+
+    Args:
+        trained: their names, in the order of the optimizer.
+        zero_stage: which the checkpoint was written with; 0 without DeepSpeed.
+
+    Raises `CheckpointError` when it is of other parameters; what loaders raise when files are damaged.
+    """
+    read, saved = _of_shards(directory / "state", zero_stage) if zero_stage else _of_one(directory, trained)
+    # Frozen parameters are in the files of one process alone.
+    differing = sorted(set(trained) ^ saved if zero_stage else set(trained) - saved)
+    if differing:
+        raise CheckpointError(
+            f"{directory} is of another model: {len(differing)} parameters differ, first {differing[0]}"
+        )
+    return read
+
+
+def _of_one(directory: Path, trained: Sequence[str]) -> tuple[Read, set[str]]:
+    weights = safe_open(directory / "parameters.safetensors", framework="pt")
+    saved = _load(directory / "optimizer.pt")
+    if "state" not in saved:
+        raise CheckpointError(f"{directory} holds the state of several optimizers, which ranks of ZeRO cannot share")
+    order = [index for group in saved["param_groups"] for index in group["params"]]
+    if len(order) != len(trained):
+        raise CheckpointError(
+            f"{directory} is of another model: its optimizer has {len(order)} parameters, this one has {len(trained)}"
+        )
+    index_of = dict(zip(trained, order, strict=True))
+
+    def read(name: str) -> WholeParameter:
+        return WholeParameter(weight=weights.get_tensor(name), moments=saved["state"].get(index_of[name], {}))
+
+    return read, set(weights.keys())
+
+
+def _of_shards(directory: Path, zero_stage: int) -> tuple[Read, set[str]]:
+    with weights_only_loading():
+        shards = [_shard(_load(file)["optimizer_state_dict"], zero_stage) for file in _files(directory, "optim")]
+        shapes = _load(_files(directory, "model")[0])["param_shapes"]
+    places = {}
+    for group, named in enumerate(shapes):
+        spans = _by_slices(shards, group, named) if zero_stage < 3 else _by_division(len(shards), named)
+        places |= {name: _Place(group, shape, spans[name]) for name, shape in named.items()}
+
+    def read(name: str) -> WholeParameter:
+        group, shape, spans = places[name]
+
+        def whole(flats: Sequence[torch.Tensor]) -> torch.Tensor:
+            parts = [span.of(flat) for span, flat in zip(spans, flats, strict=True) if span.count]
+            return torch.cat(parts).view(shape)
+
+        states = [shard.moments.get(group, {}) for shard in shards]
+        return WholeParameter(
+            weight=whole([shard.weights[group] for shard in shards]),
+            moments={
+                key: whole([state[key] for state in states]) if is_per_weight(value) else value
+                for key, value in states[0].items()
+            },
+        )
+
+    return read, set(places)
+
+
+def _shard(saved: Mapping[str, Any], zero_stage: int) -> _Shard:
+    if zero_stage == 3:
+        return _Shard(saved["fp32_flat_groups"], saved["optimizer_state_dict"]["state"], ())
+    state = saved["base_optimizer_state"]["state"]
+    return _Shard(saved["single_partition_of_fp32_groups"], state, saved["param_slice_mappings"])
+
+
+def _by_slices(shards: Sequence[_Shard], group: int, named: Mapping[str, torch.Size]) -> dict[str, list[Span]]:
+    """ZeRO-2 cuts a whole group into as many parts as there are ranks, and writes down what fell where."""
+    found: dict[str, list[Span]] = {}
+    for name in named:
+        addresses = [shard.slices[group].get(name) for shard in shards]
+        found[name] = [Span(0, 0) if at is None else Span(at.start, at.numel) for at in addresses]
+    return found
+
+
+def _by_division(num_ranks: int, named: Mapping[str, torch.Size]) -> dict[str, list[Span]]:
+    """ZeRO-3 cuts every parameter into as many equal parts as there are ranks, the last one padded."""
+    found: dict[str, list[Span]] = {}
+    start = 0
+    for name, shape in named.items():
+        size = -(-shape.numel() // num_ranks)
+        found[name] = [Span(start, max(0, min(size, shape.numel() - rank * size))) for rank in range(num_ranks)]
+        start += size
+    return found
+
+
+def _files(directory: Path, kind: str) -> list[Path]:
+    """DeepSpeed's files of a kind, by rank."""
+    numbered = {
+        int(found[1]) if (found := re.search(r"pp_rank_(\d+)_", file.name)) else 0: file
+        for file in directory.glob(f"*{kind}_states.pt")
+    }
+    if not numbered or sorted(numbered) != list(range(len(numbered))):
+        there = ", ".join(map(str, sorted(numbered))) or "none"
+        raise CheckpointError(f"{directory} lacks {kind} states of DeepSpeed; there are those of ranks: {there}")
+    return [numbered[rank] for rank in sorted(numbered)]
+
+
+def _load(file: Path) -> Any:
+    return torch.load(file, map_location="cpu", mmap=True, weights_only=True)

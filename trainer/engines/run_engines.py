@@ -1,0 +1,137 @@
+"""The engines of a run: what this rank samples from, and whose weights it replaces.
+
+embedded, server    rank 0 samples, and gives the weights
+colocated           every rank has an engine and gives it the weights; rank 0 samples from all of them
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rollout.engine.embedded import EmbeddedEngine
+from rollout.engine.pool import EnginePool
+from rollout.engine.protocol import SyncedEngine
+from rollout.errors import ConfigError
+from rollout.server.remote_rank_engine import EngineService, PeerEngine
+from rollout.system.addresses import LOOPBACK, address_towards
+from rollout.system.background_loop import BackgroundLoop
+from trainer.build import embedded_engine, start_members
+from trainer.config.schema import Config
+from trainer.distributed.distributed import Distributed
+from trainer.model.memory_plan import GIB, USABLE, ModelShape, cache_gib_left, memory_plan
+from trainer.model.meta_model import blueprint
+
+PEER_GRACE_S = 60.0
+"""By which a rank waits longer for another one's engine than that one itself does, so that the cause is reported."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engines:
+    """Those of one rank."""
+
+    loop: BackgroundLoop
+    pool: EnginePool | None = None
+    """What episodes sample from; None on ranks that run none."""
+    synced: Sequence[SyncedEngine] = ()
+    """Whose weights this rank replaces."""
+    colocated: Sequence[EmbeddedEngine] = ()
+    """Those of them that share a GPU with this rank's trainer."""
+    service: EngineService | None = None
+    """How rank 0 reaches this rank's engine."""
+
+    def restart_dead(self) -> list[str]:
+        """Names of this rank's engines that had died, and live again with the weights on disk."""
+        return [engine.name for engine in self.synced if engine.restart_if_dead()]
+
+    def close(self) -> None:
+        if self.pool is not None:
+            self.loop.run(self.pool.close())
+        elif self.colocated:
+            if self.service is not None:
+                self.loop.run(self.service.close())
+            self.loop.run(self.colocated[0].close())
+
+
+def start_engines(config: Config, distributed: Distributed, *, loop: BackgroundLoop, logs: Path) -> Engines:
+    """Start or reach the engines of the configuration; a collective. logs: directory of the engines' logs.
+
+    Raises `EngineError` on all ranks: vLLM does not start (with the end of its log), or a server is not there.
+    """
+    if config.rollout.engine == "colocated":
+        return _colocated(config, distributed, loop=loop, logs=logs)
+    return distributed.together(lambda: _of_rank_0(config, distributed, loop=loop, logs=logs))
+
+
+def _of_rank_0(config: Config, distributed: Distributed, *, loop: BackgroundLoop, logs: Path) -> Engines:
+    if not distributed.is_main:
+        return Engines(loop=loop)
+    members = start_members(config, loop=loop, log_path=logs / "engine.log")
+    return Engines(loop=loop, pool=EnginePool(members), synced=members)
+
+
+def _colocated(config: Config, distributed: Distributed, *, loop: BackgroundLoop, logs: Path) -> Engines:
+    rank = distributed.rank
+    own = distributed.together(
+        lambda: embedded_engine(
+            config,
+            loop=loop,
+            log_path=logs / ("engine.log" if distributed.is_main else f"engine-{rank}.log"),
+            name=f"the engine of rank {rank}",
+            local_place=(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
+            **_memory(config, distributed),
+        )
+    )
+    key: str = distributed.broadcast(secrets.token_hex(32))
+
+    def serve() -> EngineService | None:
+        if distributed.is_main:
+            return None
+        host = address_towards(os.environ.get("MASTER_ADDR", LOOPBACK))
+        return loop.run(EngineService.start(own, host=host, key=key))
+
+    service = distributed.together(serve)
+    urls = distributed.gather_bytes(b"" if service is None else service.url.encode())
+
+    def pool() -> EnginePool | None:
+        if not distributed.is_main:
+            return None
+        timeout_s = config.rollout.request_timeout_s + PEER_GRACE_S
+        peers = [
+            PeerEngine.connect(url.decode(), key=key, rank=peer, loop=loop, timeout_s=timeout_s)
+            for peer, url in enumerate(urls)
+            if url
+        ]
+        return EnginePool([own, *peers])
+
+    return Engines(loop=loop, pool=distributed.together(pool), synced=[own], colocated=[own], service=service)
+
+
+def _memory(config: Config, distributed: Distributed) -> dict[str, float]:
+    """`kv_cache_gib`, and on a GPU `gpu_memory_utilization`, of this rank's engine: as configured, or as planned."""
+    cache_gib = config.rollout.kv_cache_gib
+    if not torch.cuda.is_available():
+        if cache_gib is None:
+            raise ConfigError(
+                "rollout.kv_cache_gib=null is planned from the memory of a GPU, and there is none; set a number of GiB"
+            )
+        return {"kv_cache_gib": cache_gib}
+    module, policy = blueprint(config)
+    plan = memory_plan(
+        ModelShape.of(module, policy.model, policy.causal_lm.config),
+        config,
+        world_size=distributed.world_size,
+        zero_stage=distributed.zero_stage,
+        uses_deepspeed=distributed.uses_deepspeed,
+    )
+    available = distributed.device_memory
+    if cache_gib is None:
+        cache_gib = cache_gib_left(plan, available=available)
+    # vLLM starts only where so much is free; one that is started again finds the trainer there.
+    share = (plan.engine_weights + cache_gib * GIB) / available
+    return {"kv_cache_gib": cache_gib, "gpu_memory_utilization": min(share, USABLE)}

@@ -1,0 +1,195 @@
+"""Evaluation: rollouts of held-out rows with sampling settings of their own, and what their rewards say.
+
+In a run between updates, or of models by themselves (`scripts/evaluate.py`). The same row gets the same seeds in every
+evaluation with the same `seed`, so that two models differ by what they are, not by what was drawn.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rewards.composition import RewardSet
+from rollout.chat.chat import Chat
+from rollout.engine.protocol import Sampling
+from rollout.records import Rollout
+from rollout.sampler.sampler import Sampler
+from rollout.saved_rollouts import write_rollouts
+from rollout.system.background_loop import BackgroundLoop
+from trainer.build import make_chat, make_rewards, make_sampler, make_sampling, start_engine
+from trainer.config.schema import Config
+from trainer.data.prompts import DataSet, heldout_data
+from trainer.evaluate.results import (
+    Comparison,
+    SetResult,
+    compare,
+    prompt_results,
+    read_results,
+    rollout_facts,
+    write_results,
+)
+from trainer.evaluate.tables import comparison_lines, result_lines
+from trainer.observe.console import RunConsole
+
+EVALUATION_STEP = 2**31 - 1
+"""Stands for the training step in sampling seeds: the same prompts get the same samples in every evaluation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """One model on all held-out data."""
+
+    results: tuple[SetResult, ...]
+    rollouts: tuple[Rollout, ...]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {name: value for result in self.results for name, value in result.metrics().items()}
+
+
+class Evaluator:
+    """Evaluates whatever weights the engine has."""
+
+    def __init__(
+        self, config: Config, *, sampler: Sampler, rewards: RewardSet, loop: BackgroundLoop, chat: Chat
+    ) -> None:
+        """Raises `DataError` if held-out data cannot be loaded."""
+        self._config = config
+        self._sampler = sampler
+        self._rewards = rewards
+        self._loop = loop
+        self._sampling = evaluation_sampling(config, chat)
+        self._data = heldout_data(config)
+
+    def evaluate(self) -> Evaluation:
+        settings = self._config.eval
+        results, kept = [], []
+        for name, data in self._data.items():
+            rollouts = self._sample_and_score(data)
+            results.append(
+                SetResult(
+                    name=name,
+                    prompts=prompt_results(
+                        rollouts,
+                        label_column=settings.by,
+                        pass_reward=settings.pass_reward,
+                        pass_threshold=settings.pass_threshold,
+                    ),
+                    facts=rollout_facts(rollouts),
+                )
+            )
+            kept += rollouts
+        return Evaluation(results=tuple(results), rollouts=tuple(kept))
+
+    def _sample_and_score(self, data: DataSet) -> list[Rollout]:
+        settings = self._config.eval
+        count = len(data) if settings.prompts is None else min(settings.prompts, len(data))
+        rollouts = self._loop.run(
+            self._sampler.collect(
+                [data[index] for index in range(count)],
+                samples_per_prompt=settings.samples_per_prompt,
+                sampling=self._sampling,
+                step=EVALUATION_STEP,
+            )
+        )
+        return self._loop.run(self._rewards.score(rollouts, in_metrics=False))
+
+
+def evaluation_sampling(config: Config, chat: Chat) -> Sampling:
+    settings = config.eval
+    return replace(
+        make_sampling(config, chat, temperature=settings.temperature),
+        max_tokens=settings.max_tokens_per_turn or config.rollout.max_tokens_per_turn,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        min_p=settings.min_p,
+        is_trained=False,
+    )
+
+
+def comparable_settings(config: Config) -> dict[str, Any]:
+    """What must be equal for two evaluations to be compared: how was sampled, and what counts as passed."""
+    settings, sampling = config.eval, config.rollout
+    return {
+        "seed": config.seed,
+        "environment.name": config.environment.name,
+        "environment.max_turns": config.environment.max_turns,
+        "reward.functions": list(config.reward.functions),
+        "eval.samples_per_prompt": settings.samples_per_prompt,
+        "eval.temperature": settings.temperature,
+        "eval.top_p": settings.top_p,
+        "eval.top_k": settings.top_k,
+        "eval.min_p": settings.min_p,
+        "eval.max_tokens_per_turn": settings.max_tokens_per_turn or sampling.max_tokens_per_turn,
+        "eval.pass_threshold": settings.pass_threshold,
+        "eval.pass_reward": settings.pass_reward,
+    }
+
+
+def run(config: Config) -> None:
+    """Evaluate `model.path` by itself, on this process, and compare it with `eval.compare_to`."""
+    settings = config.eval
+    other = settings.compare_to
+    console = RunConsole(enabled=True, total_updates=0)
+    sampled_with = comparable_settings(config)
+    # A file that does not fit is found before an engine starts.
+    before = read_results(Path(other).expanduser(), sampled_with) if other is not None and _is_results(other) else None
+    if other is not None and before is None:
+        before = _evaluate_model(replace(config, model=replace(config.model, path=other)), console).results
+    evaluation = _evaluate_model(config, console)
+    for rollout in evaluation.rollouts[: config.logger.print_rollouts]:
+        console.sample(rollout)
+    for line in result_lines(evaluation.results):
+        console.say(line)
+    comparisons: Sequence[Comparison] = ()
+    if before is not None:
+        comparisons = compare(before, evaluation.results)
+        for line in comparison_lines(comparisons, str(other), config.model.path):
+            console.say(line)
+    if settings.output is not None:
+        path = Path(settings.output).expanduser()
+        write_results(
+            path,
+            evaluation.results,
+            model=config.model.path,
+            settings=sampled_with,
+            comparisons=comparisons,
+            compared_to=other,
+        )
+        write_rollouts(path.with_suffix(".jsonl"), evaluation.rollouts)
+        console.say(f"results        {path}\nrollouts       {path.with_suffix('.jsonl')}")
+    print(json.dumps(_with_differences(evaluation.metrics, comparisons)))
+
+
+def _is_results(path: str) -> bool:
+    return path.endswith(".json")
+
+
+def _evaluate_model(config: Config, console: RunConsole) -> Evaluation:
+    with tempfile.TemporaryDirectory(prefix="lockstep-evaluate-") as logs, BackgroundLoop() as loop:
+        console.say(f"starting the engine with {config.model.path} ...")
+        engine = start_engine(config, loop=loop, log_path=Path(logs) / "engine.log")
+        rewards = make_rewards(config)
+        try:
+            rewards.load()
+            chat = make_chat(config)
+            sampler = make_sampler(config, engine=engine, chat=chat)
+            return Evaluator(config, sampler=sampler, rewards=rewards, loop=loop, chat=chat).evaluate()
+        finally:
+            rewards.close()
+            loop.run(engine.close())
+
+
+def _with_differences(metrics: Mapping[str, float], comparisons: Sequence[Comparison]) -> dict[str, float]:
+    """The metrics, and by how much they are above those of the other model."""
+    found = dict(metrics)
+    for item in comparisons:
+        prefix = f"eval/{item.name}/" if item.name else "eval/"
+        found[f"{prefix}difference/reward_mean"] = item.reward.value
+        for k, rate in item.pass_rates.items():
+            found[f"{prefix}difference/pass@{k}"] = rate.value
+    return found

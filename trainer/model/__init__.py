@@ -1,0 +1,1 @@
+"""The policy and the critic: decoder, attention over packed rows, fused head, adapters, memory."""

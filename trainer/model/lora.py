@@ -1,0 +1,94 @@
+"""Low-rank adapters (Hu et al. 2021, LoRA): small matrices are trained, the weights of the model stay as they are.
+
+    y = W x + (alpha / rank) · B A x        A: rank × in, random; B: out × rank, zeros, so training begins at W
+
+The engine gets merged weights (`rollout/weights/source.py`), and a finished run leaves both: a whole model that
+`from_pretrained` loads, and the adapter by itself in `adapter/` beside its weights. The reference policy is the model
+with adapters switched off.
+
+Covered: linear layers of the decoder, under plain, DDP, ZeRO-2 and ZeRO-3. Not covered: adapters on the head or on an
+embedding that is tied to it (the engine holds one weight for both), DoRA, dropout (log-probabilities must be the
+sampler's, which has none).
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeGuard
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from rollout.errors import ConfigError
+from trainer.config.schema import LoraConfig
+from trainer.distributed.distributed import Distributed
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+ADAPTER_DIRECTORY = "adapter"
+
+
+def is_adapted(model: nn.Module) -> TypeGuard[PeftModel]:
+    """Whether the model has adapters. A run without any does not import peft, which takes seconds."""
+    if "peft" not in sys.modules:
+        return False
+    from peft import PeftModel
+
+    return isinstance(model, PeftModel)
+
+
+def add_adapters(model: PreTrainedModel, settings: LoraConfig) -> PeftModel:
+    """The model with trainable adapters in it, and everything else frozen.
+
+    Raises:
+        ConfigError: `target_modules` names no linear layer, or the head.
+    """
+    import peft
+
+    wanted = settings.target_modules
+    if wanted is not None:
+        _check_targets(model, wanted)
+    adapted = peft.get_peft_model(
+        model,
+        peft.LoraConfig(
+            r=settings.rank,
+            lora_alpha=settings.alpha,  # type: ignore[arg-type]  # any number; peft only divides it by the rank
+            lora_dropout=0.0,
+            target_modules="all-linear" if wanted is None else list(wanted),  # peft leaves the head out of the former
+            task_type="CAUSAL_LM",
+        ),
+    )
+    assert isinstance(adapted, peft.PeftModel)
+    return adapted
+
+
+def _check_targets(model: PreTrainedModel, wanted: list[str]) -> None:
+    head = model.get_output_embeddings()
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    found = {name.rpartition(".")[2] for name, module in linear.items() if module is not head}
+    for target in wanted:
+        matching = [name for name in linear if name == target or name.endswith(f".{target}")]
+        if not matching:
+            raise ConfigError(
+                f"model.lora.target_modules={wanted}: {type(model).__name__} has no linear layer named {target}; "
+                f"there are {', '.join(sorted(found))}"
+            )
+        if any(linear[name] is head for name in matching):
+            raise ConfigError(
+                f"model.lora.target_modules={wanted} names the head, which the fused log-probabilities need plain; "
+                f"leave {target} out"
+            )
+
+
+def save_merged(model: PeftModel, directory: Path, distributed: Distributed) -> None:
+    """Write the model with its adapters merged, as the engine gets it, and the adapter beside it; a collective."""
+    from rollout.weights.source import ZeroSource  # it imports vLLM, which takes seconds
+
+    merged = {name: tensor.cpu() for name, tensor in ZeroSource(model, readers=[0])}
+    adapters = nn.ParameterList(parameter for parameter in model.parameters() if parameter.requires_grad)
+    with distributed.whole_parameters(adapters):
+        if distributed.is_main:
+            model.get_base_model().save_pretrained(directory, state_dict=merged)  # type: ignore[operator]
+            model.save_pretrained(str(directory / ADAPTER_DIRECTORY), save_embedding_layers=False)

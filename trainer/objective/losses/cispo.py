@@ -1,0 +1,21 @@
+"""CISPO (MiniMax 2025, "MiniMax-M1"): clip the weight of the gradient instead of dropping the token."""
+
+from __future__ import annotations
+
+import torch
+
+from trainer.objective.losses.inputs import LossInputs, LossOutputs, common_metrics, count, token_ratio, weighted
+
+
+def cispo(inputs: LossInputs, *, clip_low: float | None = None, clip_high: float = 4.0) -> LossOutputs:
+    """l = −sg[clip(r, 1 − clip_low, 1 + clip_high)] A logp, r = π_θ / π_old per token.
+
+    Every token keeps a gradient, however far it moved. Equations 4 and 5 of the paper, which leaves the lower bound
+    open (`None`) and tunes the upper one; 1 + clip_high = 5 is the cap that ScaleRL (Khatri et al. 2025) found robust.
+    """
+    ratio_T = token_ratio(inputs).detach()
+    low = 0.0 if clip_low is None else 1 - clip_low
+    coef_T = ratio_T.clamp(low, 1 + clip_high)
+    loss_T = -coef_T * inputs.advantages_T * inputs.logp_T
+    metrics = {"policy/clip_frac": count(torch.ne(coef_T, ratio_T)), **common_metrics(inputs, ratio_T)}
+    return LossOutputs(loss_T=weighted(loss_T, inputs), metrics=metrics)

@@ -1,0 +1,51 @@
+"""PPO's clipped surrogate, token by token; with asymmetric bounds DAPO's clip-higher, with dual clip Ye et al.'s."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trainer.objective.losses.inputs import LossInputs, LossOutputs, common_metrics, count, token_ratio, weighted
+
+
+def ppo_clip(
+    inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None
+) -> LossOutputs:
+    """l = −min(r A, clip(r, 1 − clip_low, 1 + clip_high) A), r = π_θ / π_old per token.
+
+    With `dual_clip` = c > 1 and A < 0, l is at most −c A: a token whose ratio has exploded, and which plain PPO would
+    push down without bound, gives a constant.
+
+    Sources: Schulman et al. 2017, equation 7; Yu et al. 2025 (DAPO), equation 10; Ye et al. 2020 (dual clip).
+    Raises ValueError for bounds that clip r = 1 itself.
+    """
+    if dual_clip is not None and not dual_clip > 1:
+        raise ValueError(f"dual_clip is {dual_clip}, expected above 1 (3 is usual), or null to leave it off")
+    ratio_T = token_ratio(inputs)
+    loss_T, metrics = clipped_surrogate(ratio_T, inputs.advantages_T, clip_low=clip_low, clip_high=clip_high)
+    if dual_clip is not None:
+        ceiling_T = -dual_clip * inputs.advantages_T
+        is_capped_T = (inputs.advantages_T < 0) & (loss_T > ceiling_T)
+        loss_T = torch.where(is_capped_T, ceiling_T, loss_T)
+        metrics["policy/dual_clip_frac"] = count(is_capped_T)
+    return LossOutputs(loss_T=weighted(loss_T, inputs), metrics=metrics | common_metrics(inputs, ratio_T))
+
+
+def clipped_surrogate(
+    ratio_T: Tensor, advantages_T: Tensor, *, clip_low: float, clip_high: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """(−min(r A, clip(r) A), sums of clipped tokens): a token is clipped where the bound, not r, sets its loss."""
+    if not (0 <= clip_low <= 1 and clip_high >= 0):
+        raise ValueError(
+            f"clip_low is {clip_low} and clip_high {clip_high}, expected 0 <= clip_low <= 1 and clip_high >= 0: "
+            "the ratio is kept in [1 − clip_low, 1 + clip_high]"
+        )
+    clipped_T = ratio_T.clamp(1 - clip_low, 1 + clip_high)
+    is_low_T = (ratio_T < 1 - clip_low) & (advantages_T < 0)
+    is_high_T = (ratio_T > 1 + clip_high) & (advantages_T > 0)
+    metrics = {
+        "policy/clip_frac": count(is_low_T | is_high_T),
+        "policy/clip_low_frac": count(is_low_T),
+        "policy/clip_high_frac": count(is_high_T),
+    }
+    return -torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T), metrics

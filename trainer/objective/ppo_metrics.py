@@ -1,0 +1,65 @@
+"""What PPO reports about a rollout batch, before it is trained on: `objective/*`, `ppo/value|returns/*`, `value/*`.
+
+The guard rail against reward hacking is to read three numbers side by side: `objective/score` rises, `objective/kl`
+stays near its target, `rollout/sampled_tokens_mean` does not drift.
+
+Source: P12 of the PPO page, after lm-human-preferences. All statistics are over kept tokens (or rollouts) of the step.
+Dimensions: `_T` trained tokens of the step, `_S` rollouts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trainer.objective.per_rollout import rollout_sum
+from trainer.objective.whitening import moments
+
+
+def objective_metrics(
+    scores_S: Tensor, kl_S: Tensor, penalty_T: Tensor, logp_T: Tensor, rollout_T: Tensor, *, kl_coef: float
+) -> dict[str, float]:
+    """Means over episodes: the KL and what it costs, the score, and their sum, which is what is maximised.
+
+    `objective/entropy` is the mean over episodes of −log π of the sampled tokens, a one-sample estimate; the exact
+    entropy per token is `ppo/policy/entropy`.
+    """
+    num_rollouts = len(scores_S)
+    if not num_rollouts:
+        return {}
+    non_score = float(rollout_sum(penalty_T.double(), rollout_T, num_rollouts).mean())
+    score = float(scores_S.double().mean())
+    return {
+        "objective/kl": float(kl_S.double().mean()),
+        "objective/kl_coef": kl_coef,
+        "objective/entropy": float(-rollout_sum(logp_T.double(), rollout_T, num_rollouts).mean()),
+        "objective/score": score,
+        "objective/non_score_reward": non_score,
+        "objective/score_total": score + non_score,
+    }
+
+
+def value_metrics(values_T: Tensor, returns_T: Tensor, keep_T: Tensor) -> dict[str, float]:
+    """Statistics of values and returns, and how much of the returns the values explain."""
+    if not bool(keep_T.any()):
+        return {}
+    values, returns = moments(values_T, keep_T), moments(returns_T, keep_T)
+    return {
+        "ppo/value/mean": float(values.mean),
+        "ppo/value/var": float(values.variance),
+        "ppo/returns/mean": float(returns.mean),
+        "ppo/returns/var": float(returns.variance),
+        "value/explained_variance": float(explained_variance(values_T, returns_T, keep_T)),
+    }
+
+
+def explained_variance(values_T: Tensor, returns_T: Tensor, keep_T: Tensor) -> Tensor:
+    """1 − Var[R − V] / Var[R]: 1 is perfect, 0 what any constant gets, below it values are worse than none.
+
+    0 for returns that are all equal, which leave nothing to explain.
+    """
+    residual = moments(returns_T - values_T, keep_T).variance
+    total = moments(returns_T, keep_T).variance
+    return torch.where(
+        total > 0, 1 - residual / total.clamp(min=torch.finfo(total.dtype).tiny), torch.zeros_like(total)
+    )

@@ -1,0 +1,67 @@
+"""When a metric says that the run is going wrong: metrics and thresholds in, sentences out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trainer.objective.mismatch import PREFIX
+
+K3_NEGLIGIBLE = {"float32": 1e-8, "bfloat16": 5e-3}
+"""By `model.dtype`: what two correct programs differ by, with a margin of ten and more. Two float32 programs differ by
+some 1e-6 per logprob, which is k3 = 1e-12; two in bfloat16 by 2e-2, which is 4e-4 to 7e-4 (random 4-layer model). The
+noise of one program can be less, or nothing at all: in another packing its kernels may round the same way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlarmThresholds:
+    """Defaults of the objective: seed 000's critical KL, a third of the samples left, ten times the noise."""
+
+    kl: float = 0.1
+    """|kl| above this, nats per token."""
+    ess: float = 0.3
+    """Effective sample size below this, share of tokens."""
+    k3_over_noise_floor: float = 10.0
+    """k3_kl above this many times the trainer's own noise."""
+    k3_negligible: float = 1e-8
+    """Below this k3_kl is no alarm whatever the noise, nats per token. See `K3_NEGLIGIBLE`."""
+    token_match_rate: float = 1.0
+    """Share of trained positions whose id and logprob are the engine's own, below this."""
+
+
+def alarms(metrics: Mapping[str, float], thresholds: AlarmThresholds) -> list[str]:
+    """One sentence per alarm, in a fixed order; empty when all is well. A metric that is absent raises none."""
+    found: list[str] = []
+    watched = (PREFIX + "kl", PREFIX + "ess", PREFIX + "k3_kl", "rollout/token_match_rate")
+    for name in watched:
+        value = metrics.get(name, 0.0)
+        if not math.isfinite(value):
+            found.append(f"{name} is {value}: the logprobs it is made of are not finite numbers.")
+    kl, ess, k3_kl, match_rate = (metrics.get(name, math.nan) for name in watched)
+    floor = metrics.get(PREFIX + "noise_floor_k3", math.nan)
+    lag = metrics.get(PREFIX + "version_lag_max", 0.0)
+    # Comparisons with NaN are false: what is absent, or already reported above, raises nothing below.
+    if abs(kl) > thresholds.kl:
+        cause = "sampler and trainer disagree about the sampled tokens. Run scripts/diagnose.py."
+        if lag > 0:
+            cause = f"the policy moves far in the {lag:.0f} updates between sampling and training. "
+            cause += "Lower rollout.max_staleness or optimizer.lr."
+        found.append(f"|{PREFIX}kl| is {abs(kl):.4g}, above {thresholds.kl:g}: {cause}")
+    if ess < thresholds.ess:
+        found.append(
+            f"{PREFIX}ess is {ess:.3f}, below {thresholds.ess:g}: few tokens carry most of the correction weight. "
+            "Correct per token with tighter bounds: correction=token_truncate correction.high=2."
+        )
+    # Weights that are some updates old differ by more than rounding, as they should.
+    if not lag > 0 and k3_kl > max(thresholds.k3_over_noise_floor * floor, thresholds.k3_negligible):
+        found.append(
+            f"{PREFIX}k3_kl is {k3_kl:.3g}, more than {thresholds.k3_over_noise_floor:g} times the trainer's own noise "
+            f"of {floor:.3g}: the difference is not rounding. Run scripts/diagnose.py."
+        )
+    if match_rate < thresholds.token_match_rate:
+        found.append(
+            f"rollout/token_match_rate is {match_rate:.6g}, below {thresholds.token_match_rate:g}: tokens are trained "
+            "that the engine did not sample. Run scripts/diagnose.py."
+        )
+    return found

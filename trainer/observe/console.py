@@ -1,0 +1,224 @@
+"""What a person sees while a run goes on: progress with the time that is left, a row per step, alarms, rollouts.
+
+On a terminal two bars stand at the bottom, updates and the rollouts of the step, and rows scroll above them, with as
+many columns as there is room for. Elsewhere (a log file, CI) a step is one plain line in which every number has its
+name. Text that a model wrote is escaped before it is printed, so that it cannot style or forge the console.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.text import Text
+
+from rollout.records import Rollout
+from rollout.sampler.sampler import OnRollout
+from trainer.observe.transcript import conversation
+
+HEADER_EVERY = 20
+ALARM_AGAIN_EVERY = 20
+"""Steps after which an alarm that lasts is printed again."""
+PACE_OVER = 20
+"""Steps whose median pace tells the time that is left."""
+REFRESH_PER_S = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """A number of the row."""
+
+    name: str
+    key: str
+    form: str
+    width: int
+    rank: int
+    """Columns with a high rank are left out first where the terminal is narrow."""
+    is_optional: bool = False
+    """Only in runs whose first step has it: with a reference or a critic."""
+
+    def cell(self, metrics: Mapping[str, float]) -> str:
+        return self.form.format(metrics[self.key]) if self.key in metrics else "-"
+
+
+COLUMNS = (
+    Column(name="reward", key="reward/mean", form="{:.3f}", width=6, rank=0),
+    Column(name="±", key="reward/std", form="{:.2f}", width=4, rank=2),
+    Column(name="ref kl", key="objective/kl", form="{:.2f}", width=6, rank=1, is_optional=True),
+    Column(name="kl coef", key="objective/kl_coef", form="{:.4f}", width=7, rank=6, is_optional=True),
+    Column(name="value ev", key="value/explained_variance", form="{:.2f}", width=8, rank=5, is_optional=True),
+    Column(name="tokens", key="rollout/sampled_tokens_mean", form="{:.1f}", width=6, rank=1),
+    Column(name="turns", key="rollout/turns", form="{:.2f}", width=5, rank=4),
+    Column(name="kl", key="rollout_correction/kl", form="{:+.1e}", width=8, rank=1),
+    Column(name="ess", key="rollout_correction/ess", form="{:.3f}", width=5, rank=2),
+    Column(name="|Δlogp|max", key="rollout_correction/logp_diff_abs_max", form="{:.1e}", width=10, rank=5),
+    Column(name="gradnorm", key="optim/grad_norm", form="{:.2f}", width=8, rank=3),
+    Column(name="tok/s", key="perf/tokens_per_s", form="{:.0f}", width=6, rank=3),
+    Column(name="step s", key="time/step", form="{:.2f}", width=6, rank=1),
+    Column(name="rollout s", key="time/rollout", form="{:.2f}", width=9, rank=4),
+    Column(name="update s", key="time/update", form="{:.2f}", width=8, rank=4),
+    Column(name="sync s", key="time/sync", form="{:.2f}", width=6, rank=5),
+)
+"""Score, KL and length stand side by side: a reward that is hacked shows as a score that rises with them."""
+
+
+class RunConsole:
+    """Prints on rank 0; on other ranks every method does nothing."""
+
+    def __init__(self, *, enabled: bool, total_updates: int) -> None:
+        self._console = Console(quiet=not enabled, highlight=False)
+        self._total_updates = total_updates
+        self._rows = 0
+        self._columns: tuple[Column, ...] = ()
+        self._pace = Pace()
+        self._progress: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
+        self._alarms: dict[str, int] = {}
+
+    def say(self, text: str) -> None:
+        self._console.print(escape(text), soft_wrap=True)
+
+    def warn(self, text: str) -> None:
+        self._console.print(f"[yellow]![/yellow] {escape(text)}", soft_wrap=True)
+
+    # Progress
+
+    def begin(self, update: int) -> None:
+        """The bars appear, if this is a terminal; until `end`. update: done so far."""
+        self._pace.reached(update)
+        if not self._console.is_terminal or self._console.quiet:
+            return
+        self._progress = Progress(
+            TextColumn("[bold]{task.description:>8}"),
+            BarColumn(bar_width=28, complete_style="cyan"),
+            MofNCompleteColumn(),
+            TextColumn("[dim]{task.fields[note]}"),
+            console=self._console,
+            transient=True,
+            refresh_per_second=REFRESH_PER_S,
+        )
+        self._tasks = {
+            "updates": self._progress.add_task("updates", total=self._total_updates, completed=update, note=""),
+            "rollouts": self._progress.add_task("rollouts", total=None, note="", visible=False),
+        }
+        self._progress.start()
+
+    def end(self) -> None:
+        """The bars go, and the terminal is as it was. Ending twice is allowed."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    @contextmanager
+    def rollouts(self, total: int) -> Iterator[OnRollout]:
+        """Around one step: shows how many of `total` rollouts have arrived, then that they are trained."""
+        progress = self._progress
+        if progress is None:
+            yield lambda rollout: None
+            return
+        task = self._tasks["rollouts"]
+        progress.reset(task, total=total, description="rollouts", note="", visible=True)
+        count, tokens, started = 0, 0, time.monotonic()
+
+        def arrived(rollout: Rollout) -> None:
+            nonlocal count, tokens
+            count, tokens = count + 1, tokens + rollout.num_sampled
+            rate = tokens / max(time.monotonic() - started, 1e-9)
+            note = f"{tokens:,} tokens, {rate:,.0f} tok/s" if count < total else f"{tokens:,} tokens; training on them"
+            # Dynamic sampling may ask for more than one batch.
+            progress.update(task, completed=count, total=max(total, count), note=note)
+
+        try:
+            yield arrived
+        finally:
+            progress.update(task, visible=False)
+
+    @property
+    def _eta(self) -> str:
+        left = self._pace.seconds_per_update
+        if left is None:
+            return ""
+        return f"{timedelta(seconds=round(left * max(0, self._total_updates - self._pace.update)))} left"
+
+    # A step
+
+    def row(self, metrics: Mapping[str, float]) -> None:
+        """The step in one line; on a terminal under a header that comes back every 20 rows."""
+        update = int(metrics["step"])
+        self._pace.reached(update)
+        if self._progress is not None:
+            self._progress.update(self._tasks["updates"], completed=update, note=self._eta)
+        if not self._rows:
+            self._columns = tuple(c for c in COLUMNS if not c.is_optional or c.key in metrics)
+        if self._console.is_terminal:
+            self._table_row(update, metrics)
+        else:
+            named = "  ".join(f"{column.name} {column.cell(metrics)}" for column in self._columns)
+            self.say(f"update {update}/{self._total_updates}  {named}  {self._eta}".rstrip())
+        self._rows += 1
+
+    def _table_row(self, update: int, metrics: Mapping[str, float]) -> None:
+        first = f"{update}/{self._total_updates}"
+        width = max(len("update"), 2 * len(str(self._total_updates)) + 1)
+        columns = fitting(self._columns, self._console.width - width)
+        if self._rows % HEADER_EVERY == 0:
+            header = " ".join(["update".rjust(width), *(column.name.rjust(column.width) for column in columns)])
+            self._console.print(Text(header, style="bold"), no_wrap=True)
+        cells = [first.rjust(width), *(column.cell(metrics).rjust(column.width) for column in columns)]
+        self._console.print(Text(" ".join(cells)), no_wrap=True)
+
+    def alarms(self, sentences: Sequence[str]) -> None:
+        """Alarms of the step: each when it begins, again while it lasts, and when it is over."""
+        now = {sentence.partition(" is ")[0]: sentence for sentence in sentences}
+        for name in [name for name in self._alarms if name not in now]:
+            del self._alarms[name]
+            self._console.print(f"[green]over[/green]  {escape(name)} is back to normal", soft_wrap=True)
+        for name, sentence in now.items():
+            lasted = self._alarms.get(name, 0)
+            self._alarms[name] = lasted + 1
+            if lasted % ALARM_AGAIN_EVERY == 0:
+                since = f" [dim](for {lasted + 1} steps)[/dim]" if lasted else ""
+                self._console.print(f"[bold red]alarm[/bold red] {escape(sentence)}{since}", soft_wrap=True)
+
+    def sample(self, rollout: Rollout) -> None:
+        """One rollout as a conversation."""
+        is_terminal = self._console.is_terminal
+        self._console.print(conversation(rollout, wrapped=is_terminal), soft_wrap=not is_terminal)
+
+
+class Pace:
+    """How long an update takes: the median over the last steps, so that a checkpoint or an evaluation shifts little."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._reached_at: float | None = None
+        self._per_update: deque[float] = deque(maxlen=PACE_OVER)
+        self.update = 0
+
+    def reached(self, update: int) -> None:
+        """So many updates are done, now."""
+        now = self._clock()
+        if self._reached_at is not None and update > self.update:
+            self._per_update.append((now - self._reached_at) / (update - self.update))
+        self.update, self._reached_at = update, now
+
+    @property
+    def seconds_per_update(self) -> float | None:
+        """None until one was made."""
+        return statistics.median(self._per_update) if self._per_update else None
+
+
+def fitting(columns: Sequence[Column], width: int) -> list[Column]:
+    """The columns that have room in `width` characters, in order; those of the highest rank go first."""
+    kept = list(columns)
+    while kept and sum(column.width + 1 for column in kept) > width:
+        kept.remove(max(reversed(kept), key=lambda column: column.rank))
+    return kept

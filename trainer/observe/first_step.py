@@ -1,0 +1,73 @@
+"""The first step of a run in a dozen lines: what a person checks once, before believing any curve.
+
+Shapes, what the mask trains and what it leaves out, and the first trained tokens of a row with both logprobs. Seed 000
+found its bugs on such a print; its two-stage mask is counted here, as a diagnostic.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rollout.records import TrainingRow
+from rollout.system.terminal_text import visible
+from trainer.batch.step_batch import StepBatch
+from trainer.diagnosis.classes import TokenTexts
+from trainer.objective.mismatch import FORCED_LOGPROB, PREFIX, MismatchStatistics
+
+SHOWN_TOKENS = 12
+
+
+def first_step_summary(batch: StepBatch, logp_train_N: torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Lines for the console: plain text in which nothing that a model wrote can act on a terminal.
+
+    Args:
+        batch: of the first step.
+        logp_train_N: (N,) the trainer's logprobs of its trained tokens, in the order of `batch.layout`.
+    """
+    num_tokens, num_trained = sum(map(len, batch.rows)), batch.layout.num_tokens
+    if not num_trained:
+        return [f"first step: {batch.num_rollouts} rollouts, no trained tokens"]
+    samp_N = batch.sampling_logprobs_N
+    forced = int((samp_N >= FORCED_LOGPROB).sum())
+    lengths = [len(row) for row in batch.rows]
+    metrics = MismatchStatistics.from_tokens(logp_train_N, samp_N, batch.rollout_N, batch.num_rollouts).finalize()
+    lines = [
+        f"first step: {batch.num_rollouts} rollouts, {len(batch.rows)} rows of {min(lengths)} to {max(lengths)} "
+        f"tokens, {num_tokens} in all",
+        f"  loss mask   {num_trained} sampled tokens are trained ({num_trained / num_tokens:.1%}), "
+        f"{num_tokens - num_trained} are context",
+        f"  forced      {forced} of them have a sampling logprob of at least {FORCED_LOGPROB} "
+        f"({forced / num_trained:.1%}); they are trained like all others",
+        f"  logp_samp   {_spread(samp_N)}",
+        f"  logp_train  {_spread(logp_train_N)}",
+        f"  kl_v1       {metrics[PREFIX + 'kl_v1']:+.2e}, without forced tokens {_unforced(metrics, 'kl_v1')}",
+        f"  kl_v2       {metrics[PREFIX + 'kl_v2']:+.2e}, without forced tokens {_unforced(metrics, 'kl_v2')}",
+    ]
+    index = next(i for i, row in enumerate(batch.rows) if row.num_trained)
+    start = int(batch.layout.token_start[index])
+    return lines + _row_lines(batch.rows[index], logp_train_N[start:], TokenTexts(tokenizer))
+
+
+def _row_lines(row: TrainingRow, logp_train_T: torch.Tensor, texts: TokenTexts) -> list[str]:
+    """The first trained tokens of a row; `logp_train_T` begins with the row's own."""
+    positions = np.flatnonzero(row.loss_mask)
+    lines = [f"  row of rollout {row.rollout_id}: {len(row)} tokens, {len(positions)} trained; the first of them:"]
+    lines += [f"    {'position':>8} {'turn':>4} {'id':>7} {'logp_samp':>10} {'logp_train':>10} {'diff':>9}  token"]
+    for position, train in zip(positions[:SHOWN_TOKENS].tolist(), logp_train_T.tolist(), strict=False):
+        token, samp = int(row.ids[position]), float(row.sampling_logprobs[position])
+        lines.append(
+            f"    {position:>8} {row.turns[position]:>4} {token:>7} {samp:>10.5f} {train:>10.5f} {samp - train:>+9.1e}"
+            f"  {visible(texts[token])}"
+        )
+    return lines
+
+
+def _spread(logp: torch.Tensor) -> str:
+    return f"mean {float(logp.mean()):.4f}, min {float(logp.min()):.4f}, max {float(logp.max()):.2e}"
+
+
+def _unforced(metrics: dict[str, float], name: str) -> str:
+    value = metrics.get(f"{PREFIX}{name}_unforced")
+    return "nothing is left" if value is None else f"{value:+.2e}"

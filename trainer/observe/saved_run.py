@@ -1,0 +1,137 @@
+"""What a run has left in its directory, read back for people. A run that is still going on can be read too."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rollout.errors import ConfigError
+from rollout.records import Rollout
+from rollout.saved_rollouts import read_newest_rollouts
+from trainer.checkpoint.run_dir import RunDirectory
+from trainer.observe.alarms import K3_NEGLIGIBLE, AlarmThresholds, alarms
+from trainer.observe.saved_metrics import read_metrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlarmSpan:
+    """An alarm, and the updates in a row at which it was raised."""
+
+    first: int
+    last: int
+    sentence: str
+    """Of the first of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedRun:
+    name: str
+    config: Mapping[str, Any]
+    """As in config.yaml: nested, without secrets."""
+    lines: Sequence[Mapping[str, float]]
+    """Of metrics.jsonl, one per step; `step` is the update."""
+    rollouts: Sequence[Rollout]
+    """Of the newest step whose file can be read."""
+    rollouts_update: int | None
+    passed_over: Sequence[str]
+    """A sentence on each newer file of rollouts that cannot be read."""
+    provenance: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, path: Path) -> SavedRun:
+        """Raises `ConfigError` if there is no run at `path`, `DataError` if its metrics are damaged."""
+        run = RunDirectory(path)
+        if not run.metrics.is_file() or not run.config.is_file():
+            raise ConfigError(
+                f"{path} is not the directory of a run that has made a step: expected config.yaml and metrics.jsonl in "
+                "it; name one, for example runs/latest"
+            )
+        saved, rollouts, passed_over = read_newest_rollouts(run.rollouts)
+        return cls(
+            name=path.resolve().name,
+            config=yaml.safe_load(run.config.read_text(encoding="utf-8")),
+            lines=read_metrics(run.metrics),
+            rollouts=rollouts,
+            rollouts_update=int(saved.stem.split("-")[1]) if saved else None,
+            passed_over=passed_over,
+            provenance=json.loads(run.provenance.read_text()) if run.provenance.is_file() else {},
+        )
+
+    def series(self, name: str) -> list[tuple[float, float]]:
+        """(update, value) of the steps that have the metric; what was not finite is left out."""
+        return [(line["step"], line[name]) for line in self.lines if line.get(name) is not None]
+
+    def values(self, name: str) -> list[float]:
+        return [value for _, value in self.series(name)]
+
+    def evaluations(self) -> list[tuple[str, str]]:
+        """Name of each evaluated data set, and the metric with its mean reward."""
+        found = {name for line in self.lines for name in line if name.startswith("eval/")}
+        sets = [
+            name.removeprefix("eval/").removesuffix("reward_mean") for name in found if name.endswith("/reward_mean")
+        ]
+        return [(f"held out {name}".rstrip(" /"), f"eval/{name}reward_mean") for name in sorted(sets)]
+
+    def setting(self, name: str) -> Any:
+        """The value of `group.name`; None if the run's version did not know it."""
+        value: Any = self.config
+        for part in name.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return value
+
+    def alarms(self) -> list[AlarmSpan]:
+        """Every alarm that the run raised, from its metrics and the thresholds of its configuration."""
+        thresholds = AlarmThresholds(
+            kl=self.setting("correction.alarm_kl"),
+            ess=self.setting("correction.alarm_ess"),
+            k3_over_noise_floor=self.setting("correction.alarm_k3"),
+            k3_negligible=K3_NEGLIGIBLE[self.setting("model.dtype")],
+        )
+        spans: list[AlarmSpan] = []
+        running: dict[str, AlarmSpan] = {}
+        for line in self.lines:
+            # A number that was not finite is null in the file; as NaN it raises its alarm again.
+            metrics = {name: math.nan if value is None else value for name, value in line.items()}
+            now: dict[str, AlarmSpan] = {}
+            for sentence in alarms(metrics, thresholds):
+                name, update = sentence.partition(" is ")[0], int(line["step"])
+                before = running.get(name)
+                now[name] = AlarmSpan(
+                    first=before.first if before else update,
+                    last=update,
+                    sentence=before.sentence if before else sentence,
+                )
+            spans += [span for name, span in running.items() if name not in now]
+            running = now
+        return sorted([*spans, *running.values()], key=lambda span: (span.first, span.sentence))
+
+    def extremes(self, count: int) -> tuple[list[Rollout], list[Rollout]]:
+        """The worst and the best rollouts of the newest saved step by reward, each at most `count`, disjoint.
+
+        Failed ones are the worst of all. Of equal ones those of different prompts come first.
+        """
+        ranked = sorted(self.rollouts, key=lambda r: (r.is_trainable, r.reward if r.is_trainable else 0.0))
+        worst, best = ranked[: len(ranked) // 2], ranked[len(ranked) // 2 :][::-1]
+        return _varied(worst, count), _varied(best, count)
+
+
+def _varied(ranked: Sequence[Rollout], count: int) -> list[Rollout]:
+    """The first `count`; within equal rewards, one of each prompt before a second of any."""
+    seen: dict[tuple[float, int], int] = {}
+    keyed = []
+    for place, rollout in enumerate(ranked):
+        key = (rollout.reward, rollout.group_id)
+        seen[key] = seen.get(key, 0) + 1
+        block = next((p for p, other in enumerate(ranked) if _rank(other) == _rank(rollout)), place)
+        keyed.append(((block, seen[key], place), rollout))
+    return [rollout for _, rollout in sorted(keyed, key=lambda item: item[0])[:count]]
+
+
+def _rank(rollout: Rollout) -> tuple[bool, float]:
+    return rollout.is_trainable, rollout.reward if rollout.is_trainable else 0.0

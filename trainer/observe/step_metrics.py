@@ -1,0 +1,88 @@
+"""Counts and means of a step's rollouts: `reward/*`, `rollout/*`, `environment/*`, `perf/*`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from rollout.episode.token_metrics import TokenCounts, count_tokens
+from rollout.records import Rollout, RolloutStatus, TrainingRow
+from trainer.batch.step_batch import StepBatch
+from trainer.collect.groups import OVERLONG, Collected
+
+IDLE_STAGES = ("rollout", "reward", "wait")
+"""Stages of a step in which the trainer computes nothing."""
+
+
+def rollout_metrics(collected: Collected, batch: StepBatch) -> dict[str, float]:
+    """Of everything that was sampled, and of what is trained; without an engine only what the batch shows."""
+    metrics = {
+        "rollout/delivered": float(batch.num_rollouts),
+        "rollout/trained_tokens": float(batch.layout.num_tokens),
+    }
+    if not collected.rollouts:
+        return metrics
+    return (
+        metrics
+        | _reward_metrics(collected.rollouts)
+        | _sampling_metrics(collected.rollouts)
+        | token_metrics(collected.trained, batch)
+        | outcome_metrics(collected.rollouts)
+        | dict(collected.metrics)
+    )
+
+
+def _reward_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Over all rollouts that have a reward, also of groups that dynamic sampling drops."""
+    scored = [rollout for rollout in rollouts if rollout.is_trainable]
+    if not scored:
+        return {}
+    rewards = np.array([rollout.reward for rollout in scored])
+    metrics = {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
+    if OVERLONG in scored[0].rewards:
+        metrics[f"reward/{OVERLONG}/mean"] = float(np.mean([rollout.rewards[OVERLONG] for rollout in scored]))
+    return metrics
+
+
+def _sampling_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    sampled = np.array([rollout.num_sampled for rollout in rollouts])
+    metrics = {
+        "rollout/sampled_tokens": float(sampled.sum()),
+        "rollout/sampled_tokens_mean": float(sampled.mean()),
+        "rollout/sampled_tokens_max": float(sampled.max()),
+        "rollout/duration_s_max": max(rollout.duration_s for rollout in rollouts),
+    }
+    for status in RolloutStatus:
+        metrics[f"rollout/{status}_fraction"] = sum(r.status is status for r in rollouts) / len(rollouts)
+    return metrics
+
+
+def token_metrics(rollouts: Sequence[Rollout], batch: StepBatch) -> dict[str, float]:
+    """Whether the rows that are trained hold what the engine sampled: of the batch, after its journey over ranks."""
+    rows: dict[int, list[TrainingRow]] = {}
+    for row in batch.rows:
+        rows.setdefault(row.rollout_id, []).append(row)
+    delivered = (rollout for rollout in rollouts if rollout.is_trainable)
+    counts = (count_tokens(rollout.calls, rows.get(rollout.rollout_id, [])) for rollout in delivered)
+    return sum(counts, TokenCounts()).metrics()
+
+
+def outcome_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Mean per rollout of every number that environments report."""
+    names = sorted({name for r in rollouts for name, value in r.outcome.items() if isinstance(value, (int, float))})
+    return {f"environment/{name}": float(np.mean([r.outcome.get(name, 0) for r in rollouts])) for name in names}
+
+
+def throughput(metrics: Mapping[str, float]) -> dict[str, float]:
+    """`perf/*` from counts and times; what was sampled per second only where it was sampled."""
+    trained_s = metrics["time/score"] + metrics["time/update"]
+    rates = {"perf/trained_tokens_per_s": metrics["rollout/trained_tokens"] / trained_s}
+    if sampled := metrics.get("rollout/sampled_tokens"):
+        rates |= {
+            "perf/tokens_per_s": sampled / metrics["time/step"],
+            # With rollouts in flight (`rollout.max_staleness`) sampling goes on during the whole step.
+            "perf/generated_tokens_per_s": sampled / metrics.get("time/rollout", metrics["time/step"]),
+            "perf/idle_frac": sum(metrics.get(f"time/{stage}", 0.0) for stage in IDLE_STAGES) / metrics["time/step"],
+        }
+    return rates

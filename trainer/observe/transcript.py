@@ -1,0 +1,104 @@
+"""A rollout as a conversation that a person reads on the console: who said what, which tools were called."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from rollout.records import Message, Rollout, RolloutStatus
+from rollout.system.terminal_text import visible
+
+MAX_SHOWN_CHARS = 1200
+"""Of one message; longer ones are shown without their middle."""
+STATUS_STYLE = {RolloutStatus.COMPLETED: "green", RolloutStatus.FAILED: "red"}
+STATUS_STYLE_ELSE = "yellow"
+ROLE_STYLE = {"user": "cyan", "assistant": "bold", "tool": "magenta"}
+
+
+def conversation(rollout: Rollout, *, wrapped: bool) -> RenderableType:
+    """Head and messages, without system turns. wrapped: long lines are folded beside the name of who spoke, for a
+    terminal; else every message is one line, for a file."""
+    messages = [message for message in rollout.messages if message["role"] != "system"]
+    if not wrapped:
+        lines = [Text.assemble("    ", f"{message['role']:>9} ", message_text(message)) for message in messages]
+        return Group(headline(rollout), *lines)
+    table = Table.grid(padding=(0, 1))
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(overflow="fold")
+    for message in messages:
+        table.add_row(Text(str(message["role"]), style="dim"), message_text(message))
+    return Group(headline(rollout), Padding(table, (0, 2)))
+
+
+def headline(rollout: Rollout) -> Text:
+    """Reward, status and size of a rollout."""
+    line = Text.assemble(
+        ("  rollout ", "dim"),
+        (f"{rollout.rollout_id}", "dim"),
+        "  reward ",
+        (f"{rollout.reward:.2f}", "bold"),
+        "  ",
+        (str(rollout.status), STATUS_STYLE.get(rollout.status, STATUS_STYLE_ELSE)),
+        (f"  {rollout.num_sampled} tokens, {rollout.num_turns} turn{'s' * (rollout.num_turns != 1)}", "dim"),
+    )
+    if len(rollout.rewards) > 1:
+        parts = ", ".join(f"{name} {value:.2f}" for name, value in rollout.rewards.items())
+        line.append(f"  ({visible(parts)})", style="dim")
+    if rollout.error:
+        line.append(f"  {visible(rollout.error)}", style="red")
+    return line
+
+
+def message_text(message: Message) -> Text:
+    """What was said, the tools that were called, and what could not be read as a call."""
+    said = Text(style=ROLE_STYLE.get(str(message["role"]), ""))
+    said.append(shortened(visible(content_text(message))))
+    for call in tool_calls(message):
+        said.append(" " if said.plain else "")
+        said.append(f"→ {shortened(visible(call))}", style="blue")
+    for error in message.get("tool_call_errors") or ():
+        said.append(" " if said.plain else "")
+        said.append(f"✗ {visible(str(error))}", style="red")
+    return said
+
+
+def content_text(message: Mapping[str, Any]) -> str:
+    """The words of a message; those of a list of parts together. Other parts than text are named."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return " ".join(str(part.get("text") or f"[{part.get('type')}]") for part in content)
+
+
+def tool_calls(message: Mapping[str, Any]) -> Iterator[str]:
+    """The calls of a message, as code would write them."""
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        arguments = _parsed(function["arguments"])
+        if isinstance(arguments, Mapping):
+            arguments = ", ".join(f"{name}={json.dumps(value)}" for name, value in arguments.items())
+        yield f"{function['name']}({arguments})"
+
+
+def _parsed(arguments: Any) -> Any:
+    """Arguments come parsed or as the JSON text that the model wrote, which may be no JSON at all."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
+
+
+def shortened(text: str, limit: int = MAX_SHOWN_CHARS) -> str:
+    """The text, or its beginning and end with the number of characters between them."""
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]} [... {len(text) - 2 * half:,} characters ...] {text[-half:]}"

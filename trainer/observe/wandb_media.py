@@ -1,0 +1,120 @@
+"""What W&B shows beside curves: a table of rollouts, the token view of some of them, histograms."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from rollout.records import Rollout
+from trainer.config.schema import Config
+from trainer.diagnosis.classes import TokenTexts
+from trainer.diagnosis.step import diagnose_step
+from trainer.objective.kl import bounded
+from trainer.objective.per_rollout import rollout_mean
+from trainer.observe.pages.token_view import token_view
+from trainer.observe.transcript import content_text, tool_calls
+
+if TYPE_CHECKING:
+    from trainer.observe.step_report import StepReport
+
+BINS = 64
+VIEWED_ROLLOUTS = 16
+"""Rollouts in a token view: a page of some hundred kilobytes."""
+COLUMNS = (
+    *("update", "rollout", "group", "prompt", "turns", "reward", "rewards", "advantage", "tokens", "num_turns"),
+    *("status", "finish", "error"),
+)
+
+
+def step_media(report: StepReport, config: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Media of one step, by the name that they are logged under."""
+    import wandb  # here: see trainer/observe/wandb_run.py
+
+    rows: list[Any] = table_rows(report)[: config.logger.wandb_rollouts]
+    media: dict[str, Any] = {"media/rollouts": wandb.Table(columns=list(COLUMNS), data=rows)}
+    for name, values in distributions(report).items():
+        if len(values):
+            media[f"histograms/{name}"] = wandb.Histogram(np_histogram=np.histogram(values, bins=BINS))
+    if report.batch.layout.num_tokens:
+        texts = TokenTexts(tokenizer)
+        shown = [rollout for rollout in report.rollouts if rollout.is_trainable][:VIEWED_ROLLOUTS]
+        page = token_view(diagnose_step(shown, report.batch, report.logp_train_N, texts, config), texts)
+        media["media/token_view"] = wandb.Html(page, inject=False)
+    return media
+
+
+def table_rows(report: StepReport) -> list[list[Any]]:
+    """One row per rollout, in the order of `COLUMNS`."""
+    advantages = mean_advantages(report)
+    return [
+        [
+            report.update,
+            rollout.rollout_id,
+            rollout.group_id,
+            prompt_text(rollout),
+            transcript(rollout),
+            rollout.reward,
+            json.dumps(dict(rollout.rewards)),
+            advantages.get(rollout.rollout_id),
+            rollout.num_sampled,
+            rollout.num_turns,
+            str(rollout.status),
+            str(rollout.calls[-1].finish_reason) if rollout.calls else None,
+            rollout.error,
+        ]
+        for rollout in report.rollouts
+    ]
+
+
+def mean_advantages(report: StepReport) -> dict[int, float]:
+    """Mean advantage over the trained tokens of each rollout, by rollout id; one that is not trained has none."""
+    batch = report.batch
+    if not batch.layout.num_tokens:
+        return {}
+    means_S = rollout_mean(report.advantages_N.double(), batch.rollout_N, batch.num_rollouts)
+    present = set(batch.rollout_N.tolist())
+    return {
+        int(rollout_id): mean
+        for index, (rollout_id, mean) in enumerate(zip(batch.rollout_ids, means_S.tolist(), strict=True))
+        if index in present
+    }
+
+
+def distributions(report: StepReport) -> Mapping[str, np.ndarray]:
+    """What histograms are drawn of: over trained tokens, and over rollouts."""
+    log_ratio_N = bounded(report.logp_train_N.double() - report.batch.sampling_logprobs_N.double())
+    return {
+        "log_ratio": log_ratio_N.numpy(),
+        "correction_weight": report.weights_N.double().numpy(),
+        "advantage": report.advantages_N.double().numpy(),
+        "sampling_logprob": report.batch.sampling_logprobs_N.double().numpy(),
+        "reward": np.array([rollout.reward for rollout in report.rollouts if rollout.is_trainable]),
+        "tokens": np.array([float(rollout.num_sampled) for rollout in report.rollouts]),
+    }
+
+
+def prompt_text(rollout: Rollout) -> str:
+    """What was said before the model's first turn."""
+    return _lines(rollout.messages[: _first_turn(rollout)])
+
+
+def transcript(rollout: Rollout) -> str:
+    """Everything from the model's first turn on."""
+    return _lines(rollout.messages[_first_turn(rollout) :])
+
+
+def _first_turn(rollout: Rollout) -> int:
+    roles = [message["role"] for message in rollout.messages]
+    return roles.index("assistant") if "assistant" in roles else len(roles)
+
+
+def _lines(messages: Sequence[Mapping[str, Any]]) -> str:
+    return "\n".join(
+        f"{message['role']}: "
+        + " ".join([content_text(message), *(f"→ {call}" for call in tool_calls(message))]).strip()
+        for message in messages
+    )

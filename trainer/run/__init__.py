@@ -1,0 +1,1 @@
+"""A whole run: assembly, life, reports, shutdown."""

@@ -1,0 +1,51 @@
+"""What can be done with a run that has ended, as commands with the settings of its user in those that need them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.config.redaction import redact_words
+
+NOT_REPEATED = ("run_name=", "resume=", "updates=")
+SAMPLED_AND_SCORED = re.compile(r"(experiment|model|data|environment|reward|rollout|eval)[=.]")
+"""Settings on which an evaluation depends. Without them it would be one of the default data by the default rewards."""
+OF_TRAINING_ALONE = ("model.path=", "model.lora.", "model.critic", "model.reference_path=", "eval.every=")
+
+
+def next_steps(
+    words: Sequence[str],
+    *,
+    run: Path,
+    model: Path,
+    update: int,
+    updates: int,
+    launcher: str,
+    critic: Path | None,
+    has_heldout: bool,
+) -> str:
+    """Lines with a name and a path or command each.
+
+    Args:
+        words: the command line of the run, without the script. Its secrets are not repeated.
+        update: the last one that was made, of `updates`.
+        launcher: what goes before scripts/train.py.
+        critic: where the trained critic is, if there is one.
+        has_heldout: whether there is held-out data, without which nothing can be evaluated.
+    """
+    goal = updates if update < updates else 2 * updates
+    own = [word for word in redact_words(words) if not word.startswith(NOT_REPEATED)]
+    resumed = [*own, f"run_name={run.name}", "resume=auto", f"updates={goal}"]
+    evaluated = [word for word in own if SAMPLED_AND_SCORED.match(word) and not word.startswith(OF_TRAINING_ALONE)]
+    evaluate = f"python scripts/evaluate.py {shlex.join([f'model.path={model}', *evaluated])}"
+    lines = {
+        "model": str(model),
+        **({"critic": str(critic)} if critic else {}),
+        "resume": f"{launcher} scripts/train.py {shlex.join(resumed)}",
+        **({"evaluate": evaluate} if has_heldout else {}),
+        "inspect": f"python scripts/inspect_run.py {shlex.quote(str(run))}",
+        "report": f"python scripts/report.py {shlex.quote(str(run))}",
+    }
+    return "\n".join(f"{name:<14} {text}" for name, text in lines.items())

@@ -1,0 +1,1 @@
+"""Log-probabilities of a step under the policy and the reference."""

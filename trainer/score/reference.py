@@ -1,0 +1,64 @@
+"""The frozen reference policy: the model that the run began with, as a copy, or the policy without its adapters.
+
+Loaded only when `algorithm.kl_coef` is not 0. A copy is sharded like the policy under ZeRO-3, and whole on every rank
+otherwise. A policy with LoRA adapters needs no copy: with the adapters switched off it is the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+from torch import Tensor, nn
+
+from trainer.batch.step_batch import StepBatch
+from trainer.config.schema import Config
+from trainer.distributed.distributed import Distributed
+from trainer.model.critic import policy_of
+from trainer.model.lora import is_adapted
+from trainer.model.policy import Policy
+from trainer.score.scorer import Scorer
+
+
+class Reference:
+    """log π_ref of the trained tokens of a step."""
+
+    def __init__(self, scorer: Scorer, frozen: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
+        """frozen: entered while scoring; what the scorer's module computes inside it is the reference."""
+        self._scorer = scorer
+        self._frozen = frozen
+
+    def score(self, batch: StepBatch) -> Tensor:
+        """(N,) logprobs; a collective."""
+        with self._frozen():
+            return self._scorer.score(batch)
+
+
+def make_reference(config: Config, distributed: Distributed, module: nn.Module) -> Reference | None:
+    """The reference that the configuration asks for; a collective under ZeRO-3.
+
+    It computes as the policy does, so that the KL of an unchanged policy is exactly 0: in bfloat16 over float32 weights
+    where the policy does so under autocast (residuals and norms stay float32 there), in bfloat16 throughout where
+    DeepSpeed has cast the policy.
+
+    module: the policy, as `Distributed.prepare` returned it.
+    """
+    if not config.algorithm.kl_coef:
+        return None
+    policy = policy_of(distributed.unwrapped)
+    settings = {
+        "temperature": config.rollout.temperature,
+        "token_budget": config.token_budget,
+        "share_prefixes": config.share_prefixes,
+    }
+    if is_adapted(policy.model) and config.model.reference_path is None:
+        return Reference(Scorer(module, distributed, **settings), policy.model.disable_adapter)
+    copy = Policy.from_pretrained(
+        config.model.reference_path or config.model.path,
+        dtype=config.model.dtype if distributed.uses_deepspeed else "float32",
+        compute_dtype=config.model.dtype,
+        is_compiled=config.model.compile,
+        attn_implementation=config.attention,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    return Reference(Scorer(distributed.prepare_frozen(copy), distributed, **settings))

@@ -1,0 +1,98 @@
+"""Log-probabilities of a step's rows under one model, the work shared by all ranks.
+
+Used for the policy before it is updated, for the reference, and for the policy a second time in another packing,
+which shows how much of a difference is only rounding.
+
+Shape legend: _N trained tokens of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from trainer.batch.assignment import Plan, plan
+from trainer.batch.packing import PackedBatch, collate
+from trainer.batch.prefix_bundles import plan_bundles
+from trainer.batch.step_batch import StepBatch
+from trainer.distributed.distributed import Distributed
+from trainer.model.decoder import can_share_prefixes
+from trainer.score.token_budget import TokenBudget
+
+
+class Scorer:
+    """One model and how its rows are packed."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        distributed: Distributed,
+        *,
+        temperature: float,
+        token_budget: int,
+        share_prefixes: str = "auto",
+    ) -> None:
+        """module: a policy, as `Distributed.prepare` or `prepare_frozen` returned it. share_prefixes: the setting."""
+        self._module = module
+        self._distributed = distributed
+        self._temperature = temperature
+        self._shares_prefixes = share_prefixes != "never" and can_share_prefixes(module)
+        self.budget = TokenBudget(token_budget, distributed)
+
+    def plan(self, batch: StepBatch, rows: Sequence[int], *, token_budget: int | None = None) -> Plan:
+        """Which rank computes which of these rows, in which pack."""
+        num_ranks, budget = self._distributed.world_size, token_budget or self.budget.tokens
+        if self._shares_prefixes:
+            share = plan_bundles([batch.rows[row].ids for row in rows], num_ranks=num_ranks, token_budget=budget)
+        else:
+            share = plan([len(batch.rows[row]) for row in rows], num_ranks=num_ranks, token_budget=budget)
+        of_batch = tuple(tuple(tuple(rows[i] for i in pack) for pack in packs) for packs in share.microbatches)
+        return replace(share, microbatches=of_batch)
+
+    def packed(self, batch: StepBatch, pack: Sequence[int]) -> PackedBatch:
+        """The rows of a pack that `plan` made, on the device."""
+        return collate(
+            batch.rows, pack, batch.layout, share_prefixes=self._shares_prefixes, device=self._distributed.device
+        )
+
+    def score(self, batch: StepBatch, rows: Sequence[int] | None = None, *, token_budget: int | None = None) -> Tensor:
+        """(N,) float32 logprobs of the trained tokens of these rows (by default all), 0 elsewhere; a collective."""
+        chosen = range(len(batch.rows)) if rows is None else rows
+        return self._run(batch, chosen, token_budget, with_values=False)[0]
+
+    def score_with_values(self, batch: StepBatch) -> tuple[Tensor, Tensor]:
+        """(N,) logprobs and values of all trained tokens, from one pass of a module with a critic; a collective."""
+        logp_N, values_N = self._run(batch, range(len(batch.rows)), None, with_values=True)
+        return logp_N, values_N
+
+    def _run(
+        self, batch: StepBatch, rows: Sequence[int], token_budget: int | None, *, with_values: bool
+    ) -> tuple[Tensor, ...]:
+        """(N,) logprobs, and with a critic values, of the trained tokens of these rows."""
+        arguments = {"with_values": True} if with_values else {}
+
+        def forward(packed: PackedBatch) -> list[Tensor]:
+            logp_T, _, *values_T = self._module(packed, temperature=self._temperature, with_entropy=False, **arguments)
+            return [output_T.float().cpu() for output_T in (logp_T, *values_T)]
+
+        def all_packs(token_budget: int) -> Tensor:
+            packs = self.plan(batch, rows, token_budget=token_budget).microbatches[self._distributed.rank]
+            outputs_N = torch.zeros(1 + with_values, batch.layout.num_tokens)
+            for pack in packs:
+                packed = self.packed(batch, pack)
+                outputs_N[:, packed.token_index_T.cpu()] = torch.stack(self.budget.agreed(partial(forward, packed)))
+            return outputs_N
+
+        lengths = [len(batch.rows[row]) for row in rows]
+        with torch.no_grad():
+            outputs_N = self.budget.attempt(all_packs, lengths, at_most=token_budget)
+        # Each token was scored on one rank, the others hold 0.
+        return tuple(self._distributed.sum(outputs_N))
+
+    def score_repacked(self, batch: StepBatch) -> Tensor:
+        """(N,) the same as `score`, with every row in as small a pack as there is: about one row each; a collective."""
+        return self.score(batch, token_budget=max(map(len, batch.rows), default=1))

@@ -1,0 +1,1 @@
+"""Commands beside training: dry run, diagnosis, replay, servers."""

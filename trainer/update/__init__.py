@@ -1,0 +1,1 @@
+"""Optimizer steps on the rows of a step."""

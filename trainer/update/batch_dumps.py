@@ -1,0 +1,99 @@
+"""The batch of an optimizer step that was refused, or that a person should look at, as it was: to be run again.
+
+    dumps/update-000012-try-1/batch.safetensors     rows and rollouts of the whole step, all ranks'
+                              targets.safetensors   what each trained token was trained with
+                              attempt.json          which rollouts, learning rate, sums, gradient norm, what was wrong
+
+Nothing in it runs when it is read. `scripts/replay.py` runs it again, with the weights of the checkpoint before it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+
+from rollout.errors import DataError
+from trainer.batch.step_batch import StepBatch, decode, encode_batch
+from trainer.credit.targets import Targets
+from trainer.objective.ppo_credit import Credit
+
+BATCH, TARGETS, ATTEMPT = "batch.safetensors", "targets.safetensors", "attempt.json"
+_OF_CREDIT = "credit."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One optimizer step, as it was tried."""
+
+    update: int
+    """Number of the update that it would have been; the weights are of the one before."""
+    number: int
+    """0: it was made; else how many were skipped in a row, this one included."""
+    rollouts: tuple[int, ...]
+    """Indices of the rollouts of the batch that the step is on."""
+    lr: float
+    is_first: bool
+    """Whether it was the first optimizer step on its batch."""
+    reason: str
+    sums: Mapping[str, float]
+    """Of the loss and what is measured beside it, over the step."""
+    grad_norm: float
+
+    @property
+    def name(self) -> str:
+        return f"update-{self.update:06d}" + (f"-try-{self.number}" if self.number else "")
+
+
+def write_dump(root: Path, attempt: Attempt, batch: StepBatch, targets: Targets) -> Path:
+    """Write a directory below `root`; one of the same name, from before the run was resumed, gives way."""
+    directory = root / attempt.name
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    (directory / BATCH).write_bytes(encode_batch(batch))
+    safetensors.torch.save_file(_tensors(targets), directory / TARGETS)
+    values = asdict(attempt)
+    values |= {"grad_norm": _number(attempt.grad_norm), "sums": {k: _number(v) for k, v in attempt.sums.items()}}
+    (directory / ATTEMPT).write_text(json.dumps(values, indent=2, allow_nan=False))
+    return directory
+
+
+def read_dump(directory: Path) -> tuple[Attempt, StepBatch, Targets]:
+    """Raises `DataError` if it is no dump, or a damaged one."""
+    try:
+        values = json.loads((directory / ATTEMPT).read_text())
+        sums = {str(name): float(value) for name, value in values["sums"].items()}
+        attempt = Attempt(
+            **values | {"rollouts": tuple(values["rollouts"]), "sums": sums, "grad_norm": float(values["grad_norm"])}
+        )
+        batch = decode([(directory / BATCH).read_bytes()])
+        targets = _targets(safetensors.torch.load_file(directory / TARGETS))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        raise DataError(f"{directory} is not a dumped batch: {type(error).__name__}: {error}") from error
+    return attempt, batch, targets
+
+
+def _tensors(targets: Targets) -> dict[str, torch.Tensor]:
+    own = {field.name: getattr(targets, field.name) for field in fields(Targets) if field.name != "credit"}
+    credit = {} if targets.credit is None else {f.name: getattr(targets.credit, f.name) for f in fields(Credit)}
+    tensors = own | {f"{_OF_CREDIT}{name}": tensor for name, tensor in credit.items()}
+    return {name: tensor.clone() for name, tensor in tensors.items() if tensor is not None}
+
+
+def _targets(tensors: Mapping[str, torch.Tensor]) -> Targets:
+    own = {name: tensor for name, tensor in tensors.items() if not name.startswith(_OF_CREDIT)}
+    credit = {name.removeprefix(_OF_CREDIT): tensor for name, tensor in tensors.items() if name not in own}
+    return Targets(**own, credit=Credit(**credit) if credit else None)
+
+
+def _number(value: float) -> Any:
+    """JSON has no infinities; their names are what `float` reads."""
+    return value if math.isfinite(value) else str(value)

@@ -1,0 +1,331 @@
+"""Updating the policy on the rows of a step: minibatches, packs, microbatches, one denominator.
+
+What each token is worth (advantage, correction weight, old logprob) is a tensor over all trained tokens of the step
+(`Targets`); a microbatch looks its tokens up by `PackedBatch.token_index_T`. So the numbers a token is trained with
+cannot depend on where it was packed, and only sums of per-token losses meet the framework.
+
+Shape legend: _S rollouts of the step, _N trained tokens of the step, _T trained tokens of a microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rollout.records import TrainingRow
+from trainer.batch.packing import PackedBatch, collate
+from trainer.batch.step_batch import StepBatch
+from trainer.config.schema import AlgorithmConfig, Config
+from trainer.credit.critic_credit import credit_rule
+from trainer.credit.targets import Targets
+from trainer.distributed.distributed import Distributed
+from trainer.objective.correction import token_weights
+from trainer.objective.kl import kl_term
+from trainer.objective.loss_normalization import StepCounts, loss_coefficients, normalized_loss
+from trainer.objective.losses import POLICY_LOSSES, LossInputs, LossOutputs, entropy_bonus, sequence_log_ratio
+from trainer.objective.losses.value import clipped_value_loss
+from trainer.objective.per_rollout import rollout_count
+from trainer.score.scorer import Scorer
+from trainer.update.batch_dumps import Attempt
+from trainer.update.schedule import learning_rate
+from trainer.update.update_guard import UpdateGuard
+
+SEQUENCE_LEVEL = ("gspo",)
+"""Losses whose ratio is one per rollout, which no microbatch can see alone; others: `importance_sampling_level`."""
+
+LOSS_SETTINGS = {
+    "ppo_clip": {"clip_low": "clip_low", "clip_high": "clip_high", "dual_clip": "dual_clip"},
+    "gspo": {"clip_low": "clip_low", "clip_high": "clip_high"},
+    "cispo": {"clip_low": "clip_low", "clip_high": "clip_high"},
+    "sapo": {"tau_positive": "tau_positive", "tau_negative": "tau_negative"},
+    "clipped_tis": {"clip_high": "clip_high", "level": "importance_sampling_level"},
+    "reinforce": {},
+}
+"""Argument of the loss ← field of `algorithm`."""
+
+
+class Updater:
+    """The policy, how it is scored, and how it is changed."""
+
+    def __init__(self, module: nn.Module, distributed: Distributed, config: Config) -> None:
+        self._module = module
+        self._distributed = distributed
+        self._config = config
+        self._loss = policy_loss(config.algorithm)
+        self._has_critic = config.has_critic
+        self._credit_rule = credit_rule(config.algorithm)
+        self.scorer = Scorer(
+            module,
+            distributed,
+            temperature=config.rollout.temperature,
+            token_budget=config.token_budget,
+            share_prefixes=config.share_prefixes,
+        )
+        self.num_updates = 0
+        """Optimizer steps done; the version of the weights."""
+        self.guard = UpdateGuard(config.optimizer)
+        self.dump: Callable[[Attempt, StepBatch, Targets], None] = lambda attempt, batch, targets: None
+        """Keeps the batch of an optimizer step that the guard objects to; called on every rank."""
+
+    def update(self, batch: StepBatch, targets: Targets) -> tuple[dict[str, float], Tensor]:
+        """All epochs and minibatches of one rollout batch; a collective.
+
+        Returns means over the optimizer steps that were made (of those that were skipped, if all were), and (N,) the
+        logprobs that the trained tokens had in their first forward pass of the update.
+        """
+        made: list[dict[str, float]] = []
+        skipped: list[dict[str, float]] = []
+        seen_N = torch.full((batch.layout.num_tokens,), torch.nan)
+        lr = self._learning_rate()  # one for all epochs and minibatches of a rollout batch
+        for rollouts in self._minibatches(batch.num_rollouts):
+            if len(rollouts):
+                own = targets.for_rollouts(torch.from_numpy(rollouts), self._credit_rule)
+                before = self.num_updates
+                report = self.optimizer_step(batch, own, rollouts, seen_N, lr=lr, is_first=not made and not skipped)
+                (made if self.num_updates > before else skipped).append(report)
+        seen_N = self._distributed.sum(seen_N.nan_to_num())
+        reports = made or skipped
+        means = {name: float(np.mean([r[name] for r in reports])) for name in reports[0]} if reports else {}
+        return means | {"health/skipped_updates": float(self.guard.skipped)}, seen_N
+
+    def logprobs(self, ids: Sequence[int]) -> list[float]:
+        """log π(ids[i] | ids[:i]) at temperature 1 for i ≥ 1, by the trainer's own forward; a collective."""
+        packed = collate([whole_row(ids)], [0], device=self._distributed.device)
+        with torch.no_grad():
+            logp_T, *_ = self._module(packed, temperature=1.0, with_entropy=False)
+        return logp_T.float().tolist()
+
+    # One optimizer step
+
+    def optimizer_step(
+        self, batch: StepBatch, targets: Targets, rollouts: np.ndarray, seen_N: Tensor, *, lr: float, is_first: bool
+    ) -> dict[str, float]:
+        """One step on these rollouts (indices), or none if the guard objects; a collective.
+
+        Args:
+            targets: of these rollouts.
+            seen_N: (N,) takes the logprobs of tokens that have none yet.
+            is_first: whether θ is still what the old logprobs are of.
+
+        Raises `TrainingError` on all ranks after too many in a row that were skipped.
+        """
+        chosen = np.isin(batch.layout.rollout_index, rollouts)
+        rows = np.flatnonzero(chosen).tolist()
+        counts, tokens_S = self._counts(batch, targets, rollouts)
+        seq_log_ratio_S = self._sequence_log_ratio(batch, targets, rows, is_first=is_first)
+        budget = self.scorer.budget
+
+        def gradients(token_budget: int) -> tuple[dict[str, float], dict[str, float]]:
+            """Forward and backward of this rank's share; sums over it, and how even the shares are."""
+            share = self.scorer.plan(batch, rows, token_budget=token_budget)
+            sums: dict[str, float] = {}
+            packs = [*share.microbatches[self._distributed.rank], *self._reducing_microbatch]
+            for number, pack in enumerate(packs):
+                packed = self.scorer.packed(batch, pack)
+                forward = partial(self._microbatch_loss, packed, targets, counts, tokens_S, seq_log_ratio_S)
+                with self._distributed.accumulate(is_last=number == len(packs) - 1) as backward:
+                    loss, logp_T, microbatch_sums = budget.agreed(forward)
+                    # Ranks average gradients; the loss is a sum over them.
+                    budget.agreed(partial(backward, loss * self._distributed.world_size))
+                index_T = packed.token_index_T.cpu()
+                seen_N[index_T] = torch.where(seen_N[index_T].isnan(), logp_T.detach().float().cpu(), seen_N[index_T])
+                for name, value in microbatch_sums.items():
+                    sums[name] = sums.get(name, 0.0) + float(value)
+            return sums, share.metrics()
+
+        sums, share_metrics = budget.attempt(
+            gradients, [len(batch.rows[row]) for row in rows], discard=self._module.zero_grad
+        )
+        names = sorted(sums)
+        totals = self._distributed.sum(torch.tensor([sums[name] for name in names], dtype=torch.float64)).tolist()
+        grad_norm = self._distributed.gradient_norm()
+        judgement = self.guard.judge(dict(zip(names, totals, strict=True)), grad_norm)
+        if judgement.reason is not None:
+            attempt = Attempt(
+                update=self.num_updates + 1,
+                number=self.guard.in_a_row,
+                rollouts=tuple(rollouts.tolist()),
+                lr=lr,
+                is_first=is_first,
+                reason=judgement.reason,
+                sums=dict(zip(names, totals, strict=True)),
+                grad_norm=grad_norm,
+            )
+            self.dump(attempt, batch, targets)
+        if judgement.is_skipped:
+            self._distributed.discard_gradients()
+            self.guard.end_if_hopeless(self.num_updates + 1, judgement)
+        else:
+            self._distributed.step(lr, grad_norm)
+            self.num_updates += 1
+        means = {
+            name: total if name == "policy/loss" else total / max(counts.num_tokens, 1)
+            for name, total in zip(names, totals, strict=True)
+        }
+        return (
+            means
+            | self._ppo_names(means)
+            | {
+                "optim/grad_norm": grad_norm,
+                "optim/lr": lr,
+                **share_metrics,
+                "perf/token_budget": float(budget.tokens),
+            }
+        )
+
+    @property
+    def _reducing_microbatch(self) -> tuple[tuple[int, ...], ...]:
+        """An empty pack in which DDP reduces, so that all others may run out of memory
+        (trainer/score/token_budget.py)."""
+        is_ddp = self._distributed.world_size > 1 and not self._distributed.uses_deepspeed
+        return ((),) if is_ddp else ()
+
+    def _microbatch_loss(
+        self,
+        packed: PackedBatch,
+        targets: Targets,
+        counts: StepCounts,
+        tokens_S: Tensor,
+        seq_log_ratio_S: Tensor | None,
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """This microbatch's share of the loss of the optimizer step, its logprobs, and its sums for metrics."""
+        algorithm = self._config.algorithm
+        logp_T, entropy_T, values_T = self._forward(packed)
+        index_T = packed.token_index_T.cpu()
+        keep_T = targets.keep_N[index_T]
+        kept_index_T = index_T[keep_T]
+
+        def at_tokens(values_N: Tensor) -> Tensor:
+            return values_N[kept_index_T].to(logp_T.device, logp_T.dtype)
+
+        keep = keep_T.to(logp_T.device)
+        rollout_T = packed.rollout_T[keep]
+        if targets.old_logp_N is None or targets.weights_N is None:
+            old_T = logp_T[
+                keep
+            ].detach()  # this pass runs under θ_old: trainer/credit/targets.py, `scored_by_the_update`
+            weights_T = self._token_weights(old_T, packed.sampling_logprobs_T[keep])
+        else:
+            old_T, weights_T = at_tokens(targets.old_logp_N), at_tokens(targets.weights_N)
+        outputs = self._loss(
+            LossInputs(
+                logp_T=logp_T[keep],
+                old_logp_T=old_T,
+                advantages_T=at_tokens(targets.advantages_N),
+                rollout_T=rollout_T,
+                num_rollouts=len(tokens_S),
+                weights_T=weights_T,
+                seq_log_ratio_S=seq_log_ratio_S,
+            )
+        )
+        loss_T, metrics = outputs.loss_T, dict(outputs.metrics)
+        if targets.ref_logp_N is not None and algorithm.kl_place == "loss":
+            kl_T = kl_term(algorithm.kl_estimator, logp_T[keep], at_tokens(targets.ref_logp_N), old_T)
+            loss_T = loss_T + algorithm.kl_coef * kl_T
+        if algorithm.entropy_coef:
+            loss_T = loss_T + entropy_bonus(entropy_T[keep], algorithm.entropy_coef)
+        if targets.credit is not None and targets.returns_N is not None:
+            value_loss = clipped_value_loss(
+                values_T[keep],
+                at_tokens(targets.credit.values_N),
+                at_tokens(targets.returns_N),
+                clip=algorithm.value_clip,
+            )
+            metrics |= {**value_loss.metrics, "ppo/policy/loss": outputs.loss_T.detach().sum()}
+            loss_T = loss_T + algorithm.value_coef * value_loss.loss_T
+        coefficient_T = loss_coefficients(
+            algorithm.normalizer, rollout_T, tokens_S.to(rollout_T.device), counts, dtype=loss_T.dtype
+        )
+        # A pack without trained tokens still runs backward, through zeros: its rank takes part in every collective.
+        loss = normalized_loss(loss_T, coefficient_T) + 0.0 * (logp_T.sum() + values_T.sum())
+        metrics |= {"policy/entropy": entropy_T[keep].detach().sum(), "policy/loss": loss.detach()}
+        return loss, logp_T, metrics
+
+    def _token_weights(self, old_logp_T: Tensor, sampling_logp_T: Tensor) -> Tensor:
+        settings = self._config.correction
+        return token_weights(old_logp_T, sampling_logp_T, mode=settings.mode, bounds=(settings.low, settings.high))
+
+    def _forward(self, packed: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """logp_T, entropy_T and, of a module with a critic, values_T; of another one they are 0."""
+        temperature = self._config.rollout.temperature
+        if not self._has_critic:
+            logp_T, entropy_T = self._module(packed, temperature=temperature, with_entropy=True)
+            return logp_T, entropy_T, torch.zeros_like(logp_T)
+        return self._module(packed, temperature=temperature, with_entropy=True, with_values=True)
+
+    def _counts(self, batch: StepBatch, targets: Targets, rollouts: np.ndarray) -> tuple[StepCounts, Tensor]:
+        """Denominators of this optimizer step, from the whole of it; every rank counts the same."""
+        kept_S = rollout_count(batch.rollout_N[targets.keep_N], batch.num_rollouts)
+        counts = StepCounts(
+            num_rollouts=len(rollouts),
+            num_tokens=int(kept_S[torch.from_numpy(rollouts)].sum()),
+            max_completion_length=self._config.horizon,
+        )
+        return counts, kept_S
+
+    def _sequence_log_ratio(
+        self, batch: StepBatch, targets: Targets, rows: Sequence[int], *, is_first: bool
+    ) -> Tensor | None:
+        """(S,) for losses with one ratio per rollout; before the first update of a batch θ is θ_old, so it is 0."""
+        algorithm = self._config.algorithm
+        if algorithm.loss not in SEQUENCE_LEVEL and algorithm.importance_sampling_level != "sequence":
+            return None
+        if is_first and self._config.correction.logp_old == "recompute":
+            return torch.zeros(batch.num_rollouts, device=self._distributed.device)
+        assert targets.old_logp_N is not None, "only the first update of a batch scores for itself"
+        kept = targets.keep_N
+        logp_N = self.scorer.score(batch, rows)
+        ratio_S = sequence_log_ratio(logp_N[kept], targets.old_logp_N[kept], batch.rollout_N[kept], batch.num_rollouts)
+        return ratio_S.to(self._distributed.device)
+
+    # Partition of the work
+
+    def _minibatches(self, num_rollouts: int) -> Iterator[np.ndarray]:
+        """Rollout indices of each optimizer step: a fresh permutation per epoch, cut into equal parts."""
+        algorithm = self._config.algorithm
+        for epoch in range(algorithm.epochs):
+            if algorithm.minibatches == 1:
+                yield np.arange(num_rollouts)
+                continue
+            order = np.random.default_rng([self._config.seed, self.num_updates, epoch]).permutation(num_rollouts)
+            yield from np.array_split(order, algorithm.minibatches)
+
+    def _ppo_names(self, means: dict[str, float]) -> dict[str, float]:
+        """The policy's numbers under the names that the literature on PPO knows them by."""
+        if not self._has_critic:
+            return {}
+        names = {"approxkl": "policy/approx_kl", "clipfrac": "policy/clip_frac", "entropy": "policy/entropy"}
+        return {f"ppo/policy/{ours}": means[name] for ours, name in names.items() if name in means}
+
+    def _learning_rate(self) -> float:
+        settings = self._config.optimizer
+        return learning_rate(
+            self.num_updates,
+            peak=settings.lr,
+            schedule=settings.schedule,
+            warmup_updates=settings.warmup_updates,
+            total_updates=self._config.updates,
+            final_fraction=settings.final_lr_fraction,
+        )
+
+
+def policy_loss(algorithm: AlgorithmConfig) -> Callable[[LossInputs], LossOutputs]:
+    """The loss by name, with the settings that it takes."""
+    settings = {argument: getattr(algorithm, field) for argument, field in LOSS_SETTINGS[algorithm.loss].items()}
+    return partial(POLICY_LOSSES[algorithm.loss], **settings)
+
+
+def whole_row(ids: Sequence[int]) -> TrainingRow:
+    """A row in which every token but the first counts as sampled, to score a plain sequence."""
+    length = len(ids)
+    return TrainingRow(
+        ids=np.asarray(ids, dtype=np.int64),
+        loss_mask=np.arange(length) > 0,
+        sampling_logprobs=np.zeros(length, dtype=np.float32),
+        versions=np.full(length, -1, dtype=np.int32),
+        turns=np.zeros(length, dtype=np.int32),
+    )
