@@ -1,6 +1,6 @@
 """The benchmarks that need engines, processes or minutes, in their smallest form and as a person starts them.
 
-Those that need none are in tests/unit/test_benchmarks.py."""
+Those that need none are in tests/unit/project/test_benchmarks.py."""
 
 from __future__ import annotations
 

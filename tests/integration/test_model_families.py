@@ -1,7 +1,7 @@
 """Every family of models through engine, training and sync: what one samples is what the other scores.
 
 Each starts an engine of its own, so all are for `make test-slow`. What needs no engine is in
-tests/unit/test_model_families.py: packed rows, gradients, and the names under which weights are sent.
+tests/unit/trainer/model/test_model_families.py: packed rows, gradients, and the names under which weights are sent.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Covered: every block that does not say that it needs GPUs, the hub or the package index. The files that a page tells
 to write are written; runs are cut to two small updates by words after the reader's own. Not covered: whether what is
 printed is what the page shows. All are for `make test-slow`; which block is run by what is checked in
-tests/unit/test_page_commands.py.
+tests/unit/project/test_page_commands.py.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ RUN_HERE = {
 """Beginnings of commands, as patterns, and the test that runs them."""
 RUN_ELSEWHERE = {
     r"make (test|lint)\b": ".ci/run::make test",
-    r"make install\b": "tests/unit/test_install.py::test_a_second_call_does_nothing_and_says_nothing",
-    r"make (test-unit|format|docs)\b": "tests/unit/test_packaging.py::test_a_target_installs_before_it_runs",
-    r"bash \.ci/run\b": "tests/unit/test_packaging.py::.ci/run",
+    r"make install\b": "tests/unit/project/test_install.py::test_a_second_call_does_nothing_and_says_nothing",
+    r"make (test-unit|format|docs)\b": "tests/unit/project/test_packaging.py::test_a_target_installs_before_it_runs",
+    r"bash \.ci/run\b": "tests/unit/project/test_packaging.py::.ci/run",
 }
 """Commands that cannot be run inside of a test, or that change the checkout. Here they are only planned (`make -n`)."""
 

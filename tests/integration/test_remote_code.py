@@ -10,7 +10,7 @@ import pytest
 from rollout.engine.embedded import EmbeddedEngine
 from rollout.errors import EngineError
 from rollout.system.background_loop import BackgroundLoop
-from tests.unit.test_security import evil_model  # noqa: F401  # a fixture
+from tests.unit.project.test_security import evil_model  # noqa: F401  # a fixture
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -1,0 +1,166 @@
+"""The smallest form of each benchmark that needs no engine, and what the comparison of two trainers relies on."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+import time
+
+import pytest
+
+from tests.fixtures.paths import ROOT
+
+BENCHMARKS = ROOT / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))  # where Python puts a script's own directory
+
+from harness.results import fitted_exponent, table  # noqa: E402
+from harness.turns import Opponent  # noqa: E402
+
+
+def result_of(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, *arguments: str) -> dict:
+    monkeypatch.setattr(sys, "argv", [f"benchmarks/{name}.py", "--quick", "--json", *arguments])
+    runpy.run_path(str(BENCHMARKS / f"{name}.py"), run_name="__main__")
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["benchmark"] == name
+    assert {"cpu", "cores", "versions", "date"} <= result["machine"].keys()
+    return result
+
+
+def test_packing_gives_the_gradient_of_padding(monkeypatch, capsys):
+    assert result_of("packing", monkeypatch, capsys)["gradient_difference"] < 1e-5
+
+
+def test_the_product_of_ratios_loses_weight(monkeypatch, capsys):
+    result = result_of("retained_weight", monkeypatch, capsys)
+    assert result["sequence_product_truncate_at_64"] < result["token_truncate_at_64"]
+
+
+def test_an_update_is_measured_against_the_bound_and_trl(monkeypatch, capsys):
+    pytest.importorskip("trl")
+    result = result_of("update", monkeypatch, capsys)
+    assert [row["side"] for row in result["rows"]] == ["bound", "lockstep", "trl"]
+    assert result["overhead"] > -1
+
+
+def test_shared_prompts_give_the_gradient_of_rows_apart(monkeypatch, capsys):
+    result = result_of("prefixes", monkeypatch, capsys)
+    assert result["gradient_difference"] < 1e-5
+    assert result["rows"][0]["tokens"] < 0.5
+
+
+def test_growth_measures_a_point():
+    point = runpy.run_path(str(BENCHMARKS / "growth.py"))["point"]
+    sizes = {"length": 16, "rows": 4, "group": 2, "vocabulary": 64, "hidden": 32, "layers": 1, "budget": 64}
+    assert point(sizes, 1)["trained tokens/CPU s"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_sync_is_measured_against_its_copy(monkeypatch, capsys):
+    result = result_of("sync", monkeypatch, capsys, "--repeats", "1")
+    assert [row["side"] for row in result["rows"]] == ["copy", "parameter", "group", "lockstep"]
+    assert result["over_copy"] > 0
+
+
+def test_the_fitted_exponent_is_that_of_the_power():
+    assert fitted_exponent([1, 2, 4, 8], [3, 12, 48, 192]) == pytest.approx(2)
+
+
+def test_tables_show_what_a_row_has():
+    assert table([{"a": 1.0, "b": "x"}, {"a": 12345.6}]).splitlines() == [
+        "| a      | b |",
+        "| ------ | - |",
+        "| 1      | x |",
+        "| 12,346 |   |",
+    ]
+
+
+TRAINER = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+from harness.turns import Turn
+turn = Turn()
+for update in range(3):
+    turn.over(trained_tokens=10 * update, reward=0.5, longest=1)
+if sys.argv[2] == "fails":
+    raise SystemExit("out of cake")
+turn.over(trained_tokens=30)
+"""
+
+
+def test_trainers_take_turns_and_say_why_they_end(tmp_path):
+    script = tmp_path / "trainer.py"
+    script.write_text(TRAINER)
+    sides = {
+        name: Opponent(script, [str(BENCHMARKS), name], log=tmp_path / f"{name}.log", environment={})
+        for name in ("works", "fails")
+    }
+    for side in sides.values():
+        assert side.first_turn()["trained_tokens"] == 0
+    for update in (1, 2):
+        assert [side.turn()["trained_tokens"] for side in sides.values()] == [10 * update] * 2
+    assert sides["works"].turn()["trained_tokens"] == 30
+    with pytest.raises(RuntimeError, match=r"status 1(.|\n)*out of cake"):
+        sides["fails"].turn()
+    for side in sides.values():
+        side.close()
+
+
+RANK = """
+import os, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from harness.ranks import start_other_ranks
+from harness.turns import Turn
+turn = Turn()
+start_other_ranks(3)
+from torch import distributed
+distributed.init_process_group("gloo")
+turn.over(ranks=int(os.environ["WORLD_SIZE"]))
+place = [os.environ[name] for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")]
+Path(sys.argv[2], f"{turn.is_heard}-{os.environ['RANK']}").write_text(" ".join(place))
+"""
+
+
+def test_of_several_ranks_the_first_takes_turns_and_the_others_wait_with_it(tmp_path):
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    places = tmp_path / "places"
+    places.mkdir()
+    side = Opponent(script, [str(BENCHMARKS), str(places)], log=tmp_path / "log", environment={})
+    answer = side.first_turn()
+    assert answer["ranks"] == 3
+    time.sleep(0.5)
+    assert not list(places.iterdir()), "a rank that goes on computes in the other trainer's turn"
+    side.close()
+    expected = {"True-0", "False-1", "False-2"}
+    give_up_at = time.monotonic() + 60
+    while {path.name for path in places.iterdir() if path.read_text()} != expected and time.monotonic() < give_up_at:
+        time.sleep(0.05)
+    said = {path.name: path.read_text().split() for path in places.iterdir()}
+    assert set(said) == expected
+    for name, (rank, local_rank, here, address, _) in said.items():
+        assert rank == local_rank == name[-1]
+        assert (here, address) == ("3", "127.0.0.1")
+    assert len({place[-1] for place in said.values()}) == 1
+
+
+def test_the_comparison_is_of_trained_tokens_per_second():
+    compare = runpy.run_path(str(BENCHMARKS / "compare_trl.py"))
+    first = {"seconds": 60.0, "trained_tokens": 1, "longest": 1, "reward": 0.0, "cpu_s": 2.0}
+    said = {
+        "lockstep": [first, *({**first, "seconds": s, "trained_tokens": 300} for s in (1.0, 2.0))],
+        "trl": [first, *({**first, "seconds": s, "trained_tokens": 400} for s in (4.0, 4.0))],
+    }
+    rows, ratio = compare["summary"](compare["WORKLOADS"]["multi_lognormal"], said)
+    assert ratio == pytest.approx(2.0)
+    assert [row["trained tokens/s"] for row in rows] == [200.0, 100.0]
+    assert [row["trained tokens/CPU s"] for row in rows] == [150.0, 200.0]
+    assert compare["curve"](said["lockstep"]) == [(1.0, 0.0), (3.0, 0.0)]
+
+
+def test_the_way_of_a_token_is_measured(monkeypatch, capsys):
+    result = result_of("records", monkeypatch, capsys)
+    assert result["us_per_token"] > 0
+    assert len(result["rows"]) == 5

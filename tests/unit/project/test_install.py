@@ -1,0 +1,274 @@
+"""What scripts/install.sh decides, on machines that are made up: a PATH with chosen programs and a stand-in for Python.
+
+Covered: which packages are asked for, in which order and from where; what is kept, redone or moved aside; the sentences
+for machines that lack something. Not covered: whether pip can fetch the packages, and whether they work together. That
+takes minutes and a network; a fresh clone with `make install` shows it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.fixtures.paths import ROOT
+
+# Answers questions about itself as the real Python would, makes environments that hold a copy of itself, and writes
+# down what it would have installed. A file `refuse` holds what pip calls fail on.
+STAND_IN = """#!{sh}
+case "$1" in
+    -m)
+        case "$2" in
+            venv) [ -e {root}/no-venv ] && {{ echo "No module named venv" >&2; exit 1; }}
+                  mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+            pip)  echo "$*" >> {root}/pip-calls
+                  if [ -e {root}/refuse ] && echo "$*" | grep -q -e "$(cat {root}/refuse)"; then
+                      echo "ERROR: pip says no" >&2; exit 1
+                  fi ;;
+        esac ;;
+    -c)
+        case "$2" in
+            *realpath*) echo "$0" ;;
+            "import pip") ;;
+            *torch.cuda*) ;;
+            *) exec {python} -IS "$@" ;;
+        esac ;;
+    -) [ $# -gt 1 ] || exec {python} -IS "$@" ;;
+    *) exec {python} -IS "$@" ;;
+esac
+"""
+
+
+class Machine:
+    """A checkout and a PATH of its own."""
+
+    PROGRAMS = ("bash", "cat", "cp", "date", "dirname", "grep", "head", "mkdir", "mv", "rm", "rmdir", "sha256sum")
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.bin = root / "bin"
+        self.checkout = root / "checkout"
+        self.venv = self.checkout / ".venv"
+        self.bin.mkdir()
+        (self.checkout / "scripts").mkdir(parents=True)
+        for name in ("pyproject.toml", "scripts/install.sh"):
+            shutil.copy(ROOT / name, self.checkout / name)
+        for name in self.PROGRAMS:
+            (self.bin / name).symlink_to(str(shutil.which(name)))
+        self.add("uname", '[ "$1" = -s ] && echo Linux || echo x86_64')
+        self.add("g++", "exit 0")
+        stand_in = STAND_IN.format(sh=shutil.which("sh"), root=root, python=sys.executable)
+        (self.bin / "python3").write_text(stand_in)
+        (self.bin / "python3").chmod(0o755)
+
+    def add(self, name: str, body: str) -> None:
+        (self.bin / name).write_text(f"#!{shutil.which('sh')}\n{body}\n")
+        (self.bin / name).chmod(0o755)
+
+    def install(self, **settings: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [str(shutil.which("bash")), self.checkout / "scripts" / "install.sh"],
+            env={"PATH": str(self.bin)} | settings,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    def take_pip_calls(self) -> list[str]:
+        """What pip was asked since the last call, without the flags that all calls share."""
+        log = self.root / "pip-calls"
+        calls = log.read_text().splitlines() if log.exists() else []
+        log.unlink(missing_ok=True)
+        shared = "-m pip install --quiet --quiet --disable-pip-version-check --no-input "
+        return [call.removeprefix(shared).removeprefix("-m pip ") for call in calls]
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+# Which packages, from where
+
+
+def test_a_machine_without_a_gpu_gets_the_cpu_torch_first_and_is_held_to_it(machine: Machine) -> None:
+    finished = machine.install()
+    assert finished.returncode == 0, finished.stderr
+    assert machine.take_pip_calls() == [
+        "torch==2.13.0+cpu",
+        "--constraint .venv/constraints.txt --editable .[cpu,test]",
+        "uninstall --quiet --yes torchvision torchaudio torchcodec",
+    ]
+    assert (machine.venv / "constraints.txt").read_text() == "torch==2.13.0+cpu\n"
+
+
+def test_the_cpu_torch_comes_from_its_own_index_where_the_configured_one_lacks_it(machine: Machine) -> None:
+    (machine.root / "refuse").write_text("--no-input torch==")
+    finished = machine.install()
+    assert finished.returncode == 0, finished.stderr
+    assert "pip says no" not in finished.stderr, "the first attempt is allowed to fail"
+    assert machine.take_pip_calls()[:2] == [
+        "torch==2.13.0+cpu",
+        "--index-url https://download.pytorch.org/whl/cpu torch==2.13.0+cpu",
+    ]
+
+
+def test_a_cpu_torch_that_is_nowhere_is_never_replaced_by_the_cuda_build(machine: Machine) -> None:
+    (machine.root / "refuse").write_text("torch==")
+    finished = machine.install()
+    assert finished.returncode == 1
+    assert finished.stderr.count("pip says no") == 2, "both attempts are shown in full"
+    assert len(machine.take_pip_calls()) == 2
+
+
+def test_a_machine_with_a_gpu_gets_the_cuda_build_and_keeps_its_vision_packages(machine: Machine) -> None:
+    machine.add("nvidia-smi", "echo 'GPU 0: NVIDIA H100'")
+    finished = machine.install()
+    assert finished.returncode == 0, finished.stderr
+    assert "for cuda" in finished.stdout
+    assert machine.take_pip_calls() == ["--editable .[cuda,test]"]
+
+
+@pytest.mark.parametrize("says", ["echo 'NVIDIA-SMI has failed'; exit 9", "echo 'No devices were found'"])
+def test_an_nvidia_smi_that_finds_no_gpu_does_not_count(machine: Machine, says: str) -> None:
+    machine.add("nvidia-smi", says)
+    assert "for cpu" in machine.install().stdout
+
+
+def test_the_accelerator_can_be_chosen(machine: Machine) -> None:
+    assert "for cuda" in machine.install(ACCELERATOR="cuda").stdout
+    refused = machine.install(ACCELERATOR="tpu")
+    assert refused.returncode == 1
+    assert "ACCELERATOR=cpu" in refused.stderr
+
+
+# What is kept, redone, moved aside
+
+
+def test_a_second_call_does_nothing_and_says_nothing(machine: Machine) -> None:
+    machine.install()
+    machine.take_pip_calls()
+    again = machine.install()
+    assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
+    assert machine.take_pip_calls() == []
+
+
+def test_a_changed_pyproject_is_installed_into_the_same_environment(machine: Machine) -> None:
+    machine.install()
+    (machine.venv / "witness").touch()
+    machine.take_pip_calls()
+    with (machine.checkout / "pyproject.toml").open("a") as pyproject:
+        pyproject.write("# another pin\n")
+    assert machine.install().returncode == 0
+    assert len(machine.take_pip_calls()) == 3
+    assert (machine.venv / "witness").exists()
+
+
+def test_an_install_that_failed_is_done_again_from_the_start(machine: Machine) -> None:
+    (machine.root / "refuse").write_text("--editable")
+    failed = machine.install()
+    assert failed.returncode == 1
+    assert "pip says no" in failed.stderr
+    (machine.venv / "witness").touch()
+    (machine.root / "refuse").unlink()
+    machine.take_pip_calls()
+    assert machine.install().returncode == 0
+    assert len(machine.take_pip_calls()) == 3
+    assert not (machine.venv / "witness").exists()
+    assert machine.install().stdout == ""
+
+
+def test_an_upgrade_that_failed_is_not_taken_for_a_finished_one(machine: Machine) -> None:
+    """The pins change, the install breaks, the pins change back: the environment is neither the old nor the new one."""
+    machine.install()
+    before = (machine.checkout / "pyproject.toml").read_text()
+    (machine.checkout / "pyproject.toml").write_text(before + "# another pin\n")
+    (machine.root / "refuse").write_text("--editable")
+    assert machine.install().returncode == 1
+    (machine.checkout / "pyproject.toml").write_text(before)
+    (machine.root / "refuse").unlink()
+    machine.take_pip_calls()
+    assert machine.install().returncode == 0
+    assert len(machine.take_pip_calls()) == 3
+
+
+def test_another_accelerator_gets_a_new_environment(machine: Machine) -> None:
+    machine.install()
+    (machine.venv / "witness").touch()
+    assert machine.install(ACCELERATOR="cuda").returncode == 0
+    assert not (machine.venv / "witness").exists()
+
+
+def test_a_checkout_that_was_moved_gets_a_new_environment(machine: Machine) -> None:
+    machine.install()
+    (machine.venv / "witness").touch()
+    moved = machine.checkout.rename(machine.root / "elsewhere")
+    machine.checkout, machine.venv = moved, moved / ".venv"
+    assert "setting up" in machine.install().stdout
+    assert not (machine.venv / "witness").exists()
+
+
+def test_an_environment_of_somebody_else_is_moved_aside_and_kept(machine: Machine) -> None:
+    machine.venv.mkdir()
+    (machine.venv / "precious").touch()
+    finished = machine.install()
+    assert finished.returncode == 0, finished.stderr
+    assert "moving it to .venv.before-lockstep-" in finished.stdout
+    assert len(list(machine.checkout.glob(".venv.before-lockstep-*/precious"))) == 1
+
+
+# Machines that lack something
+
+
+OLD_PYTHON = '[ "$1" = --version ] && echo "Python 3.9.18"; exit 1'
+
+
+def test_a_python_that_is_too_old_is_named_with_what_is_needed(machine: Machine) -> None:
+    machine.add("python3", OLD_PYTHON)
+    finished = machine.install()
+    assert finished.returncode == 1
+    assert "Python 3.9.18" in finished.stderr
+    assert "PYTHON=" in finished.stderr
+
+
+def test_a_newer_python_beside_an_old_python3_is_found(machine: Machine) -> None:
+    (machine.bin / "python3").rename(machine.bin / "python3.12")
+    machine.add("python3", OLD_PYTHON)
+    assert machine.install().returncode == 0
+
+
+def test_an_asked_for_python_is_never_replaced_by_another(machine: Machine) -> None:
+    machine.add("python3.9", OLD_PYTHON)
+    assert "PYTHON=python3.9 is Python 3.9.18" in machine.install(PYTHON="python3.9").stderr
+    assert "PYTHON=python3.12 was not found" in machine.install(PYTHON="python3.12").stderr
+    assert not machine.venv.exists()
+
+
+def test_a_python_without_its_venv_module_is_told_the_package(machine: Machine) -> None:
+    (machine.root / "no-venv").touch()
+    finished = machine.install()
+    assert finished.returncode == 1
+    assert "No module named venv" in finished.stderr
+    assert "apt-get install python3-venv" in finished.stderr
+    (machine.root / "no-venv").unlink()
+    assert machine.install().returncode == 0, "and works once it is there"
+
+
+def test_a_missing_compiler_is_named_with_the_command_that_installs_it(machine: Machine) -> None:
+    (machine.bin / "g++").unlink()
+    finished = machine.install()
+    assert finished.returncode == 1
+    assert "apt-get install g++" in finished.stderr
+
+
+@pytest.mark.parametrize(("system", "processor"), [("Darwin", "arm64"), ("Linux", "ppc64le")])
+def test_an_unsupported_platform_is_told_what_works(machine: Machine, system: str, processor: str) -> None:
+    machine.add("uname", f'[ "$1" = -s ] && echo {system} || echo {processor}')
+    finished = machine.install()
+    assert finished.returncode == 1
+    assert (system if system != "Linux" else processor) in finished.stderr
+    assert "Linux" in finished.stderr or "x86_64" in finished.stderr
+    assert not machine.venv.exists()

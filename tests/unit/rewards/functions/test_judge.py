@@ -1,0 +1,124 @@
+"""Rewards that ask others: math-verify in a worker, and a language model behind a URL."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from aiohttp import web
+
+from rewards import FaultTolerance, RewardSet, make_reward_set
+from rollout.errors import ConfigError
+from rollout.records import Rollout, RolloutStatus
+from tests.unit.rewards.workers.test_pool import rollout
+
+
+def test_mathematics_is_compared_as_such():
+    pytest.importorskip("math_verify")
+    rewards = make_reward_set(["math_equal"])
+    cases = [
+        (r"so \boxed{\frac{1}{2}}", "0.5", 1.0),
+        ("The answer is $x^2+2x+1$", r"(x+1)^2", 1.0),
+        ("It is 3", "4", 0.0),
+        ("no idea", "4", 0.0),
+    ]
+    rollouts = [rollout(answer, answer=reference) for answer, reference, _ in cases]
+    scored = asyncio.run(rewards.score(rollouts))
+    rewards.close()
+    assert [one.reward for one in scored] == [value for _, _, value in cases]
+
+
+class Judge:
+    """A server that answers from a script, and remembers what it was asked."""
+
+    def __init__(self, *replies: tuple[int, object]) -> None:
+        self.replies = list(replies)
+        self.requests: list[dict] = []
+        self.keys: list[str | None] = []
+
+    async def answer(self, request: web.Request) -> web.Response:
+        self.requests.append(await request.json())
+        self.keys.append(request.headers.get("Authorization"))
+        status, body = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
+        if isinstance(body, str):
+            body = {"choices": [{"message": {"content": body}}]}
+        return web.json_response(body, status=status)
+
+    async def judge(self, given: Rollout, **settings: object) -> tuple[Rollout, RewardSet]:
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", self.answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = runner.addresses[0][1]
+        try:
+            rewards = make_reward_set(
+                ["llm_judge"],
+                settings={"llm_judge": {"url": f"http://127.0.0.1:{port}/v1", "model": "judge", **settings}},
+                tolerance=FaultTolerance(max_error_rate=1.0),
+            )
+            (scored,) = await rewards.score([given])
+            return scored, rewards
+        finally:
+            await runner.cleanup()
+
+    def __call__(self, given: Rollout | None = None, **settings: object) -> tuple[Rollout, RewardSet]:
+        return asyncio.run(self.judge(given or rollout("because"), **settings))
+
+
+def test_a_judges_score_is_scaled():
+    judge = Judge((200, "Good.\nScore: 7"))
+    scored, _ = judge()
+    assert scored.reward == pytest.approx(0.7)
+    text = judge.requests[0]["messages"][0]["content"]
+    assert "because" in text
+    assert text.count("[") >= 4
+    assert Judge((200, "Score: -1"))(low=-1.0, high=1.0)[0].reward == 0.0
+
+
+def test_a_judge_that_is_busy_is_asked_again():
+    judge = Judge((503, {}), (429, {}), (200, "Score: 10"))
+    assert judge()[0].reward == 1.0
+    assert len(judge.requests) == 3
+
+
+@pytest.mark.parametrize(
+    ("reply", "says", "asked"),
+    [
+        ((500, {}), "no answer in 2 attempts", 2),
+        ((401, {}), "status 401", 1),
+        ((200, "It is fine."), "no line 'Score", 1),
+        ((200, "Score: 11"), "not between 0 and 10", 1),
+        ((200, {"choices": []}), "no chat completion", 1),
+        ((200, ["x"]), "no chat completion", 1),
+    ],
+)
+def test_a_judge_that_gives_no_score_is_an_error_and_never_a_zero(reply, says, asked):
+    judge = Judge(reply)
+    scored, rewards = judge(attempts=2)
+    assert scored.status is RolloutStatus.FAILED
+    assert says in (scored.error or "")
+    assert rewards.take_metrics()["reward/errors/exception"] == 1
+    assert len(judge.requests) == asked
+
+
+def test_the_key_comes_from_the_environment_and_is_not_repeated(monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "hunter2")
+    judge = Judge((403, {}))
+    scored, _ = judge(api_key_env="JUDGE_KEY")
+    assert judge.keys == ["Bearer hunter2"]
+    assert "hunter2" not in (scored.error or "")
+    monkeypatch.delenv("JUDGE_KEY")
+    assert "JUDGE_KEY is not set" in (Judge((200, "Score: 1"))(api_key_env="JUDGE_KEY")[0].error or "")
+
+
+def test_a_reference_is_shown_if_asked_for():
+    judge = Judge((200, "Score: 1"))
+    judge(rollout("x", answer="forty-two"), column="answer")
+    assert "forty-two" in judge.requests[0]["messages"][0]["content"]
+
+
+def test_judge_settings_are_checked():
+    with pytest.raises(ConfigError, match="url"):
+        make_reward_set(["llm_judge"])

@@ -1,0 +1,290 @@
+"""Programs of a model: what they try, and what comes of it. Needs a system with namespaces for most."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import rewards.sandbox.sandbox
+from rewards.functions.programs import code_tests, last_program
+from rewards.sandbox.sandbox import Ended, Limits, has_namespaces, run_python
+from rollout.errors import ConfigError, DataError
+from tests.unit.rewards.workers.test_pool import rollout
+
+contained = pytest.mark.skipif(not has_namespaces(), reason="this system allows no namespaces")
+
+# Without namespaces only where the test says so: the program is the test's own.
+WORKER = """
+import os, sys
+import rewards.sandbox.sandbox
+if sys.argv[1] == "without":
+    rewards.sandbox.sandbox.has_namespaces = lambda: False
+    os.geteuid = lambda: 1000
+print(rewards.sandbox.sandbox.run_python(sys.argv[2], limits=rewards.sandbox.sandbox.Limits(timeout_s=60)).stdout)
+"""
+
+
+@pytest.fixture
+def worker(tmp_path) -> Iterator[Callable[[str, str], subprocess.Popen[bytes]]]:
+    """Start a process that runs a program, with temporary files in `tmp_path`. None is left after the test."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(namespaces: str, source: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", WORKER, namespaces, source]
+        process = subprocess.Popen(command, env={**os.environ, "TMPDIR": str(tmp_path)}, start_new_session=True)
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            kill(process)
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """As the pool kills a reward worker."""
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def processes(name: str) -> int:
+    """How many have this name, of `prctl(PR_SET_NAME)`."""
+    count = 0
+    for file in Path("/proc").glob("[0-9]*/comm"):
+        try:
+            count += file.read_text() == name + "\n"
+        except OSError:  # it has ended meanwhile
+            continue
+    return count
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def named(name: str) -> str:
+    """The beginning of a program by which `processes` finds it."""
+    return f"import ctypes, os, time\nctypes.CDLL(None).prctl(15, b'{name}')\n"
+
+
+def test_output_status_and_input():
+    result = run_python("import sys\nprint(input()[::-1])\nprint('x', file=sys.stderr)\nsys.exit(3)", stdin="abc")
+    assert (result.ended, result.status, result.stdout, result.stderr) == (Ended.EXITED, 3, "cba\n", "x\n")
+
+
+def test_a_program_that_hangs_is_killed_with_its_children():
+    marker = f"7{time.monotonic_ns()}"
+    source = (
+        "import signal, subprocess, sys, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"subprocess.Popen([sys.executable, '-c', 'import time; time.sleep({marker})'], start_new_session=True)\n"
+        "time.sleep(60)"
+    )
+    started = time.monotonic()
+    assert run_python(source, limits=Limits(timeout_s=1.5)).ended is Ended.TIMEOUT
+    assert time.monotonic() - started < 10
+    if has_namespaces():
+        time.sleep(0.2)
+        commands = [p.read_bytes() for p in Path("/proc").glob("[0-9]*/cmdline") if p.exists()]
+        assert not any(marker.encode() in command for command in commands)
+
+
+def test_the_environment_is_empty(monkeypatch):
+    monkeypatch.setenv("SECRET_TOKEN", "hunter2")
+    result = run_python("import os\nprint(sorted(os.environ))")
+    assert "SECRET_TOKEN" not in result.stdout
+    assert result.stdout.strip() == "['HOME', 'LANG', 'PATH']"
+    parents = "import os\nfor p in os.listdir('/proc'):\n    try: print(open(f'/proc/{p}/environ').read())\n" \
+              "    except OSError: pass"  # fmt: skip
+    if has_namespaces():
+        assert "hunter2" not in run_python(parents).stdout
+
+
+@contained
+def test_there_is_no_network_not_even_loopback():
+    with subprocess.Popen(
+        ["python3", "-c", "import socket; s=socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], "
+         "flush=True); s.accept()"],
+        stdout=subprocess.PIPE, text=True,
+    ) as server:  # fmt: skip
+        assert server.stdout is not None
+        port = int(server.stdout.readline())
+        result = run_python(f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 2)\nprint('in')")
+        assert "in" not in result.stdout.split()
+        assert "Network is unreachable" in result.stderr or "Connection refused" in result.stderr
+        server.kill()
+    assert "print" not in run_python("import socket\nprint(socket.create_connection(('1.1.1.1', 53), 2))").stdout
+
+
+@contained
+def test_files_outside_can_neither_be_read_nor_written(tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("hunter2")
+    secret.chmod(0o666)
+    tmp_path.chmod(0o777)
+    result = run_python(
+        "import os\n"
+        f"for path in ({str(secret)!r}, '/etc/passwd', '/home', '/proc/1/root/etc/passwd'):\n"
+        "    try: print(open(path).read() if not os.path.isdir(path) else os.listdir(path))\n"
+        "    except OSError as error: print(type(error).__name__)\n"
+        f"for path in ('/usr/x', '/x', {os.path.realpath('/usr/bin/env')!r}, {str(tmp_path / 'new')!r}):\n"
+        "    try: open(path, 'w').write('x'); print('WROTE', path)\n"
+        "    except OSError: pass\n"
+        "open('mine', 'w').write('x'); print(sorted(os.listdir('.')))"
+    )
+    assert "hunter2" not in result.stdout
+    assert "root:" not in result.stdout
+    assert "WROTE" not in result.stdout
+    assert result.stdout.splitlines()[-1] == "['mine', 'program.py', 'stdin']"
+    assert secret.read_text() == "hunter2"
+    assert list(tmp_path.iterdir()) == [secret]
+
+
+@contained
+def test_a_fork_bomb_ends_and_leaves_nothing():
+    started = time.monotonic()
+    result = run_python("import os\nwhile True:\n    os.fork()", limits=Limits(timeout_s=3.0))
+    assert time.monotonic() - started < 15
+    assert result.ended is not Ended.EXITED or "BlockingIOError" in result.stderr
+
+
+@contained
+def test_processes_of_another_sandbox_do_not_count_toward_the_limit():
+    name = f"b{time.monotonic_ns() % 10**12}"
+    bomb = (
+        named(name)
+        + "try:\n    while os.fork(): pass\nexcept BlockingIOError: print('full', flush=True)\ntime.sleep(60)"
+    )
+    good = (
+        "import threading\nfor _ in range(8):\n    threading.Thread(target=__import__('time').sleep, args=(1,)).start()"
+    )
+    limits = Limits(timeout_s=8.0)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(run_python, bomb, limits=limits)
+        wait_until(lambda: processes(name) >= limits.processes - 2)  # `unshare` may count as one
+        time.sleep(0.3)
+        result = run_python(good, limits=limits)
+        assert (result.status, result.stderr) == (0, "")
+        assert processes(name) >= limits.processes - 2  # it was beside it all the time
+        assert other.result().stdout == "full\n"
+
+
+def test_root_of_a_container_with_few_user_ids_does_not_take_those_it_lacks():
+    container = ["unshare", "--user", "--map-root-user"]
+    if subprocess.run([*container, "true"], capture_output=True).returncode:
+        pytest.skip("this system allows no user namespaces")
+    source = "import os, rewards.sandbox.sandbox\nprint(os.geteuid(), rewards.sandbox.sandbox._is_root_of_all())"
+    assert subprocess.check_output([*container, sys.executable, "-c", source], text=True) == "0 False\n"
+
+
+@contained
+def test_what_a_program_writes_is_bounded_and_not_on_the_disk():
+    source = (
+        "import os\ntry:\n    for i in range(100): open(f'f{i}', 'wb').write(b'x' * 2**20)\n"
+        "except OSError as error: print(error.strerror, i)\n"
+        "for i in range(100):\n    if os.path.exists(f'f{i}'): os.remove(f'f{i}')\n"
+        "try:\n    for i in range(10**6): open(f'f{i}', 'w').close()\nexcept OSError as error: print(error.strerror, i)"
+    )
+    full, many = run_python(source, stdin="x" * 10**6, limits=Limits(disk_mib=8, timeout_s=20.0)).stdout.splitlines()
+    assert full.startswith("No space left on device ")
+    assert 8 <= int(full.split()[-1]) <= 12  # its input has room of its own, and may not need all of it
+    assert many.startswith("No space left on device ")
+    assert int(many.split()[-1]) < 10_000
+
+
+@contained
+def test_a_killed_worker_leaves_no_files(worker, tmp_path):
+    name = f"k{time.monotonic_ns() % 10**12}"
+    process = worker("with", f"open('mine', 'w').write('x')\n{named(name)}time.sleep(60)")
+    wait_until(lambda: processes(name) == 1)
+    kill(process)
+    assert list(tmp_path.iterdir()) == []
+    wait_until(lambda: processes(name) == 0)
+
+
+def test_without_namespaces_the_next_sandbox_removes_what_a_killed_worker_left(worker, tmp_path):
+    source = "import os, time\nos.makedirs('d/e')\nos.chmod('d', 0)\nopen('mine', 'w').write('x')\ntime.sleep(60)"
+    killed, alive = worker("without", source), worker("without", source)
+    wait_until(lambda: len(list(tmp_path.rglob("mine"))) == 2)
+    kill(killed)
+    assert len(list(tmp_path.iterdir())) == 2
+    assert worker("without", "print(1)").wait() == 0
+    assert len(list(tmp_path.rglob("mine"))) == 1  # of the one that is alive
+    kill(alive)
+    assert worker("without", "import os, shutil\nshutil.rmtree(os.getcwd())").wait() == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@contained
+def test_there_are_no_privileges_to_gain():
+    result = run_python(
+        "import os, ctypes\n"
+        "print([line for line in open('/proc/self/status') if line.startswith(('CapEff', 'NoNewPrivs'))])\n"
+        "libc = ctypes.CDLL(None, use_errno=True)\n"
+        "print(libc.mount(b'none', b'/sandbox', b'tmpfs', 0, None), libc.unshare(0x00020000), libc.chroot(b'.'))"
+    )
+    assert "CapEff:\\t0000000000000000" in result.stdout
+    assert "NoNewPrivs:\\t1" in result.stdout
+    assert result.stdout.split()[-3:] == ["-1", "-1", "-1"]
+
+
+def test_memory_files_and_output_are_bounded():
+    assert "MemoryError" in run_python("x = bytearray(2**31)").stderr
+    assert "File too large" in run_python("open('big', 'wb').write(b'x' * 2**26)").stderr
+    result = run_python("print('x' * 10**8)", limits=Limits(timeout_s=20.0, output_bytes=1000))
+    assert result.stdout == "x" * 1000
+
+
+def test_as_root_without_namespaces_nothing_is_run(monkeypatch):
+    monkeypatch.setattr(rewards.sandbox.sandbox, "has_namespaces", lambda: False)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    with pytest.raises(ConfigError, match="not run as root without namespaces"):
+        run_python("print(1)")
+
+
+# --- the reward
+
+ANSWER = "Here it is:\n```python\ndef f(n):\n    return n * n\n```\nDone."
+
+
+def judged(answer: str, tests: object, **settings: object) -> float:
+    return code_tests(rollout(answer, tests=tests), **settings)  # type: ignore[arg-type]
+
+
+def test_programs_are_judged_by_their_tests():
+    assert judged(ANSWER, ["assert f(2) == 4", "assert f(3) == 9"]) == 1.0
+    assert judged(ANSWER, ["assert f(2) == 4", "assert f(3) == 8"]) == 0.0
+    assert judged(ANSWER, ["assert f(2) == 4", "assert f(3) == 8"], partial=True) == 0.5
+    assert judged("no program", ["assert True"]) == 0.0
+    assert judged("```python\nsyntax error here\n```", ["assert True"]) == 0.0
+    doubler = "```\nprint(2 * int(input()))\n```"
+    assert judged(doubler, '[{"input": "4\\n", "output": "8"}, {"input": "1", "output": "2 \\n"}]') == 1.0
+    assert judged(doubler, [{"input": "4", "output": "9"}]) == 0.0
+
+
+@pytest.mark.parametrize("cheat", ["import os\nos._exit(0)", "import sys\nsys.exit(0)", "exit()", "while True: pass"])
+def test_a_program_that_ends_before_its_tests_does_not_pass(cheat):
+    assert judged(f"```python\n{cheat}\n```", ["assert False"], timeout_s=2.0) == 0.0
+
+
+def test_tests_that_cannot_be_read_are_errors_not_zeros():
+    for tests in ([], 7, [1], [{"input": ""}]):
+        with pytest.raises(DataError, match="'tests'"):
+            judged(ANSWER, tests)
+    with pytest.raises(DataError, match="'tests'"):
+        code_tests(rollout(ANSWER))
+
+
+def test_the_last_block_is_the_program():
+    assert last_program("```python\na\n``` and ```py\nb\n```") == "b\n"
+    assert last_program("a = 1") is None

@@ -1,0 +1,192 @@
+"""Going on, going back, and beginning another run from a checkpoint; what was changed in between is said."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout.errors import CheckpointError, ConfigError
+from tests.fixtures.saved_state import SavedState
+from tests.unit.trainer.run.test_run_faults import Alone
+from trainer.checkpoint import checkpoint
+from trainer.checkpoint.checkpoint import TrainerState
+from trainer.checkpoint.resume import restore
+from trainer.checkpoint.run_dir import open_run
+from trainer.config.changes import changes, settings_hash
+from trainer.config.schema import AlgorithmConfig, Config
+from trainer.observe.metrics_log import BATCH, MetricsLog
+
+
+def config(**changed: Any) -> Config:
+    return Config(algorithm=AlgorithmConfig(kl_coef=0.05, kl_target=0.5), **changed)
+
+
+def save(checkpoints: Path, update: int, of: Config, **state: Any) -> Path:
+    made = TrainerState(step=update, update=update, data_cursor=8 * update, kl_coef=0.0712, wandb_id="old", **state)
+    saved = SavedState()
+    saved.fill(update)
+    return checkpoint.save(checkpoints, made, saved, keep=9, config=asdict(of))
+
+
+def resumed(now: Config, checkpoints: Path) -> Any:
+    return restore(now, asdict(now), checkpoints, Alone())[0]
+
+
+def test_the_hash_covers_what_is_trained_and_not_how_the_run_is_called() -> None:
+    plain = asdict(Config())
+    for same in (
+        Config(resume="auto"), Config(run_name="b"), Config(updates=1), Config(run_root="x"), Config(max_hours=1.0)
+    ):  # fmt: skip
+        assert settings_hash(asdict(same)) == settings_hash(plain)
+    assert settings_hash(asdict(Config(seed=1))) != settings_hash(plain)
+
+
+def test_what_was_changed_is_said(tmp_path: Path) -> None:
+    save(tmp_path, 4, config())
+    now = config(resume="auto", run_name="a", updates=9, token_budget=128)
+    now.optimizer.lr = 1e-5
+    found = resumed(now, tmp_path)
+    (sentence,) = found.warnings
+    assert "optimizer.lr 0.0003 -> 1e-05, token_budget 16384 -> 128" in sentence
+    assert "updates" not in sentence
+    assert not found.is_fork
+
+
+def test_the_state_of_another_optimizer_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    save(tmp_path, 4, config())
+    now = config(resume="auto", run_name="a")
+    now.optimizer.name = "sgd"
+    with pytest.raises(CheckpointError, match=r"state of adamw that .*step-.*4 holds; set optimizer\.name=adamw"):
+        resumed(now, tmp_path)
+
+
+def test_the_number_of_updates_is_a_change_where_the_learning_rate_ends_with_it() -> None:
+    before, after = Config(updates=4), Config(updates=8)
+    assert changes(asdict(before), asdict(after)) == {}
+    before.optimizer.schedule = after.optimizer.schedule = "linear"
+    assert changes(asdict(before), asdict(after)) == {"updates": (4, 8)}
+
+
+def test_a_setting_that_a_version_has_not_known_is_no_change() -> None:
+    before = asdict(Config())
+    del before["token_budget"]
+    assert changes(before, asdict(Config())) == {}
+
+
+def test_the_coefficient_of_the_controller_goes_on_unless_the_user_changed_it(tmp_path: Path) -> None:
+    save(tmp_path, 4, config())
+    assert resumed(config(resume="auto", run_name="a"), tmp_path).kl_coef == 0.0712
+    now = config(resume="auto", run_name="a")
+    now.algorithm.kl_coef = 0.2
+    found = resumed(now, tmp_path)
+    assert found.kl_coef == 0.2
+    assert any("changed from 0.05 to 0.2" in sentence and "0.0712" in sentence for sentence in found.warnings)
+    now.algorithm.kl_target = None
+    assert resumed(now, tmp_path).kl_coef == 0.2
+
+
+def test_everything_that_was_counted_comes_back(tmp_path: Path) -> None:
+    state = {"noise_floor": {"a": 1e-9}, "grad_norms": [1.0, 2.5], "skipped_updates": 3, "skipped_in_a_row": 1}
+    save(tmp_path, 4, config(), **state)
+    found = resumed(config(resume="auto", run_name="a"), tmp_path).state
+    assert {name: getattr(found, name) for name in state} == state
+    assert (found.update, found.data_cursor) == (4, 32)
+
+
+@pytest.mark.parametrize("wrong", [{"step": -1}, {"grad_norms": ["a"]}, {"grad_norms": [float("nan")]},
+                                   {"noise_floor": 3}, {"kl_coef": float("inf")}, {"wandb_id": 5}])  # fmt: skip
+def test_a_state_that_no_run_has_written_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    path = save(tmp_path, 4, config())
+    manifest = json.loads((path / checkpoint.MANIFEST).read_text())
+    manifest["state"] |= wrong
+    (path / checkpoint.MANIFEST).write_text(json.dumps(manifest))
+    assert "no readable manifest" in str(checkpoint.check(path))
+
+
+def test_of_two_checkpoints_of_one_update_the_newer_one_is_taken(tmp_path: Path) -> None:
+    """A kill between the two renames of a save leaves both."""
+    path = save(tmp_path, 4, config())
+    shutil.copytree(path, path.with_name("step-4.replaced"))
+    found, _ = checkpoint.find("auto", tmp_path)
+    assert found == path
+    shutil.rmtree(path)
+    found, _ = checkpoint.find("auto", tmp_path)
+    assert found is not None
+    assert found.name == "step-4.replaced"
+
+
+def test_going_back_says_what_lies_ahead(tmp_path: Path) -> None:
+    for update in (2, 4, 6):
+        save(tmp_path, update, config())
+    found = resumed(config(resume=str(tmp_path / "step-2"), run_name="a"), tmp_path)
+    assert found.state.update == 2
+    assert any("step-4, step-6 came after step-2" in sentence for sentence in found.warnings)
+
+
+def test_a_checkpoint_of_another_run_is_a_fork_and_needs_a_run_of_its_own(tmp_path: Path) -> None:
+    first = config(run_root=str(tmp_path), run_name="a")
+    directory, lock = open_run(first, Alone())
+    assert lock is not None
+    path = save(directory.checkpoints, 4, first)
+    before = sorted((file, file.stat().st_mtime_ns) for file in directory.path.rglob("*"))
+
+    fork = config(run_root=str(tmp_path), run_name="b", resume=str(path))
+    other, other_lock = open_run(fork, Alone())
+    found = resumed(fork, other.checkpoints)
+    assert found.is_fork
+    assert found.state.update == 4
+    assert sorted((file, file.stat().st_mtime_ns) for file in directory.path.rglob("*")) == before
+    with pytest.raises(ConfigError, match="is a checkpoint of another run"):
+        open_run(fork, Alone())  # the same line again would throw away what the fork has done
+    lock.close()
+    back, back_lock = open_run(config(run_root=str(tmp_path), run_name="a", resume=str(path)), Alone())
+    assert back.path == directory.path
+    for held in (other_lock, back_lock):
+        assert held is not None
+        held.close()
+
+
+class Ranks(Alone):
+    """The same process, which says that it is one of several."""
+
+    def __init__(self, world_size: int, zero_stage: int) -> None:
+        super().__init__()
+        self.world_size, self.zero_stage = world_size, zero_stage
+
+
+def test_only_shards_are_cut_anew_for_other_ranks(tmp_path: Path) -> None:
+    """How, is in tests/integration/test_reshard.py."""
+    path = save(tmp_path, 4, config())
+    two = Ranks(2, 0)
+    checkpoint.load(path, two)
+    assert two.values() == {4.0}
+    assert not checkpoint.is_resharded(path, two)
+    assert checkpoint.is_resharded(path, Ranks(1, 3))
+    manifest = json.loads((path / checkpoint.MANIFEST).read_text()) | {"world_size": 2, "zero_stage": 3}
+    (path / checkpoint.MANIFEST).write_text(json.dumps(manifest))
+    assert [checkpoint.is_resharded(path, Ranks(*ranks)) for ranks in ((2, 3), (4, 3), (2, 2), (1, 0))] == [
+        False, True, True, True
+    ]  # fmt: skip
+
+
+def test_lines_of_metrics_after_the_checkpoint_are_written_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [
+        {"step": 1, BATCH: 1},
+        {"step": 1, BATCH: 2},
+        {"step": 2, BATCH: 3},
+        {"step": 2, BATCH: 4},
+        {"step": 3, BATCH: 5},
+    ]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"step": 4, "roll')
+    log = MetricsLog(path, Config().logger, run_config={})
+    log.truncate_after(update=2, batch=3)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == lines[:3]
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')  # of a version without batches
+    log.truncate_after(update=2, batch=9)
+    assert len(path.read_text().splitlines()) == 2

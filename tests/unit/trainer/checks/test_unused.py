@@ -1,0 +1,134 @@
+"""Settings that a run would do nothing with are refused, each with the override under which it counts."""
+
+from __future__ import annotations
+
+import shlex
+from functools import reduce
+
+import pytest
+
+from rollout.errors import ConfigError
+from tests.fixtures.pages import PAGES, bash_blocks
+from tests.unit.trainer.test_cli import complete, composed
+from trainer.checks.unused import NORMALIZED_BY_STD, USES, WITH_EPS, unused_problems
+from trainer.checks.validate import validate
+from trainer.config.schema import Config
+from trainer.credit.targets import ADVANTAGE_SETTINGS
+
+__all__ = ["complete"]  # the fixture: overrides under which the files that a run reads exist
+
+REFUSED = [
+    ("model.lora.alpha=64", "model.lora.rank=0; set model.lora.rank=16, or model.lora.alpha=32.0"),
+    ("model.lora.target_modules=[q_proj,v_proj]", "=[q_proj,v_proj] does nothing with model.lora.rank=0"),
+    ("on_step_timeout=end step_timeout_s=0", "set step_timeout_s=1800, or on_step_timeout=report"),
+    ("profile_steps=3", "set profile=true, or profile_steps=1"),
+    ("rollout=server rollout.engine_restarts=3", "does nothing with rollout.engine=server"),
+    ("rollout.silence_timeout_s=5", "set rollout=server"),
+    ("rollout=colocated rollout.num_engines=2", "set rollout=embedded, or rollout.num_engines=1"),
+    ("rollout.sleep_level=1", "set rollout=colocated"),
+    ("correction=off correction.high=3", "correction.mode=off; set correction.mode=token_truncate"),
+    ("correction=none correction.low=0.1", "or correction.low=0.0"),
+    ("correction=none correction.alarm_kl=0.5", "set correction=off, or correction.alarm_kl=0.1"),
+    ("correction=none correction.noise_floor_every=3", "or correction.noise_floor_every=10"),
+    ("algorithm.kl_place=reward", "does nothing with algorithm.kl_coef=0.0; set algorithm.kl_coef=0.05"),
+    ("algorithm.kl_estimator=k1", "set algorithm.kl_coef=0.05"),
+    ("algorithm=rloo algorithm.kl_coef=0.1 algorithm.kl_estimator=k2", "algorithm.kl_place=reward; set"),
+    ("algorithm.kl_horizon=50000", "algorithm.kl_target=null; set algorithm.kl_target=6"),
+    ("algorithm.gae_lambda=1.0", "set algorithm=ppo, or algorithm.gae_lambda=0.95"),
+    ("algorithm.gamma=0.9", "set algorithm=ppo, or algorithm.gamma=1.0"),
+    ("algorithm.value_coef=0.1", "algorithm.advantage=grpo; set algorithm=ppo"),
+    ("algorithm.whiten_advantages=false", "set algorithm=ppo, or algorithm.whiten_advantages=true"),
+    ("algorithm.tau_negative=2", "algorithm.loss=ppo_clip; set algorithm=sapo"),
+    ("algorithm=dr_grpo algorithm.advantage_std=false", "algorithm.advantage=dr_grpo; set algorithm.advantage=grpo"),
+    ("algorithm=rloo algorithm.advantage_eps=1e-3", "set algorithm.advantage=grpo"),
+    ("algorithm.max_refills=5", "set algorithm.dynamic_sampling=true, or algorithm.max_refills=3"),
+    ("algorithm.overlong_penalty=2", "set algorithm.overlong_buffer=0.2"),
+    ("algorithm.max_completion_tokens=100", "algorithm.normalizer=token; set algorithm.overlong_buffer=0.2"),
+    ("optimizer.spike_factor=3", "optimizer.spike=off; set optimizer.spike=skip"),
+    ("optimizer.momentum=0.5", "optimizer.name=adamw; set optimizer=muon"),
+    ("data.curriculum.max_pass_rate=0.9", "set data.curriculum.rest_epochs=1"),
+    ("reward.isolation=thread reward.workers=8", "reward.isolation=thread; set reward.isolation=process"),
+    ("logger.project=mine", "logger.wandb=off; set logger=wandb"),
+    ("hub.private=false", "hub.repo=null; set hub.repo=<user or organisation>/<name>"),
+    ("eval.output=a.json", "does nothing in training; set it for scripts/evaluate.py, or eval.output=null"),
+]
+COUNTS = [
+    "model.lora.alpha=64 model.lora.rank=8",
+    "on_step_timeout=end",
+    "correction=sequence_mask correction.high=3",
+    "correction=off correction.alarm_kl=0.5",
+    "algorithm.kl_coef=0.1 algorithm.kl_place=reward",
+    "algorithm.kl_coef=0.1 algorithm.kl_estimator=k1",
+    "algorithm=rloo",
+    "algorithm=ppo algorithm.gae_lambda=1.0 algorithm.value_coef=0.1",
+    "algorithm=sapo algorithm.tau_negative=2",
+    "algorithm=reinforce_plus_plus algorithm.advantage_eps=1e-3",
+    "algorithm=dapo algorithm.max_refills=5 algorithm.overlong_penalty=2",
+    "rollout.max_staleness=1 algorithm.max_refills=5",
+    "algorithm=dr_grpo algorithm.max_completion_tokens=100",
+    "reward.isolation=thread reward.workers=8 reward.functions=[math_equal]",
+    "reward.workers=8 reward.functions=[mine.py:score]",
+    "logger=wandb logger.project=mine",
+]
+
+
+@pytest.mark.parametrize(("words", "sentence"), REFUSED, ids=lambda value: value.split()[-1])
+def test_a_setting_that_does_nothing_names_what_makes_it_count(
+    words: str, sentence: str, complete: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        validate(composed(*complete, *words.split()))
+    (problem,) = str(error.value).splitlines()
+    assert sentence in problem
+
+
+@pytest.mark.parametrize("words", COUNTS)
+def test_a_setting_that_counts_is_accepted(words: str) -> None:
+    assert not list(unused_problems(composed(*words.split())))
+
+
+@pytest.mark.parametrize("use", USES, ids=lambda use: use.settings[0])
+def test_what_is_offered_makes_the_setting_count(use) -> None:
+    if use.instead.startswith("it for") or " with " in use.instead:  # not an override alone
+        return
+    assert use.counts(composed(*use.instead.replace("<user or organisation>/<name>", "me/it").split()))
+
+
+def test_every_row_of_the_table_refuses_something_above() -> None:
+    words = [word.partition("=")[0] for words, _ in REFUSED for word in words.split()]
+    assert not [use.settings for use in USES if not set(use.settings) & set(words)]
+
+
+def test_every_setting_of_the_table_exists() -> None:
+    for use in USES:
+        for name in (*use.settings, *use.because):
+            reduce(getattr, name.split("."), Config())
+
+
+def test_defaults_are_never_refused() -> None:
+    assert not list(unused_problems(Config()))
+
+
+def test_the_table_knows_which_advantages_read_a_deviation() -> None:
+    assert {name for name, read in ADVANTAGE_SETTINGS.items() if "normalize_std" in read} == set(NORMALIZED_BY_STD)
+    assert {name for name, read in ADVANTAGE_SETTINGS.items() if "eps" in read} == set(WITH_EPS)
+
+
+def test_an_evaluation_may_say_where_its_results_go(complete: tuple[str, ...], tmp_path) -> None:
+    config = composed(*complete, f"data.heldout_path={tmp_path}/rows.jsonl", f"eval.output={tmp_path}/results.json")
+    validate(config, trains=False)
+
+
+PAGE_RUNS = [
+    shlex.split(command.partition("scripts/train.py")[2], comments=True)
+    for page in PAGES
+    for block in bash_blocks(page)
+    for command in block.commands
+    if "scripts/train.py" in command and not block.is_mistake
+]
+
+
+@pytest.mark.parametrize("words", PAGE_RUNS, ids=" ".join)
+def test_no_command_of_a_page_sets_something_that_does_nothing(words: list[str]) -> None:
+    overrides = [word.replace("$lr", "1e-3") for word in words if "=" in word and not word.endswith("=...")]
+    assert not list(unused_problems(composed(*overrides)))

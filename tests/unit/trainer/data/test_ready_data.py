@@ -1,0 +1,185 @@
+"""Ready configs: data sets of the hub by small files with the same columns, experiments by their own commands."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+
+from rewards.composition import make_reward_set
+from rollout.chat.chat import Chat
+from rollout.environments import make_environment
+from rollout.records import Rollout
+from tests.fixtures.paths import FIXTURES
+from tests.fixtures.tokenizers import chat_tokenizer
+from trainer.checks.validate import validate
+from trainer.cli import CONFIG_DIR, schema, to_config
+from trainer.config.schema import Config
+from trainer.data.prompts import load_data_set, training_data
+from trainer.reward_model.config import RewardModelConfig
+from trainer.reward_model.config import check as check_reward_model
+from trainer.reward_model.data import Lengths, read_comparisons
+
+FILES = FIXTURES / "data"
+EXPERIMENTS = sorted((CONFIG_DIR / "experiment").glob("*.yaml"))
+READY = {"gsm8k": "numeric", "math": "math", "dapo_math": "math", "xlam": "tool_calls"}
+"""Data group, and the reward group that its file names."""
+
+
+def composed(*overrides: str, config_name: str = "train", config_class: type = Config) -> Any:
+    ConfigStore.instance().store(name="schema", node=schema(config_class))
+    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+        return to_config(compose(config_name, overrides=list(overrides)), config_class)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text("{}")
+    return f"model.path={tmp_path}"
+
+
+def ready(name: str, model: str, *overrides: str) -> Config:
+    config = composed(
+        f"data={name}", "environment=single_turn", f"data.path={FILES}/{name}.jsonl", "data.heldout_path=null", model,
+        *overrides,
+    )  # fmt: skip
+    validate(config)
+    return config
+
+
+def call(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+ANSWERS: dict[str, list[tuple[dict[str, Any], float]]] = {
+    "gsm8k": [
+        ({"content": "6 * 12 is 72, less 8 is \\boxed{64}."}, 1.0),
+        ({"content": "72 - 8 = 64"}, 1.0),
+        ({"content": "\\boxed{72}, which leaves 64"}, 0.0),
+    ],
+    "math": [
+        ({"content": "It is $\\boxed{0.5}$."}, 1.0),
+        ({"content": "\\boxed{\\frac{3}{6}}"}, 1.0),
+        ({"content": "\\boxed{\\frac{1}{3}}"}, 0.0),
+    ],
+    "dapo_math": [
+        ({"content": "2 to the 5th.\nAnswer: 32"}, 1.0),
+        ({"content": "Answer: $32$"}, 1.0),
+        ({"content": "32 is too small.\nAnswer: 64"}, 0.0),
+    ],
+    "xlam": [
+        ({"content": "", "tool_calls": [call("weather", city="Rome", days=3), call("weather", city="Oslo")]}, 1.0),
+        ({"content": "", "tool_calls": [call("weather", city="Rome", days=3)]}, 0.0),
+        ({"content": "", "tool_calls": [call("weather", city="Rome", days="3"), call("weather", city="Oslo")]}, 0.0),
+        ({"content": "It is sunny."}, 0.0),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", READY)
+async def test_rows_of_a_hub_data_set_become_prompts_that_are_scored(name: str, model: str) -> None:
+    config = ready(name, model, f"reward={READY[name]}")
+    (data,) = training_data(config)
+    environment = make_environment(config.environment.name)
+    messages = list(await environment.reset(data[0]))
+    chat = Chat(chat_tokenizer("qwen3"))
+    assert chat.prompt(messages, environment.tools)
+    assert messages[-1]["role"] == "user"
+    assert (messages[0]["role"] == "system") == (config.data.system_prompt is not None)
+    rewards = make_reward_set(config.reward.functions)
+    try:
+        turns, expected = zip(*ANSWERS[name], strict=True)
+        rollouts = [
+            Rollout(
+                rollout_id=index, group_id=0, calls=(), example=data[0],
+                messages=(*messages, {"role": "assistant", **turn}),
+            )
+            for index, turn in enumerate(turns)
+        ]  # fmt: skip
+        scored = await rewards.score(rollouts)
+    finally:
+        rewards.close()
+    assert [rollout.error for rollout in scored] == [None] * len(scored)
+    assert [rollout.reward for rollout in scored] == list(expected)
+
+
+async def test_tools_of_a_row_are_shown_in_the_form_of_openai(model: str) -> None:
+    (data,) = training_data(ready("xlam", model, "reward=tool_calls"))
+    environment = make_environment("single_turn")
+    await environment.reset(data[0])
+    (tool,) = environment.tools
+    assert tool["function"]["parameters"] == {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "description": "Name of the city"},
+            "days": {"type": "integer", "description": "Days ahead"},
+            "fields": {"type": "array", "description": "What to report"},
+        },
+        "required": ["city"],
+    }
+
+
+def test_preferences_give_prompts_to_ppo_and_comparisons_to_a_reward_model(model: str) -> None:
+    (data,) = training_data(ready("hh_helpful", model, "reward.functions=[repetition]"))
+    assert [message["role"] for message in data[1]["prompt"]] == ["user", "assistant", "user"]
+    rows = [json.loads(line) for line in (FILES / "hh_helpful.jsonl").read_text().splitlines()]
+    comparisons = read_comparisons(rows, chat_tokenizer("qwen3"), Lengths())
+    assert [comparison.best for comparison in comparisons] == [0, 0]
+    assert comparisons[1].sequences[0] != comparisons[1].sequences[1]
+
+
+def test_held_out_rows_have_the_columns_of_the_training_rows(model: str) -> None:
+    """MATH-500 has a column of its own for answers; problem and solution are those of MATH."""
+    row = {"problem": "1+1", "solution": "\\boxed{2}", "answer": "2", "subject": "x", "level": 1, "unique_id": "y"}
+    config = composed("data=math", "environment=single_turn", "reward=math", model)
+    (heldout,) = config.heldout_sets().values()
+    assert (heldout.path, heldout.split) == ("HuggingFaceH4/MATH-500", "test")
+    path = Path(model.partition("=")[2]) / "heldout.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    heldout.path = str(path)
+    assert load_data_set(heldout)[0]["answer"] == "\\boxed{2}"
+
+
+def commands(file: Path) -> list[list[str]]:
+    """The commands in the comment at the top of an experiment: script and overrides."""
+    head = file.read_text().partition("\ndefaults:")[0]
+    found = []
+    for line in re.findall(r"^#\s+((?:python|accelerate launch) .*?)(?:\s+\(.*)?$", head, re.M):
+        words = shlex.split(line)
+        start = next(index for index, word in enumerate(words) if word.startswith("scripts/"))
+        if words[0] == "accelerate":
+            assert Path(CONFIG_DIR.parent, words[words.index("--config_file") + 1]).is_file()
+        found.append(words[start:])
+    return found
+
+
+@pytest.mark.parametrize("file", EXPERIMENTS, ids=lambda file: file.stem)
+def test_an_experiment_begins_with_commands_that_are_accepted(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    rows = tmp_path / "rows.jsonl"
+    columns = ("prompt", "question", "answer", "problem", "solution", "query", "answers")
+    rows.write_text(json.dumps(dict.fromkeys(columns, "1") | {"reward_model": {"ground_truth": "1"}}) + "\n")
+    checked = 0
+    for script, *overrides in commands(file):
+        if script == "scripts/train_reward_model.py":
+            own = [f"model.path={tmp_path}", f"data.path={rows}", "data.heldout_path=null"]
+            check_reward_model(
+                composed(*overrides, *own, config_name="train_reward_model", config_class=RewardModelConfig)
+            )
+        elif script in ("scripts/train.py", "scripts/evaluate.py", "scripts/serve_engine.py"):
+            assert f"experiment={file.stem}" in overrides
+            own = [f"model.path={tmp_path}", f"data.path={rows}"]
+            config = composed(*overrides, *own, f"data.heldout_path={rows}")
+            if "model" in config.reward.settings:
+                config.reward.settings["model"]["path"] = str(tmp_path)
+            validate(config)
+            checked += 1
+        else:
+            assert script.startswith("scripts/make_"), script
+    assert checked, f"{file.name} does not say how it is run"

@@ -1,0 +1,134 @@
+"""The token view: hostile text stays text, and the page's script really runs, in a real browser."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.fixtures.browser import dom, needs_chromium
+from tests.unit.trainer.diagnosis.test_diagnosis import TEXTS, FakeScorer, bench, scored_rows, two_turns
+from trainer.diagnosis.cases import saved_cases
+from trainer.diagnosis.classes import TokenTexts
+from trainer.diagnosis.report import Diagnosis
+from trainer.observe.pages.token_view import color_scale, script_json, token_view, write_token_view
+
+HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>&amp;"
+
+
+class HostileTexts(TokenTexts):
+    """A vocabulary in which every token is an attack: a tokenizer file comes from a stranger too."""
+
+    def __getitem__(self, token_id: int) -> str:
+        return HOSTILE
+
+
+def diagnosis(*, said: str = "the answer is 42", noise: float = 0.3) -> Diagnosis:
+    rollouts = [two_turns(0, said=said), two_turns(1, said="hello")]
+    return bench(FakeScorer(noise=noise)).examine(saved_cases(rollouts))
+
+
+def data_of(page: str) -> dict:
+    match = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert match is not None
+    return json.loads(match[1])
+
+
+class TestPage:
+    def test_it_loads_nothing_from_anywhere(self):
+        page = token_view(diagnosis(), TEXTS)
+        assert not re.search(r"""(?:src|href)\s*=|url\(|https?://|@import""", page)
+        assert "default-src 'none'" in page
+
+    def test_hostile_text_is_data_and_never_markup(self):
+        page = token_view(diagnosis(), HostileTexts(TEXTS._tokenizer))
+        assert page.count("<script") == 2
+        assert page.count("</script") == 2
+        assert "<img" not in page
+        texts = data_of(page)["rollouts"][0]["rows"][0]["texts"]
+        assert set(texts) == {HOSTILE}
+
+    def test_hostile_settings_are_escaped(self):
+        broken = diagnosis()
+        object.__setattr__(broken, "settings", {**broken.settings, "model": HOSTILE})
+        page = token_view(broken, TEXTS)
+        assert html.escape(HOSTILE, quote=False).replace("'", "&#39;") in page
+        assert page.count("<script") == 2
+
+    def test_every_trained_token_is_there_with_what_is_known_of_it(self):
+        page = token_view(diagnosis(), TEXTS)
+        (scored,) = scored_rows([two_turns(0, said="the answer is 42")], FakeScorer())
+        row = data_of(page)["rollouts"][0]["rows"][0]
+        assert row["ids"] == scored.row.ids.tolist()
+        assert row["at"] == scored.position_T.tolist()
+        assert row["samp"] == pytest.approx(scored.logp_samp_T.tolist(), rel=1e-4)
+        assert row["diff"] == pytest.approx((np.array(row["samp"]) - np.array(row["train"])).tolist(), abs=1e-3)
+        assert set(row["version"]) == {0}
+        assert sorted(set(row["turn"])) == [0, 1]
+        assert len(row["weight"]) == len(row["class"]) == len(row["at"])
+
+    def test_script_json_cannot_end_its_element(self):
+        text = script_json({"text": "</script><!--&"})
+        assert not set("<>&") & set(text)
+        assert json.loads(text) == {"text": "</script><!--&"}
+
+    def test_the_colour_scale_is_round_and_never_below_a_hundredth(self):
+        assert color_scale([]) == 0.01
+        assert color_scale(diagnosis(noise=0.0).cases) == 0.01
+        scale = color_scale(diagnosis(noise=3.0).cases)
+        assert float(f"{scale:.0e}"[0]) in (1, 2, 5)
+        assert scale >= 1
+
+    def test_directories_are_made(self, tmp_path: Path):
+        write_token_view(tmp_path / "a" / "b.html", diagnosis(), TEXTS)
+        assert (tmp_path / "a" / "b.html").stat().st_size > 10_000
+
+
+class TestTokenTexts:
+    def test_pieces_of_a_character_and_unknown_ids_have_a_text(self):
+        tokenizer = TEXTS._tokenizer
+        texts = TokenTexts(tokenizer)
+        pieces = tokenizer.encode("é", add_special_tokens=False)
+        assert len(pieces) == 2
+        assert all(texts[token] and "\ufffd" not in texts[token] for token in pieces)
+        assert texts[10**6] == "[1000000]"
+
+
+@needs_chromium
+class TestInABrowser:
+    def test_the_script_draws_tokens_turns_and_worst_positions(self, tmp_path: Path):
+        page = token_view(diagnosis(), TEXTS)
+        document = dom(page, tmp_path)
+        shown = data_of(page)["rollouts"]
+        drawn = document.count('class="trained"')
+        assert drawn in [sum(len(row["at"]) for row in rollout["rows"]) for rollout in shown]
+        assert document.count('class="turn"') == 2
+        assert document.count('class="w"') == 12
+        assert "rgba(var(--plus)" in document
+        assert "rgba(var(--minus)" in document
+
+    def test_a_link_to_a_token_opens_its_details(self, tmp_path: Path):
+        page = token_view(diagnosis(), TEXTS)
+        row = data_of(page)["rollouts"][1]["rows"][0]
+        document = dom(page, tmp_path, fragment=f"#1.0.{row['at'][0]}")
+        details = document.split('id="details"')[1].split("</div></main>")[0]
+        assert "hidden" not in details.split(">")[0]
+        assert f"<dt>id</dt><dd>{row['ids'][row['at'][0]]}</dd>" in details
+        assert "<dt>logp_samp</dt>" in details
+        assert "<dt>weight</dt>" in details
+        assert "<dt>version</dt><dd>0</dd>" in details
+
+    def test_hostile_text_is_shown_and_does_nothing(self, tmp_path: Path):
+        document = dom(token_view(diagnosis(), HostileTexts(TEXTS._tokenizer)), tmp_path)
+        assert "<title>owned" not in document
+        assert "<img" not in document
+        assert "&lt;/script&gt;&lt;script&gt;document.title" in document
+
+
+def test_an_empty_diagnosis_makes_a_page(tmp_path: Path):
+    page = token_view(bench(FakeScorer()).examine(saved_cases([])), TEXTS)
+    assert data_of(page)["rollouts"] == []

@@ -1,0 +1,171 @@
+"""A run that was killed, or that is writing right now: every tool reads what is whole, and says what is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rollout.errors import ConfigError, DataError
+from rollout.records import Rollout
+from rollout.saved_rollouts import read_newest_rollouts, read_rollouts, write_rollouts
+from tests.fixtures.paths import ROOT
+from tests.unit.trainer.observe.pages.test_run_report import line, rollout, write_run
+from trainer.config.schema import Config
+from trainer.observe.metrics_log import BATCH, MetricsLog
+from trainer.observe.pages.run_report import report
+from trainer.observe.saved_metrics import read_metrics
+from trainer.observe.saved_run import SavedRun
+from trainer.run.hub import last_metrics
+from trainer.tools.saved_step import saved_step
+
+TORN = '{"step": 4, "reward/me'
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Three updates, and rollouts of the third."""
+    lines = [line(update, **{BATCH: float(update)}) for update in (1, 2, 3)]
+    return write_run(tmp_path / "run", lines, [rollout(i, float(i % 2)) for i in range(4)])
+
+
+def tool(*arguments: object) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stdout + done.stderr
+
+
+class TestRolloutsAreWholeOrNotThere:
+    def test_while_they_are_written_nobody_finds_them(self, tmp_path: Path):
+        path = tmp_path / "step-000001.jsonl"
+
+        def slowly() -> Iterator[Rollout]:
+            yield rollout(0, 1.0)
+            assert read_newest_rollouts(tmp_path) == (None, [], [])
+
+        write_rollouts(path, slowly())
+        assert list(tmp_path.iterdir()) == [path]
+        assert read_newest_rollouts(tmp_path) == (path, [rollout(0, 1.0)], [])
+
+    def test_a_failure_leaves_the_older_file_and_nothing_else(self, tmp_path: Path):
+        path = tmp_path / "step-000001.jsonl"
+        write_rollouts(path, [rollout(0, 1.0)])
+
+        def full_disk() -> Iterator[Rollout]:
+            yield rollout(1, 1.0)
+            raise OSError("no space left on device")
+
+        with pytest.raises(OSError, match="no space"):
+            write_rollouts(path, full_disk())
+        assert list(read_rollouts(path)) == [rollout(0, 1.0)]
+        assert list(tmp_path.iterdir()) == [path]
+
+    def test_a_kill_leaves_half_a_file_under_a_name_that_nobody_reads(self, tmp_path: Path):
+        path = tmp_path / "step-000001.jsonl"
+
+        def killed() -> Iterator[Rollout]:
+            for number in range(1000):
+                yield rollout(number, 1.0)
+            os._exit(0)
+
+        child = os.fork()
+        if not child:
+            write_rollouts(path, killed())
+        os.waitpid(child, 0)
+        assert [left.name for left in tmp_path.iterdir()] == ["step-000001.jsonl.partial"]
+        assert read_newest_rollouts(tmp_path) == (None, [], [])
+        write_rollouts(path, [rollout(0, 1.0)])  # the resumed run makes the update again
+        assert list(tmp_path.iterdir()) == [path]
+
+
+class TestMetrics:
+    def test_a_torn_last_line_is_left_out(self, tmp_path: Path):
+        path = tmp_path / "metrics.jsonl"
+        for torn in (TORN, "{", TORN + "\n", "\0" * 512):
+            path.write_text(f'{{"step": 1}}\n{{"step": 2, "a": null}}\n{torn}')
+            assert read_metrics(path) == [{"step": 1}, {"step": 2, "a": None}]
+        path.write_text(TORN)
+        assert read_metrics(path) == []
+
+    def test_a_last_line_that_lacks_only_its_end_is_whole(self, tmp_path: Path):
+        path = tmp_path / "metrics.jsonl"
+        path.write_text('{"step": 1}\n{"step": 2}')
+        assert read_metrics(path) == [{"step": 1}, {"step": 2}]
+
+    @pytest.mark.parametrize("damaged", [TORN, "5", "{}", "[]", '"step"', "", "[" * 100_000])
+    def test_a_damaged_line_before_it_is_an_error_with_its_number(self, tmp_path: Path, damaged: str):
+        path = tmp_path / "metrics.jsonl"
+        path.write_text(f'{{"step": 1}}\n{damaged}\n{{"step": 3}}\n')
+        with pytest.raises(DataError, match=r"metrics\.jsonl:2 is not a line of metrics"):
+            read_metrics(path)
+
+    def test_no_file_is_a_sentence(self, tmp_path: Path):
+        with pytest.raises(ConfigError, match="for example runs/latest"):
+            read_metrics(tmp_path / "metrics.jsonl")
+
+    def test_a_run_goes_on_after_any_damage(self, tmp_path: Path):
+        path = tmp_path / "metrics.jsonl"
+        path.write_bytes(b'{"step": 1}\n\xff{"st\n{"step": 2}\n' + TORN.encode())
+        MetricsLog(path, Config().logger, run_config={}).truncate_after(update=2, batch=2)
+        assert read_metrics(path) == [{"step": 1}, {"step": 2}]
+
+
+class TestTools:
+    def test_all_read_a_run_whose_last_line_is_torn(self, run: Path):
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(TORN)
+        status, said = tool("scripts/inspect_run.py", run)
+        assert status == 0, said
+        assert "update 3" in said
+        status, said = tool("scripts/plot.py", run)
+        assert status == 0, said
+        assert len(SavedRun.read(run).lines) == 3
+        assert saved_step(run, 3).num_steps == 2
+        assert last_metrics(run / "metrics.jsonl")["step"] == 3
+
+    def test_all_name_the_line_that_is_damaged_before_it(self, run: Path):
+        lines = (run / "metrics.jsonl").read_text().splitlines()
+        (run / "metrics.jsonl").write_text("\n".join([lines[0], TORN, lines[2]]))
+        for script in ("inspect_run", "plot", "report"):
+            status, said = tool(f"scripts/{script}.py", run)
+            assert status == 1, said
+            assert "metrics.jsonl:2 is not a line of metrics" in said
+        for read in (lambda: saved_step(run, 3), lambda: last_metrics(run / "metrics.jsonl")):
+            with pytest.raises(DataError, match=r"metrics\.jsonl:2"):
+                read()
+
+    def test_they_go_back_to_the_newest_rollouts_that_are_whole_and_say_so(self, run: Path):
+        """Half files under the final name are of older versions."""
+        third = run / "rollouts" / "step-000003.jsonl"
+        (run / "rollouts" / "step-000004.jsonl").write_text(third.read_text()[:-20])
+        (run / "rollouts" / "step-000005.jsonl").write_text("")
+        status, said = tool("scripts/report.py", run)
+        assert status == 0, said
+        assert "step-000005.jsonl is empty; the page has older rollouts" in said
+        assert "step-000004.jsonl:4 is not a saved rollout" in said
+        page = report(SavedRun.read(run))
+        assert "Rollouts of update 3" in page
+        assert "step-000004.jsonl:4 is not a saved rollout" in page
+        status, said = tool("scripts/inspect_run.py", run)
+        assert status == 0, said
+        assert "step-000004.jsonl:4 is not a saved rollout" in said
+        assert "update 3" in said
+
+    def test_a_run_without_rollouts_that_are_whole_has_a_report(self, run: Path):
+        (run / "rollouts" / "step-000003.jsonl").write_text(json.dumps({"rollout_id": 0})[:-2])
+        page = report(SavedRun.read(run))
+        assert "step-000003.jsonl:1 is not a saved rollout" in page
+        assert "Rollouts of update" not in page
+
+    def test_rollouts_of_a_step_that_trained_nothing_are_shown(self, run: Path):
+        (run / "rollouts" / "step-000003.jsonl").rename(run / "rollouts" / "step-000003-untrained-4.jsonl")
+        status, said = tool("scripts/inspect_run.py", run)
+        assert status == 0, said

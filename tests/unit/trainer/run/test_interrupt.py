@@ -1,0 +1,80 @@
+"""Signals in the middle of a save, once and again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.fixtures.paths import ROOT
+from trainer.checkpoint import checkpoint
+
+SAVES = """
+    import sys, time
+    from pathlib import Path
+    from tests.fixtures.saved_state import SavedState
+    from trainer.checkpoint import checkpoint
+    from trainer.run import interrupt
+    from trainer.checkpoint.checkpoint import TrainerState
+    from trainer.run.interrupt import Interrupt
+
+    interrupt.ECHO_S = float(sys.argv[2])
+    signals, saved, directory, update = Interrupt(), SavedState(), Path(sys.argv[1]), 0
+    flush = checkpoint._fsync
+
+    def slowly(path):
+        if update == 2:
+            print("saving", flush=True)
+            time.sleep(0.2)
+        flush(path)
+
+    checkpoint._fsync = slowly
+    while not signals.requested and update < 5:
+        update += 1
+        checkpoint.save(directory, TrainerState(step=update, update=update, data_cursor=0), saved, keep=9)
+"""
+
+
+def in_a_save(directory: Path, *, echo_s: float) -> subprocess.Popen[str]:
+    """A process that is in the middle of its second save."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(SAVES), str(directory), str(echo_s)],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "saving\n"
+    return process
+
+
+def test_a_signal_in_a_save_lets_it_finish(tmp_path: Path) -> None:
+    process = in_a_save(tmp_path, echo_s=60.0)
+    process.send_signal(signal.SIGTERM)
+    assert process.stderr is not None
+    assert process.stderr.readline() == "\n"
+    assert "finishing this update, then saving" in process.stderr.readline()
+    process.send_signal(signal.SIGTERM)  # what a launcher passes on after the scheduler has told everybody
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    assert said == ""
+    assert [path.name for path in checkpoint.complete(tmp_path)[0]] == ["step-1", "step-2"]
+    assert not list(tmp_path.glob(f"{checkpoint.PARTIAL}*"))
+
+
+@pytest.mark.parametrize("again", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_one_ends_it_at_once(tmp_path: Path, again: signal.Signals) -> None:
+    process = in_a_save(tmp_path, echo_s=0.1)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    process.send_signal(again)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "ended at once" in said
+    found, skipped = checkpoint.complete(tmp_path)
+    assert [path.name for path in found] == ["step-1"]
+    assert [sentence.partition(":")[0] for sentence in skipped] == [".partial-step-2"]

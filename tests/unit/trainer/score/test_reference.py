@@ -1,0 +1,142 @@
+"""The frozen reference: nothing without a coefficient, a copy that never moves, or the policy without its adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from torch import nn
+
+from tests.fixtures.models import save_tiny_model
+from tests.unit.trainer.update.test_updater import OneProcess, rollouts
+from trainer.batch.step_batch import StepBatch, decode, encode
+from trainer.config.schema import AlgorithmConfig, Config, LoraConfig
+from trainer.distributed.distributed import Distributed
+from trainer.model.critic import with_critic
+from trainer.model.policy import Policy
+from trainer.score.reference import make_reference
+from trainer.score.scorer import Scorer
+
+
+class Prepared(OneProcess):
+    """`Distributed` whose module is the policy itself."""
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__(policy)
+        self.unwrapped = policy
+
+    def prepare_frozen(self, module: nn.Module) -> nn.Module:
+        return module.requires_grad_(False).eval()
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"), tied=True)
+
+
+@pytest.fixture
+def batch() -> StepBatch:
+    return decode([encode(rollouts(), mask_truncated=False)])
+
+
+def config(model_dir: Path, kl_coef: float) -> Config:
+    made = Config(algorithm=AlgorithmConfig(kl_coef=kl_coef))
+    made.model.path = str(model_dir)
+    return made
+
+
+def score(policy: Policy, batch: StepBatch) -> torch.Tensor:
+    return Scorer(policy, OneProcess(policy), temperature=1.0, token_budget=4096).score(batch)  # type: ignore[arg-type]
+
+
+def move(policy: Policy) -> None:
+    """What an optimizer does to trained parameters, only worse."""
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter += 0.05
+
+
+def test_nothing_is_loaded_without_a_coefficient(model_dir: Path) -> None:
+    policy = Policy.from_pretrained(model_dir)
+    settings = config(Path("/nowhere"), kl_coef=0.0)
+    assert make_reference(settings, Prepared(policy), policy) is None  # type: ignore[arg-type]
+
+
+def test_a_copy_agrees_with_the_policy_until_the_policy_moves(model_dir: Path, batch: StepBatch) -> None:
+    policy = Policy.from_pretrained(model_dir)
+    reference = make_reference(config(model_dir, 0.1), Prepared(policy), policy)  # type: ignore[arg-type]
+    assert reference is not None
+    before = score(policy, batch)
+    torch.testing.assert_close(reference.score(batch), before, rtol=0, atol=0)
+    move(policy)
+    assert float((score(policy, batch) - before).abs().max()) > 1e-2
+    torch.testing.assert_close(reference.score(batch), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("critic", ["separate", "shared"])
+def test_beside_a_critic_the_kl_of_an_unchanged_policy_is_exactly_zero(
+    model_dir: Path, batch: StepBatch, critic: str
+) -> None:
+    settings = config(model_dir, 0.1)
+    settings.algorithm.advantage, settings.model.critic = "gae", critic
+    module = with_critic(Policy.from_pretrained(model_dir), settings)
+    distributed = Prepared(module)  # type: ignore[arg-type]  # only its gradients would be asked of a policy
+    scorer = Scorer(module, distributed, temperature=1.0, token_budget=4096)  # type: ignore[arg-type]
+    reference = make_reference(settings, distributed, module)  # type: ignore[arg-type]
+    assert reference is not None
+    logp_N, values_N = scorer.score_with_values(batch)
+    torch.testing.assert_close(reference.score(batch), logp_N, rtol=0, atol=0)
+    assert not values_N.any()
+
+
+def test_another_model_can_be_the_reference(model_dir: Path, batch: StepBatch, tmp_path: Path) -> None:
+    other = save_tiny_model(tmp_path / "other", tied=True, seed=1)
+    policy = Policy.from_pretrained(model_dir)
+    settings = config(model_dir, 0.1)
+    settings.model.reference_path = str(other)
+    reference = make_reference(settings, Prepared(policy), policy)  # type: ignore[arg-type]
+    assert reference is not None
+    expected = score(Policy.from_pretrained(other), batch)
+    torch.testing.assert_close(reference.score(batch), expected, rtol=0, atol=0)
+
+
+def test_with_adapters_the_reference_is_the_policy_without_them(model_dir: Path, batch: StepBatch) -> None:
+    policy = Policy.from_pretrained(model_dir, lora=LoraConfig(rank=4))
+    base = score(Policy.from_pretrained(model_dir), batch)
+    settings = config(Path("/nowhere"), kl_coef=0.1)  # no copy is loaded
+    reference = make_reference(settings, Prepared(policy), policy)  # type: ignore[arg-type]
+    assert reference is not None
+    move(policy)
+    adapted = score(policy, batch)
+    assert float((adapted - base).abs().max()) > 1e-2
+    torch.testing.assert_close(reference.score(batch), base, rtol=0, atol=1e-5)
+    torch.testing.assert_close(score(policy, batch), adapted, rtol=0, atol=0)  # the adapters are on again
+    assert any(parameter.requires_grad for parameter in policy.parameters())
+
+
+@pytest.fixture
+def bfloat16_process() -> Iterator[Distributed]:
+    """Accelerate keeps one precision per process; the one before is forgotten here, and this one afterwards."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield Distributed.start(dtype="bfloat16", max_grad_norm=0.0)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_in_bfloat16_the_kl_of_an_unchanged_policy_is_exactly_zero(
+    model_dir: Path, batch: StepBatch, bfloat16_process: Distributed
+) -> None:
+    """The policy computes under autocast over float32 weights, whose residuals stay float32."""
+    settings = config(model_dir, 0.1)
+    settings.model.dtype = "bfloat16"
+    policy = Policy.from_pretrained(model_dir, compute_dtype="bfloat16")
+    module = bfloat16_process.prepare(policy, torch.optim.SGD(policy.parameters(), lr=1.0))
+    scored = Scorer(module, bfloat16_process, temperature=1.0, token_budget=4096).score(batch)
+    reference = make_reference(settings, bfloat16_process, module)
+    assert reference is not None
+    torch.testing.assert_close(reference.score(batch), scored, rtol=0, atol=0)
+    in_float32 = score(Policy.from_pretrained(model_dir), batch)
+    assert float((scored - in_float32).abs().max()) > 1e-3, "nothing was computed in bfloat16"

@@ -1,0 +1,183 @@
+"""When memory runs out: the budget is halved, it is said, and the gradient is the one there would have been."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from rollout.errors import TrainingError
+from tests.unit.trainer.update.test_updater import OneProcess, batch, config, gradient, policy, random_logp, targets_of
+from trainer.batch.step_batch import StepBatch
+from trainer.credit.targets import Logprobs, Targets
+from trainer.model.policy import Policy
+from trainer.score.scorer import Scorer
+from trainer.score.token_budget import TokenBudget, is_out_of_memory
+from trainer.update.updater import Updater
+
+__all__ = ["batch", "policy"]  # fixtures
+
+LONGEST_ROW = 24
+UPDATES = {"grpo": {}, "gspo": {"loss": "gspo", "normalizer": "grpo"}}
+
+
+@contextmanager
+def room_for(policy: Policy, tokens: int, *, in_backward: bool) -> Iterator[list[int]]:
+    """An allocator that is full when a pack has more tokens; yields the sizes of all packs."""
+    seen: list[int] = []
+
+    def too_large(size: int) -> None:
+        if size > tokens:
+            raise torch.OutOfMemoryError(f"injected: no room for {size} tokens")
+
+    def check_forward(module, arguments) -> None:
+        seen.append(arguments[0].num_tokens)
+        if not in_backward:
+            too_large(seen[-1])
+
+    def check_backward(module, gradients) -> None:
+        if in_backward:
+            too_large(seen[-1])
+
+    hooks = [
+        policy.register_forward_pre_hook(check_forward),
+        policy.register_full_backward_pre_hook(check_backward),
+    ]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def made_targets(batch: StepBatch, made) -> Targets:
+    logprobs = Logprobs(old_N=random_logp(batch, 1), ref_N=None)
+    return targets_of(batch, made, logprobs, mode="token_truncate", bounds=(0.0, 2.0))[0]
+
+
+@pytest.mark.parametrize("name", UPDATES)
+@pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
+def test_the_gradient_is_the_one_of_a_step_with_enough_memory(
+    name: str, in_backward: bool, policy: Policy, batch: StepBatch
+) -> None:
+    made = config(**UPDATES[name])
+    targets = made_targets(batch, made)
+    expected, plain = gradient(policy, batch, made, targets)
+    policy.train()
+    with room_for(policy, 30, in_backward=in_backward) as packs:
+        found, metrics = gradient(policy, batch, made, targets)
+    assert max(packs) > 30, "memory never ran out, so nothing was tested"
+    assert packs[-1] <= 30
+    assert float((found - expected).norm() / expected.norm()) < 1e-5
+    assert metrics["policy/loss"] == pytest.approx(plain["policy/loss"], rel=1e-5)
+    assert metrics["perf/token_budget"] <= 30
+    assert metrics["perf/microbatches"] > plain["perf/microbatches"]
+
+
+def test_what_a_failed_attempt_accumulated_is_cleared(policy: Policy, batch: StepBatch) -> None:
+    """The second pack fails in the first attempt: the gradient of the first one must not be counted twice."""
+    made = config()
+    made.token_budget = 40
+    targets = made_targets(batch, made)
+    expected, _ = gradient(policy, batch, made, targets)
+    calls = 0
+
+    def fail_once(module, arguments) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise torch.OutOfMemoryError("injected")
+
+    with policy.register_forward_pre_hook(fail_once):
+        found, _ = gradient(policy, batch, made, targets)
+    assert calls > 2
+    assert float((found - expected).norm() / expected.norm()) < 1e-5
+
+
+def test_the_halving_is_said_with_the_override_and_lasts(policy: Policy, batch: StepBatch) -> None:
+    made = config()
+    updater = Updater(policy, OneProcess(policy), made)  # type: ignore[arg-type]
+    said: list[str] = []
+    updater.scorer.budget.warn = said.append
+    with room_for(policy, 40, in_backward=False) as packs:
+        updater.update(batch, made_targets(batch, made))
+        first = list(packs)
+        updater.update(batch, made_targets(batch, made))
+    assert len(said) == 1
+    assert f"set token_budget={updater.scorer.budget.tokens} " in said[0]
+    assert max(packs[len(first) :]) <= 40
+
+
+def test_scoring_backs_off_too(policy: Policy, batch: StepBatch) -> None:
+    scorer = Scorer(policy, OneProcess(policy), temperature=1.0, token_budget=4096)  # type: ignore[arg-type]
+    expected = scorer.score(batch)
+    with room_for(policy, 30, in_backward=False):
+        found = scorer.score(batch)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert LONGEST_ROW <= scorer.budget.tokens <= 30
+
+
+def test_a_single_row_that_does_not_fit_ends_with_what_to_lower(policy: Policy, batch: StepBatch) -> None:
+    made = config()
+    with (
+        room_for(policy, 20, in_backward=False),
+        pytest.raises(TrainingError, match=r"packs of one row each, of up to 24 tokens.*gradient_checkpointing=true"),
+    ):
+        gradient(policy, batch, made, made_targets(batch, made))
+
+
+class Others(OneProcess):
+    """Rank 0 of two; on the other one memory runs out in the first attempt."""
+
+    world_size = 2
+
+    def __init__(self, policy: Policy, *, failures: int) -> None:
+        super().__init__(policy)
+        self.failures = failures
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        self.failures -= 1
+        return tensor + (self.failures >= 0)
+
+
+def test_a_rank_with_room_gives_up_with_the_one_that_has_none(policy: Policy) -> None:
+    budget = TokenBudget(100, Others(policy, failures=1))  # type: ignore[arg-type]
+    budget.warn = lambda sentence: None
+    tried: list[int] = []
+
+    def work(tokens: int) -> str:
+        tried.append(tokens)
+        return budget.agreed(lambda: "done")
+
+    assert budget.attempt(work, [10, 30, 60]) == "done"
+    assert tried == [100, 60]
+
+
+def test_deepspeed_ends_with_a_sentence(policy: Policy) -> None:
+    class Engine(OneProcess):
+        uses_deepspeed = True
+
+    def full() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nlong story")
+
+    budget = TokenBudget(100, Engine(policy))  # type: ignore[arg-type]
+    with pytest.raises(TrainingError, match=r"Tried to allocate 2 GiB\. .*set token_budget=50 and resume=auto"):
+        budget.attempt(lambda tokens: budget.agreed(full), [10, 20])
+
+
+def test_other_errors_are_not_taken_for_a_lack_of_memory(policy: Policy) -> None:
+    def broken() -> None:
+        raise RuntimeError("shapes do not fit")
+
+    budget = TokenBudget(100, OneProcess(policy))  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="shapes"):
+        budget.attempt(lambda tokens: budget.agreed(broken), [10])
+
+
+def test_the_cpu_allocators_own_words_are_known() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)

@@ -1,0 +1,354 @@
+"""Settings: every file composes, every mistake is one sentence with what to type instead, before torch is imported."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+
+import rollout.engine.engine_answers
+from rollout.errors import ConfigError
+from trainer.checks.algorithm import MAX_SUPPORT
+from trainer.checks.validate import validate
+from trainer.cli import CONFIG_DIR, launch, schema, to_config
+from trainer.config.schema import Config
+
+ROOT = CONFIG_DIR.parent
+GROUP_FILES = sorted(
+    path.relative_to(CONFIG_DIR).with_suffix("")
+    for path in CONFIG_DIR.glob("*/*.yaml")
+    if path.parent.name not in ("accelerate",)
+)
+
+
+def composed(*overrides: str) -> Config:
+    ConfigStore.instance().store(name="schema", node=schema())
+    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+        return to_config(compose("train", overrides=list(overrides)))
+
+
+@pytest.fixture
+def complete(tmp_path: Path) -> tuple[str, ...]:
+    """Overrides under which the files that a run reads exist."""
+    (tmp_path / "config.json").write_text("{}")
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"question": "1+1", "answer": "2"}\n')
+    return (f"model.path={tmp_path}", f"data.path={data}", "data.heldout_path=null")
+
+
+NEEDS_A_SETTING = {
+    "agent": "agent=path",
+    "trl": "factory=path",
+    "trl_rollout": "rollout_func=path",
+    "verifiers": "env_id=<id",
+}
+"""Environments that are somebody's own, and the override that names it."""
+
+
+@pytest.mark.parametrize("path", [path for path in GROUP_FILES if path.name not in NEEDS_A_SETTING], ids=str)
+def test_every_config_file_composes_and_validates(
+    path: Path, complete: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a row with the columns of all ready data sets; tests/unit/trainer/data/test_ready_data.py has each by
+    itself."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)  # optional packages: as if installed
+    columns = ("question", "answer", "prompt", "problem", "solution", "query", "answers")
+    rows = tmp_path / "all.jsonl"
+    rows.write_text(json.dumps(dict.fromkeys(columns, "1") | {"reward_model": {"ground_truth": "1"}}) + "\n")
+    heldout = f"data.heldout_path={rows}"  # of experiments that evaluate
+    config = composed(f"{path.parent}={path.name}", *complete, f"data.path={rows}", heldout)
+    if "model" in config.reward.settings:
+        config.reward.settings["model"]["path"] = config.model.path
+    validate(config)
+
+
+def test_no_file_under_configs_is_left_out() -> None:
+    """Groups and train.yaml are composed here, the launch files are read by Accelerate in test_packaging.py, and the
+    experiments of test_ready_data.py compose train_reward_model.yaml."""
+    found = {path.relative_to(CONFIG_DIR) for path in CONFIG_DIR.rglob("*.yaml")}
+    groups = {path.with_suffix(".yaml") for path in GROUP_FILES}
+    launch_files = {path for path in found if path.parent.name == "accelerate"}
+    assert found - groups - launch_files == {Path("train.yaml"), Path("train_reward_model.yaml")}
+
+
+@pytest.mark.parametrize(("name", "override"), NEEDS_A_SETTING.items())
+def test_an_environment_without_what_it_runs_names_the_override(
+    name: str, override: str, complete: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError, match=f"set environment.settings.{override}"):
+        validate(composed(f"environment={name}", *complete))
+
+
+def test_defaults_are_the_schema_or_a_group_value(complete: tuple[str, ...]) -> None:
+    config = composed(*complete)
+    assert config.algorithm.loss == "ppo_clip"
+    assert config.correction.mode == "token_truncate"
+    assert config.correction.high == 2.0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "names"),
+    [
+        (["rollout.samples_per_prompt=1"], ["rollout.samples_per_prompt=8"]),
+        (["algorithm.minibatches=7"], ["algorithm.minibatches=8"]),
+        (["rollout.top_p=0.9"], ["rollout.top_p=1.0", "support"]),
+        (["rollout.top_p=0.9"], ["rollout.replay_support=true rollout.top_k=20"]),
+        (["rollout.top_k=50", "rollout.replay_support=true"], ["rollout.top_k=20", "whole support"]),
+        (["rollout.replay_support=true"], ["rollout.replay_support=false"]),
+        (["rollout.temperature=0"], ["rollout.temperature=1.0"]),
+        (["algorithm.loss=ppo_clp"], ["ppo_clip", "did you mean"]),
+        (["correction.logp_old=bypass", "algorithm.epochs=2"], ["correction.logp_old=recompute"]),
+        (["share_prefixes=always", "model.attn_implementation=sdpa"], ["share_prefixes=auto"]),
+        (["correction.low=3"], ["correction.low=0.5"]),
+        (["reward.functions=[]"], ["reward.functions=[exact_match]"]),
+        (["reward.functions=[exact_mach]"], ["did you mean 'exact_match'", "path/to/file.py:function"]),
+        (["reward.functions=[nowhere.py:score]"], ["no file nowhere.py"]),
+        (["reward.functions=[model]"], ["set reward.settings.model.path=<directory or hub id>"]),
+        (["reward.functions=[model]", "reward.settings.model.path=runs/a/model"], ["scripts/train_reward_model.py"]),
+        (["reward.functions=[numeric,numeric]"], ["named numeric", "set reward.functions=[numeric]"]),
+        (["reward.functions=[a.py:score,b.py:score]"], ["named score", "give one of the two another name"]),
+        (["reward.weights=[nan]"], ["nan, which is not a finite number; set reward.weights=null"]),
+        (["reward.weights=[-inf]"], ["set reward.weights=null"]),
+        (["reward.settings.demo_answer.foo=1"], ["it takes no settings: leave out reward.settings.demo_answer.foo"]),
+        (["reward.settings.demo_answer=3"], ["set reward.settings.demo_answer.<name>=<value>"]),
+        (["reward.settings.demo_anser.foo=1"], ["did you mean 'demo_answer'", "'~reward.settings.demo_anser'"]),
+        (["reward.functions=[llm_judge]"], ["set reward.settings.llm_judge.url=<value>"]),
+        (
+            ["reward.functions=[numeric]", "reward.settings.numeric.tolerance=1"],
+            ["column, rel_tol, abs_tol: leave out reward.settings.numeric.tolerance"],
+        ),
+        (
+            ["reward.functions=[model]", "reward.settings.model={path: a/b, top: 1}"],
+            ["leave out reward.settings.model.top"],
+        ),
+        (
+            ["reward.functions=[model]", "reward.settings.model={path: a/b, stop: x}"],
+            ["set reward.settings.model.input=t"],
+        ),
+        (["reward.functions=[model]", "reward.settings.model=3"], ["reward.settings.model.<name>=<value>"]),
+        (["sync.canary_threshold=-1"], ["must be greater than 0; set sync.canary_threshold=null"]),
+        (["sync.canary_threshold=0"], ["set sync.canary_threshold=null"]),
+        (["logger.peak_tflops=0"], ["set logger.peak_tflops=null"]),
+        (["environment.name=calculater"], ["did you mean 'calculator'"]),
+        (["environment.settings.colour=red"], ["environment calculator", "'colour'"]),
+        (["reward.functions=[a,b]", "reward.weights=[1.0]"], ["reward.weights=null"]),
+        (["algorithm=dapo", "rollout.samples_per_prompt=1"], ["algorithm.dynamic_sampling=false"]),
+        (["algorithm.overlong_buffer=32"], ["algorithm.overlong_buffer=0.2"]),
+        (["algorithm.kl_coef=-1"], ["algorithm.kl_coef=0"]),
+        (["algorithm.kl_estimator=k4"], ["k3", "unbiased"]),
+        (["model.reference_path=models/nothing"], ["algorithm.kl_coef=0.01", "model.reference_path=null"]),
+        (["correction.kl_penalty=0.1", "correction.logp_old=bypass"], ["correction.logp_old=recompute"]),
+        (["correction.logp_old=bypass"], ["correction.mode=token_truncate would weigh nothing", "correction=bypass"]),
+        (["correction=bypass", "correction.rejection={token_k3: 0.1}"], ["'correction.rejection={}'"]),
+        (["algorithm=rloo", "correction=bypass"], ["set correction.logp_old=recompute, or algorithm.loss=ppo_clip"]),
+        (
+            ["correction=bypass", "algorithm.kl_coef=0.1", "algorithm.kl_place=reward"],
+            ["set algorithm.kl_place=loss, or correction.logp_old=recompute"],
+        ),
+        (["correction.rejection={seq_max_k1: 2}"], ["did you mean 'seq_max_k", "seq_mean_k3: 0.01"]),
+        (["correction.rejection={token_k1: 0.5}"], ["set correction.rejection.token_k1=2.0"]),
+        (["correction.rejection={token_k2: 0}"], ["set correction.rejection.token_k2=0.01"]),
+        (["correction=off", "correction.batch_normalize=true"], ["correction.batch_normalize=false"]),
+        (["algorithm=gspo", "algorithm.dual_clip=3"], ["set algorithm.dual_clip=null"]),
+        (["algorithm.turn_discount=0.9"], ["set algorithm.turn_rewards=true"]),
+        (["model.critic=shared"], ["set algorithm=ppo, or model.critic=separate"]),
+        (["optimizer.critic_lr=1e-3"], ["set algorithm=ppo, or optimizer.critic_lr=null"]),
+        (["algorithm=ppo", "model.critic=shared", "model.critic_path=m/n"], ["model.critic=separate"]),
+        (["algorithm=ppo", "model.critic_path=models/nothing"], ["set model.critic_path=null"]),
+        (["rollout.max_tokens_per_turn=512"], ["rollout.max_model_len=2048"]),
+        (["eval.every=5"], ["data.heldout_path=", "eval.every=0"]),
+        (["eval.before_training=true"], ["eval.before_training=false"]),
+        (["eval.samples_per_prompt=4"], ["eval.temperature=1.0"]),
+        (["eval.pass_reward=exact"], ["demo_answer", "eval.pass_reward=null"]),
+        (["eval.prompts=0"], ["eval.prompts=null"]),
+        (["eval.compare_to=x.json"], ["eval.output=x.json"]),
+        (["eval.sets.a.path=nowhere.jsonl"], ["set eval.sets.a.path=<file or hub id>"]),
+        (["eval.sets.a.path=d", "eval.sets.a.environment=tools"], ["environment.name=mixed"]),
+        (["data.sources.a.pth=d"], ["did you mean 'path'"]),
+        (["data.sources.a=3"], ["set data.sources.a.path=<file or hub id>"]),
+        (["data.sources.a.path=d", "data.sources.a.weight=many"], ["data.sources.a.weight: found many"]),
+        (["data.sources.a.path=d", "data.sources.a.weight=0"], ["must be greater than 0"]),
+        (["data.sources.a.weight=1"], ["set data.sources.a.path=<file or hub id>"]),
+        (["data.columns={prompt: q}"], ["has no column q", "question, answer"]),
+        (["data.columns={question: answer}"], ["needs column 'answer'", "data.columns={answer: <column>}"]),
+        (
+            ["data.columns={other: question}", "environment=single_turn"],
+            ["no messages or prompt or question; it has answer, other", "data.columns={prompt: answer}"],
+        ),
+        (["data.system_prompt=hi", "environment.settings.prompt_column=q"], ["prompt_column=null"]),
+        (["environment.name=agent", "data.max_prompt_tokens=9"], ["data.max_prompt_tokens=null"]),
+        (["data.curriculum.rest_epochs=1", "data.curriculum.min_pass_rate=1"], ["min_pass_rate=0.0"]),
+        (["resume=auto"], ["run_name="]),
+        (["run_name=a/b"], ["run_name=my-run"]),
+        (["resume="], ["resume= is neither never, auto nor a checkpoint"]),
+        (["run_name="], ["run_name= is empty", "set run_name=my-run"]),
+        (["resume=auto", "run_name='  '"], ["run_name= is empty", "set run_name=my-run"]),
+        (["hub.repo=mine"], ["set hub.repo=<user or organisation>/<name>"]),
+        (["model.path=models/nothing"], ["model.path=<directory or hub id>"]),
+        (["data.path=nowhere.jsonl"], ["data.path=<file or hub id>"]),
+        (["optimizer.lr=0"], ["optimizer.lr=0.0 must be greater than 0", "set optimizer.lr=0.0003"]),
+        (["optimizer.lr=inf"], ["set optimizer.lr=0.0003"]),
+        (["rollout.temperature=nan"], ["set rollout.temperature=1.0"]),
+        (["algorithm.clip_high=nan"], ["set algorithm.clip_high=0.28"]),
+        (["seed=-1"], ["set seed=0"]),
+        (["model.lora.rank=-1"], ["set model.lora.rank=0"]),
+        (["rollout.top_k=4", "rollout.top_p=2", "rollout.replay_support=true"], ["set rollout.top_p=1.0"]),
+        (["algorithm.max_completion_tokens=-5"], ["set algorithm.max_completion_tokens=null"]),
+        (["optimizer.final_lr_fraction=-3"], ["set optimizer.final_lr_fraction=0.0"]),
+        (["optimizer.betas=[0.9]"], ["optimizer.betas=[0.9,0.95]"]),
+        (["updates=0"], ["updates=1"]),
+        (["rollout.max_staleness=-1"], ["set rollout.max_staleness=0"]),
+        (["rollout.max_staleness=1", "algorithm.minibatches=4"], ["set rollout.max_staleness=4"]),
+        (
+            ["rollout.max_staleness=1", "correction=bypass"],
+            ["correction.logp_old=recompute", "correction.mode=token_tr"],
+        ),
+        (["rollout.max_staleness=1", "correction=none"], ["set correction.mode=token_truncate"]),
+        (["rollout.max_staleness=1", "sync.pause=abort"], ["set sync.pause=keep"]),
+        (["rollout.stragglers=drop"], ["set rollout.max_staleness=1 or rollout.stragglers=wait"]),
+        (
+            ["rollout.max_staleness=1", "environment=agent", "gateway.port=8000", "eval.every=5"],
+            ["set gateway.port=0", "eval.every=0"],
+        ),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_a_contradiction_names_the_override_that_ends_it(
+    overrides: list[str], names: list[str], complete: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        validate(composed(*complete, *overrides))
+    for name in names:
+        assert name in str(error.value)
+
+
+def test_held_out_data_that_does_not_fit_the_own_data_can_be_left_out(
+    complete: tuple[str, ...], tmp_path: Path
+) -> None:
+    own = tmp_path / "own.jsonl"
+    own.write_text('{"task": "1+1", "answer": "2"}\n')
+    overrides = (*complete, f"data.path={own}", "data.columns={prompt: task}")
+    validate(composed(*overrides))
+    with pytest.raises(ConfigError, match=r"has no column task.*; or set data\.heldout_path=null"):
+        validate(composed(*overrides, f"data.heldout_path={tmp_path}/rows.jsonl"))
+
+
+def test_a_truncated_support_is_accepted_when_it_is_replayed(complete: tuple[str, ...]) -> None:
+    validate(composed(*complete, "rollout.top_k=20", "rollout.top_p=0.9", "rollout.replay_support=true"))
+    assert MAX_SUPPORT == rollout.engine.engine_answers.MAX_SUPPORT
+
+
+def test_all_problems_are_reported_at_once(complete: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as error:
+        validate(composed(*complete, "rollout.top_p=0.9", "updates=0"))
+    assert len(str(error.value).splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        ("algorithm.clip_hgh=0.3", "did you mean 'algorithm.clip_high'"),
+        ("+algorithm.extra=1", "algorithm.extra is not a setting"),
+        ("optimizer.lr=fast", "optimizer.lr: found fast, expected float; set optimizer.lr=0.0003"),
+        ("algorithm=dr_grop", "did you mean 'dr_grpo'"),
+        ("model.path=models/nothing", "model.path=models/nothing has no config.json"),
+        ("nonsense", "nonsense is not key=value"),
+    ],
+)
+def test_the_command_line_answers_a_mistake_in_one_line(argument: str, expected: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "scripts/train.py", argument], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert expected in done.stderr
+    assert "Traceback" not in done.stderr
+    assert all(line.startswith("lockstep: ") for line in done.stderr.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        ("rollout=5", "rollout=5 does not exist; there are: colocated, embedded, server"),
+        ("model=null", "model=null does not exist; there are: calculator"),
+        ("=3", "expected key=value"),
+        ('run_name="abc', 'run_name="abc is not key=value'),
+        ("model.path=null", "model.path: found null, expected a value; set model.path=models/calculator"),
+        ("optimizer.betas=3", "set optimizer.betas=[0.9,0.95]"),
+        ("optimizer.betas=[a,0.9]", "optimizer.betas: found a, expected float; set optimizer.betas=[0.9,0.95]"),
+        ("correction.rejection={token_k3: abc}", "set correction.rejection={}"),
+        ("model.lora=null", "leave model.lora out"),
+        (
+            "model.load_in_4bit=true",
+            "(QLoRA), because the engine is sent whole weights; to save memory set model.dtype",
+        ),
+        ("model.path=${nothing}", "set model.path=models/calculator"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_names_what_fits(
+    argument: str, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", argument])
+    monkeypatch.chdir(ROOT)
+    GlobalHydra.instance().clear()
+    with pytest.raises(SystemExit) as stop:
+        launch(lambda config: None)
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert expected in error
+    assert error.startswith("lockstep: ")
+    assert len(error.splitlines()) == 1
+
+
+def test_a_mistake_is_found_before_torch_is_imported(complete: tuple[str, ...]) -> None:
+    code = (
+        "import sys; sys.argv = ['train.py', 'updates=0']\n"
+        "from trainer.cli import launch\n"
+        "try: launch(print)\n"
+        "except SystemExit: pass\n"
+        "print(sorted({'torch', 'transformers', 'vllm', 'deepspeed'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip().endswith("[]"), done.stdout + done.stderr
+
+
+def test_settings_of_a_reward_are_checked_before_the_environment_is_loaded(complete: tuple[str, ...]) -> None:
+    """Tools of an environment bring transformers, which takes seconds."""
+    code = (
+        "import sys; sys.argv = ['train.py', 'reward.settings.demo_answer.foo=1']\n"
+        "from trainer.cli import launch\n"
+        "try: launch(print)\n"
+        "except SystemExit as stop: print(stop.code)\n"
+        "print(sorted({'torch', 'transformers', 'vllm', 'deepspeed'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert "leave out reward.settings.demo_answer.foo" in done.stderr
+    assert done.stdout.split() == ["2", "[]"]
+
+
+def test_a_setting_of_a_file_can_be_taken_back(complete: tuple[str, ...]) -> None:
+    overrides = ("experiment=hh_ppo", "data=calculator", *complete, "reward.functions=[exact_match]", "eval.every=0")
+    with pytest.raises(ConfigError, match=r"reward\.settings\.model is for a function that is not among"):
+        validate(composed(*overrides))
+    validate(composed(*overrides, "~reward.settings.model"))
+
+
+def test_cfg_job_prints_the_resolved_settings() -> None:
+    done = subprocess.run(
+        [sys.executable, "scripts/train.py", "--cfg", "job", "optimizer.lr=0.5"],
+        cwd=ROOT, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0
+    assert "lr: 0.5" in done.stdout
+
+
+def test_free_form_settings_need_no_plus(complete: tuple[str, ...]) -> None:
+    config = composed(*complete, "environment.settings.depth=3")
+    assert config.environment.settings == {"depth": 3}
+
+
+def test_an_override_replaces_the_reward_functions(complete: tuple[str, ...]) -> None:
+    assert composed(*complete, "reward.functions=[exact_match]").reward.functions == ["exact_match"]
