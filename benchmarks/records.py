@@ -19,7 +19,7 @@ from harness.results import argument_parser, report
 from rollout.episode.rows import rows_from_calls
 from rollout.episode.token_metrics import count_tokens
 from rollout.records import EngineCall, FinishReason, Rollout, VersionSpan
-from trainer.batch.step_batch import decode, encode
+from trainer.batch.step_batch import StepBatch, decode, encode
 
 
 def answers(*, rollouts: int, prompt: int, sampled: int) -> list[dict[str, Any]]:
@@ -57,8 +57,9 @@ def main() -> None:
     calls = timed("record of the call", lambda: [EngineCall(**answer) for answer in given])
     rows = timed("rows", lambda: [rows_from_calls([call], rollout_id=i) for i, call in enumerate(calls)])
     rollouts = [Rollout(rollout_id=i, group_id=0, calls=(call,)) for i, call in enumerate(calls)]
-    payload = timed("bytes (makes the rows again)", lambda: encode(rollouts, mask_truncated=False))
-    timed("batch", lambda: decode([payload]))
+    batch = timed("batch (makes the rows again)", lambda: StepBatch.of(rollouts, mask_truncated=False))
+    payload = timed("bytes", lambda: encode(batch))
+    timed("batch from bytes", lambda: decode(payload))
     timed("match", lambda: [count_tokens(r.calls, of_rollout) for r, of_rollout in zip(rollouts, rows, strict=True)])
     table = [{"stage": stage, "µs per sampled token": value} for stage, value in microseconds.items()]
     whole = sum(value for stage, value in microseconds.items() if stage != "rows")

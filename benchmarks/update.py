@@ -35,7 +35,7 @@ from harness.steps import make_rollouts, trainer_step
 from demo.tokenizer import untrained
 from trainer.batch.assignment import plan
 from trainer.batch.packing import collate
-from trainer.batch.step_batch import StepBatch, decode, encode
+from trainer.batch.step_batch import StepBatch
 from trainer.config.schema import Config, OptimizerConfig
 from trainer.model.flops import update_flops
 from trainer.model.memory_plan import ModelShape
@@ -158,7 +158,7 @@ def main() -> None:
     rollouts = make_rollouts(
         rows=args.rows, median=args.median, sigma=args.sigma, vocab=args.vocab, longest=args.budget
     )
-    batch = decode([encode(rollouts, mask_truncated=False)])
+    batch = StepBatch.of(rollouts, mask_truncated=False)
     model = small_qwen3(hidden=args.hidden, layers=args.layers, vocab=args.vocab)
     with tempfile.TemporaryDirectory() as output:
         sides = {

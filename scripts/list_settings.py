@@ -1,58 +1,77 @@
-"""Write docs/settings.md: every setting of `trainer/config/schema.py` with its default, meaning and unit.
+"""Write docs/settings.md and the tables of docs/algorithms.md from the declarations of settings, losses and advantages.
 
     python scripts/list_settings.py            # also: make docs
-    python scripts/list_settings.py --check    # exit 1 when the page is not what the code says
+    python scripts/list_settings.py --check    # exit 1 when a page is not up to date
 
-The page is generated, so it cannot contradict the code; edit the descriptions in trainer/config/schema.py.
+The tables are generated, so they cannot contradict the code: edit trainer/config/schema.py, the files of
+trainer/objective/losses and advantages, or the header of a preset in configs/algorithm.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import yaml
 
-from trainer.config.schema import Config, DataSetConfig
+from trainer.config.schema import AlgorithmConfig, Config, DataSetConfig
+from trainer.objective.declare import ADVANTAGES, POLICY_LOSSES, Declared
+from trainer.setting import Setting, typed
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
+ROOT = Path(__file__).resolve().parents[1]
+SETTINGS, ALGORITHMS = ROOT / "docs" / "settings.md", ROOT / "docs" / "algorithms.md"
 
 HEADER = """# Settings
 
 Every setting can be given on the command line: `python scripts/train.py optimizer.lr=1e-4`. The defaults below are
 those of the schema; the files under `configs/` choose other values by group, for example `algorithm=dr_grpo`, and
-`python scripts/train.py --cfg job` prints what results. This page is written by `make docs`.
+`python scripts/train.py --cfg job` prints the result. This page is written by `make docs`.
 """
 
 
-def row(prefix: str, field: dataclasses.Field, default: object) -> str:
-    meaning = field.metadata["description"]
-    if field.metadata["choices"]:
-        meaning += "; one of " + ", ".join(f"`{choice}`" for choice in field.metadata["choices"])
+def meaning(declared: Setting) -> str:
+    text = declared.description
+    if declared.choices:
+        text += "; one of " + ", ".join(f"`{choice}`" for choice in declared.choices)
+    if declared.range:
+        text += f" ({declared.range})"
+    if declared.when is not None and not declared.when.instead.startswith("it for"):
+        text += f". Counts with `{declared.when.instead}`"
+    return text
+
+
+def row(name: str, declared: Setting, default: object) -> str:
     shown = yaml.safe_dump(default, default_flow_style=True, width=1000).removesuffix("...\n").strip()
+    return cells(f"`{name}`", f"`{shown}`", meaning(declared))
+
+
+def cells(*texts: str) -> str:
     # A bar ends a table cell, even inside code.
-    return " | ".join(["", f"`{prefix}{field.name}`", f"`{shown}`", meaning.replace("|", "\\|"), ""]).strip()
+    return f"| {' | '.join(text.replace('|', chr(92) + '|') for text in texts)} |"
 
 
 def rows(prefix: str, settings: object, *, with_groups: bool) -> Iterator[str]:
-    """The fields of one dataclass instance, those of groups inside of it after its own."""
+    """Yield the fields of a dataclass instance, those of groups inside it after its own."""
     fields = dataclasses.fields(settings)  # type: ignore[arg-type]
     values = {field.name: getattr(settings, field.name) for field in fields}
-    yield from (row(prefix, field, values[field.name]) for field in fields if field.metadata)
+    for field in fields:
+        if field.metadata:
+            yield row(f"{prefix}{field.name}", field.metadata["setting"], values[field.name])
     for name, value in values.items():
         if with_groups and dataclasses.is_dataclass(value):
             yield from rows(f"{prefix}{name}.", value, with_groups=True)
 
 
 def table(prefix: str, settings: object, *, with_groups: bool = True) -> list[str]:
-    """Markdown table of one dataclass instance."""
+    """Return the Markdown table of a dataclass instance."""
     return ["| setting | default | meaning |", "|---|---|---|", *rows(prefix, settings, with_groups=with_groups), ""]
 
 
-def page() -> str:
+def settings_page() -> str:
     config = Config()
     lines = [HEADER, "## Top level", "", *table("", config, with_groups=False)]
     for field in dataclasses.fields(config):
@@ -63,18 +82,90 @@ def page() -> str:
     return "\n".join(lines)
 
 
+def algorithms_page() -> str:
+    """Return docs/algorithms.md with its generated tables."""
+    page = ALGORITHMS.read_text()
+    for name, lines in (("presets", presets()), ("losses", losses()), ("advantages", advantages())):
+        begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+        before, _, rest = page.partition(begin)
+        _, found, after = rest.partition(end)
+        assert found, f"docs/algorithms.md has no place for its {name}"
+        page = before + begin + "\n".join(lines) + "\n" + end + after
+    return page
+
+
+def presets() -> list[str]:
+    lines = [
+        "| preset | advantage | loss | denominator | differs from the defaults | source |",
+        "|---|---|---|---|---|---|",
+    ]
+    default = AlgorithmConfig()
+    for file in sorted((ROOT / "configs" / "algorithm").glob("*.yaml")):
+        text = file.read_text()
+        values = yaml.safe_load(text)
+        others = values.items() - {"name": file.stem}.items()
+        changed = {name: v for name, v in others if name not in ("name", "advantage", "loss", "normalizer")}
+        shown = [
+            f"`{name}={typed(v)}`" for name, v in values.items() if name in changed and v != getattr(default, name)
+        ]
+        main = [values.get(name, getattr(default, name)) for name in ("advantage", "loss", "normalizer")]
+        lines.append(cells(f"`{file.stem}`", *(f"`{value}`" for value in main), ", ".join(shown) or "–", source(text)))
+    return lines
+
+
+def source(text: str) -> str:
+    """Return the first sentence of a preset's header, arXiv numbers as links."""
+    header = " ".join(line.removeprefix("#").strip() for line in re.findall(r"^#.*", text, flags=re.M))
+    sentence = re.split(r"(?<=[a-z)\d]{2})\. (?=[A-Z])|: ", header, maxsplit=1)[0].rstrip(".")
+    return re.sub(r"arXiv:(\d+\.\d+)", r"[\1](https://arxiv.org/abs/\1)", sentence)
+
+
+def losses() -> list[str]:
+    lines = ["| `algorithm.loss` | one ratio per | settings | formula |", "|---|---|---|---|"]
+    for name, loss in sorted(POLICY_LOSSES.items()):
+        ratio = "rollout" if loss.sequence_log_ratio else "token" if loss.has_ratio else "–"
+        if loss.sequence_log_ratio and loss.sequence_values(AlgorithmConfig()) is None:
+            ratio = "token or rollout"
+        lines.append(cells(f"`{name}`", ratio, arguments(loss), first_line(loss)))
+    return lines
+
+
+def advantages() -> list[str]:
+    lines = ["| `algorithm.advantage` | needs | settings | formula |", "|---|---|---|---|"]
+    needs: Mapping[str, str] = {
+        "compares_group": "a group",
+        "needs_greedy": "a greedy answer per prompt",
+        "needs_critic": "a critic",
+    }
+    for name, advantage in sorted(ADVANTAGES.items()):
+        needed = [text for attribute, text in needs.items() if getattr(advantage, attribute)]
+        lines.append(cells(f"`{name}`", ", ".join(needed) or "–", arguments(advantage), first_line(advantage)))
+    return lines
+
+
+def arguments(declared: Declared) -> str:
+    return ", ".join(f"`{name}`" for name in declared.arguments) or "–"
+
+
+def first_line(declared: Declared) -> str:
+    return " ".join((declared.function.__doc__ or "").split("\n\n")[0].split()).rstrip(".")
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Write docs/settings.md from trainer/config/schema.py.")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when the page is out of date")
-    if parser.parse_args().check:
-        if PAGE.is_file() and PAGE.read_text() == page():
-            return 0
-        print("docs/settings.md is not what trainer/config/schema.py says; run: make docs", file=sys.stderr)
-        return 1
-    PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(page())
-    print(f"wrote {PAGE.relative_to(Path.cwd()) if PAGE.is_relative_to(Path.cwd()) else PAGE}")
-    return 0
+    parser = argparse.ArgumentParser(description="Write docs/settings.md and the tables of docs/algorithms.md.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a page is out of date")
+    is_check, is_stale = parser.parse_args().check, False
+    for path, page in ((SETTINGS, settings_page()), (ALGORITHMS, algorithms_page())):
+        if path.is_file() and path.read_text() == page:
+            continue
+        name = path.relative_to(ROOT)
+        if is_check:
+            print(f"{name} is not up to date; run: make docs", file=sys.stderr)
+            is_stale = True
+        else:
+            path.write_text(page)
+            print(f"wrote {name}")
+    return int(is_stale)
 
 
 if __name__ == "__main__":

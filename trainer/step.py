@@ -1,16 +1,21 @@
 """One step of training, from prompts to weights in the engine. Start reading at `Trainer.step`.
 
-Every rank runs the same lines. Ranks without an engine have no rollouts of their own until `_exchange`, after which
-all ranks know all rows; each then scores and trains the share of them that `trainer/batch/assignment.py` gives it.
+    prompts ─► rollouts ─► rewards                    collect
+                  └─► training rows, on every rank    share
+                         └─► logprobs                 score
+                                └─► weights           correct
+                                       └─► targets    assign_credit
+                                              └─► optimizer steps    update
+                                                     └─► weights in the engine    push_weights
+
+Every rank runs the same lines. Ranks without an engine have no rollouts until `_share`, after which all ranks hold all
+rows; each then scores and trains the part that `trainer/batch/assignment.py` assigns to it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import TypeVar
-
-import torch
 
 from rollout.errors import TrainingError
 from rollout.sampler.sampler import OnRollout
@@ -19,21 +24,15 @@ from trainer.batch.step_batch import StepBatch, decode, encode
 from trainer.collect.groups import Collected
 from trainer.collect.source import RolloutSource
 from trainer.config.schema import Config
-from trainer.credit.critic_credit import CreditAssignment
-from trainer.credit.targets import (
-    Logprobs,
-    Targets,
-    kept_tokens,
-    reference_metrics,
-    scored_by_the_update,
-    token_advantages,
-)
+from trainer.credit.correction import StepCorrection
+from trainer.credit.critic_credit import critic_targets
+from trainer.credit.old_policy import FromEngine, FromUpdate, Recomputed, form_of
+from trainer.credit.targets import Logprobs, Targets, rollout_targets
 from trainer.distributed.distributed import Distributed
 from trainer.engines.recovery import Recovery
-from trainer.objective.correction import CorrectionResult, correction_weights
-from trainer.objective.mismatch import MismatchStatistics, noise_floor
+from trainer.objective.mismatch import noise_floor
 from trainer.observe.metrics_log import BATCH
-from trainer.observe.step_metrics import rollout_metrics, throughput
+from trainer.observe.step_metrics import step_metrics
 from trainer.observe.step_report import StepReport
 from trainer.score.reference import Reference
 from trainer.stopwatch import Stopwatch
@@ -42,11 +41,11 @@ from trainer.update.updater import Updater
 T = TypeVar("T")
 
 MAX_EMPTY_STEPS = 5
-"""Steps in a row without one trainable rollout before the run ends: something upstream is broken for good."""
+"""Steps in a row without one trainable rollout before the run ends: the cause then lies upstream and stays."""
 
 
 class Trainer:
-    """Holds the parts of a run together; what a step does with them is `step`."""
+    """The parts of a training step, and the state that lasts from step to step."""
 
     def __init__(
         self,
@@ -61,8 +60,8 @@ class Trainer:
     ) -> None:
         """
         Args:
-            reference: None if nothing is penalised for leaving it.
-            recovery: None: an engine that dies ends the step.
+            reference: None if the algorithm has no KL term.
+            recovery: None: the death of an engine ends the step.
         """
         self._config = config
         self._distributed = distributed
@@ -71,12 +70,12 @@ class Trainer:
         self._reference = reference
         self._sync = sync
         self._recovery = recovery
-        self._critic = CreditAssignment(config) if config.has_critic else None
+        self._old_policy = form_of(config)
         self._empty_steps = 0
         self.noise_floor: Mapping[str, float] = {}
         """Metrics of the trainer against itself, as last measured; empty before the first time."""
         self.num_steps = 0
-        """Rollout batches done; enters the sampling seeds."""
+        """Number of rollout batches done; enters the sampling seeds."""
         self.kl_coef = config.algorithm.kl_coef
         """Weight of the KL penalty in the reward; a controller changes it from step to step."""
 
@@ -86,69 +85,76 @@ class Trainer:
         return self._updater.num_updates
 
     def step(self, on_rollout: OnRollout = lambda rollout: None) -> StepReport:
-        watch = Stopwatch()
-        collected = self._with_engines(lambda: self._rollouts.collect(self.num_steps, self.version, watch, on_rollout))
-        with watch.stage("sync"):
-            self._with_engines(self._sync.rest)
-        batch = self._exchange(collected)
+        watch, version = Stopwatch(), self.version
+        collected = self._collect(watch, on_rollout)
+        batch = self._share(collected)
         with watch.stage("score"):
             logprobs = self._score(batch)
-        correction = self._correct(batch, logprobs.old_N) if logprobs.old_N is not None else None
-        targets, advantage_metrics = self._targets(batch, logprobs, correction)
-        version = self.version
+        correction = StepCorrection.of(batch, logprobs.old, self._config.correction)
+        targets, credit_metrics = self._assign_credit(batch, logprobs, correction)
         with watch.stage("update"):
-            update_metrics, logp_seen_N = self._updater.update(batch, targets)
+            updated = self._updater.update(batch, targets)
         with watch.stage("sync"):
             synced = self.push_weights()
         self.num_steps += 1
-        old_N = logp_seen_N if logprobs.old_N is None else logprobs.old_N
-        if correction is None:
-            correction = self._correct(batch, old_N)
-        logp_train_N = logp_seen_N if self._bypass else old_N
+        trained_N = logprobs.old.by_trainer(updated.logp_N)
         if logprobs.repacked_N is not None:
-            self.noise_floor = noise_floor(logp_train_N, logprobs.repacked_N)
-        metrics = {
-            BATCH: float(self.num_steps),
-            **advantage_metrics,
-            **rollout_metrics(collected, batch),
-            **self._mismatch(batch, correction, logp_train_N, version),
-            **reference_metrics(replace(logprobs, old_N=old_N), batch.rollout_N, batch.num_rollouts),
-            **update_metrics,
-            **synced.metrics(),
-            "rollout/engine_restarts": float(self._recovery.num_restarts if self._recovery else 0),
-            **watch.metrics(),
-        }
+            self.noise_floor = noise_floor(trained_N, logprobs.repacked_N)
+        measured = correction.measured(batch, trained_N)
         return StepReport(
             update=self.version,
-            metrics=metrics | throughput(metrics),
+            metrics=step_metrics(
+                collected=collected,
+                batch=batch,
+                logprobs=logprobs,
+                trained_N=trained_N,
+                correction=measured,
+                version=version,
+                noise_floor=self.noise_floor,
+                settings=self._config.correction,
+                stages=(self._counters(), credit_metrics, updated.metrics, synced.metrics()),
+                watch=watch,
+            ),
             rollouts=collected.rollouts,
             batch=batch,
-            logp_train_N=logp_train_N,
+            logp_train_N=trained_N,
             advantages_N=targets.advantages_N,
-            weights_N=correction.weights_T,
+            weights_N=measured.weights_T,
         )
 
     def push_weights(self) -> SyncReport:
-        """Give the engine the weights of this update, and prove that it computes with them; a collective."""
+        """Send the weights of this update to the engines, and verify that they compute with them; a collective."""
         return self._with_engines(lambda: self._sync.push(self.version))
 
+    def _counters(self) -> Mapping[str, float]:
+        restarts = self._recovery.num_restarts if self._recovery else 0
+        return {BATCH: float(self.num_steps), "rollout/engine_restarts": float(restarts)}
+
     def _with_engines(self, act: Callable[[], T]) -> T:
-        """Do something that an engine may end by dying."""
+        """Call `act`, which may fail because an engine dies."""
         return act() if self._recovery is None else self._recovery.attempt(act)
 
     # The stages
 
-    def _exchange(self, collected: Collected) -> StepBatch:
-        """All rollouts of the step that are trained, as rows, the same on every rank."""
-        payload = self._distributed.together(
-            lambda: encode(
+    def _collect(self, watch: Stopwatch, on_rollout: OnRollout) -> Collected:
+        """Sample and score the rollouts of this step, then let colocated engines sleep."""
+        collected = self._with_engines(lambda: self._rollouts.collect(self.num_steps, self.version, watch, on_rollout))
+        with watch.stage("sync"):
+            self._with_engines(self._sync.rest)
+        return collected
+
+    def _share(self, collected: Collected) -> StepBatch:
+        """Turn the rollouts that are trained into rows, the same on every rank."""
+        batch = self._distributed.together(
+            lambda: StepBatch.of(
                 collected.trained,
                 mask_truncated=self._config.rollout.mask_truncated,
                 greedy_rewards=collected.greedy_rewards,
                 with_turn_rewards=self._config.algorithm.turn_rewards,
             )
         )
-        batch = decode(self._distributed.gather_bytes(payload))
+        if self._distributed.world_size > 1:
+            batch = decode(self._distributed.broadcast_bytes(encode(batch) if self._distributed.is_main else b""))
         self._empty_steps = 0 if batch.num_rollouts else self._empty_steps + 1
         if self._empty_steps >= MAX_EMPTY_STEPS:
             cause = "look at `error` in the newest file of rollouts/ in the run directory"
@@ -161,72 +167,29 @@ class Trainer:
         return batch
 
     def _score(self, batch: StepBatch) -> Logprobs:
-        """What policy and reference say about the trained tokens before the update, as far as the update needs it."""
-        scorer = self._updater.scorer
-        old_N = values_N = repacked_N = None
-        if self._critic is not None:
-            old_N, values_N = scorer.score_with_values(batch)
-        elif not self._bypass and not scored_by_the_update(self._config):
-            old_N = scorer.score(batch)
-        if self._bypass:
-            old_N = batch.sampling_logprobs_N
+        """Score the trained tokens by policy, critic and reference before the update, as far as the update needs it."""
+        scorer, form = self._updater.scorer, self._old_policy
+        trained_N = values_N = repacked_N = None
+        if self._config.has_critic:
+            trained_N, values_N = scorer.score_with_values(batch)
+        elif form is Recomputed:
+            trained_N = scorer.score(batch)
         every = self._config.correction.noise_floor_every
         if every and batch.num_rollouts and (self.num_steps % every == 0 or not self.noise_floor):
             repacked_N = scorer.score_repacked(batch)
         ref_N = self._reference.score(batch) if self._reference else None
-        return Logprobs(old_N=old_N, ref_N=ref_N, values_N=values_N, repacked_N=repacked_N)
+        if form is FromEngine:
+            old = FromEngine(batch.sampling_logprobs_N)
+        else:
+            old = FromUpdate() if trained_N is None else Recomputed(trained_N)
+        return Logprobs(old=old, ref_N=ref_N, values_N=values_N, repacked_N=repacked_N)
 
-    def _correct(self, batch: StepBatch, logp_old_N: torch.Tensor) -> CorrectionResult:
-        """Importance weights between engine and trainer; in bypass mode the ratio of the loss carries them."""
-        settings = self._config.correction
-        return correction_weights(
-            logp_old_N,
-            batch.sampling_logprobs_N,
-            batch.rollout_N,
-            batch.num_rollouts,
-            mode="off" if self._bypass else settings.mode,
-            bounds=(settings.low, settings.high),
-            rejection=settings.rejection,
-            batch_normalize=settings.batch_normalize,
-        )
-
-    def _targets(
-        self, batch: StepBatch, logprobs: Logprobs, correction: CorrectionResult | None
-    ) -> tuple[Targets, dict[str, float]]:
-        """What each token is trained with: the advantage of its rollout, or with a critic one of its own."""
-        if self._critic is None:
-            keep_N = kept_tokens(batch, correction)
-            advantages_N, metrics = token_advantages(batch, logprobs, self._config, keep_N)
-            return Targets.of(batch, advantages_N, logprobs, correction), metrics
-        assert correction is not None, "a critic needs the old logprobs before the update"
-        assigned = self._critic.assign(batch, logprobs, correction, kl_coef=self.kl_coef)
+    def _assign_credit(
+        self, batch: StepBatch, logprobs: Logprobs, correction: StepCorrection
+    ) -> tuple[Targets, Mapping[str, float]]:
+        """Give each token its advantage: that of its rollout or turn, or with a critic its own."""
+        if not self._config.has_critic:
+            return rollout_targets(batch, logprobs, correction, self._config)
+        assigned = critic_targets(batch, logprobs, correction, self._config.algorithm, kl_coef=self.kl_coef)
         self.kl_coef = assigned.next_kl_coef
-        return Targets.of(batch, assigned.advantages_N, logprobs, correction, assigned.credit), assigned.metrics
-
-    # Numbers
-
-    @property
-    def _bypass(self) -> bool:
-        return self._config.correction.logp_old == "bypass"
-
-    def _mismatch(
-        self, batch: StepBatch, correction: CorrectionResult, logp_train_N: torch.Tensor, version: int
-    ) -> dict[str, float]:
-        """`rollout_correction/*`: how far apart engine and trainer are on the tokens of this step.
-
-        The noise floor is the last one that was measured.
-        """
-        if self._config.correction.mode == "none" or not len(logp_train_N):
-            return correction.metrics
-        # In bypass mode the ratio of the loss is the weight, known since the update's own forward pass.
-        applied = self._correct(batch, logp_train_N).as_applied_by_the_loss() if self._bypass else correction
-        statistics = MismatchStatistics.from_tokens(
-            logp_train_N,
-            batch.sampling_logprobs_N,
-            batch.rollout_N,
-            batch.num_rollouts,
-            correction=applied,
-            version_T=batch.versions_N,
-            current_version=version,
-        )
-        return statistics.finalize() | correction.metrics | dict(self.noise_floor)
+        return assigned.targets, assigned.metrics

@@ -15,13 +15,13 @@ from demo.warm_start import new_model
 from rollout.saved_rollouts import write_rollouts
 from rollout.system.background_loop import BackgroundLoop
 from tests.fixtures.forked_python import forked_python, forks_for_spawns
-from trainer.build import start_engine
 from trainer.config.schema import Config
 from trainer.diagnosis.bench import Bench
 from trainer.diagnosis.cases import REEXAMINED, Case
 from trainer.diagnosis.causes import Cause, Verdict
 from trainer.diagnosis.scorer import EmbeddedScores
 from trainer.diagnosis.variants import Variant
+from trainer.engines.start import start_engine
 from trainer.tools.diagnose import open_bench, sample
 
 ROOT = Path(__file__).resolve().parents[2]

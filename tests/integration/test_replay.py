@@ -14,7 +14,7 @@ from rollout.records import EngineCall, Rollout
 from tests.fixtures.models import tiny_qwen3
 from tests.integration.conftest import Served
 from trainer.batch.packing import collate
-from trainer.batch.step_batch import decode, encode
+from trainer.batch.step_batch import StepBatch
 from trainer.model.policy import Policy
 
 pytestmark = pytest.mark.engine
@@ -30,7 +30,7 @@ def calls(served_untied: Served) -> list[EngineCall]:
 def trainer_logprobs(calls: list[EngineCall]) -> tuple[torch.Tensor, torch.Tensor]:
     """Of engine and trainer, along the trainer's own path: rows, the journey over ranks, a pack, the fused head."""
     rollouts = [Rollout(rollout_id=i, group_id=0, calls=(call,)) for i, call in enumerate(calls)]
-    batch = decode([encode(rollouts, mask_truncated=False)])
+    batch = StepBatch.of(rollouts, mask_truncated=False)
     packed = collate(batch.rows, range(len(batch.rows)), batch.layout)
     with torch.no_grad():
         logp_T, _ = Policy(tiny_qwen3(tied=False))(packed, temperature=TRUNCATED["temperature"])

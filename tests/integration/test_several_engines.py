@@ -19,8 +19,8 @@ from rollout.system.background_loop import BackgroundLoop
 from tests.fixtures.forked_python import forks_for_spawns
 from tests.fixtures.models import save_tiny_model
 from tests.integration.test_run import SMALL, demo, metrics, train  # noqa: F401  # `demo` is a fixture
-from trainer.build import start_members
 from trainer.config.schema import Config
+from trainer.engines.start import start_members
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

@@ -8,6 +8,7 @@ import pytest
 
 from tests.fixtures.models import save_tiny_model
 from tests.fixtures.ranks import accelerate, run_ranks
+from trainer.config.schema import CorrectionConfig
 from trainer.update.batch_dumps import read_dump
 
 WORKER = Path(__file__).parent / "workers" / "skipped_updates.py"
@@ -33,7 +34,7 @@ def test_a_broken_update_is_skipped_on_all_ranks_and_leaves_no_trace(launcher: s
 
     names = sorted(path.name for path in (tmp_path / "dumps").iterdir())
     assert names[:3] == [f"update-000002-try-{number}" for number in (1, 2, 3)]
-    attempts = [read_dump(tmp_path / "dumps" / name)[0] for name in names[:3]]
+    attempts = [read_dump(tmp_path / "dumps" / name, CorrectionConfig())[0] for name in names[:3]]
     assert "policy/loss" in attempts[0].reason
     assert attempts[1].reason == "the gradient norm is not finite"
     assert "times the median" in attempts[2].reason

@@ -1,7 +1,7 @@
-"""All rollouts of one step, the same on every rank.
+"""All rollouts of one step as training rows, the same on every rank.
 
-Ranks that have an engine make rollouts; all ranks get all rows. Rows are small (about 20 bytes a token), and in
-exchange everything that is counted or normalised over the step (denominators, advantages, correction weights and
+The rank that drives the engines makes the rows; all ranks get all of them. Rows are small (about 20 bytes a token), and
+in exchange everything that is counted or normalized over the step (denominators, advantages, correction weights and
 their metrics) is computed by the same code on the same numbers everywhere. No partition of the work can change it.
 
 Shape legend: _S delivered rollouts of the step, _K their turns, _N trained tokens of the step.
@@ -32,8 +32,10 @@ ROW_ARRAYS = {
     "versions": np.int32,
     "turns": np.int32,
 }
-ROLLOUT_ARRAYS = ("rollout_ids", "group_S", "rewards_S", "is_kept_S", "greedy_rewards_S", "num_turns_S")
-BATCH_ARRAYS = (*ROLLOUT_ARRAYS, "turn_rewards_K")
+BATCH_ARRAYS = (
+    *("rollout_ids", "group_S", "rewards_S", "is_kept_S", "greedy_rewards_S", "num_turns_S"),
+    "turn_rewards_K",
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,6 +52,50 @@ class StepBatch:
     turn_rewards_K: (
         np.ndarray
     )  # (K,) float64: of the turns of all rollouts in order; those of a rollout add up to its reward
+
+    @classmethod
+    def of(
+        cls,
+        rollouts: Sequence[Rollout],
+        *,
+        mask_truncated: bool,
+        greedy_rewards: Mapping[int, float] | None = None,
+        with_turn_rewards: bool = False,
+    ) -> StepBatch:
+        """Make the rows of the trainable rollouts of a step.
+
+        Args:
+            mask_truncated: keep rollouts that ended on a length limit out of the loss mask.
+            greedy_rewards: by group id.
+            with_turn_rewards: False gives the last turn the whole reward.
+
+        Raises:
+            EvidenceError: only some rows carry the support they were sampled from; the ratios of the others would be
+                over another one.
+        """
+        greedy = greedy_rewards or {}
+        delivered = sorted((r for r in rollouts if r.is_trainable), key=lambda rollout: rollout.rollout_id)
+        rows = tuple(
+            row
+            for rollout in delivered
+            for row in rows_from_calls(rollout.calls, rollout_id=rollout.rollout_id, group_id=rollout.group_id)
+        )
+        num_supports = sum(row.support is not None for row in rows)
+        if 0 < num_supports < len(rows):
+            raise EvidenceError(f"{num_supports} of {len(rows)} rows carry the sampling support; expected all or none")
+        by_turn = [turn_rewards(rollout, TURN_REWARDS if with_turn_rewards else None) for rollout in delivered]
+        return cls(
+            rows=rows,
+            rollout_ids=np.array([rollout.rollout_id for rollout in delivered], dtype=np.int64),
+            group_S=np.array([rollout.group_id for rollout in delivered], dtype=np.int64),
+            rewards_S=np.array([rollout.reward for rollout in delivered], dtype=np.float64),
+            is_kept_S=np.array([not (mask_truncated and rollout.is_cut_off) for rollout in delivered], dtype=np.bool_),
+            greedy_rewards_S=np.array(
+                [greedy.get(rollout.group_id, np.nan) for rollout in delivered], dtype=np.float64
+            ),
+            num_turns_S=np.array([len(rewards) for rewards in by_turn], dtype=np.int64),
+            turn_rewards_K=np.concatenate([np.zeros(0), *by_turn]),
+        )
 
     @cached_property
     def layout(self) -> StepLayout:
@@ -91,45 +137,14 @@ class StepBatch:
         return torch.from_numpy(np.concatenate(parts)) if parts else torch.zeros(0)
 
 
-def encode(
-    rollouts: Sequence[Rollout],
-    *,
-    mask_truncated: bool,
-    greedy_rewards: Mapping[int, float] | None = None,
-    with_turn_rewards: bool = False,
-) -> bytes:
-    """The trainable rollouts of one rank as bytes: arrays only, nothing that runs when it is read (safetensors).
-
-    greedy_rewards: by group id. with_turn_rewards: else the last turn gets the whole reward.
-    Raises `EvidenceError` if only some rows carry the support they were sampled from: the ratios of the others would be
-    over another one.
-    """
-    greedy = greedy_rewards or {}
-    delivered = [rollout for rollout in rollouts if rollout.is_trainable]
-    rows = [
-        row
-        for rollout in delivered
-        for row in rows_from_calls(rollout.calls, rollout_id=rollout.rollout_id, group_id=rollout.group_id)
-    ]
-    arrays = _row_arrays(rows)
-    arrays |= {
-        "rollout_ids": np.array([rollout.rollout_id for rollout in delivered], dtype=np.int64),
-        "group_S": np.array([rollout.group_id for rollout in delivered], dtype=np.int64),
-        "rewards_S": np.array([rollout.reward for rollout in delivered], dtype=np.float64),
-        "is_kept_S": np.array([not (mask_truncated and rollout.is_cut_off) for rollout in delivered], dtype=np.bool_),
-        "greedy_rewards_S": np.array([greedy.get(rollout.group_id, np.nan) for rollout in delivered], dtype=np.float64),
-    }
-    by_turn = [turn_rewards(rollout, TURN_REWARDS if with_turn_rewards else None) for rollout in delivered]
-    arrays |= {
-        "num_turns_S": np.array([len(rewards) for rewards in by_turn], dtype=np.int64),
-        "turn_rewards_K": np.concatenate([np.zeros(0), *by_turn]),
-    }
-    return safetensors.numpy.save(arrays)
-
-
-def encode_batch(batch: StepBatch) -> bytes:
-    """A merged batch as bytes that `decode` makes it from again."""
+def encode(batch: StepBatch) -> bytes:
+    """Return a batch as bytes for `decode`: arrays only, nothing that runs when it is read (safetensors)."""
     return safetensors.numpy.save(_row_arrays(batch.rows) | {name: getattr(batch, name) for name in BATCH_ARRAYS})
+
+
+def decode(payload: bytes) -> StepBatch:
+    arrays = safetensors.numpy.load(payload)
+    return StepBatch(rows=tuple(_rows(arrays)), **{name: arrays[name] for name in BATCH_ARRAYS})
 
 
 def _row_arrays(rows: Sequence[TrainingRow]) -> dict[str, np.ndarray]:
@@ -144,8 +159,6 @@ def _row_arrays(rows: Sequence[TrainingRow]) -> dict[str, np.ndarray]:
     }
     supports = [row.support for row in rows if row.support is not None]
     if supports:
-        if len(supports) != len(rows):
-            raise EvidenceError(f"{len(supports)} of {len(rows)} rows carry the sampling support; expected all or none")
         arrays["support_sizes"] = np.concatenate([np.diff(support.offsets) for support in supports])
         arrays["support_ids"] = np.concatenate([support.token_ids for support in supports])
     return arrays
@@ -158,25 +171,6 @@ def turn_rewards(rollout: Rollout, key: str | None) -> np.ndarray:
     rewards[: len(given)] = given
     rewards[-1] += rollout.reward - rewards.sum()
     return rewards
-
-
-def decode(payloads: Sequence[bytes]) -> StepBatch:
-    """Merge what every rank encoded, in the order of rollout ids."""
-    rows: list[TrainingRow] = []
-    tables: list[dict[str, np.ndarray]] = []
-    for payload in payloads:
-        arrays = safetensors.numpy.load(payload)
-        tables.append(arrays)
-        rows += _rows(arrays)
-    merged = {name: np.concatenate([t[name] for t in tables]) for name in ROLLOUT_ARRAYS}
-    order = np.argsort(merged["rollout_ids"], kind="stable")
-    turns = np.split(np.concatenate([t["turn_rewards_K"] for t in tables]), np.cumsum(merged["num_turns_S"])[:-1])
-    rows.sort(key=lambda row: row.rollout_id)  # stable: rows of a rollout stay in the order of its branches
-    return StepBatch(
-        rows=tuple(rows),
-        turn_rewards_K=np.concatenate([np.zeros(0), *(turns[i] for i in order)]),
-        **{name: array[order] for name, array in merged.items()},
-    )
 
 
 def _rows(arrays: dict[str, np.ndarray]) -> list[TrainingRow]:

@@ -5,25 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trainer.config.hints import closest
-from trainer.config.schema import REJECTIONS, Config
+from trainer.config.schema import Config
+from trainer.objective.correction_modes import CORRECTION_MODES, REJECTION_CRITERIA
+from trainer.objective.declare import POLICY_LOSSES
 
 
 def correction_problems(config: Config) -> Iterator[str]:
     """One sentence per contradiction."""
     correction = config.correction
-    has_weights = correction.mode not in ("off", "none")
+    if not correction.low < correction.high:
+        yield (
+            f"correction.low={correction.low} and correction.high={correction.high} must satisfy low < high; set "
+            "correction.low=0.5 correction.high=2.0"
+        )
+    has_weights = CORRECTION_MODES[correction.mode].control is not None
     if correction.logp_old == "bypass":
         yield from _bypass(config, has_weights=has_weights)
-    if correction.batch_normalize and not has_weights:
-        yield (
-            f"correction.batch_normalize=true has no weights to divide under correction.mode={correction.mode}; "
-            "set correction.mode=token_truncate or correction.batch_normalize=false"
-        )
     for name, threshold in correction.rejection.items():
-        if name not in REJECTIONS:
+        if name not in REJECTION_CRITERIA:
             yield (
-                f"correction.rejection: {name} is not one of {', '.join(REJECTIONS)}{closest(name, REJECTIONS)}; "
-                "set 'correction.rejection={seq_mean_k3: 0.01}'"
+                f"correction.rejection: {name} is not one of {', '.join(REJECTION_CRITERIA)}"
+                f"{closest(name, list(REJECTION_CRITERIA))}; set 'correction.rejection={{seq_mean_k3: 0.01}}'"
             )
         elif name.endswith("_k1") and not threshold > 1:
             yield (
@@ -49,10 +51,11 @@ def _bypass(config: Config, *, has_weights: bool) -> Iterator[str]:
             f"correction.mode={correction.mode} would weigh nothing, because with correction.logp_old=bypass the ratio "
             "of the loss carries the mismatch; set correction=bypass, or correction.logp_old=recompute"
         )
-    if algorithm.loss == "reinforce":
+    if not POLICY_LOSSES[algorithm.loss].has_ratio:
         yield (
-            "correction.logp_old=bypass lets the ratio of the loss carry the mismatch, but algorithm.loss=reinforce "
-            "has none: nothing would be corrected; set correction.logp_old=recompute, or algorithm.loss=ppo_clip"
+            "correction.logp_old=bypass lets the ratio of the loss carry the mismatch, but algorithm.loss="
+            f"{algorithm.loss} has no ratio: nothing would be corrected; set correction.logp_old=recompute, or "
+            "algorithm.loss=ppo_clip"
         )
     if algorithm.kl_coef and algorithm.kl_place == "reward":
         yield (

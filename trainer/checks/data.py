@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from trainer.checks import first_row
+from trainer.checks.declared import value_problems
 from trainer.checks.names import is_local
 from trainer.config.hints import closest
 from trainer.config.paths import file_exists
@@ -41,8 +41,7 @@ def data_problems(config: Config) -> Iterator[str]:
                     f"{environment.name}; set environment.name=mixed, or {setting}.{name}.environment=null"
                 )
     for name, source in data.sources.items():
-        if not 0 < source.weight < math.inf:
-            yield f"data.sources.{name}.weight={source.weight} must be greater than 0; set it to 1"
+        yield from value_problems(source, f"data.sources.{name}.")
     curriculum = data.curriculum
     if curriculum.rest_epochs and not curriculum.min_pass_rate < curriculum.max_pass_rate:
         yield (

@@ -5,20 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trainer.config.schema import Config
+from trainer.objective.correction_modes import CORRECTION_MODES
 
 
 def asynchrony_problems(config: Config) -> Iterator[str]:
     """One sentence per contradiction."""
     rollout, correction = config.rollout, config.correction
     staleness = rollout.max_staleness
-    if staleness < 0:
-        yield f"rollout.max_staleness={staleness} must not be negative; set rollout.max_staleness=0 to switch it off"
-    if staleness <= 0:
-        if rollout.stragglers != "wait":
-            yield (
-                f"rollout.stragglers={rollout.stragglers} is for rollouts made ahead, and rollout.max_staleness="
-                f"{staleness} makes none; set rollout.max_staleness=1 or rollout.stragglers=wait"
-            )
+    if not staleness:
         return
     updates = config.algorithm.epochs * config.algorithm.minibatches
     if staleness < updates:
@@ -32,7 +26,7 @@ def asynchrony_problems(config: Config) -> Iterator[str]:
             f"rollout.max_staleness={staleness} needs the trainer's logprobs beside those of the older weights that "
             "sampled, and correction.logp_old=bypass takes the one for the other; set correction.logp_old=recompute"
         )
-    if correction.mode in ("off", "none"):
+    if CORRECTION_MODES[correction.mode].control is None:
         yield (
             f"rollout.max_staleness={staleness} trains on tokens of older policies, which correction.mode="
             f"{correction.mode} does not weight; set correction.mode=token_truncate, or rollout.max_staleness=0"

@@ -186,7 +186,7 @@ class Producer(RolloutSource):
     async def _make(self, sampler: Sampler, place: int, row: Row) -> _Complete:
         """A group, sampled and scored, and beside it the greedy answer that ReMax compares it with."""
         sampled = [self._sample(sampler, place, row, self._sampling, self._config.rollout.samples_per_prompt)]
-        if self._config.algorithm.advantage == "remax":
+        if self._config.needs_greedy:
             sampled.append(self._sample(sampler, place, row, replace(self._sampling, temperature=0.0), 1))
         group, *greedy = await _all(sampled)
         async with self._scoring:

@@ -54,7 +54,7 @@ class Collected:
                 "reward/zero_std_fraction": 1 - num_telling / len(groups),
             }
         baselines: dict[int, float] = {}
-        if config.algorithm.advantage == "remax":
+        if config.needs_greedy:
             answered = zip(kept, greedy, strict=True)
             baselines = {group[0].group_id: answer.reward for group, answer in answered if answer.is_trainable}
             trained = [_with_baseline(rollout, baselines) for rollout in trained]

@@ -113,7 +113,7 @@ class Collector(RolloutSource):
         kept = [one for one in sampled if is_kept(one.group, self._config)]
         dropped = [one.group for one in sampled if not is_kept(one.group, self._config)]
         greedy = []
-        if self._config.algorithm.advantage == "remax":
+        if self._config.needs_greedy:
             greedy = self._greedy_answers(sampler, [one.row for one in kept], step, watch)
         collected = Collected.of([one.group for one in kept], dropped, greedy, self._config)
         metrics = {**self._rewards.take_metrics(), **sampler.take_metrics(), **self._prompts.metrics()}

@@ -1,93 +1,81 @@
-"""Credit of a whole step with a critic: token rewards, GAE, the KL controller, and what is reported about them.
+"""Targets of a step with a critic: rewards per token, GAE, the KL controller, and their metrics.
 
-The one place where PPO's pure parts (`token_rewards`, `ppo`, `kl_control`, `ppo_metrics`) meet settings and a batch.
+The pure parts of PPO (`token_rewards`, `advantages/critic`, `kl_control`, `ppo_metrics`) meet settings and a batch
+here.
 
-Shape legend: _S rollouts of the step, _N trained tokens of the step.
+Dimensions: `_S` rollouts of the step, `_N` trained tokens of the step.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from trainer.batch.step_batch import StepBatch
-from trainer.config.schema import AlgorithmConfig, Config
-from trainer.credit.targets import Logprobs, kept_tokens
-from trainer.objective.correction import CorrectionResult
+from trainer.config.schema import AlgorithmConfig
+from trainer.credit.correction import StepCorrection
+from trainer.credit.targets import Logprobs, Targets
+from trainer.objective.advantages.critic import Credit
 from trainer.objective.kl_control import AdaptiveKl, FixedKl, KlController
-from trainer.objective.ppo_credit import Credit, CreditRule, assign
 from trainer.objective.ppo_metrics import objective_metrics, value_metrics
 from trainer.objective.token_rewards import TurnRewards, token_rewards
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assigned:
-    """A step's credit."""
-
-    advantages_N: Tensor
-    """Over the whole step; each optimizer step computes its own."""
-    credit: Credit
+class CriticTargets(NamedTuple):
+    targets: Targets
+    """Advantages over the whole step; each optimizer step computes its own."""
     next_kl_coef: float
     metrics: dict[str, float]
 
 
-class CreditAssignment:
-    """PPO's way from rewards to advantages."""
+def critic_targets(
+    batch: StepBatch, logprobs: Logprobs, correction: StepCorrection, algorithm: AlgorithmConfig, *, kl_coef: float
+) -> CriticTargets:
+    """Return the targets of a step.
 
-    def __init__(self, config: Config) -> None:
-        self._algorithm = config.algorithm
-        self._controller = kl_controller(config.algorithm)
-
-    def assign(self, batch: StepBatch, logprobs: Logprobs, correction: CorrectionResult, *, kl_coef: float) -> Assigned:
-        """logprobs: with values. kl_coef: weight of the KL penalty on this step's tokens."""
-        assert logprobs.values_N is not None, "the critic scores what the policy scores"
-        assert logprobs.old_N is not None, "and with it"
-        in_reward = logprobs.ref_N is not None and self._algorithm.kl_place == "reward"
-        scores_S = torch.from_numpy(batch.rewards_S)
-        rewards = token_rewards(
-            TurnRewards(torch.from_numpy(batch.turn_rewards_K), batch.turn_rollout_K, batch.turn_index_K),
-            logprobs.old_N,
-            logprobs.ref_N if logprobs.ref_N is not None else logprobs.old_N,
-            batch.rollout_N,
-            batch.turns_N,
-            num_rollouts=batch.num_rollouts,
-            kl_coef=kl_coef if in_reward else 0.0,
-        )
-        credit = Credit(
-            rewards_N=rewards.rewards_T,
-            values_N=logprobs.values_N,
-            rollout_N=batch.rollout_N,
-            turns_N=batch.turns_N,
-            keep_N=kept_tokens(batch, correction),
-        )
-        everything_N = torch.ones_like(credit.keep_N)
-        advantages_N, returns_N = assign(credit, everything_N, credit_rule(self._algorithm))
-        next_kl_coef = kl_coef
-        if in_reward and batch.num_rollouts:
-            kl = float(rewards.kl_S.double().mean())
-            next_kl_coef = self._controller.next(kl_coef, kl=kl, num_episodes=batch.num_rollouts)
-        metrics = objective_metrics(
-            scores_S, rewards.kl_S, rewards.penalty_T, logprobs.old_N, batch.rollout_N, kl_coef=kl_coef
-        )
-        if logprobs.ref_N is None:  # a KL of 0 would look like a measurement
-            metrics = {name: value for name, value in metrics.items() if not name.startswith("objective/kl")}
-        return Assigned(
-            advantages_N=advantages_N,
-            credit=credit,
-            next_kl_coef=next_kl_coef,
-            metrics=metrics | value_metrics(credit.values_N, returns_N, credit.keep_N),
-        )
-
-
-def credit_rule(algorithm: AlgorithmConfig) -> CreditRule:
-    return CreditRule(
-        gamma=algorithm.gamma,
-        lam=algorithm.gae_lambda,
-        whiten_rewards=algorithm.whiten_rewards,
-        whiten_advantages=algorithm.whiten_advantages,
+    Args:
+        logprobs: with values.
+        kl_coef: weight of the KL penalty on this step's tokens.
+    """
+    old_N, values_N, ref_N = logprobs.old.logp_N, logprobs.values_N, logprobs.ref_N
+    assert old_N is not None, "a critic needs the logprobs of the policy before the update"
+    assert values_N is not None, "the critic scores the same tokens in the same pass"
+    in_reward = ref_N is not None and algorithm.kl_place == "reward"
+    rewards = token_rewards(
+        TurnRewards(torch.from_numpy(batch.turn_rewards_K), batch.turn_rollout_K, batch.turn_index_K),
+        old_N,
+        old_N if ref_N is None else ref_N,
+        batch.rollout_N,
+        batch.turns_N,
+        num_rollouts=batch.num_rollouts,
+        kl_coef=kl_coef if in_reward else 0.0,
     )
+    credit = Credit(
+        rewards_N=rewards.rewards_T,
+        values_N=values_N,
+        rollout_N=batch.rollout_N,
+        turns_N=batch.turns_N,
+        keep_N=correction.keep_N,
+    )
+    targets = Targets(
+        advantages_N=torch.zeros_like(values_N),
+        old=logprobs.old,
+        correction=correction,
+        ref_logp_N=ref_N,
+        credit=credit,
+    ).for_rollouts(torch.arange(batch.num_rollouts), algorithm)
+    next_kl_coef = kl_coef
+    if in_reward and batch.num_rollouts:
+        kl = float(rewards.kl_S.double().mean())
+        next_kl_coef = kl_controller(algorithm).next(kl_coef, kl=kl, num_episodes=batch.num_rollouts)
+    metrics = objective_metrics(
+        torch.from_numpy(batch.rewards_S), rewards.kl_S, rewards.penalty_T, old_N, batch.rollout_N, kl_coef=kl_coef
+    )
+    if ref_N is None:  # a KL of 0 would look like a measurement
+        metrics = {name: value for name, value in metrics.items() if not name.startswith("objective/kl")}
+    assert targets.returns_N is not None
+    return CriticTargets(targets, next_kl_coef, metrics | value_metrics(values_N, targets.returns_N, correction.keep_N))
 
 
 def kl_controller(algorithm: AlgorithmConfig) -> KlController:

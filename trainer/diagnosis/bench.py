@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from rollout.records import Message, Rollout, TrainingRow
-from trainer.batch.step_batch import decode, encode
+from trainer.batch.step_batch import StepBatch, decode, encode
 from trainer.diagnosis import statistics
 from trainer.diagnosis.cases import Case
 from trainer.diagnosis.causes import EngineCheck, Evidence, judge
@@ -128,7 +128,7 @@ class Bench:
 
 def training_rows(rollouts: Sequence[Rollout], damage: Damage) -> list[TrainingRow]:
     """Rows by the path that training takes, bytes and all, then damaged."""
-    batch = decode([encode(rollouts, mask_truncated=False)])
+    batch = decode(encode(StepBatch.of(rollouts, mask_truncated=False)))
     rows: list[TrainingRow] = []
     for rollout in sorted(rollouts, key=lambda rollout: rollout.rollout_id):
         own = [row for row in batch.rows if row.rollout_id == rollout.rollout_id]

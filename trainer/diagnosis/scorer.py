@@ -12,7 +12,7 @@ from torch import nn
 from rollout.engine.protocol import Engine
 from rollout.records import TrainingRow
 from rollout.system.background_loop import BackgroundLoop
-from trainer.batch.step_batch import StepBatch, decode, encode
+from trainer.batch.step_batch import StepBatch
 from trainer.config.schema import Config
 from trainer.distributed.distributed import Distributed
 from trainer.score.scorer import Scorer
@@ -67,4 +67,4 @@ class EmbeddedScores:
 def _batch_of(rows: Sequence[TrainingRow]) -> StepBatch:
     """A batch to score and nothing else: it has no rewards, which scoring does not read."""
     rollout_ids = np.unique([row.rollout_id for row in rows])
-    return replace(decode([encode([], mask_truncated=False)]), rows=tuple(rows), rollout_ids=rollout_ids)
+    return replace(StepBatch.of([], mask_truncated=False), rows=tuple(rows), rollout_ids=rollout_ids)

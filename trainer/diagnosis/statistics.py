@@ -14,13 +14,13 @@ import torch
 
 from trainer.diagnosis.classes import CLASSES, TokenTexts
 from trainer.diagnosis.scored import ScoredRow
-from trainer.objective.mismatch import PREFIX, MismatchStatistics
+from trainer.objective.mismatch import PREFIX, mismatch_metrics
 
 METRICS = (
     *("kl_v1", "kl_v2", "k3_kl", "logp_diff_abs_mean", "logp_diff_abs_max", "pearson"),
     *("kl_v1_unforced", "kl_v2_unforced", "forced_token_ratio", "ess"),
 )
-"""Of `MismatchStatistics`, the ones that a diagnosis reads. `*_unforced` and `forced_token_ratio` are seed 000's
+"""Of `mismatch_metrics`, the ones that a diagnosis reads. `*_unforced` and `forced_token_ratio` are seed 000's
 two-stage mask: they stand beside the unfiltered numbers and decide nothing."""
 
 OFFSETS = (-1, 0, 1)
@@ -129,10 +129,10 @@ def _by(
 
 def _metrics(train: Sequence[np.ndarray], samp: Sequence[np.ndarray]) -> dict[str, float]:
     rollout = np.repeat(np.arange(len(train)), [len(part) for part in train]) if train else np.zeros(0, dtype=np.int64)
-    metrics = MismatchStatistics.from_tokens(
+    metrics = mismatch_metrics(
         torch.from_numpy(np.concatenate([np.zeros(0), *train])),
         torch.from_numpy(np.concatenate([np.zeros(0), *samp])),
         torch.from_numpy(rollout.astype(np.int64)),
         len(train),
-    ).finalize()
+    )
     return {name: metrics[PREFIX + name] for name in METRICS if PREFIX + name in metrics}

@@ -276,11 +276,32 @@ class Distributed:
         torch_dist.all_gather(buffers, mine, group=self._control)
         return [buffer[: int(size)].numpy().tobytes() for buffer, size in zip(buffers, sizes, strict=True)]
 
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the entries of every rank's flat tensor, in rank order, on every rank, on the device they came
+        from."""
+        if self._control is None:
+            return tensor
+        payloads = self.gather_bytes(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        parts = [torch.frombuffer(bytearray(payload), dtype=tensor.dtype) for payload in payloads if payload]
+        return torch.cat(parts or [tensor.new_zeros(0).cpu()]).to(tensor.device)
+
+    def broadcast_bytes(self, payload: bytes) -> bytes:
+        """Return rank 0's payload on every rank."""
+        if self._control is None:
+            return payload
+        size = torch.tensor([len(payload)])
+        torch_dist.broadcast(size, src=0, group=self._control)
+        buffer = torch.zeros(int(size), dtype=torch.uint8)
+        if self.is_main and payload:
+            buffer = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        torch_dist.broadcast(buffer, src=0, group=self._control)
+        return payload if self.is_main else buffer.numpy().tobytes()
+
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's JSON value on every rank."""
+        """Return rank 0's JSON value on every rank."""
         if self._control is None:
             return value
-        return json.loads(self.gather_bytes(json.dumps(value).encode() if self.is_main else b"")[0])
+        return json.loads(self.broadcast_bytes(json.dumps(value).encode() if self.is_main else b""))
 
     def together(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank; if it fails on one, raise the same error on all, so that nobody waits forever."""

@@ -21,9 +21,9 @@ from rollout.errors import ConfigError
 from rollout.server.remote_rank_engine import EngineService, PeerEngine
 from rollout.system.addresses import LOOPBACK, address_towards
 from rollout.system.background_loop import BackgroundLoop
-from trainer.build import embedded_engine, start_members
 from trainer.config.schema import Config
 from trainer.distributed.distributed import Distributed
+from trainer.engines.start import embedded_engine, start_members
 from trainer.model.memory_plan import GIB, USABLE, ModelShape, cache_gib_left, memory_plan
 from trainer.model.meta_model import blueprint
 

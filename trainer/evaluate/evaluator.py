@@ -20,9 +20,10 @@ from rollout.records import Rollout
 from rollout.sampler.sampler import Sampler
 from rollout.saved_rollouts import write_rollouts
 from rollout.system.background_loop import BackgroundLoop
-from trainer.build import make_chat, make_rewards, make_sampler, make_sampling, start_engine
+from trainer.build import make_chat, make_rewards, make_sampler, make_sampling
 from trainer.config.schema import Config
 from trainer.data.prompts import DataSet, heldout_data
+from trainer.engines.start import start_engine
 from trainer.evaluate.results import (
     Comparison,
     SetResult,

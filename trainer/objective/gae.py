@@ -1,7 +1,7 @@
-"""Generalised advantage estimation, and returns over turns.
+"""Generalized advantage estimation (GAE), and returns over turns.
 
-Values exist at trained tokens only. The successor of a token is the next *trained* token of its rollout, whatever
-tool result or user turn lies between: those were not decisions of the policy. There is no bootstrap after the last one.
+Values exist at trained tokens only. The successor of a token is the next *trained* token of its rollout: a tool result
+or user turn in between was not a decision of the policy. The last token has no successor and no bootstrap.
 
     δ_t = r_t + γ V_next(t) − V_t        A_t = δ_t + γ λ A_next(t)        return_t = A_t + V_t
 
@@ -12,12 +12,12 @@ Dimensions: `_B` rows of a padded batch, `_T` tokens (of a padded row, or flat),
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from trainer.objective.per_rollout import rollout_count
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class GaeResult(NamedTuple):
@@ -27,14 +27,15 @@ class GaeResult(NamedTuple):
 
 
 def gae(rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, *, gamma: float, lam: float) -> GaeResult:
-    """(B, T) advantages and returns; both 0 where the mask is false.
+    """Return (B, T) advantages and returns; both 0 where the mask is false.
 
     Args:
-        rewards_BT, values_BT: read where `mask_BT` is true; whatever is elsewhere (padding, even NaN) has no effect.
+        rewards_BT, values_BT: read where `mask_BT` is true; other entries (padding, even NaN) have no effect.
         mask_BT: bool, the trained tokens; may have holes and be empty.
         gamma, lam: discount and λ, both in [0, 1].
 
-    Raises ValueError for shapes that differ and coefficients outside [0, 1].
+    Raises:
+        ValueError: shapes that differ, or coefficients outside [0, 1].
     """
     if not rewards_BT.shape == values_BT.shape == mask_BT.shape or rewards_BT.ndim != 2:
         raise ValueError(
@@ -48,13 +49,13 @@ def gae(rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, *, gamma: float,
     values_BT = values_BT.masked_fill(~mask_BT, 0.0)
     next_value_B = values_BT.new_zeros(len(values_BT))
     next_advantage_B = values_BT.new_zeros(len(values_BT))
-    advantages_BT = torch.zeros_like(values_BT)
+    advantages_BT = values_BT.new_zeros(values_BT.shape)
     for t in range(values_BT.shape[1] - 1, -1, -1):
         delta_B = rewards_BT[:, t] + gamma * next_value_B - values_BT[:, t]
         advantage_B = delta_B + gamma * lam * next_advantage_B
         # At an untrained token the successor stays what it was: the hole is skipped.
-        next_value_B = torch.where(mask_BT[:, t], values_BT[:, t], next_value_B)
-        next_advantage_B = torch.where(mask_BT[:, t], advantage_B, next_advantage_B)
+        next_value_B = values_BT[:, t].where(mask_BT[:, t], next_value_B)
+        next_advantage_B = advantage_B.where(mask_BT[:, t], next_advantage_B)
         advantages_BT[:, t] = advantage_B.masked_fill(~mask_BT[:, t], 0.0)
     return GaeResult(advantages_BT, advantages_BT + values_BT)
 
@@ -68,31 +69,30 @@ def gae_flat(
     lam: float,
     turn_T: Tensor | None = None,
 ) -> GaeResult:
-    """(T,) advantages and returns of trained tokens of any number of rollouts, each wholly in here.
+    """Return (T,) advantages and returns of the trained tokens of any number of whole rollouts.
 
     Within a rollout tokens follow each other in flat order or, given `turn_T` (the call that sampled each token), by
     turn and then in flat order: rows of a rollout may then come in any order, and hold turns that interleave. Tokens of
     different rollouts may be mixed.
     """
-    order_T = torch.arange(len(rollout_T), device=rollout_T.device)
-    if turn_T is not None:
-        order_T = torch.argsort(turn_T, stable=True)
-    order_T = order_T[torch.argsort(rollout_T[order_T], stable=True)]
+    place_T = rollout_T.new_ones(len(rollout_T)).cumsum(0) - 1
+    order_T = place_T if turn_T is None else turn_T.argsort(stable=True)
+    order_T = order_T[rollout_T[order_T].argsort(stable=True)]
 
-    names_S, row_T = torch.unique_consecutive(rollout_T[order_T], return_inverse=True)
+    names_S, row_T = rollout_T[order_T].unique_consecutive(return_inverse=True)
     count_S = rollout_count(row_T, len(names_S))
     start_S = count_S.cumsum(0) - count_S
-    column_T = torch.arange(len(row_T), device=row_T.device) - start_S[row_T]
+    column_T = place_T - start_S[row_T]
     shape = (len(names_S), int(count_S.max()) if len(names_S) else 0)
 
     def padded(x_T: Tensor) -> Tensor:
         return x_T.new_zeros(shape).index_put((row_T, column_T), x_T[order_T])
 
-    mask = padded(torch.ones_like(rollout_T, dtype=torch.bool))
+    mask = padded(rollout_T == rollout_T)
     result = gae(padded(rewards_T), padded(values_T), mask, gamma=gamma, lam=lam)
 
     def flat(x: Tensor) -> Tensor:
-        x_T = torch.empty_like(values_T)
+        x_T = values_T.new_empty(values_T.shape)
         x_T[order_T] = x[row_T, column_T]
         return x_T
 

@@ -6,57 +6,63 @@ For tokens sampled from p and a log ratio x = log q − log p at the sampled tok
     k2 = ½ x²           biased, never negative
     k3 = eˣ − x − 1     unbiased, never negative
 
-Source: J. Schulman, "Approximating KL divergence" (2020). In the loss, p is the policy and q the reference. An
-estimator with the right value need not have the right gradient: on policy that of k1 has mean 0, that of k2 is the
-gradient of KL(p ‖ q), that of k3 the gradient of KL(q ‖ p). `unbiased` multiplies k3 by the importance ratio
-π_θ/π_old and lets the gradient through both, which makes value and gradient those of KL(p ‖ q) for tokens sampled
-from π_old (DeepSeek-V3.2, 2025, section on the unbiased KL estimate).
+Source: J. Schulman, "Approximating KL divergence" (2020). In the loss, p is the policy and q the reference. The right
+value does not imply the right gradient: on policy the gradient of k1 has mean 0, that of k2 is the gradient of
+KL(p ‖ q), that of k3 the gradient of KL(q ‖ p). `unbiased` multiplies k3 by the importance ratio π_θ/π_old and lets the
+gradient through both, which gives value and gradient of KL(p ‖ q) for tokens sampled from π_old (DeepSeek-V3.2, 2025,
+section on the unbiased KL estimate).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LOG_RATIO_BOUND = 20.0
 """Log ratios are clamped to ± this before exp: exp(20) = 4.9e8 and its square are finite in float32 and bfloat16."""
 
 
 def bounded(log_ratio_T: Tensor) -> Tensor:
-    """The log ratio clamped for exp. Outside the bound its gradient is 0."""
+    """Clamp log ratios for exp. Outside the bound their gradient is 0."""
     return log_ratio_T.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
 def k1(log_ratio_T: Tensor) -> Tensor:
-    """−x: log p − log q. Either sign."""
+    """Return −x: log p − log q. Either sign."""
     return -log_ratio_T
 
 
 def k2(log_ratio_T: Tensor) -> Tensor:
-    """½ x²."""
+    """Return ½ x²."""
     return 0.5 * log_ratio_T.square()
 
 
 def k3(log_ratio_T: Tensor) -> Tensor:
-    """eˣ − x − 1, never negative; expm1, because near 0 the terms cancel."""
-    return torch.expm1(log_ratio_T) - log_ratio_T
+    """Return eˣ − x − 1, never negative. expm1, because near 0 the terms cancel."""
+    return log_ratio_T.expm1() - log_ratio_T
 
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
 KL_TERMS = (*KL_ESTIMATORS, "unbiased")
+"""Names that `algorithm.kl_estimator` takes."""
 
 
 def kl_term(name: str, logp_T: Tensor, ref_logp_T: Tensor, old_logp_T: Tensor) -> Tensor:
-    """(T,) estimate per token of KL(policy ‖ reference), with gradient: what a loss adds, times its coefficient.
+    """Return (T,) estimates per token of KL(policy ‖ reference), with gradient; a loss adds them times its coefficient.
+
+    The gradient of k1, k2 and k3 is 0 where |logp_ref − logp| exceeds `LOG_RATIO_BOUND`.
 
     Args:
         name: one of `KL_TERMS`.
-        logp_T: policy logprobs with gradient. ref_logp_T: the reference's, detached here.
-        old_logp_T: the policy's at the start of the update, detached here; only `unbiased` reads it.
+        logp_T: policy logprobs with gradient.
+        ref_logp_T: reference logprobs, detached here.
+        old_logp_T: policy logprobs at the start of the update, detached here; only `unbiased` reads them.
 
-    Raises ValueError for an unknown name.
+    Raises:
+        ValueError: unknown name.
     """
     log_ratio_T = bounded(ref_logp_T.detach() - logp_T)
     if name == "unbiased":

@@ -1,4 +1,4 @@
-"""Loss normalisation: one denominator per optimizer step, whatever way the step was cut up.
+"""Loss normalization: one denominator per optimizer step, however the step is partitioned.
 
     loss = Σ_t c_t · l_t / D        over all trained tokens of the step, on all ranks
 
@@ -6,15 +6,15 @@
 |----------------|------------|--------------|-------------------------------------------------------------|
 | `grpo`         | 1 / \\|T_s\\| | N_seq        | mean over rollouts of the mean over their tokens            |
 | `dr_grpo`      | 1          | N_seq · H    | H the configured maximum completion length (Liu et al. 2025) |
-| `token`        | 1          | N_tok        | DAPO (Yu et al. 2025); what BNPO intends, but globally      |
+| `token`        | 1          | N_tok        | DAPO (Yu et al. 2025); the intent of BNPO, but globally     |
 | `sequence_sum` | 1          | N_seq        |                                                             |
 
-N_seq counts the rollouts delivered to the step, also those of which every token is masked or rejected: leaving them
-out would let the weight of a rollout depend on its neighbours' fate. N_tok and |T_s| count tokens of the loss
-mask, over all rows of a rollout and all ranks, after rejection; correction weights of 0 do not change them.
-D = 0 (nothing was delivered, or everything is masked under `token`) gives loss 0 with zero gradients, not NaN.
+N_seq counts the rollouts delivered to the step, also those of which every token is masked or rejected: otherwise the
+weight of a rollout would depend on the fate of the others. N_tok and |T_s| count tokens of the loss mask, over all rows
+of a rollout and all ranks, after rejection; correction weights of 0 do not change them. D = 0 (nothing was delivered,
+or everything is masked under `token`) gives loss 0 with zero gradients, not NaN.
 
-Source: seed 004, with the table of this project's objective where its text and code disagree.
+Source: "Reinforcement Learning Loss Normalization" (note); where its text and code disagree, the table above counts.
 Dimensions: `_T` trained tokens of a microbatch, `_S` rollouts of the step.
 """
 
@@ -22,21 +22,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCounts:
-    """Counted once per optimizer step, before the first backward, over ranks, microbatches and packs."""
+    """Counts of an optimizer step over ranks, microbatches and packs, taken once before the first backward."""
 
     num_rollouts: int
     """Delivered rollouts, with or without trained tokens."""
     num_tokens: int
     """Tokens of the loss mask."""
     max_completion_length: int
-    """H, tokens; only `dr_grpo` reads it."""
+    """H [tokens]; only `dr_grpo` reads it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +46,7 @@ class Normalizer:
     """A row of the table above."""
 
     per_rollout_mean: bool
-    """c_t = 1 / |T_s| instead of 1."""
+    """True for c_t = 1 / |T_s|, False for c_t = 1."""
     denominator: Callable[[StepCounts], int]
 
 
@@ -59,35 +61,33 @@ NORMALIZERS: dict[str, Normalizer] = {
 
 
 def loss_coefficients(
-    name: str,
-    rollout_T: Tensor,
-    tokens_per_rollout_S: Tensor,
-    counts: StepCounts,
-    *,
-    dtype: torch.dtype = torch.float32,
+    name: str, rollout_T: Tensor, tokens_per_rollout_S: Tensor, counts: StepCounts, *, dtype: torch.dtype
 ) -> Tensor:
-    """(T,) what to multiply each token's loss by, so that the sum over all tokens of the step is the loss: c_t / D.
+    """Return (T,) the factor of each token's loss, c_t / D: the sum over all tokens of the step is the loss.
+
+    A caller whose framework averages gradients over P ranks multiplies by P.
 
     Args:
         name: a key of `NORMALIZERS`.
         rollout_T: rollout of each token of this microbatch.
         tokens_per_rollout_S: |T_s| over all rows of the rollout, on all ranks, after rejection.
         counts: of the whole step.
+        dtype: of the result.
 
-    A caller whose framework averages gradients over P ranks multiplies by P.
-    Raises ValueError for an unknown name.
+    Raises:
+        ValueError: unknown name.
     """
     if name not in NORMALIZERS:
-        raise ValueError(f"unknown normalisation {name!r}; expected one of: {', '.join(NORMALIZERS)}")
+        raise ValueError(f"unknown normalization {name!r}; expected one of: {', '.join(NORMALIZERS)}")
     normalizer = NORMALIZERS[name]
     denominator = normalizer.denominator(counts)
     scale = 1.0 / denominator if denominator else 0.0
     if not normalizer.per_rollout_mean:
-        return torch.full(rollout_T.shape, scale, dtype=dtype, device=rollout_T.device)
+        return rollout_T.new_full(rollout_T.shape, scale, dtype=dtype)
     coef_S = scale / tokens_per_rollout_S.double().clamp(min=1)
     return coef_S[rollout_T].to(dtype)
 
 
 def normalized_loss(loss_T: Tensor, coefficient_T: Tensor) -> Tensor:
-    """Scalar share of this microbatch in the loss of the step; 0 with zero gradients when it holds no tokens."""
+    """Return the share of this microbatch in the loss of the step; 0 with zero gradients if it holds no tokens."""
     return (loss_T * coefficient_T).sum()

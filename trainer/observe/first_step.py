@@ -14,7 +14,7 @@ from rollout.records import TrainingRow
 from rollout.system.terminal_text import visible
 from trainer.batch.step_batch import StepBatch
 from trainer.diagnosis.classes import TokenTexts
-from trainer.objective.mismatch import FORCED_LOGPROB, PREFIX, MismatchStatistics
+from trainer.objective.mismatch import FORCED_LOGPROB, PREFIX, mismatch_metrics
 
 SHOWN_TOKENS = 12
 
@@ -32,7 +32,7 @@ def first_step_summary(batch: StepBatch, logp_train_N: torch.Tensor, tokenizer: 
     samp_N = batch.sampling_logprobs_N
     forced = int((samp_N >= FORCED_LOGPROB).sum())
     lengths = [len(row) for row in batch.rows]
-    metrics = MismatchStatistics.from_tokens(logp_train_N, samp_N, batch.rollout_N, batch.num_rollouts).finalize()
+    metrics = mismatch_metrics(logp_train_N, samp_N, batch.rollout_N, batch.num_rollouts)
     lines = [
         f"first step: {batch.num_rollouts} rollouts, {len(batch.rows)} rows of {min(lengths)} to {max(lengths)} "
         f"tokens, {num_tokens} in all",

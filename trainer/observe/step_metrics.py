@@ -1,22 +1,70 @@
-"""Counts and means of a step's rollouts: `reward/*`, `rollout/*`, `environment/*`, `perf/*`."""
+"""The metrics of one step, assembled from its parts: `reward/*`, `rollout/*`, `environment/*`, `perf/*` and others."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from torch import Tensor
 
 from rollout.episode.token_metrics import TokenCounts, count_tokens
 from rollout.records import Rollout, RolloutStatus, TrainingRow
 from trainer.batch.step_batch import StepBatch
 from trainer.collect.groups import OVERLONG, Collected
+from trainer.config.schema import CorrectionConfig
+from trainer.credit.targets import Logprobs, reference_metrics
+from trainer.objective.correction import CorrectionResult
+from trainer.objective.mismatch import mismatch_metrics
+from trainer.stopwatch import Stopwatch
 
 IDLE_STAGES = ("rollout", "reward", "wait")
 """Stages of a step in which the trainer computes nothing."""
 
 
+def step_metrics(
+    *,
+    collected: Collected,
+    batch: StepBatch,
+    logprobs: Logprobs,
+    trained_N: Tensor,
+    correction: CorrectionResult,
+    version: int,
+    noise_floor: Mapping[str, float],
+    settings: CorrectionConfig,
+    stages: Sequence[Mapping[str, float]],
+    watch: Stopwatch,
+) -> dict[str, float]:
+    """Return all metrics of a step.
+
+    Args:
+        trained_N: the trainer's logprobs of the trained tokens before the update.
+        correction: the correction as it was applied.
+        version: version of the weights before the update.
+        noise_floor: as last measured.
+        stages: metrics that the stages returned themselves; those about rollouts give way to `rollout_metrics`.
+    """
+    metrics: dict[str, float] = {}
+    for stage in stages:
+        metrics |= stage
+    metrics |= rollout_metrics(collected, batch)
+    if settings.mode != "none" and batch.layout.num_tokens:
+        metrics |= mismatch_metrics(
+            trained_N,
+            batch.sampling_logprobs_N,
+            batch.rollout_N,
+            batch.num_rollouts,
+            correction=correction,
+            version_T=batch.versions_N,
+            current_version=version,
+        )
+        metrics |= noise_floor
+    old_N = trained_N if logprobs.old.logp_N is None else logprobs.old.logp_N
+    metrics |= correction.metrics | reference_metrics(old_N, logprobs.ref_N, batch) | watch.metrics()
+    return metrics | throughput(metrics)
+
+
 def rollout_metrics(collected: Collected, batch: StepBatch) -> dict[str, float]:
-    """Of everything that was sampled, and of what is trained; without an engine only what the batch shows."""
+    """Return counts and means of everything that was sampled, and of the rows; without an engine only of the rows."""
     metrics = {
         "rollout/delivered": float(batch.num_rollouts),
         "rollout/trained_tokens": float(batch.layout.num_tokens),

@@ -1,4 +1,4 @@
-"""What a step leaves for loggers and people."""
+"""The report of one step, for loggers and people."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class StepReport:
     """One step, after its weights are in the engine."""
 
     update: int
-    """Optimizer updates done so far."""
+    """Number of optimizer updates done."""
     metrics: Mapping[str, float]
     rollouts: Sequence[Rollout]
-    """Of this rank's engine; empty on ranks without one."""
+    """Rollouts of this rank's engine; empty on ranks without one."""
     batch: StepBatch
     logp_train_N: torch.Tensor
     """The trainer's logprobs of the trained tokens, with the weights that sampled them."""

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollout.errors import ConfigError
-from trainer.checks.bounds import choice_problems, not_finite, optimizer_problems
+from trainer.checks.declared import value_problems
 from trainer.checks.names import run_name_problems
-from trainer.config.schema import LoggerConfig, OptimizerConfig, setting
+from trainer.config.schema import LoggerConfig, OptimizerConfig
 from trainer.data.datasets import is_file
+from trainer.setting import setting
 
 
 @dataclass
@@ -39,12 +40,12 @@ class ComparisonData:
 class NormalizationConfig:
     """Rewards of the pretrained model's samples get mean 0 and variance 1, before and after training."""
 
-    num_samples: int = setting(256, "responses to normalise on, over all ranks; 0: no normalisation")
+    num_samples: int = setting(256, "responses to normalise on, over all ranks; 0: no normalization", low=0)
     queries_path: str | None = setting(None, "rows with `prompt`, and `response` if they are sampled already; "
                                              "null: the prompts of data.path")  # fmt: skip
     model_path: str | None = setting(None, "model that samples; null: model.path")
-    response_tokens: int = setting(24, "length of a sampled response [tokens]")
-    temperature: float = setting(0.7, "of sampling")
+    response_tokens: int = setting(24, "length of a sampled response [tokens]", low=1)
+    temperature: float = setting(0.7, "sampling temperature", above=0)
     stop: str | None = setting(None, "one token that ends a response for the score; null: none")
     stop_after: int = setting(0, "first index at which it counts [tokens]")
 
@@ -54,9 +55,9 @@ class RewardModelConfig:
     seed: int = setting(0, "of data order, head and sampling; ranks sample with seed + rank x 100003")
     run_root: str = setting("runs", "directory that holds run directories")
     run_name: str | None = setting(None, "name of the run directory; null: reward_model and time")
-    epochs: int = setting(1, "passes over the comparisons; more than one overfits the labels")
-    batch_size: int = setting(32, "comparisons per optimizer step, over all ranks")
-    microbatch_size: int = setting(8, "comparisons per forward pass on one rank, at most")
+    epochs: int = setting(1, "passes over the comparisons; more than one overfits the labels", low=1)
+    batch_size: int = setting(32, "comparisons per optimizer step, over all ranks", low=1)
+    microbatch_size: int = setting(8, "comparisons per forward pass on one rank, at most", low=1)
     eval_every: int = setting(0, "optimizer steps between evaluations on data.heldout_path; 0: only at the end")
     model: RewardModelSettings = field(default_factory=RewardModelSettings)
     data: ComparisonData = field(default_factory=ComparisonData)
@@ -81,30 +82,17 @@ UNUSED = (
 
 
 def _problems(config: RewardModelConfig) -> Iterator[str]:
-    yield from choice_problems(config)
-    yield from not_finite("", config)
-    yield from optimizer_problems(config.optimizer)
+    yield from value_problems(config)
     for name in UNUSED:
         value = operator.attrgetter(name)(config)
         if value != operator.attrgetter(name)(RewardModelConfig()):
             yield f"{name}={value} does nothing where a reward model is trained; leave it out"
     yield from run_name_problems(config.run_name)
-    at_least_one = {
-        "epochs": config.epochs,
-        "batch_size": config.batch_size,
-        "microbatch_size": config.microbatch_size,
-        "normalization.response_tokens": config.normalization.response_tokens,
-    }
-    for name, value in at_least_one.items():
-        if value < 1:
-            yield f"{name}={value} must be at least 1; set {name}=1"
-    if config.normalization.num_samples == 1 or config.normalization.num_samples < 0:
+    if config.normalization.num_samples == 1:
         yield (
             f"normalization.num_samples={config.normalization.num_samples} has no variance; "
             "set normalization.num_samples=256, or 0 for no normalisation"
         )
-    if not config.normalization.temperature > 0:
-        yield f"normalization.temperature={config.normalization.temperature} must be greater than 0"
     paths = {
         "data.path": config.data.path,
         "data.heldout_path": config.data.heldout_path,

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from rollout.errors import TrainingError
-from trainer.objective.per_rollout import LOCAL, RankReduction
 from trainer.objective.whitening import moments
 
 
@@ -29,13 +28,13 @@ class Normalization:
         return scores * self.gain + self.bias
 
 
-def fit(scores_B: Tensor, *, over_ranks: RankReduction = LOCAL) -> Normalization:
-    """From raw scores of this rank's samples.
+def fit(scores_B: Tensor) -> Normalization:
+    """Return the normalization of raw scores of all ranks' samples.
 
     Raises:
         TrainingError: all scores are equal or one is not finite, so no gain exists.
     """
-    mean, variance = moments(scores_B, over_ranks=over_ranks)
+    mean, variance = moments(scores_B)
     if not (variance.isfinite() and variance > 0):
         raise TrainingError(
             f"reward normalisation: scores of the samples have mean {float(mean):g} and variance {float(variance):g}; "

@@ -28,7 +28,6 @@ from rollout.errors import ConfigError, DataError, TrainingError
 from trainer.data.datasets import load_rows
 from trainer.distributed.distributed import Distributed
 from trainer.model.decoder import disable_randomness
-from trainer.objective.per_rollout import RankReduction
 from trainer.observe.metrics_log import MetricsLog
 from trainer.reward_model.config import RewardModelConfig
 from trainer.reward_model.data import Comparison, Lengths, query_ids, read_comparisons
@@ -183,9 +182,7 @@ class RewardModelTraining:
             return
         self._normalization = Normalization()
         scores_B = self._score_samples()
-        self._normalization = self._distributed.together(
-            lambda: fit(scores_B, over_ranks=RankReduction(sum=self._distributed.sum))
-        )
+        self._normalization = fit(self._distributed.gather(scores_B))
 
     @torch.no_grad()
     def _score_samples(self) -> torch.Tensor:

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from rollout.engine.pool import EnginePool
 from rollout.errors import ConfigError
 from rollout.system.background_loop import BackgroundLoop
-from trainer.build import make_chat, start_engine
+from trainer.build import make_chat
 from trainer.config.schema import Config
 from trainer.diagnosis.bench import Bench, EngineScores
 from trainer.diagnosis.cases import Case, sample_cases, saved_cases
@@ -26,6 +26,7 @@ from trainer.diagnosis.scored import CorrectionSettings
 from trainer.diagnosis.scorer import EmbeddedScores, TrainerScorer
 from trainer.diagnosis.variants import Variant
 from trainer.distributed.distributed import Distributed
+from trainer.engines.start import start_engine
 from trainer.model.policy import Policy
 from trainer.observe.pages.token_view import write_token_view
 from trainer.run.library_logs import quiet_third_parties

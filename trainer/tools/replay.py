@@ -25,11 +25,12 @@ from rollout.records import Rollout
 from rollout.sampler.sampler import OnRollout
 from rollout.system.background_loop import BackgroundLoop
 from rollout.weights.sync import WeightSync
-from trainer.build import load_policy, make_chat, make_rewards, make_sampler, make_sampling, start_members
+from trainer.build import load_policy, make_chat, make_rewards, make_sampler, make_sampling
 from trainer.checkpoint import checkpoint
 from trainer.collect.groups import Collected, Group, is_kept
 from trainer.config.schema import Config
 from trainer.distributed.distributed import Distributed
+from trainer.engines.start import start_members
 from trainer.model.critic import policy_of, with_critic
 from trainer.observe.console import RunConsole
 from trainer.run.library_logs import quiet_third_parties
@@ -49,9 +50,10 @@ class _FromFile:
     """In place of a collector: rollouts that were sampled and scored before."""
 
     def __init__(self, step: SavedStep, config: Config) -> None:
-        if config.algorithm.advantage == "remax":
+        if config.needs_greedy:
             raise ConfigError(
-                "algorithm.advantage=remax needs greedy answers, which are not saved; replay with --sample, or add "
+                f"algorithm.advantage={config.algorithm.advantage} needs greedy answers, which are not saved; replay "
+                "with --sample, or add "
                 "algorithm.advantage=rloo to see this batch under another estimator"
             )
         kept: list[Group] = []
@@ -166,7 +168,7 @@ def _train(run: Path, step: SavedStep, config: Config, distributed: Distributed,
 
 
 def _train_dump(run: Path, path: Path, config: Config, distributed: Distributed, console: RunConsole) -> bool:
-    attempt, batch, targets = read_dump(path)
+    attempt, batch, targets = read_dump(path, config.correction)
     console.say(f"dumped because {attempt.reason}")
     # It was judged then; here the step itself is looked at, and may be skipped again.
     config.optimizer.spike, config.optimizer.max_skipped_updates = "off", 2

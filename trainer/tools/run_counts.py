@@ -40,7 +40,7 @@ class RunArithmetic:
         rows_per_pack = max(1, config.token_budget // rollout.max_model_len)
         rows_per_rank = math.ceil(batch / algorithm.minibatches / ranks)
         extra = algorithm.max_refills * batch if algorithm.dynamic_sampling else 0
-        if algorithm.advantage == "remax":
+        if config.needs_greedy:
             extra += rollout.prompts_per_step
         per_turns = config.environment.max_turns * rollout.max_tokens_per_turn
         return cls(

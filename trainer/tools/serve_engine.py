@@ -14,8 +14,8 @@ from rollout.engine.plugin import CHILD_ENV, SCHEDULER
 from rollout.errors import ConfigError, SyncError
 from rollout.server.guard import KEY_ENV
 from rollout.system.addresses import address_towards, is_loopback
-from trainer.build import engine_key
 from trainer.config.schema import Config
+from trainer.engines.start import engine_key
 
 MODULE = "vllm.entrypoints.launchers.api_server.entry"
 """What `vllm serve` runs for one server; the `vllm` script itself fails in the CPU build."""

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from rollout.gateway import Gateway
 from rollout.system.background_loop import BackgroundLoop
-from trainer.build import make_chat, make_gateway_settings, make_sampling, start_engine
+from trainer.build import make_chat, make_gateway_settings, make_sampling
 from trainer.config.schema import Config
+from trainer.engines.start import start_engine
 
 
 def run(config: Config) -> None:

@@ -1,10 +1,10 @@
-"""The batch of an optimizer step that was refused, or that a person should look at, as it was: to be run again.
+"""Dumps of optimizer steps that were refused or stood out: everything that is needed to run them again.
 
     dumps/update-000012-try-1/batch.safetensors     rows and rollouts of the whole step, all ranks'
-                              targets.safetensors   what each trained token was trained with
-                              attempt.json          which rollouts, learning rate, sums, gradient norm, what was wrong
+                              targets.safetensors   targets of each trained token
+                              attempt.json          rollouts, learning rate, sums, gradient norm, reason
 
-Nothing in it runs when it is read. `scripts/replay.py` runs it again, with the weights of the checkpoint before it.
+Reading a dump runs no code. `scripts/replay.py` runs the step again, with the weights of the checkpoint before it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ import torch
 from safetensors import SafetensorError
 
 from rollout.errors import DataError
-from trainer.batch.step_batch import StepBatch, decode, encode_batch
+from trainer.batch.step_batch import StepBatch, decode, encode
+from trainer.config.schema import CorrectionConfig
+from trainer.credit.correction import StepCorrection
+from trainer.credit.old_policy import FromEngine, FromUpdate, Recomputed
 from trainer.credit.targets import Targets
-from trainer.objective.ppo_credit import Credit
+from trainer.objective.advantages.critic import Credit
 
 BATCH, TARGETS, ATTEMPT = "batch.safetensors", "targets.safetensors", "attempt.json"
 _OF_CREDIT = "credit."
@@ -58,7 +61,7 @@ def write_dump(root: Path, attempt: Attempt, batch: StepBatch, targets: Targets)
     directory = root / attempt.name
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
-    (directory / BATCH).write_bytes(encode_batch(batch))
+    (directory / BATCH).write_bytes(encode(batch))
     safetensors.torch.save_file(_tensors(targets), directory / TARGETS)
     values = asdict(attempt)
     values |= {"grad_norm": _number(attempt.grad_norm), "sums": {k: _number(v) for k, v in attempt.sums.items()}}
@@ -66,32 +69,46 @@ def write_dump(root: Path, attempt: Attempt, batch: StepBatch, targets: Targets)
     return directory
 
 
-def read_dump(directory: Path) -> tuple[Attempt, StepBatch, Targets]:
-    """Raises `DataError` if it is no dump, or a damaged one."""
+def read_dump(directory: Path, settings: CorrectionConfig) -> tuple[Attempt, StepBatch, Targets]:
+    """Read a dump; settings: of the run. Raises `DataError` for another or a damaged directory."""
     try:
         values = json.loads((directory / ATTEMPT).read_text())
         sums = {str(name): float(value) for name, value in values["sums"].items()}
         attempt = Attempt(
             **values | {"rollouts": tuple(values["rollouts"]), "sums": sums, "grad_norm": float(values["grad_norm"])}
         )
-        batch = decode([(directory / BATCH).read_bytes()])
-        targets = _targets(safetensors.torch.load_file(directory / TARGETS))
+        batch = decode((directory / BATCH).read_bytes())
+        targets = _targets(safetensors.torch.load_file(directory / TARGETS), settings)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise DataError(f"{directory} is not a dumped batch: {type(error).__name__}: {error}") from error
     return attempt, batch, targets
 
 
 def _tensors(targets: Targets) -> dict[str, torch.Tensor]:
-    own = {field.name: getattr(targets, field.name) for field in fields(Targets) if field.name != "credit"}
-    credit = {} if targets.credit is None else {f.name: getattr(targets.credit, f.name) for f in fields(Credit)}
-    tensors = own | {f"{_OF_CREDIT}{name}": tensor for name, tensor in credit.items()}
+    tensors = {
+        "advantages_N": targets.advantages_N,
+        "old_logp_N": targets.old.logp_N,
+        "weights_N": targets.correction.weights_N,
+        "keep_N": targets.keep_N,
+        "ref_logp_N": targets.ref_logp_N,
+        "returns_N": targets.returns_N,
+    }
+    if targets.credit is not None:
+        tensors |= {f"{_OF_CREDIT}{field.name}": getattr(targets.credit, field.name) for field in fields(Credit)}
     return {name: tensor.clone() for name, tensor in tensors.items() if tensor is not None}
 
 
-def _targets(tensors: Mapping[str, torch.Tensor]) -> Targets:
+def _targets(tensors: dict[str, torch.Tensor], settings: CorrectionConfig) -> Targets:
+    old_N, weights_N = tensors.pop("old_logp_N", None), tensors.pop("weights_N", None)
+    form = FromEngine if settings.logp_old == "bypass" else Recomputed
     own = {name: tensor for name, tensor in tensors.items() if not name.startswith(_OF_CREDIT)}
     credit = {name.removeprefix(_OF_CREDIT): tensor for name, tensor in tensors.items() if name not in own}
-    return Targets(**own, credit=Credit(**credit) if credit else None)
+    return Targets(
+        old=FromUpdate() if old_N is None else form(old_N),
+        correction=StepCorrection(settings=settings, weights_N=weights_N, keep_N=own.pop("keep_N")),
+        credit=Credit(**credit) if credit else None,
+        **own,
+    )
 
 
 def _number(value: float) -> Any:

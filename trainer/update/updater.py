@@ -1,15 +1,16 @@
-"""Updating the policy on the rows of a step: minibatches, packs, microbatches, one denominator.
+"""Update of the policy on the rows of a step: minibatches, packs, microbatches, one denominator.
 
-What each token is worth (advantage, correction weight, old logprob) is a tensor over all trained tokens of the step
+The targets of a token (advantage, correction weight, old logprob) are tensors over all trained tokens of the step
 (`Targets`); a microbatch looks its tokens up by `PackedBatch.token_index_T`. So the numbers a token is trained with
-cannot depend on where it was packed, and only sums of per-token losses meet the framework.
+do not depend on where it was packed, and only sums of per-token losses meet the framework.
 
-Shape legend: _S rollouts of the step, _N trained tokens of the step, _T trained tokens of a microbatch.
+Dimensions: _S rollouts of the step, _N trained tokens of the step, _T trained tokens of a microbatch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -19,33 +20,30 @@ from torch import Tensor, nn
 from rollout.records import TrainingRow
 from trainer.batch.packing import PackedBatch, collate
 from trainer.batch.step_batch import StepBatch
-from trainer.config.schema import AlgorithmConfig, Config
-from trainer.credit.critic_credit import credit_rule
+from trainer.config.schema import Config
+from trainer.credit.old_policy import FromEngine
 from trainer.credit.targets import Targets
 from trainer.distributed.distributed import Distributed
-from trainer.objective.correction import token_weights
 from trainer.objective.kl import kl_term
 from trainer.objective.loss_normalization import StepCounts, loss_coefficients, normalized_loss
-from trainer.objective.losses import POLICY_LOSSES, LossInputs, LossOutputs, entropy_bonus, sequence_log_ratio
-from trainer.objective.losses.value import clipped_value_loss
-from trainer.objective.per_rollout import rollout_count
+from trainer.objective.losses import POLICY_LOSSES
+from trainer.objective.losses.inputs import LossInputs
+from trainer.objective.per_rollout import rollout_count, rollout_mean
+from trainer.objective.value_loss import clipped_value_loss
 from trainer.score.scorer import Scorer
 from trainer.update.batch_dumps import Attempt
 from trainer.update.schedule import learning_rate
 from trainer.update.update_guard import UpdateGuard
 
-SEQUENCE_LEVEL = ("gspo",)
-"""Losses whose ratio is one per rollout, which no microbatch can see alone; others: `importance_sampling_level`."""
 
-LOSS_SETTINGS = {
-    "ppo_clip": {"clip_low": "clip_low", "clip_high": "clip_high", "dual_clip": "dual_clip"},
-    "gspo": {"clip_low": "clip_low", "clip_high": "clip_high"},
-    "cispo": {"clip_low": "clip_low", "clip_high": "clip_high"},
-    "sapo": {"tau_positive": "tau_positive", "tau_negative": "tau_negative"},
-    "clipped_tis": {"clip_high": "clip_high", "level": "importance_sampling_level"},
-    "reinforce": {},
-}
-"""Argument of the loss ← field of `algorithm`."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Updated:
+    """The outcome of the optimizer steps on one rollout batch."""
+
+    metrics: Mapping[str, float]
+    """Means over the optimizer steps that were made (of those that were skipped, if all were)."""
+    logp_N: Tensor
+    """Logprobs that the trained tokens had in their first forward pass of the update."""
 
 
 class Updater:
@@ -55,9 +53,10 @@ class Updater:
         self._module = module
         self._distributed = distributed
         self._config = config
-        self._loss = policy_loss(config.algorithm)
+        loss = POLICY_LOSSES[config.algorithm.loss]
+        self._loss = loss.configured(config.algorithm)
+        self._sequence_values = loss.sequence_values(config.algorithm)
         self._has_critic = config.has_critic
-        self._credit_rule = credit_rule(config.algorithm)
         self.scorer = Scorer(
             module,
             distributed,
@@ -71,26 +70,23 @@ class Updater:
         self.dump: Callable[[Attempt, StepBatch, Targets], None] = lambda attempt, batch, targets: None
         """Keeps the batch of an optimizer step that the guard objects to; called on every rank."""
 
-    def update(self, batch: StepBatch, targets: Targets) -> tuple[dict[str, float], Tensor]:
-        """All epochs and minibatches of one rollout batch; a collective.
-
-        Returns means over the optimizer steps that were made (of those that were skipped, if all were), and (N,) the
-        logprobs that the trained tokens had in their first forward pass of the update.
-        """
+    def update(self, batch: StepBatch, targets: Targets) -> Updated:
+        """Run all epochs and minibatches of one rollout batch; a collective."""
         made: list[dict[str, float]] = []
         skipped: list[dict[str, float]] = []
         seen_N = torch.full((batch.layout.num_tokens,), torch.nan)
         lr = self._learning_rate()  # one for all epochs and minibatches of a rollout batch
         for rollouts in self._minibatches(batch.num_rollouts):
             if len(rollouts):
-                own = targets.for_rollouts(torch.from_numpy(rollouts), self._credit_rule)
+                own = targets.for_rollouts(torch.from_numpy(rollouts), self._config.algorithm)
                 before = self.num_updates
                 report = self.optimizer_step(batch, own, rollouts, seen_N, lr=lr, is_first=not made and not skipped)
                 (made if self.num_updates > before else skipped).append(report)
         seen_N = self._distributed.sum(seen_N.nan_to_num())
         reports = made or skipped
         means = {name: float(np.mean([r[name] for r in reports])) for name in reports[0]} if reports else {}
-        return means | {"health/skipped_updates": float(self.guard.skipped)}, seen_N
+        means["health/skipped_updates"] = float(self.guard.skipped)
+        return Updated(metrics=means, logp_N=seen_N)
 
     def logprobs(self, ids: Sequence[int]) -> list[float]:
         """log π(ids[i] | ids[:i]) at temperature 1 for i ≥ 1, by the trainer's own forward; a collective."""
@@ -204,13 +200,8 @@ class Updater:
 
         keep = keep_T.to(logp_T.device)
         rollout_T = packed.rollout_T[keep]
-        if targets.old_logp_N is None or targets.weights_N is None:
-            old_T = logp_T[
-                keep
-            ].detach()  # this pass runs under θ_old: trainer/credit/targets.py, `scored_by_the_update`
-            weights_T = self._token_weights(old_T, packed.sampling_logprobs_T[keep])
-        else:
-            old_T, weights_T = at_tokens(targets.old_logp_N), at_tokens(targets.weights_N)
+        old_T = targets.old.at(kept_index_T, logp_T[keep])
+        weights_T = targets.correction.weights_at(kept_index_T, old_T, packed.sampling_logprobs_T[keep])
         outputs = self._loss(
             LossInputs(
                 logp_T=logp_T[keep],
@@ -227,7 +218,7 @@ class Updater:
             kl_T = kl_term(algorithm.kl_estimator, logp_T[keep], at_tokens(targets.ref_logp_N), old_T)
             loss_T = loss_T + algorithm.kl_coef * kl_T
         if algorithm.entropy_coef:
-            loss_T = loss_T + entropy_bonus(entropy_T[keep], algorithm.entropy_coef)
+            loss_T = loss_T - algorithm.entropy_coef * entropy_T[keep]
         if targets.credit is not None and targets.returns_N is not None:
             value_loss = clipped_value_loss(
                 values_T[keep],
@@ -244,10 +235,6 @@ class Updater:
         loss = normalized_loss(loss_T, coefficient_T) + 0.0 * (logp_T.sum() + values_T.sum())
         metrics |= {"policy/entropy": entropy_T[keep].detach().sum(), "policy/loss": loss.detach()}
         return loss, logp_T, metrics
-
-    def _token_weights(self, old_logp_T: Tensor, sampling_logp_T: Tensor) -> Tensor:
-        settings = self._config.correction
-        return token_weights(old_logp_T, sampling_logp_T, mode=settings.mode, bounds=(settings.low, settings.high))
 
     def _forward(self, packed: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
         """logp_T, entropy_T and, of a module with a critic, values_T; of another one they are 0."""
@@ -270,16 +257,17 @@ class Updater:
     def _sequence_log_ratio(
         self, batch: StepBatch, targets: Targets, rows: Sequence[int], *, is_first: bool
     ) -> Tensor | None:
-        """(S,) for losses with one ratio per rollout; before the first update of a batch θ is θ_old, so it is 0."""
-        algorithm = self._config.algorithm
-        if algorithm.loss not in SEQUENCE_LEVEL and algorithm.importance_sampling_level != "sequence":
+        """Return (S,) for losses with one ratio per rollout; before the first update of a batch θ is θ_old."""
+        if self._sequence_values is None:
             return None
-        if is_first and self._config.correction.logp_old == "recompute":
-            return torch.zeros(batch.num_rollouts, device=self._distributed.device)
-        assert targets.old_logp_N is not None, "only the first update of a batch scores for itself"
-        kept = targets.keep_N
-        logp_N = self.scorer.score(batch, rows)
-        ratio_S = sequence_log_ratio(logp_N[kept], targets.old_logp_N[kept], batch.rollout_N[kept], batch.num_rollouts)
+        kept, old_N = targets.keep_N, targets.old.logp_N
+        if is_first and not isinstance(targets.old, FromEngine):
+            log_ratio_N = torch.zeros(batch.layout.num_tokens)
+        else:
+            assert old_N is not None, "only the first update of a batch takes its own logprobs for the old ones"
+            log_ratio_N = self.scorer.score(batch, rows) - old_N
+        values = self._sequence_values(log_ratio_N[kept], targets.advantages_N[kept])
+        ratio_S = rollout_mean(values, batch.rollout_N[kept], batch.num_rollouts)
         return ratio_S.to(self._distributed.device)
 
     # Partition of the work
@@ -311,12 +299,6 @@ class Updater:
             total_updates=self._config.updates,
             final_fraction=settings.final_lr_fraction,
         )
-
-
-def policy_loss(algorithm: AlgorithmConfig) -> Callable[[LossInputs], LossOutputs]:
-    """The loss by name, with the settings that it takes."""
-    settings = {argument: getattr(algorithm, field) for argument, field in LOSS_SETTINGS[algorithm.loss].items()}
-    return partial(POLICY_LOSSES[algorithm.loss], **settings)
 
 
 def whole_row(ids: Sequence[int]) -> TrainingRow:

@@ -13,12 +13,13 @@ import torch
 from gradients import GradientsOnly, fixed_rollouts  # type: ignore[import-not-found]  # beside this file
 from peft import PeftModel
 
-from trainer.batch.step_batch import decode, encode
-from trainer.config.schema import AlgorithmConfig, Config, LoraConfig, OptimizerConfig
-from trainer.credit.targets import Logprobs, Targets, token_advantages
+from trainer.batch.step_batch import StepBatch
+from trainer.config.schema import AlgorithmConfig, Config, CorrectionConfig, LoraConfig, OptimizerConfig
+from trainer.credit.correction import StepCorrection
+from trainer.credit.old_policy import Recomputed
+from trainer.credit.targets import Logprobs, rollout_targets
 from trainer.model.lora import save_merged
 from trainer.model.policy import Policy
-from trainer.objective.correction import correction_weights
 from trainer.update.optimizer import make_optimizer
 from trainer.update.updater import Updater
 
@@ -33,20 +34,20 @@ def main(model_dir: str, out_dir: str, dtype: str) -> None:
         if "lora_" in name:
             parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator)
     module = distributed.prepare(policy, make_optimizer(policy, OptimizerConfig(), is_sharded=True))
-    mine = [rollout for rollout in fixed_rollouts() if rollout.rollout_id % distributed.world_size == distributed.rank]
-    batch = decode(distributed.gather_bytes(encode(mine, mask_truncated=False)))
-    config = Config(algorithm=AlgorithmConfig(entropy_coef=0.01), token_budget=48)
-    updater = Updater(module, distributed, config)
-    logprobs = Logprobs(old_N=updater.scorer.score(batch), ref_N=None)
-    weights = correction_weights(
-        logprobs.old_N, batch.sampling_logprobs_N, batch.rollout_N, batch.num_rollouts, mode="off"
+    batch = StepBatch.of(fixed_rollouts(), mask_truncated=False)
+    config = Config(
+        algorithm=AlgorithmConfig(entropy_coef=0.01), correction=CorrectionConfig(mode="off"), token_budget=48
     )
-    advantages_N, _ = token_advantages(batch, logprobs, config)
-    updater.update(batch, Targets.of(batch, advantages_N, logprobs, weights))
+    updater = Updater(module, distributed, config)
+    scored_N = updater.scorer.score(batch)
+    old = Recomputed(scored_N)
+    correction = StepCorrection.of(batch, old, config.correction)
+    targets, _ = rollout_targets(batch, Logprobs(old=old), correction, config)
+    updater.update(batch, targets)
     assert isinstance(policy.model, PeftModel)
     save_merged(policy.model, Path(out_dir) / "model", distributed)
     if distributed.is_main:
-        np.savez(Path(out_dir) / "gradients.npz", scored=logprobs.old_N.numpy(), **distributed.gradients)
+        np.savez(Path(out_dir) / "gradients.npz", scored=scored_N.numpy(), **distributed.gradients)
     distributed.close()
 
 

@@ -10,6 +10,7 @@ apart: rows that begin alike share nothing.
 
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +18,13 @@ import torch
 import yaml
 
 from rollout.records import EngineCall, FinishReason, Rollout, VersionSpan
-from trainer.batch.step_batch import decode, encode
-from trainer.config.schema import AlgorithmConfig, Config
-from trainer.credit.targets import Logprobs, Targets, token_advantages
+from trainer.batch.step_batch import StepBatch
+from trainer.config.schema import AlgorithmConfig, Config, CorrectionConfig
+from trainer.credit.correction import StepCorrection
+from trainer.credit.old_policy import FromEngine, Recomputed
+from trainer.credit.targets import Logprobs, rollout_targets
 from trainer.distributed.distributed import Distributed
 from trainer.model.policy import Policy
-from trainer.objective.correction import correction_weights
 from trainer.score.reference import make_reference
 from trainer.update.updater import Updater
 
@@ -109,10 +111,7 @@ def main(model_dir: str, out: str, algorithms: str, token_budget: str, *flags: s
     policy = Policy.from_pretrained(model_dir, gradient_checkpointing=checkpointing)
     runs = count_runs({"pack": policy, "layer": policy.causal_lm.get_decoder().get_submodule("layers.0")})
     module = distributed.prepare(policy, torch.optim.SGD(policy.parameters(), lr=1.0))
-    rollouts = fixed_rollouts()
-    mine = [rollout for rollout in rollouts if rollout.rollout_id % distributed.world_size == distributed.rank]
-    greedy_rewards = dict.fromkeys(range(3), 0.5)
-    batch = decode(distributed.gather_bytes(encode(mine, mask_truncated=False, greedy_rewards=greedy_rewards)))
+    batch = StepBatch.of(fixed_rollouts(), mask_truncated=False, greedy_rewards=dict.fromkeys(range(3), 0.5))
     result: dict[str, np.ndarray] = {}
     reference = None
     for name in algorithms.split(","):
@@ -127,14 +126,12 @@ def main(model_dir: str, out: str, algorithms: str, token_budget: str, *flags: s
         noise = torch.from_numpy(np.random.default_rng(1).normal(size=(2, len(scored)))).float()
         old = scored + 0.15 * noise[0]
         result |= {"policy/scored": scored.numpy(), "reference/scored": reference.score(batch).numpy()}
-        logprobs = Logprobs(old_N=old, ref_N=scored + 0.2 * noise[1])
-        weights = correction_weights(
-            old, batch.sampling_logprobs_N, batch.rollout_N, batch.num_rollouts, mode="token_truncate"
-        )
-        advantages_N, _ = token_advantages(batch, logprobs, config)
-        assert advantages_N.abs().min() > 0, "a token without an advantage proves nothing of the loss"
-        config.correction.logp_old = "given"  # neither recomputed nor bypassed: sequence ratios need their own pass
-        metrics, _ = updater.update(batch, Targets.of(batch, advantages_N, logprobs, weights))
+        logprobs = Logprobs(old=Recomputed(old), ref_N=scored + 0.2 * noise[1])
+        correction = StepCorrection.of(batch, logprobs.old, CorrectionConfig(mode="token_truncate"))
+        targets, _ = rollout_targets(batch, logprobs, correction, config)
+        assert targets.advantages_N.abs().min() > 0, "a token without an advantage proves nothing of the loss"
+        # `old` is not of the weights before this update, so losses per sequence need the ratio of a pass of their own.
+        metrics = updater.update(batch, replace(targets, old=FromEngine(old))).metrics
         result["shared_tokens_frac"] = np.array(metrics["perf/shared_tokens_frac"])
         result |= {f"{name}/{parameter}": grad for parameter, grad in distributed.gradients.items()}
     result["layer_runs_per_pack"] = np.array(runs["layer"] / runs["pack"])

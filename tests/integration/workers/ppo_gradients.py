@@ -13,14 +13,15 @@ import numpy as np
 import torch
 
 from tests.integration.workers.gradients import GradientsOnly, count_runs, fixed_rollouts
-from trainer.batch.step_batch import decode, encode
-from trainer.config.schema import AlgorithmConfig, Config
-from trainer.credit.critic_credit import CreditAssignment
-from trainer.credit.targets import Logprobs, Targets
+from trainer.batch.step_batch import StepBatch
+from trainer.config.schema import AlgorithmConfig, Config, CorrectionConfig
+from trainer.credit.correction import StepCorrection
+from trainer.credit.critic_credit import critic_targets
+from trainer.credit.old_policy import Recomputed
+from trainer.credit.targets import Logprobs
 from trainer.model.critic import ActorCritic, ValueHead, with_critic
 from trainer.model.critic_saving import save_critic
 from trainer.model.policy import Policy
-from trainer.objective.correction import correction_weights
 from trainer.update.updater import Updater
 
 
@@ -44,18 +45,16 @@ def main(model_dir: str, out: str, critic: str, token_budget: str, *flags: str) 
     torch.nn.init.normal_(head.linear.weight, std=0.3, generator=torch.Generator().manual_seed(1))
     prepared = distributed.prepare(module, torch.optim.SGD(module.parameters(), lr=1.0))
 
-    mine = [r for r in fixed_rollouts() if r.rollout_id % distributed.world_size == distributed.rank]
-    batch = decode(distributed.gather_bytes(encode(mine, mask_truncated=False)))
+    batch = StepBatch.of(fixed_rollouts(), mask_truncated=False)
     updater = Updater(prepared, distributed, config)
     scored, values = updater.scorer.score_with_values(batch)
     # Off-policy on purpose: ratios and values must have moved, or clipping would not be seen.
     noise = torch.from_numpy(np.random.default_rng(1).normal(size=(3, len(scored)))).float()
-    logprobs = Logprobs(old_N=scored + 0.15 * noise[0], ref_N=scored + 0.2 * noise[1], values_N=values + 0.3 * noise[2])
-    weights = correction_weights(
-        logprobs.old_N, batch.sampling_logprobs_N, batch.rollout_N, batch.num_rollouts, mode="token_truncate"
-    )
-    assigned = CreditAssignment(config).assign(batch, logprobs, weights, kl_coef=0.1)
-    metrics, _ = updater.update(batch, Targets.of(batch, assigned.advantages_N, logprobs, weights, assigned.credit))
+    old = Recomputed(scored + 0.15 * noise[0])
+    logprobs = Logprobs(old=old, ref_N=scored + 0.2 * noise[1], values_N=values + 0.3 * noise[2])
+    correction = StepCorrection.of(batch, old, CorrectionConfig(mode="token_truncate"))
+    assigned = critic_targets(batch, logprobs, correction, algorithm, kl_coef=0.1)
+    metrics = updater.update(batch, assigned.targets).metrics
     shared = {"kl_coef": assigned.next_kl_coef, "lr": metrics["optim/lr"], **assigned.metrics}
     assert len(set(distributed.gather_bytes(json.dumps(shared).encode()))) == 1, "ranks differ in what they share"
     assert save_critic(module, Path(out).with_suffix(""), distributed)

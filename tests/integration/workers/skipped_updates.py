@@ -9,6 +9,7 @@ What is broken is broken on the last rank alone. Writes DIRECTORY/report.json.
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,13 +18,14 @@ import torch
 
 from rollout.errors import TrainingError
 from tests.integration.workers.gradients import fixed_rollouts
-from trainer.batch.step_batch import decode, encode
-from trainer.config.schema import AlgorithmConfig, Config
-from trainer.credit.targets import Logprobs, Targets, token_advantages
+from trainer.batch.step_batch import StepBatch
+from trainer.config.schema import AlgorithmConfig, Config, CorrectionConfig
+from trainer.credit.correction import StepCorrection
+from trainer.credit.old_policy import Recomputed
+from trainer.credit.targets import Logprobs, rollout_targets
 from trainer.distributed.distributed import Distributed
 from trainer.model.policy import Policy
-from trainer.objective.correction import correction_weights
-from trainer.objective.losses import LossInputs, LossOutputs
+from trainer.objective.losses.inputs import LossInputs, LossOutputs
 from trainer.update.batch_dumps import write_dump
 from trainer.update.updater import Updater
 
@@ -46,18 +48,17 @@ def main(model_dir: str, directory: str) -> None:
     distributed = Distributed.start(dtype="float32", max_grad_norm=1.0)
     policy = Policy.from_pretrained(model_dir)
     module = distributed.prepare(policy, torch.optim.AdamW(policy.parameters(), lr=1e-3))
-    config = Config(algorithm=AlgorithmConfig(loss="reinforce"), token_budget=48)
+    config = Config(
+        algorithm=AlgorithmConfig(loss="reinforce"), correction=CorrectionConfig(mode="off"), token_budget=48
+    )
     config.optimizer.lr, config.optimizer.spike, config.optimizer.max_skipped_updates = 1e-3, "skip", 4
     updater = Updater(module, distributed, config)
-    batch = decode([encode(fixed_rollouts(), mask_truncated=False)])
-    scored_N = updater.scorer.score(batch)
-    logprobs = Logprobs(old_N=scored_N)
-    weights = correction_weights(scored_N, scored_N, batch.rollout_N, batch.num_rollouts, mode="off")
-    advantages_N, _ = token_advantages(batch, logprobs, config)
-    targets = Targets.of(batch, advantages_N, logprobs, weights)
+    batch = StepBatch.of(fixed_rollouts(), mask_truncated=False)
+    old = Recomputed(updater.scorer.score(batch))
+    targets, _ = rollout_targets(batch, Logprobs(old=old), StepCorrection.of(batch, old, config.correction), config)
     plain_loss = updater._loss
 
-    def update(*, loss_factor: float = 1.0, gradient_factor: float = 1.0) -> dict[str, float]:
+    def update(*, loss_factor: float = 1.0, gradient_factor: float = 1.0) -> Mapping[str, float]:
         def loss(inputs: LossInputs) -> LossOutputs:
             outputs = plain_loss(inputs)
             if distributed.rank < distributed.world_size - 1:
@@ -65,7 +66,7 @@ def main(model_dir: str, directory: str) -> None:
             return replace(outputs, loss_T=Amplified.apply(outputs.loss_T * loss_factor, gradient_factor))
 
         updater._loss = loss
-        return updater.update(batch, targets)[0]
+        return updater.update(batch, targets).metrics
 
     def parameters() -> torch.Tensor:
         with distributed.whole_parameters(distributed.unwrapped):

@@ -163,4 +163,4 @@ def test_the_comparison_is_of_trained_tokens_per_second():
 def test_the_way_of_a_token_is_measured(monkeypatch, capsys):
     result = result_of("records", monkeypatch, capsys)
     assert result["us_per_token"] > 0
-    assert len(result["rows"]) == 5
+    assert len(result["rows"]) == 6

@@ -35,7 +35,7 @@ from rollout.records import EngineCall, FinishReason, SamplingSupport, VersionSp
 from tests.fixtures.mutations import JSON, PLAIN, mutated
 from trainer.checks.validate import validate
 from trainer.cli import CONFIG_DIR, explain, to_config
-from trainer.config.schema import Config
+from trainer.config.schema import Config, CorrectionConfig
 from trainer.evaluate.results import PromptResult, SetResult, read_results, write_results
 from trainer.tools.saved_step import saved_step, settings_of
 from trainer.update.batch_dumps import ATTEMPT, read_dump
@@ -174,7 +174,7 @@ def test_an_attempt_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory,
     directory = tmp_path_factory.mktemp("dump")
     (directory / ATTEMPT).write_text(text, errors="replace")
     with pytest.raises(DataError):
-        read_dump(directory)
+        read_dump(directory, CorrectionConfig())
 
 
 @settings(max_examples=60)

@@ -1,4 +1,4 @@
-"""What every policy loss takes and returns.
+"""Inputs and outputs of a policy loss, and the parts that several losses share.
 
 Dimensions: `_T` trained tokens of a microbatch, flat and without padding, of the loss mask only (rejected tokens are
 not in it); `_S` rollouts of the optimizer step.
@@ -7,22 +7,30 @@ not in it); `_S` rollouts of the optimizer step.
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from trainer.objective.kl import bounded, k2
-from trainer.objective.per_rollout import LOCAL, RankReduction, rollout_mean
+from trainer.setting import Setting
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CLIP_LOW = Setting(
+    default=0.2,
+    description="lower clip of the importance ratio: 1 - clip_low; null: none (cispo only)",
+    above=0,
+    below=1,
+)
+CLIP_HIGH = Setting(
+    default=0.28, description="upper clip of the importance ratio: 1 + clip_high", above=0, may_be_infinite=True
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossInputs:
     """One microbatch.
 
-    A rollout's tokens can lie in several microbatches. Losses with a sequence-level ratio then need what no
-    microbatch can see, `seq_log_ratio_S`: make it with `sequence_log_ratio` from a pass without gradients over the
-    whole step (before the first update of a rollout batch it is 0, since logp = old_logp). Left at None, it is
-    computed from the tokens at hand, which is right if and only if no rollout is spread over microbatches.
+    Raises ValueError for shapes that differ.
     """
 
     logp_T: Tensor
@@ -36,7 +44,8 @@ class LossInputs:
     weights_T: Tensor | None = None
     """Weights of the rollout correction, multiplied onto every token's loss; None means 1."""
     seq_log_ratio_S: Tensor | None = None
-    """Per rollout, the mean of log π_θ − log π_old over all its tokens."""
+    """Per rollout, the mean of the loss's `sequence_log_ratio` over all its tokens, which may lie in several
+    microbatches. Made by `sequence_log_ratio` from the whole step."""
 
     def __post_init__(self) -> None:
         shapes = {
@@ -59,48 +68,53 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossOutputs:
-    """Per-token losses, to be summed with the coefficients of `trainer.objective.loss_normalization`."""
+    """Losses per token, to be summed with the coefficients of `trainer/objective/loss_normalization.py`."""
 
     loss_T: Tensor
-    """To be minimised; correction weights included."""
+    """Minimized; includes the correction weights."""
     metrics: dict[str, Tensor]
     """Sums over the tokens of this microbatch, detached: add them over microbatches and ranks, then divide by N_tok."""
 
 
 def token_ratio(inputs: LossInputs) -> Tensor:
-    """(T,) π_θ / π_old of each token, with gradient; its log clamped to ±20, outside which the gradient is 0."""
+    """Return (T,) π_θ / π_old of each token, with gradient; its log is clamped to ±20, outside which the gradient is
+    0."""
     return bounded(inputs.logp_T - inputs.old_logp_T.detach()).exp()
 
 
-def sequence_log_ratio(
-    logp_T: Tensor, old_logp_T: Tensor, rollout_T: Tensor, num_rollouts: int, *, over_ranks: RankReduction = LOCAL
-) -> Tensor:
-    """(S,) mean of logp − old_logp over all tokens of each rollout, detached; from all tokens of the step."""
-    return rollout_mean((logp_T - old_logp_T).detach(), rollout_T, num_rollouts, over_ranks=over_ranks)
+def plain_log_ratio(log_ratio_T: Tensor, advantages_T: Tensor, **settings: object) -> Tensor:
+    """Return log ratios as they are, for losses whose ratio of a rollout is the geometric mean of its tokens'
+    ratios."""
+    return log_ratio_T
 
 
-def sequence_ratio(inputs: LossInputs) -> Tensor:
-    """(T,) geometric mean ratio s of the token's rollout; the gradient with respect to logp_t is s.
+def sequence_ratio(inputs: LossInputs, log_ratio_T: Tensor) -> Tensor:
+    """Return (T,) the ratio s of the token's rollout; the gradient with respect to logp_t is s ∂log_ratio_t/∂logp_t.
 
-    The value is s = exp(mean_t (logp_t − old_logp_t)) for every token of the rollout. Differentiating s itself would
-    give s / |T_s| to each of its tokens, in whichever microbatch they are. Giving each token s for itself alone
-    (GSPO-token: sg[s] · π_θ / sg[π_θ]) has the same sum over the tokens of a rollout when they share advantage and
+    The value is s = exp(mean_t log_ratio_t) for every token of the rollout. Differentiating s itself would give
+    s / |T_s| to each of its tokens, in whichever microbatch they are. Giving each token s for itself alone
+    (GSPO-token: sg[s] · r_t / sg[r_t]) has the same sum over the tokens of a rollout when they share advantage and
     weight, and needs nothing from other microbatches but the value of s.
+
+    Args:
+        log_ratio_T: values of the loss's `sequence_log_ratio`, with gradient.
+
+    Raises:
+        ValueError: `seq_log_ratio_S` is missing.
     """
-    seq_log_ratio_S = inputs.seq_log_ratio_S
-    if seq_log_ratio_S is None:
-        seq_log_ratio_S = sequence_log_ratio(inputs.logp_T, inputs.old_logp_T, inputs.rollout_T, inputs.num_rollouts)
-    value_T = bounded(seq_log_ratio_S.detach()).exp()[inputs.rollout_T]
-    return value_T * (inputs.logp_T - inputs.logp_T.detach()).exp()
+    if inputs.seq_log_ratio_S is None:
+        raise ValueError("a loss with one ratio per rollout needs seq_log_ratio_S, from all tokens of the step")
+    value_T = bounded(inputs.seq_log_ratio_S.detach()).exp()[inputs.rollout_T]
+    return value_T * (log_ratio_T - log_ratio_T.detach()).exp()
 
 
 def weighted(loss_T: Tensor, inputs: LossInputs) -> Tensor:
-    """Losses times the (detached) correction weights."""
+    """Multiply losses by the (detached) correction weights."""
     return loss_T if inputs.weights_T is None else loss_T * inputs.weights_T.detach()
 
 
 def common_metrics(inputs: LossInputs, ratio_T: Tensor) -> dict[str, Tensor]:
-    """Sums over tokens of what every loss reports."""
+    """Return the sums over tokens that every loss reports."""
     log_ratio_T = (inputs.logp_T - inputs.old_logp_T).detach()
     return {
         "policy/ratio_mean": ratio_T.detach().sum(),
@@ -109,5 +123,5 @@ def common_metrics(inputs: LossInputs, ratio_T: Tensor) -> dict[str, Tensor]:
 
 
 def count(mask_T: Tensor) -> Tensor:
-    """How many tokens, as a float that adds up with the other sums."""
-    return mask_T.sum().to(torch.float32)
+    """Return the number of true entries as a float, to be added up with other sums."""
+    return mask_T.sum().float()

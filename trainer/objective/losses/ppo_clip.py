@@ -1,15 +1,38 @@
 """PPO's clipped surrogate, token by token; with asymmetric bounds DAPO's clip-higher, with dual clip Ye et al.'s."""
 
-from __future__ import annotations
+from typing import TYPE_CHECKING, Annotated
 
-import torch
-from torch import Tensor
+from trainer.objective.declare import policy_loss
+from trainer.objective.losses.inputs import (
+    CLIP_HIGH,
+    CLIP_LOW,
+    LossInputs,
+    LossOutputs,
+    common_metrics,
+    count,
+    token_ratio,
+    weighted,
+)
+from trainer.setting import Setting
 
-from trainer.objective.losses.inputs import LossInputs, LossOutputs, common_metrics, count, token_ratio, weighted
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
+@policy_loss()
 def ppo_clip(
-    inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None
+    inputs: LossInputs,
+    *,
+    clip_low: Annotated[float, CLIP_LOW],
+    clip_high: Annotated[float, CLIP_HIGH],
+    dual_clip: Annotated[
+        float | None,
+        Setting(
+            default=None,
+            description="ppo_clip: lower bound of the objective for negative advantages; null: off",
+            above=1,
+        ),
+    ],
 ) -> LossOutputs:
     """l = −min(r A, clip(r, 1 − clip_low, 1 + clip_high) A), r = π_θ / π_old per token.
 
@@ -17,7 +40,9 @@ def ppo_clip(
     push down without bound, gives a constant.
 
     Sources: Schulman et al. 2017, equation 7; Yu et al. 2025 (DAPO), equation 10; Ye et al. 2020 (dual clip).
-    Raises ValueError for bounds that clip r = 1 itself.
+
+    Raises:
+        ValueError: bounds that clip r = 1 itself.
     """
     if dual_clip is not None and not dual_clip > 1:
         raise ValueError(f"dual_clip is {dual_clip}, expected above 1 (3 is usual), or null to leave it off")
@@ -26,15 +51,15 @@ def ppo_clip(
     if dual_clip is not None:
         ceiling_T = -dual_clip * inputs.advantages_T
         is_capped_T = (inputs.advantages_T < 0) & (loss_T > ceiling_T)
-        loss_T = torch.where(is_capped_T, ceiling_T, loss_T)
+        loss_T = ceiling_T.where(is_capped_T, loss_T)
         metrics["policy/dual_clip_frac"] = count(is_capped_T)
     return LossOutputs(loss_T=weighted(loss_T, inputs), metrics=metrics | common_metrics(inputs, ratio_T))
 
 
 def clipped_surrogate(
-    ratio_T: Tensor, advantages_T: Tensor, *, clip_low: float, clip_high: float
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """(−min(r A, clip(r) A), sums of clipped tokens): a token is clipped where the bound, not r, sets its loss."""
+    ratio_T: "Tensor", advantages_T: "Tensor", *, clip_low: float, clip_high: float
+) -> "tuple[Tensor, dict[str, Tensor]]":
+    """Return −min(r A, clip(r) A) and sums of clipped tokens: those where the bound, not r, sets the loss."""
     if not (0 <= clip_low <= 1 and clip_high >= 0):
         raise ValueError(
             f"clip_low is {clip_low} and clip_high {clip_high}, expected 0 <= clip_low <= 1 and clip_high >= 0: "
@@ -48,4 +73,4 @@ def clipped_surrogate(
         "policy/clip_low_frac": count(is_low_T),
         "policy/clip_high_frac": count(is_high_T),
     }
-    return -torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T), metrics
+    return -(ratio_T * advantages_T).minimum(clipped_T * advantages_T), metrics

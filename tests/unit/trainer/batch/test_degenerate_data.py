@@ -10,10 +10,11 @@ import torch
 
 from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
 from tests.unit.trainer.update.test_updater import OneProcess, config, policy, rollouts  # noqa: F401  # `policy` is a fixture
-from trainer.batch.step_batch import StepBatch, decode, encode
-from trainer.credit.targets import Logprobs, Targets, token_advantages
+from trainer.batch.step_batch import StepBatch
+from trainer.credit.correction import StepCorrection
+from trainer.credit.old_policy import Recomputed
+from trainer.credit.targets import Logprobs, rollout_targets
 from trainer.model.policy import Policy
-from trainer.objective.correction import correction_weights
 from trainer.observe.step_metrics import token_metrics
 from trainer.update.updater import Updater
 
@@ -23,13 +24,11 @@ def update(policy: Policy, batch: StepBatch) -> tuple[dict[str, float], torch.Te
     distributed = OneProcess(policy)
     made = config(advantage="grpo", loss="ppo_clip", kl_coef=0.0)
     updater = Updater(policy, distributed, made)  # type: ignore[arg-type]
-    logprobs = Logprobs(old_N=updater.scorer.score(batch))
-    correction = correction_weights(
-        logprobs.old_N, batch.sampling_logprobs_N, batch.rollout_N, batch.num_rollouts, mode="token_truncate"
-    )
-    advantages_N, metrics = token_advantages(batch, logprobs, made)
-    update_metrics, _ = updater.update(batch, Targets.of(batch, advantages_N, logprobs, correction))
-    return {**metrics, **correction.metrics, **update_metrics}, distributed.gradient, updater.num_updates
+    logprobs = Logprobs(old=Recomputed(updater.scorer.score(batch)))
+    correction = StepCorrection.of(batch, logprobs.old, made.correction)
+    targets, metrics = rollout_targets(batch, logprobs, correction, made)
+    updated = updater.update(batch, targets)
+    return {**metrics, **updated.metrics}, distributed.gradient, updater.num_updates
 
 
 def assert_finite(metrics: dict[str, float]) -> None:
@@ -38,7 +37,7 @@ def assert_finite(metrics: dict[str, float]) -> None:
 
 def test_identical_rewards_move_nothing(policy: Policy) -> None:  # noqa: F811
     same = [replace(rollout, reward=1.0) for rollout in rollouts()]
-    metrics, gradient, updates = update(policy, decode([encode(same, mask_truncated=False)]))
+    metrics, gradient, updates = update(policy, StepBatch.of(same, mask_truncated=False))
     assert_finite(metrics)
     assert updates == 1
     assert float(gradient.abs().max()) == 0.0
@@ -49,7 +48,7 @@ def test_an_empty_completion_is_not_trained_and_its_group_goes_on(policy: Policy
     silent = EngineCall(prompt_ids=(5, 6), sampled_ids=(), sampled_logprobs=(), finish_reason=FinishReason.STOP)
     first, *others = rollouts()
     given = [replace(first, calls=(silent,)), *others]
-    batch = decode([encode(given, mask_truncated=False)])
+    batch = StepBatch.of(given, mask_truncated=False)
     assert batch.num_rollouts == len(others)
     metrics, gradient, updates = update(policy, batch)
     assert_finite(metrics)
@@ -61,7 +60,7 @@ def test_an_empty_completion_is_not_trained_and_its_group_goes_on(policy: Policy
 @pytest.mark.parametrize("mask_truncated", [True, False])
 def test_a_batch_of_truncated_rollouts(policy: Policy, mask_truncated: bool) -> None:  # noqa: F811
     cut = [replace(rollout, status=RolloutStatus.TRUNCATED) for rollout in rollouts()]
-    metrics, gradient, updates = update(policy, decode([encode(cut, mask_truncated=mask_truncated)]))
+    metrics, gradient, updates = update(policy, StepBatch.of(cut, mask_truncated=mask_truncated))
     assert_finite(metrics)
     assert updates == 1
     assert (float(gradient.norm()) > 0) == (not mask_truncated)
@@ -69,7 +68,7 @@ def test_a_batch_of_truncated_rollouts(policy: Policy, mask_truncated: bool) -> 
 
 def test_a_batch_without_a_trainable_rollout_makes_no_update(policy: Policy) -> None:  # noqa: F811
     failed: list[Rollout] = [replace(rollout, status=RolloutStatus.FAILED) for rollout in rollouts()]
-    metrics, gradient, updates = update(policy, decode([encode(failed, mask_truncated=False)]))
+    metrics, gradient, updates = update(policy, StepBatch.of(failed, mask_truncated=False))
     assert updates == 0
     assert len(gradient) == 0
     assert_finite(metrics)

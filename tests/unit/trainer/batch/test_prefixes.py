@@ -19,13 +19,14 @@ from trainer.batch.assignment import plan
 from trainer.batch.packing import collate
 from trainer.batch.prefix_bundles import plan_bundles
 from trainer.batch.prefixes import MIN_SHARED, shared
-from trainer.batch.step_batch import StepBatch, decode, encode
+from trainer.batch.step_batch import StepBatch
 from trainer.config.schema import AlgorithmConfig, Config
-from trainer.credit.critic_credit import CreditAssignment
-from trainer.credit.targets import Logprobs, Targets, token_advantages
+from trainer.credit.correction import StepCorrection
+from trainer.credit.critic_credit import critic_targets
+from trainer.credit.old_policy import Recomputed
+from trainer.credit.targets import Logprobs, rollout_targets
 from trainer.model.critic import ActorCritic, Critic
 from trainer.model.policy import Policy
-from trainer.objective.correction import correction_weights
 from trainer.update.updater import Updater
 
 PRESETS = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "clipped_tis", "rloo", "remax")
@@ -167,7 +168,7 @@ def rollouts() -> list[Rollout]:
 @pytest.fixture(scope="module")
 def batch() -> StepBatch:
     greedy_rewards = dict.fromkeys(range(2), 0.5)
-    return decode([encode(rollouts(), mask_truncated=False, greedy_rewards=greedy_rewards)])
+    return StepBatch.of(rollouts(), mask_truncated=False, greedy_rewards=greedy_rewards)
 
 
 def gradient(module: Any, batch: StepBatch, config: Config) -> tuple[torch.Tensor, dict[str, float]]:
@@ -178,20 +179,17 @@ def gradient(module: Any, batch: StepBatch, config: Config) -> tuple[torch.Tenso
     base_N = torch.full((batch.layout.num_tokens,), -5.0)
     # Off-policy on purpose: ratios must differ from 1, or clipping and sequence levels would not be seen.
     logprobs = Logprobs(
-        old_N=base_N + 0.5 * noise[0],
+        old=Recomputed(base_N + 0.5 * noise[0]),
         ref_N=base_N + 0.2 * noise[1],
         values_N=0.3 * noise[2] if config.has_critic else None,
     )
-    weights = correction_weights(
-        logprobs.old_N, batch.sampling_logprobs_N, batch.rollout_N, batch.num_rollouts, mode="token_truncate"
-    )
+    correction = StepCorrection.of(batch, logprobs.old, config.correction)
     if config.has_critic:
-        assigned = CreditAssignment(config).assign(batch, logprobs, weights, kl_coef=0.1)
-        targets = Targets.of(batch, assigned.advantages_N, logprobs, weights, assigned.credit)
+        targets = critic_targets(batch, logprobs, correction, config.algorithm, kl_coef=0.1).targets
     else:
-        targets = Targets.of(batch, token_advantages(batch, logprobs, config)[0], logprobs, weights)
-    metrics, _ = updater.update(batch, targets)
-    return distributed.gradient, metrics
+        targets = rollout_targets(batch, logprobs, correction, config)[0]
+    updated = updater.update(batch, targets)
+    return distributed.gradient, dict(updated.metrics)
 
 
 def settings_with(preset: str, *, share: str, token_budget: int = 100_000) -> Config:

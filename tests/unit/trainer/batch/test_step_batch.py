@@ -1,11 +1,11 @@
-"""Rollouts of several ranks become one batch, the same whatever rank made them."""
+"""Rollouts become one batch of rows, the same on every rank."""
 
 import numpy as np
 import pytest
 
 from rollout.errors import EvidenceError
 from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus, SamplingSupport, VersionSpan
-from trainer.batch.step_batch import decode, encode
+from trainer.batch.step_batch import StepBatch, decode, encode
 
 
 def rollout(
@@ -24,18 +24,40 @@ def rollout(
     )
 
 
-def test_the_partition_over_ranks_does_not_show() -> None:
-    rollouts = [rollout(i, sampled=2 + i) for i in range(5)]
-    one = decode([encode(rollouts, mask_truncated=False)])
-    three = decode([encode(part, mask_truncated=False) for part in (rollouts[3:], [], rollouts[:3])])
-    for name in ("rollout_ids", "group_S", "rewards_S", "is_kept_S"):
-        np.testing.assert_array_equal(getattr(one, name), getattr(three, name))
-    assert one.sampling_logprobs_N.tolist() == three.sampling_logprobs_N.tolist()
-    assert one.rollout_N.tolist() == three.rollout_N.tolist() == [0] * 2 + [1] * 3 + [2] * 4 + [3] * 5 + [4] * 6
+def over_ranks(batch: StepBatch) -> StepBatch:
+    """The batch as another rank receives it."""
+    return decode(encode(batch))
+
+
+def test_rollouts_are_in_the_order_of_their_ids() -> None:
+    rollouts = [rollout(i, sampled=2 + i) for i in (3, 0, 4, 1, 2)]
+    batch = StepBatch.of(rollouts, mask_truncated=False)
+    assert batch.rollout_ids.tolist() == [0, 1, 2, 3, 4]
+    assert batch.rewards_S.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert batch.rollout_N.tolist() == [0] * 2 + [1] * 3 + [2] * 4 + [3] * 5 + [4] * 6
+
+
+def test_every_rank_gets_the_same_batch() -> None:
+    batch = StepBatch.of([rollout(i, sampled=2 + i) for i in range(5)], mask_truncated=False, greedy_rewards={0: 0.5})
+    received = over_ranks(batch)
+    for name in (
+        "rollout_ids",
+        "group_S",
+        "rewards_S",
+        "is_kept_S",
+        "greedy_rewards_S",
+        "num_turns_S",
+        "turn_rewards_K",
+    ):
+        np.testing.assert_array_equal(getattr(received, name), getattr(batch, name))
+    for name in ("sampling_logprobs_N", "rollout_N", "versions_N", "turns_N"):
+        assert getattr(received, name).tolist() == getattr(batch, name).tolist()
+    for row, own in zip(received.rows, batch.rows, strict=True):
+        assert (row.rollout_id, row.group_id) == (own.rollout_id, own.group_id)
 
 
 def test_rows_survive_the_journey() -> None:
-    batch = decode([encode([rollout(0)], mask_truncated=False)])
+    batch = over_ranks(StepBatch.of([rollout(0)], mask_truncated=False))
     (row,) = batch.rows
     assert row.ids.tolist() == [1, 2, 3, 10, 11, 12]
     assert row.loss_mask.tolist() == [False] * 3 + [True] * 3
@@ -44,20 +66,20 @@ def test_rows_survive_the_journey() -> None:
 
 
 def test_failed_rollouts_are_not_delivered() -> None:
-    batch = decode([encode([rollout(0, status=RolloutStatus.FAILED), rollout(1)], mask_truncated=False)])
+    batch = StepBatch.of([rollout(0, status=RolloutStatus.FAILED), rollout(1)], mask_truncated=False)
     assert batch.rollout_ids.tolist() == [1]
     assert len(batch.rows) == 1
 
 
 def test_truncated_rollouts_are_masked_only_when_asked() -> None:
     rollouts = [rollout(0, status=RolloutStatus.TRUNCATED), rollout(1)]
-    assert decode([encode(rollouts, mask_truncated=False)]).is_kept_S.tolist() == [True, True]
-    assert decode([encode(rollouts, mask_truncated=True)]).is_kept_S.tolist() == [False, True]
+    assert StepBatch.of(rollouts, mask_truncated=False).is_kept_S.tolist() == [True, True]
+    assert StepBatch.of(rollouts, mask_truncated=True).is_kept_S.tolist() == [False, True]
 
 
 def test_sampling_support_survives_the_journey() -> None:
     support = SamplingSupport(offsets=np.array([0, 2, 3, 6]), token_ids=np.array([10, 4, 11, 12, 5, 6], dtype=np.int32))
-    batch = decode([encode([rollout(0, support=support), rollout(1, support=support)], mask_truncated=False)])
+    batch = over_ranks(StepBatch.of([rollout(0, support=support), rollout(1, support=support)], mask_truncated=False))
     for row in batch.rows:
         assert row.support is not None
         assert row.support.offsets.tolist() == [0, 2, 3, 6]
@@ -68,11 +90,11 @@ def test_a_step_in_which_only_some_rows_have_a_support_is_refused() -> None:
     """Dropping the supports that are there would train those rows over the whole vocabulary, without a word."""
     support = SamplingSupport(offsets=np.array([0, 2, 3, 6]), token_ids=np.array([10, 4, 11, 12, 5, 6], dtype=np.int32))
     with pytest.raises(EvidenceError, match="1 of 2 rows carry the sampling support"):
-        encode([rollout(0, support=support), rollout(1)], mask_truncated=False)
+        StepBatch.of([rollout(0, support=support), rollout(1)], mask_truncated=False)
 
 
 def test_an_empty_step_is_an_empty_batch() -> None:
-    batch = decode([encode([], mask_truncated=False)])
+    batch = over_ranks(StepBatch.of([], mask_truncated=False))
     assert batch.num_rollouts == 0
     assert len(batch.sampling_logprobs_N) == 0
     assert len(batch.rollout_N) == 0
@@ -81,4 +103,4 @@ def test_an_empty_step_is_an_empty_batch() -> None:
 @pytest.mark.parametrize("bad", [b"", b"\x00" * 20])
 def test_bytes_that_are_no_batch_are_refused(bad: bytes) -> None:
     with pytest.raises(Exception, match=r"(?i)header|buffer|deserializ"):
-        decode([bad])
+        decode(bad)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from rollout.records import EngineCall, FinishReason, Rollout
-from trainer.batch.step_batch import StepBatch, decode, encode
+from trainer.batch.step_batch import StepBatch
 from trainer.config.schema import AlgorithmConfig
 from trainer.credit.targets import turn_advantages
 
@@ -28,9 +27,8 @@ def rollout(rollout_id: int, group_id: int, reward: float, given: list[float], *
     )
 
 
-def batch_of(*rollouts: Rollout, ranks: int = 1) -> StepBatch:
-    parts = [rollouts[rank::ranks] for rank in range(ranks)]
-    return decode([encode(part, mask_truncated=False, with_turn_rewards=True) for part in parts])
+def batch_of(*rollouts: Rollout) -> StepBatch:
+    return StepBatch.of(rollouts, mask_truncated=False, with_turn_rewards=True)
 
 
 PAIR = (rollout(0, 0, reward=2.0, given=[1.0]), rollout(1, 0, reward=1.0, given=[0.0, 1.0]))
@@ -41,7 +39,7 @@ def test_the_last_turn_gets_what_reward_functions_gave_to_the_whole() -> None:
 
 
 def test_without_turn_rewards_the_whole_reward_is_the_last_turns() -> None:
-    batch = decode([encode(PAIR, mask_truncated=False)])
+    batch = StepBatch.of(PAIR, mask_truncated=False)
     assert batch.turn_rewards_K.tolist() == [0.0, 2.0, 0.0, 1.0]
 
 
@@ -71,14 +69,6 @@ def test_a_turn_that_nobody_else_reached_has_no_advantage() -> None:
     advantages_N, _ = turn_advantages(batch_of(*longer), AlgorithmConfig(advantage="dr_grpo"))
     assert advantages_N[4:6].tolist() == [0.0, 0.0]
     assert advantages_N[:2].tolist() == pytest.approx([1, 1])
-
-
-def test_ranks_that_share_the_rollouts_change_nothing() -> None:
-    rollouts = (*PAIR, rollout(2, 1, reward=1.5, given=[0.5], turns=3), rollout(3, 1, reward=0.0, given=[]))
-    settings = AlgorithmConfig()
-    expected, _ = turn_advantages(batch_of(*rollouts), settings)
-    found, _ = turn_advantages(batch_of(*rollouts, ranks=3), settings)
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_a_step_without_rollouts_has_no_turns() -> None:

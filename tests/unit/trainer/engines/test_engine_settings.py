@@ -16,11 +16,11 @@ from rollout.errors import ConfigError, SyncError
 from rollout.server.guard import RequireKey
 from rollout.system.addresses import address_towards, interface_of, is_loopback, rendezvous_address
 from rollout.weights.sync import WeightSync, _free_port
-from trainer.build import check_cores, engine_key
-from trainer.checks.bounds import number_problems
+from trainer.checks.declared import value_problems
 from trainer.checks.engines import engine_problems
 from trainer.config.schema import Config
 from trainer.distributed.distributed import choose_interface
+from trainer.engines.start import check_cores, engine_key
 from trainer.tools.serve_engine import check_host, command, shown
 
 URL = "http://10.0.0.7:8000"
@@ -234,7 +234,7 @@ def test_an_address_of_rank_0_that_is_loopback_here_is_refused_where_there_are_o
 def test_several_engines_are_refused_where_they_would_share_a_core_or_a_gpu(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 5})
     check_cores(2)
-    (problem,) = number_problems(config(engine="embedded", rollout__num_engines=0))
+    (problem,) = value_problems(config(engine="embedded", rollout__num_engines=0))
     assert "set rollout.num_engines=1" in problem
     with pytest.raises(ConfigError, match=r"num_engines=3 .* this process has 2; set rollout\.num_engines=2 or less"):
         check_cores(3)

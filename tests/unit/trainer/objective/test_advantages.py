@@ -11,29 +11,40 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.errors import RewardError
-from trainer.objective.advantages import ADVANTAGES, dr_grpo, grpo
+from trainer.objective.advantages import ADVANTAGES
+from trainer.objective.advantages.inputs import AdvantageInputs, Advantages
 from trainer.objective.turn_credit import discounted_returns, spread_turns, turn_groups
 
 REWARDS = [1.0, 0.1, 0.0, 0.1, 0.5, 0.1]
 GROUPS = [7, 3, 7, 3, 7, 3]  # numbers of groups are names; rollouts of a group need not be neighbours
 
 
+ROLLOUT_LEVEL = sorted(name for name, declared in ADVANTAGES.items() if not declared.needs_critic)
+
+
+def estimate(name: str, rewards_S, group_S, *, greedy_rewards_S=None, **settings) -> Advantages:
+    inputs = AdvantageInputs(rewards_S=rewards_S, group_S=group_S, greedy_rewards_S=greedy_rewards_S)
+    return ADVANTAGES[name](inputs, **settings)
+
+
 def advantages(name: str, rewards=REWARDS, groups=GROUPS, **options) -> list[float]:
-    return ADVANTAGES[name](torch.tensor(rewards).double(), torch.tensor(groups), **options).advantages_S.tolist()
+    return estimate(name, torch.tensor(rewards).double(), torch.tensor(groups), **options).advantages_S.tolist()
 
 
 def test_grpo_divides_the_distance_to_the_group_mean_by_the_sample_deviation():
     # group 7: 1, 0, .5: mean .5, sample deviation .5
-    found = advantages("grpo", eps=0.0)
+    found = advantages("grpo", advantage_eps=0.0)
     assert found == pytest.approx([1.0, 0.0, -1.0, 0.0, 0.0, 0.0])
 
 
 def test_grpo_with_ddof_zero_divides_by_the_population_deviation():
-    assert advantages("grpo", ddof=0, eps=0.0)[0] == pytest.approx(0.5 / statistics.pstdev([1.0, 0.0, 0.5]))
+    assert advantages("grpo", advantage_ddof=0, advantage_eps=0.0)[0] == pytest.approx(
+        0.5 / statistics.pstdev([1.0, 0.0, 0.5])
+    )
 
 
 def test_grpo_eps_is_added_to_the_deviation():
-    assert advantages("grpo", eps=0.5)[0] == pytest.approx(0.5)
+    assert advantages("grpo", advantage_eps=0.5)[0] == pytest.approx(0.5)
 
 
 def test_dr_grpo_only_centres():
@@ -47,12 +58,12 @@ def test_rloo_subtracts_the_mean_of_the_others():
 
 def test_reinforce_plus_plus_whitens_over_the_step():
     mean, std = statistics.mean(REWARDS), statistics.stdev(REWARDS)
-    assert advantages("reinforce_plus_plus", eps=0.0) == pytest.approx([(r - mean) / std for r in REWARDS])
+    assert advantages("reinforce_plus_plus", advantage_eps=0.0) == pytest.approx([(r - mean) / std for r in REWARDS])
 
 
 def test_reinforce_plus_plus_baseline_whitens_the_centred_rewards():
     std = statistics.stdev([0.5, 0.0, -0.5, 0.0, 0.0, 0.0])
-    found = advantages("reinforce_plus_plus_baseline", eps=0.0)
+    found = advantages("reinforce_plus_plus_baseline", advantage_eps=0.0)
     assert found == pytest.approx([0.5 / std, 0.0, -0.5 / std, 0.0, 0.0, 0.0])
 
 
@@ -62,15 +73,15 @@ def test_remax_subtracts_the_greedy_reward():
 
 
 def test_grpo_passk_gives_the_best_its_lead_over_the_second():
-    assert advantages("grpo_passk", normalize_std=False) == pytest.approx([0.5, 0, 0, 0, 0, 0])
-    assert advantages("grpo_passk", eps=0.0) == pytest.approx([1.0, 0, 0, 0, 0, 0])
+    assert advantages("grpo_passk", advantage_std=False) == pytest.approx([0.5, 0, 0, 0, 0, 0])
+    assert advantages("grpo_passk", advantage_eps=0.0) == pytest.approx([1.0, 0, 0, 0, 0, 0])
 
 
 def test_grpo_passk_gives_nothing_when_two_are_best():
     assert advantages("grpo_passk", [1.0, 1.0, 0.0], [0, 0, 0]) == [0.0] * 3
 
 
-@pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - {"remax", "reinforce_plus_plus"}))
+@pytest.mark.parametrize("name", sorted(set(ROLLOUT_LEVEL) - {"remax", "reinforce_plus_plus"}))
 def test_a_group_of_equal_rewards_gets_exactly_zero(name):
     """0.1 is not a binary fraction: mean and deviation of such rewards are rounding, which eps would blow up."""
     found = advantages(name, [0.1] * 7 + [0.0, 1.0], [0] * 7 + [1, 1])
@@ -78,23 +89,23 @@ def test_a_group_of_equal_rewards_gets_exactly_zero(name):
     assert found[8] > 0
 
 
-@pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - {"remax"}))
+@pytest.mark.parametrize("name", sorted(set(ROLLOUT_LEVEL) - {"remax"}))
 def test_a_rollout_without_anybody_to_compare_with_gets_zero(name):
     assert advantages(name, [3.0], [0]) == [0.0]
 
 
-@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+@pytest.mark.parametrize("name", ROLLOUT_LEVEL)
 def test_groups_of_zero_variance_are_counted(name):
     options = {"greedy_rewards_S": torch.zeros(5)} if name == "remax" else {}
-    found = ADVANTAGES[name](torch.tensor([1.0, 1, 0, 1, 5]), torch.tensor([0, 0, 1, 1, 2]), **options)
+    found = estimate(name, torch.tensor([1.0, 1, 0, 1, 5]), torch.tensor([0, 0, 1, 1, 2]), **options)
     assert found.metrics == {"reward/zero_std_fraction": pytest.approx(2 / 3)}
     assert found.advantages_S.dtype == torch.float32
 
 
-@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+@pytest.mark.parametrize("name", ROLLOUT_LEVEL)
 def test_no_rollouts_is_fine(name):
     options = {"greedy_rewards_S": torch.zeros(0)} if name == "remax" else {}
-    found = ADVANTAGES[name](torch.zeros(0), torch.zeros(0, dtype=torch.long), **options)
+    found = estimate(name, torch.zeros(0), torch.zeros(0, dtype=torch.long), **options)
     assert found.advantages_S.shape == (0,)
     assert found.metrics == {"reward/zero_std_fraction": 0.0}
 
@@ -123,20 +134,25 @@ def test_centred_advantages_sum_to_zero_in_every_group_and_do_not_see_a_shift(ro
     assert advantages("dr_grpo", [r + 1 for r in rewards], groups) == pytest.approx(found, abs=1e-5)
 
 
+def test_remax_refuses_rewards_without_greedy_ones():
+    with pytest.raises(ValueError, match="needs greedy_rewards_S"):
+        advantages("remax")
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_reward_that_is_not_finite_is_refused(bad):
     with pytest.raises(RewardError, match=r"rollout 1 \(group 4\) is (nan|inf)"):
-        grpo(torch.tensor([1.0, bad]), torch.tensor([4, 4]))
+        estimate("grpo", torch.tensor([1.0, bad]), torch.tensor([4, 4]))
 
 
 def test_rewards_and_groups_of_different_length_are_refused():
     with pytest.raises(ValueError, match=r"rewards \(3,\) and groups \(2,\)"):
-        dr_grpo(torch.zeros(3), torch.zeros(2, dtype=torch.long))
+        estimate("dr_grpo", torch.zeros(3), torch.zeros(2, dtype=torch.long))
 
 
 def test_advantages_are_computed_in_float64():
     """Rewards with a large offset: the float32 mean of these is off by a third."""
-    found = dr_grpo(torch.tensor([1e7, 1e7 + 1, 1e7 + 3]), torch.tensor([0, 0, 0])).advantages_S
+    found = estimate("dr_grpo", torch.tensor([1e7, 1e7 + 1, 1e7 + 3]), torch.tensor([0, 0, 0])).advantages_S
     assert found.tolist() == pytest.approx([-4 / 3, -1 / 3, 5 / 3], abs=1e-6)
 
 
@@ -155,7 +171,7 @@ def test_turn_advantages_compare_the_same_turn_of_the_group_and_reach_their_toke
     rollout_K, turn_K = torch.tensor([0, 0, 1, 1, 2]), torch.tensor([0, 1, 0, 1, 0])
     group_K = torch.tensor([5, 5, 5, 5, 6])
     returns_K = torch.tensor([1.0, 4.0, 3.0, 8.0, 9.0])
-    advantages_K = dr_grpo(returns_K, turn_groups(group_K, turn_K)).advantages_S
+    advantages_K = estimate("dr_grpo", returns_K, turn_groups(group_K, turn_K)).advantages_S
     assert advantages_K.tolist() == [-1.0, -2.0, 1.0, 2.0, 0.0]
     rollout_T, turn_T = torch.tensor([1, 0, 0, 2, 1]), torch.tensor([1, 0, 1, 0, 0])
     found = spread_turns(advantages_K, rollout_K, turn_K, rollout_T, turn_T)

@@ -15,10 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.objective.advantages import grpo
+from tests.fixtures.losses import sequence_ratios
+from trainer.objective.advantages import ADVANTAGES
+from trainer.objective.advantages.inputs import AdvantageInputs
 from trainer.objective.kl import kl_term
 from trainer.objective.loss_normalization import StepCounts, loss_coefficients, normalized_loss
-from trainer.objective.losses import POLICY_LOSSES, LossInputs
+from trainer.objective.losses import POLICY_LOSSES
+from trainer.objective.losses.inputs import LossInputs
 
 grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer", reason="TRL is a peer to compare with, not a dependency")
 
@@ -108,13 +111,17 @@ def our_loss(
 ) -> tuple[Tensor, Tensor]:
     logp = batch.logp.clone().requires_grad_()
     rollout_T = torch.arange(ROWS)[:, None].expand(ROWS, COLUMNS)[batch.trained]
+    logp_T, old_T = logp[batch.trained], batch.old[batch.trained]
     inputs = LossInputs(
-        logp_T=logp[batch.trained],
-        old_logp_T=batch.old[batch.trained],
+        logp_T=logp_T,
+        old_logp_T=old_T,
         advantages_T=batch.advantages[rollout_T],
         rollout_T=rollout_T,
         num_rollouts=ROWS,
         weights_T=batch.ratio[batch.trained],
+        seq_log_ratio_S=sequence_ratios(
+            POLICY_LOSSES[name], logp_T - old_T, batch.advantages[rollout_T], rollout_T, ROWS, **options
+        ),
     )
     loss_T = POLICY_LOSSES[name](inputs, **options).loss_T
     if kl is not None:
@@ -138,7 +145,10 @@ GSPO = {"clip_low": 0.05, "clip_high": 0.06}
         ({"loss_type": "dapo"}, {"name": "ppo_clip", "normalizer": "token", **CLIP}),
         ({"loss_type": "dr_grpo"}, {"name": "ppo_clip", "normalizer": "dr_grpo", **CLIP}),
         ({"loss_type": "grpo", "delta": 1.3}, {"name": "ppo_clip", "normalizer": "grpo", "dual_clip": 1.3, **CLIP}),
-        ({"loss_type": "cispo", "epsilon_high": 1.2}, {"name": "cispo", "normalizer": "token", "clip_high": 0.2}),
+        (
+            {"loss_type": "cispo", "epsilon_high": 1.2},
+            {"name": "cispo", "normalizer": "token", "clip_low": None, "clip_high": 0.2},
+        ),
         ({"loss_type": "sapo"}, {"name": "sapo", "normalizer": "grpo"}),
         (
             {"loss_type": "grpo", "beta": 0.3},
@@ -180,5 +190,6 @@ def test_group_advantages_equal_trl():
     grouped = rewards.view(-1, 4)
     std = grpo_trainer.nanstd(grouped, dim=1).repeat_interleave(4)
     theirs = (rewards - grouped.mean(dim=1).repeat_interleave(4)) / (std + 1e-4)
-    ours = grpo(rewards, torch.arange(8) // 4, eps=1e-4).advantages_S
+    inputs = AdvantageInputs(rewards_S=rewards, group_S=torch.arange(8) // 4)
+    ours = ADVANTAGES["grpo"](inputs, advantage_eps=1e-4).advantages_S
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-7)  # Bessel's factor is float32 there

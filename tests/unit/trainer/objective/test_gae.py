@@ -94,3 +94,31 @@ def test_impossible_arguments_are_refused():
         gae(row(1), row(1), row(1), gamma=1.5, lam=1.0)
     with pytest.raises(ValueError, match=r"rewards \(1, 2\), values \(1, 1\)"):
         gae(row(1, 2), row(1), row(1), gamma=1.0, lam=1.0)
+
+
+def test_lambda_one_is_reward_to_go_and_lambda_zero_one_step_td():
+    rewards, values = torch.randn(2, 5, dtype=torch.float64), torch.randn(2, 5, dtype=torch.float64)
+    mask = torch.ones(2, 5, dtype=torch.bool)
+    to_go = rewards.flip(1).cumsum(1).flip(1)
+    torch.testing.assert_close(gae(rewards, values, mask, gamma=1.0, lam=1.0).returns, to_go)
+    next_values = torch.cat([values[:, 1:], torch.zeros(2, 1, dtype=torch.float64)], 1)
+    torch.testing.assert_close(
+        gae(rewards, values, mask, gamma=0.9, lam=0.0).advantages, rewards + 0.9 * next_values - values
+    )
+
+
+def test_historical_gae_by_hand():
+    """γ = 1, λ = 0.95: δ₂ = 1 − 0.5, δ₁ = 0 + 0.5 − 0.2, A₁ = δ₁ + 0.95 δ₂."""
+    result = gae(torch.tensor([[0.0, 1.0]]), torch.tensor([[0.2, 0.5]]), torch.ones(1, 2).bool(), gamma=1.0, lam=0.95)
+    torch.testing.assert_close(result.advantages, torch.tensor([[0.3 + 0.95 * 0.5, 0.5]]))
+
+
+def test_a_ragged_row_alone_gets_what_it_gets_in_the_batch():
+    lengths = [3, 7, 1]
+    rollout = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
+    rewards, values = torch.randn(11), torch.randn(11)
+    whole = gae_flat(rewards, values, rollout, gamma=1.0, lam=0.95)
+    for index in range(3):
+        own = rollout == index
+        alone = gae_flat(rewards[own], values[own], rollout[own], gamma=1.0, lam=0.95)
+        torch.testing.assert_close(whole.advantages[own], alone.advantages, rtol=0, atol=0)

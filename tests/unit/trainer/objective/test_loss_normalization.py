@@ -1,4 +1,4 @@
-"""Loss normalisation: hand-computed coefficients, and the counts they are made from."""
+"""Loss normalization: hand-computed coefficients, and the counts they are made from."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_loss_is_the_sum_over_its_denominator(name, loss):
 
 def test_grpo_weighs_a_branched_rollout_like_an_unbranched_one():
     """|T_s| counts all rows of the rollout, so the tokens of a microbatch that holds one of them weigh the same."""
-    part = loss_coefficients("grpo", ROLLOUT_T[:3], TOKENS_S, COUNTS)
+    part = loss_coefficients("grpo", ROLLOUT_T[:3], TOKENS_S, COUNTS, dtype=torch.float32)
     assert part.tolist() == pytest.approx([1 / 6, 1 / 12, 1 / 12])
 
 
@@ -38,7 +38,7 @@ def test_grpo_weighs_a_branched_rollout_like_an_unbranched_one():
 def test_nothing_delivered_is_loss_zero_with_zero_gradient(name):
     logp_T = torch.zeros(0, requires_grad=True)
     counts = StepCounts(num_rollouts=0, num_tokens=0, max_completion_length=10)
-    coefficient_T = loss_coefficients(name, torch.zeros(0, dtype=torch.long), torch.zeros(0), counts)
+    coefficient_T = loss_coefficients(name, torch.zeros(0).long(), torch.zeros(0), counts, dtype=torch.float32)
     loss = normalized_loss(logp_T * 2, coefficient_T)
     loss.backward()
     assert loss.item() == 0.0
@@ -47,10 +47,10 @@ def test_nothing_delivered_is_loss_zero_with_zero_gradient(name):
 
 def test_token_denominator_of_zero_is_not_a_division_by_zero():
     counts = StepCounts(num_rollouts=2, num_tokens=0, max_completion_length=10)
-    coefficient_T = loss_coefficients("token", torch.tensor([0]), torch.tensor([0, 0]), counts)
+    coefficient_T = loss_coefficients("token", torch.tensor([0]), torch.tensor([0, 0]), counts, dtype=torch.float32)
     assert coefficient_T.tolist() == [0.0]
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones():
-    with pytest.raises(ValueError, match="unknown normalisation 'mean'; expected one of: grpo, dr_grpo, token"):
-        loss_coefficients("mean", ROLLOUT_T, TOKENS_S, COUNTS)
+    with pytest.raises(ValueError, match="unknown normalization 'mean'; expected one of: grpo, dr_grpo, token"):
+        loss_coefficients("mean", ROLLOUT_T, TOKENS_S, COUNTS, dtype=torch.float32)

@@ -1,10 +1,13 @@
-"""The gradient of an optimizer step is the same however its tokens are cut into ranks and microbatches.
+"""The gradient of an optimizer step is the same for every partition of its tokens into ranks and microbatches.
 
-A toy policy (softmax over a linear map of random features); every loss with every normaliser, against one microbatch
-that holds everything. What is compared is gradients: to 1e-10 in float64, in float32 to 1e-6 of the largest one.
+A toy policy (softmax over a linear map of random features); every declared loss with every normalizer, against one
+microbatch that holds everything. What is compared is gradients: to 1e-10 in float64, in float32 to 1e-6 of the largest
+one.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,17 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.fixtures.losses import sequence_ratios
 from trainer.objective.correction import correction_weights
 from trainer.objective.kl import kl_term
 from trainer.objective.loss_normalization import NORMALIZERS, StepCounts, loss_coefficients, normalized_loss
-from trainer.objective.losses import POLICY_LOSSES, LossInputs, entropy_bonus, sequence_log_ratio
+from trainer.objective.losses import POLICY_LOSSES
+from trainer.objective.losses.inputs import LossInputs
 from trainer.objective.per_rollout import rollout_count
 
 # Wide bounds for GSPO: with the paper's 3e-4 every rollout of this toy would be clipped, and the gradient 0.
 OPTIONS = {"gspo": {"clip_low": 0.3, "clip_high": 0.4}}
 LOSSES = [
     *((name, POLICY_LOSSES[name], OPTIONS.get(name, {})) for name in POLICY_LOSSES),
-    ("clipped_tis_sequence", POLICY_LOSSES["clipped_tis"], {"level": "sequence"}),
+    ("clipped_tis_sequence", POLICY_LOSSES["clipped_tis"], {"importance_sampling_level": "sequence"}),
     ("ppo_dual_clip", POLICY_LOSSES["ppo_clip"], {"dual_clip": 1.1}),
 ]
 NUM_ROLLOUTS = 6  # the last two have no trained token at all
@@ -72,7 +77,10 @@ class ToyStep:
         tokens_per_rollout_S = rollout_count(kept_rollout_T, NUM_ROLLOUTS)
         with torch.no_grad():
             logp_T = self.logp_and_entropy(self.initial, self.kept)[0]
-            seq_log_ratio_S = sequence_log_ratio(logp_T, self.old_logp_T[self.kept], kept_rollout_T, NUM_ROLLOUTS)
+            log_ratio_T = logp_T - self.old_logp_T[self.kept]
+            seq_log_ratio_S = sequence_ratios(
+                loss_function, log_ratio_T, self.advantages_T[self.kept], kept_rollout_T, NUM_ROLLOUTS, **options
+            )
         gradients = []
         for microbatches in ranks:
             weight = self.initial.clone().requires_grad_()
@@ -89,7 +97,7 @@ class ToyStep:
                 )
                 loss_T = loss_function(inputs, **options).loss_T
                 loss_T = loss_T + 0.1 * kl_term("unbiased", logp_T, self.ref_logp_T[tokens], inputs.old_logp_T)
-                loss_T = loss_T + entropy_bonus(entropy_T, 0.01)
+                loss_T = loss_T - 0.01 * entropy_T
                 coefficient_T = loss_coefficients(
                     normalizer, inputs.rollout_T, tokens_per_rollout_S, counts, dtype=loss_T.dtype
                 )
@@ -156,24 +164,19 @@ def test_step_without_any_trained_token_has_gradient_zero_and_no_nan(normalizer)
 
 @pytest.mark.parametrize("name", ["gspo", "clipped_tis_sequence"])
 def test_sequence_losses_need_the_ratio_of_the_whole_rollout(name):
-    """Without `seq_log_ratio_S` each microbatch would use the ratio of its own tokens only."""
+    """With the ratio of its own tokens only, each microbatch would give another gradient."""
     step = ToyStep()
     loss, options = next((loss, options) for n, loss, options in LOSSES if n == name)
 
     def alone(inputs, **options):
-        return loss(
-            LossInputs(
-                logp_T=inputs.logp_T,
-                old_logp_T=inputs.old_logp_T,
-                advantages_T=inputs.advantages_T,
-                rollout_T=inputs.rollout_T,
-                num_rollouts=inputs.num_rollouts,
-                weights_T=inputs.weights_T,
-            ),
-            **options,
+        log_ratio_T = inputs.logp_T - inputs.old_logp_T
+        own_S = sequence_ratios(
+            loss, log_ratio_T, inputs.advantages_T, inputs.rollout_T, inputs.num_rollouts, **options
         )
+        return loss(replace(inputs, seq_log_ratio_S=own_S), **options)
 
+    guess = replace(loss, function=alone)
     whole = step.gradient(loss, options, "grpo", [[step.kept]])
-    torch.testing.assert_close(step.gradient(alone, options, "grpo", [[step.kept]]), whole, rtol=0, atol=1e-10)
+    torch.testing.assert_close(step.gradient(guess, options, "grpo", [[step.kept]]), whole, rtol=0, atol=1e-10)
     parts = partition(step.kept, 2, 3, seed=1)
-    assert (step.gradient(alone, options, "grpo", parts) - whole).abs().max() > 1e-6
+    assert (step.gradient(guess, options, "grpo", parts) - whole).abs().max() > 1e-6

@@ -7,12 +7,12 @@ import torch
 
 from rollout.records import Rollout
 from tests.unit.trainer.diagnosis.test_diagnosis import TEXTS, TOKENIZER, FakeScorer, two_turns
-from trainer.batch.step_batch import StepBatch, decode, encode
+from trainer.batch.step_batch import StepBatch
 from trainer.observe.first_step import SHOWN_TOKENS, first_step_summary
 
 
 def summary_of(rollouts: list[Rollout], *, bias: float = 0.25) -> tuple[StepBatch, list[str]]:
-    batch = decode([encode(rollouts, mask_truncated=False)])
+    batch = StepBatch.of(rollouts, mask_truncated=False)
     scores = FakeScorer(bias=bias)(batch.rows)
     logp_N = torch.from_numpy(np.concatenate([np.zeros(0), *scores]))
     return batch, first_step_summary(batch, logp_N, TOKENIZER)

@@ -16,7 +16,7 @@ import torch
 from tests.fixtures import wandb_files
 from tests.fixtures.paths import ROOT
 from tests.unit.trainer.diagnosis.test_diagnosis import TOKENIZER, FakeScorer, two_turns
-from trainer.batch.step_batch import decode, encode
+from trainer.batch.step_batch import StepBatch
 from trainer.config.schema import Config, LoggerConfig
 from trainer.observe.metrics_log import MetricsLog
 from trainer.observe.step_report import StepReport
@@ -33,7 +33,7 @@ def step_report(update: int = 3) -> StepReport:
         replace(two_turns(number), messages=({"role": "user", "content": "hi"}, {"role": "assistant", "content": said}))
         for number, said in enumerate(("hello", HOSTILE))
     ]
-    batch = decode([encode(rollouts, mask_truncated=False)])
+    batch = StepBatch.of(rollouts, mask_truncated=False)
     logp_N = torch.from_numpy(np.concatenate(FakeScorer(bias=0.25)(batch.rows)))
     count = batch.layout.num_tokens
     return StepReport(

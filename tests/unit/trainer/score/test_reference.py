@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.fixtures.models import save_tiny_model
 from tests.unit.trainer.update.test_updater import OneProcess, rollouts
-from trainer.batch.step_batch import StepBatch, decode, encode
+from trainer.batch.step_batch import StepBatch
 from trainer.config.schema import AlgorithmConfig, Config, LoraConfig
 from trainer.distributed.distributed import Distributed
 from trainer.model.critic import with_critic
@@ -39,7 +39,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def batch() -> StepBatch:
-    return decode([encode(rollouts(), mask_truncated=False)])
+    return StepBatch.of(rollouts(), mask_truncated=False)
 
 
 def config(model_dir: Path, kl_coef: float) -> Config:

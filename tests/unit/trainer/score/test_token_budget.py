@@ -10,9 +10,18 @@ import torch
 from torch import Tensor
 
 from rollout.errors import TrainingError
-from tests.unit.trainer.update.test_updater import OneProcess, batch, config, gradient, policy, random_logp, targets_of
+from tests.unit.trainer.update.test_updater import (
+    OneProcess,
+    batch,
+    config,
+    gradient,
+    policy,
+    random_logp,
+    scored,
+    targets_of,
+)
 from trainer.batch.step_batch import StepBatch
-from trainer.credit.targets import Logprobs, Targets
+from trainer.credit.targets import Targets
 from trainer.model.policy import Policy
 from trainer.score.scorer import Scorer
 from trainer.score.token_budget import TokenBudget, is_out_of_memory
@@ -54,8 +63,7 @@ def room_for(policy: Policy, tokens: int, *, in_backward: bool) -> Iterator[list
 
 
 def made_targets(batch: StepBatch, made) -> Targets:
-    logprobs = Logprobs(old_N=random_logp(batch, 1), ref_N=None)
-    return targets_of(batch, made, logprobs, mode="token_truncate", bounds=(0.0, 2.0))[0]
+    return targets_of(batch, made, scored(random_logp(batch, 1)), mode="token_truncate")[0]
 
 
 @pytest.mark.parametrize("name", UPDATES)

@@ -8,7 +8,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from tests.unit.trainer.model.test_critic import ROWS
 from trainer.batch.packing import collate
 from trainer.model.policy import Policy
-from trainer.objective.losses import LossInputs
+from trainer.objective.losses.inputs import LossInputs
 from trainer.objective.losses.ppo_clip import ppo_clip
 from trainer.update.optimizer import TFAdamW
 
@@ -40,7 +40,7 @@ def ratios_after_training(optimizer_class) -> torch.Tensor:
                 rollout_T=torch.zeros(len(logp_T), dtype=torch.int64),
                 num_rollouts=1,
             )
-            loss = ppo_clip(inputs, clip_low=0.2, clip_high=0.2).loss_T.mean()
+            loss = ppo_clip(inputs, clip_low=0.2, clip_high=0.2, dual_clip=None).loss_T.mean()
             optimizer.zero_grad()
             (loss * 1e-2).backward()  # gradients as small as those of a large batch, where epsilon matters
             optimizer.step()

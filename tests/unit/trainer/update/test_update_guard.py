@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from rollout.errors import DataError, TrainingError
-from tests.unit.trainer.update.test_updater import OneProcess, batch, config, policy, random_logp, targets_of  # noqa: F401
-from trainer.batch.step_batch import StepBatch, decode, encode_batch
-from trainer.config.schema import Config, OptimizerConfig
-from trainer.credit.targets import Logprobs, Targets
+from tests.unit.trainer.update.test_updater import OneProcess, batch, config, policy, random_logp, scored, targets_of  # noqa: F401
+from trainer.batch.step_batch import StepBatch, decode, encode
+from trainer.config.schema import Config, CorrectionConfig, OptimizerConfig
+from trainer.credit.targets import Targets
 from trainer.model.policy import Policy
-from trainer.objective.ppo_credit import Credit
+from trainer.objective.advantages.critic import Credit
 from trainer.update.batch_dumps import Attempt, read_dump, write_dump
 from trainer.update.update_guard import MIN_NORMS, UpdateGuard
 from trainer.update.updater import Updater
@@ -73,10 +73,7 @@ def test_the_median_looks_back_on_a_window() -> None:
 
 
 def targets(batch: StepBatch) -> Targets:  # noqa: F811
-    made, _, _ = targets_of(
-        batch, Config(), Logprobs(old_N=random_logp(batch, 1), ref_N=random_logp(batch, 2)), mode="off"
-    )
-    return made
+    return targets_of(batch, Config(), scored(random_logp(batch, 1), random_logp(batch, 2)), mode="off")[0]
 
 
 def test_a_broken_update_is_counted_dumped_and_not_made(batch: StepBatch, policy: Policy) -> None:  # noqa: F811
@@ -85,16 +82,13 @@ def test_a_broken_update_is_counted_dumped_and_not_made(batch: StepBatch, policy
     dumped: list[Attempt] = []
     updater.dump = lambda attempt, batch, targets: dumped.append(attempt)
     good = targets(batch)
-    broken = Targets.of(
-        batch, torch.full_like(good.advantages_N, math.nan), Logprobs(old_N=good.old_logp_N),
-        targets_of(batch, config(), Logprobs(old_N=good.old_logp_N), mode="off")[1],
-    )  # fmt: skip
-    metrics, _ = updater.update(batch, broken)
+    broken = replace(good, advantages_N=torch.full_like(good.advantages_N, math.nan))
+    metrics = updater.update(batch, broken).metrics
     assert (updater.num_updates, len(distributed.gradient)) == (0, 0)
     assert metrics["health/skipped_updates"] == 1
     assert math.isnan(metrics["policy/loss"])
     assert [attempt.name for attempt in dumped] == ["update-000001-try-1"]
-    metrics, _ = updater.update(batch, good)
+    metrics = updater.update(batch, good).metrics
     assert updater.num_updates == 1
     assert len(distributed.gradient) > 0
     assert math.isfinite(metrics["policy/loss"])
@@ -102,8 +96,8 @@ def test_a_broken_update_is_counted_dumped_and_not_made(batch: StepBatch, policy
 
 
 def test_a_merged_batch_survives_the_way_through_bytes(batch: StepBatch) -> None:  # noqa: F811
-    again = decode([encode_batch(batch)])
-    assert encode_batch(again) == encode_batch(batch)
+    again = decode(encode(batch))
+    assert encode(again) == encode(batch)
     assert torch.equal(again.sampling_logprobs_N, batch.sampling_logprobs_N)
 
 
@@ -121,9 +115,9 @@ def test_a_dump_is_read_back_as_it_was(batch: StepBatch, tmp_path) -> None:  # n
     )
     for of in (given, replace(given, ref_logp_N=None, credit=credit, returns_N=some)):
         path = write_dump(tmp_path, ATTEMPT, batch, of)
-        attempt, found, found_targets = read_dump(path)
+        attempt, found, found_targets = read_dump(path, CorrectionConfig())
         assert path.name == "update-000003-try-1"
-        assert encode_batch(found) == encode_batch(batch)
+        assert encode(found) == encode(batch)
         assert (attempt.rollouts, attempt.lr, attempt.grad_norm) == ((0, 2), 1e-3, math.inf)
         assert math.isnan(attempt.sums["policy/loss"])
         assert torch.equal(found_targets.advantages_N, of.advantages_N)
@@ -138,4 +132,4 @@ def test_a_damaged_dump_is_refused(batch: StepBatch, tmp_path, file: str) -> Non
     for content in (b"", b"{}", b"[]", json.dumps({"sums": 3}).encode(), b"\x80\x04cos\nsystem\n."):
         (path / file).write_bytes(content)
         with pytest.raises(DataError, match="not a dumped batch"):
-            read_dump(path)
+            read_dump(path, CorrectionConfig())

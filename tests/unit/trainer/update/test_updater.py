@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,13 @@ from torch import Tensor
 
 from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
 from tests.fixtures.models import tiny_qwen3
-from trainer.batch.step_batch import StepBatch, decode, encode
-from trainer.config.schema import AlgorithmConfig, Config
+from trainer.batch.step_batch import StepBatch
+from trainer.config.schema import AlgorithmConfig, Config, CorrectionConfig
+from trainer.credit.correction import StepCorrection
+from trainer.credit.old_policy import Recomputed
 from trainer.credit.targets import Logprobs, Targets, penalized, reference_metrics
 from trainer.model.policy import Policy
-from trainer.objective.correction import CorrectionResult, correction_weights
+from trainer.objective.correction import CorrectionResult
 from trainer.objective.kl import kl_term
 from trainer.update.updater import Updater
 
@@ -78,20 +81,18 @@ def policy() -> Policy:
 
 @pytest.fixture
 def batch() -> StepBatch:
-    return decode([encode(rollouts(), mask_truncated=False)])
+    return StepBatch.of(rollouts(), mask_truncated=False)
 
 
 def config(**algorithm: Any) -> Config:
-    made = Config(algorithm=AlgorithmConfig(**{"loss": "reinforce", "normalizer": "token"} | algorithm))
-    made.correction.logp_old = "given"
-    return made
+    return Config(algorithm=AlgorithmConfig(**{"loss": "reinforce", "normalizer": "token"} | algorithm))
 
 
 def gradient(policy: Policy, batch: StepBatch, made: Config, targets: Targets) -> tuple[Tensor, dict[str, float]]:
     distributed = OneProcess(policy)
     updater = Updater(policy, distributed, made)  # type: ignore[arg-type]
-    metrics, _ = updater.update(batch, targets)
-    return distributed.gradient, metrics
+    updated = updater.update(batch, targets)
+    return distributed.gradient, dict(updated.metrics)
 
 
 def expected_gradient(policy: Policy, batch: StepBatch, loss: Callable[[Tensor], Tensor]) -> Tensor:
@@ -116,20 +117,24 @@ def random_logp(batch: StepBatch, seed: int) -> Tensor:
     return torch.from_numpy(-6 + rng.normal(0, 0.5, batch.layout.num_tokens)).float()
 
 
+def scored(old_N: Tensor, ref_N: Tensor | None = None) -> Logprobs:
+    return Logprobs(old=Recomputed(old_N), ref_N=ref_N)
+
+
 def targets_of(
     batch: StepBatch, made: Config, logprobs: Logprobs, **correction: Any
 ) -> tuple[Targets, CorrectionResult, Tensor]:
-    weights = correction_weights(
-        logprobs.old_N, batch.sampling_logprobs_N, batch.rollout_N, batch.num_rollouts, **correction
-    )
+    corrected = StepCorrection.of(batch, logprobs.old, CorrectionConfig(**correction))
     plain_N = torch.tensor([-1.0, 1.0, -0.5, 2.0])[batch.rollout_N]
-    advantages_N = penalized(plain_N, batch, logprobs, made)
-    return Targets.of(batch, advantages_N, logprobs, weights), weights, advantages_N
+    advantages_N = penalized(plain_N, batch, logprobs, corrected, made)
+    assert corrected.result is not None
+    targets = Targets(advantages_N=advantages_N, old=logprobs.old, correction=corrected, ref_logp_N=logprobs.ref_N)
+    return targets, corrected.result, advantages_N
 
 
 def test_rejected_tokens_leave_the_denominator(policy: Policy, batch: StepBatch) -> None:
     made = config()
-    logprobs = Logprobs(old_N=random_logp(batch, 1))
+    logprobs = scored(random_logp(batch, 1))
     targets, weights, a_N = targets_of(batch, made, logprobs, mode="off", rejection={"token_k2": 0.1})
     keep_N = weights.keep_T
     assert 0 < int(keep_N.sum()) < len(keep_N)
@@ -140,8 +145,8 @@ def test_rejected_tokens_leave_the_denominator(policy: Policy, batch: StepBatch)
 
 def test_tokens_whose_weight_is_masked_stay_in_the_denominator(policy: Policy, batch: StepBatch) -> None:
     made = config()
-    logprobs = Logprobs(old_N=random_logp(batch, 1))
-    targets, weights, a_N = targets_of(batch, made, logprobs, mode="token_mask", bounds=(0.7, 1.5))
+    logprobs = scored(random_logp(batch, 1))
+    targets, weights, a_N = targets_of(batch, made, logprobs, mode="token_mask", low=0.7, high=1.5)
     assert 0 < int(weights.clipped_T.sum()) < len(a_N)
     found, _ = gradient(policy, batch, made, targets)
     expected = expected_gradient(policy, batch, lambda logp: -(weights.weights_T * a_N * logp).sum() / len(a_N))
@@ -150,7 +155,7 @@ def test_tokens_whose_weight_is_masked_stay_in_the_denominator(policy: Policy, b
 
 def test_batch_normalised_weights_reach_the_gradient(policy: Policy, batch: StepBatch) -> None:
     made = config()
-    logprobs = Logprobs(old_N=random_logp(batch, 1))
+    logprobs = scored(random_logp(batch, 1))
     found = {}
     for normalize in (False, True):
         targets, weights, _ = targets_of(batch, made, logprobs, mode="token_truncate", batch_normalize=normalize)
@@ -161,9 +166,9 @@ def test_batch_normalised_weights_reach_the_gradient(policy: Policy, batch: Step
 
 
 def test_masked_rollouts_train_nothing_but_are_delivered(policy: Policy) -> None:
-    batch = decode([encode(rollouts(), mask_truncated=True)])
+    batch = StepBatch.of(rollouts(), mask_truncated=True)
     made = config(normalizer="sequence_sum")
-    targets, _, a_N = targets_of(batch, made, Logprobs(old_N=random_logp(batch, 1)), mode="off")
+    targets, _, a_N = targets_of(batch, made, scored(random_logp(batch, 1)), mode="off")
     keep_N = batch.rollout_N != 2
     found, _ = gradient(policy, batch, made, targets)
     expected = expected_gradient(policy, batch, lambda logp: -(a_N * logp)[keep_N].sum() / 4)
@@ -174,7 +179,7 @@ def test_masked_rollouts_train_nothing_but_are_delivered(policy: Policy) -> None
 def test_the_kl_term_is_part_of_the_loss_and_not_weighted(estimator: str, policy: Policy, batch: StepBatch) -> None:
     made = config(kl_coef=0.5, kl_estimator=estimator)
     old_N, ref_N = random_logp(batch, 1), random_logp(batch, 2)
-    targets, weights, a_N = targets_of(batch, made, Logprobs(old_N=old_N, ref_N=ref_N), mode="token_truncate")
+    targets, weights, a_N = targets_of(batch, made, scored(old_N, ref_N), mode="token_truncate")
 
     def loss(logp_N: Tensor) -> Tensor:
         kl_N = kl_term(estimator, logp_N, ref_N, old_N)
@@ -187,7 +192,7 @@ def test_the_kl_term_is_part_of_the_loss_and_not_weighted(estimator: str, policy
 def test_kl_in_the_reward_is_a_penalty_on_each_token(policy: Policy, batch: StepBatch) -> None:
     made = config(kl_coef=0.5, kl_place="reward")
     old_N, ref_N = random_logp(batch, 1), random_logp(batch, 2)
-    targets, _, _ = targets_of(batch, made, Logprobs(old_N=old_N, ref_N=ref_N), mode="off")
+    targets, _, _ = targets_of(batch, made, scored(old_N, ref_N), mode="off")
     plain_N = torch.tensor([-1.0, 1.0, -0.5, 2.0])[batch.rollout_N]
     torch.testing.assert_close(targets.advantages_N, plain_N - 0.5 * (old_N - ref_N))
     found, _ = gradient(policy, batch, made, targets)
@@ -198,13 +203,8 @@ def test_kl_in_the_reward_is_a_penalty_on_each_token(policy: Policy, batch: Step
 def test_the_entropy_bonus_raises_entropy(policy: Policy, batch: StepBatch) -> None:
     """Without advantages nothing else is left in the gradient: a step along it must raise the entropy."""
     made = config(entropy_coef=1.0)
-    targets, _, _ = targets_of(batch, made, Logprobs(old_N=random_logp(batch, 1)), mode="off")
-    targets = Targets(
-        advantages_N=torch.zeros_like(targets.advantages_N),
-        old_logp_N=targets.old_logp_N,
-        weights_N=targets.weights_N,
-        keep_N=targets.keep_N,
-    )
+    targets, _, _ = targets_of(batch, made, scored(random_logp(batch, 1)), mode="off")
+    targets = replace(targets, advantages_N=torch.zeros_like(targets.advantages_N))
     found, before = gradient(policy, batch, made, targets)
     saved = [parameter.detach().clone() for parameter in policy.parameters()]
     pieces = found.float().split([parameter.numel() for parameter in policy.parameters()])
@@ -218,11 +218,11 @@ def test_the_entropy_bonus_raises_entropy(policy: Policy, batch: StepBatch) -> N
     assert after["policy/entropy"] > before["policy/entropy"]
 
 
-def test_seed_000s_penalty_sums_to_zero_over_trained_tokens(batch: StepBatch) -> None:
+def test_the_mismatch_penalty_sums_to_zero_over_trained_tokens(batch: StepBatch) -> None:
     made = config()
     made.correction.kl_penalty = 2.0
     old_N = random_logp(batch, 1)
-    targets, _, _ = targets_of(batch, made, Logprobs(old_N=old_N), mode="off")
+    targets, _, _ = targets_of(batch, made, scored(old_N), mode="off")
     plain_N = torch.tensor([-1.0, 1.0, -0.5, 2.0])[batch.rollout_N]
     added_N = targets.advantages_N - plain_N
     d_N = batch.sampling_logprobs_N - old_N
@@ -232,9 +232,9 @@ def test_seed_000s_penalty_sums_to_zero_over_trained_tokens(batch: StepBatch) ->
 
 def test_the_distance_from_the_reference_is_reported_per_rollout_and_per_token(batch: StepBatch) -> None:
     old_N = random_logp(batch, 1)
-    assert reference_metrics(Logprobs(old_N=old_N), batch.rollout_N, 4) == {}
-    assert set(reference_metrics(Logprobs(old_N=old_N, ref_N=old_N), batch.rollout_N, 4).values()) == {0.0}
-    shifted = reference_metrics(Logprobs(old_N=old_N, ref_N=old_N - 0.1), batch.rollout_N, 4)
+    assert reference_metrics(old_N, None, batch) == {}
+    assert set(reference_metrics(old_N, old_N, batch).values()) == {0.0}
+    shifted = reference_metrics(old_N, old_N - 0.1, batch)
     assert shifted["policy/ref_kl"] == pytest.approx(0.1, rel=1e-4)
     assert shifted["objective/kl"] == pytest.approx(0.1 * (7 + 12 + 3 + 20) / 4, rel=1e-4)
     assert shifted["policy/ref_kl_k3"] == pytest.approx(np.exp(-0.1) + 0.1 - 1, rel=1e-3)
@@ -254,7 +254,7 @@ def test_before_the_policy_moves_every_ratio_is_one(minibatches: int, policy: Po
     scoring pass did, and the ratio is 1 bit for bit; with more, up to the rounding of other packs."""
     made = config(loss="ppo_clip", minibatches=minibatches)
     old_N = Updater(policy, OneProcess(policy), made).scorer.score(batch)  # type: ignore[arg-type]
-    targets, _, _ = targets_of(batch, made, Logprobs(old_N=old_N), mode="off")
+    targets, _, _ = targets_of(batch, made, scored(old_N), mode="off")
     _, metrics = gradient(policy, batch, made, targets)
     if minibatches == 1:
         assert metrics["policy/ratio_mean"] == 1.0

@@ -3,35 +3,45 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from trainer.objective.losses import (
-    POLICY_LOSSES,
-    LossInputs,
-    cispo,
-    clipped_tis,
-    entropy_bonus,
-    gspo,
-    ppo_clip,
-    reinforce,
-    sapo,
+from trainer.objective.losses import POLICY_LOSSES
+from trainer.objective.losses.inputs import LossInputs
+from trainer.objective.per_rollout import rollout_mean
+
+cispo, clipped_tis, gspo, ppo_clip, reinforce, sapo = (
+    POLICY_LOSSES[name] for name in ("cispo", "clipped_tis", "gspo", "ppo_clip", "reinforce", "sapo")
 )
-from trainer.objective.losses.inputs import sequence_log_ratio
 
 
 def inputs_for(ratios, advantages, *, rollouts=None, weights=None, old=-1.0) -> LossInputs:
     """Tokens whose ratio to the old policy is the one given."""
     rollouts = list(range(len(ratios))) if rollouts is None else rollouts
     logp_T = torch.tensor([old + math.log(r) for r in ratios], dtype=torch.float64, requires_grad=True)
+    old_T = torch.full((len(ratios),), old, dtype=torch.float64)
+    return whole_step(
+        logp_T,
+        old_T,
+        torch.tensor(advantages, dtype=torch.float64),
+        torch.tensor(rollouts),
+        max(rollouts) + 1,
+        weights_T=None if weights is None else torch.tensor(weights, dtype=torch.float64),
+    )
+
+
+def whole_step(logp_T, old_T, advantages_T, rollout_T, num_rollouts, *, weights_T=None) -> LossInputs:
+    """One microbatch that holds every token of its rollouts."""
     return LossInputs(
         logp_T=logp_T,
-        old_logp_T=torch.full((len(ratios),), old, dtype=torch.float64),
-        advantages_T=torch.tensor(advantages, dtype=torch.float64),
-        rollout_T=torch.tensor(rollouts),
-        num_rollouts=max(rollouts) + 1,
-        weights_T=None if weights is None else torch.tensor(weights, dtype=torch.float64),
+        old_logp_T=old_T,
+        advantages_T=advantages_T,
+        rollout_T=rollout_T,
+        num_rollouts=num_rollouts,
+        weights_T=weights_T,
+        seq_log_ratio_S=rollout_mean((logp_T - old_T).detach(), rollout_T, num_rollouts),
     )
 
 
@@ -76,13 +86,8 @@ def test_gspo_gradient_is_that_of_the_papers_objective():
     noise_T = 0.3 * torch.randn(9, generator=generator, dtype=torch.float64)
     advantages_S = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
     logp_T = (-1 + noise_T).requires_grad_()
-    inputs = LossInputs(
-        logp_T=logp_T,
-        old_logp_T=torch.full((9,), -1.0, dtype=torch.float64),
-        advantages_T=advantages_S[rollout_T],
-        rollout_T=rollout_T,
-        num_rollouts=3,
-    )
+    old_T = torch.full((9,), -1.0, dtype=torch.float64)
+    inputs = whole_step(logp_T, old_T, advantages_S[rollout_T], rollout_T, 3)
     length_S = torch.tensor([3.0, 2.0, 4.0], dtype=torch.float64)
     ours = torch.autograd.grad((gspo(inputs, clip_low=0.2, clip_high=0.2).loss_T / length_S[rollout_T]).sum(), logp_T)
     sums_S = torch.stack([(logp_T + 1)[rollout_T == s].sum() for s in range(3)])
@@ -129,9 +134,9 @@ def test_clipped_tis_gradient_is_minus_tau_rho_advantage():
 def test_clipped_tis_sequence_level_uses_the_geometric_mean_of_the_rollout():
     inputs = inputs_for([4.0, 0.25, 2.0, 8.0], [1.0, 1.0, 1.0, 1.0], rollouts=[0, 0, 1, 1])
     # rollout 0: sqrt(4 · 0.25) = 1; rollout 1: sqrt(16) = 4, truncated at 1.5
-    assert gradient(inputs, clipped_tis(inputs, clip_high=0.5, level="sequence").loss_T) == pytest.approx(
-        [-1.0, -1.0, -1.5, -1.5]
-    )
+    assert gradient(
+        inputs, clipped_tis(inputs, clip_high=0.5, importance_sampling_level="sequence").loss_T
+    ) == pytest.approx([-1.0, -1.0, -1.5, -1.5])
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
@@ -145,13 +150,7 @@ def test_every_loss_is_policy_gradient_on_policy(name):
 def test_every_loss_keeps_dtype_and_takes_no_tokens(name):
     for dtype in (torch.float32, torch.float64):
         empty = torch.zeros(0, dtype=dtype)
-        inputs = LossInputs(
-            logp_T=empty.clone().requires_grad_(),
-            old_logp_T=empty,
-            advantages_T=empty,
-            rollout_T=empty.long(),
-            num_rollouts=3,
-        )
+        inputs = whole_step(empty.clone().requires_grad_(), empty, empty, empty.long(), 3)
         outputs = POLICY_LOSSES[name](inputs)
         assert outputs.loss_T.dtype == dtype
         outputs.loss_T.sum().backward()
@@ -161,12 +160,12 @@ def test_every_loss_keeps_dtype_and_takes_no_tokens(name):
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_every_loss_stays_finite_when_the_policy_has_run_away(name):
-    inputs = LossInputs(
-        logp_T=torch.tensor([-0.1, -300.0], requires_grad=True),
-        old_logp_T=torch.tensor([-300.0, -0.1]),
-        advantages_T=torch.tensor([-1.0, 1.0]),
-        rollout_T=torch.tensor([0, 1]),
-        num_rollouts=2,
+    inputs = whole_step(
+        torch.tensor([-0.1, -300.0], requires_grad=True),
+        torch.tensor([-300.0, -0.1]),
+        torch.tensor([-1.0, 1.0]),
+        torch.tensor([0, 1]),
+        2,
     )
     loss_T = POLICY_LOSSES[name](inputs).loss_T
     assert torch.isfinite(loss_T).all()
@@ -199,14 +198,15 @@ def test_correction_weights_multiply_the_loss_and_carry_no_gradient():
     assert weights_T.grad is None
 
 
-def test_sequence_log_ratio_is_the_mean_over_all_rows_of_a_rollout():
-    logp_T, old_T = torch.tensor([-1.0, -2.0, -3.0, -1.0]), torch.tensor([-2.0, -2.0, -1.0, -1.5])
-    found = sequence_log_ratio(logp_T, old_T, torch.tensor([0, 2, 0, 2]), 4)
-    assert found.tolist() == pytest.approx([-0.5, 0.0, 0.25, 0.0])
-
-
-def test_entropy_bonus_lowers_the_loss():
-    assert entropy_bonus(torch.tensor([2.0, 0.0]), 0.1).tolist() == pytest.approx([-0.2, 0.0])
+@pytest.mark.parametrize(
+    ("name", "settings"), [("gspo", {}), ("clipped_tis", {"importance_sampling_level": "sequence"})]
+)
+def test_a_loss_with_one_ratio_per_rollout_refuses_to_guess_it_from_a_microbatch(name, settings):
+    inputs = inputs_for([1.1, 0.9], [1.0, -1.0])
+    alone = replace(inputs, seq_log_ratio_S=None)
+    POLICY_LOSSES[name](inputs, **settings)
+    with pytest.raises(ValueError, match="needs seq_log_ratio_S, from all tokens of the step"):
+        POLICY_LOSSES[name](alone, **settings)
 
 
 def test_inputs_of_different_length_are_refused_with_their_shapes():
@@ -226,7 +226,7 @@ def test_inputs_of_different_length_are_refused_with_their_shapes():
         (ppo_clip, {"clip_low": -0.1}, "clip_low is -0.1"),
         (ppo_clip, {"dual_clip": 0.9}, "dual_clip is 0.9, expected above 1"),
         (sapo, {"tau_positive": 0.0}, "tau_positive is 0.0"),
-        (clipped_tis, {"level": "batch"}, "expected token or sequence"),
+        (clipped_tis, {"importance_sampling_level": "batch"}, "expected token or sequence"),
     ],
 )
 def test_impossible_options_are_refused(loss, options, message):

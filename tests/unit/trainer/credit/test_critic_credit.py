@@ -8,19 +8,27 @@ import torch
 
 from rollout.errors import ConfigError
 from rollout.records import EngineCall, FinishReason, Rollout
-from trainer.batch.step_batch import decode, encode
+from trainer.batch.step_batch import StepBatch
+from trainer.checks.declared import unused_problems
 from trainer.checks.validate import validate
-from trainer.config.schema import AlgorithmConfig, Config
-from trainer.credit.critic_credit import CreditAssignment, kl_controller
-from trainer.credit.targets import Logprobs, Targets
-from trainer.objective.correction import correction_weights
+from trainer.config.schema import AlgorithmConfig, Config, CorrectionConfig
+from trainer.credit.correction import StepCorrection
+from trainer.credit.critic_credit import CriticTargets, critic_targets, kl_controller
+from trainer.credit.old_policy import Recomputed
+from trainer.credit.targets import Logprobs
+from trainer.objective.advantages import ADVANTAGES
+from trainer.objective.advantages.critic import Credit
 from trainer.objective.gae import gae
 from trainer.objective.kl_control import AdaptiveKl, FixedKl
-from trainer.objective.ppo_credit import Credit, CreditRule, assign
-from trainer.objective.whitening import whiten
+from trainer.objective.whitening import moments, standardize
 
-PLAIN = CreditRule(gamma=1.0, lam=0.95, whiten_rewards=False, whiten_advantages=False)
-WHITE = CreditRule(gamma=1.0, lam=0.95, whiten_rewards=True, whiten_advantages=True)
+assign = ADVANTAGES["gae"]
+PLAIN = {"whiten_rewards": False, "whiten_advantages": False}
+WHITE = {"whiten_rewards": True, "whiten_advantages": True}
+
+
+def whiten(x: torch.Tensor, *, shift_mean: bool = True) -> torch.Tensor:
+    return standardize(x, moments(x), shift_mean=shift_mean)
 
 
 def credit(lengths, *, keep=None) -> Credit:
@@ -38,7 +46,7 @@ def credit(lengths, *, keep=None) -> Credit:
 def test_a_minibatch_whitens_with_its_own_statistics_and_computes_gae_again():
     whole = credit([4, 7, 3, 5])
     chosen = torch.isin(whole.rollout_N, torch.tensor([1, 3]))
-    advantages, returns = assign(whole, chosen, WHITE)
+    advantages, returns = assign(whole, chosen, **WHITE)
 
     rewards, values = whole.rewards_N[chosen], whole.values_N[chosen]
     white = whiten(rewards, shift_mean=False)
@@ -50,15 +58,15 @@ def test_a_minibatch_whitens_with_its_own_statistics_and_computes_gae_again():
     torch.testing.assert_close(returns[chosen], expected + values)
     torch.testing.assert_close(advantages[chosen], whiten(expected))
     assert (advantages[~chosen] == 0).all()
-    other, _ = assign(whole, torch.ones_like(chosen), WHITE)
+    other, _ = assign(whole, torch.ones_like(chosen), **WHITE)
     assert not torch.allclose(other[chosen], advantages[chosen])
 
 
 def test_returns_come_from_advantages_before_they_are_whitened():
     whole = credit([6, 6])
     chosen = torch.ones(12, dtype=torch.bool)
-    _, plain = assign(whole, chosen, PLAIN)
-    _, white = assign(whole, chosen, CreditRule(whiten_rewards=False, whiten_advantages=True))
+    _, plain = assign(whole, chosen, **PLAIN)
+    _, white = assign(whole, chosen, whiten_rewards=False, whiten_advantages=True)
     torch.testing.assert_close(plain, white)
 
 
@@ -66,8 +74,8 @@ def test_masked_tokens_carry_credit_on_but_are_not_counted():
     keep = torch.tensor([True, False, True, True, True, True])
     whole, masked = credit([3, 3]), credit([3, 3], keep=keep)
     chosen = torch.ones(6, dtype=torch.bool)
-    torch.testing.assert_close(assign(whole, chosen, PLAIN), assign(masked, chosen, PLAIN))
-    advantages, _ = assign(masked, chosen, CreditRule(whiten_advantages=True))
+    torch.testing.assert_close(assign(whole, chosen, **PLAIN), assign(masked, chosen, **PLAIN))
+    advantages, _ = assign(masked, chosen, whiten_advantages=True)
     assert float(advantages[keep].mean()) == pytest.approx(0, abs=1e-6)
 
 
@@ -100,30 +108,30 @@ def batch(*, turn_rewards: tuple[float, ...] | None = None):
         ),
         Rollout(rollout_id=1, group_id=1, calls=(call((1, 2, 3), (7, 8)),), reward=-0.5),
     ]
-    return decode([encode(rollouts, mask_truncated=False, with_turn_rewards=turn_rewards is not None)])
+    return StepBatch.of(rollouts, mask_truncated=False, with_turn_rewards=turn_rewards is not None)
 
 
-def assigned(*, turn_rewards: tuple[float, ...] | None = None, **settings):
+def assigned(*, turn_rewards: tuple[float, ...] | None = None, **settings) -> CriticTargets:
     step = batch(turn_rewards=turn_rewards)
     config = Config(algorithm=AlgorithmConfig(advantage="gae", whiten_advantages=False, **settings))
     old = torch.tensor([-1.0, -2.0, -3.0, -1.0, -1.0])
     ref = torch.tensor([-1.5, -2.0, -1.0, -1.0, -1.0]) if settings.get("kl_coef") else None
-    logprobs = Logprobs(old_N=old, ref_N=ref, values_N=torch.tensor([0.5, 0.25, 0.75, 0.1, 0.2]))
-    kept = correction_weights(old, step.sampling_logprobs_N, step.rollout_N, 2, mode="off")
-    result = CreditAssignment(config).assign(step, logprobs, kept, kl_coef=config.algorithm.kl_coef)
-    return step, logprobs, kept, result
+    old_policy = Recomputed(old)
+    logprobs = Logprobs(old=old_policy, ref_N=ref, values_N=torch.tensor([0.5, 0.25, 0.75, 0.1, 0.2]))
+    correction = StepCorrection.of(step, old_policy, CorrectionConfig(mode="off"))
+    return critic_targets(step, logprobs, correction, config.algorithm, kl_coef=config.algorithm.kl_coef)
 
 
 def test_the_next_value_across_a_tool_result_is_that_of_the_next_trained_token():
-    _, _, _, result = assigned(gae_lambda=0.0)
+    result = assigned(gae_lambda=0.0)
     # δ = V_next − V, and at the end score − V
-    torch.testing.assert_close(result.advantages_N, torch.tensor([-0.25, 0.5, 0.25, 0.1, -0.7]))
+    torch.testing.assert_close(result.targets.advantages_N, torch.tensor([-0.25, 0.5, 0.25, 0.1, -0.7]))
 
 
 def test_the_penalty_the_controller_and_the_metrics_of_a_step():
-    _, _, _, result = assigned(gae_lambda=1.0, kl_coef=0.1, kl_place="reward", kl_target=1.0, kl_horizon=100)
+    result = assigned(gae_lambda=1.0, kl_coef=0.1, kl_place="reward", kl_target=1.0, kl_horizon=100)
     # kl per token: 0.5, 0, −2; the penalty is −0.1 of it
-    torch.testing.assert_close(result.credit.rewards_N, torch.tensor([-0.05, 0.0, 0.2 + 1.0, 0.0, -0.5]))
+    torch.testing.assert_close(result.targets.credit.rewards_N, torch.tensor([-0.05, 0.0, 0.2 + 1.0, 0.0, -0.5]))
     assert result.metrics["objective/kl"] == pytest.approx(-0.75)
     assert result.metrics["objective/score"] == pytest.approx(0.25)
     assert result.metrics["objective/non_score_reward"] == pytest.approx(0.075)
@@ -133,26 +141,25 @@ def test_the_penalty_the_controller_and_the_metrics_of_a_step():
 
 def test_a_turns_reward_is_paid_where_the_turn_ends():
     """The first turn reports 0.6 of the rollout's 1.0; what is left belongs to the last turn."""
-    _, _, _, whole = assigned(gae_lambda=1.0)
-    _, _, _, split = assigned(gae_lambda=1.0, turn_rewards=(0.6,))
-    torch.testing.assert_close(whole.credit.rewards_N, torch.tensor([0.0, 0.0, 1.0, 0.0, -0.5]))
-    torch.testing.assert_close(split.credit.rewards_N, torch.tensor([0.0, 0.6, 0.4, 0.0, -0.5]))
+    whole = assigned(gae_lambda=1.0)
+    split = assigned(gae_lambda=1.0, turn_rewards=(0.6,))
+    torch.testing.assert_close(whole.targets.credit.rewards_N, torch.tensor([0.0, 0.0, 1.0, 0.0, -0.5]))
+    torch.testing.assert_close(split.targets.credit.rewards_N, torch.tensor([0.0, 0.6, 0.4, 0.0, -0.5]))
     # reward-to-go less the value: what came before the last turn is no credit of its token
-    torch.testing.assert_close(split.advantages_N, torch.tensor([0.5, 0.75, -0.35, -0.6, -0.7]))
+    torch.testing.assert_close(split.targets.advantages_N, torch.tensor([0.5, 0.75, -0.35, -0.6, -0.7]))
     assert split.metrics["objective/score"] == whole.metrics["objective/score"]
 
 
 def test_without_a_reference_no_kl_is_claimed():
-    _, _, _, result = assigned()
+    result = assigned()
     assert "objective/kl" not in result.metrics
     assert result.next_kl_coef == 0.0
     assert result.metrics["objective/score"] == pytest.approx(0.25)
 
 
 def test_an_optimizer_step_on_some_rollouts_has_targets_of_its_own():
-    step, logprobs, kept, result = assigned(gae_lambda=1.0)
-    targets = Targets.of(step, result.advantages_N, logprobs, kept, result.credit)
-    own = targets.for_rollouts(torch.tensor([1]), CreditRule(lam=1.0, whiten_advantages=False))
+    settings = AlgorithmConfig(advantage="gae", gae_lambda=1.0, whiten_advantages=False)
+    own = assigned(gae_lambda=1.0).targets.for_rollouts(torch.tensor([1]), settings)
     assert own.returns_N is not None
     torch.testing.assert_close(own.returns_N, torch.tensor([0.0, 0.0, 0.0, -0.5, -0.5]))
 
@@ -168,10 +175,9 @@ def test_the_controller_is_the_one_that_settings_ask_for():
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"kl_target": 6.0}, "algorithm.kl_coef=0.15"),
         ({"kl_target": 6.0, "kl_coef": 0.1, "kl_place": "reward", "kl_horizon": 20}, "turn the sign"),
         ({"gae_lambda": 1.5}, "between 0 and 1"),
-        ({"value_clip": 0.0}, "value_clip=null"),
+        ({"value_clip": 0.0}, "greater than 0; set algorithm.value_clip=0.2"),
         ({"turn_rewards": True, "turn_discount": 0.9}, "turn_discount=1.0"),
         ({"minibatches": 7}, "set algorithm.minibatches=8"),
     ],
@@ -180,6 +186,12 @@ def test_settings_that_do_not_fit_are_refused_with_the_override_that_helps(chang
     config = Config(algorithm=AlgorithmConfig(advantage="gae", **change))
     with pytest.raises(ConfigError, match=sentence):
         validate(config, needs_data=False)
+
+
+def test_a_kl_target_without_a_kl_in_the_reward_is_refused():
+    config = Config(algorithm=AlgorithmConfig(advantage="gae", kl_target=6.0))
+    (problem,) = unused_problems(config)
+    assert problem.endswith("algorithm.kl_coef=0.15, or algorithm.kl_target=null")
 
 
 def test_fixed_length_responses_are_for_one_turn():

@@ -1,4 +1,4 @@
-"""Old logprobs from the update's own forward pass: the gradient and the evidence of a pass of their own."""
+"""The three forms of the old policy: the update's own forward pass gives the gradient of a pass before it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import torch
 
 from tests.fixtures.models import tiny_qwen3
 from tests.unit.trainer.update.test_updater import OneProcess, rollouts
-from trainer.batch.step_batch import StepBatch, decode, encode
+from trainer.batch.step_batch import StepBatch
 from trainer.config.schema import AlgorithmConfig, Config, CorrectionConfig
-from trainer.credit.targets import Logprobs, Targets, scored_by_the_update
+from trainer.credit.correction import StepCorrection
+from trainer.credit.old_policy import FromEngine, FromUpdate, OldPolicy, Recomputed, form_of
+from trainer.credit.targets import Targets
 from trainer.model.policy import Policy
-from trainer.objective.correction import correction_weights
 from trainer.update.batch_dumps import Attempt, read_dump, write_dump
 from trainer.update.updater import Updater
 
@@ -27,7 +28,7 @@ def policy() -> Policy:
 
 @pytest.fixture
 def batch() -> StepBatch:
-    return decode([encode(rollouts(), mask_truncated=True)])
+    return StepBatch.of(rollouts(), mask_truncated=True)
 
 
 def config(correction: dict[str, Any], **algorithm: Any) -> Config:
@@ -64,7 +65,7 @@ def sampled_with(batch: StepBatch, logprobs_N: torch.Tensor) -> StepBatch:
 )
 def test_one_pass_gives_the_gradient_of_two(policy, batch, correction, algorithm):
     made = config(correction, **algorithm)
-    assert scored_by_the_update(made)
+    assert form_of(made) is FromUpdate
     distributed = OneProcess(policy)
     updater = Updater(policy, distributed, made)  # type: ignore[arg-type]
     old_N = updater.scorer.score(batch)
@@ -73,21 +74,17 @@ def test_one_pass_gives_the_gradient_of_two(policy, batch, correction, algorithm
     batch = sampled_with(batch, old_N - noise_N)
     advantages_N = torch.tensor([-1.0, 1.0, -0.5, 2.0])[batch.rollout_N]
     ref_N = old_N - 0.3 if made.algorithm.kl_coef else None
-    settings = made.correction
-    corrected = correction_weights(
-        old_N,
-        batch.sampling_logprobs_N,
-        batch.rollout_N,
-        batch.num_rollouts,
-        mode=settings.mode,
-        bounds=(settings.low, settings.high),
-    )
-    if settings.mode != "off":
-        assert 0 < corrected.clipped_T.float().mean() < 1
+    measured = StepCorrection.of(batch, Recomputed(old_N), made.correction).result
+    if made.correction.mode != "off":
+        assert 0 < measured.clipped_T.float().mean() < 1
 
-    updater.update(batch, Targets.of(batch, advantages_N, Logprobs(old_N=old_N, ref_N=ref_N), corrected))
+    def targets(old: OldPolicy) -> Targets:
+        correction = StepCorrection.of(batch, old, made.correction)
+        return Targets(advantages_N=advantages_N, old=old, correction=correction, ref_logp_N=ref_N)
+
+    updater.update(batch, targets(Recomputed(old_N)))
     expected = distributed.gradient
-    _, seen_N = updater.update(batch, Targets.of(batch, advantages_N, Logprobs(old_N=None, ref_N=ref_N), None))
+    seen_N = updater.update(batch, targets(FromUpdate())).logp_N
     assert float((distributed.gradient - expected).norm() / expected.norm()) < 1e-6
     torch.testing.assert_close(seen_N, old_N, rtol=0, atol=1e-6)
 
@@ -108,14 +105,30 @@ def test_one_pass_gives_the_gradient_of_two(policy, batch, correction, algorithm
     ids=str,
 )
 def test_what_needs_all_old_logprobs_first_has_a_pass_of_its_own(correction, algorithm):
-    assert not scored_by_the_update(config(correction, **algorithm))
+    bypasses = correction.get("logp_old") == "bypass"
+    assert form_of(config(correction, **algorithm)) is (FromEngine if bypasses else Recomputed)
 
 
-def test_a_dump_says_that_the_update_scored_for_itself(batch, tmp_path):
+def test_only_the_logprobs_of_the_trainer_count_as_the_trainers() -> None:
+    old_N, seen_N = torch.tensor([-1.0, -2.0]), torch.tensor([-3.0, -4.0])
+    assert Recomputed(old_N).by_trainer(seen_N) is old_N
+    assert FromEngine(old_N).by_trainer(seen_N) is seen_N
+    assert FromUpdate().by_trainer(seen_N) is seen_N
+
+
+@pytest.mark.parametrize("form", [FromUpdate, FromEngine, Recomputed])
+def test_a_dump_keeps_the_form(form: type[OldPolicy], batch: StepBatch, tmp_path) -> None:
     attempt = Attempt(update=1, number=1, rollouts=(0,), lr=0.1, is_first=True, reason="x", sums={}, grad_norm=1.0)
+    old = FromUpdate() if form is FromUpdate else form(batch.sampling_logprobs_N - 0.1)
+    settings = CorrectionConfig(logp_old="bypass" if form is FromEngine else "recompute", mode="token_truncate")
     advantages_N = torch.ones(batch.layout.num_tokens)
-    targets = Targets.of(batch, advantages_N, Logprobs(old_N=None), None)
-    _, _, read = read_dump(write_dump(tmp_path, attempt, batch, targets))
-    assert read.old_logp_N is None
-    assert read.weights_N is None
+    targets = Targets(advantages_N=advantages_N, old=old, correction=StepCorrection.of(batch, old, settings))
+    _, _, read = read_dump(write_dump(tmp_path, attempt, batch, targets), settings)
+    assert type(read.old) is form
+    index_T, logp_T = torch.tensor([0, 3]), torch.tensor([-1.0, -1.5])
+    assert torch.equal(read.old.at(index_T, logp_T), old.at(index_T, logp_T))
+    for correction in (read.correction, targets.correction):
+        assert (correction.weights_N is None) == (form is FromUpdate)
+    weights = [one.correction.weights_at(index_T, logp_T, logp_T - 0.2) for one in (read, targets)]
+    assert torch.equal(*weights)
     torch.testing.assert_close(read.advantages_N, advantages_N)

@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 import shlex
-from functools import reduce
 
 import pytest
 
 from rollout.errors import ConfigError
 from tests.fixtures.pages import PAGES, bash_blocks
 from tests.unit.trainer.test_cli import complete, composed
-from trainer.checks.unused import NORMALIZED_BY_STD, USES, WITH_EPS, unused_problems
+from trainer.checks.declared import unused_problems
 from trainer.checks.validate import validate
 from trainer.config.schema import Config
-from trainer.credit.targets import ADVANTAGE_SETTINGS
+from trainer.objective.declare import declared_arguments
+from trainer.setting import declarations
 
 __all__ = ["complete"]  # the fixture: overrides under which the files that a run reads exist
 
 REFUSED = [
+    ("model.critic=shared", "does nothing with algorithm.advantage=grpo; set algorithm=ppo, or model.critic=separate"),
+    ("optimizer.critic_lr=1e-3", "set algorithm=ppo, or optimizer.critic_lr=null"),
+    ("model.reference_path=org/base", "set algorithm.kl_coef=0.01, or model.reference_path=null"),
+    ("rollout.stragglers=drop", "set rollout.max_staleness=1, or rollout.stragglers=wait"),
+    ("correction=off correction.batch_normalize=true", "or correction.batch_normalize=false"),
+    (
+        "algorithm=gspo algorithm.dual_clip=3",
+        "algorithm.loss=gspo; set algorithm.loss=ppo_clip, or algorithm.dual_clip=null",
+    ),
+    ("algorithm.turn_discount=0.9", "set algorithm.turn_rewards=true, or algorithm.turn_discount=1.0"),
+    (
+        "algorithm=ppo algorithm.kl_target=6",
+        "algorithm.kl_place=reward algorithm.kl_coef=0.15, or algorithm.kl_target=null",
+    ),
     ("model.lora.alpha=64", "model.lora.rank=0; set model.lora.rank=16, or model.lora.alpha=32.0"),
     ("model.lora.target_modules=[q_proj,v_proj]", "=[q_proj,v_proj] does nothing with model.lora.rank=0"),
     ("on_step_timeout=end step_timeout_s=0", "set step_timeout_s=1800, or on_step_timeout=report"),
@@ -34,11 +48,11 @@ REFUSED = [
     ("algorithm.kl_estimator=k1", "set algorithm.kl_coef=0.05"),
     ("algorithm=rloo algorithm.kl_coef=0.1 algorithm.kl_estimator=k2", "algorithm.kl_place=reward; set"),
     ("algorithm.kl_horizon=50000", "algorithm.kl_target=null; set algorithm.kl_target=6"),
-    ("algorithm.gae_lambda=1.0", "set algorithm=ppo, or algorithm.gae_lambda=0.95"),
-    ("algorithm.gamma=0.9", "set algorithm=ppo, or algorithm.gamma=1.0"),
+    ("algorithm.gae_lambda=1.0", "set algorithm.advantage=gae, or algorithm.gae_lambda=0.95"),
+    ("algorithm.gamma=0.9", "set algorithm.advantage=gae, or algorithm.gamma=1.0"),
     ("algorithm.value_coef=0.1", "algorithm.advantage=grpo; set algorithm=ppo"),
-    ("algorithm.whiten_advantages=false", "set algorithm=ppo, or algorithm.whiten_advantages=true"),
-    ("algorithm.tau_negative=2", "algorithm.loss=ppo_clip; set algorithm=sapo"),
+    ("algorithm.whiten_advantages=false", "set algorithm.advantage=gae, or algorithm.whiten_advantages=true"),
+    ("algorithm.tau_negative=2", "algorithm.loss=ppo_clip; set algorithm.loss=sapo"),
     ("algorithm=dr_grpo algorithm.advantage_std=false", "algorithm.advantage=dr_grpo; set algorithm.advantage=grpo"),
     ("algorithm=rloo algorithm.advantage_eps=1e-3", "set algorithm.advantage=grpo"),
     ("algorithm.max_refills=5", "set algorithm.dynamic_sampling=true, or algorithm.max_refills=3"),
@@ -87,31 +101,33 @@ def test_a_setting_that_counts_is_accepted(words: str) -> None:
     assert not list(unused_problems(composed(*words.split())))
 
 
-@pytest.mark.parametrize("use", USES, ids=lambda use: use.settings[0])
-def test_what_is_offered_makes_the_setting_count(use) -> None:
-    if use.instead.startswith("it for") or " with " in use.instead:  # not an override alone
+CONDITIONAL = {name: declared for name, (declared, _) in declarations(Config()).items() if declared.when is not None}
+
+
+@pytest.mark.parametrize("name", CONDITIONAL)
+def test_the_offered_overrides_make_the_setting_count(name: str) -> None:
+    when = CONDITIONAL[name].when
+    if when.instead.startswith("it for") or " with " in when.instead:  # not an override alone
         return
-    assert use.counts(composed(*use.instead.replace("<user or organisation>/<name>", "me/it").split()))
+    assert when.holds(composed(*when.instead.replace("<user or organisation>/<name>", "me/it").split()))
 
 
-def test_every_row_of_the_table_refuses_something_above() -> None:
-    words = [word.partition("=")[0] for words, _ in REFUSED for word in words.split()]
-    assert not [use.settings for use in USES if not set(use.settings) & set(words)]
+def test_every_condition_refuses_something_above() -> None:
+    changed = {word.partition("=")[0] for words, _ in REFUSED for word in words.split()}
+    conditions = {id(declared.when): declared.when.instead for declared in CONDITIONAL.values()}
+    tried = {id(CONDITIONAL[name].when) for name in changed & CONDITIONAL.keys()}
+    derived = {id(CONDITIONAL[f"algorithm.{name}"].when) for name in declared_arguments()}
+    assert not [instead for key, instead in conditions.items() if key not in tried | derived]
 
 
-def test_every_setting_of_the_table_exists() -> None:
-    for use in USES:
-        for name in (*use.settings, *use.because):
-            reduce(getattr, name.split("."), Config())
+def test_every_cause_is_a_setting() -> None:
+    names = declarations(Config())
+    for declared in CONDITIONAL.values():
+        assert all(cause in names for cause in declared.when.because)
 
 
 def test_defaults_are_never_refused() -> None:
     assert not list(unused_problems(Config()))
-
-
-def test_the_table_knows_which_advantages_read_a_deviation() -> None:
-    assert {name for name, read in ADVANTAGE_SETTINGS.items() if "normalize_std" in read} == set(NORMALIZED_BY_STD)
-    assert {name for name, read in ADVANTAGE_SETTINGS.items() if "eps" in read} == set(WITH_EPS)
 
 
 def test_an_evaluation_may_say_where_its_results_go(complete: tuple[str, ...], tmp_path) -> None:

@@ -1,0 +1,55 @@
+"""Checks that derive from the declarations of settings (`trainer/setting.py`): values, and settings without effect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from trainer.config.hints import closest
+from trainer.config.schema import Config
+from trainer.objective.declare import ADVANTAGES, POLICY_LOSSES
+from trainer.setting import declarations, typed
+
+
+def value_problems(settings: Any, prefix: str = "") -> Iterator[str]:
+    """Yield one sentence per value that its declaration rules out. settings: a dataclass of settings."""
+    for name, (declared, value) in declarations(settings, prefix).items():
+        if value is None or (problem := declared.problem(value)) is None:
+            continue
+        hint = closest(str(value), [str(choice) for choice in declared.choices]) if declared.choices else ""
+        yield f"{name}={typed(value)} {problem}{hint}; set {name}={typed(declared.default)}"
+
+
+def choices_hold(settings: Any) -> bool:
+    """Return True if every setting with choices is one of them; checks of conflicts rely on it."""
+    found = declarations(settings).values()
+    return all(value is None or not declared.choices or value in declared.choices for declared, value in found)
+
+
+def null_problems(config: Config) -> Iterator[str]:
+    """Yield one sentence per setting that the chosen loss or advantage takes, is null, and must not be."""
+    algorithm = config.algorithm
+    for kind, declared in (("loss", POLICY_LOSSES[algorithm.loss]), ("advantage", ADVANTAGES[algorithm.advantage])):
+        for name, argument in declared.arguments.items():
+            if getattr(algorithm, name) is None and not argument.may_be_none:
+                yield (
+                    f"algorithm.{name}=null: algorithm.{kind}={getattr(algorithm, kind)} needs a value; set "
+                    f"algorithm.{name}={typed(argument.setting.default)}"
+                )
+
+
+def unused_problems(config: Config) -> Iterator[str]:
+    """Yield one sentence per setting of training that was changed and has no effect.
+
+    Only changes from the defaults of the schema are refused, so a preset may repeat a default.
+    """
+    found = declarations(config)
+    for name, (declared, value) in found.items():
+        when = declared.when
+        if when is None or value == declared.default or when.holds(config):
+            continue
+        causes = " and ".join(f"{cause}={typed(found[cause][1])}" for cause in when.causes() if cause in found)
+        yield (
+            f"{name}={typed(value)} does nothing {f'with {causes}' if causes else 'in training'}; set {when.instead}, "
+            f"or {name}={typed(declared.default)}"
+        )

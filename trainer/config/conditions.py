@@ -1,0 +1,63 @@
+"""Conditions under which settings count, each with the overrides that fulfill it."""
+
+from __future__ import annotations
+
+from trainer.objective.correction_modes import CORRECTION_MODES
+from trainer.objective.declare import ADVANTAGES
+from trainer.setting import When
+
+LORA = When(instead="model.lora.rank=16", holds=lambda c: c.model.lora.rank > 0)
+CRITIC = When(instead="algorithm=ppo", holds=lambda c: c.has_critic, because=("algorithm.advantage",))
+CURRICULUM = When(instead="data.curriculum.rest_epochs=1", holds=lambda c: c.data.curriculum.rest_epochs > 0)
+WEIGHTS = When(
+    instead="correction.mode=token_truncate", holds=lambda c: CORRECTION_MODES[c.correction.mode].control is not None
+)
+MEASURED = When(instead="correction=off", holds=lambda c: c.correction.mode != "none", because=("correction.mode",))
+SPIKES = When(instead="optimizer.spike=skip", holds=lambda c: c.optimizer.spike != "off")
+MOMENTUM = When(
+    instead="optimizer=muon", holds=lambda c: c.optimizer.name in ("muon", "sgd"), because=("optimizer.name",)
+)
+STEP_LIMIT = When(instead="step_timeout_s=1800", holds=lambda c: c.step_timeout_s > 0)
+EMBEDDED = When(instead="rollout=embedded", holds=lambda c: c.rollout.engine == "embedded", because=("rollout.engine",))
+OWN_ENGINES = When(
+    instead="rollout=embedded", holds=lambda c: c.rollout.engine != "server", because=("rollout.engine",)
+)
+SERVERS = When(instead="rollout=server", holds=lambda c: c.rollout.engine == "server", because=("rollout.engine",))
+COLOCATED = When(
+    instead="rollout=colocated", holds=lambda c: c.rollout.engine == "colocated", because=("rollout.engine",)
+)
+AHEAD = When(instead="rollout.max_staleness=1", holds=lambda c: c.rollout.max_staleness > 0)
+WANDB = When(instead="logger=wandb", holds=lambda c: c.logger.wandb != "off", because=("logger.wandb",))
+ADAPTED_KL = When(
+    instead="algorithm.advantage=gae algorithm.kl_place=reward algorithm.kl_coef=0.15",
+    holds=lambda c: c.has_critic and c.algorithm.kl_place == "reward" and c.algorithm.kl_coef > 0,
+)
+TRACKED_KL = When(instead="algorithm.kl_target=6", holds=lambda c: c.algorithm.kl_target is not None)
+KL_PLACED = When(
+    instead="algorithm.kl_coef=0.05",
+    holds=lambda c: c.algorithm.kl_coef > 0 or ADVANTAGES[c.algorithm.advantage].kl_in_reward,
+)
+KL_IN_LOSS = When(
+    instead="algorithm.kl_coef=0.05 algorithm.kl_place=loss",
+    holds=lambda c: c.algorithm.kl_coef > 0 and c.algorithm.kl_place == "loss",
+)
+REFERENCE = When(instead="algorithm.kl_coef=0.01", holds=lambda c: c.algorithm.kl_coef > 0)
+TURN_REWARDS = When(instead="algorithm.turn_rewards=true", holds=lambda c: c.algorithm.turn_rewards)
+OVERLONG = When(instead="algorithm.overlong_buffer=0.2", holds=lambda c: c.algorithm.overlong_buffer > 0)
+HORIZON = When(
+    instead="algorithm.overlong_buffer=0.2",
+    holds=lambda c: c.algorithm.overlong_buffer > 0 or c.algorithm.normalizer == "dr_grpo",
+    because=("algorithm.overlong_buffer", "algorithm.normalizer"),
+)
+REFILLS = When(
+    instead="algorithm.dynamic_sampling=true",
+    holds=lambda c: c.algorithm.dynamic_sampling or c.rollout.max_staleness > 0,
+)
+WORKERS = When(
+    instead="reward.isolation=process with a function of a file",
+    holds=lambda c: c.reward.uses_workers,
+    because=("reward.functions", "reward.isolation"),
+)
+PROFILE = When(instead="profile=true", holds=lambda c: c.profile)
+EVALUATE_SCRIPT = When(instead="it for scripts/evaluate.py", holds=lambda c: False)
+HUB = When(instead="hub.repo=<user or organisation>/<name>", holds=lambda c: c.hub.repo is not None)

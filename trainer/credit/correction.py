@@ -1,0 +1,76 @@
+"""The rollout correction of one step: a weight per trained token, and the tokens that stay in the loss mask.
+
+Dimensions: `_N` trained tokens of the step, `_T` trained tokens of a microbatch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trainer.batch.step_batch import StepBatch
+from trainer.config.schema import CorrectionConfig
+from trainer.credit.old_policy import FromEngine, OldPolicy
+from trainer.objective.correction import CorrectionResult, correction_weights, token_weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepCorrection:
+    """Weights between engine and trainer."""
+
+    settings: CorrectionConfig
+    weights_N: Tensor | None
+    """None with `FromUpdate`: each microbatch computes the weights of its own tokens."""
+    keep_N: Tensor
+    """bool: False for tokens that left the loss mask (rejected, or of a masked rollout), and so the denominators."""
+    result: CorrectionResult | None = None
+    """The weights with everything that metrics need; None where it follows after the update."""
+
+    @classmethod
+    def of(cls, batch: StepBatch, old: OldPolicy, settings: CorrectionConfig) -> StepCorrection:
+        """Compute the correction before the update, as far as π_old is known."""
+        keep_N = torch.from_numpy(batch.is_kept_S)[batch.rollout_N]
+        if old.logp_N is None:
+            return cls(settings=settings, weights_N=None, keep_N=keep_N)
+        is_bypass = isinstance(old, FromEngine)
+        result = _weights(batch, old.logp_N, settings, mode="off" if is_bypass else settings.mode)
+        return cls(
+            settings=settings,
+            weights_N=result.weights_T,
+            keep_N=result.keep_T & keep_N,
+            result=None if is_bypass else result,
+        )
+
+    def weights_at(self, index_T: Tensor, old_T: Tensor, sampling_T: Tensor) -> Tensor:
+        """Return (T,) weights of a microbatch. old_T, sampling_T: its logprobs by π_old and by the engine."""
+        if self.weights_N is not None:
+            return self.weights_N[index_T].to(old_T.device, old_T.dtype)
+        bounds = (self.settings.low, self.settings.high)
+        return token_weights(old_T, sampling_T, mode=self.settings.mode, bounds=bounds)
+
+    def measured(self, batch: StepBatch, trained_N: Tensor) -> CorrectionResult:
+        """Return weights, raw ratios and rejection for the metrics of a step, after the update.
+
+        trained_N: the trainer's logprobs of the trained tokens before the update (`OldPolicy.by_trainer`).
+        """
+        if self.result is not None:
+            return self.result
+        if self.weights_N is None:
+            return _weights(batch, trained_N, self.settings, mode=self.settings.mode)
+        # Bypass: the ratio of the loss is the weight, known since the update's own forward pass.
+        return _weights(batch, trained_N, self.settings, mode="off").uncontrolled()
+
+
+def _weights(batch: StepBatch, logp_old_N: Tensor, settings: CorrectionConfig, *, mode: str) -> CorrectionResult:
+    return correction_weights(
+        logp_old_N,
+        batch.sampling_logprobs_N,
+        batch.rollout_N,
+        batch.num_rollouts,
+        mode=mode,
+        bounds=(settings.low, settings.high),
+        rejection=settings.rejection,
+        batch_normalize=settings.batch_normalize,
+    )

@@ -1,0 +1,84 @@
+"""π_old, the proximal policy of an update: its log-probabilities come from one of three places.
+
+| form         | log π_old of a token                     | when                                                      |
+|--------------|------------------------------------------|-----------------------------------------------------------|
+| `Recomputed` | a pass of the trainer before the update  | the default of several updates per batch, and where a     |
+|              |                                          | weight, an advantage or a mask depends on all tokens      |
+| `FromEngine` | the engine's sampling logprob            | `correction.logp_old=bypass`                              |
+| `FromUpdate` | the update's own first forward pass      | one update per batch, and nothing else needs it before    |
+
+Dimensions: `_N` trained tokens of the step, `_T` trained tokens of a microbatch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from trainer.config.schema import Config
+from trainer.objective.correction_modes import CORRECTION_MODES, Granularity
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recomputed:
+    """log π_old by a pass of the trainer, with the weights before the update."""
+
+    logp_N: Tensor
+
+    def at(self, index_T: Tensor, logp_T: Tensor) -> Tensor:
+        """Return (T,) log π_old. index_T: places among the tokens of the step. logp_T: log π_θ of these tokens."""
+        return self.logp_N[index_T].to(logp_T.device, logp_T.dtype)
+
+    def by_trainer(self, seen_N: Tensor) -> Tensor:
+        """Return (N,) logprobs by the trainer before the update. seen_N: those of the update's first forward pass."""
+        return self.logp_N
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FromEngine:
+    """log π_old as the engine sampled: the ratio of the loss carries the mismatch between engine and trainer."""
+
+    logp_N: Tensor
+
+    def at(self, index_T: Tensor, logp_T: Tensor) -> Tensor:
+        return self.logp_N[index_T].to(logp_T.device, logp_T.dtype)
+
+    def by_trainer(self, seen_N: Tensor) -> Tensor:
+        return seen_N
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FromUpdate:
+    """log π_old of the update's first forward pass, whose weights are still those of π_old."""
+
+    logp_N: None = None
+
+    def at(self, index_T: Tensor, logp_T: Tensor) -> Tensor:
+        return logp_T.detach()
+
+    def by_trainer(self, seen_N: Tensor) -> Tensor:
+        return seen_N
+
+
+OldPolicy = Recomputed | FromEngine | FromUpdate
+
+
+def form_of(config: Config) -> type[OldPolicy]:
+    """Return the form that a configuration asks for.
+
+    `FromUpdate` needs no pass of its own. It is exact where a rollout batch gets one update, and nothing before the
+    loss is made from the logprobs of all tokens: sequence weights, their mean, rejection (it changes the denominators),
+    advantages with a KL penalty, a critic.
+    """
+    algorithm, correction = config.algorithm, config.correction
+    if correction.logp_old == "bypass":
+        return FromEngine
+    is_known_in_time = (
+        algorithm.epochs == algorithm.minibatches == 1
+        and CORRECTION_MODES[correction.mode].granularity is Granularity.TOKEN
+        and not (correction.batch_normalize or correction.rejection or correction.kl_penalty)
+        and not (algorithm.kl_coef and algorithm.kl_place == "reward")
+        and not config.has_critic
+    )
+    return FromUpdate if is_known_in_time else Recomputed

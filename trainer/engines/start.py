@@ -1,0 +1,126 @@
+"""Start of embedded engines and connection to servers, as the configuration says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from rollout.engine.embedded import EmbeddedEngine
+from rollout.engine.pool import EnginePool
+from rollout.engine.protocol import SyncedEngine
+from rollout.errors import ConfigError
+from rollout.server.server_engine import RemoteEngine
+from rollout.system.background_loop import BackgroundLoop
+from trainer.config.schema import Config
+
+
+def start_engine(config: Config, *, loop: BackgroundLoop, log_path: Path) -> EnginePool:
+    """Start the engines of a process on its own: vLLM in it, or connections to servers.
+
+    The ranks of a run start theirs in `trainer/engines/run_engines.py`.
+
+    Raises:
+        EngineError: vLLM does not start (with the end of its log), or a server cannot be reached.
+    """
+    return EnginePool(start_members(config, loop=loop, log_path=log_path))
+
+
+def start_members(config: Config, *, loop: BackgroundLoop, log_path: Path) -> Sequence[SyncedEngine]:
+    """Start the members of the pool of `start_engine`."""
+    if config.rollout.engine == "server":
+        return connect_servers(config, loop=loop)
+    number = config.rollout.num_engines
+    if number == 1:
+        return [embedded_engine(config, loop=loop, log_path=log_path)]
+    check_cores(number)
+    paths = [log_path, *(log_path.with_stem(f"{log_path.stem}-{index}") for index in range(1, number))]
+    return [
+        embedded_engine(config, loop=loop, log_path=path, name=f"embedded engine {index}", local_place=(index, number))
+        for index, path in enumerate(paths)
+    ]
+
+
+def check_cores(num_engines: int) -> None:
+    """Raise `ConfigError` if embedded engines would have less than a core each, or would share a GPU."""
+    if torch.cuda.is_available():
+        raise ConfigError(
+            f"rollout.num_engines={num_engines} shares out the cores of a CPU, and this machine samples on its GPU; "
+            "set rollout.num_engines=1, or rollout=colocated for an engine on every GPU"
+        )
+    cores = len(os.sched_getaffinity(0))
+    if num_engines > cores:
+        raise ConfigError(
+            f"rollout.num_engines={num_engines} needs as many cores, and this process has {cores}; set "
+            f"rollout.num_engines={cores} or less"
+        )
+
+
+def connect_servers(config: Config, *, loop: BackgroundLoop) -> list[RemoteEngine]:
+    settings = config.rollout
+    model = AutoConfig.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    engines = [
+        RemoteEngine.connect(
+            url,
+            loop=loop,
+            vocab_size=model.get_text_config().vocab_size,
+            api_key=engine_key(settings.api_key_env),
+            request_timeout_s=settings.request_timeout_s,
+            start_timeout_s=settings.start_timeout_s,
+            silence_timeout_s=settings.silence_timeout_s,
+        )
+        for url in settings.urls
+    ]
+    for engine in engines:
+        dtype = str(engine.dtype).removeprefix("torch.")
+        if dtype != config.model.dtype:
+            raise ConfigError(
+                f"{engine.name} computes in {dtype}, the trainer in {config.model.dtype}; restart it with "
+                f"--dtype {config.model.dtype}, or set model.dtype={dtype}"
+            )
+        if engine.max_model_len < settings.max_model_len:
+            raise ConfigError(
+                f"{engine.name} has a context of {engine.max_model_len} tokens, expected {settings.max_model_len}; "
+                f"restart it with --max-model-len {settings.max_model_len}, or set "
+                f"rollout.max_model_len={engine.max_model_len}"
+            )
+        engine.max_model_len = settings.max_model_len
+    return engines
+
+
+def engine_key(variable: str | None) -> str | None:
+    """Return the key of the servers. Raises `ConfigError` if it should be in the environment and is not."""
+    if variable is None:
+        return None
+    if not os.environ.get(variable):
+        raise ConfigError(
+            f"the key of the vLLM servers is expected in the environment variable {variable}, which is not set; "
+            f"`export {variable}=$(openssl rand -hex 32)` for servers and trainer alike, or set rollout.api_key_env="
+            "null for servers without a key"
+        )
+    return os.environ[variable]
+
+
+def embedded_engine(config: Config, *, loop: BackgroundLoop, log_path: Path, **placed: Any) -> EmbeddedEngine:
+    """Start one engine. placed: settings of `EmbeddedEngine.start` that are not the configuration's."""
+    settings = config.rollout
+    return EmbeddedEngine.start(
+        config.model.path,
+        loop=loop,
+        log_path=log_path,
+        dtype=config.model.dtype,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        seed=config.seed,
+        # CUDA IPC hands weights to an engine on the trainer's own GPU; gloo is the transport between CPU processes.
+        weight_transfer_backend="ipc" if torch.cuda.is_available() else "gloo",
+        request_timeout_s=settings.request_timeout_s,
+        start_timeout_s=settings.start_timeout_s,
+        trust_remote_code=config.model.trust_remote_code,
+        compile_on_cpu=settings.compile_engine,
+        **{"kv_cache_gib": settings.kv_cache_gib, **placed},
+    )

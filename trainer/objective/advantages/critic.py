@@ -1,0 +1,95 @@
+"""Advantages with a critic: generalized advantage estimation per token, as in PPO.
+
+    scores, log π, log π_ref ─► reward per token ─► (whitened) ─► GAE with V_old ─► returns = A + V_old
+                                                                       └─► advantages (whitened)
+
+Whitening belongs to the optimizer step: its statistics are those of the minibatch, and since whitened rewards change
+the advantages, GAE is computed again for each minibatch. Returns come from the advantages before they are whitened,
+because values are in the unit of rewards ("The N Implementation Details of RLHF with PPO", Hugging Face blog, 2023,
+"per-minibatch reward and advantage whitening").
+
+Dimensions: `_N` trained tokens of the step.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+from trainer.objective.declare import advantage
+from trainer.objective.gae import gae_flat
+from trainer.objective.whitening import moments, standardize
+from trainer.setting import Setting
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Credit:
+    """Inputs of the advantages of any part of a step. Detached, on CPU, the same on every rank."""
+
+    rewards_N: "Tensor"
+    """Reward of each token: the score where the rollout ends, less the KL penalty
+    (trainer/objective/token_rewards.py)."""
+    values_N: "Tensor"
+    """Values of the critic at the start of the update."""
+    rollout_N: "Tensor"
+    turns_N: "Tensor"
+    keep_N: "Tensor"
+    """bool: tokens of the loss mask; only they enter statistics."""
+
+
+class TokenAdvantages(NamedTuple):
+    advantages_N: "Tensor"
+    returns_N: "Tensor"
+    """Targets of the values."""
+
+
+@advantage(needs_critic=True, kl_in_reward=True)
+def gae(
+    credit: Credit,
+    chosen_N: "Tensor",
+    *,
+    gamma: Annotated[float, Setting(default=1.0, description="gae: discount per token", low=0, high=1)],
+    gae_lambda: Annotated[
+        float,
+        Setting(default=0.95, description="gae: 1: reward-to-go, 0: one-step temporal difference", low=0, high=1),
+    ],
+    whiten_rewards: Annotated[
+        bool,
+        Setting(default=False, description="gae: scale rewards to variance 1 per optimizer step, keeping their mean"),
+    ],
+    whiten_advantages: Annotated[
+        bool, Setting(default=True, description="gae: scale advantages to mean 0, variance 1 per optimizer step")
+    ],
+) -> TokenAdvantages:
+    """Σ_l (γλ)^l δ_{t+l}, δ_t = r_t + γ V_{t+1} − V_t, over the trained tokens of the rollout.
+
+    Schulman et al. 2015 (arXiv 1506.02438), equation 16. 0 outside the chosen tokens; returns are advantages plus
+    values.
+
+    A token that left the loss mask is still a decision on the way, so GAE passes through it; it has no part in the
+    statistics of whitening.
+
+    Args:
+        chosen_N: bool, all trained tokens of the rollouts of this optimizer step.
+    """
+    counted_N = (chosen_N & credit.keep_N)[chosen_N]
+    rewards, values = credit.rewards_N[chosen_N], credit.values_N[chosen_N]
+    if whiten_rewards:
+        rewards = standardize(rewards, moments(rewards, counted_N), shift_mean=False)
+    result = gae_flat(
+        rewards,
+        values,
+        credit.rollout_N[chosen_N],
+        gamma=gamma,
+        lam=gae_lambda,
+        turn_T=credit.turns_N[chosen_N],
+    )
+    advantages = result.advantages
+    if whiten_advantages:
+        advantages = standardize(advantages, moments(advantages, counted_N), shift_mean=True)
+
+    def spread(chosen: "Tensor") -> "Tensor":
+        return credit.rewards_N.new_zeros(credit.rewards_N.shape).masked_scatter(chosen_N, chosen)
+
+    return TokenAdvantages(spread(advantages), spread(result.returns))

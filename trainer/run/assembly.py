@@ -1,0 +1,182 @@
+"""Assembly of a run on one rank: engines, model, rewards, data, rollouts, weight sync, and the trainer over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rewards import RewardSet
+from rollout.chat.chat import Chat
+from rollout.sampler.sampler import Sampler
+from rollout.system.background_loop import BackgroundLoop
+from rollout.weights.sync import WeightSync
+from trainer.build import load_policy, make_chat, make_rewards, make_sampler, make_sampling
+from trainer.checkpoint.run_dir import RunDirectory
+from trainer.collect.async_source import Producer
+from trainer.collect.source import Collector, RolloutSource
+from trainer.config.schema import Config
+from trainer.data.prompt_filter import make_prompts
+from trainer.data.prompts import Prompts
+from trainer.distributed.distributed import Distributed
+from trainer.engines.recovery import Recovery
+from trainer.engines.run_engines import Engines, start_engines
+from trainer.evaluate.evaluator import Evaluator
+from trainer.model.critic import policy_of, with_critic
+from trainer.model.memory_plan import ModelShape, advice, memory_plan
+from trainer.observe.console import RunConsole
+from trainer.run.library_logs import ThirdPartyLog
+from trainer.score.reference import make_reference
+from trainer.step import Trainer
+from trainer.update.optimizer import make_optimizer
+from trainer.update.updater import Updater
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """The parts of a run on this rank."""
+
+    config: Config
+    distributed: Distributed
+    engines: Engines
+    shape: ModelShape
+    updater: Updater
+    rewards: RewardSet
+    chat: Chat
+    prompts: Prompts
+    evaluator: Evaluator | None
+    """None on ranks without an engine, and where nothing is evaluated."""
+    rollouts: RolloutSource
+    recovery: Recovery
+    trainer: Trainer
+
+    def close_collection(self) -> None:
+        """End rollouts in flight and reward workers; engines stay."""
+        self.rollouts.close()
+        self.rewards.close()
+
+
+def assemble(
+    config: Config,
+    distributed: Distributed,
+    directory: RunDirectory,
+    loop: BackgroundLoop,
+    console: RunConsole,
+    libraries: ThirdPartyLog,
+) -> Parts:
+    """Build the parts of a run; a collective."""
+    # The engine starts first: it forks workers, which must not inherit threads of a model that computes.
+    console.say(_announcement(config))
+    engines = start_engines(config, distributed, loop=loop, logs=directory.logs)
+    policy = load_policy(config)
+    module = with_critic(policy, config)
+    optimizer = make_optimizer(module, config.optimizer, is_sharded=distributed.zero_stage > 0)
+    with libraries.output_to_file():  # DeepSpeed prints, and compiles an offloaded optimizer
+        prepared = distributed.prepare(module, optimizer)
+    shape = ModelShape.of(module, policy.model, policy.causal_lm.config)
+    _show_memory_plan(shape, config, distributed, console)
+    updater = Updater(prepared, distributed, config)
+    updater.scorer.budget.warn = console.warn
+    rewards = make_rewards(config)
+    distributed.together(lambda: _load_reward_models(rewards, engines, distributed))
+    chat = make_chat(config)
+    prompts = make_prompts(config, distributed, loop, chat, say=console.say)
+    sampler = make_sampler(config, engine=engines.pool, chat=chat) if engines.pool else None
+    evaluator = distributed.together(lambda: _make_evaluator(config, sampler, rewards, loop, chat))
+    make_source: Callable[..., RolloutSource] = Producer if config.rollout.max_staleness else Collector
+    rollouts = make_source(
+        config,
+        distributed=distributed,
+        loop=loop,
+        sampler=sampler,
+        sampling=make_sampling(config, chat, temperature=config.rollout.temperature),
+        rewards=rewards,
+        prompts=prompts,
+    )
+    sync = make_sync(config, distributed, engines, updater)
+    recovery = Recovery(
+        engines=engines,
+        distributed=distributed,
+        rollouts=rollouts,
+        sync=sync,
+        version=lambda: updater.num_updates,
+        limit=config.rollout.engine_restarts,
+        say=console.warn,
+    )
+    trainer = Trainer(
+        config,
+        distributed=distributed,
+        updater=updater,
+        rollouts=rollouts,
+        reference=make_reference(config, distributed, prepared),
+        sync=sync,
+        recovery=recovery,
+    )
+    return Parts(
+        config=config,
+        distributed=distributed,
+        engines=engines,
+        shape=shape,
+        updater=updater,
+        rewards=rewards,
+        chat=chat,
+        prompts=prompts,
+        evaluator=evaluator,
+        rollouts=rollouts,
+        recovery=recovery,
+        trainer=trainer,
+    )
+
+
+def make_sync(config: Config, distributed: Distributed, engines: Engines, updater: Updater) -> WeightSync:
+    settings = config.sync
+    return WeightSync(
+        engines=engines.synced,
+        sleepers=engines.colocated,
+        sleep_level=config.rollout.sleep_level if engines.colocated else 0,
+        module=policy_of(distributed.unwrapped).model,
+        score_canary=updater.logprobs,
+        canary_threshold=settings.canary_threshold,
+        canary_share=settings.canary_share,
+        pause_mode=config.pause_mode,
+        bucket_bytes=int(settings.bucket_mib * 2**20),
+        deadline_s=settings.timeout_s,
+        address=settings.address,
+    )
+
+
+def _announcement(config: Config) -> str:
+    if config.rollout.urls:
+        return f"waiting for the engines at {', '.join(config.rollout.urls)} ..."
+    number = config.rollout.num_engines
+    engines = f"{number} engines" if number > 1 else "the engine"
+    return f"starting {engines}{' of every rank' if config.rollout.engine == 'colocated' else ''} ..."
+
+
+def _show_memory_plan(shape: ModelShape, config: Config, distributed: Distributed, console: RunConsole) -> None:
+    """Print the memory plan, and the remedies if the device has less."""
+    plan = memory_plan(
+        shape,
+        config,
+        world_size=distributed.world_size,
+        zero_stage=distributed.zero_stage,
+        uses_deepspeed=distributed.uses_deepspeed,
+    )
+    console.say(plan.table())
+    warning = advice(plan, config, available=distributed.device_memory, zero_stage=distributed.zero_stage)
+    if warning is not None:
+        console.warn(warning)
+
+
+def _load_reward_models(rewards: RewardSet, engines: Engines, distributed: Distributed) -> None:
+    """Load reward models on the rank that scores, whole, also under ZeRO-3."""
+    if engines.pool is not None:
+        with distributed.whole_models():
+            rewards.load()
+
+
+def _make_evaluator(
+    config: Config, sampler: Sampler | None, rewards: RewardSet, loop: BackgroundLoop, chat: Chat
+) -> Evaluator | None:
+    if sampler is None or not (config.eval.every or config.eval.before_training):
+        return None
+    return Evaluator(config, sampler=sampler, rewards=rewards, loop=loop, chat=chat)

@@ -1,0 +1,123 @@
+"""Reports of a run: metrics, console, W&B, saved rollouts, alarms and evaluations, written by rank 0."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+
+from rollout.records import Rollout
+from rollout.saved_rollouts import write_rollouts
+from trainer.batch.step_batch import StepBatch
+from trainer.checkpoint.run_dir import RunDirectory
+from trainer.credit.targets import Targets
+from trainer.evaluate.evaluator import Evaluation, comparable_settings
+from trainer.evaluate.results import write_results
+from trainer.evaluate.tables import result_lines
+from trainer.model.flops import update_flops
+from trainer.observe.alarms import K3_NEGLIGIBLE, AlarmThresholds, alarms
+from trainer.observe.console import RunConsole
+from trainer.observe.first_step import first_step_summary
+from trainer.observe.metrics_log import MetricsLog
+from trainer.observe.step_report import StepReport
+from trainer.observe.wandb_media import step_media
+from trainer.run.assembly import Parts
+from trainer.update.batch_dumps import Attempt, write_dump
+from trainer.update.schedule import is_due
+
+
+class Reporter:
+    """Everything that a run writes for people, on rank 0."""
+
+    def __init__(self, parts: Parts, directory: RunDirectory, console: RunConsole, metrics: MetricsLog) -> None:
+        self._parts = parts
+        self._config = parts.config
+        self._directory = directory
+        self._console = console
+        self._metrics = metrics
+        parts.updater.dump = self._dump
+
+    def step(self, report: StepReport, evaluation: Mapping[str, float], *, before: int, checkpoint_s: float) -> None:
+        """Report one step.
+
+        Args:
+            evaluation: metrics of an evaluation after the step.
+            before: update before the step.
+            checkpoint_s: seconds of the checkpoint before the step; 0 without one.
+        """
+        is_first = self._parts.trainer.num_steps == 1
+        correction = self._config.correction
+        thresholds = AlarmThresholds(
+            kl=correction.alarm_kl,
+            ess=correction.alarm_ess,
+            k3_over_noise_floor=correction.alarm_k3,
+            k3_negligible=K3_NEGLIGIBLE[self._config.model.dtype],
+        )
+        sentences = alarms(report.metrics, thresholds)
+        costs = {"time/checkpoint": checkpoint_s} if checkpoint_s else {}
+        health = {"health/alarms": float(len(sentences))}
+        self._metrics.write(report.update, {**report.metrics, **evaluation, **costs, **self._mfu(report), **health})
+        if is_first:
+            for line in first_step_summary(report.batch, report.logp_train_N, self._parts.chat.tokenizer):
+                self._console.say(line)
+        self._console.row({**report.metrics, "step": report.update})
+        self._console.alarms(sentences)
+        # A step that trained nothing has the update number of the one before it.
+        untrained = f"-untrained-{self._parts.trainer.num_steps}" if report.update == before else ""
+        self._save_rollouts(f"rollouts/step-{report.update:06d}{untrained}.jsonl", report.rollouts)
+        settings = self._config.logger
+        every = settings.wandb_media_every
+        if every and (is_due(every, before=before, after=report.update) or is_first):
+            self._metrics.media(report.update, lambda: step_media(report, self._config, self._parts.chat.tokenizer))
+        if is_due(settings.print_rollouts_every, before=before, after=report.update) or is_first:
+            for rollout in report.rollouts[: settings.print_rollouts]:
+                self._console.sample(rollout)
+
+    def evaluation(self, evaluation: Evaluation, update: int) -> None:
+        """Print an evaluation, and write its results and rollouts."""
+        self._console.say(f"evaluation at update {update}")
+        for line in result_lines(evaluation.results):
+            self._console.say(line)
+        path = self._directory.evaluations / f"update-{update:06d}.json"
+        with self._metrics.tolerating("saving an evaluation"):
+            write_results(
+                path,
+                evaluation.results,
+                model=f"{self._directory.path} at update {update}",
+                settings=comparable_settings(self._config),
+            )
+        self._save_rollouts(f"evaluations/{path.stem}.jsonl", evaluation.rollouts)
+
+    def metrics(self, update: int, metrics: Mapping[str, float]) -> None:
+        """Write metrics that belong to no step."""
+        self._metrics.write(update, metrics)
+
+    @property
+    def wandb_id(self) -> str | None:
+        return self._metrics.wandb_id
+
+    def close(self) -> None:
+        self._metrics.close()
+
+    def _save_rollouts(self, name: str, rollouts: Sequence[Rollout]) -> None:
+        if self._config.logger.save_rollouts:
+            with self._metrics.tolerating("saving rollouts"):
+                write_rollouts(self._directory.path / name, rollouts)
+
+    def _mfu(self, report: StepReport) -> dict[str, float]:
+        """Return the share of the devices' arithmetic that the update used, where the peak is known."""
+        peak_tflops, seconds = self._config.logger.peak_tflops, report.metrics.get("time/update")
+        shape = self._parts.shape
+        if not (peak_tflops and seconds and report.batch.rows) or shape.has_experts:
+            return {}
+        computed = 1 - report.metrics.get("perf/shared_tokens_frac", 0.0)
+        flops = update_flops(shape, [len(row) for row in report.batch.rows])
+        flops *= computed * self._config.algorithm.epochs
+        return {"perf/mfu": flops / (seconds * peak_tflops * 1e12 * self._parts.distributed.world_size)}
+
+    def _dump(self, attempt: Attempt, batch: StepBatch, targets: Targets) -> None:
+        """Keep the batch of an optimizer step that the guard objected to. A full disk does not end the run."""
+        done = "skipped" if attempt.number else "made"
+        self._console.warn(f"update {attempt.update} {done}: {attempt.reason}")
+        with self._metrics.tolerating("dumping a batch"):
+            path = write_dump(self._directory.dumps, attempt, batch, targets)
+            self._console.warn(f"its batch is in {path}; python scripts/replay.py {shlex.quote(str(path))}")

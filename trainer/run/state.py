@@ -1,0 +1,139 @@
+"""State of a run on disk: restored at the start, saved at checkpoints, and the model at the end."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from rollout.errors import DataError, HubError
+from trainer.checkpoint import checkpoint
+from trainer.checkpoint.checkpoint import TrainerState
+from trainer.checkpoint.resume import Resumed, restore
+from trainer.checkpoint.run_dir import RunDirectory
+from trainer.config.schema import Config
+from trainer.config.tree import plain
+from trainer.distributed.distributed import Distributed
+from trainer.model.critic import ActorCritic, policy_of
+from trainer.model.critic_saving import save_critic
+from trainer.model.lora import is_adapted, save_merged
+from trainer.observe.console import RunConsole
+from trainer.observe.metrics_log import MetricsLog
+from trainer.observe.wandb_run import Lineage
+from trainer.run.assembly import Parts
+from trainer.run.hub import last_metrics, push
+from trainer.run.next_steps import next_steps
+from trainer.run.provenance import provenance
+
+
+def restore_state(parts: Parts, directory: RunDirectory, console: RunConsole) -> Resumed | None:
+    """Load the checkpoint that `resume` asks for; a collective."""
+    settings = plain(parts.config)
+    resumed, passed_over = restore(parts.config, settings, directory.checkpoints, parts.distributed)
+    for sentence in passed_over:
+        console.warn(sentence)
+    if resumed is None:
+        return None
+    state, guard = resumed.state, parts.updater.guard
+    parts.trainer.num_steps = state.step
+    parts.updater.num_updates = state.update
+    parts.trainer.kl_coef = resumed.kl_coef
+    parts.trainer.noise_floor = state.noise_floor
+    parts.prompts.restore(state.data_cursor, state.unfinished)
+    parts.prompts.resting = dict(state.resting_rows)
+    guard.norms.extend(state.grad_norms)
+    guard.skipped, guard.in_a_row = state.skipped_updates, state.skipped_in_a_row
+    console.say(f"{'forked' if resumed.is_fork else 'resumed'} from {resumed.path} at update {state.update}")
+    for sentence in resumed.warnings:
+        console.warn(sentence)
+    return resumed
+
+
+def open_metrics(parts: Parts, directory: RunDirectory, console: RunConsole, resumed: Resumed | None) -> MetricsLog:
+    """Open the logs on rank 0, after `restore_state`: lines after the restored update are dropped."""
+    lineage = Lineage(run_id=parts.config.logger.wandb_id)
+    if resumed is not None and lineage.run_id is None:
+        state = resumed.state
+        lineage = Lineage(run_id=state.wandb_id, update=state.update, is_same_run=not resumed.is_fork)
+    origin = provenance()
+    directory.provenance.write_text(json.dumps(origin, indent=2) + "\n")
+    run_config: dict[str, Any] = {**plain(parts.config), "provenance": origin}
+    metrics = MetricsLog(directory.metrics, parts.config.logger, run_config=run_config, lineage=lineage)
+    if metrics.url is not None:
+        console.say(f"W&B            {metrics.url}")
+    metrics.truncate_after(update=parts.updater.num_updates, batch=parts.trainer.num_steps)
+    return metrics
+
+
+def save_state(parts: Parts, directory: RunDirectory, *, wandb_id: str | None) -> None:
+    """Write a checkpoint; a collective."""
+    trainer, prompts, guard = parts.trainer, parts.prompts, parts.updater.guard
+    state = TrainerState(
+        step=trainer.num_steps,
+        update=trainer.version,
+        data_cursor=prompts.cursor,
+        resting_rows=prompts.resting,
+        unfinished=prompts.unfinished,
+        kl_coef=trainer.kl_coef,
+        wandb_id=wandb_id,
+        noise_floor=trainer.noise_floor,
+        grad_norms=tuple(guard.norms),
+        skipped_updates=guard.skipped,
+        skipped_in_a_row=guard.in_a_row,
+    )
+    checkpoint.save(
+        directory.checkpoints,
+        state,
+        parts.distributed,
+        keep=parts.config.checkpoint.keep,
+        config=plain(parts.config),
+    )
+
+
+def save_model(parts: Parts, directory: RunDirectory, console: RunConsole) -> None:
+    """Write the trained model and critic, print the commands that use them, and upload the model; a collective."""
+    config, distributed = parts.config, parts.distributed
+    policy = policy_of(distributed.unwrapped)
+    if is_adapted(policy.model):
+        save_merged(policy.model, directory.model, distributed)
+    else:
+        prefix = "policy.model." if config.has_critic else "model."
+        distributed.save_pretrained(directory.model, prefix=prefix)
+    trained = distributed.unwrapped
+    has_saved_critic = isinstance(trained, ActorCritic) and save_critic(trained, directory.critic, distributed)
+    if not distributed.is_main:
+        return
+    parts.chat.tokenizer.save_pretrained(directory.model)
+    update = parts.trainer.version
+    if update < config.updates:
+        console.say(f"stopped after update {update}; everything is saved")
+    console.say(
+        next_steps(
+            sys.argv[1:],
+            run=directory.path,
+            model=directory.model,
+            update=update,
+            updates=config.updates,
+            launcher=_launcher(distributed),
+            critic=directory.critic if has_saved_critic else None,
+            has_heldout=bool(config.heldout_sets()),
+        )
+    )
+    if config.hub.repo is not None and update >= config.updates:
+        _upload(config, directory, console)
+
+
+def _launcher(distributed: Distributed) -> str:
+    if distributed.world_size == 1 and not distributed.zero_stage:
+        return "python"
+    file = f"zero{distributed.zero_stage}" if distributed.zero_stage else "ddp"
+    processes = f"--num_processes {distributed.world_size}"
+    return f"accelerate launch --config_file configs/accelerate/{file}.yaml {processes}"
+
+
+def _upload(config: Config, directory: RunDirectory, console: RunConsole) -> None:
+    try:
+        address = push(directory.model, config, last_metrics(directory.metrics))
+        console.say(f"uploaded       {address}")
+    except (HubError, DataError) as error:  # the run is over and its model saved: only the remaining step is printed
+        console.warn(str(error))
