@@ -162,7 +162,7 @@ def test_step_without_any_trained_token_has_gradient_zero_and_no_nan(normalizer)
     assert torch.equal(gradient, torch.zeros_like(gradient))
 
 
-@pytest.mark.parametrize("name", ["gspo", "clipped_tis_sequence"])
+@pytest.mark.parametrize("name", ["gspo", "gmpo", "clipped_tis_sequence"])
 def test_sequence_losses_need_the_ratio_of_the_whole_rollout(name):
     """With the ratio of its own tokens only, each microbatch would give another gradient."""
     step = ToyStep()

@@ -8,12 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.fixtures.losses import sequence_ratios
 from trainer.objective.losses import POLICY_LOSSES
 from trainer.objective.losses.inputs import LossInputs
 from trainer.objective.per_rollout import rollout_mean
 
-cispo, clipped_tis, gspo, ppo_clip, reinforce, sapo = (
-    POLICY_LOSSES[name] for name in ("cispo", "clipped_tis", "gspo", "ppo_clip", "reinforce", "sapo")
+cispo, clipped_tis, gmpo, gspo, ppo_clip, reinforce, sapo = (
+    POLICY_LOSSES[name] for name in ("cispo", "clipped_tis", "gmpo", "gspo", "ppo_clip", "reinforce", "sapo")
 )
 
 
@@ -198,8 +199,50 @@ def test_correction_weights_multiply_the_loss_and_carry_no_gradient():
     assert weights_T.grad is None
 
 
+def gmpo_inputs(ratios, advantages, rollouts, **settings) -> LossInputs:
+    inputs = inputs_for(ratios, advantages, rollouts=rollouts)
+    seq_S = sequence_ratios(
+        gmpo, inputs.logp_T - inputs.old_logp_T, inputs.advantages_T, inputs.rollout_T, inputs.num_rollouts, **settings
+    )
+    return replace(inputs, seq_log_ratio_S=seq_S)
+
+
+def test_gmpo_takes_the_geometric_mean_of_clipped_ratios():
+    # rollout 0, A > 0: 4 is capped at 2, sqrt(2 · 0.5) = 1; rollout 1, A < 0: 0.1 is raised to 0.5, sqrt(8 · 0.5) = 2
+    settings = {"clip_low": 0.5, "clip_high": 1.0}
+    inputs = gmpo_inputs([4.0, 8.0, 0.5, 0.1], [1.0, -1.0, 1.0, -1.0], [0, 1, 0, 1], **settings)
+    outputs = gmpo(inputs, **settings)
+    assert outputs.loss_T.tolist() == pytest.approx([-1.0, 2.0, -1.0, 2.0])
+    assert gradient(inputs, outputs.loss_T) == pytest.approx([0.0, 2.0, -1.0, 0.0])
+    assert outputs.metrics["policy/clip_frac"] == 2
+
+
+def test_gmpo_gradient_is_that_of_the_papers_objective():
+    """Autograd through the geometric mean itself: J = mean_i A_i (Π_t min(r^sgn A, clip(r^sgn A)))^(sgn A / |y|)."""
+    generator = torch.Generator().manual_seed(0)
+    rollout_T = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2])
+    logp_T = (-1 + 0.5 * torch.randn(9, generator=generator, dtype=torch.float64)).requires_grad_()
+    old_T = torch.full((9,), -1.0, dtype=torch.float64)
+    advantages_S = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    settings = {"clip_low": 1 - math.exp(-0.4), "clip_high": math.exp(0.4) - 1}
+    advantages_T = advantages_S[rollout_T]
+    inputs = LossInputs(
+        logp_T=logp_T, old_logp_T=old_T, advantages_T=advantages_T, rollout_T=rollout_T, num_rollouts=3,
+        seq_log_ratio_S=sequence_ratios(gmpo, logp_T - old_T, advantages_T, rollout_T, 3, **settings),
+    )  # fmt: skip
+    length_S = torch.tensor([3.0, 2.0, 4.0], dtype=torch.float64)
+    ours = torch.autograd.grad((gmpo(inputs, **settings).loss_T / length_S[rollout_T]).sum(), logp_T)
+    sign_T = advantages_T.sign()
+    power_T = sign_T * (logp_T - old_T)
+    bounded_T = sign_T * torch.minimum(power_T, power_T.clamp(-0.4, 0.4))
+    assert (bounded_T != logp_T - old_T).any()
+    mean_S = torch.stack([bounded_T[rollout_T == s].mean() for s in range(3)])
+    paper = -(mean_S.exp() * advantages_S).sum()
+    torch.testing.assert_close(ours, torch.autograd.grad(paper, logp_T), rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize(
-    ("name", "settings"), [("gspo", {}), ("clipped_tis", {"importance_sampling_level": "sequence"})]
+    ("name", "settings"), [("gspo", {}), ("gmpo", {}), ("clipped_tis", {"importance_sampling_level": "sequence"})]
 )
 def test_a_loss_with_one_ratio_per_rollout_refuses_to_guess_it_from_a_microbatch(name, settings):
     inputs = inputs_for([1.1, 0.9], [1.0, -1.0])
