@@ -21,3 +21,5 @@ def test_the_first_stop_string_ends_the_call_with_its_evidence():
     assert cut.version_spans == (VersionSpan(version=1, start=0, end=5),)
     assert cut.finish_reason is FinishReason.STOP
     assert cut_at_stop(call, ["no"], lambda ids: bytes(ids).decode()) == (call, None)
+    for stops, first in ((["d", "STOP"], "STOP"), (["TOP", "STOP"], "STOP")):
+        assert cut_at_stop(call, stops, lambda ids: bytes(ids).decode())[1] == first

@@ -133,6 +133,11 @@ def parse(raw: bytes) -> None:
         pass
 
 
+def test_lone_surrogates_are_replaced_in_keys_and_text():
+    raw = rb'{"a\ud800": ["\ud83d", {"b": "x\udc00"}, "\ud83d\ude00"]}'
+    assert read_json(raw) == {"a\ufffd": ["\ufffd", {"b": "x\ufffd"}, "\N{GRINNING FACE}"]}
+
+
 @settings(max_examples=400, deadline=None)
 @given(
     body=st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=6),

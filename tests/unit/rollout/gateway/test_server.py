@@ -87,8 +87,10 @@ async def test_a_stream_adds_up_to_the_whole_answer(turn):
 async def test_a_streamed_turn_sent_back_is_spliced():
     async with running(QWEN, CALLS, "done<|im_end|>") as server:
         message: dict = {"role": "assistant", "content": "", "tool_calls": {}}
+        reasons = []
         async for chunk in await server.ask([USER], tools=TOOLS, stream=True):
             delta = chunk.choices[0].delta
+            reasons.append(chunk.choices[0].finish_reason)
             message["content"] += delta.content or ""
             if (delta.model_extra or {}).get("reasoning_content"):
                 message["reasoning_content"] = delta.model_extra["reasoning_content"]
@@ -98,6 +100,8 @@ async def test_a_streamed_turn_sent_back_is_spliced():
                 )
                 call["function"]["name"] += piece.function.name or ""
                 call["function"]["arguments"] += piece.function.arguments or ""
+        assert reasons[-1] == "tool_calls"
+        assert set(reasons[:-1]) == {None}, "only the last chunk ends a choice"
         message["tool_calls"] = list(message["tool_calls"].values())
         results = [{"role": "tool", "tool_call_id": call["id"], "content": "sun"} for call in message["tool_calls"]]
         answer = await server.ask([USER, message, *results], tools=TOOLS)
