@@ -181,7 +181,7 @@ def read_arguments(name: str, arguments: Any) -> ToolCall | str:
             return f"the arguments of the call to {name!r} are not valid JSON"
     if not isinstance(arguments, dict):
         return f"the arguments of the call to {name!r} must be a JSON object, found {_kind(arguments)}"
-    if _depth(arguments) > MAX_DEPTH:
+    if depth_of(arguments) > MAX_DEPTH:
         return f"the arguments of the call to {name!r} are nested more than {MAX_DEPTH} levels deep"
     dumped = json.dumps(arguments, ensure_ascii=False)
     return ToolCall(name=without_surrogates(name), arguments=without_surrogates(dumped))
@@ -192,17 +192,13 @@ def without_surrogates(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def _depth(value: object) -> int:
-    """Levels of nesting of a JSON value, counted without recursion."""
+def depth_of(value: object) -> int:
+    """Count the levels of nesting of a JSON value, without recursion."""
     depth, level = 0, [value]
     while level:
         depth += 1
-        level = [
-            item
-            for parent in level
-            if isinstance(parent, (dict, list))
-            for item in (parent.values() if isinstance(parent, dict) else parent)
-        ]
+        containers = [item for item in level if isinstance(item, (dict, list))]
+        level = [item for c in containers for item in (c.values() if isinstance(c, dict) else c)]
     return depth
 
 

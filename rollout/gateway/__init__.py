@@ -1,11 +1,11 @@
-"""An OpenAI-compatible server in front of the engine: train somebody else's agent without changing it.
+"""OpenAI-compatible server in front of the engine, which trains an existing agent without changes to its code.
 
-protocol.py     a request's JSON → `ChatRequest`, or the error that the OpenAI API would give
-messages.py     the messages and tools in it, reduced to what a chat template may see
-session.py      what was sampled for one key or path: the record that training reads
-splice.py       messages → prompt ids: an extension of a recorded call where that is proven, else a branch
-completion.py   one request: prompt, samples, record
-response.py     the answer as JSON, whole or as a stream
+protocol.py     conversion of a request's JSON to a `ChatRequest`, or to the error that the OpenAI API would give
+messages.py     its messages and tools, checked and reduced to the keys that a chat template may see
+session.py      record of the calls of one key or path, which training reads
+splice.py       messages to prompt ids: an extension of a recorded call where proven, else a branch
+completion.py   sampling and recording of the answers to a request
+response.py     conversion of a completion to JSON, whole or as a stream
 server.py       routes, keys, errors
 """
 

@@ -1,4 +1,4 @@
-"""One chat completion: prompt, samples, record."""
+"""Sampling and recording of the answers to one chat completion request."""
 
 from __future__ import annotations
 
@@ -19,20 +19,11 @@ from rollout.errors import EngineError, EvidenceError
 from rollout.gateway.errors import server_error
 from rollout.gateway.messages import without_ids
 from rollout.gateway.protocol import ChatRequest
-from rollout.gateway.session import CONTEXT_FULL, Recorded, Session
+from rollout.gateway.session import CONTEXT_FULL, Answer, Session
 from rollout.gateway.splice import Prompt, make_prompt
 from rollout.records import EngineCall, FinishReason, Message, SamplingSupport
 
 Decode = Callable[[Sequence[int]], str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """One of the `n` answers."""
-
-    call: EngineCall
-    message: Message
-    """Without token ids; the response adds them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,16 +33,17 @@ class Completion:
     completion_id: str
     created: int
     """Seconds since 1970."""
+    request: ChatRequest
     prompt: Prompt
-    choices: tuple[Choice, ...]
+    choices: tuple[Answer, ...]
 
 
 async def complete(engine: Engine, chat: Chat, session: Session, request: ChatRequest) -> Completion:
-    """Sample the answers to a request, and record them.
+    """Sample the answers to a request and record them.
 
     Raises:
-        ApiError: the conversation does not fit the model, the session is at its limit, the sample was cut off by a
-            weight update, or the engine failed (which the session remembers).
+        ApiError: the conversation does not fit the model, the session is at its limit, a weight update cut off the
+            sample, or the engine failed (recorded as the session's failure).
         TemplateError: the chat template refuses the messages.
     """
     prompt = make_prompt(chat, session, request.messages, request.tools)
@@ -66,22 +58,29 @@ async def complete(engine: Engine, chat: Chat, session: Session, request: ChatRe
     session.prompts[prompt.kind] += 1
     sampling = replace(request.sampling, max_tokens=min(request.sampling.max_tokens, room))
     seeds = [_seed(session, request, number, choice) for choice in range(request.num_choices)]
-    answers = (engine.generate(prompt.ids, replace(sampling, seed=seed)) for seed in seeds)
+    samples = (engine.generate(prompt.ids, replace(sampling, seed=seed)) for seed in seeds)
     try:
-        calls = await asyncio.gather(*answers)
+        calls = await asyncio.gather(*samples)
     except (EngineError, EvidenceError) as failure:
         session.failed(failure)
-        # The rest of the message is the engine's log, which is not the client's business.
+        # Only the first line: the others are the engine's log, which clients must not see.
         raise server_error(f"{type(failure).__name__}: {str(failure).splitlines()[0]}") from failure
     if any(call.finish_reason is FinishReason.ABORT for call in calls):
         raise server_error("the answer was cut off by an update of the weights; send the request again", status=503)
-    choices = tuple(_choice(chat, call, request) for call in calls)
     history = without_ids(request.messages)
-    for index, choice in enumerate(choices):
-        recorded = Recorded(call=choice.call, history=history, message=choice.message, order=(number, index))
-        session.record(recorded, request.tools)
+    read = [_read(chat, call, request) for call in calls]
+    choices = tuple(
+        Answer(call=call, history=history, tools=request.tools, message=message, order=(number, index))
+        for index, (call, message) in enumerate(read)
+    )
+    for answer in choices:
+        session.record(answer)
     return Completion(
-        completion_id=f"chatcmpl-{secrets.token_hex(12)}", created=int(time.time()), prompt=prompt, choices=choices
+        completion_id=f"chatcmpl-{secrets.token_hex(12)}",
+        created=int(time.time()),
+        request=request,
+        prompt=prompt,
+        choices=choices,
     )
 
 
@@ -91,35 +90,37 @@ def _seed(session: Session, request: ChatRequest, number: int, choice: int) -> i
     return None if request.seed is None else request_seed(request.seed, choice)
 
 
-def _choice(chat: Chat, call: EngineCall, request: ChatRequest) -> Choice:
+def _read(chat: Chat, call: EngineCall, request: ChatRequest) -> tuple[EngineCall, Message]:
+    """Return the call up to the first stop string, and its message."""
     call, stop = cut_at_stop(call, request.stop_strings, text_decoder(chat))
     message = dict(chat.parse(call.sampled_ids, request.tools))
     if stop is not None:
         _hide_stop(message, stop)
-    return Choice(call=call, message=message)
+    return call, message
 
 
 def cut_at_stop(call: EngineCall, stops: Sequence[str], decode: Decode) -> tuple[EngineCall, str | None]:
     """End a call with the token that completes the first stop string; the tokens of the string stay.
 
-    Exact, though the engine sampled on: when to stop depends on the tokens up to there alone, so what is kept has the
-    distribution and the logprobs of a call that had stopped there. What is cut off was never part of the answer.
+    Exact, although the engine sampled further: the end depends only on the tokens before it, so the kept tokens have
+    the distribution and the logprobs of a call that stopped there.
 
     Returns:
-        The call and the stop string, or the call as it was and None.
+        The call and the stop string, or the unchanged call and None.
     """
     text = decode(call.sampled_ids)
     found = [stop for stop in stops if stop in text]
     if not found:
         return call, None
-    lengths = range(len(call.sampled_ids) + 1)
-    ends = {stop: bisect.bisect_left(lengths, True, key=_contains(stop, call.sampled_ids, decode)) for stop in found}
-    stop = min(found, key=lambda one: (ends[one], text.index(one)))
-    return _first_tokens(call, ends[stop]), stop
 
+    def end(stop: str) -> int:
+        """Return the least number of tokens whose text contains the stop string."""
+        lengths = range(len(call.sampled_ids) + 1)
+        return bisect.bisect_left(lengths, True, key=lambda length: stop in decode(call.sampled_ids[:length]))
 
-def _contains(stop: str, ids: Sequence[int], decode: Decode) -> Callable[[int], bool]:
-    return lambda length: stop in decode(ids[:length])
+    ends = {stop: end(stop) for stop in found}
+    first = min(found, key=lambda stop: (ends[stop], text.index(stop)))
+    return _first_tokens(call, ends[first]), first
 
 
 def _first_tokens(call: EngineCall, length: int) -> EngineCall:
@@ -140,7 +141,7 @@ def _first_tokens(call: EngineCall, length: int) -> EngineCall:
 
 
 def _hide_stop(message: dict[str, Any], stop: str) -> None:
-    """The API's rule: the text does not show the stop string."""
+    """Remove the stop string and the text after it, as the OpenAI API does."""
     for field in ("content", "reasoning_content"):
         if stop in message.get(field, ""):
             message[field] = message[field].partition(stop)[0]
@@ -151,7 +152,7 @@ def text_decoder(chat: Chat) -> Decode:
     size = len(chat.tokenizer)
 
     def decode(ids: Sequence[int]) -> str:
-        # A model's output layer may be padded beyond the vocabulary; such ids have no text.
+        # The output layer may be padded beyond the vocabulary; such ids have no text.
         known = [token for token in ids if 0 <= token < size]
         return str(chat.tokenizer.decode(known, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 

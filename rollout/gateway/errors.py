@@ -1,10 +1,12 @@
-"""Errors in the form of the OpenAI API: what a client library turns into its own exceptions."""
+"""Errors in the form of the OpenAI API, which client libraries turn into their own exceptions."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeVar
 
 from rollout.errors import LockstepError
+
+T = TypeVar("T")
 
 
 class ApiError(LockstepError):
@@ -22,36 +24,40 @@ class ApiError(LockstepError):
         """
         Args:
             message: what was found and what was expected.
-            status: of the HTTP response. Client libraries retry 408, 409, 429 and 5xx by themselves.
+            status: of the HTTP response. Client libraries retry 408, 409, 429 and 5xx on their own.
             kind: `type` in the body.
-            param: the field of the request that is wrong.
-            code: for programs.
+            param: the wrong field of the request.
+            code: the error's name for programs.
         """
         super().__init__(message)
         self.status = status
-        self._body = {"message": message, "type": kind, "param": param, "code": code}
-
-    @property
-    def code(self) -> str | None:
-        return self._body["code"]
-
-    def body(self) -> dict[str, Any]:
-        return {"error": dict(self._body)}
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def not_supported(field: str, *, why: str) -> ApiError:
     return ApiError(f"{field} is not supported: {why}", param=field, code="unsupported_parameter")
 
 
+def unknown_field(field: str) -> ApiError:
+    return ApiError(f"unrecognized request argument: {quoted(field)}", param=field, code="unknown_parameter")
+
+
 def wrong_type(field: str, value: object, *, expected: str) -> ApiError:
-    return ApiError(f"{field}: expected {expected}, found {shown(value)}", param=field, code="invalid_type")
+    return ApiError(f"{field}: expected {expected}, found {quoted(value)}", param=field, code="invalid_type")
 
 
 def server_error(message: str, *, status: int = 500) -> ApiError:
     return ApiError(message, status=status, kind="server_error")
 
 
-def shown(value: object) -> str:
-    """A value of the client's as it may be quoted in a message: short."""
+def checked(value: object, kind: type[T], field: str, *, expected: str) -> T:
+    """Return a JSON value of exactly this type (true is not an integer). Raises `ApiError` for another."""
+    if type(value) is not kind:
+        raise wrong_type(field, value, expected=expected)
+    return value
+
+
+def quoted(value: object) -> str:
+    """Return a client's value for a message, cut to 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

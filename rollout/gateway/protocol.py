@@ -1,8 +1,8 @@
-"""The JSON of a request → a `ChatRequest`, or the error that the OpenAI API would give.
+"""Conversion of a request's JSON to a `ChatRequest`, or to the error that the OpenAI API would give.
 
-Whatever would change the distribution that is sampled from is either what the run trains with, or refused with a
-sentence that names the expected value. Fields that are not known are refused, as the OpenAI API does: one of them
-might be a sampling setting, or token ids beside the messages (a second source of truth, tokens.md).
+Settings that change the sampling distribution must equal those of the run; others are refused with the expected value.
+Unknown fields are refused, as the OpenAI API does: they may be sampling settings, or token ids beside the messages,
+which would be a second source of truth.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from rollout.chat.tool_calls import MAX_DEPTH, without_surrogates
+from rollout.chat.tool_calls import MAX_DEPTH, depth_of, without_surrogates
 from rollout.engine.protocol import Sampling
-from rollout.gateway.errors import ApiError, not_supported, shown, wrong_type
-from rollout.gateway.messages import depth_of, read_messages, read_tools
+from rollout.gateway.errors import ApiError, checked, not_supported, quoted, unknown_field, wrong_type
+from rollout.gateway.messages import read_messages, read_tools
 from rollout.records import Message
 
 MAX_CHOICES = 128
 MAX_STOPS = 4
 
-_PAIR = ("temperature", "top_p", "top_k", "min_p")
-"""What makes the sampling distribution; compared with the settings of the run."""
+_DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p")
+"""Settings of the sampling distribution, compared with those of the run."""
 
 _NEUTRAL: Mapping[str, Any] = {
     "presence_penalty": 0,
@@ -36,7 +36,7 @@ _NEUTRAL: Mapping[str, Any] = {
     "response_format": {"type": "text"},
     "modalities": ["text"],
 }
-"""Settings that are accepted where they change nothing. The model is trained on what it samples by itself."""
+"""Settings and the only value that is accepted, which has no effect. Training needs samples of the model alone."""
 
 _IGNORED = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
@@ -45,7 +45,7 @@ _IGNORED = frozenset(
 
 _READ = frozenset(
     {"model", "messages", "tools", "tool_choice", "n", "stream", "stream_options", "stop", "stop_token_ids"}
-    | {"max_tokens", "max_completion_tokens", "seed", "logprobs", *_PAIR}
+    | {"max_tokens", "max_completion_tokens", "seed", "logprobs", *_DISTRIBUTION}
 )
 
 
@@ -57,27 +57,32 @@ class ChatRequest:
     """With the token ids that the client sent back (`ID_FIELDS`), not yet checked against the record."""
     tools: tuple[Mapping[str, Any], ...]
     sampling: Sampling
-    """What the run samples with; `max_tokens` may be lower, stop ids may be more."""
+    """Settings of the run; `max_tokens` may be lower, and stop ids may be added."""
     num_choices: int
     stop_strings: tuple[str, ...]
     seed: int | None
     wants_logprobs: bool
     stream: bool
     wants_usage: bool
-    """At the end of a stream; whole answers always have it."""
+    """Send the usage at the end of a stream. Other answers always contain it."""
 
 
 def read_json(raw: bytes) -> dict[str, Any]:
-    """The body of a request, without lone surrogates (which no tokenizer can encode). Raises `ApiError` (400)."""
+    """Parse the body of a request. Lone surrogates, which no tokenizer can encode, become U+FFFD.
+
+    Raises:
+        ApiError: 400; not JSON, not an object, or nested too deeply.
+    """
     try:
         body = json.loads(raw, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise ApiError(f"the body of the request is not valid JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise wrong_type("body", body, expected="a JSON object")
+    checked(body, dict, "body", expected="a JSON object")
     if depth_of(body) > MAX_DEPTH:
         raise ApiError(f"the body of the request is nested more than {MAX_DEPTH} levels deep")
-    return _clean(body)
+    text = json.dumps(body, ensure_ascii=False)
+    clean = without_surrogates(text)
+    return body if clean == text else json.loads(clean)
 
 
 def read_chat_request(body: Mapping[str, Any], *, offered: Sequence[Sampling], vocab_size: int) -> ChatRequest:
@@ -85,8 +90,8 @@ def read_chat_request(body: Mapping[str, Any], *, offered: Sequence[Sampling], v
 
     Args:
         body: from `read_json`.
-        offered: the sampling settings of the run; the first is what a request gets that asks for nothing.
-        vocab_size: stop ids must be below.
+        offered: sampling settings that may be asked for; the first is the default.
+        vocab_size: upper limit of stop ids, exclusive.
 
     Raises:
         ApiError: 400, with the field and the expected value.
@@ -95,7 +100,8 @@ def read_chat_request(body: Mapping[str, Any], *, offered: Sequence[Sampling], v
     sampling = _sampling(body, offered, vocab_size)
     tools = read_tools(body.get("tools"))
     _check_tool_choice(body.get("tool_choice"), tools)
-    options = _read(body, "stream_options", dict, {}, expected="an object")
+    options = {} if body.get("stream_options") is None else body["stream_options"]
+    checked(options, dict, "stream_options", expected="an object")
     return ChatRequest(
         messages=read_messages(body.get("messages")),
         tools=tools,
@@ -103,9 +109,9 @@ def read_chat_request(body: Mapping[str, Any], *, offered: Sequence[Sampling], v
         num_choices=_integer(body, "n", default=1, low=1, high=MAX_CHOICES),
         stop_strings=_stop_strings(body.get("stop")),
         seed=None if body.get("seed") is None else _integer(body, "seed", default=0, low=-(2**63), high=2**63 - 1),
-        wants_logprobs=_read(body, "logprobs", bool, False, expected="true or false"),
-        stream=_read(body, "stream", bool, False, expected="true or false"),
-        wants_usage=_read(options, "include_usage", bool, False, expected="true or false"),
+        wants_logprobs=_flag(body, "logprobs"),
+        stream=_flag(body, "stream"),
+        wants_usage=_flag(options, "include_usage"),
     )
 
 
@@ -120,55 +126,39 @@ def _refuse_unknown(body: Mapping[str, Any]) -> None:
                 "send assistant messages back as you received them",
             )
         if field not in _NEUTRAL:
-            raise ApiError(f"unrecognized request argument: {shown(field)}", param=field, code="unknown_parameter")
+            raise unknown_field(field)
         if value != _NEUTRAL[field]:
             raise not_supported(
                 field,
-                why="the model is trained on what it samples by itself; "
-                f"leave it out, or send {json.dumps(_NEUTRAL[field])}",
+                why=f"training needs unmodified samples; leave it out, or send {json.dumps(_NEUTRAL[field])}",
             )
 
 
 def _sampling(body: Mapping[str, Any], offered: Sequence[Sampling], vocab_size: int) -> Sampling:
-    asked = {field: _number(body, field) for field in _PAIR if body.get(field) is not None}
-    if asked.get("top_k") == -1:  # vLLM's way to say off
+    asked = {field: _number(body, field) for field in _DISTRIBUTION if body.get(field) is not None}
+    if asked.get("top_k") == -1:  # off in vLLM
         asked["top_k"] = 0
-    fitting = [one for one in offered if all(_of(one)[field] == value for field, value in asked.items())]
+    choices = [{field: getattr(one, field) for field in _DISTRIBUTION} for one in offered]
+    fitting = [one for one, choice in zip(offered, choices, strict=True) if asked.items() <= choice.items()]
     if not fitting:
-        expected = " or ".join(", ".join(f"{field}={value:g}" for field, value in _of(one).items()) for one in offered)
+        expected = " or ".join(", ".join(f"{field}={value:g}" for field, value in one.items()) for one in choices)
         wrong = next(
-            (field for field, value in asked.items() if all(_of(one)[field] != value for one in offered)),
+            (field for field, value in asked.items() if all(one[field] != value for one in choices)),
             next(iter(asked)),
         )
         raise ApiError(
-            f"{wrong}={asked[wrong]:g} is not what this run samples with; expected {expected}. Other settings would "
-            "be another distribution than the one that is trained: leave them out, or send these",
+            f"{wrong}={asked[wrong]:g} differs from the settings of this run; expected {expected}. Other settings "
+            "sample from a distribution that is not trained: leave them out, or send these",
             param=wrong,
             code="sampling_mismatch",
         )
     sampling = fitting[0]
-    # The older and the newer name of one limit.
     limits = [
-        _integer(body, field, default=0, low=1, high=sampling.max_tokens)
-        for field in ("max_tokens", "max_completion_tokens")
-        if body.get(field) is not None
+        _integer(body, field, default=sampling.max_tokens, low=1, high=sampling.max_tokens)
+        for field in ("max_tokens", "max_completion_tokens")  # the older and the newer name
     ]
-    return replace(
-        sampling,
-        max_tokens=min([sampling.max_tokens, *limits]),
-        stop_token_ids=tuple(
-            dict.fromkeys([*sampling.stop_token_ids, *_stop_ids(body.get("stop_token_ids"), vocab_size)])
-        ),
-    )
-
-
-def _of(sampling: Sampling) -> dict[str, float]:
-    return {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-    }
+    stops = [*sampling.stop_token_ids, *_stop_ids(body.get("stop_token_ids"), vocab_size)]
+    return replace(sampling, max_tokens=min(limits), stop_token_ids=tuple(dict.fromkeys(stops)))
 
 
 def _check_tool_choice(value: Any, tools: Sequence[Mapping[str, Any]]) -> None:
@@ -178,7 +168,7 @@ def _check_tool_choice(value: Any, tools: Sequence[Mapping[str, Any]]) -> None:
         raise not_supported("tool_choice", why="found 'none' beside tools; leave out the tools that must not be called")
     raise not_supported(
         "tool_choice",
-        why=f"found {shown(value)}, expected 'auto': a forced call is not sampled from the model's own distribution",
+        why=f"found {quoted(value)}, expected 'auto': a forced call is not sampled from the model's own distribution",
     )
 
 
@@ -206,34 +196,15 @@ def _number(body: Mapping[str, Any], field: str) -> float:
 
 
 def _integer(body: Mapping[str, Any], field: str, *, default: int, low: int, high: int) -> int:
-    value = body.get(field)
-    if value is None:
-        return default
-    if type(value) is not int:
-        raise wrong_type(field, value, expected="an integer")
+    value = default if body.get(field) is None else checked(body[field], int, field, expected="an integer")
     if not low <= value <= high:
-        raise ApiError(f"{field}={shown(value)} must lie between {low} and {high}", param=field, code="invalid_value")
+        raise ApiError(f"{field}={quoted(value)} must lie between {low} and {high}", param=field, code="invalid_value")
     return value
 
 
-def _read(body: Mapping[str, Any], field: str, kind: type, default: Any, *, expected: str) -> Any:
-    value = body.get(field)
-    if value is None:
-        return default
-    if type(value) is not kind:
-        raise wrong_type(field, value, expected=expected)
-    return value
+def _flag(parent: Mapping[str, Any], field: str) -> bool:
+    return parent.get(field) is not None and checked(parent[field], bool, field, expected="true or false")
 
 
 def _refuse_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not JSON")
-
-
-def _clean(value: Any) -> Any:
-    if isinstance(value, str):
-        return without_surrogates(value)
-    if isinstance(value, dict):
-        return {_clean(key): _clean(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_clean(item) for item in value]
-    return value

@@ -1,13 +1,14 @@
-"""The HTTP server: routes, keys, sessions, errors.
+"""HTTP server of the gateway: routes, keys, sessions, errors.
 
     POST /v1/chat/completions     GET /v1/models     GET /v1/models/{model}     POST /tokenize     GET /health
 
-and the same under `/s/<session>`, where `GET /s/<session>/rollout` reads the record and `DELETE /s/<session>`
-forgets it. The gateway's own key opens everything; the key of a session opens that session alone, under `/v1`.
+All but `/health` also exist under `/s/<session>`, which records in a named session: `GET /s/<session>/rollout` reads
+the record, `DELETE /s/<session>` deletes it. The gateway's key opens every route, a session's key only its own session,
+under `/v1`.
 
-Covered: loopback by default, a random key, keys compared in constant time, a limit on the size of a request, errors
-without anything from inside. Not covered: TLS, rate limits, and clients that hold the key and mean harm to the
-engine's time; put a reverse proxy in front before anybody else can reach the port.
+Covered: loopback by default, a random key, keys compared in constant time, a size limit for requests, errors without
+internal details. Not covered: TLS, rate limits, and clients that have the key and overload the engine. Put a reverse
+proxy in front before others can reach the port.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from rollout.chat.untrusted import UntrustedTextEncoder
 from rollout.engine.protocol import Engine, Sampling
 from rollout.errors import ConfigError, LockstepError, TemplateError
 from rollout.gateway.completion import complete, text_decoder
-from rollout.gateway.errors import ApiError, not_supported, server_error, shown
+from rollout.gateway.errors import ApiError, not_supported, quoted, server_error, unknown_field
 from rollout.gateway.messages import read_messages, read_tools
 from rollout.gateway.protocol import read_chat_request, read_json
 from rollout.gateway.response import completion_body, completion_events
@@ -42,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 MAX_NAMED_SESSIONS = 1024
 MAX_CALLS_WITHOUT_SESSION = 256
-"""Answers that plain `/v1` requests with the gateway's own key can go on from; nobody trains on them."""
+"""Answers that plain `/v1` requests with the gateway's key can continue. They are never trained."""
 SHUTDOWN_S = 1.0
 _SESSION_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 _TOKENIZE_FIELDS = {"model", "messages", "tools", "prompt", "add_special_tokens", "add_generation_prompt"}
@@ -50,17 +51,17 @@ _TOKENIZE_FIELDS = {"model", "messages", "tools", "prompt", "add_special_tokens"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewaySettings:
-    """Where a gateway listens, and who may use it."""
+    """Address, key and limits of a gateway."""
 
     host: str = "127.0.0.1"
     port: int = 0
     """0: any free port."""
     api_key: str | None = None
-    """None: a random one."""
+    """None: a random key."""
     model_name: str = "policy"
-    """In `/v1/models`, and what requests without a session of their own must ask for."""
+    """Name in `/v1/models`, and the model that requests with the gateway's key must ask for."""
     max_request_mib: float = 64.0
-    """A conversation that is sent back with its ids takes about 15 bytes a token and turn."""
+    """A conversation that is sent back with its ids takes about 15 bytes per token and turn."""
 
     def __post_init__(self) -> None:
         if self.api_key is not None and len(self.api_key) < 8:
@@ -68,9 +69,9 @@ class GatewaySettings:
 
 
 class Gateway:
-    """An OpenAI-compatible server for one engine and one chat. `async with Gateway(...) as gateway:`
+    """OpenAI-compatible server for one engine and one chat. `async with Gateway(...) as gateway:`
 
-    Runs in the loop that enters it, which must be the engine's.
+    Runs in the event loop that enters it, which must be the engine's.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Gateway:
         """
         Args:
             offered: sampling settings that requests may ask for, the default first: those of training, and those of
-                evaluation. Sessions that are opened with `open_session` have their own.
+                evaluation. Sessions from `open_session` have their own.
         """
         self._engine = engine
         self._chat = chat
@@ -100,7 +101,7 @@ class Gateway:
 
     @property
     def base_url(self) -> str:
-        """What OpenAI clients take as `base_url`. Known once the gateway runs."""
+        """The `base_url` for OpenAI clients, known after `start`."""
         return f"{self._address}/v1"
 
     async def __aenter__(self) -> Self:
@@ -111,7 +112,7 @@ class Gateway:
         await self.close()
 
     async def start(self) -> None:
-        """Listen. Raises `ConfigError` if the address is taken or not of this machine."""
+        """Listen. Raises `ConfigError` if the address is taken, or is not an address of this machine."""
         app = web.Application(middlewares=[errors_as_json], client_max_size=int(self._settings.max_request_mib * 2**20))
         for prefix in ("", "/s/{session}"):
             app.router.add_post(f"{prefix}/v1/chat/completions", self._chat_completions)
@@ -139,13 +140,13 @@ class Gateway:
         self._address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     async def close(self) -> None:
-        """Stop listening; requests in flight have a second to end. Closing twice is allowed."""
+        """Stop listening; requests in flight have `SHUTDOWN_S` to finish. May be called twice."""
         runner, self._runner = self._runner, None
         if runner is not None:
             await runner.cleanup()
 
     def open_session(self, *, sampling: Sampling, seed: int, max_requests: int) -> Session:
-        """A session with a key of its own, for one episode. End it with `close_session`."""
+        """Open a session with its own key, for one episode. End it with `close_session`."""
         session = Session(
             "", offered=(sampling,), seed=seed, max_requests=max_requests, max_calls=2**31, any_model=True
         )
@@ -153,20 +154,20 @@ class Gateway:
         return session
 
     def close_session(self, session: Session) -> None:
-        """From now on its key opens nothing, and answers that are still on their way are not recorded."""
+        """Revoke the key of a session. Answers still being sampled are not recorded."""
         del self._by_key[_digest(session.key)]
         session.close()
 
-    # Who asks
+    # Authentication
 
     def _authenticate(self, request: web.Request) -> Session | None:
-        """The session that a key opens by itself; None for the gateway's own key. Raises `ApiError` 401."""
+        """Return the session of a key, or None for the gateway's key. Raises `ApiError` (401)."""
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         presented = _digest(key.strip())
         if scheme.lower() == "bearer":
             if hmac.compare_digest(presented, _digest(self.api_key)):
                 return None
-            # Looked up by its digest: how long that takes says nothing about any key.
+            # Looked up by digest, so that the time does not depend on any key.
             session = self._by_key.get(presented)
             if session is not None:
                 return session
@@ -178,7 +179,7 @@ class Gateway:
         )
 
     def _session(self, request: web.Request) -> Session:
-        """The session that a request belongs to, by its key and its path. Raises `ApiError`."""
+        """Return the session of a request, by its key and its path. Raises `ApiError`."""
         session, name = self._authenticate(request), request.match_info.get("session")
         if session is None:
             return self._anonymous if name is None else self._named_session(name)
@@ -189,7 +190,7 @@ class Gateway:
     def _named_session(self, name: str) -> Session:
         if not _SESSION_NAME.fullmatch(name):
             raise ApiError(
-                f"session name {shown(name)}: expected 1 to 128 letters, digits, dots, dashes or underscores",
+                f"session name {quoted(name)}: expected 1 to 128 letters, digits, dots, dashes or underscores",
                 status=404,
             )
         if name not in self._named:
@@ -200,7 +201,7 @@ class Gateway:
                     kind="requests",
                     code="too_many_sessions",
                 )
-            affinity = (zlib.crc32(name.encode()),)  # its turns extend each other
+            affinity = (zlib.crc32(name.encode()),)  # turns of a session extend each other
             self._named[name] = Session(name, offered=[replace(one, affinity=affinity) for one in self._offered])
         return self._named[name]
 
@@ -214,34 +215,28 @@ class Gateway:
         completion = await complete(self._engine, self._chat, session, parsed)
         decode, model = text_decoder(self._chat), self._settings.model_name
         if not parsed.stream:
-            return web.json_response(
-                completion_body(completion, model=model, wants_logprobs=parsed.wants_logprobs, decode=decode)
-            )
+            return web.json_response(completion_body(completion, model=model, decode=decode))
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
         )
         await response.prepare(request)
-        for event in completion_events(
-            completion,
-            model=model,
-            wants_logprobs=parsed.wants_logprobs,
-            wants_usage=parsed.wants_usage,
-            decode=decode,
-        ):
+        for event in completion_events(completion, model=model, decode=decode):
             await response.write(event)
         await response.write_eof()
         return response
 
     async def _tokenize(self, request: web.Request) -> web.Response:
-        """The ids that a chat completion with these messages would be sampled from, or those of a plain text."""
+        """Answer with the prompt ids of a chat completion with these messages, or the ids of a text."""
         session = self._session(request)
         body = read_json(await request.read())
         self._check_model(session, body.get("model"), may_be_missing=True)
         for field, value in body.items():
             if field not in _TOKENIZE_FIELDS:
-                raise ApiError(f"unrecognized request argument: {shown(field)}", param=field, code="unknown_parameter")
+                raise unknown_field(field)
             if field == "add_generation_prompt" and value is False:
-                raise not_supported(field, why="a prompt always ends where the assistant begins; leave it out")
+                raise not_supported(
+                    field, why="a prompt always ends with the header of the assistant turn; leave it out"
+                )
         if body.get("messages") is not None:
             ids = make_prompt(self._chat, session, read_messages(body["messages"]), read_tools(body.get("tools"))).ids
         elif isinstance(body.get("prompt"), str):
@@ -260,7 +255,7 @@ class Gateway:
         return web.json_response(self._model_card())
 
     async def _read_session(self, request: web.Request) -> web.Response:
-        """The record as a rollout in the form of `rollouts/*.jsonl`: calls with ids, logprobs and versions."""
+        """Answer with the record as a rollout, as in `rollouts/*.jsonl`: calls with ids, logprobs and versions."""
         session = self._recorded_session(request)
         rollout = Rollout(
             rollout_id=0,
@@ -281,12 +276,12 @@ class Gateway:
         return web.json_response({"status": "ok"})
 
     def _recorded_session(self, request: web.Request) -> Session:
-        """The named session of a path, which must exist."""
+        """Return the named session of a path. Raises `ApiError` (404) if it does not exist."""
         name = request.match_info["session"]
         if self._authenticate(request) is not None:
-            raise ApiError("the record of a session is read with the gateway's own key", status=403)
+            raise ApiError("expected the gateway's own key: the key of a session does not open records", status=403)
         if name not in self._named:
-            raise ApiError(f"there is no session {shown(name)}", status=404)
+            raise ApiError(f"session {quoted(name)} does not exist", status=404)
         return self._named[name]
 
     def _check_model(self, session: Session, model: Any, *, may_be_missing: bool = False) -> None:
@@ -296,7 +291,7 @@ class Gateway:
             raise ApiError("you must provide a model parameter", param="model")
         if model != self._settings.model_name and not session.any_model:
             raise ApiError(
-                f"the model {shown(model)} does not exist; this gateway serves {self._settings.model_name!r}",
+                f"the model {quoted(model)} does not exist; this gateway serves {self._settings.model_name!r}",
                 status=404,
                 param="model",
                 code="model_not_found",
@@ -316,7 +311,7 @@ class Gateway:
 async def errors_as_json(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Every error in the form of the OpenAI API, and nothing from inside."""
+    """Answer every error in the form of the OpenAI API, without internal details."""
     try:
         return await handler(request)
     except ApiError as error:
@@ -326,22 +321,22 @@ async def errors_as_json(
     except web.HTTPRequestEntityTooLarge as error:
         return _error(ApiError(f"the request is too large: {error.text}", status=413))
     except web.HTTPException as error:
-        what = f"{request.method} {request.path}"
-        return _error(ApiError(f"invalid URL or method ({what}): {error.reason}", status=error.status))
+        text = f"invalid URL or method ({request.method} {request.path}): {error.reason}"
+        return _error(ApiError(text, status=error.status))
     except ConnectionResetError:
-        raise  # the client has gone
+        raise  # the client has disconnected
     except LockstepError as error:
         logger.exception("gateway: %s %s", request.method, request.path)
         return _error(server_error(str(error).splitlines()[0]))
     except Exception:
-        # The edge of the process: a client must get an answer, and must not see a traceback.
+        # The edge of the process: the client must get an answer without a traceback.
         logger.exception("gateway: %s %s", request.method, request.path)
-        return _error(server_error("internal error of the gateway; its log has the details"))
+        return _error(server_error("internal error of the gateway; see its log for details"))
 
 
 def _error(error: ApiError) -> web.Response:
     headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
-    return web.json_response(error.body(), status=error.status, headers=headers)
+    return web.json_response(error.body, status=error.status, headers=headers)
 
 
 def _digest(key: str) -> bytes:

@@ -1,21 +1,22 @@
-"""Messages → prompt ids: the exact ids of the last call where the conversation goes on from it, else a branch.
+"""Conversion of messages to prompt ids: an extension of the last call where that is proven, else a branch.
 
-The record gives `model_prefix`, the ids of the last call's prompt and of what it sampled. The prompt is this prefix
-and what the template puts behind it. Done by counting end-of-turn tokens in a rendering, as is usual, this goes wrong
-without a word in four ways; each is handled here by proving first, and rendering the whole conversation otherwise:
+The prompt starts with the prompt ids and the sampled ids of the last call, and continues with the template's text for
+the new messages. The common way, counting end-of-turn tokens in a rendering, fails silently in four cases. This module
+proves the extension first, and renders the whole conversation where it cannot:
 
-    a forged assistant turn without ids        the last assistant turn must be one that was sampled here; by counting,
-                                               messages would be deleted
-    system prompt or early history edited      all messages before it, and the tools, must be those it was sampled
-                                               from; by counting, the edit would be ignored
-    end-of-turn token inside stripped          a turn without its reasoning is another turn, and no tokens are
-    reasoning                                  counted; by counting, the next user turn would be deleted
-    a turn ended by another stop token         a sampled stop token closes the turn (`Chat.extend`); by counting, it
-                                               would get a second terminator
+    case                                 proof                                      counting would
+    forged assistant turn without ids    the last assistant turn was sampled here   delete messages
+    edited system prompt or history      the messages before the turn, and the      ignore the edit
+                                         tools, are those it was sampled from
+    end-of-turn token in stripped        a turn without its reasoning is another    delete the next user turn
+    reasoning                            turn, and no tokens are counted
+    turn ended by another stop token     a sampled stop token closes the turn       add a second terminator
+                                         (`Chat.extend`)
 
-A branch is not an error: it is another row, and every sampled token is still trained once (`rollout/episode/rows.py`).
+A branch is not an error: it starts another row, and every sampled token is still trained once
+(`rollout/episode/rows.py`).
 
-Token ids on messages choose among recorded calls that said the same (two of `n` samples can have equal text and
+Token ids on messages select among recorded calls with equal messages (two of `n` samples can have equal text and
 different tokens). They are never copied into a prompt: an id that is not in the record has no effect.
 """
 
@@ -26,25 +27,25 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from rollout.chat.chat import Chat
-from rollout.gateway.session import Recorded, Session, Tools
+from rollout.gateway.session import Answer, Session, Tools
 from rollout.records import Message
 
 
 class PromptKind(StrEnum):
-    """How a prompt came about. All but `extended` are rendered by the chat template."""
+    """Origin of a prompt. The chat template renders all but `extended`."""
 
     ROOT = "root"
     """No assistant turn yet."""
     EXTENDED = "extended"
-    """Everything the last call saw and sampled, then the new messages."""
+    """Prompt ids and sampled ids of the last call, then the new messages."""
     NOT_SAMPLED = "not_sampled"
     """Branch: the last assistant turn was not sampled in this session."""
     TURN_EDITED = "turn_edited"
-    """Branch: the last assistant turn has ids of this session, but says something else (reasoning was stripped)."""
+    """Branch: the last assistant turn has ids of this session but another message (for example no reasoning)."""
     HISTORY_EDITED = "history_edited"
-    """Branch: the last assistant turn was sampled here, after other messages or with other tools."""
+    """Branch: the last assistant turn was sampled here, but after other messages or with other tools."""
     UNPROVEN = "unproven"
-    """Branch: the chat template strips or rewrites earlier turns, so that an extension is not what it shows."""
+    """Branch: the chat template strips or rewrites earlier turns, so that an extension differs from its rendering."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,34 +55,29 @@ class Prompt:
 
 
 def make_prompt(chat: Chat, session: Session, messages: Sequence[Message], tools: Tools) -> Prompt:
-    """Ids to sample from. Raises `TemplateError` if the chat template refuses the messages."""
+    """Return the ids to sample from. Raises `TemplateError` if the chat template refuses the messages."""
     last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=None)
     if last is None:
         return Prompt(ids=tuple(chat.prompt(messages, tools)), kind=PromptKind.ROOT)
     conversation, new_messages = messages[: last + 1], messages[last + 1 :]
-    recorded = choose(session.find(conversation, tools), messages[last])
-    if recorded is None:
+    answer = _choose(session.find(conversation, tools), messages[last])
+    if answer is None:
         kind = _why_not_found(session, messages[last])
     else:
-        ids = chat.extend(recorded.call, conversation, new_messages, tools)
-        if ids is not None and extends(ids, recorded.call.all_ids):
+        ids, prefix = chat.extend(answer.call, conversation, new_messages, tools), answer.call.all_ids
+        if ids is not None and len(ids) > len(prefix) and tuple(ids[: len(prefix)]) == prefix:
             return Prompt(ids=tuple(ids), kind=PromptKind.EXTENDED)
         kind = PromptKind.UNPROVEN
     return Prompt(ids=tuple(chat.prompt(messages, tools)), kind=kind)
 
 
-def choose(candidates: Sequence[Recorded], message: Message) -> Recorded | None:
-    """The call with the ids that the message carries; without ids, or with ids of no candidate, the latest."""
+def _choose(candidates: Sequence[Answer], message: Message) -> Answer | None:
+    """Return the answer with the message's ids; without ids, or with ids of no candidate, the latest."""
     prompt_ids, sampled_ids = message.get("prompt_token_ids"), message.get("generation_token_ids")
-    for recorded in reversed(candidates):
-        if prompt_ids == list(recorded.call.prompt_ids) and sampled_ids == list(recorded.call.sampled_ids):
-            return recorded
+    for answer in reversed(candidates):
+        if prompt_ids == list(answer.call.prompt_ids) and sampled_ids == list(answer.call.sampled_ids):
+            return answer
     return candidates[-1] if candidates else None
-
-
-def extends(ids: Sequence[int], model_prefix: Sequence[int]) -> bool:
-    """Whether a prompt begins with all of the last call and goes on after it."""
-    return len(ids) > len(model_prefix) and tuple(ids[: len(model_prefix)]) == tuple(model_prefix)
 
 
 def _why_not_found(session: Session, message: Message) -> PromptKind:

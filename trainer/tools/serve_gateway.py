@@ -1,4 +1,4 @@
-"""Serve a model as training samples it: the gateway by itself, until it is told to stop."""
+"""Stand-alone gateway that serves a model with the sampling settings of training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.engines.start import start_engine
 
 
 def run(config: Config) -> None:
-    """Start the engine and the gateway, print where it is and its key, and wait for Ctrl-C or SIGTERM."""
+    """Start the engine and the gateway, print the URL and the key, and wait for Ctrl-C or SIGTERM."""
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
@@ -35,7 +35,7 @@ def run(config: Config) -> None:
                 f"model     {settings.model_name}\n"
                 f"base URL  {gateway.base_url}\n"
                 f"API key   {gateway.api_key}\n"
-                "Ctrl-C ends it",
+                "Ctrl-C stops it",
                 flush=True,
             )
             stop.wait()

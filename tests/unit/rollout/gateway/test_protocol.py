@@ -1,0 +1,187 @@
+"""Tests of the requests that are accepted, and of the errors for all others."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout.chat.chat import Chat
+from rollout.engine.protocol import Sampling
+from rollout.errors import TemplateError
+from rollout.gateway.errors import ApiError
+from rollout.gateway.protocol import ChatRequest, read_chat_request, read_json
+from rollout.gateway.session import Session
+from rollout.gateway.splice import make_prompt
+from tests.fixtures.tokenizers import chat_tokenizer
+
+CHAT = Chat(chat_tokenizer("qwen3"))
+USER = {"role": "user", "content": "say it"}
+TOOL = {"type": "function", "function": {"name": "f"}}
+OFFERED = [Sampling(max_tokens=16), Sampling(temperature=0.0, max_tokens=8)]
+
+
+def read(**fields: Any) -> ChatRequest:
+    return read_chat_request({"messages": [USER], **fields}, offered=OFFERED, vocab_size=10)
+
+
+def with_call(**fields: Any) -> list[dict[str, Any]]:
+    """Messages with a tool call that has these fields."""
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}, **fields}
+    return [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+
+
+@pytest.mark.parametrize(("asked", "expected"), [({}, 1.0), ({"temperature": 0.0}, 0.0), ({"temperature": 1.0}, 1.0)])
+def test_settings_of_training_and_of_evaluation_are_both_offered(asked, expected):
+    assert read(**asked).sampling.temperature == expected
+
+
+def test_a_temperature_that_is_not_offered_is_refused_with_those_that_are():
+    with pytest.raises(ApiError, match=r"temperature=1, .* or temperature=0, "):
+        read(temperature=0.5)
+
+
+def test_null_is_the_same_as_a_field_that_is_left_out():
+    fields = ("tools", "tool_choice", "n", "stream", "stream_options", "stop", "stop_token_ids", "max_tokens", "seed")
+    fields += ("logprobs", "temperature", "logit_bias", "chat_template")
+    assert read(**dict.fromkeys(fields)) == read()
+
+
+def test_settings_without_an_effect_are_accepted():
+    neutral = {"presence_penalty": 0.0, "logit_bias": {}, "response_format": {"type": "text"}, "tool_choice": "auto"}
+    assert read(**neutral, user="u", metadata={"a": 1}) == read()
+
+
+def test_the_lower_of_the_two_token_limits_counts():
+    assert read(max_tokens=7, max_completion_tokens=5).sampling.max_tokens == 5
+    assert read(max_completion_tokens=5).sampling.max_tokens == 5
+
+
+def test_fields_reach_the_request():
+    request = read(n=2, stop="a", stop_token_ids=[3], seed=-1, logprobs=True, stream=True, tools=[TOOL])
+    assert (request.num_choices, request.stop_strings, request.seed) == (2, ("a",), -1)
+    assert request.sampling.stop_token_ids == (3,)
+    assert request.wants_logprobs
+    assert request.stream
+    assert not request.wants_usage
+    assert read(stream_options={"include_usage": True}).wants_usage
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"n": True}, "n", "invalid_type"),
+        ({"n": 1.0}, "n", "invalid_type"),
+        ({"n": 129}, "n", "invalid_value"),
+        ({"seed": 2**63}, "seed", "invalid_value"),
+        ({"max_completion_tokens": 17}, "max_completion_tokens", "invalid_value"),
+        ({"temperature": True}, "temperature", "invalid_type"),
+        ({"stream": 1}, "stream", "invalid_type"),
+        ({"stream_options": []}, "stream_options", "invalid_type"),
+        ({"stream_options": {"include_usage": 0}}, "include_usage", "invalid_type"),
+        ({"stop": [""]}, "stop", "invalid_type"),
+        ({"stop": ["a"] * 5}, "stop", None),
+        ({"stop_token_ids": [10]}, "stop_token_ids", "invalid_type"),
+        ({"stop_token_ids": [True]}, "stop_token_ids", "invalid_type"),
+        ({"tool_choice": "none", "tools": [TOOL]}, "tool_choice", "unsupported_parameter"),
+        ({"tools": {}}, "tools", "invalid_type"),
+        ({"tools": [{"type": "retrieval"}]}, "tools[0].type", "unsupported_parameter"),
+        ({"tools": [TOOL, {"type": "function"}]}, "tools[1].function", "invalid_type"),
+        ({"tools": [{**TOOL, "function": {"name": "a b"}}]}, "tools[0].function.name", "invalid_type"),
+        ({"tools": [{**TOOL, "function": {"name": "f", "parameters": []}}]}, "tools[0].function.parameters", None),
+        ({"messages": [USER, "x"]}, "messages[1]", "invalid_type"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "invalid_type"),
+        ({"messages": [{**USER, "name": 1}]}, "messages[0].name", "invalid_type"),
+        ({"messages": [{**USER, "audio": {}}]}, "messages[0].audio", "unsupported_parameter"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "invalid_type"),
+        ({"messages": with_call(id=None)}, "messages[1].tool_calls[0].id", "invalid_type"),
+        ({"messages": with_call(type=None)}, "messages[1].tool_calls[0].type", "unsupported_parameter"),
+        ({"messages": with_call(function="f")}, "messages[1].tool_calls[0]", "invalid_type"),
+    ],
+    ids=lambda value: str(value)[:70] if isinstance(value, dict) else "",
+)
+def test_a_wrong_value_is_refused_with_its_field(fields, param, code):
+    with pytest.raises(ApiError) as caught:
+        read(**fields)
+    error = caught.value.body["error"]
+    assert (caught.value.status, error["param"], error["code"]) == (400, param, code or error["code"])
+
+
+KEYS = ["role", "content", "tool_calls", "type", "text", "function", "name", "arguments", "id", "tool_call_id"]
+KEYS += ["messages", "tools", "n", "stop", "temperature", "max_tokens", "stream_options", "generation_token_ids"]
+WORDS = ["user", "assistant", "tool", "system", "text", "function", "{}", '{"a": [1]}', "\ud800", "<|im_end|>"]
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(WORDS) | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=5),
+    max_leaves=12,
+)
+
+
+def parse(raw: bytes) -> None:
+    """Parse a request and make its prompt. Only errors with a status of 4xx may be raised."""
+    offered = [Sampling(max_tokens=8)]
+    try:
+        request = read_chat_request(read_json(raw), offered=offered, vocab_size=100)
+        json.dumps(make_prompt(CHAT, Session("", offered=offered), request.messages, request.tools).ids)
+    except ApiError as error:
+        assert 400 <= error.status < 500  # noqa: PT017
+        json.dumps(error.body)
+    except TemplateError:
+        pass
+
+
+def test_lone_surrogates_are_replaced_in_keys_and_text():
+    raw = rb'{"a\ud800": ["\ud83d", {"b": "x\udc00"}, "\ud83d\ude00"]}'
+    assert read_json(raw) == {"a\ufffd": ["\ufffd", {"b": "x\ufffd"}, "\N{GRINNING FACE}"]}
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    body=st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=6),
+    message=st.dictionaries(st.sampled_from(KEYS), VALUES),
+)
+def test_any_json_is_parsed_or_refused(body, message):
+    parse(json.dumps(body).encode())
+    parse(json.dumps({"messages": [USER, {"role": "assistant", **message}]}).encode())
+    parse(json.dumps({"messages": [USER], "tools": [message, {"type": "function", "function": message}]}).encode())
+
+
+@settings(max_examples=200, deadline=None)
+@given(raw=st.binary(max_size=40) | st.text(max_size=40).map(lambda text: text.encode("utf-8", "surrogatepass")))
+def test_any_bytes_are_parsed_or_refused(raw):
+    parse(raw)
+
+
+DEEP = "[" * 900 + "]" * 900
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"[" * 100_000,
+        b'{"messages": ' + b"[" * 5000 + b"]" * 5000 + b"}",
+        b'{"temperature": NaN, "messages": [{"role": "user", "content": "x"}]}',
+        b'{"temperature": 1e999, "messages": [{"role": "user", "content": "x"}]}',
+        b'{"max_tokens": ' + b"9" * 5000 + b', "messages": [{"role": "user", "content": "x"}]}',
+        json.dumps(
+            {
+                "messages": [
+                    USER,
+                    {
+                        "role": "assistant",
+                        "tool_calls": [
+                            {"id": "a", "type": "function", "function": {"name": "f", "arguments": DEEP}},
+                        ],
+                    },
+                ]
+            }
+        ).encode(),
+    ],
+    ids=["unclosed", "deep", "nan", "infinite", "long number", "deep arguments"],
+)
+def test_malicious_json_is_refused(raw):
+    with pytest.raises(ApiError):
+        read_chat_request(read_json(raw), offered=[Sampling(max_tokens=8)], vocab_size=100)
