@@ -1,7 +1,7 @@
-"""Arithmetic with a tool: the demo's calculator.
+"""Environment `calculator`: arithmetic with a tool, a task of the demo.
 
 The expression comes from a model. It is parsed, never evaluated as Python: integers, + - * and parentheses only.
-No power and no division, so a result has at most as many digits as the expression has characters.
+Without power and division, a result has at most as many digits as the expression has characters.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _UNARY: dict[type[ast.unaryop], Callable[[int], int]] = {ast.UAdd: operator.pos,
 
 
 def evaluate(expression: str) -> int:
-    """The value of an integer expression, as Python would have it.
+    """Evaluate an integer expression as Python does.
 
     Raises:
         ValueError: anything but integers, + - * and parentheses, or more than `MAX_EXPRESSION_CHARS` characters.

@@ -1,4 +1,4 @@
-"""Tools that a data row brings: schemas that the model sees and nobody runs. The call itself is the answer."""
+"""Tools of a data row: schemas for the prompt. They are never run; the model's call is the answer."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from rollout.episode.environment import Tools
+from rollout.chat.messages import Tools
 from rollout.errors import DataError
 
 JSON_TYPES = {
     "str": "string", "int": "integer", "float": "number", "bool": "boolean", "list": "array", "tuple": "array",
     "set": "array", "dict": "object",
 }  # fmt: skip
-"""Python's names of types, which some data sets have, by JSON schema's."""
+"""JSON schema types by Python's names, which some data sets have."""
 
 
 def row_tools(example: Mapping[str, Any], column: str) -> Tools:
-    """The row's tools in the OpenAI form; none if it has no such column, or an empty one.
+    """Return the row's tools in the OpenAI form; none if it has no such column, or an empty one.
 
-    A column holds a list, or its JSON text, of OpenAI tools, of functions with a JSON schema in `parameters`, or of
+    The column holds a list, or its JSON text, of OpenAI tools, of functions with a JSON schema in `parameters`, or of
     functions whose `parameters` are described one by one (`{"city": {"type": "str", "description": ...}}`, the form of
-    xLAM's data); of the last, those without a default and not called optional are required.
+    xLAM's data). In the last form, parameters are required unless they have a default or are called optional.
 
     Raises:
-        DataError: it holds something else.
+        DataError: the column holds something else.
     """
     value = example.get(column)
     if isinstance(value, str):
@@ -53,7 +53,7 @@ def _tool(entry: Any, column: str) -> Mapping[str, Any]:
         "function": {
             "name": function["name"],
             "description": str(function.get("description") or ""),
-            # Columnar files give every tool the parameters of all tools; those that are null are of another one.
+            # Columnar files give every tool the parameters of all tools; null ones belong to another tool.
             "parameters": _without_nulls(parameters),
         },
     }

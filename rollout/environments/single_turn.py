@@ -1,18 +1,19 @@
-"""One prompt, one answer: the environment of classic RLVR data sets, and of data sets of single tool calls."""
+"""Environment `single_turn`: one prompt, one answer, for RLVR data sets and data sets of single tool calls."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollout.environments.prompt import Prompt
+from rollout.chat.messages import Tools
+from rollout.environments.prompt import PromptReader
 from rollout.environments.row_tools import row_tools
-from rollout.episode.environment import Step, Tools
+from rollout.episode.environment import Step
 from rollout.records import Message
 
 
 class SingleTurn:
-    """Ends after the first assistant turn. Tools that the row brings are shown to the model and never run."""
+    """Ends after the first assistant turn. The row's tools are shown to the model and never run."""
 
     def __init__(
         self,
@@ -21,16 +22,12 @@ class SingleTurn:
         system_prompt: str | None = None,
         tools_column: str = "tools",
     ):
-        self._prompt = Prompt(column=prompt_column, system=system_prompt)
+        self._prompt = PromptReader(column=prompt_column, system=system_prompt)
         self._tools_column = tools_column
-        self._tools: Tools = ()
-
-    @property
-    def tools(self) -> Tools:
-        return self._tools
+        self.tools: Tools = ()
 
     async def reset(self, example: Mapping[str, Any]) -> Sequence[Message]:
-        self._tools = row_tools(example, self._tools_column)
+        self.tools = row_tools(example, self._tools_column)
         return self._prompt.messages(example)
 
     async def step(self, message: Message) -> Step:

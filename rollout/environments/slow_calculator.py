@@ -1,4 +1,4 @@
-"""The calculator as a service that answers late: shows what waiting for tools costs (docs/asynchrony.md)."""
+"""Environment `slow_calculator`: the calculator with delays, to show the cost of slow tools (docs/asynchrony.md)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rollout.environments.tools import ToolEnvironment
 
 
 class SlowCalculatorEnvironment(ToolEnvironment):
-    """`CalculatorEnvironment` whose answers take between 0 and `max_delay_s` seconds, drawn evenly."""
+    """`CalculatorEnvironment` with a uniform delay of up to `max_delay_s` seconds per call."""
 
     def __init__(self, *, max_delay_s: float = 2.0, delay_seed: int = 0, **settings: Any):
-        """delay_seed: the n-th call of the process waits as long in every run; which call is the n-th may differ."""
+        """delay_seed: the n-th call of the process has the same delay in every run; which call is n-th may differ."""
         self._max_delay_s = max_delay_s
-        self._chance = _chance(delay_seed)
+        self._delays = _delays(delay_seed)
         super().__init__([self.calculator], **settings)
 
     async def calculator(self, expression: str) -> int:
@@ -26,11 +26,11 @@ class SlowCalculatorEnvironment(ToolEnvironment):
         Args:
             expression: for example 64*22-55
         """
-        await asyncio.sleep(self._chance.uniform(0, self._max_delay_s))
+        await asyncio.sleep(self._delays.uniform(0, self._max_delay_s))
         return evaluate(expression)
 
 
 @functools.cache
-def _chance(seed: int) -> random.Random:
-    """Shared by all episodes: with a generator each, all first calls would wait equally long."""
+def _delays(seed: int) -> random.Random:
+    """Return a generator shared by all episodes: with one each, all first calls would have the same delay."""
     return random.Random(seed)

@@ -28,7 +28,7 @@ from rollout.chat.chat import Chat
 from rollout.engine.embedded import EmbeddedEngine
 from rollout.engine.protocol import Sampling
 from rollout.environments.calculator import CalculatorEnvironment, calculator
-from rollout.environments.python_tools import Toolbox
+from rollout.environments.toolbox import Toolbox
 from rollout.environments.user import SimulatedUser
 from rollout.episode.environment import Environment, OpenConversation, Step
 from rollout.episode.rows import branch_count, rows_from_calls
