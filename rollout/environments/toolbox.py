@@ -134,7 +134,8 @@ class Toolbox:
         if problem is not None:
             where = f" ({problem.json_path.removeprefix('$.')})" if problem.path else ""
             return _error_text(f"wrong arguments for {name}{where}: {problem.message}"), ToolFault.BAD_ARGUMENTS
-        finished = await call_with_deadline(self._functions[name], timeout_s=self._timeout_s, **arguments)
+        tool = functools.partial(self._functions[name], **arguments)  # an argument may be called timeout_s
+        finished = await call_with_deadline(tool, timeout_s=self._timeout_s)
         if isinstance(finished.error, DeadlineExceeded | TooManyAbandoned):
             return _error_text(f"{name} timed out: {finished.error}"), ToolFault.TIMEOUT
         if finished.error is not None:
@@ -175,7 +176,7 @@ def _describe(function: ToolFunction) -> tuple[Mapping[str, Any], Draft202012Val
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ConfigError(
-                f"tool {describe(function)}: parameter {parameter} has no name a model could give; use plain parameters"
+                f"tool {describe(function)}: a model cannot name parameter {parameter}; use plain parameters"
             )
     try:
         schema = get_json_schema(function)

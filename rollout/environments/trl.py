@@ -52,7 +52,7 @@ class TRLEnvironment(ToolEnvironment):
             tool_timeout_s: of one method call, `reset` and `get_reward` included.
 
         Raises:
-            ConfigError: no factory is given, or it cannot be loaded.
+            ConfigError: `factory` is missing or cannot be loaded.
         """
         if not factory:
             raise ConfigError("no factory is set; set environment.settings.factory=path/to/file.py:ClassName")

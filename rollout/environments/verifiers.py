@@ -46,7 +46,7 @@ class VerifiersEnvironment(AgentEnvironment):
         """env_id, args: id and keyword arguments for `verifiers.load_environment`. The rest as for `RunsItself`.
 
         Raises:
-            ConfigError: no id is given, or the package or the environment is not installed or fails to load.
+            ConfigError: `env_id` is missing, or the package or the environment is not installed or fails to load.
         """
         if env_id is None:
             raise ConfigError("no env_id is set; set environment.settings.env_id=<id of a verifiers environment>")

@@ -78,7 +78,7 @@ class Sampler:
     ) -> list[Rollout]:
         """Sample `samples_per_prompt` rollouts of every example, in the order prompt by prompt.
 
-        A request that fails in a live engine is no evidence about the policy, so its episode is restarted with the same
+        A request that fails in a live engine says nothing about the policy, so its episode is restarted with the same
         seeds. If it still fails, all rollouts of its group are FAILED: the mean of a partial group would depend on the
         fault.
 

@@ -46,7 +46,7 @@ class TrainerArgs:
     """Sampling settings under the names of TRL's `GRPOConfig`. Read-only: `generate` always samples with them."""
 
     max_completion_length: int
-    """Of one call of `generate`, per prompt."""
+    """Limit of one call of `generate`, per prompt."""
     temperature: float
     top_p: float
     top_k: int

@@ -154,6 +154,18 @@ async def test_a_wrong_call_is_answered_with_the_mistake(function, arguments, fa
     assert says in result.content
 
 
+async def test_an_argument_may_have_the_name_of_a_setting_of_the_toolbox():
+    def wait(timeout_s: int) -> int:
+        """Wait.
+
+        Args:
+            timeout_s: how long
+        """
+        return timeout_s
+
+    assert (await call(wait, {"timeout_s": 3})).content == "3"
+
+
 async def test_none_is_accepted_for_an_optional_argument():
     result = await call(pick, '{"items": [7], "mode": null}')
     # The enum does not list null: the other branch of the union must accept it.
@@ -168,9 +180,9 @@ async def test_an_unknown_tool_is_answered_with_the_known_names():
 
 
 async def test_malformed_calls_are_answered_after_the_others():
-    results = await Toolbox([add]).answer(message(("add", '{"a": 1}'), errors=("line 1 is no JSON",)))
+    results = await Toolbox([add]).answer(message(("add", '{"a": 1}'), errors=("line 1 is not JSON",)))
     assert [result.fault for result in results] == [None, ToolFault.MALFORMED]
-    assert "line 1 is no JSON" in results[1].content
+    assert "line 1 is not JSON" in results[1].content
     assert count_results(results) == {"tool_calls": 2, "tool_errors": 1, "tool_errors_malformed": 1}
 
 
