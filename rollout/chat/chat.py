@@ -35,11 +35,7 @@ class Chat:
     """Converter between the messages and the token ids of one model. Stateless: episodes can share it."""
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerFast,
-        *,
-        history: str = "keep",
-        stop_token_ids: Sequence[int] = (),
+        self, tokenizer: PreTrainedTokenizerFast, *, history: str = "keep", stop_token_ids: Sequence[int] = ()
     ) -> None:
         """
         Args:

@@ -64,11 +64,7 @@ class HarmonyRenderer:
     """Renderer of messages to token ids by the `openai-harmony` library."""
 
     def __init__(
-        self,
-        encoding: harmony.HarmonyEncoding,
-        *,
-        history: History,
-        stop_token_ids: Sequence[int] = (),
+        self, encoding: harmony.HarmonyEncoding, *, history: History, stop_token_ids: Sequence[int] = ()
     ) -> None:
         own_stops = [CONTROL_IDS[text] for text in STOPS]
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys([*own_stops, *stop_token_ids]))

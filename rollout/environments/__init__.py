@@ -7,23 +7,21 @@ from functools import partial
 from typing import Any
 
 from rollout.environments.agent import AgentEnvironment
-from rollout.environments.calculator import CalculatorEnvironment
+from rollout.environments.calculator import CalculatorEnvironment, SlowCalculatorEnvironment
 from rollout.environments.chain import ChainEnvironment
-from rollout.environments.mixed import Mixed
+from rollout.environments.mixed import AnyEnvironment, Mixed
 from rollout.environments.single_turn import SingleTurn
-from rollout.environments.slow_calculator import SlowCalculatorEnvironment
 from rollout.environments.subagents import SubAgents
 from rollout.environments.tools import ToolEnvironment
 from rollout.environments.trl import TRLEnvironment
 from rollout.environments.trl_rollout import TRLRollout
 from rollout.environments.user import SimulatedUser
 from rollout.environments.verifiers import VerifiersEnvironment
-from rollout.episode.environment import Environment, RunsItself
 from rollout.errors import ConfigError
 from rollout.system.user_functions import load_function
 
 
-def make_environment(name: str, **settings: Any) -> Environment | RunsItself:
+def make_environment(name: str, **settings: Any) -> AnyEnvironment:
     """Make an environment for one episode. name: one of `ENVIRONMENTS`, or `path/to/file.py:ClassName`.
 
     Raises:
@@ -40,7 +38,7 @@ def make_environment(name: str, **settings: Any) -> Environment | RunsItself:
         raise ConfigError(f"environment {name}: {error}") from error
 
 
-ENVIRONMENTS: dict[str, Callable[..., Environment | RunsItself]] = {
+ENVIRONMENTS: dict[str, Callable[..., AnyEnvironment]] = {
     "single_turn": SingleTurn,
     "tools": ToolEnvironment,
     "user": SimulatedUser,

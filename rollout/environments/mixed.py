@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from rollout.chat.messages import Tools
-from rollout.episode.environment import Concludes, Environment, HostsConversations, OpenConversation, RunsItself, Step
+from rollout.episode.environment import Environment, RunsItself
 from rollout.errors import ConfigError, DataError
-from rollout.records import Message
 
 
 class Mixed:
-    """Becomes, on reset, the environment that the row names; it has no tools before.
-
-    Environments that run their own episodes are never reset: `rollout/sampler/sampler.py` takes them from `choose`.
-    """
+    """Environments by name. It runs no episodes itself: `environment_of` returns the environment of a row."""
 
     def __init__(
         self,
         environments: Mapping[str, Mapping[str, Any]],
         *,
-        make: Callable[..., Environment | RunsItself],
+        make: Callable[..., AnyEnvironment],
         column: str = "environment",
         default: str | None = None,
         **shared: Any,
@@ -42,9 +37,8 @@ class Mixed:
         self.parts = {name: make(name, **{**shared, **own}) for name, own in environments.items()}
         self._column = column
         self._default = default
-        self._current: Environment | None = None
 
-    def choose(self, example: Mapping[str, Any]) -> Environment | RunsItself:
+    def choose(self, example: Mapping[str, Any]) -> AnyEnvironment:
         """Return the environment that the row names. Raises `DataError` if it is unknown."""
         name = example.get(self._column) or self._default
         part = self.parts.get(name) if isinstance(name, str) else None
@@ -55,37 +49,16 @@ class Mixed:
             )
         return part
 
-    @property
-    def tools(self) -> Tools:
-        return self._current.tools if self._current is not None else ()
 
-    @property
-    def max_calls(self) -> int | None:
-        return self._current.max_calls if isinstance(self._current, HostsConversations) else None
-
-    def host(self, open_conversation: OpenConversation) -> None:
-        for environment in self.parts.values():
-            if isinstance(environment, HostsConversations):
-                environment.host(open_conversation)
-
-    async def reset(self, example: Mapping[str, Any]) -> Sequence[Message]:
-        chosen = self.choose(example)
-        assert not isinstance(chosen, RunsItself), "it runs its own episodes"
-        self._current = chosen
-        return await self._current.reset(example)
-
-    async def step(self, message: Message) -> Step:
-        assert self._current is not None, "step before reset"
-        return await self._current.step(message)
-
-    async def conclude(self) -> Mapping[str, Any]:
-        return await self._current.conclude() if isinstance(self._current, Concludes) else {}
+AnyEnvironment = Environment | RunsItself | Mixed
 
 
-def environment_of(environment: Environment | RunsItself, example: Mapping[str, Any]) -> Environment | RunsItself:
-    """Return the environment that runs this row: the one that it names in `Mixed`, else `environment` itself.
+def environment_of(environment: AnyEnvironment, example: Mapping[str, Any]) -> Environment | RunsItself:
+    """Return the environment that runs this row: in `Mixed` the one that it names, else `environment` itself.
 
     Raises:
         DataError: the row names an unknown one.
     """
-    return environment.choose(example) if isinstance(environment, Mixed) else environment
+    while isinstance(environment, Mixed):
+        environment = environment.choose(example)
+    return environment

@@ -43,7 +43,5 @@ class ToolEnvironment:
     async def step(self, message: Message) -> Step:
         results = await self._toolbox.answer(message)
         return Step(
-            messages=tuple(result.message for result in results),
-            done=not results,
-            outcome=count_results(results),
+            messages=tuple(result.message for result in results), done=not results, outcome=count_results(results)
         )

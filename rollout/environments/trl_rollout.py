@@ -23,11 +23,7 @@ from rollout.system.deadline import is_async
 
 class TRLRollout(RunsItself):
     def __init__(
-        self,
-        rollout_func: str | Callable[..., Any] | None = None,
-        *,
-        prompt_column: str | None = None,
-        **limits: Any,
+        self, rollout_func: str | Callable[..., Any] | None = None, *, prompt_column: str | None = None, **limits: Any
     ):
         """rollout_func, limits: `function`, `timeout_s` and `max_concurrent` of `RunsItself`.
 

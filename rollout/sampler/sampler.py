@@ -17,10 +17,9 @@ from typing import Any
 from rollout.chat.chat import Chat
 from rollout.engine.protocol import Engine, Sampling
 from rollout.environments.agent import AgentEnvironment
-from rollout.environments.mixed import Mixed, environment_of
+from rollout.environments.mixed import AnyEnvironment, Mixed, environment_of
 from rollout.environments.trl_rollout import TRLRollout
 from rollout.episode.conversation import request_seed
-from rollout.episode.environment import Environment, RunsItself
 from rollout.episode.episode import run_episode
 from rollout.errors import RequestError
 from rollout.gateway import Gateway, GatewaySettings
@@ -44,7 +43,7 @@ class Sampler:
         *,
         engine: Engine,
         chat: Chat,
-        make_environment: Callable[[], Environment | RunsItself],
+        make_environment: Callable[[], AnyEnvironment],
         max_turns: int,
         seed: int,
         gateway: GatewaySettings | None = None,
@@ -160,9 +159,7 @@ class Sampler:
                     )
             turns = partial(run_episode, engine=self._engine, chat=self._chat)
 
-            async def run(
-                *, environment: Environment | RunsItself, example: Mapping[str, Any], **episode: Any
-            ) -> Rollout:
+            async def run(*, environment: AnyEnvironment, example: Mapping[str, Any], **episode: Any) -> Rollout:
                 chosen = environment_of(environment, example)
                 return await drivers.get(type(chosen), turns)(environment=chosen, example=example, **episode)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,6 +26,20 @@ async def test_calculator_episode_calls_the_tool_and_ends_with_the_answer():
     last = await environment.step(say("The answer is 1353"))
     assert last.done
     assert last.messages == ()
+
+
+async def test_the_slow_calculator_gives_the_calculators_answers_after_seeded_delays():
+    slow = make_environment("slow_calculator", max_delay_s=0.2, delay_seed=7)
+    assert slow.tools == make_environment("calculator").tools
+    durations = []
+    for _ in range(3):
+        started = time.perf_counter()
+        step = await slow.step(use("calculator", expression="64*22-55"))
+        durations.append(time.perf_counter() - started)
+        assert [turn["content"] for turn in step.messages] == ["1353"]
+    delays = random.Random(7)
+    for duration in durations:
+        assert duration >= delays.uniform(0, 0.2) - 1e-3
 
 
 async def test_a_wrong_call_is_answered_with_an_error_and_the_episode_goes_on():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rollout.environments import ENVIRONMENTS, make_environment
+from rollout.environments.mixed import environment_of
 from rollout.episode.environment import RunsItself
 from rollout.errors import ConfigError
 
@@ -20,7 +21,7 @@ def test_every_environment_can_be_made_by_its_name():
     for name in ENVIRONMENTS:
         if name == "verifiers":  # may not be installed
             continue
-        environment = make_environment(name, **NEEDED.get(name, {}))
+        environment = environment_of(make_environment(name, **NEEDED.get(name, {})), {"environment": "calculator"})
         assert isinstance(environment, RunsItself) or environment.tools is not None
 
 

@@ -5,29 +5,38 @@ from __future__ import annotations
 import pytest
 
 from rollout.environments import make_environment
+from rollout.environments.calculator import CalculatorEnvironment
+from rollout.environments.mixed import environment_of
+from rollout.environments.single_turn import SingleTurn
 from rollout.errors import ConfigError, DataError
-from tests.fixtures.turns import say, use
 
 
-async def test_mixed_becomes_the_environment_that_the_row_names():
-    environment = make_environment(
-        "mixed", environments={"calculator": {}, "single_turn": {}}, default="single_turn", system_prompt="be brief"
+async def test_a_row_names_its_environment_and_all_share_settings():
+    mixed = make_environment(
+        "mixed",
+        environments={"calculator": {"system_prompt": "be exact"}, "single_turn": {}},
+        default="single_turn",
+        system_prompt="be brief",
     )
-    assert environment.tools == ()
-    opening = await environment.reset({"question": "q", "environment": "calculator"})
-    assert [turn["role"] for turn in opening] == ["system", "user"]
-    assert [tool["function"]["name"] for tool in environment.tools] == ["calculator"]
-    assert not (await environment.step(use("calculator", expression="1+1"))).done
-    await environment.reset({"question": "q"})
-    assert environment.tools == ()
-    assert (await environment.step(say("a"))).done
+    calculator = environment_of(mixed, {"question": "q", "environment": "calculator"})
+    assert isinstance(calculator, CalculatorEnvironment)
+    assert (await calculator.reset({"question": "q"}))[0] == {"role": "system", "content": "be exact"}
+    default = environment_of(mixed, {"question": "q"})
+    assert isinstance(default, SingleTurn)
+    assert (await default.reset({"question": "q"}))[0] == {"role": "system", "content": "be brief"}
 
 
-async def test_a_row_or_a_default_with_an_unknown_name_is_refused():
-    environment = make_environment("mixed", environments={"calculator": {}})
+def test_a_part_can_be_mixed_itself():
+    inner = {"environments": {"calculator": {}}, "column": "tool"}
+    mixed = make_environment("mixed", environments={"mixed": inner}, default="mixed")
+    assert isinstance(environment_of(mixed, {"question": "q", "tool": "calculator"}), CalculatorEnvironment)
+
+
+def test_a_row_or_a_default_with_an_unknown_name_is_refused():
+    mixed = make_environment("mixed", environments={"calculator": {}})
     with pytest.raises(DataError, match="'chess'"):
-        await environment.reset({"question": "q", "environment": "chess"})
+        environment_of(mixed, {"question": "q", "environment": "chess"})
     with pytest.raises(DataError, match="None"):
-        await environment.reset({"question": "q"})
+        environment_of(mixed, {"question": "q"})
     with pytest.raises(ConfigError, match="default"):
         make_environment("mixed", environments={"calculator": {}}, default="chess")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
 import pytest
 
@@ -15,8 +15,9 @@ from rollout.episode.rows import rows_from_calls
 from rollout.episode.token_metrics import count_tokens
 from rollout.errors import ConfigError, EngineError, EvidenceError
 from rollout.records import EngineCall, FinishReason, RolloutStatus
+from rollout.sampler.sampler import Sampler
 from tests.fixtures.gateway import ScriptedEngine
-from tests.fixtures.policies import TOKENIZER, Policy, last_turn, play, tool_call
+from tests.fixtures.policies import CHAT, TOKENIZER, Policy, last_turn, play, sampling, tool_call
 
 
 def two_tasks(prompt: str) -> str:
@@ -113,17 +114,18 @@ async def test_a_dead_engine_is_not_a_tool_error():
         await play(SubAgents([calculator]), engine)
 
 
-async def test_a_part_of_mixed_can_host_conversations():
-    def mixed() -> Any:
-        parts = {"subagents": {"functions": [calculator], "max_calls": 3}, "user": {"turns": ["and?"] * 5}}
-        return make_environment("mixed", environments=parts)
-
-    hosted = await play(mixed(), Policy(two_tasks), example={"question": "go", "environment": "subagents"})
-    assert len(hosted.calls) == 3
-    plain = await play(
-        mixed(), Policy(lambda prompt: "hm"), max_turns=6, example={"question": "go", "environment": "user"}
+async def test_the_limit_of_calls_is_that_of_the_part_that_the_row_names():
+    parts = {"subagents": {"functions": [calculator], "max_calls": 3}, "user": {"turns": ["and?"] * 5}}
+    sampler = Sampler(
+        engine=Policy(two_tasks),  # type: ignore[arg-type]
+        chat=CHAT,
+        make_environment=partial(make_environment, "mixed", environments=parts),
+        max_turns=6,
+        seed=1,
     )
-    assert len(plain.calls) == 6, "the limit of calls is that of another part"
+    rows = [{"question": "go", "environment": name} for name in parts]
+    rollouts = await sampler.collect(rows, samples_per_prompt=1, sampling=sampling(), step=0)
+    assert [len(rollout.calls) for rollout in rollouts] == [3, 6]
 
 
 def test_limits_below_one_are_refused():
