@@ -35,15 +35,8 @@ INPUT_COLUMNS = ("answer", "info", "task", "example_id")
 class VerifiersEnvironment(AgentEnvironment):
     """Agent whose episode is a rollout of a verifiers environment."""
 
-    def __init__(
-        self,
-        env_id: str | None = None,
-        *,
-        args: Mapping[str, Any] | None = None,
-        timeout_s: float = 600.0,
-        max_concurrent: int = 64,
-    ):
-        """env_id, args: id and keyword arguments for `verifiers.load_environment`. The rest as for `RunsItself`.
+    def __init__(self, env_id: str | None = None, *, args: Mapping[str, Any] | None = None, **limits: Any):
+        """env_id, args: id and keyword arguments for `verifiers.load_environment`. limits: as for `RunsItself`.
 
         Raises:
             ConfigError: `env_id` is missing, or the package or the environment is not installed or fails to load.
@@ -51,10 +44,12 @@ class VerifiersEnvironment(AgentEnvironment):
         if env_id is None:
             raise ConfigError("no env_id is set; set environment.settings.env_id=<id of a verifiers environment>")
         _check_installed(env_id)
-        environment = _load(env_id, json.dumps(dict(args or {}), sort_keys=True))
-        super().__init__(
-            functools.partial(_play, environment, timeout_s), timeout_s=timeout_s, max_concurrent=max_concurrent
-        )
+        self._environment = _load(env_id, json.dumps(dict(args or {}), sort_keys=True))
+        super().__init__(self._play, **limits)
+
+    def _play(self, base_url: str, api_key: str, example: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Run one rollout as an agent: block this thread while the package works in its own loop."""
+        return _loop().run(_rollout(self._environment, base_url, api_key, example), timeout=self.timeout_s)
 
 
 def _check_installed(env_id: str) -> None:
@@ -94,13 +89,6 @@ def _load(env_id: str, args: str) -> Any:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-
-
-def _play(
-    environment: Any, timeout_s: float, base_url: str, api_key: str, example: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    """Run one rollout as an agent: block this thread while the package works in its own loop."""
-    return _loop().run(_rollout(environment, base_url, api_key, example), timeout=timeout_s)
 
 
 @functools.cache
