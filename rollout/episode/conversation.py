@@ -124,8 +124,7 @@ class CallRecord:
         request = replace(self._sampling, max_tokens=min(self._sampling.max_tokens, room), seed=seed)
         try:
             call = await self._engine.generate(prompt_ids, request)
-            if not self._is_closed:  # a call that arrives after the end is not part of the rollout
-                self.calls.append(call)
+            self.calls.append(call)
             if call.finish_reason is FinishReason.ABORT:
                 raise EvidenceError("the engine aborted the request")
         except (EngineError, EvidenceError) as failure:
