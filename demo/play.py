@@ -18,6 +18,7 @@ from demo.tasks import DemoTask, Row, answer_text
 from demo.tokenizer import TURN_END
 from rollout.chat.tool_calls import parse_hermes
 from rollout.environments import make_environment
+from rollout.environments.mixed import environment_of
 from rollout.episode.environment import Environment, RunsItself
 from rollout.records import Message
 
@@ -46,7 +47,7 @@ class Demonstration:
 
 
 async def begin(task: DemoTask, row: Row, tokenizer: PreTrainedTokenizerFast) -> Episode:
-    environment = make_environment(task.name)
+    environment = environment_of(make_environment(task.name), row)
     assert not isinstance(environment, RunsItself), "tasks of the demo have turns to play"
     messages = await environment.reset(row)
     return Episode(environment=environment, text=_render(tokenizer, messages, environment))

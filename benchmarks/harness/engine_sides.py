@@ -27,7 +27,7 @@ from rollout.chat.chat import Chat
 from rollout.engine.embedded import EmbeddedEngine
 from rollout.engine.protocol import Sampling
 from rollout.environments import make_environment
-from rollout.episode.episode import request_seed
+from rollout.episode.conversation import request_seed
 from rollout.sampler.sampler import Sampler
 from rollout.system.background_loop import BackgroundLoop
 from rollout.system.gc_freeze import frozen

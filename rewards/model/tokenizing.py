@@ -9,7 +9,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollout.chat.messages import normalised
+from rollout.chat.messages import normalize_messages
 from rollout.chat.untrusted import UntrustedTextEncoder
 
 
@@ -27,7 +27,7 @@ def chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, generatio
     Raises `ConfigError` for a tokenizer with which that cannot be had, `TemplateError` for messages that are none.
     """
     encoder = _encoder(tokenizer)
-    plain = normalised(messages)
+    plain = normalize_messages(messages)
     mask = encoder.mask_for(plain)
 
     def rendered(conversation: list[dict[str, Any]]) -> str:

@@ -1,1 +1,1 @@
-"""Messages to token ids, and sampled text back to messages."""
+"""Conversion of messages to token ids, and of sampled text to messages."""

@@ -1,24 +1,27 @@
-"""Messages as chat templates want them, whoever wrote them."""
+"""Chat messages in the one form that chat templates read."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rollout.chat.tool_calls import without_surrogates
 from rollout.errors import TemplateError
 from rollout.records import Message
 
+Tools = Sequence[Mapping[str, Any]]
+"""JSON schemas of tools in the OpenAI form, as chat templates render them."""
+
 _ANNOTATIONS = frozenset(
     {"tool_call_errors", "prompt_token_ids", "generation_token_ids", "generation_log_probs", "weight_versions"}
 )
-"""Keys that Lockstep puts on messages for environments and harnesses. Templates do not see them."""
+"""Keys that Lockstep adds to messages for environments and harnesses. Templates do not see them."""
 
 
-def normalised(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Copies of the messages in one form.
+def normalize_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return copies of the messages in one form.
 
     Text parts are joined, missing content is "", tool-call arguments are objects (templates write them with `tojson`,
     which would quote a string twice), a tool result carries the name of its own tool (found by `tool_call_id`), and
@@ -28,36 +31,23 @@ def normalised(messages: Sequence[Message]) -> list[dict[str, Any]]:
         TemplateError: a message has no role, or content that is not text.
     """
     names: dict[str, str] = {}
-    result = []
+    normalized = []
     for index, message in enumerate(messages):
         role = message.get("role")
         if not isinstance(role, str):
             raise TemplateError(f"message {index} has role {role!r}; expected system, user, assistant or tool")
-        copy = {key: _clean(value) for key, value in message.items() if key not in _ANNOTATIONS}
+        copy = {key: value for key, value in message.items() if key not in _ANNOTATIONS}
+        copy = map_text(copy, without_surrogates)
         copy["content"] = _text(copy.get("content"), index)
         if copy.get("tool_calls"):
             copy["tool_calls"] = [_tool_call(call, index) for call in copy["tool_calls"]]
             names |= {call["id"]: call["function"]["name"] for call in copy["tool_calls"] if "id" in call}
         else:
-            copy.pop("tool_calls", None)  # some templates ask only whether the key is there
+            copy.pop("tool_calls", None)  # some templates only test for the key
         if role == "tool" and not copy.get("name") and copy.get("tool_call_id") in names:
             copy["name"] = names[copy["tool_call_id"]]
-        result.append(copy)
-    return result
-
-
-def with_marker(message: Mapping[str, Any], marker: str, *, keep_calls: bool) -> dict[str, Any]:
-    """A dummy for a normalised assistant message: the same calls by name and id, everything else is the marker.
-
-    Templates that show no content beside tool calls show the marker as the argument of the last call.
-    """
-    dummy: dict[str, Any] = {"role": "assistant", "content": marker}
-    if keep_calls and "tool_calls" in message:
-        dummy["tool_calls"] = [
-            {**call, "function": {"name": call["function"]["name"], "arguments": {"marker": marker}}}
-            for call in message["tool_calls"]
-        ]
-    return dummy
+        normalized.append(copy)
+    return normalized
 
 
 def _text(content: Any, index: int) -> str:
@@ -81,17 +71,18 @@ def _tool_call(call: Any, index: int) -> dict[str, Any]:
         raise TemplateError(f"message {index} has a tool call without a function name: {call!r:.200}")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError, RecursionError):  # shown as it was written
+        with contextlib.suppress(ValueError, RecursionError):  # text that is not JSON is rendered as it is
             arguments = json.loads(arguments)
-    return {**call, "type": "function", "function": {"name": function["name"], "arguments": _clean(arguments)}}
+    arguments = map_text(arguments, without_surrogates)
+    return {**call, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
-def _clean(value: Any) -> Any:
-    """A deep copy in lists and dicts, without lone surrogates."""
+def map_text(value: Any, change: Callable[[str], str]) -> Any:
+    """Return a deep copy, in lists and dicts, of a JSON-like value with all its strings changed, keys included."""
     if isinstance(value, str):
-        return without_surrogates(value)
+        return change(value)
     if isinstance(value, Mapping):
-        return {_clean(key): _clean(item) for key, item in value.items()}
+        return {map_text(key, change): map_text(item, change) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_clean(item) for item in value]
+        return [map_text(item, change) for item in value]
     return value

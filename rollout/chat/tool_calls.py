@@ -1,8 +1,8 @@
-"""Sampled text → an assistant message: reasoning, content and tool calls.
+"""Parser of sampled text into an assistant message: reasoning, content and tool calls.
 
-The text is whatever a model wrote, so nothing here raises: what cannot be read as a tool call stays in the content
-as it was written, and a sentence in `tool_call_errors` says what is wrong with it, so that an environment can tell
-the model.
+A model can write anything, so nothing here raises. Text that cannot be parsed as a tool call stays in the content, and
+a sentence in `tool_call_errors` says what is wrong with it, so that an environment can tell the model. These sentences
+are part of prompts: changing one changes what is sampled.
 
     hermes   <tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number of them (ChatML, Qwen)
     llama3   {"name": ..., "parameters": {...}}, several separated by ";", optionally after <|python_tag|>
@@ -24,7 +24,7 @@ TOOL_CALL_OPEN, TOOL_CALL_CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 
 MAX_DEPTH = 100
-"""Deeper arguments are refused: templates and JSON writers recurse, and a model must not be able to exhaust them."""
+"""Greatest nesting of arguments. Templates and JSON writers recurse, and a model must not exhaust the stack."""
 
 _HERMES_CALL = re.compile(rf"{TOOL_CALL_OPEN}(.*?)(?:{TOOL_CALL_CLOSE}|(?={TOOL_CALL_OPEN})|\Z)", re.DOTALL)
 
@@ -38,7 +38,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What an assistant turn says."""
+    """Parts of an assistant turn."""
 
     content: str
     reasoning: str | None = None
@@ -47,7 +47,7 @@ class Turn:
     """One sentence per malformed call; its text is still in `content`."""
 
     def message(self, sampled_ids: Sequence[int]) -> dict[str, Any]:
-        """The turn as an OpenAI message. Keys without a value are left out; `content` and `role` are always there."""
+        """Return the turn as an OpenAI message: role and content, and further keys that have a value."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.reasoning is not None:
             message["reasoning_content"] = self.reasoning
@@ -66,7 +66,7 @@ class Turn:
 
 
 def turn_from_message(message: Mapping[str, Any]) -> Turn:
-    """The turn that an assistant message records (arguments as objects or as JSON text)."""
+    """Return the turn of an assistant message (arguments as objects or as JSON text)."""
     calls = []
     for call in message.get("tool_calls") or ():
         arguments = call["function"]["arguments"]
@@ -76,10 +76,10 @@ def turn_from_message(message: Mapping[str, Any]) -> Turn:
 
 
 def split_reasoning(text: str, *, is_open: bool = False) -> tuple[str | None, str]:
-    """Take the think block out of a text: (reasoning or None, the rest).
+    """Split a text into the reasoning of its first think block, or None, and the rest.
 
     Args:
-        is_open: the prompt ended inside a think block, so the text starts in one.
+        is_open: True if the prompt ended inside a think block, so that the text starts in one.
 
     A block that is never closed is all reasoning. A close without an open ends a block that began with the text.
     """
@@ -120,11 +120,11 @@ def parse_hermes(text: str, *, reasoning_is_open: bool = False) -> Turn:
 
 
 def parse_llama3(text: str, *, tool_names: Collection[str] = (), reasoning_is_open: bool = False) -> Turn:
-    """Read Llama 3 calls.
+    """Parse Llama 3 calls.
 
     Args:
         tool_names: Without <|python_tag|>, a turn that is JSON counts as a call only where tools were offered, since
-            JSON is also how a model answers when it is asked for JSON.
+            a model also answers in JSON when it is asked for JSON.
     """
     reasoning, content = split_reasoning(text, is_open=reasoning_is_open)
     body = content.strip()
@@ -142,7 +142,7 @@ def parse_llama3(text: str, *, tool_names: Collection[str] = (), reasoning_is_op
 
 
 def _json_values(text: str) -> list[str]:
-    """Cut `{...}; {...}` into its values. A rest that is no JSON is returned as the last part."""
+    """Split `{...}; {...}` into its values. The last part is the rest that is not JSON, if any."""
     decoder = json.JSONDecoder()
     parts = []
     while text:
@@ -157,7 +157,7 @@ def _json_values(text: str) -> list[str]:
 
 
 def _read_call(text: str, *, arguments_keys: Sequence[str]) -> ToolCall | str:
-    """The call that a JSON text describes, or a sentence that says why it describes none."""
+    """Parse a call from JSON text; return a sentence on the mistake if it has one."""
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -173,7 +173,7 @@ def _read_call(text: str, *, arguments_keys: Sequence[str]) -> ToolCall | str:
 
 
 def read_arguments(name: str, arguments: Any) -> ToolCall | str:
-    """A call with these arguments (an object, or one as JSON text), or a sentence that says what is wrong with them."""
+    """Make a call from arguments (an object, or its JSON text); return a sentence on the mistake if they have one."""
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
@@ -188,7 +188,7 @@ def read_arguments(name: str, arguments: Any) -> ToolCall | str:
 
 
 def without_surrogates(text: str) -> str:
-    """Replace lone surrogates, which JSON escapes can smuggle in and no tokenizer can encode, by U+FFFD."""
+    """Replace lone surrogates by U+FFFD: JSON escapes can contain them, and no tokenizer can encode them."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -208,6 +208,6 @@ def _kind(value: object) -> str:
 
 
 def _call_id(sampled_ids: Sequence[int], index: int) -> str:
-    """The same turn always gets the same ids. Nine letters and digits, the one form that every template accepts."""
+    """Return the id of a call, equal for equal turns: nine letters and digits, a form that every template accepts."""
     digest = hashlib.blake2b(repr((tuple(sampled_ids), index)).encode(), digest_size=5)
     return digest.hexdigest()[:9]

@@ -1,20 +1,20 @@
-"""Text that nobody vouches for, encoded so that it stays text.
+"""Tokenization of untrusted text without producing control tokens.
 
-A tool result, a web page or a user may contain `<|im_end|>`, spelled out. A tokenizer that is given a rendered
-conversation cannot tell it from the one that the chat template put there, and the model would read the end of a turn.
+A tool result, a web page or a user may spell out `<|im_end|>`. In a rendered conversation, a tokenizer cannot tell it
+from the one that the chat template wrote, and the model would read the end of a turn.
 
-The rule, for control tokens (every special token, and every other added token that looks like markup: `<think>`,
-`<tool_call>`):
+Control tokens are all special tokens, and every other added token that looks like markup (`<think>`, `<tool_call>`).
+The rule:
 
-1. A conversation is rendered twice: as it is, and with the characters by which control tokens begin and end replaced,
-   in all untrusted text, by placeholders of letters and digits that templates, JSON escapes and trimming leave alone.
-   The control tokens in the second rendering are therefore the template's own.
-2. If the tokens of the first rendering hold exactly these control tokens, in this order, it is exact and is used.
-3. If not, the second rendering is cut at its control tokens, and the text between them is encoded, with the
-   placeholders put back, by a copy of the tokenizer that does not know any control tokens.
+1. Render the conversation twice: as it is, and with the first and last characters of control tokens replaced, in all
+   untrusted text, by placeholders of letters and digits, which templates, JSON escapes and trimming leave alone. All
+   control tokens in the second rendering are therefore the template's own.
+2. If the tokens of the first rendering hold exactly these control tokens, in this order, use them.
+3. Otherwise cut the second rendering at its control tokens. Encode the text in between, with the placeholders put
+   back, by a copy of the tokenizer without control tokens.
 
-What an assistant said may be rendered again (when a conversation branches). Its own markup, think blocks and tool
-calls, keeps its tokens; other control tokens in it become text.
+An assistant turn may be rendered again (when a conversation branches). Its own markup, think blocks and tool calls,
+keeps its tokens; other control tokens in it become text.
 
 Not covered: a template that builds a control token out of two halves, one of which is message text.
 """
@@ -26,13 +26,14 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from rollout.chat.messages import map_text
 from rollout.chat.tool_calls import THINK_CLOSE, THINK_OPEN, TOOL_CALL_CLOSE, TOOL_CALL_OPEN
 from rollout.errors import ConfigError
 
@@ -45,7 +46,7 @@ class Mask:
 
     placeholders: Mapping[str, str]
     hides_control_tokens: bool = False
-    """Whether any untrusted text spells out a whole control token."""
+    """True if any untrusted text spells out a whole control token."""
 
     def hide(self, text: str) -> str:
         for character, placeholder in self.placeholders.items():
@@ -59,7 +60,7 @@ class Mask:
 
 
 class UntrustedTextEncoder:
-    """Encodes rendered conversations by the rule above. One per tokenizer."""
+    """Encoder of rendered conversations by the rule above. One per tokenizer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         """Raises `ConfigError` for tokenizers that are not backed by the `tokenizers` library."""
@@ -76,15 +77,15 @@ class UntrustedTextEncoder:
         self._control_ids = frozenset(self.controls.values())
         is_end = tokenizer.unk_token in (tokenizer.eos_token, tokenizer.bos_token)
         self._unknown = frozenset() if is_end else frozenset({self.controls.get(str(tokenizer.unk_token))})
-        """What stands for words that are not in the vocabulary: it comes from any text, and ends nothing."""
+        """The token for words outside the vocabulary: any text can produce it, and it ends nothing."""
         self._flags = {token.content: token for token in tokenizer.added_tokens_decoder.values()}
         self._control_pattern = _any_of(self.controls)
         edges = {text[0] for text in self.controls} | {text[-1] for text in self.controls}
         self._edges = sorted(character for character in edges if not character.isalnum() and not character.isspace())
 
     def mask_for(self, conversation: object) -> Mask:
-        """The mask for a conversation (messages and tools). Empty if none of its text could form a control token."""
-        texts = list(_texts(conversation))
+        """Return the mask for messages and tools; an empty one if none of their text could form a control token."""
+        texts = _texts(conversation)
         if not any(character in text for text in texts for character in self._edges):
             return Mask({})
         word = word_not_in(conversation)
@@ -94,9 +95,10 @@ class UntrustedTextEncoder:
         )
 
     def hide_messages(self, messages: Sequence[Mapping[str, Any]], mask: Mask) -> list[dict[str, Any]]:
+        """Mask the messages, except for the markup of assistant turns."""
         hidden = []
         for message in messages:
-            masked = _map_text(message, mask.hide)
+            masked = map_text(message, mask.hide)
             if message["role"] == "assistant":
                 for key in ("content", "reasoning_content"):
                     if isinstance(message.get(key), str):
@@ -104,15 +106,12 @@ class UntrustedTextEncoder:
             hidden.append(masked)
         return hidden
 
-    def hide_tools(self, tools: Sequence[Mapping[str, Any]], mask: Mask) -> list[dict[str, Any]]:
-        return [_map_text(tool, mask.hide) for tool in tools]
-
     def encode(self, masked: str, mask: Mask, *, plain: str | None = None) -> list[int]:
-        """Token ids of a rendering.
+        """Return the token ids of a rendering.
 
         Args:
             masked: the rendering with untrusted text hidden by `mask`.
-            plain: the rendering with nothing hidden; by default what `masked` says when restored.
+            plain: the rendering with nothing hidden; by default, `masked` restored.
         """
         restored = mask.restore(masked)
         text = restored if plain is None else plain
@@ -126,7 +125,7 @@ class UntrustedTextEncoder:
         return self._encode_in_pieces(masked, mask)
 
     def first_control(self, masked: str, among: frozenset[int]) -> re.Match[str] | None:
-        """The first control token in a masked rendering whose id is one of these."""
+        """Find the first control token in a masked rendering whose id is in `among`."""
         return next((match for match in self._controls_in(masked) if self.controls[match[0]] in among), None)
 
     def _encode_in_pieces(self, masked: str, mask: Mask) -> list[int]:
@@ -168,7 +167,7 @@ class UntrustedTextEncoder:
 
 
 class _TextEncoder:
-    """A copy of a tokenizer that does not know its control tokens."""
+    """Copy of a tokenizer without its control tokens."""
 
     def __init__(self, backend: Tokenizer, *, without: Mapping[str, int]) -> None:
         state = json.loads(backend.to_str())
@@ -177,10 +176,10 @@ class _TextEncoder:
         state["post_processor"] = state["truncation"] = state["padding"] = None
         self._tokenizer = Tokenizer.from_str(json.dumps(state))
         # Some tokenizers treat the start of the input differently (they put a space before it), so a piece from the
-        # middle is encoded behind a token of its own. Nobody can write it: it is random.
+        # middle is encoded after a token of its own. It is random, so that no text can contain it.
         self._anchor = f"\ue000{secrets.token_hex(8)}\ue000"
         self._tokenizer.add_special_tokens([AddedToken(self._anchor, special=True, normalized=False)])
-        # Without the control tokens, the added words that stay are numbered anew.
+        # Without the control tokens, the remaining added words get new numbers.
         self._ids = {self._tokenizer.token_to_id(token["content"]): token["id"] for token in kept}
 
     def encode(self, text: str, *, is_first: bool) -> list[int]:
@@ -192,7 +191,7 @@ class _TextEncoder:
 
 
 def word_not_in(conversation: object) -> str:
-    """A word of letters and digits that nobody can have written into the conversation.
+    """Return a word of letters and digits that the conversation does not contain.
 
     It is a digest of the text, which the text cannot contain. The first letter occurs only there, so that two
     occurrences cannot overlap.
@@ -202,34 +201,17 @@ def word_not_in(conversation: object) -> str:
 
 
 def _is_control(token: AddedToken) -> bool:
-    """Special, or markup. Added words and runs of spaces are vocabulary like any other."""
+    """Return True for special tokens and markup. Added words and runs of spaces are ordinary vocabulary."""
     return token.special or any(not character.isalnum() and not character.isspace() for character in token.content)
 
 
 def _any_of(texts: Sequence[str] | Mapping[str, int]) -> re.Pattern[str]:
-    """The longest of these texts at the leftmost place, as tokenizers match; never, for none."""
+    """Compile a pattern for the longest of the texts at the leftmost place, as tokenizers match; nothing for none."""
     longest_first = sorted(texts, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
-def _map_text(value: Any, change: Callable[[str], str]) -> Any:
-    """Apply `change` to every string of a JSON-like value, keys included."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {_map_text(key, change): _map_text(item, change) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_map_text(item, change) for item in value]
-    return value
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _texts(key)
-            yield from _texts(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _texts(item)
+def _texts(value: object) -> list[str]:
+    texts: list[str] = []
+    map_text(value, lambda text: texts.append(text) or text)
+    return texts

@@ -1,48 +1,31 @@
-"""Environments by the name that a setting gives them, or from a user's file. One instance lives for one episode."""
+"""Registry of environments by the name of a setting, or from a user's file. One instance lives for one episode."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from rollout.environments.agent import AgentEnvironment
-from rollout.environments.calculator import CalculatorEnvironment
+from rollout.environments.calculator import CalculatorEnvironment, SlowCalculatorEnvironment
 from rollout.environments.chain import ChainEnvironment
-from rollout.environments.mixed import Mixed
+from rollout.environments.mixed import AnyEnvironment, Mixed
 from rollout.environments.single_turn import SingleTurn
-from rollout.environments.slow_calculator import SlowCalculatorEnvironment
 from rollout.environments.subagents import SubAgents
 from rollout.environments.tools import ToolEnvironment
 from rollout.environments.trl import TRLEnvironment
 from rollout.environments.trl_rollout import TRLRollout
 from rollout.environments.user import SimulatedUser
 from rollout.environments.verifiers import VerifiersEnvironment
-from rollout.episode.environment import Environment, RunsItself
 from rollout.errors import ConfigError
 from rollout.system.user_functions import load_function
 
-ENVIRONMENTS: dict[str, Callable[..., Environment | RunsItself]] = {
-    "single_turn": SingleTurn,
-    "tools": ToolEnvironment,
-    "user": SimulatedUser,
-    "mixed": Mixed,
-    "calculator": CalculatorEnvironment,
-    "slow_calculator": SlowCalculatorEnvironment,
-    "chain": ChainEnvironment,
-    "reverse": SingleTurn,
-    "subagents": SubAgents,
-    "agent": AgentEnvironment,
-    "trl": TRLEnvironment,
-    "trl_rollout": TRLRollout,
-    "verifiers": VerifiersEnvironment,
-}
 
-
-def make_environment(name: str, **settings: Any) -> Environment | RunsItself:
-    """A fresh environment for one episode. name: one of `ENVIRONMENTS`, or `path/to/file.py:ClassName`.
+def make_environment(name: str, **settings: Any) -> AnyEnvironment:
+    """Make an environment for one episode. name: one of `ENVIRONMENTS`, or `path/to/file.py:ClassName`.
 
     Raises:
-        ConfigError: no environment has this name, its file cannot be loaded, or it does not take these settings.
+        ConfigError: the name is unknown, its file cannot be loaded, or it does not take these settings.
     """
     factory = load_function(name) if ":" in name else ENVIRONMENTS.get(name)
     if factory is None:
@@ -53,3 +36,20 @@ def make_environment(name: str, **settings: Any) -> Environment | RunsItself:
         return factory(**settings)
     except TypeError as error:
         raise ConfigError(f"environment {name}: {error}") from error
+
+
+ENVIRONMENTS: dict[str, Callable[..., AnyEnvironment]] = {
+    "single_turn": SingleTurn,
+    "tools": ToolEnvironment,
+    "user": SimulatedUser,
+    "mixed": partial(Mixed, make=make_environment),
+    "calculator": CalculatorEnvironment,
+    "slow_calculator": SlowCalculatorEnvironment,
+    "chain": ChainEnvironment,
+    "reverse": SingleTurn,
+    "subagents": SubAgents,
+    "agent": AgentEnvironment,
+    "trl": TRLEnvironment,
+    "trl_rollout": TRLRollout,
+    "verifiers": VerifiersEnvironment,
+}

@@ -1,6 +1,6 @@
-"""Follow a chain of look-ups: each result names the next key, the last one holds the value.
+"""Environment `chain`: a chain of look-ups, a task of the demo. Each result names the next key, the last the value.
 
-The reward comes after the last turn only, so this shows whether credit reaches the first.
+The reward comes after the last turn, so the task shows whether credit reaches the first.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rollout.records import Message
 
 
 class ChainEnvironment(ToolEnvironment):
-    """Rows hold their own little world in column `links`: a list of {"key", "value"}."""
+    """`ToolEnvironment` with `lookup` in the row's column `links`, a list of {"key", "value"}."""
 
     def __init__(self, **settings: Any):
         self._links: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""From a data row to the first messages of an episode."""
+"""Reader of an episode's first messages from a data row."""
 
 from __future__ import annotations
 
@@ -9,41 +9,44 @@ from typing import Any
 from rollout.errors import DataError
 from rollout.records import Message
 
-# Looked for in this order when no column is named; the first that the row fills wins.
 PROMPT_COLUMNS = ("messages", "prompt", "question")
+"""Columns searched when none is named; the first that the row fills wins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
-    """Where a row holds its prompt, and what is said before it."""
+class PromptReader:
+    """Reader of a row's prompt."""
 
     column: str | None = None
     """Column with a text (one user turn) or a list of messages; None: the first of messages, prompt, question."""
     system: str | None = None
-    """System turn for rows that bring none of their own."""
+    """System turn for rows without one."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return PROMPT_COLUMNS if self.column is None else (self.column,)
+
+    def find(self, example: Mapping[str, Any]) -> str | None:
+        """Return the name of the column that holds the row's prompt; None if it has none."""
+        return next((name for name in self.columns if example.get(name) is not None), None)
 
     def messages(self, example: Mapping[str, Any]) -> tuple[Message, ...]:
-        """The first messages of an episode.
+        """Return the first messages of an episode.
 
         Raises:
             DataError: the row has no such column, or its value is neither text nor messages that a model can answer.
         """
-        name = self._find(example)
+        name = self.find(example)
+        if name is None:
+            raise DataError(
+                f"no prompt in a data row: expected column {' or '.join(self.columns)}, found "
+                f"{', '.join(example) or 'none'}; name the column with environment.prompt_column"
+            )
         value = example[name]
         turns = ({"role": "user", "content": value},) if isinstance(value, str) else _read_messages(name, value)
         if self.system is not None and turns[0]["role"] not in ("system", "developer"):
             return ({"role": "system", "content": self.system}, *turns)
         return turns
-
-    def _find(self, example: Mapping[str, Any]) -> str:
-        names = PROMPT_COLUMNS if self.column is None else (self.column,)
-        for name in names:
-            if example.get(name) is not None:
-                return name
-        raise DataError(
-            f"no prompt in a data row: expected column {' or '.join(names)}, found {', '.join(example) or 'none'}; "
-            "name the column with environment.prompt_column"
-        )
 
 
 def _read_messages(name: str, value: Any) -> tuple[Message, ...]:
@@ -54,8 +57,8 @@ def _read_messages(name: str, value: Any) -> tuple[Message, ...]:
             raise DataError(f"column {name}: expected messages with role and content, found {turn!r}")
     if value[-1]["role"] == "assistant":
         raise DataError(
-            f"column {name}: the conversation ends with an assistant turn, so there is nothing to answer; "
-            "drop that turn from the data, or keep it in a column of its own for the reward"
+            f"column {name}: the conversation ends with an assistant turn, expected a turn that the model can answer; "
+            "drop the last turn from the data, or move it to a column of its own for the reward"
         )
     # Columnar files give every message every key; an empty one would reach the template as a value.
     return tuple({key: item for key, item in turn.items() if item is not None} for turn in value)

@@ -1,37 +1,101 @@
-"""One prompt, one answer: the environment of classic RLVR data sets, and of data sets of single tool calls."""
+"""Environment `single_turn`: one prompt, one answer, for RLVR data sets and data sets of single tool calls."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollout.environments.prompt import Prompt
-from rollout.environments.row_tools import row_tools
-from rollout.episode.environment import Step, Tools
+from rollout.chat.messages import Tools
+from rollout.environments.prompt import PromptReader
+from rollout.episode.environment import Step
+from rollout.errors import DataError
 from rollout.records import Message
+
+JSON_TYPES = {
+    "str": "string", "int": "integer", "float": "number", "bool": "boolean", "list": "array", "tuple": "array",
+    "set": "array", "dict": "object",
+}  # fmt: skip
+"""JSON schema types by Python's names, which some data sets have."""
 
 
 class SingleTurn:
-    """Ends after the first assistant turn. Tools that the row brings are shown to the model and never run."""
+    """Ends after the first assistant turn. The row's tools are shown to the model and never run."""
 
     def __init__(
-        self,
-        *,
-        prompt_column: str | None = None,
-        system_prompt: str | None = None,
-        tools_column: str = "tools",
+        self, *, prompt_column: str | None = None, system_prompt: str | None = None, tools_column: str = "tools"
     ):
-        self._prompt = Prompt(column=prompt_column, system=system_prompt)
+        self._prompt = PromptReader(column=prompt_column, system=system_prompt)
         self._tools_column = tools_column
-        self._tools: Tools = ()
-
-    @property
-    def tools(self) -> Tools:
-        return self._tools
+        self.tools: Tools = ()
 
     async def reset(self, example: Mapping[str, Any]) -> Sequence[Message]:
-        self._tools = row_tools(example, self._tools_column)
+        self.tools = row_tools(example, self._tools_column)
         return self._prompt.messages(example)
 
     async def step(self, message: Message) -> Step:
         return Step(done=True)
+
+
+def row_tools(example: Mapping[str, Any], column: str) -> Tools:
+    """Return the row's tools in the OpenAI form; none if it has no such column, or an empty one.
+
+    The column holds a list, or its JSON text, of OpenAI tools, of functions with a JSON schema in `parameters`, or of
+    functions whose `parameters` are described one by one (`{"city": {"type": "str", "description": ...}}`, the form of
+    xLAM's data). In the last form, parameters are required unless they have a default or are called optional.
+
+    Raises:
+        DataError: the column holds something else.
+    """
+    value = example.get(column)
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"column {column}: expected tools as JSON, found {value!r:.80} ({error})") from error
+    if value is None:
+        return ()
+    if not isinstance(value, list | tuple):
+        raise DataError(f"column {column}: expected a list of tools, found {type(value).__name__} {value!r:.80}")
+    return [_tool(entry, column) for entry in value]
+
+
+def _tool(entry: Any, column: str) -> Mapping[str, Any]:
+    function = entry.get("function", entry) if isinstance(entry, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise DataError(f"column {column}: expected tools with a name, found {entry!r:.120}")
+    parameters = function.get("parameters") or {}
+    if not isinstance(parameters, Mapping):
+        raise DataError(f"column {column}: tool {function['name']} has parameters {parameters!r:.120}")
+    if parameters.get("type") != "object":
+        parameters = _schema(parameters)
+    return {
+        "type": "function",
+        "function": {
+            "name": function["name"],
+            "description": str(function.get("description") or ""),
+            # Columnar files give every tool the parameters of all tools; null ones belong to another tool.
+            "parameters": _without_nulls(parameters),
+        },
+    }
+
+
+def _schema(described: Mapping[str, Any]) -> dict[str, Any]:
+    properties, required = {}, []
+    for name, about in described.items():
+        if about is None:
+            continue
+        about = about if isinstance(about, Mapping) else {"description": str(about)}
+        kind, *rest = str(about.get("type", "str")).split(",")
+        kind = JSON_TYPES.get(kind.strip().partition("[")[0].lower(), kind.strip())
+        described_as = {"type": kind, "description": about.get("description")}
+        properties[name] = {key: value for key, value in described_as.items() if value is not None}
+        if "default" not in about and "optional" not in "".join(rest):
+            required.append(name)
+    return {"type": "object", "properties": properties, "required": required}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,29 +1,31 @@
-"""A model that hands tasks to copies of itself: `delegate(task)` runs a conversation of its own, with tools of its own.
+"""Environment `subagents`: the model delegates tasks to copies of itself.
 
-Several tasks of one turn run at the same time; their calls interleave in the engine and in the record. Every token
-that a copy sampled is trained, with the reward of the whole rollout.
+`delegate(task)` runs a conversation of its own, with tools of its own. Several tasks of one turn run at the same time;
+their calls interleave in the engine and in the record. Every token that a copy sampled is trained, with the reward of
+the whole rollout.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from rollout.environments.prompt import Prompt
-from rollout.environments.python_tools import Toolbox, ToolFunction, count_results, load_tools
-from rollout.episode.environment import OpenConversation, Step, Tools
+from rollout.environments.toolbox import Toolbox, ToolFunction, count_results
+from rollout.environments.tools import ToolEnvironment
+from rollout.episode.environment import OpenConversation, Step
 from rollout.errors import ConfigError
 from rollout.records import Message
 
 AGENT_PROMPT = "You are given one task. Solve it with your tools, then state the result in one sentence."
 
 
-class SubAgents:
-    """The first conversation has one tool, `delegate`; the conversations that it opens have the tools given here.
+class SubAgents(ToolEnvironment):
+    """Gives the first conversation one tool, `delegate`, and the conversations that it opens the tools given here.
 
-    A sub-agent that fails (too many turns, no calls or no context left, too slow) is a tool error for the one who
-    delegated, and counted.
+    The failure of a sub-agent (too many turns, no calls or no context left, too slow) is a tool error in the
+    conversation that delegated, and counted.
     """
 
     def __init__(
@@ -37,17 +39,16 @@ class SubAgents:
         agent_timeout_s: float = 600.0,
         tool_timeout_s: float = 10.0,
         max_result_chars: int = 8192,
-        prompt_column: str | None = None,
-        system_prompt: str | None = None,
+        **prompt: Any,
     ):
         """
         Args:
-            functions: tools of the sub-agents as Python functions.
-            files: more of them, as `path/to/file.py:name,other`.
+            functions, files, tool_timeout_s: tools of the sub-agents, as for `ToolEnvironment`.
             agent_prompt: system turn of every sub-agent.
-            max_agent_turns: assistant turns of one sub-agent at most.
-            max_calls: engine calls of an episode at most, over all conversations.
+            max_agent_turns: maximum of assistant turns of one sub-agent.
+            max_calls: maximum of engine calls of an episode, over all conversations.
             agent_timeout_s: wall-clock limit of one sub-agent.
+            prompt: `prompt_column` and `system_prompt` of `ToolEnvironment`.
 
         Raises:
             ConfigError: a function cannot be a tool, a file cannot be loaded, or a limit is below 1.
@@ -57,39 +58,23 @@ class SubAgents:
                 f"max_agent_turns={max_agent_turns} and max_calls={max_calls} must be at least 1; "
                 "set environment.settings.max_agent_turns=4 environment.settings.max_calls=32"
             )
-        loaded = [function for file in files for function in load_tools(file)]
-        limits: dict[str, Any] = {"max_result_chars": max_result_chars}
-        self._toolbox = Toolbox([self.delegate], timeout_s=agent_timeout_s, **limits)
-        self._agent_toolbox = Toolbox([*functions, *loaded], timeout_s=tool_timeout_s, **limits)
+        super().__init__([self.delegate], tool_timeout_s=agent_timeout_s, max_result_chars=max_result_chars, **prompt)
+        self._agent_toolbox = Toolbox(
+            functions, files=files, timeout_s=tool_timeout_s, max_result_chars=max_result_chars
+        )
         self._agent_prompt = agent_prompt
         self._max_agent_turns = max_agent_turns
-        self._max_calls = max_calls
-        self._prompt = Prompt(column=prompt_column, system=system_prompt)
+        self.max_calls = max_calls
         self._open: OpenConversation | None = None
         self._agents_outcome: Counter[str] = Counter()
-
-    @property
-    def tools(self) -> Tools:
-        return self._toolbox.schemas
-
-    @property
-    def max_calls(self) -> int:
-        return self._max_calls
 
     def host(self, open_conversation: OpenConversation) -> None:
         self._open = open_conversation
 
-    async def reset(self, example: Mapping[str, Any]) -> Sequence[Message]:
-        return self._prompt.messages(example)
-
     async def step(self, message: Message) -> Step:
         self._agents_outcome = Counter()
-        results = await self._toolbox.answer(message)
-        return Step(
-            messages=tuple(result.message for result in results),
-            done=not results,
-            outcome={**count_results(results), **self._agents_outcome},
-        )
+        step = await super().step(message)
+        return replace(step, outcome={**step.outcome, **self._agents_outcome})
 
     async def delegate(self, task: str) -> str:
         """Let an agent with tools solve a task. Several tasks can be delegated at the same time.

@@ -1,18 +1,19 @@
-"""A model with tools: its calls are answered until it writes a turn without one."""
+"""Environment `tools`: answers the model's tool calls until it writes a turn without one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollout.environments.prompt import Prompt
-from rollout.environments.python_tools import Toolbox, ToolFunction, count_results, load_tools
+from rollout.chat.messages import Tools
+from rollout.environments.prompt import PromptReader
+from rollout.environments.toolbox import Toolbox, ToolFunction, count_results
 from rollout.episode.environment import Step
 from rollout.records import Message
 
 
 class ToolEnvironment:
-    """Calls tools until the model answers without a tool call. How many turns it may take is the episode's limit."""
+    """Runs tools until the model answers without a tool call; the episode limits the number of turns."""
 
     def __init__(
         self,
@@ -24,17 +25,16 @@ class ToolEnvironment:
         tool_timeout_s: float = 10.0,
         max_result_chars: int = 8192,
     ):
-        """functions: tools as Python functions. files: more of them, as `path/to/file.py:name,other`.
+        """functions, files, tool_timeout_s and max_result_chars: of the `Toolbox`.
 
         Raises:
             ConfigError: a function cannot be a tool, or a file cannot be loaded.
         """
-        loaded = [function for file in files for function in load_tools(file)]
-        self._toolbox = Toolbox([*functions, *loaded], timeout_s=tool_timeout_s, max_result_chars=max_result_chars)
-        self._prompt = Prompt(column=prompt_column, system=system_prompt)
+        self._toolbox = Toolbox(functions, files=files, timeout_s=tool_timeout_s, max_result_chars=max_result_chars)
+        self._prompt = PromptReader(column=prompt_column, system=system_prompt)
 
     @property
-    def tools(self) -> Sequence[Mapping[str, Any]]:
+    def tools(self) -> Tools:
         return self._toolbox.schemas
 
     async def reset(self, example: Mapping[str, Any]) -> Sequence[Message]:
@@ -43,7 +43,5 @@ class ToolEnvironment:
     async def step(self, message: Message) -> Step:
         results = await self._toolbox.answer(message)
         return Step(
-            messages=tuple(result.message for result in results),
-            done=not results,
-            outcome=count_results(results),
+            messages=tuple(result.message for result in results), done=not results, outcome=count_results(results)
         )

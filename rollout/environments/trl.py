@@ -1,9 +1,9 @@
-"""Environments written for TRL's `environment_factory` (the contract of TRL 1.16), without changes.
+"""Environment `trl`: a class written for TRL's `environment_factory` (the contract of TRL 1.16), unchanged.
 
     class Game:
         def reset(self, **row) -> str | None: ...       a text is appended to the prompt's last message
         def guess(self, number: int) -> str: ...        every public method is a tool: type hints, Google docstring
-        def get_reward(self) -> float: ...              optional; may be async, like everything here
+        def get_reward(self) -> float: ...              optional; all methods may be async
 
 Covered: one factory, or several that rows choose from by column `environment`; sync and async methods; the reward
 that the environment owns, as outcome `environment_reward` (`reward.functions=[environment_reward]`). TRL itself need
@@ -20,9 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from rollout.environments.prompt import PROMPT_COLUMNS, Prompt
-from rollout.environments.python_tools import Toolbox, ToolFunction, count_results
-from rollout.episode.environment import Step, Tools
+from rollout.environments.toolbox import Toolbox
+from rollout.environments.tools import ToolEnvironment
 from rollout.errors import ConfigError, DataError
 from rollout.records import Message
 from rollout.system.deadline import call_with_deadline
@@ -32,8 +31,8 @@ Factory = Callable[[], Any]
 _NOT_TOOLS = ("reset", "get_reward")
 
 
-class TRLEnvironment:
-    """Plays an instance of somebody's class: its methods are the tools, its state is the episode's."""
+class TRLEnvironment(ToolEnvironment):
+    """Plays an instance of a user's class: its methods are the tools, its state is that of the episode."""
 
     def __init__(
         self,
@@ -49,30 +48,24 @@ class TRLEnvironment:
         Args:
             factory: a class, or a function without arguments that makes an instance; or `path/to/file.py:name`; or
                 several of them by name.
-            column: where a row says its name, if there are several.
+            column: with several factories, the column of the row that holds the name.
             tool_timeout_s: of one method call, `reset` and `get_reward` included.
 
         Raises:
-            ConfigError: no factory is given, or it cannot be loaded.
+            ConfigError: `factory` is missing or cannot be loaded.
         """
         if not factory:
             raise ConfigError("no factory is set; set environment.settings.factory=path/to/file.py:ClassName")
+        super().__init__(prompt_column=prompt_column, system_prompt=system_prompt)
+        self._make_toolbox = partial(Toolbox, timeout_s=tool_timeout_s, max_result_chars=max_result_chars)
         named = factory if isinstance(factory, Mapping) else {None: factory}
         self._factories = {name: load_function(one) if isinstance(one, str) else one for name, one in named.items()}
-        self._has_names = isinstance(factory, Mapping)
-        self._column = column
-        self._prompt = Prompt(column=prompt_column, system=system_prompt)
+        self._column = column if isinstance(factory, Mapping) else None
         self._timeout_s = tool_timeout_s
-        self._max_result_chars = max_result_chars
         self._instance: Any = None
-        self._toolbox = Toolbox([])
-
-    @property
-    def tools(self) -> Tools:
-        return self._toolbox.schemas
 
     async def reset(self, example: Mapping[str, Any]) -> Sequence[Message]:
-        name = example.get(self._column) if self._has_names else None
+        name = None if self._column is None else example.get(self._column)
         if name not in self._factories:
             raise DataError(
                 f"trl: column {self._column!r} says {name!r}, expected one of {', '.join(map(str, self._factories))}; "
@@ -82,40 +75,30 @@ class TRLEnvironment:
         methods = _methods(self._instance)
         if "reset" not in methods:
             raise ConfigError(
-                f"trl: {type(self._instance).__name__} has no method reset, which TRL's contract asks for"
+                f"trl: {type(self._instance).__name__} has no method reset, which TRL's contract requires"
             )
-        tools: list[ToolFunction] = [method for key, method in methods.items() if key not in _NOT_TOOLS]
-        self._toolbox = Toolbox(tools, timeout_s=self._timeout_s, max_result_chars=self._max_result_chars)
-        row = {key: value for key, value in example.items() if not (self._has_names and key == self._column)}
+        self._toolbox = self._make_toolbox([method for key, method in methods.items() if key not in _NOT_TOOLS])
+        row = {key: value for key, value in example.items() if key != self._column}
         finished = await call_with_deadline(partial(methods["reset"], **row), timeout_s=self._timeout_s)
         if finished.error is not None:
             raise finished.error
         return self._opening(example, finished.value)
 
-    async def step(self, message: Message) -> Step:
-        results = await self._toolbox.answer(message)
-        return Step(
-            messages=tuple(result.message for result in results),
-            done=not results,
-            outcome=count_results(results),
-        )
-
     async def conclude(self) -> Mapping[str, Any]:
-        """The reward of an environment that owns one."""
+        """Return the reward of an environment that owns one."""
         get_reward = _methods(self._instance).get("get_reward")
         if get_reward is None:
             return {}
         finished = await call_with_deadline(get_reward, timeout_s=self._timeout_s)
-        if finished.error is not None:  # the reward function then has nothing to read, and says so
+        if finished.error is not None:  # reported by the reward function, which then finds no reward
             return {"environment_error": f"get_reward: {type(finished.error).__name__}: {finished.error}"}
         if finished.value is None:
             return {"environment_error": "get_reward returned None"}
         return {"environment_reward": float(finished.value)}
 
     def _opening(self, example: Mapping[str, Any], observation: Any) -> Sequence[Message]:
-        names = PROMPT_COLUMNS if self._prompt.column is None else (self._prompt.column,)
-        if not any(example.get(name) is not None for name in names):  # the environment owns the prompt
-            example = {**example, names[0]: [{"role": "user", "content": ""}]}
+        if self._prompt.find(example) is None:  # the environment owns the prompt
+            example = {**example, self._prompt.columns[0]: [{"role": "user", "content": ""}]}
         *first, last = self._prompt.messages(example)
         if observation is None:
             return (*first, last)
@@ -128,7 +111,7 @@ class TRLEnvironment:
 
 
 def _methods(instance: Any) -> Mapping[str, Callable[..., Any]]:
-    """Public methods by name. Listed on the class, because listing an instance would evaluate its properties."""
+    """Return public methods by name. Listed on the class: listing an instance would evaluate its properties."""
     return {
         name: getattr(instance, name)
         for name, _ in inspect.getmembers(type(instance), predicate=inspect.isfunction)

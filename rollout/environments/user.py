@@ -1,22 +1,25 @@
-"""A second speaker: user turns from a script or from a function that reads the conversation."""
+"""Environment `user`: a simulated user, whose turns come from a script or from a function."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from rollout.environments.prompt import Prompt
+from rollout.chat.messages import Tools
+from rollout.environments.prompt import PromptReader
 from rollout.episode.environment import Step
 from rollout.errors import DataError
 from rollout.records import Message
 
 Reply = str | None
 User = Callable[[Sequence[Message]], Reply | Awaitable[Reply]]
-"""Reads the conversation so far; returns the next user turn, or None when it has nothing more to say."""
+"""Function of the conversation so far; returns the next user turn, or None to end the episode."""
 
 
 class SimulatedUser:
     """Answers every assistant turn with a user turn, until the script or the function ends."""
+
+    tools: Tools = ()
 
     def __init__(
         self,
@@ -32,13 +35,9 @@ class SimulatedUser:
         self._user = user
         self._script = tuple(turns)
         self._turns_column = turns_column
-        self._prompt = Prompt(column=prompt_column, system=system_prompt)
-        self._conversation: list[Message] = []
-        self._said = 0
-
-    @property
-    def tools(self) -> Sequence[Mapping[str, Any]]:
-        return ()
+        self._prompt = PromptReader(column=prompt_column, system=system_prompt)
+        self._messages: list[Message] = []
+        self._num_replies = 0
 
     async def reset(self, example: Mapping[str, Any]) -> Sequence[Message]:
         script = example.get(self._turns_column)
@@ -46,22 +45,22 @@ class SimulatedUser:
             if isinstance(script, str) or not all(isinstance(turn, str) for turn in script):
                 raise DataError(f"column {self._turns_column}: expected a list of texts, found {script!r}")
             self._script = tuple(script)
-        self._conversation = list(self._prompt.messages(example))
-        self._said = 0
-        return tuple(self._conversation)
+        self._messages = list(self._prompt.messages(example))
+        self._num_replies = 0
+        return tuple(self._messages)
 
     async def step(self, message: Message) -> Step:
-        self._conversation.append(message)
-        reply = await self._next_turn()
+        self._messages.append(message)
+        reply = await self._next_reply()
         if reply is None:
             return Step(done=True)
         turn: Message = {"role": "user", "content": reply}
-        self._conversation.append(turn)
-        self._said += 1
+        self._messages.append(turn)
+        self._num_replies += 1
         return Step(messages=(turn,), outcome={"user_turns": 1})
 
-    async def _next_turn(self) -> Reply:
+    async def _next_reply(self) -> Reply:
         if self._user is None:
-            return self._script[self._said] if self._said < len(self._script) else None
-        reply = self._user(tuple(self._conversation))
+            return self._script[self._num_replies] if self._num_replies < len(self._script) else None
+        reply = self._user(tuple(self._messages))
         return await reply if isinstance(reply, Awaitable) else reply

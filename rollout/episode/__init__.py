@@ -1,1 +1,1 @@
-"""One episode: the environment protocol, the calls to the engine, and their training rows."""
+"""Episodes: the environment protocol, conversations with the engine, and training rows of their calls."""

@@ -1,24 +1,23 @@
-"""What an environment is: it turns a data row into messages, and an assistant turn into what comes next.
+"""Environment protocol: from a data row to messages, and from an assistant turn to the messages that answer it.
 
-An environment lives for one episode. It speaks messages only; tokens are `rollout/chat/chat.py`'s business and
-sampling is `rollout/episode/episode.py`'s. Environments by name are listed in `rollout/environments/__init__.py`.
+An environment lives for one episode and handles messages only. Tokens are handled by `rollout/chat/chat.py`, sampling
+by `rollout/episode/episode.py`. `rollout/environments/__init__.py` lists environments by name.
 
-`Environment` is all that is needed, or `RunsItself` for what asks the model on its own. Two more protocols are for
-those that need them: `HostsConversations` opens further conversations with the model, `Concludes` has a last word when
-the episode ends.
+Every environment is an `Environment`, or `RunsItself` if it asks the model on its own. Two protocols are optional:
+`HostsConversations` opens further conversations with the model, `Concludes` reports facts when the episode ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from rollout.chat.messages import Tools
+from rollout.episode.conversation import Conversation
 from rollout.errors import ConfigError
 from rollout.records import Message
-
-Tools = Sequence[Mapping[str, Any]]
-"""JSON schemas of tools, in the OpenAI form, as the chat template renders them."""
+from rollout.system.user_functions import load_function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +25,7 @@ class Step:
     """An environment's answer to one assistant turn."""
 
     messages: tuple[Message, ...] = ()
-    """What the model reads next: tool results, a user turn. Empty when `done`."""
+    """Messages that the model reads next: tool results, a user turn. Empty when `done`."""
     done: bool = False
     outcome: Mapping[str, Any] = field(default_factory=dict)
     """Facts for rewards and metrics, merged over the episode; numbers of the same name are added up."""
@@ -39,7 +38,7 @@ class Environment(Protocol):
         ...
 
     async def reset(self, example: Mapping[str, Any]) -> Sequence[Message]:
-        """The first messages of an episode on this data row."""
+        """Return the first messages of an episode on this data row."""
         ...
 
     async def step(self, message: Message) -> Step:
@@ -52,69 +51,67 @@ class Environment(Protocol):
 
 
 class RunsItself:
-    """In place of an `Environment`: what runs its episodes by itself, so that there is nothing to reset and no turn to
-    answer. `rollout/sampler/sampler.py` knows how each kind is run."""
+    """A user's function that runs whole episodes, in place of an `Environment` with `reset` and `step`.
 
-    def __init__(self, *, timeout_s: float, max_concurrent: int) -> None:
-        """timeout_s: of one episode, by the clock. max_concurrent: episodes that run at once (each takes a thread and a
-        few sockets); the others wait. Raises `ConfigError`."""
+    `rollout/sampler/sampler.py` has a driver for each subclass.
+    """
+
+    def __init__(
+        self,
+        setting: str,
+        function: str | Callable[..., Any] | None,
+        *,
+        timeout_s: float = 600.0,
+        max_concurrent: int = 64,
+    ) -> None:
+        """
+        Args:
+            setting: name of the setting that holds the function.
+            function: the function, or `path/to/file.py:function`.
+            timeout_s: wall-clock limit of one episode.
+            max_concurrent: episodes that run at once (each takes a thread and a few sockets); the others wait.
+
+        Raises:
+            ConfigError: a limit is out of range, or the function is missing or cannot be loaded.
+        """
         if not timeout_s > 0:
             raise ConfigError(f"timeout_s={timeout_s} must be greater than 0; set environment.settings.timeout_s=600")
         if max_concurrent < 1:
             raise ConfigError(f"max_concurrent={max_concurrent} must be at least 1")
+        if function is None:
+            raise ConfigError(f"no {setting} is set; set environment.settings.{setting}=path/to/file.py:function")
+        self.function = load_function(function) if isinstance(function, str) else function
         self.timeout_s = timeout_s
         self.max_concurrent = max_concurrent
 
 
-class Conversation(Protocol):
-    """A conversation with the model that is trained. Its calls belong to the rollout of the episode."""
-
-    @property
-    def messages(self) -> Sequence[Message]:
-        """Everything said so far, assistant turns included."""
-        ...
-
-    async def ask(self, new_messages: Sequence[Message] = ()) -> Message:
-        """Say something, and sample the assistant's turn.
-
-        Raises:
-            ContextFullError: the conversation no longer fits the model.
-            CallLimitError: the episode has no calls left, or is over.
-            TemplateError: the chat template refuses the messages.
-            EngineError, EvidenceError: the engine failed. The episode ends with it, whoever catches it here.
-        """
-        ...
-
-
-class OpenConversation(Protocol):
-    """Begins a conversation that goes on beside the episode's own, with other messages and other tools."""
-
-    def __call__(self, messages: Sequence[Message], tools: Tools = ()) -> Conversation: ...
+OpenConversation = Callable[..., Conversation]
+"""`open_conversation(messages, tools=())`: begin a conversation beside the episode's own, with its own tools."""
 
 
 @runtime_checkable
 class HostsConversations(Protocol):
     """An environment whose episodes hold several conversations with the model: sub-agents, debates, a user that the
-    policy plays. Every token that any of them sampled is trained, with the reward of the rollout."""
+    policy plays. Every token sampled in any of them is trained, with the reward of the rollout."""
 
     @property
     def max_calls(self) -> int | None:
-        """Engine calls of the episode at most, over all its conversations; None for no limit."""
+        """Maximum of engine calls of the episode, over all its conversations; None for no limit."""
         ...
 
     def host(self, open_conversation: OpenConversation) -> None:
-        """Called once, before `reset`. A conversation may be opened at any time until the episode ends.
+        """Receive `open_conversation`. Called once, before `reset`; it may be used until the episode ends.
 
         Conversations may run at the same time. Each is seeded by its number in the order of opening and by its own
-        turns, so what is sampled does not depend on which of them is answered first.
+        turns, so samples do not depend on which of them is answered first.
         """
         ...
 
 
 @runtime_checkable
 class Concludes(Protocol):
-    """An environment that has something to report when the episode is over, however it ended."""
+    """An environment that reports facts when the episode is over, however it ended."""
 
     async def conclude(self) -> Mapping[str, Any]:
-        """Facts for the outcome. Called once, unless the rollout failed."""
+        """Return facts for the outcome. Called once, unless the rollout failed."""
         ...

@@ -1,24 +1,22 @@
-"""Engine calls → training rows: the call tree of one rollout.
+"""Training rows from engine calls: the call tree of one rollout.
 
-The prompts of a rollout's calls mostly extend each other, so training each call by itself would compute the same
-context again and again. Calls are therefore put into a tree and every path from a root to a leaf becomes one row:
+The prompts of a rollout's calls mostly extend each other. Training each call by itself would compute the same context
+repeatedly, so calls form a tree, and every path from a root to a leaf becomes one row:
 
     parent of a call   the call whose `prompt + sampled` is the longest prefix of its prompt
     row                `prompt + sampled` of a leaf; the calls on its path are the sampled stretches inside it
     trained            a sampled token is trained in the first row that holds it, and is context in the others
 
-A prompt that does not extend anything (reasoning stripped, history edited or summarised, another agent) is simply
-another root, and a prompt that ends inside an earlier generation does not merge with it: nothing is realigned,
-nothing dropped.
+A prompt that does not extend a call (reasoning stripped, history edited or summarized, another agent) is another root.
+A prompt that ends inside an earlier generation does not merge with it. Tokens are never realigned or dropped.
 
-Order of arrival does not matter. Ids, masks, logprobs, versions and support of the set of rows are the same for every
-permutation of the calls: which of several rows trains a shared stretch is decided by the token ids, not by the clock.
-Two things follow the order in which the calls are given, because people read them: `TrainingRow.turns`, the index of
-the call in that sequence, and the order of the rows in the list.
+The order of arrival does not matter: for every permutation of the calls, the set of rows has the same ids, masks,
+logprobs, versions and support. The token ids decide which of several rows trains a shared stretch. Only the numbers in
+`TrainingRow.turns` (index of the call in the sequence given) and the order of the rows in the list follow the order of
+the calls.
 
-Not covered: calls that were aborted (`FinishReason.ABORT`) are left out, as parents and as rows. Where another call
-continues after their tokens, these are context like any other prompt token. Calls that sampled nothing have nothing
-to train and make no row.
+Aborted calls (`FinishReason.ABORT`) are left out, as parents and as rows; where another call continues after their
+tokens, these are context. Calls that sampled nothing make no row.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from rollout.records import EngineCall, FinishReason, SamplingSupport, TrainingR
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """A call in the tree."""
+    """Call in the tree."""
 
     call: EngineCall
     turn: int
@@ -49,7 +47,7 @@ class _Node:
 
 
 def is_trainable(call: EngineCall) -> bool:
-    """Whether the sampled tokens of a call are trained. Over such calls, trained tokens == sampled tokens."""
+    """Return True if the sampled tokens of a call are trained. Over such calls, trained tokens == sampled tokens."""
     return call.finish_reason is not FinishReason.ABORT and len(call.sampled_ids) > 0
 
 
@@ -66,7 +64,7 @@ def rows_from_calls(calls: Sequence[EngineCall], *, rollout_id: int = 0, group_i
         row that trains a shared stretch comes before the rows that hold the stretch as context.
 
     Raises:
-        EvidenceError: calls of one row disagree about having a sampling support (tokens.md rule 11).
+        EvidenceError: some calls of a row have a sampling support and others do not (docs/tokens.md).
     """
     rows = []
     for leaf in _leaves(_call_tree(calls)):
@@ -80,19 +78,13 @@ def rows_from_calls(calls: Sequence[EngineCall], *, rollout_id: int = 0, group_i
     return rows
 
 
-def branch_count(calls: Sequence[EngineCall]) -> int:
-    """Rows beyond the first that the calls need: 0 where every call extends the one before."""
-    return max(0, sum(1 for _ in _leaves(_call_tree(calls))) - 1)
-
-
 def extension_count(calls: Sequence[EngineCall]) -> int:
-    """How many calls extend another call."""
-    nodes = _call_tree(calls)
-    return sum(node.parent is not None for node in nodes)
+    """Count the calls that extend another call."""
+    return sum(node.parent is not None for node in _call_tree(calls))
 
 
 def _call_tree(calls: Sequence[EngineCall]) -> list[_Node]:
-    """Link every trainable call to its parent. Returned in the order of their ids, parents before children."""
+    """Link every trainable call to its parent; return them sorted by their ids, parents before children."""
     nodes = [
         _Node(call=call, turn=turn, path=_big_endian(call.all_ids))
         for turn, call in enumerate(calls)
@@ -119,7 +111,7 @@ def _call_tree(calls: Sequence[EngineCall]) -> list[_Node]:
 
 
 def _content_key(node: _Node) -> tuple:
-    """Orders calls by what they hold and never by when they came, so that permutations give the same tree."""
+    """Return a sort key of the call's content, not its time, so that permutations give the same tree."""
     call = node.call
     return (
         node.path,
@@ -134,8 +126,8 @@ def _content_key(node: _Node) -> tuple:
 def _leaves(nodes: list[_Node]) -> Iterator[_Node]:
     """Walk the trees depth first, without recursion: an agent may take thousands of turns.
 
-    The first child in content order is entered first, since its row trains what the children share; the others
-    follow as they arrived.
+    The first child in content order comes first, since its row trains what the children share; the others follow in
+    order of arrival.
     """
     stack = sorted((node for node in nodes if node.parent is None), key=lambda node: node.turn, reverse=True)
     while stack:
@@ -192,5 +184,5 @@ def _joined_support(trained: Sequence[_Node]) -> SamplingSupport | None:
 
 
 def _big_endian(ids: Sequence[int]) -> bytes:
-    # numpy reads a tuple several times slower than array does.
+    # numpy converts a tuple several times slower than array does.
     return np.frombuffer(array("q", ids), dtype=np.int64).astype(">i8").tobytes()

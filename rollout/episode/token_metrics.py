@@ -1,12 +1,12 @@
-"""How exactly the training rows hold what the engine sampled. Counts add up over rollouts and ranks, shares do not.
+"""Agreement of training rows with the tokens that the engine sampled. Counts add up over rollouts and ranks.
 
     rollout/token_match_rate   trained positions whose id and logprob are the engine's own; anything below 1 is a bug
     rollout/trained_fraction   sampled tokens that are trained; below 1 only where calls were aborted
-    rollout/extension_rate     calls, of those that could, that extend an earlier call of their rollout
+    rollout/extension_rate     calls beyond the first of their rollout that extend another call
     rollout/branch_rate        rollouts that need more than one row
     rollout/turns              calls per rollout
 
-A share of nothing is 1 for the first three (nothing went wrong) and 0 for the last two.
+Without any tokens, calls or rollouts, the first three are 1 (no error occurred) and the last two are 0.
 """
 
 from __future__ import annotations
@@ -34,21 +34,20 @@ class TokenCounts:
     matched: int = 0
 
     def __add__(self, other: TokenCounts) -> TokenCounts:
-        sums = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
-        return TokenCounts(**sums)
+        return TokenCounts(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
     def metrics(self) -> dict[str, float]:
         return {
-            "rollout/token_match_rate": _share(self.matched, self.trained, of_nothing=1.0),
-            "rollout/trained_fraction": _share(self.trained, self.sampled, of_nothing=1.0),
-            "rollout/extension_rate": _share(self.extensions, self.follow_ups, of_nothing=1.0),
-            "rollout/branch_rate": _share(self.branched_rollouts, self.rollouts, of_nothing=0.0),
-            "rollout/turns": _share(self.calls, self.rollouts, of_nothing=0.0),
+            "rollout/token_match_rate": self.matched / self.trained if self.trained else 1.0,
+            "rollout/trained_fraction": self.trained / self.sampled if self.sampled else 1.0,
+            "rollout/extension_rate": self.extensions / self.follow_ups if self.follow_ups else 1.0,
+            "rollout/branch_rate": self.branched_rollouts / max(1, self.rollouts),
+            "rollout/turns": self.calls / max(1, self.rollouts),
         }
 
 
 def count_tokens(calls: Sequence[EngineCall], rows: Sequence[TrainingRow]) -> TokenCounts:
-    """Compare the rows of one rollout with its calls, given in the order that `TrainingRow.turns` refers to."""
+    """Compare the rows of one rollout with its calls, in the order that `TrainingRow.turns` refers to."""
     trainable = sum(is_trainable(call) for call in calls)
     return TokenCounts(
         rollouts=1,
@@ -62,29 +61,18 @@ def count_tokens(calls: Sequence[EngineCall], rows: Sequence[TrainingRow]) -> To
     )
 
 
-def token_metrics(calls: Sequence[EngineCall], rows: Sequence[TrainingRow]) -> dict[str, float]:
-    """The metrics of one rollout."""
-    return count_tokens(calls, rows).metrics()
-
-
 def _num_matched(row: TrainingRow, calls: Sequence[EngineCall]) -> int:
-    """The k-th trained token of a turn is compared with the k-th token that the turn's call sampled.
+    """Count the k-th trained tokens of a turn that equal the k-th token of the turn's call, logprob included.
 
-    By rank and not by position, so that a context of another length (tokenised again) does not hide what matches.
+    Positions are not compared, so that tokens still match after a context of another length (tokenized again).
     """
     matched = 0
     for turn in np.unique(row.turns[row.loss_mask]).tolist():
         if not 0 <= turn < len(calls):
             continue
-        positions = np.flatnonzero(row.loss_mask & (row.turns == turn))
-        ids = np.asarray(calls[turn].sampled_ids, dtype=np.int64)
-        logprobs = np.asarray(calls[turn].sampled_logprobs, dtype=np.float32)
-        count = min(len(positions), len(ids))
-        is_same_id = row.ids[positions[:count]] == ids[:count]
-        is_same_logprob = row.sampling_logprobs[positions[:count]] == logprobs[:count]
-        matched += int((is_same_id & is_same_logprob).sum())
+        positions = np.flatnonzero(row.loss_mask & (row.turns == turn))[: len(calls[turn].sampled_ids)]
+        ids = np.asarray(calls[turn].sampled_ids[: len(positions)], dtype=np.int64)
+        logprobs = np.asarray(calls[turn].sampled_logprobs[: len(positions)], dtype=np.float32)
+        is_same = (row.ids[positions] == ids) & (row.sampling_logprobs[positions] == logprobs)
+        matched += int(is_same.sum())
     return matched
-
-
-def _share(part: int, whole: int, *, of_nothing: float) -> float:
-    return part / whole if whole else of_nothing

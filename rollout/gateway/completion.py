@@ -14,7 +14,7 @@ import numpy as np
 
 from rollout.chat.chat import Chat
 from rollout.engine.protocol import Engine
-from rollout.episode.episode import request_seed
+from rollout.episode.conversation import request_seed
 from rollout.errors import EngineError, EvidenceError
 from rollout.gateway.errors import server_error
 from rollout.gateway.messages import without_ids

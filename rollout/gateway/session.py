@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rollout.chat.messages import normalised
+from rollout.chat.messages import normalize_messages
 from rollout.engine.protocol import Sampling
 from rollout.errors import LockstepError
 from rollout.gateway.errors import ApiError
@@ -174,7 +174,7 @@ def conversation_digest(conversation: Sequence[Message], tools: Tools) -> bytes:
 
     Token ids, null fields, empty reasoning and the spacing of JSON arguments make no difference.
     """
-    said = [_said(message) for message in normalised(without_ids(conversation))]
+    said = [_said(message) for message in normalize_messages(without_ids(conversation))]
     value = [said, [dict(tool) for tool in tools]]
     return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).digest()
 

@@ -1,1 +1,1 @@
-"""Groups of episodes, run concurrently."""
+"""Concurrent sampling of groups of episodes."""

@@ -1,10 +1,10 @@
-"""One episode of somebody else's agent: it talks to the gateway, and what was sampled for it is the rollout.
+"""Episodes of a user's agent: it talks to the gateway, and the calls recorded there are its rollout.
 
-Covered: an agent that hangs, raises, or makes requests for ever costs its own episode and no other. An agent runs in
-a thread of its own with a loop of its own, so one that blocks blocks nobody.
+Covered: an agent that hangs, raises, or makes requests without end costs its own episode and no other. Each agent runs
+in a thread and an event loop of its own, so a blocking call blocks no other episode.
 
-Not covered: agents are your code and run with your rights; there is no sandbox. One that hangs is abandoned, not
-stopped (`rollout/system/deadline.py`); its key opens nothing any more.
+Not covered: agents are your code and run with your rights, without a sandbox. One that hangs is abandoned, not stopped
+(`rollout/system/deadline.py`); its key is no longer valid.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from typing import Any
 
 from rollout.engine.protocol import Sampling
 from rollout.environments.agent import AgentEnvironment
-from rollout.errors import ConfigError, EngineError
+from rollout.errors import ConfigError
 from rollout.gateway.server import Gateway
-from rollout.gateway.session import CONTEXT_FULL, TOO_MANY_REQUESTS, Session
-from rollout.records import FinishReason, Rollout, RolloutStatus
+from rollout.gateway.session import CONTEXT_FULL, TOO_MANY_REQUESTS
+from rollout.records import Rollout, RolloutStatus
+from rollout.sampler.ending import ending
 from rollout.system.deadline import DeadlineExceeded, call_with_deadline, is_async
 
 GRACE_S = 1.0
-"""An async agent is cancelled at its deadline and has this long to clean up before its thread is given up."""
+"""Time for an async agent, canceled at its deadline, to clean up before its thread is abandoned."""
 
 _LIMITS = {CONTEXT_FULL: RolloutStatus.CONTEXT_FULL, TOO_MANY_REQUESTS: RolloutStatus.MAX_TURNS}
 
@@ -42,23 +43,27 @@ async def run_agent_episode(
 ) -> Rollout:
     """Run an agent on one data row, as `run_episode` runs an environment.
 
-    Requests are seeded in their order of arrival, so an agent that is deterministic and makes one request at a time
-    gets the same answers in every run. `messages` are those of the last request and its answer.
+    Requests are seeded in their order of arrival, so a deterministic agent that makes one request at a time gets the
+    same answers in every run. `messages` are those of the last request and its answer.
 
-    The rollout is FAILED where the agent raises or does not end in time, except after it was refused for the limit of
-    turns or of the context: then what was sampled is trained. An engine that fails raises `EngineError`, an agent
-    that returns something else than a mapping or None `ConfigError`.
+    The rollout is FAILED if the agent raises or does not end in time. If it was refused for the limit of turns or of
+    the context, the samples before are trained.
 
     Args:
         gateway: running.
         slots: held while the agent runs.
+        max_turns: maximum of requests.
+
+    Raises:
+        EngineError: the engine failed.
+        ConfigError: the agent returned a value other than a mapping or None.
     """
     session = gateway.open_session(sampling=sampling, seed=seed, max_requests=max_turns)
     try:
         async with slots:
             started = time.perf_counter()
             finished = await call_with_deadline(
-                _in_own_loop(environment.agent, environment.timeout_s),
+                _in_own_loop(environment.function, environment.timeout_s),
                 gateway.base_url,
                 session.key,
                 dict(example),
@@ -66,13 +71,15 @@ async def run_agent_episode(
             )
     finally:
         gateway.close_session(session)
-    if isinstance(session.failure, EngineError):
-        raise session.failure
-    status, error = _ending(session, finished.error)
+    limit = _LIMITS.get(session.refusal or "")
+    calls = session.calls
+    status, error = ending("the agent", error=finished.error, failure=session.failure, limit=limit, calls=calls)
+    if status is RolloutStatus.COMPLETED and not calls:
+        status, error = RolloutStatus.FAILED, "the agent made no request; it must call the base_url that it is given"
     return Rollout(
         rollout_id=rollout_id,
         group_id=group_id,
-        calls=session.calls,
+        calls=calls,
         messages=session.last_conversation,
         example=example,
         status=status,
@@ -83,7 +90,7 @@ async def run_agent_episode(
 
 
 def _in_own_loop(agent: Callable[..., Any], timeout_s: float) -> Callable[..., Any]:
-    """The agent as a plain function, to be run in a thread."""
+    """Return the agent as a plain function, to be run in a thread."""
     if not is_async(agent):
         return agent
 
@@ -97,22 +104,6 @@ def _in_own_loop(agent: Callable[..., Any], timeout_s: float) -> Callable[..., A
             raise error
 
     return lambda *arguments: asyncio.run(in_time(*arguments))
-
-
-def _ending(session: Session, error: BaseException | None) -> tuple[RolloutStatus, str | None]:
-    if session.failure is not None:
-        return RolloutStatus.FAILED, f"{type(session.failure).__name__}: {session.failure}"
-    if session.refusal in _LIMITS:
-        return _LIMITS[session.refusal], None
-    if isinstance(error, DeadlineExceeded):
-        return RolloutStatus.FAILED, f"the agent did not finish: {error}; raise environment.settings.timeout_s"
-    if error is not None:
-        return RolloutStatus.FAILED, f"the agent raised {type(error).__name__}: {error}"
-    calls = session.calls
-    if not calls:
-        return RolloutStatus.FAILED, "the agent made no request; it must call the base_url that it is given"
-    was_cut = calls[-1].finish_reason is FinishReason.LENGTH
-    return (RolloutStatus.TRUNCATED if was_cut else RolloutStatus.COMPLETED), None
 
 
 def _outcome(value: Any) -> Mapping[str, Any]:

@@ -1,6 +1,6 @@
-"""Groups of episodes: every rollout is one asyncio task, the engine batches them as they come.
+"""Sampler of groups of episodes: every rollout is one asyncio task, and the engine batches their requests.
 
-There are no lock-step turns: a slow tool or a long answer holds up nobody else. What is sampled depends on the
+Episodes do not wait for each other: a slow tool or a long answer delays its own episode only. Samples depend on the
 seeds alone, not on the order in which requests reach the engine.
 """
 
@@ -17,21 +17,22 @@ from typing import Any
 from rollout.chat.chat import Chat
 from rollout.engine.protocol import Engine, Sampling
 from rollout.environments.agent import AgentEnvironment
-from rollout.environments.mixed import Mixed, environment_of
-from rollout.environments.trl_rollout import TRLRollout, copy_tokenizer, run_rollout_func_episode
-from rollout.episode.environment import Environment, RunsItself
-from rollout.episode.episode import request_seed, run_episode
+from rollout.environments.mixed import AnyEnvironment, Mixed, environment_of
+from rollout.environments.trl_rollout import TRLRollout
+from rollout.episode.conversation import request_seed
+from rollout.episode.episode import run_episode
 from rollout.errors import RequestError
 from rollout.gateway import Gateway, GatewaySettings
 from rollout.records import Rollout, RolloutStatus
 from rollout.sampler.agent_episodes import run_agent_episode
+from rollout.sampler.trl_episodes import copy_tokenizer, run_trl_episode
 
 REISSUES = 2
-"""Times that an episode is begun again when one of its requests failed in an engine that lives."""
+"""Number of times that an episode is restarted after one of its requests failed in a live engine."""
 
 OnRollout = Callable[[Rollout], None]
 RunEpisode = Callable[..., Awaitable[Rollout]]
-"""`run_episode`, `run_agent_episode` or `run_rollout_func_episode`, with what all episodes share filled in."""
+"""`run_episode`, `run_agent_episode` or `run_trl_episode`, with the arguments shared by all episodes filled in."""
 
 
 class Sampler:
@@ -42,12 +43,12 @@ class Sampler:
         *,
         engine: Engine,
         chat: Chat,
-        make_environment: Callable[[], Environment | RunsItself],
+        make_environment: Callable[[], AnyEnvironment],
         max_turns: int,
         seed: int,
         gateway: GatewaySettings | None = None,
     ) -> None:
-        """gateway: where agents find the model, if the environment is one (`rollout/environments/agent.py`)."""
+        """gateway: address at which agents find the model, for `rollout/environments/agent.py`."""
         self._engine = engine
         self._chat = chat
         self._make_environment = make_environment
@@ -57,8 +58,8 @@ class Sampler:
         self._faults: Counter[str] = Counter()
 
     def take_metrics(self) -> dict[str, float]:
-        """Since the last call of this method: episodes that were begun again because a request failed in the engine,
-        and groups that are not trained because one of theirs failed every time."""
+        """Return counts since the last call: restarts of episodes after a request failed in the engine, and groups that
+        are not trained because an episode of theirs failed every time."""
         metrics = {f"rollout/{name}": float(self._faults[name]) for name in ("reissued", "groups_lost_to_engine")}
         self._faults.clear()
         return metrics
@@ -74,22 +75,24 @@ class Sampler:
         on_rollout: OnRollout = lambda rollout: None,
         run: RunEpisode | None = None,
     ) -> list[Rollout]:
-        """`samples_per_prompt` rollouts of every example, in the order prompt by prompt.
+        """Sample `samples_per_prompt` rollouts of every example, in the order prompt by prompt.
 
-        `step` enters the seeds, so that the same prompt is sampled anew in another step. Group ids are prompt indices
-        from `first_group` on (a batch that completes an earlier one of the same step), rollout ids are
-        `group id x samples_per_prompt + sample index`.
+        A request that fails in a live engine says nothing about the policy, so its episode is restarted with the same
+        seeds. If it still fails, all rollouts of its group are FAILED: the mean of a partial group would depend on the
+        fault.
 
-        A request that fails in an engine that lives is no evidence about the policy: its episode is begun again with
-        the same seeds, and where that does not help, all rollouts of its group are FAILED, because a group that is
-        trained in part would be compared with a mean that the fault has chosen.
+        Args:
+            step: part of the seeds, so that the same prompt gets other samples in another step.
+            first_group: group ids are prompt indices from here on (for a batch that completes an earlier one of the
+                same step); rollout ids are `group id x samples_per_prompt + sample index`.
+            run: from `open`, to share a gateway between batches; None: open one for this batch alone.
 
-        run: from `open`, where what episodes share outlives this batch; None: it is made for this batch alone.
-        Raises `EngineError` if the engine dies; the remaining episodes are cancelled.
+        Raises:
+            EngineError: the engine died; the remaining episodes are canceled.
         """
         lost_groups: dict[int, str] = {}
 
-        async def one(run: RunEpisode, rollout_id: int) -> Rollout:
+        async def sample(run: RunEpisode, rollout_id: int) -> Rollout:
             group_id = rollout_id // samples_per_prompt
             example = examples[group_id - first_group]
             reason = ""
@@ -125,51 +128,46 @@ class Sampler:
         try:
             async with shared as runner, asyncio.TaskGroup() as group:
                 first, count = first_group * samples_per_prompt, len(examples) * samples_per_prompt
-                tasks = [group.create_task(one(runner, i)) for i in range(first, first + count)]
+                tasks = [group.create_task(sample(runner, i)) for i in range(first, first + count)]
         except* Exception as failures:
-            raise failures.exceptions[0] from None  # the first is the cause; the others are its echo
+            raise failures.exceptions[0] from None  # the first is the cause of the others
         self._faults["groups_lost_to_engine"] += len(lost_groups)
         return [_without_lost(task.result(), lost_groups) for task in tasks]
 
     @asynccontextmanager
     async def open(self, sampling: Sampling) -> AsyncIterator[RunEpisode]:
-        """What episodes share, for `collect`: a gateway where they are agents, which lives as long as this context."""
+        """Open the resources that episodes share, such as the gateway of agents; yields `run` for `collect`."""
         environment = self._make_environment()
-
-        async def turns(**episode: Any) -> Rollout:
-            return await run_episode(engine=self._engine, chat=self._chat, **episode)
-
-        drivers: dict[type[RunsItself], RunEpisode] = {}
+        drivers: dict[type, RunEpisode] = {}
+        gateway = None
         async with AsyncExitStack() as stack:
-            for part in environment.parts if isinstance(environment, Mixed) else (environment,):
+            for part in environment.parts.values() if isinstance(environment, Mixed) else (environment,):
                 if isinstance(part, TRLRollout):
-                    drivers[TRLRollout] = partial(
-                        run_rollout_func_episode,
+                    drivers[type(part)] = partial(
+                        run_trl_episode,
                         engine=self._engine,
                         chat=self._chat,
                         tokenizer=await copy_tokenizer(self._chat),
                         slots=asyncio.Semaphore(part.max_concurrent),
                     )
                 elif isinstance(part, AgentEnvironment):
-                    gateway = Gateway(engine=self._engine, chat=self._chat, offered=[sampling], settings=self._gateway)
-                    drivers[AgentEnvironment] = partial(
-                        run_agent_episode,
-                        gateway=await stack.enter_async_context(gateway),
-                        slots=asyncio.Semaphore(part.max_concurrent),
+                    gateway = gateway or await stack.enter_async_context(
+                        Gateway(engine=self._engine, chat=self._chat, offered=[sampling], settings=self._gateway)
                     )
+                    drivers[type(part)] = partial(
+                        run_agent_episode, gateway=gateway, slots=asyncio.Semaphore(part.max_concurrent)
+                    )
+            turns = partial(run_episode, engine=self._engine, chat=self._chat)
 
-            async def run(
-                *, environment: Environment | RunsItself, example: Mapping[str, Any], **episode: Any
-            ) -> Rollout:
-                own = environment_of(environment, example)
-                driver = next((driver for kind, driver in drivers.items() if isinstance(own, kind)), turns)
-                return await driver(environment=own, example=example, **episode)
+            async def run(*, environment: AnyEnvironment, example: Mapping[str, Any], **episode: Any) -> Rollout:
+                chosen = environment_of(environment, example)
+                return await drivers.get(type(chosen), turns)(environment=chosen, example=example, **episode)
 
             yield run
 
 
 def _without_lost(rollout: Rollout, lost_groups: Mapping[int, str]) -> Rollout:
-    """The rollout; FAILED if another one of its group was lost to the engine."""
+    """Mark the rollout as FAILED if another one of its group was lost to the engine."""
     if rollout.group_id not in lost_groups or rollout.status is RolloutStatus.FAILED:
         return rollout
     reason = f"another rollout of its group failed in the engine: {lost_groups[rollout.group_id]}"

@@ -28,10 +28,10 @@ from rollout.chat.chat import Chat
 from rollout.engine.embedded import EmbeddedEngine
 from rollout.engine.protocol import Sampling
 from rollout.environments.calculator import CalculatorEnvironment, calculator
-from rollout.environments.python_tools import Toolbox
+from rollout.environments.toolbox import Toolbox
 from rollout.environments.user import SimulatedUser
 from rollout.episode.environment import Environment, OpenConversation, Step
-from rollout.episode.rows import branch_count, rows_from_calls
+from rollout.episode.rows import rows_from_calls
 from rollout.episode.token_metrics import TokenCounts, count_tokens
 from rollout.errors import CallLimitError, ContextFullError
 from rollout.records import FinishReason, Message, Rollout, RolloutStatus, TrainingRow
@@ -277,7 +277,7 @@ def test_a_thousand_rollouts_are_trained_as_they_were_sampled(
             assert_each_sampled_token_is_trained_once(rollout, rows)
             all_rows += rows
             counts += count_tokens(rollout.calls, rows)
-            seen["branches"] += branch_count(rollout.calls)
+            seen["branches"] += max(0, len(rows) - 1)
             seen["length stops"] += sum(call.finish_reason is FinishReason.LENGTH for call in rollout.calls)
             seen["context full"] += rollout.status is RolloutStatus.CONTEXT_FULL
             seen["tool errors"] += rollout.outcome.get("real_tool_errors", rollout.outcome.get("tool_errors", 0))
@@ -335,8 +335,8 @@ def test_reasoning_that_the_template_strips_gives_branches_and_every_token_is_tr
     kept = collect(engine, Chat(tokenizer, history="keep"), batch, questions)
     stripped = collect(engine, Chat(tokenizer, history="template"), replace(batch, history="template"), questions)
     assert sum("reasoning_content" in message for rollout in stripped for message in rollout.messages) > 50
-    assert all(branch_count(rollout.calls) == 0 for rollout in kept)
-    assert sum(branch_count(rollout.calls) for rollout in stripped) > 50
+    assert all(len(rows_from_calls(rollout.calls)) == 1 for rollout in kept)
+    assert sum(len(rows_from_calls(rollout.calls)) - 1 for rollout in stripped) > 50
     for rollouts in (kept, stripped):
         rows = [row for rollout in rollouts for row in rows_from_calls(rollout.calls, rollout_id=rollout.rollout_id)]
         assert sum(row.num_trained for row in rows) == sum(rollout.num_sampled for rollout in rollouts)

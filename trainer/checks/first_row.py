@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rewards.functions.built_in import FUNCTIONS
-from rollout.environments.prompt import PROMPT_COLUMNS, Prompt
+from rollout.environments.prompt import PROMPT_COLUMNS, PromptReader
 from rollout.errors import DataError
 from trainer.config.schema import Config, DataSetConfig
 from trainer.data.columns import rename
@@ -54,7 +54,7 @@ def _row_problems(row: Mapping[str, Any], data_set: DataSetConfig, config: Confi
                 f"set 'data.columns={{prompt: {example}}}' with the column that holds the prompt"
             )
         else:
-            Prompt(column=column).messages(row)
+            PromptReader(column=column).messages(row)
     for function in config.reward.functions:
         column = _reference_column(function, config.reward.settings.get(function) or {})
         if column is not None and row.get(column) is None:

@@ -7,8 +7,8 @@ from functools import partial
 
 from rollout.chat.chat import Chat
 from rollout.environments import make_environment
-from rollout.environments.mixed import environment_of
-from rollout.episode.environment import Environment, RunsItself
+from rollout.environments.mixed import AnyEnvironment, environment_of
+from rollout.episode.environment import RunsItself
 from rollout.system.background_loop import BackgroundLoop
 from trainer.config.schema import Config
 from trainer.data.prompts import DataSet, Prompts, training_data
@@ -49,7 +49,7 @@ def make_prompts(
 def short_enough(
     data: DataSet,
     chat: Chat,
-    make: Callable[[], Environment | RunsItself],
+    make: Callable[[], AnyEnvironment],
     loop: BackgroundLoop,
     *,
     max_tokens: int,

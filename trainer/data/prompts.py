@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout.environments.prompt import Prompt
+from rollout.environments.prompt import PromptReader
 from rollout.errors import DataError
 from trainer.config.schema import Config, CurriculumConfig, DataSetConfig
 from trainer.data.columns import rename
@@ -58,7 +58,7 @@ class DataSet:
         settings = self._settings
         row = rename(self._rows[index], settings.columns or {}, of=settings.path)
         if settings.system_prompt is not None:
-            row["messages"] = list(Prompt(system=settings.system_prompt).messages(row))
+            row["messages"] = list(PromptReader(system=settings.system_prompt).messages(row))
         if settings.environment is not None:
             row["environment"] = settings.environment
         if self.name is not None:

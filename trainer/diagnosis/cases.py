@@ -22,8 +22,8 @@ from rollout.chat.chat import Chat
 from rollout.engine.protocol import Engine, Sampling
 from rollout.environments.single_turn import SingleTurn
 from rollout.environments.user import SimulatedUser
+from rollout.episode.conversation import request_seed
 from rollout.episode.environment import Environment
-from rollout.episode.episode import request_seed
 from rollout.records import Rollout
 from rollout.sampler.sampler import Sampler
 from trainer.build import make_sampler, make_sampling

@@ -29,7 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rewards.outcomes import Outcome
 from rewards.workers import pool as isolation
 from rewards.workers.frames import LENGTH
-from rollout.environments.prompt import Prompt
+from rollout.environments.prompt import PromptReader
 from rollout.errors import ConfigError, DataError, EvidenceError, LockstepError
 from rollout.records import EngineCall, FinishReason, SamplingSupport, VersionSpan
 from tests.fixtures.mutations import JSON, PLAIN, mutated
@@ -137,7 +137,7 @@ MESSAGES = st.lists(st.dictionaries(FIELDS, JSON | st.sampled_from(["user", "ass
 @given(row=ROWS | MESSAGES.map(lambda found: {"messages": found}), column=st.none() | st.just("prompt"))
 def test_the_prompt_of_a_row_is_read_or_refused(row: dict[str, Any], column: str | None) -> None:
     with contextlib.suppress(DataError):
-        messages = Prompt(column=column, system="s").messages(row)
+        messages = PromptReader(column=column, system="s").messages(row)
         assert messages
 
 

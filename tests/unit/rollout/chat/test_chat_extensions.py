@@ -1,4 +1,4 @@
-"""Extensions: the next prompt is what was sampled and the new messages; a sampled turn is never tokenised again."""
+"""Extensions: the next prompt is the sampled ids and the new messages; a sampled turn is never tokenized again."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_inserted_closing_tokens_are_not_trained() -> None:
     assert row.ids[row.loss_mask].tolist() == [*first.sampled_ids, *second.sampled_ids]
 
 
-def test_another_stop_token_than_the_templates_is_not_followed_by_a_second_terminator() -> None:
+def test_a_stop_token_other_than_the_templates_is_not_followed_by_a_second_terminator() -> None:
     tokenizer = chat_tokenizer("chatml")
     end_of_text = tokenizer.convert_tokens_to_ids("<|endoftext|>")
     chat = Chat(tokenizer, stop_token_ids=[end_of_text])
@@ -81,8 +81,8 @@ def test_another_stop_token_than_the_templates_is_not_followed_by_a_second_termi
     "pieces",
     [pytest.param(["_Ski", "nny"], id="would merge"), pytest.param(["_S", "kin", "ny"], id="would split elsewhere")],
 )
-def test_sampled_tokens_survive_where_tokenising_their_text_again_would_change_them(pieces: list[str]) -> None:
-    """Seed 002, problem 1."""
+def test_sampled_tokens_are_kept_where_tokenizing_their_text_again_would_change_them(pieces: list[str]) -> None:
+    """NeMo Gym docs, "On-Policy Corrections", problem 1."""
     tokenizer = chat_tokenizer("chatml")
     chat = Chat(tokenizer)
     sampled = [token for piece in pieces for token in encoded(tokenizer, piece)] + [tokenizer.eos_token_id]
@@ -93,7 +93,7 @@ def test_sampled_tokens_survive_where_tokenising_their_text_again_would_change_t
     assert extended[len(prompt) : len(prompt) + len(sampled)] == sampled
 
 
-def test_invalid_utf8_survives_because_ids_are_kept() -> None:
+def test_invalid_utf8_is_kept_as_ids() -> None:
     tokenizer = chat_tokenizer("qwen3")
     chat = Chat(tokenizer)
     half_a_character = encoded(tokenizer, "é")[:1]
@@ -106,7 +106,7 @@ def test_invalid_utf8_survives_because_ids_are_kept() -> None:
 
 
 def test_a_tool_call_written_differently_than_the_template_would_is_kept_as_sampled() -> None:
-    """Seed 002, problem 2: a template cannot reproduce how a model spaces its calls."""
+    """NeMo Gym docs, "On-Policy Corrections", problem 2: a template cannot reproduce how a model spaces its calls."""
     tokenizer = chat_tokenizer("qwen3")
     for history in ("keep", "template"):
         chat = Chat(tokenizer, history=history)
@@ -181,11 +181,11 @@ def test_parallel_results_extend_where_the_template_refuses_parallel_calls() -> 
         (
             "{%- for m in messages %}{{ m.role + ': ' + (m.content if loop.last else m.content[:3]) + '<|im_end|>' }}"
             "{%- endfor %}",
-            "the turn is shown shortened once it is not the last",
+            "the turn is shortened when messages follow",
         ),
         (
             "{%- for m in messages %}{{ '<|im_start|>' + m.content + '<|im_end|>' }}{%- endfor %}{{ 'END' }}",
-            "text after the last turn goes away",
+            "text after the last turn disappears when messages follow",
         ),
         (
             "{%- for m in messages %}{%- if m.role == 'tool' %}{{ raise_exception('no tools') }}{%- endif %}"
@@ -194,7 +194,7 @@ def test_parallel_results_extend_where_the_template_refuses_parallel_calls() -> 
         ),
     ],
 )
-def test_what_cannot_be_proven_branches(template: str, why: str) -> None:
+def test_an_extension_that_cannot_be_proven_branches(template: str, why: str) -> None:
     tokenizer = chat_tokenizer("chatml", template=template)
     chat = Chat(tokenizer)
     call = a_call(chat.prompt([USER]), [*encoded(tokenizer, "fine"), tokenizer.eos_token_id])
@@ -202,7 +202,7 @@ def test_what_cannot_be_proven_branches(template: str, why: str) -> None:
     assert chat.extend(call, history, [{"role": "tool", "content": "x"}]) is None, why
 
 
-def test_an_end_of_text_behind_the_last_turn_is_no_obstacle() -> None:
+def test_an_end_of_text_after_the_last_turn_does_not_prevent_the_extension() -> None:
     template = (
         "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endfor %}"
         "{{ '<|im_start|>assistant\n' if add_generation_prompt else eos_token }}"
@@ -216,7 +216,7 @@ def test_an_end_of_text_behind_the_last_turn_is_no_obstacle() -> None:
     assert tokenizer.decode(extended) == rendered(tokenizer, [USER, {"role": "assistant", "content": "fine"}, USER])
 
 
-def test_a_template_without_end_of_turn_token_is_extended_by_what_follows_the_content() -> None:
+def test_a_template_without_end_of_turn_token_is_extended_by_the_text_after_the_content() -> None:
     template = (
         "{%- for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{%- endfor %}"
         "{{ 'assistant: ' if add_generation_prompt else '' }}"

@@ -1,4 +1,4 @@
-"""Histories: what is kept of earlier turns, and where a template that drops some of it branches."""
+"""Histories: earlier turns are kept, or the conversation branches where the template drops part of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from tests.fixtures.tokenizers import chat_tokenizer
 
 
 def thinking_conversation(history: str) -> tuple[list[EngineCall], list[bool]]:
-    """A Qwen3 conversation: question, reasoning + tool call, result, reasoning + answer, next question, answer."""
+    """Run a Qwen3 conversation: question, reasoning + tool call, result, reasoning + answer, next question, answer.
+
+    Returns its calls, and for each follow-up True if it extends the call before.
+    """
     tokenizer = chat_tokenizer("qwen3")
     chat = Chat(tokenizer, history=history)
     messages: list[Mapping[str, Any]] = [USER]
@@ -58,8 +61,8 @@ def test_history_template_branches_where_reasoning_is_stripped_and_trains_every_
 
 
 @pytest.mark.parametrize(("sampled", "extends"), [("fine", True), ("<think>\n\n</think>\n\nfine", False)])
-def test_the_empty_think_block_of_the_last_turn_is_not_taken_for_history(sampled: str, extends: bool) -> None:
-    """Qwen3 shows one where there was no reasoning, on the last turn only, and none at all in history."""
+def test_the_empty_think_block_of_the_last_turn_does_not_count_as_history(sampled: str, extends: bool) -> None:
+    """Qwen3 shows one on the last turn if it has no reasoning, and none in earlier turns."""
     tokenizer = chat_tokenizer("qwen3")
     chat = Chat(tokenizer, history="template")
     call = a_call(chat.prompt([USER]), [*encoded(tokenizer, sampled), tokenizer.eos_token_id])
@@ -81,17 +84,18 @@ def test_history_template_branches_where_an_earlier_turn_is_shown_differently() 
     assert Chat(tokenizer).extend(call, history, [USER]) is not None
 
 
-def test_thinking_can_be_switched_off_by_template_arguments() -> None:
-    tokenizer = chat_tokenizer("qwen3")
-    chat = Chat(tokenizer, template_kwargs={"enable_thinking": False})
+def test_a_template_that_switches_thinking_off_extends_with_empty_think_blocks_or_branches() -> None:
+    template = str(chat_tokenizer("qwen3").chat_template)
+    tokenizer = chat_tokenizer("qwen3", template="{%- set enable_thinking = false %}" + template)
+    chat = Chat(tokenizer)
     prompt = chat.prompt([USER])
     assert tokenizer.decode(prompt).endswith("assistant\n<think>\n\n</think>\n\n")
     call = a_call(prompt, [*encoded(tokenizer, "fine"), tokenizer.eos_token_id])
     extended = chat.extend(call, [USER, chat.parse(call.sampled_ids)], [USER])
     assert extended is not None
     assert tokenizer.decode(extended).count("<think>\n\n</think>\n\n") == 2
-    follows = Chat(tokenizer, history="template", template_kwargs={"enable_thinking": False})
-    assert follows.extend(call, [USER, chat.parse(call.sampled_ids)], [USER]) is None
+    follow = Chat(tokenizer, history="template")
+    assert follow.extend(call, [USER, chat.parse(call.sampled_ids)], [USER]) is None
 
 
 def test_history_template_branches_where_analysis_is_dropped_or_the_final_token_rewritten() -> None:

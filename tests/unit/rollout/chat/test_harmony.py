@@ -1,5 +1,5 @@
-"""gpt-oss conversations. The library's vocabulary has to be downloaded, so most of this runs on a stand-in for its
-encoding, which writes the documented format one character a token; the last tests run where the vocabulary is there.
+"""gpt-oss conversations. The library downloads its vocabulary, so most tests use a stand-in for its encoding, which
+writes the documented format with one token per character; the last tests run where the vocabulary is available.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from rollout.chat.harmony import (
     CONTROL_IDS,
     HarmonyRenderer,
-    first_difference,
     load_encoding,
     parity,
     parse_harmony,
@@ -35,7 +34,7 @@ NAMES = {token: text for text, token in CONTROL_IDS.items()}
 
 
 class StandInEncoding:
-    """Writes Harmony as the library documents it: text is a token a character, control tokens have their own ids."""
+    """Encoding of Harmony as the library documents it: one token per character, control tokens have their own ids."""
 
     def render_conversation(
         self, conversation: harmony.Conversation, config: harmony.RenderConversationConfig | None = None
@@ -98,7 +97,7 @@ def a_call(prompt: Sequence[int], sampled: Sequence[int]) -> EngineCall:
 
 
 def renderer(history: History = History.KEEP) -> HarmonyRenderer:
-    return HarmonyRenderer(StandInEncoding(), history=history)
+    return HarmonyRenderer(StandInEncoding(), history=history)  # type: ignore[arg-type]
 
 
 TOOL_TURN = (
@@ -138,7 +137,7 @@ def test_a_tool_result_extends_the_call_and_names_its_tool(history: History) -> 
     assert extended[len(call.all_ids) :].count(CONTROL_IDS["<|end|>"]) == 1
 
 
-def test_a_final_answer_is_kept_or_branches() -> None:
+def test_a_final_answer_extends_with_history_keep_and_branches_with_history_template() -> None:
     message = message_of(FINAL_TURN)
     assert message["content"] == "it is sunny"
     assert message["reasoning_content"] == "sunny then"
@@ -168,25 +167,25 @@ def test_a_tool_result_without_a_name_is_refused() -> None:
         list(to_harmony({"role": "judge", "content": "x"}))
 
 
-def test_a_conversation_that_the_encoding_changes_when_it_goes_on_is_not_extended() -> None:
+def test_a_conversation_whose_rendering_changes_when_messages_follow_is_not_extended() -> None:
     class Rewriting(StandInEncoding):
         def render_conversation(
             self, conversation: harmony.Conversation, config: harmony.RenderConversationConfig | None = None
         ) -> list[int]:
             return [len(conversation.messages), *super().render_conversation(conversation, config)]
 
-    chat = HarmonyRenderer(Rewriting(), history=History.KEEP)
+    chat = HarmonyRenderer(Rewriting(), history=History.KEEP)  # type: ignore[arg-type]
     call = a_call(chat.prompt([USER], ()), encoded(FINAL_TURN))
     assert chat.extend(call, [USER, message_of(FINAL_TURN)], [USER], ()) is None
 
 
-def test_calls_preambles_and_other_recipients_are_read() -> None:
+def test_calls_preambles_and_other_recipients_are_parsed() -> None:
     turn = parse_harmony(f"<|channel|>commentary<|message|>I will look.<|end|><|start|>assistant{TOOL_TURN}")
     assert turn.calls == (ToolCall(name="get_weather", arguments='{"city": "Paris"}'),)
     assert turn.content == "I will look."
     assert turn.reasoning == "look it up"
     bad = parse_harmony(" to=browser.search<|channel|>commentary<|message|>{}<|call|>")
-    assert bad.errors == ("a call went to 'browser.search', which is no function; expected functions.NAME",)
+    assert bad.errors == ("a call went to 'browser.search'; expected functions.NAME",)
     broken = parse_harmony(" to=functions.f<|channel|>commentary<|message|>{oops<|call|>")
     assert "not valid JSON" in broken.errors[0]
     assert broken.content == "{oops"
@@ -199,23 +198,12 @@ def test_calls_preambles_and_other_recipients_are_read() -> None:
         max_size=10,
     ).map("".join)
 )
-def test_reading_never_raises(text: str) -> None:
+def test_parsing_never_raises(text: str) -> None:
     assert isinstance(parse_harmony(text), Turn)
 
 
-def test_reasoning_effort_is_one_that_the_library_knows() -> None:
-    with pytest.raises(ConfigError, match="low, medium, high; found 'extreme'"):
-        HarmonyRenderer(StandInEncoding(), history=History.KEEP, reasoning_effort="extreme")
-
-
-def test_parity_is_the_first_position_that_differs() -> None:
-    assert first_difference([1, 2, 3], [1, 2, 3]) is None
-    assert first_difference([1, 2, 3], [1, 9, 3]) == 1
-    assert first_difference([1, 2], [1, 2, 3]) == 2
-
-
 class TemplateStandIn:
-    """What parity reads of a tokenizer."""
+    """Tokenizer with the methods that `parity` calls."""
 
     def __init__(self, ids: list[int]) -> None:
         self.ids = ids
@@ -228,7 +216,7 @@ class TemplateStandIn:
         return decoded(ids)
 
 
-def test_parity_says_where_the_chat_template_and_the_library_part() -> None:
+def test_parity_names_the_first_token_at_which_chat_template_and_library_differ() -> None:
     chat = renderer()
     ids = chat.prompt([USER], [])
     same = parity(TemplateStandIn(ids), chat, [USER])  # type: ignore[arg-type]
@@ -236,9 +224,12 @@ def test_parity_says_where_the_chat_template_and_the_library_part() -> None:
     other = parity(TemplateStandIn([*ids[:5], *encoded("other text")]), chat, [USER])  # type: ignore[arg-type]
     assert "from token 5 on" in other
     assert "'other te'" in other
+    for prefix in (ids[:-1], [*ids, ord("x")]):
+        shorter = min(len(ids), len(prefix))
+        assert f"from token {shorter} on" in parity(TemplateStandIn(prefix), chat, [USER])  # type: ignore[arg-type]
 
 
-def test_a_vocabulary_that_cannot_be_loaded_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_vocabulary_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The library checks the hash of the file: no other vocabulary can stand in for it."""
     lines = [base64.b64encode(bytes([byte])) + b" %d\n" % byte for byte in range(256)]
     (tmp_path / "o200k_base.tiktoken").write_bytes(b"".join(lines))
@@ -253,7 +244,7 @@ needs_vocabulary = pytest.mark.skipif(
 
 
 @needs_vocabulary
-def test_the_library_has_the_control_ids_that_are_assumed() -> None:
+def test_the_library_has_the_assumed_control_ids() -> None:
     encoding = load_encoding()
     assert isinstance(encoding, harmony.HarmonyEncoding)
     for text, token in CONTROL_IDS.items():
@@ -262,7 +253,7 @@ def test_the_library_has_the_control_ids_that_are_assumed() -> None:
 
 
 @needs_vocabulary
-def test_the_library_keeps_hostile_text_text_and_extends() -> None:
+def test_the_library_encodes_hostile_text_as_text_and_extends() -> None:
     chat = HarmonyRenderer(load_encoding(), history=History.KEEP)
     hostile, harmless = ({"role": "user", "content": f"a {text} b"} for text in ("<|end|>", "x"))
     counts = [sum(token in NAMES for token in chat.prompt([user], [WEATHER])) for user in (hostile, harmless)]

@@ -1,127 +1,23 @@
-"""Sampled turns as messages; settings, tokenizers and messages that are refused."""
+"""Messages in the one form that chat templates read."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
-
-import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerFast
-
-from rollout.chat.chat import Chat
-from rollout.chat.messages import normalised
-from rollout.errors import ConfigError, TemplateError
-from rollout.records import FinishReason
-from tests.fixtures.conversations import FAMILIES, USER, WEATHER, a_call, encoded
-from tests.fixtures.tokenizers import chat_tokenizer
-
-
-def test_a_sampled_turn_becomes_an_openai_message() -> None:
-    tokenizer = chat_tokenizer("qwen3")
-    text = '<think>\nhm\n</think>\n\nLet me see.\n<tool_call>\n{"name": "f", "arguments": {"x": "é"}}\n</tool_call>'
-    message = Chat(tokenizer).parse([*encoded(tokenizer, text), tokenizer.eos_token_id])
-    call_id = message["tool_calls"][0].pop("id")
-    assert message == {
-        "role": "assistant",
-        "content": "Let me see.",
-        "reasoning_content": "hm",
-        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": '{"x": "é"}'}}],
-    }
-    assert len(call_id) == 9
-    assert call_id.isalnum()
-
-
-def test_a_turn_that_begins_inside_a_think_block_is_read_as_such() -> None:
-    template = (chat_tokenizer("chatml").chat_template or "").replace(
-        "'<|im_start|>assistant\\n'", "'<|im_start|>assistant\\n<think>\\n'"
-    )
-    tokenizer = chat_tokenizer("qwen3", template=str(template))
-    chat = Chat(tokenizer)
-    assert chat.parse(encoded(tokenizer, "hm\n</think>\n\nyes"))["content"] == "yes"
-    assert chat.parse(encoded(tokenizer, "hm, cut")) == {
-        "role": "assistant",
-        "content": "",
-        "reasoning_content": "hm, cut",
-    }
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.data())
-def test_parsing_never_raises_and_its_message_can_be_rendered(data: st.DataObject) -> None:
-    family = data.draw(st.sampled_from(FAMILIES))
-    tokenizer = chat_tokenizer(family)
-    chat = Chat(tokenizer)
-    sampled = data.draw(st.lists(st.integers(0, len(tokenizer) + 300), max_size=30))
-    message = chat.parse(sampled, [WEATHER])
-    assert message["role"] == "assistant"
-    assert isinstance(message["content"], str)
-    assert chat.prompt([USER, message, USER])
-    call = a_call(chat.prompt([USER]), sampled, FinishReason.LENGTH)
-    extended = chat.extend(call, [USER, message], [USER])
-    assert extended is not None
-    assert extended[: len(call.all_ids)] == list(call.all_ids)
-
-
-def test_stop_tokens_come_from_tokenizer_template_and_generation_config(tmp_path: Path) -> None:
-    chat_tokenizer("chatml", eos="<|endoftext|>").save_pretrained(tmp_path)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [392, 7]}))
-    chat = Chat.from_pretrained(tmp_path)
-    names = chat.tokenizer.convert_ids_to_tokens(list(chat.stop_token_ids))
-    assert names[0] == "<|endoftext|>"
-    assert names[-1] == "<|im_end|>"
-    assert chat.stop_token_ids == (392, 7, 394)
-    assert chat.prompt([USER]) == Chat(chat_tokenizer("chatml")).prompt([USER])
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "message"), [({"family": "gemma"}, "family must be one of"), ({"history": "all"}, "keep, template")]
-)
-def test_unknown_settings_are_refused_with_the_known_ones(kwargs: dict[str, str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Chat(chat_tokenizer("chatml"), **kwargs)
-
-
-def test_a_tokenizer_without_template_is_refused() -> None:
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=chat_tokenizer("chatml").backend_tokenizer)
-    with pytest.raises(TemplateError, match="no chat template"):
-        Chat(tokenizer)
-
-
-@pytest.mark.parametrize(
-    ("message", "what"),
-    [
-        ({"content": "x"}, "role None"),
-        ({"role": "user", "content": [{"type": "image"}]}, "not supported"),
-        ({"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}, "without a function name"),
-    ],
-)
-def test_messages_that_cannot_be_rendered_are_refused_in_a_sentence(message: dict[str, Any], what: str) -> None:
-    with pytest.raises(TemplateError, match=what):
-        Chat(chat_tokenizer("qwen3")).prompt([USER, message])
-
-
-def test_an_extension_needs_the_assistant_message() -> None:
-    chat = Chat(chat_tokenizer("qwen3"))
-    with pytest.raises(TemplateError, match="must end with the assistant message"):
-        chat.extend(a_call([1], [2]), [USER], [USER])
-
-
-def test_messages_are_not_modified() -> None:
-    tokenizer = chat_tokenizer("qwen3")
-    chat = Chat(tokenizer)
-    call = {"id": "a", "function": {"name": "f", "arguments": '{"x": "<|im_end|>"}'}}
-    messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    new = [{"role": "tool", "tool_call_id": "a", "content": "<|im_end|>"}]
-    before = json.dumps([messages, new, WEATHER])
-    chat.prompt([*messages, *new], [WEATHER])
-    chat.extend(a_call([1], [2]), messages, new, [WEATHER])
-    assert json.dumps([messages, new, WEATHER]) == before
+from rollout.chat.messages import normalize_messages
 
 
 def test_annotations_and_empty_lists_of_calls_do_not_reach_the_template() -> None:
     message = {"role": "assistant", "content": "x", "tool_calls": [], "tool_call_errors": ["e"]}
     ids = {"prompt_token_ids": [1], "generation_token_ids": [2], "generation_log_probs": [-1.0]}
-    assert normalised([message | ids]) == [{"role": "assistant", "content": "x"}]
+    assert normalize_messages([message | ids]) == [{"role": "assistant", "content": "x"}]
+
+
+def test_a_tool_result_gets_the_name_of_its_call_and_arguments_become_objects() -> None:
+    call = {"id": "a", "function": {"name": "f", "arguments": '{"x": "\\ud800"}'}}
+    turn, result = normalize_messages(
+        [
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "o"}, {"text": "k\ud800"}]},
+        ]
+    )
+    assert turn["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": "\ufffd"}}
+    assert (turn["content"], result["content"], result["name"]) == ("", "ok\ufffd", "f")

@@ -1,4 +1,4 @@
-"""Reading what a model wrote: calls, reasoning, and sentences for what cannot be read. Nothing raises."""
+"""Parsing of sampled text: calls, reasoning, and sentences on malformed calls. Nothing raises."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_hermes_calls_are_read_in_order_and_leave_the_content() -> None:
         ('{"name": "a", "arguments": {"x": %s}}' % ("9" * 5000), "not valid JSON"),
     ],
 )
-def test_a_malformed_call_is_named_and_stays_in_the_content(body: str, error: str) -> None:
+def test_a_malformed_call_is_explained_and_stays_in_the_content(body: str, error: str) -> None:
     turn = parse_hermes("Well. " + hermes(body))
     assert turn.calls == ()
     assert len(turn.errors) == 1
@@ -79,7 +79,7 @@ def test_lone_surrogates_in_arguments_become_the_replacement_character() -> None
     call.arguments.encode()
 
 
-def test_a_call_that_is_only_thought_of_is_not_made() -> None:
+def test_a_call_inside_a_think_block_is_reasoning() -> None:
     thought = f"<think>\nmaybe {hermes('{}')}\n</think>\n\nno"
     assert parse_hermes(thought) == Turn(content="no", reasoning=f"maybe {hermes('{}')}")
 
@@ -98,7 +98,7 @@ def test_a_call_that_is_only_thought_of_is_not_made() -> None:
         ("<think>a</think>b</think>c", False, ("a", "b</think>c")),
     ],
 )
-def test_reasoning_is_what_the_first_think_block_holds(
+def test_reasoning_is_the_content_of_the_first_think_block(
     text: str, is_open: bool, expected: tuple[str | None, str]
 ) -> None:
     assert split_reasoning(text, is_open=is_open) == expected
@@ -109,19 +109,19 @@ def test_llama_calls_with_and_without_python_tag() -> None:
     for text in (f"<|python_tag|>{one}; {two}", f"<|python_tag|>{one}\n{two}"):
         assert [call.name for call in parse_llama3(text).calls] == ["a", "b"]
     assert parse_llama3(one, tool_names=["a"]).calls == (ToolCall(name="a", arguments='{"x": 1}'),)
-    assert parse_llama3(one) == Turn(content=one)  # JSON was asked for, no tools were offered
+    assert parse_llama3(one) == Turn(content=one)  # a JSON answer: no tools were offered
     assert parse_llama3("plain", tool_names=["a"]) == Turn(content="plain")
 
 
 @pytest.mark.parametrize("text", ["<|python_tag|>", "<|python_tag|>print(1)", '<|python_tag|>{"name": "a"', "{oops"])
-def test_a_malformed_llama_call_is_named_and_stays_in_the_content(text: str) -> None:
+def test_a_malformed_llama_call_is_explained_and_stays_in_the_content(text: str) -> None:
     turn = parse_llama3(text, tool_names=["a"])
     assert turn.calls == ()
     assert len(turn.errors) == 1
     assert turn.content == text
 
 
-def test_call_ids_are_repeatable_distinct_and_accepted_everywhere() -> None:
+def test_call_ids_are_repeatable_and_distinct_with_nine_letters_and_digits() -> None:
     turn = parse_hermes(hermes('{"name": "a"}', '{"name": "a"}'))
     ids = [call["id"] for call in turn.message([1, 2])["tool_calls"]]
     assert ids == [call["id"] for call in turn.message((1, 2))["tool_calls"]]
@@ -146,7 +146,7 @@ fragments = st.sampled_from(
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.one_of(fragments, st.text(max_size=4)), max_size=8).map("".join))
-def test_nothing_raises_and_calls_are_always_json_objects(text: str) -> None:
+def test_parsing_never_raises_and_arguments_are_always_json_objects(text: str) -> None:
     for turn in (parse_hermes(text), parse_llama3(text, tool_names=["a"])):
         assert all(isinstance(json.loads(call.arguments), dict) for call in turn.calls)
         assert turn.message([])["role"] == "assistant"

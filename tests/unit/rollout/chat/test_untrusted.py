@@ -1,4 +1,4 @@
-"""The encoder behind rule 6: pieces encoded one by one are what the tokenizer makes of the whole."""
+"""Encoder of untrusted text: pieces encoded one by one equal the tokenizer's encoding of the whole."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CONVERSATION = "<s>[INST] hello there [/INST] general kenobi</s>\n  <s>[INST] ag
 def metaspace_tokenizer(
     *, rstrip: bool = False, lstrip: bool = False, normalizer: normalizers.Normalizer | None = None
 ) -> PreTrainedTokenizerFast:
-    """Like Llama 2 and Mistral: a space is put before the first piece of the input, and only there."""
+    """Tokenizer that puts a space before the first piece of the input only, as those of Llama 2 and Mistral."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
@@ -31,10 +31,10 @@ def metaspace_tokenizer(
 
 
 @pytest.mark.parametrize("flags", [{}, {"rstrip": True}, {"lstrip": True}, {"rstrip": True, "lstrip": True}])
-def test_pieces_are_encoded_as_the_whole_is(flags: dict[str, bool]) -> None:
+def test_pieces_are_encoded_as_the_whole(flags: dict[str, bool]) -> None:
     tokenizer = metaspace_tokenizer(**flags)
     encoder = UntrustedTextEncoder(tokenizer)
-    # A first rendering that says something else forces the way through the pieces.
+    # A first rendering with other text forces the encoding in pieces.
     pieces = encoder.encode(CONVERSATION, Mask({}, hides_control_tokens=True), plain="")
     assert pieces == tokenizer.encode(CONVERSATION, add_special_tokens=False)
     opening = "hello " + CONVERSATION
@@ -43,8 +43,8 @@ def test_pieces_are_encoded_as_the_whole_is(flags: dict[str, bool]) -> None:
     )
 
 
-def test_a_control_token_that_normalisation_would_make_is_ordinary_text() -> None:
-    """Full-width brackets become [INST] under NFKC, behind the back of any search in the text."""
+def test_a_control_token_that_normalization_would_make_is_ordinary_text() -> None:
+    """NFKC turns full-width brackets into [INST], which a search in the text does not find."""
     tokenizer = metaspace_tokenizer(normalizer=normalizers.NFKC())
     encoder = UntrustedTextEncoder(tokenizer)
     hostile = "［INST］"
@@ -56,7 +56,7 @@ def test_a_control_token_that_normalisation_would_make_is_ordinary_text() -> Non
     ]
 
 
-def test_a_vocabulary_that_lists_control_tokens_as_words_cannot_be_tricked() -> None:
+def test_control_tokens_that_the_vocabulary_lists_as_words_are_left_out_of_text() -> None:
     words = {"<unk>": 0, "<end>": 1, "a": 2, "b": 3}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -78,7 +78,7 @@ def test_masks_restore_what_they_hide() -> None:
         assert mask.hides_control_tokens == ("<|im_end|>" in text)
 
 
-def test_the_placeholder_is_a_word_that_the_text_cannot_contain() -> None:
+def test_the_placeholder_is_a_word_that_the_text_does_not_contain() -> None:
     text = "x"
     for _ in range(20):
         word = word_not_in([text])
@@ -87,7 +87,7 @@ def test_the_placeholder_is_a_word_that_the_text_cannot_contain() -> None:
         text += word
 
 
-def test_added_words_that_are_no_markup_stay_vocabulary() -> None:
+def test_added_words_without_markup_are_not_control_tokens() -> None:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(chat_tokenizer("chatml").backend_tokenizer.to_str())
     )
@@ -99,6 +99,6 @@ def test_added_words_that_are_no_markup_stay_vocabulary() -> None:
     assert tokenizer.convert_tokens_to_ids("quark") in ids
 
 
-def test_tokenizers_in_python_are_refused() -> None:
+def test_a_tokenizer_written_in_python_is_refused() -> None:
     with pytest.raises(ConfigError, match="ByT5Tokenizer, expected one backed by the `tokenizers` library"):
         UntrustedTextEncoder(ByT5Tokenizer())  # type: ignore[arg-type]

@@ -1,25 +1,23 @@
-"""Conversations that an environment opens beside the episode's own: their calls are part of the rollout."""
+"""Sub-agents: their calls interleave, and are part of the rollout."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
 
 import pytest
 
 from rollout.engine.protocol import Sampling
+from rollout.environments import make_environment
 from rollout.environments.calculator import calculator
-from rollout.environments.mixed import Mixed
 from rollout.environments.subagents import SubAgents
-from rollout.episode.environment import OpenConversation, Step
-from rollout.episode.rows import branch_count, rows_from_calls
-from rollout.episode.token_metrics import token_metrics
-from rollout.errors import ConfigError, ContextFullError, EngineError, EvidenceError, LockstepError
-from rollout.records import EngineCall, FinishReason, Message, RolloutStatus
+from rollout.episode.rows import rows_from_calls
+from rollout.episode.token_metrics import count_tokens
+from rollout.errors import ConfigError, EngineError, EvidenceError
+from rollout.records import EngineCall, FinishReason, RolloutStatus
+from rollout.sampler.sampler import Sampler
 from tests.fixtures.gateway import ScriptedEngine
-from tests.fixtures.policies import TOKENIZER, Policy, last_turn, play, tool_call
+from tests.fixtures.policies import CHAT, TOKENIZER, Policy, last_turn, play, sampling, tool_call
 
 
 def two_tasks(prompt: str) -> str:
@@ -43,18 +41,18 @@ async def test_two_sub_agents_interleave_and_every_token_is_trained_once():
     assert len(rollout.calls) == 6
     assert engine.most_at_once == 2
     tools = [turn["content"] for turn in rollout.messages if turn["role"] == "tool"]
-    assert tools == ["it is 1+1", "it is 2*3"], "results in the order of the calls, whoever was first"
+    assert tools == ["it is 1+1", "it is 2*3"], "results in the order of the calls, not of the answers"
     rows = rows_from_calls(rollout.calls)
     assert len(rows) == 3
     assert sum(row.num_trained for row in rows) == rollout.num_sampled
-    metrics = token_metrics(rollout.calls, rows)
+    metrics = count_tokens(rollout.calls, rows).metrics()
     assert metrics["rollout/token_match_rate"] == metrics["rollout/trained_fraction"] == 1.0
     assert rollout.outcome["agents"] == 2
     assert rollout.outcome["agent_tool_calls"] == 2
     assert rollout.outcome["tool_calls"] == 2
 
 
-async def test_seeds_do_not_depend_on_who_is_answered_first():
+async def test_seeds_do_not_depend_on_the_order_of_the_answers():
     fast_first, slow_first = Policy(two_tasks, delay_s=slow_multiplication), Policy(two_tasks)
     arrived = [
         [call.prompt_ids for call in (await play(SubAgents([calculator]), engine)).calls]
@@ -68,7 +66,7 @@ async def test_seeds_do_not_depend_on_who_is_answered_first():
     assert not set(other.seeds.values()) & set(fast_first.seeds.values())
 
 
-async def test_the_main_conversation_is_seeded_alike_with_and_without_others():
+async def test_the_seed_of_the_first_conversation_does_not_depend_on_the_others():
     plain, hosting = Policy(lambda prompt: "done"), Policy(two_tasks)
     await play(SubAgents([calculator]), plain)
     await play(SubAgents([calculator]), hosting)
@@ -94,7 +92,7 @@ async def test_a_sub_agent_at_its_limit_is_a_tool_error(settings, says, calls):
     assert sum(row.num_trained for row in rows_from_calls(rollout.calls)) == rollout.num_sampled > 0
 
 
-async def test_a_sub_agent_that_is_too_slow_is_a_timeout_for_who_delegated():
+async def test_a_sub_agent_that_is_too_slow_is_a_timeout_of_the_tool():
     environment = SubAgents([calculator], agent_timeout_s=0.05)
     rollout = await play(environment, Policy(two_tasks, delay_s=lambda prompt: 5 * slow_multiplication(prompt)))
     assert rollout.outcome["tool_errors_timeout"] == 1
@@ -116,105 +114,23 @@ async def test_a_dead_engine_is_not_a_tool_error():
         await play(SubAgents([calculator]), engine)
 
 
-async def test_mixed_hands_conversations_to_the_part_that_hosts():
-    def mixed() -> Mixed:
-        return Mixed({"subagents": {"functions": [calculator], "max_calls": 3}, "user": {"turns": ["and?"] * 5}})
-
-    hosted = await play(mixed(), Policy(two_tasks), example={"question": "go", "environment": "subagents"})
-    assert len(hosted.calls) == 3
-    plain = await play(
-        mixed(), Policy(lambda prompt: "hm"), max_turns=6, example={"question": "go", "environment": "user"}
+async def test_the_limit_of_calls_is_that_of_the_part_that_the_row_names():
+    parts = {"subagents": {"functions": [calculator], "max_calls": 3}, "user": {"turns": ["and?"] * 5}}
+    sampler = Sampler(
+        engine=Policy(two_tasks),  # type: ignore[arg-type]
+        chat=CHAT,
+        make_environment=partial(make_environment, "mixed", environments=parts),
+        max_turns=6,
+        seed=1,
     )
-    assert len(plain.calls) == 6, "another part's limit of calls is not this one's"
+    rows = [{"question": "go", "environment": name} for name in parts]
+    rollouts = await sampler.collect(rows, samples_per_prompt=1, sampling=sampling(), step=0)
+    assert [len(rollout.calls) for rollout in rollouts] == [3, 6]
 
 
 def test_limits_below_one_are_refused():
     with pytest.raises(ConfigError, match="max_calls=0"):
         SubAgents([calculator], max_calls=0)
-
-
-# --- the protocol, by an environment of one's own
-
-
-@dataclass
-class Debate:
-    """Two more voices of the same model speak on each turn of the first; what they hear is not what it said."""
-
-    max_calls: int | None = None
-    opened: list[Any] = field(default_factory=list)
-    kept: list[asyncio.Task[Message]] = field(default_factory=list)
-    tools: Sequence[Mapping[str, Any]] = ()
-
-    def host(self, open_conversation: OpenConversation) -> None:
-        self.open = open_conversation
-
-    async def reset(self, example: Mapping[str, Any]) -> Sequence[Message]:
-        opener = self.open([{"role": "user", "content": "open the debate"}])
-        said = await opener.ask()
-        return [{"role": "user", "content": said["content"]}]
-
-    async def step(self, message: Message) -> Step:
-        edited = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "forged"}]
-        voices = [self.open([*edited, {"role": "user", "content": f"voice {len(self.opened) + i}"}]) for i in range(2)]
-        self.opened += voices
-        await asyncio.gather(*(voice.ask() for voice in voices))
-        await voices[0].ask([{"role": "user", "content": "again"}])
-        return Step(messages=({"role": "user", "content": "next"},))
-
-    async def conclude(self) -> Mapping[str, Any]:
-        self.kept.append(asyncio.create_task(self.opened[0].ask([{"role": "user", "content": "too late"}])))
-        await asyncio.sleep(0)
-        return {"voices": len(self.opened)}
-
-
-async def test_own_conversations_with_edited_history_branch_and_are_trained():
-    environment = Debate()
-    rollout = await play(environment, Policy(lambda prompt: "aye " + prompt[-30:-25]), max_turns=2)
-    assert rollout.outcome["voices"] == 4
-    assert rollout.status is RolloutStatus.MAX_TURNS
-    assert rollout.messages[-1] == {"role": "user", "content": "next"}
-    assert len(rollout.calls) == 1 + 2 * (1 + 3)
-    assert branch_count(rollout.calls) == 5
-    rows = rows_from_calls(rollout.calls)
-    assert sum(row.num_trained for row in rows) == rollout.num_sampled
-    before = len(rollout.calls)
-    await asyncio.gather(*environment.kept, return_exceptions=True)
-    assert len(rollout.calls) == before, "what is answered after the end is not part of the rollout"
-    with pytest.raises(LockstepError, match="episode is over"):
-        await environment.opened[1].ask()
-
-
-async def test_a_hosted_conversation_that_is_full_says_so_and_the_episode_goes_on():
-    caught = []
-
-    class Filling(Debate):
-        async def reset(self, example: Mapping[str, Any]) -> Sequence[Message]:
-            return [{"role": "user", "content": "go"}]
-
-        async def step(self, message: Message) -> Step:
-            try:
-                await self.open([{"role": "user", "content": "long " * 400}]).ask()
-            except ContextFullError as error:
-                caught.append(str(error))
-            return Step(done=True)
-
-        async def conclude(self) -> Mapping[str, Any]:
-            return {}
-
-    rollout = await play(Filling(), Policy(lambda prompt: "aye", max_model_len=300))
-    assert rollout.status is RolloutStatus.COMPLETED
-    assert "the model takes 300" in caught[0]
-
-
-async def test_a_conversation_is_asked_one_thing_at_a_time():
-    class Hasty(Debate):
-        async def reset(self, example: Mapping[str, Any]) -> Sequence[Message]:
-            voice = self.open([{"role": "user", "content": "go"}])
-            await asyncio.gather(voice.ask(), voice.ask())
-            return ()
-
-    with pytest.raises(RuntimeError, match="one thing at a time"):
-        await play(Hasty(), Policy(lambda prompt: "aye"))
 
 
 async def test_an_aborted_call_of_a_hosted_conversation_fails_the_rollout():
@@ -228,42 +144,3 @@ async def test_an_aborted_call_of_a_hosted_conversation_fails_the_rollout():
     rollout = await play(SubAgents([calculator]), Aborting(two_tasks))
     assert rollout.status is RolloutStatus.FAILED
     assert "aborted" in (rollout.error or "")
-
-
-class AsksOnce:
-    """Asks in a conversation of its own whose prompt fills the context, while it steps or when it concludes."""
-
-    tools = ()
-    max_calls = 10
-
-    def __init__(self, when: str) -> None:
-        self._when = when
-
-    def host(self, open_conversation: OpenConversation) -> None:
-        self._open = open_conversation
-
-    async def reset(self, example: Mapping[str, Any]) -> Sequence[Message]:
-        return [{"role": "user", "content": "begin"}]
-
-    async def step(self, message: Message) -> Step:
-        if self._when == "step":
-            await self._ask()
-        return Step(done=True)
-
-    async def conclude(self) -> Mapping[str, Any]:
-        if self._when == "conclude":
-            await self._ask()
-        return {}
-
-    async def _ask(self) -> None:
-        await self._open([{"role": "user", "content": "what a long story " * 2000}]).ask()
-
-
-@pytest.mark.parametrize(
-    ("when", "status"), [("step", RolloutStatus.CONTEXT_FULL), ("conclude", RolloutStatus.COMPLETED)]
-)
-async def test_a_conversation_beside_that_fills_the_context_ends_the_episode_and_what_was_sampled_stays(when, status):
-    rollout = await play(AsksOnce(when), Policy(lambda prompt: "hello"))
-    assert rollout.status is status
-    assert len(rollout.calls) == 1
-    assert rollout.is_trainable

@@ -1,4 +1,4 @@
-"""The call tree: every sampled token is trained once, in any order of arrival, in time linear in the tokens."""
+"""The call tree: every sampled token is trained once, for any order of arrival, in time linear in the tokens."""
 
 from __future__ import annotations
 
@@ -12,33 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.episode.rows import branch_count, extension_count, is_trainable, rows_from_calls
-from rollout.episode.token_metrics import TokenCounts, count_tokens, token_metrics
+from rollout.episode.rows import extension_count, is_trainable, rows_from_calls
 from rollout.errors import EvidenceError
-from rollout.records import EngineCall, FinishReason, SamplingSupport, TrainingRow, VersionSpan, num_trained
-
-
-def a_call(
-    prompt: Sequence[int],
-    sampled: Sequence[int],
-    *,
-    logprobs: Sequence[float] | None = None,
-    finish_reason: FinishReason = FinishReason.STOP,
-    version: int = 0,
-    support: SamplingSupport | None = None,
-) -> EngineCall:
-    return EngineCall(
-        prompt_ids=tuple(prompt),
-        sampled_ids=tuple(sampled),
-        sampled_logprobs=tuple(logprobs) if logprobs is not None else (-0.5,) * len(sampled),
-        finish_reason=finish_reason,
-        version_spans=(VersionSpan(version=version, start=0, end=len(sampled)),),
-        support=support,
-    )
+from rollout.records import EngineCall, FinishReason, SamplingSupport, TrainingRow, num_trained
+from tests.fixtures.calls import a_call, call_trees
 
 
 def trained_events(rows: Sequence[TrainingRow]) -> Counter:
-    """What is trained: each token with its whole context and its logprob."""
+    """Count the trained tokens, each with its whole context and its logprob."""
     return Counter(
         (tuple(row.ids[:position].tolist()), int(row.ids[position]), float(row.sampling_logprobs[position]))
         for row in rows
@@ -47,7 +28,7 @@ def trained_events(rows: Sequence[TrainingRow]) -> Counter:
 
 
 def sampled_events(calls: Sequence[EngineCall]) -> Counter:
-    """What was sampled: each token with its whole context and its logprob."""
+    """Count the sampled tokens, each with its whole context and its logprob."""
     return Counter(
         (call.prompt_ids + call.sampled_ids[:k], call.sampled_ids[k], float(np.float32(call.sampled_logprobs[k])))
         for call in calls
@@ -57,36 +38,12 @@ def sampled_events(calls: Sequence[EngineCall]) -> Counter:
 
 
 def content(row: TrainingRow) -> tuple:
-    """A row without what depends on the order of arrival."""
+    """Return the arrays of a row that do not depend on the order of arrival."""
     return tuple(array.tobytes() for array in (row.ids, row.loss_mask, row.sampling_logprobs, row.versions))
 
 
-@st.composite
-def call_trees(draw: st.DrawFn) -> list[EngineCall]:
-    """Extensions, branches, retries, cuts into generations and strangers, over four ids so that prefixes collide."""
-    tokens = st.lists(st.integers(0, 3), max_size=4)
-    calls: list[EngineCall] = []
-    for index in range(draw(st.integers(0, 9))):
-        kind = draw(st.sampled_from(["extend", "extend", "retry", "cut", "new"])) if calls else "new"
-        earlier = draw(st.sampled_from(calls)) if calls else None
-        if earlier is None or kind == "new":
-            prompt = [draw(st.integers(0, 3)), *draw(tokens)]
-        elif kind == "retry":
-            prompt = list(earlier.prompt_ids)
-        elif kind == "cut":
-            cut = draw(st.integers(0, len(earlier.sampled_ids)))
-            prompt = [*earlier.prompt_ids, *earlier.sampled_ids[:cut], *draw(tokens)]
-        else:
-            prompt = [*earlier.all_ids, *draw(tokens)]
-        sampled = draw(tokens)
-        logprobs = [-draw(st.integers(0, 3)) / 8 for _ in sampled]
-        reason = draw(st.sampled_from([FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT]))
-        calls.append(a_call(prompt, sampled, logprobs=logprobs, finish_reason=reason, version=index % 3))
-    return calls
-
-
 def longest_prefix_parents(calls: Sequence[EngineCall]) -> list[int | None]:
-    """Rule 4 read literally, by comparing every pair. Ties (equal ids) go to any one of them."""
+    """Find parents by their definition, comparing every pair. Ties (equal ids) go to any one of them."""
     parents: list[int | None] = []
     for call in calls:
         candidates = [
@@ -126,7 +83,6 @@ def test_there_is_one_row_per_leaf_of_the_tree_of_longest_prefixes(calls: list[E
     leaves = len(calls) - len(inner)
     rows = rows_from_calls(calls)
     assert len(rows) == leaves
-    assert branch_count(calls) == max(0, leaves - 1)
     assert {tuple(row.ids.tolist()) for row in rows} <= {call.all_ids for call in calls}
 
 
@@ -157,7 +113,7 @@ def test_the_first_row_that_holds_a_sampled_stretch_trains_it(calls: list[Engine
 
     trained_in = {turn: i for i, row in enumerate(rows) for turn in np.unique(row.turns[row.loss_mask]).tolist()}
     for turn, row_index in trained_in.items():
-        # Of two samples with equal ids either may be the parent, and which of them a row holds cannot be told.
+        # Of two samples with equal ids either may be the parent, and a row does not tell them apart.
         for ancestor in ancestors(turn):
             if [call.all_ids for call in calls].count(calls[ancestor].all_ids) == 1:
                 assert trained_in[ancestor] <= row_index
@@ -174,16 +130,16 @@ def test_turns_that_extend_each_other_make_one_row() -> None:
     assert row.turns.tolist() == [-1, -1, 0, 0, -1, 1]
 
 
-def test_the_final_sampled_tokens_are_in_the_record() -> None:
-    """Seed 000, bug 1: the tokens of the last turn were lost when the episode ended."""
+def test_the_last_sampled_tokens_are_in_the_row() -> None:
+    """Bug 1 of "KL Divergence Analysis" (jphme, gist, 2026): they were lost when the episode ended."""
     calls = [a_call([1], [2, 3]), a_call([1, 2, 3, 4], [5, 6, 7])]
     (row,) = rows_from_calls(calls)
     assert row.ids[-3:].tolist() == [5, 6, 7]
     assert row.loss_mask[-3:].all()
 
 
-def test_each_logprob_sits_at_the_position_of_its_own_token() -> None:
-    """Seed 000, bug 3: logprobs were shifted by one between inputs and targets."""
+def test_each_logprob_is_at_the_position_of_its_own_token() -> None:
+    """Bug 3 of "KL Divergence Analysis" (jphme, gist, 2026): they were shifted by one between inputs and targets."""
     (row,) = rows_from_calls([a_call([9, 9, 9], [4, 5], logprobs=[-0.25, -4.0])])
     assert dict(zip(row.ids[row.loss_mask].tolist(), row.sampling_logprobs[row.loss_mask].tolist(), strict=True)) == {
         4: -0.25,
@@ -192,15 +148,15 @@ def test_each_logprob_sits_at_the_position_of_its_own_token() -> None:
 
 
 @pytest.mark.parametrize(
-    "retokenised",
+    "retokenized",
     [pytest.param([30], id="two tokens merged into one"), pytest.param([31, 32], id="the same text split elsewhere")],
 )
-def test_a_prompt_with_the_turn_tokenised_again_branches(retokenised: list[int]) -> None:
-    """Seed 002, problem 1: `_Ski` + `nny` comes back as `_Skinny`, or as `_Skin` + `ny`."""
+def test_a_prompt_with_the_turn_tokenized_again_branches(retokenized: list[int]) -> None:
+    """NeMo Gym docs, "On-Policy Corrections", problem 1: `_Ski` + `nny` becomes `_Skinny`, or `_Skin` + `ny`."""
     sampled = a_call([1, 2], [10, 11])
-    again = a_call([1, 2, *retokenised, 5], [6])
+    again = a_call([1, 2, *retokenized, 5], [6])
     rows = rows_from_calls([sampled, again])
-    assert [row.ids.tolist() for row in rows] == [[1, 2, 10, 11], [1, 2, *retokenised, 5, 6]]
+    assert [row.ids.tolist() for row in rows] == [[1, 2, 10, 11], [1, 2, *retokenized, 5, 6]]
     assert [row.ids[row.loss_mask].tolist() for row in rows] == [[10, 11], [6]]
 
 
@@ -228,7 +184,7 @@ def test_equal_samples_of_a_retried_prompt_are_two_samples() -> None:
 
 
 def test_a_logprob_of_zero_is_trained_like_any_other() -> None:
-    """Rule 5: masks carry provenance, not values."""
+    """The mask says that a token was sampled, not that its logprob is nonzero (docs/tokens.md)."""
     (row,) = rows_from_calls([a_call([1], [2, 3], logprobs=[0.0, -1e-9])])
     assert row.loss_mask.tolist() == [False, True, True]
 
@@ -260,12 +216,12 @@ def test_interleaved_agents_make_a_row_each() -> None:
     assert [row.turns[row.loss_mask].tolist() for row in rows] == [[0, 2, 4], [1, 3, 5]]
 
 
-def test_strangers_come_in_the_order_in_which_they_arrived() -> None:
+def test_independent_trees_come_in_order_of_arrival() -> None:
     rows = rows_from_calls([a_call([9], [1]), a_call([1], [2]), a_call([5], [3])])
     assert [row.ids[0] for row in rows] == [9, 1, 5]
 
 
-def test_the_support_of_trained_tokens_goes_with_the_row() -> None:
+def test_a_row_has_the_support_of_its_trained_tokens() -> None:
     def support(*sets: list[int]) -> SamplingSupport:
         offsets = np.cumsum([0, *map(len, sets)])
         return SamplingSupport(offsets=offsets.astype(np.int64), token_ids=np.concatenate(sets).astype(np.int32))
@@ -290,13 +246,13 @@ def test_thousands_of_turns_need_no_recursion() -> None:
     assert row.num_trained == 2000
 
 
-def test_a_wide_tree_of_many_siblings_is_no_harder() -> None:
+def test_thousands_of_siblings_are_each_trained_once() -> None:
     calls = [a_call([1], [2])] + [a_call([1, 2, index], [3]) for index in range(3000)]
     assert num_trained(rows_from_calls(calls)) == 3001
 
 
 def seconds_per_token(calls: Sequence[EngineCall]) -> float:
-    """CPU time, the best of several runs: other work on the machine can only make a run slower."""
+    """Measure CPU time, the best of several runs: other work on the machine can only make a run slower."""
     tokens = sum(len(call.all_ids) for call in calls)
     best = float("inf")
     for _ in range(5):
@@ -323,34 +279,3 @@ def test_the_calls_are_not_modified() -> None:
     rows = rows_from_calls(calls)
     rows[0].ids[:] = 0
     assert repr(calls) == before
-
-
-@settings(max_examples=100, deadline=None)
-@given(call_trees())
-def test_rows_match_their_calls_token_by_token(calls: list[EngineCall]) -> None:
-    counts = count_tokens(calls, rows_from_calls(calls))
-    assert counts.matched == counts.trained
-    assert counts.metrics()["rollout/token_match_rate"] == 1.0
-
-
-@pytest.mark.parametrize("what", ["ids", "sampling_logprobs"])
-def test_the_match_rate_sees_ids_and_logprobs_that_are_not_the_engines(what: str) -> None:
-    calls = [a_call([1, 2], [3, 4, 5, 6], logprobs=[-1, -2, -3, -4])]
-    rows = rows_from_calls(calls)
-    array = getattr(rows[0], what)
-    array[3:] = np.roll(array[3:], 1)
-    assert token_metrics(calls, rows)["rollout/token_match_rate"] == 0.25
-
-
-def test_metrics_add_up_over_rollouts() -> None:
-    extended = [a_call([1], [2]), a_call([1, 2, 3], [4])]
-    branched = [a_call([1], [2]), a_call([5], [6]), a_call([7], [8], finish_reason=FinishReason.ABORT)]
-    total = sum((count_tokens(calls, rows_from_calls(calls)) for calls in (extended, branched)), TokenCounts())
-    assert total.metrics() == {
-        "rollout/token_match_rate": 1.0,
-        "rollout/trained_fraction": 4 / 5,
-        "rollout/extension_rate": 1 / 2,
-        "rollout/branch_rate": 1 / 2,
-        "rollout/turns": 5 / 2,
-    }
-    assert TokenCounts().metrics()["rollout/token_match_rate"] == 1.0

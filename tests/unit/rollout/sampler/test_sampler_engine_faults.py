@@ -1,4 +1,4 @@
-"""A request that fails in an engine that lives: its episode begins again, and no group is trained in part."""
+"""Requests that fail in a live engine: their episodes are restarted, and partial groups are not trained."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROWS = [{"prompt": f"row {number}", "answer": "1"} for number in range(3)]
 
 
 class FaultyEngine(ScriptedEngine):
-    """Fails the first requests with these seeds, as often as asked."""
+    """Fails the first requests with these seeds."""
 
     def __init__(self, failures: dict[int, int], error: Exception) -> None:
         super().__init__(script=lambda ids, sampling: [5 + (sampling.seed or 0) % 100] * 3)
@@ -44,14 +44,14 @@ async def collect(failures: dict[int, int], error: Exception) -> tuple[list[Roll
 
 
 async def seeds() -> list[int]:
-    """Of the requests of each rollout, in order."""
+    """Return the seeds of the requests, in order of the rollouts."""
     engine = FaultyEngine({}, RuntimeError())
     sampler = Sampler(engine=engine, chat=Chat(TOKENIZER), make_environment=SingleTurn, max_turns=1, seed=0)
     await sampler.collect(ROWS, samples_per_prompt=2, sampling=Sampling(max_tokens=8), step=0)
     return [sampling.seed for sampling in engine.samplings if sampling.seed is not None]
 
 
-async def test_an_episode_that_begins_again_samples_what_it_would_have() -> None:
+async def test_a_restarted_episode_has_the_samples_of_a_run_without_faults() -> None:
     expected, none = await collect({}, RequestError("a fault"))
     found, metrics = await collect(dict.fromkeys((await seeds())[2:4], REISSUES), RequestError("a fault"))
     assert [rollout.calls for rollout in found] == [rollout.calls for rollout in expected]
@@ -60,22 +60,22 @@ async def test_an_episode_that_begins_again_samples_what_it_would_have() -> None
     assert set(none.values()) == {0.0}
 
 
-async def test_where_that_does_not_help_the_whole_group_is_left_out_and_counted() -> None:
+async def test_the_group_of_an_episode_that_fails_every_time_is_left_out_and_counted() -> None:
     found, metrics = await collect({(await seeds())[3]: REISSUES + 1}, RequestError("a fault\nand a log"))
     assert [rollout.is_trainable for rollout in found] == [True, True, False, False, True, True]
     assert found[3].error == "RequestError: a fault"
     assert "another rollout of its group failed in the engine" in str(found[2].error)
-    assert found[2].calls, "what was sampled is kept for people to look at"
+    assert found[2].calls, "samples are kept in the saved rollouts"
     assert metrics == {"rollout/reissued": float(REISSUES), "rollout/groups_lost_to_engine": 1.0}
 
 
-async def test_evidence_that_cannot_be_trusted_costs_its_own_rollout_only() -> None:
-    """Rule 9: what is missing is the evidence, and asking again would choose among answers."""
+async def test_refused_evidence_fails_its_own_rollout_only() -> None:
+    """The request is not repeated, which would choose among answers (docs/tokens.md)."""
     found, metrics = await collect({(await seeds())[3]: 1}, EvidenceError("3 sampled tokens but 2 logprobs"))
     assert [rollout.status is RolloutStatus.FAILED for rollout in found] == [False, False, False, True, False, False]
     assert metrics["rollout/reissued"] == 0
 
 
-async def test_a_dead_engine_ends_it() -> None:
+async def test_a_dead_engine_ends_the_collection() -> None:
     with pytest.raises(EngineError, match="dead"):
         await collect({(await seeds())[3]: 1}, EngineError("the engine is dead"))

@@ -1,9 +1,10 @@
 """Python functions as tools: schemas from their signatures, and calls that never raise.
 
 A tool call comes from a model, so everything about it may be wrong. Each fault (see `ToolFault`) becomes a tool
-message that says what to do better, and a count. How long a function may take and what is not contained is
-said in `rollout/system/deadline.py`: tools run in this process, with its rights; model-written code does not belong
-here.
+message that explains it, and a count. These messages are part of prompts: changing one changes what is sampled.
+
+Tools run in this process, with its rights, and are not contained (`rollout/system/deadline.py`): they must not run
+model-written code.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -26,19 +28,19 @@ from rollout.records import Message
 from rollout.system.deadline import DeadlineExceeded, TooManyAbandoned, call_with_deadline, describe
 from rollout.system.user_functions import load_functions
 
-# An exception's text may hold a whole document; this much tells a model what went wrong.
 MAX_ERROR_CHARS = 500
+"""Length of an error in a tool message. An exception's text may hold a whole document."""
 
 ToolFunction = Callable[..., Any]
 
 
 class ToolFault(StrEnum):
-    """Why a tool call gave no result."""
+    """Reason why a tool call has no result."""
 
     MALFORMED = "malformed"
     """The call is not valid JSON, or not an object with a name and arguments."""
     UNKNOWN_TOOL = "unknown_tool"
-    """There is no tool of this name."""
+    """No tool has this name."""
     BAD_ARGUMENTS = "bad_arguments"
     """Arguments are missing, unknown or of the wrong type."""
     EXCEPTION = "exception"
@@ -49,7 +51,7 @@ class ToolFault(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult:
-    """One answered call, as the model sees it."""
+    """Answer to one call, as the model sees it."""
 
     name: str
     call_id: str
@@ -61,57 +63,47 @@ class ToolResult:
         return {"role": "tool", "name": self.name, "tool_call_id": self.call_id, "content": self.content}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tool:
-    """One function that a model may call."""
-
-    function: ToolFunction
-    schema: Mapping[str, Any]
-    """In the OpenAI form: {"type": "function", "function": {"name", "description", "parameters"}}."""
-    validator: Draft202012Validator
-
-    @property
-    def name(self) -> str:
-        return self.schema["function"]["name"]
-
-    @classmethod
-    def of(cls, function: ToolFunction) -> Tool:
-        """Read name, types and descriptions from the function's signature and Google-style docstring.
-
-        Raises:
-            ConfigError: type hints or the docstring are missing or cannot be a JSON schema.
-        """
-        # Methods are read once for their class, not once for every episode's instance.
-        schema, validator = _describe(function.__func__ if inspect.ismethod(function) else function)
-        return cls(function=function, schema=schema, validator=validator)
-
-
 class Toolbox:
-    """The tools of an episode, and the one way to call them."""
+    """Tools of an episode."""
 
-    def __init__(self, functions: Sequence[ToolFunction], *, timeout_s: float = 10.0, max_result_chars: int = 8192):
-        """timeout_s: for each call. max_result_chars: longer results are cut, with a note that says so.
+    def __init__(
+        self,
+        functions: Sequence[ToolFunction],
+        *,
+        files: Sequence[str] = (),
+        timeout_s: float = 10.0,
+        max_result_chars: int = 8192,
+    ):
+        """
+        Args:
+            functions: tools as Python functions.
+            files: more of them, as `path/to/file.py:name,other`. The files run with all the rights of this process:
+                name only files that you would run yourself.
+            timeout_s: wall-clock limit of each call.
+            max_result_chars: longer results are cut, with a note that says so.
 
         Raises:
-            ConfigError: a function cannot be a tool, or two have the same name.
+            ConfigError: a file or function cannot be loaded, a function cannot be a tool, or two have the same name.
         """
-        tools = [Tool.of(function) for function in functions]
-        twice = [name for name, count in Counter(tool.name for tool in tools).items() if count > 1]
-        if twice:
-            raise ConfigError(f"two tools are named {twice[0]!r}; rename one of the functions")
-        self._tools = {tool.name: tool for tool in tools}
+        functions = [*functions, *itertools.chain(*map(load_functions, files))]
+        # Methods are described once for their class, not for every episode's instance.
+        described = [_describe(function.__func__ if inspect.ismethod(function) else function) for function in functions]
+        self.schemas = [schema for schema, _ in described]
+        """In the OpenAI form: {"type": "function", "function": {"name", "description", "parameters"}}."""
+        names = [schema["function"]["name"] for schema in self.schemas]
+        for name, count in Counter(names).items():
+            if count > 1:
+                raise ConfigError(f"{count} tools are named {name!r}; rename all but one of the functions")
+        self._functions = dict(zip(names, functions, strict=True))
+        self._validators = dict(zip(names, (validator for _, validator in described), strict=True))
         self._timeout_s = timeout_s
         self._max_result_chars = max_result_chars
 
-    @property
-    def schemas(self) -> Sequence[Mapping[str, Any]]:
-        return [tool.schema for tool in self._tools.values()]
-
     async def answer(self, message: Message) -> list[ToolResult]:
-        """Run all tool calls of an assistant message at the same time; results in the order of the calls.
+        """Run all tool calls of an assistant message at the same time; return results in the order of the calls.
 
-        Text that looked like a call and could not be read (`tool_call_errors`) is answered after them.
-        Empty if the message calls no tool. Never raises for anything that the message holds.
+        Malformed calls (`tool_call_errors`) are answered after them. Empty if the message calls no tool. Never raises,
+        whatever the message holds.
         """
         results = await asyncio.gather(*(self._call(call) for call in message.get("tool_calls") or ()))
         unread = [
@@ -131,19 +123,19 @@ class Toolbox:
         return ToolResult(name=name, call_id=str(call.get("id", "")), content=content, fault=fault)
 
     async def _run(self, name: str, raw_arguments: Any) -> tuple[str, ToolFault | None]:
-        tool = self._tools.get(name)
-        if tool is None:
-            known = ", ".join(self._tools) or "none"
+        if name not in self._functions:
+            known = ", ".join(self._functions) or "none"
             return _error_text(f"there is no tool {name!r}; tools: {known}"), ToolFault.UNKNOWN_TOOL
         try:
             arguments = _read_arguments(raw_arguments)
         except (ValueError, RecursionError) as error:
             return _error_text(f"the arguments of {name} are not a JSON object: {error}"), ToolFault.MALFORMED
-        problem = best_match(tool.validator.iter_errors(arguments))
+        problem = best_match(self._validators[name].iter_errors(arguments))
         if problem is not None:
             where = f" ({problem.json_path.removeprefix('$.')})" if problem.path else ""
             return _error_text(f"wrong arguments for {name}{where}: {problem.message}"), ToolFault.BAD_ARGUMENTS
-        finished = await call_with_deadline(tool.function, timeout_s=self._timeout_s, **arguments)
+        tool = functools.partial(self._functions[name], **arguments)  # an argument may be called timeout_s
+        finished = await call_with_deadline(tool, timeout_s=self._timeout_s)
         if isinstance(finished.error, DeadlineExceeded | TooManyAbandoned):
             return _error_text(f"{name} timed out: {finished.error}"), ToolFault.TIMEOUT
         if finished.error is not None:
@@ -158,7 +150,7 @@ class Toolbox:
 
 
 def count_results(results: Sequence[ToolResult]) -> dict[str, int]:
-    """Counters for an episode's outcome: tool_calls, tool_errors, and tool_errors_<fault> for those that occurred."""
+    """Count calls for an episode's outcome: tool_calls, tool_errors, and tool_errors_<fault> for each fault seen."""
     faults = [result.fault for result in results if result.fault is not None]
     return {
         "tool_calls": len(results),
@@ -167,23 +159,14 @@ def count_results(results: Sequence[ToolResult]) -> dict[str, int]:
     }
 
 
-def load_tools(spec: str) -> list[ToolFunction]:
-    """Functions of a user's file, `path/to/file.py:name,other`, checked to be usable as tools.
-
-    The file runs with all the rights of this process: name only files that you would run yourself.
-
-    Raises:
-        ConfigError: the file or a function cannot be loaded, or lacks type hints or a docstring.
-    """
-    functions = load_functions(spec)
-    for function in functions:
-        Tool.of(function)
-    return functions
-
-
 @functools.lru_cache(maxsize=256)
 def _describe(function: ToolFunction) -> tuple[Mapping[str, Any], Draft202012Validator]:
-    # Seconds on a busy machine: whoever only names an environment, as the check of a configuration does, is spared.
+    """Return the schema of a function with type hints and a Google-style docstring, and a validator of its arguments.
+
+    Raises:
+        ConfigError: type hints or the docstring are missing or cannot be a JSON schema.
+    """
+    # The import takes seconds on a busy machine; naming an environment, as the checks of the settings do, needs none.
     from transformers.utils.chat_template_utils import (
         DocstringParsingException,
         TypeHintParsingException,
@@ -193,7 +176,7 @@ def _describe(function: ToolFunction) -> tuple[Mapping[str, Any], Draft202012Val
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ConfigError(
-                f"tool {describe(function)}: parameter {parameter} has no name a model could give; use plain parameters"
+                f"tool {describe(function)}: a model cannot name parameter {parameter}; use plain parameters"
             )
     try:
         schema = get_json_schema(function)
@@ -207,7 +190,7 @@ def _describe(function: ToolFunction) -> tuple[Mapping[str, Any], Draft202012Val
 
 
 def _with_null(schema: Any) -> Any:
-    """JSON schema knows no `nullable` (OpenAPI's word, which transformers writes for Optional): say it with anyOf."""
+    """Replace `nullable` (OpenAPI's keyword, which transformers writes for Optional) by JSON schema's anyOf."""
     if isinstance(schema, list):
         return [_with_null(item) for item in schema]
     if not isinstance(schema, dict):
@@ -217,7 +200,7 @@ def _with_null(schema: Any) -> Any:
 
 
 def _read_arguments(raw: Any) -> dict[str, Any]:
-    """Arguments as a mapping: parsed already, a JSON text, or nothing for a tool without arguments."""
+    """Return the arguments as a mapping; they come parsed, as JSON text, or empty for a tool without arguments."""
     if isinstance(raw, Mapping):
         return dict(raw)
     if raw is None or raw == "":
@@ -244,5 +227,5 @@ def _error_text(text: str) -> str:
 
 
 def _printable(text: str) -> str:
-    """Lone surrogates cannot be encoded, so a tokenizer would fail on them."""
+    """Replace lone surrogates, which cannot be encoded and would fail in a tokenizer."""
     return text.encode("utf-8", "replace").decode("utf-8")

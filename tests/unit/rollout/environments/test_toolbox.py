@@ -1,4 +1,4 @@
-"""Python functions as tools: whatever a model calls, it gets an answer, and the event loop lives on."""
+"""Python functions as tools: every call is answered, whatever the model writes, and the event loop goes on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.environments.python_tools import Tool, Toolbox, ToolFault, count_results, load_tools
+from rollout.environments.toolbox import Toolbox, ToolFault, count_results
 from rollout.errors import ConfigError
 
 
@@ -110,7 +110,7 @@ async def test_a_call_returns_its_result_as_a_tool_message():
     assert result.message == {"role": "tool", "name": "add", "tool_call_id": "id0", "content": "5"}
 
 
-async def test_arguments_may_be_parsed_already_and_defaults_apply():
+async def test_arguments_may_be_parsed_and_defaults_apply():
     assert (await call(add, {"a": 2})).content == "3"
 
 
@@ -120,7 +120,7 @@ async def test_async_functions_and_json_results_work():
 
 
 def test_schema_comes_from_type_hints_and_docstring():
-    function = Tool.of(add).schema["function"]
+    function = Toolbox([add]).schemas[0]["function"]
     assert function["name"] == "add"
     assert function["description"] == "Add two numbers."
     assert function["parameters"]["required"] == ["a"]
@@ -147,30 +147,42 @@ def test_schema_comes_from_type_hints_and_docstring():
         (fail_async, '{"kind": "cancelled"}', ToolFault.EXCEPTION, "CancelledError"),
     ],
 )
-async def test_a_wrong_call_is_answered_with_what_is_wrong(function, arguments, fault, says):
+async def test_a_wrong_call_is_answered_with_the_mistake(function, arguments, fault, says):
     result = await call(function, arguments)
     assert result.fault is fault
     assert result.content.startswith("error: ")
     assert says in result.content
 
 
+async def test_an_argument_may_have_the_name_of_a_setting_of_the_toolbox():
+    def wait(timeout_s: int) -> int:
+        """Wait.
+
+        Args:
+            timeout_s: how long
+        """
+        return timeout_s
+
+    assert (await call(wait, {"timeout_s": 3})).content == "3"
+
+
 async def test_none_is_accepted_for_an_optional_argument():
     result = await call(pick, '{"items": [7], "mode": null}')
-    # An enum does not list null, so this is the union's other branch that must take it.
+    # The enum does not list null: the other branch of the union must accept it.
     assert result.fault is None
 
 
-async def test_an_unknown_tool_is_answered_with_the_names_there_are():
+async def test_an_unknown_tool_is_answered_with_the_known_names():
     (result,) = await Toolbox([add, echo]).answer(message(("subtract", "{}")))
     assert result.fault is ToolFault.UNKNOWN_TOOL
     assert "'subtract'" in result.content
     assert "add, echo" in result.content
 
 
-async def test_calls_that_could_not_be_read_are_answered_after_the_good_ones():
-    results = await Toolbox([add]).answer(message(("add", '{"a": 1}'), errors=("line 1 is no JSON",)))
+async def test_malformed_calls_are_answered_after_the_others():
+    results = await Toolbox([add]).answer(message(("add", '{"a": 1}'), errors=("line 1 is not JSON",)))
     assert [result.fault for result in results] == [None, ToolFault.MALFORMED]
-    assert "line 1 is no JSON" in results[1].content
+    assert "line 1 is not JSON" in results[1].content
     assert count_results(results) == {"tool_calls": 2, "tool_errors": 1, "tool_errors_malformed": 1}
 
 
@@ -203,7 +215,7 @@ async def test_a_long_result_is_cut_and_says_so():
     assert result.content == "x" * 10 + "\n[cut: 100 characters, 10 shown]"
 
 
-async def test_a_result_that_no_tokenizer_could_encode_is_made_printable():
+async def test_lone_surrogates_in_a_result_are_replaced():
     assert (await call(echo, {"text": "a\ud800b"})).content == "a?b"
 
 
@@ -229,27 +241,29 @@ def test_functions_that_cannot_be_tools_are_refused_with_the_reason():
 
     for function, says in ((no_docstring, "docstring"), (no_types, "type hint"), (variadic, "plain parameters")):
         with pytest.raises(ConfigError, match=says):
-            Tool.of(function)
-    with pytest.raises(ConfigError, match="two tools are named 'add'"):
+            Toolbox([function])
+    with pytest.raises(ConfigError, match="2 tools are named 'add'"):
         Toolbox([add, add])
 
 
-def test_tools_are_loaded_from_a_users_file(tmp_path):
+async def test_tools_are_loaded_from_a_users_file(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
         'def double(x: int) -> int:\n    """Double.\n\n    Args:\n        x: a number\n    """\n    return 2 * x\n\n'
         "def untyped(x):\n    return x\n"
     )
-    (double,) = load_tools(f"{file}:double")
-    assert double(4) == 8
+    toolbox = Toolbox([add], files=[f"{file}:double"])
+    assert [schema["function"]["name"] for schema in toolbox.schemas] == ["add", "double"]
+    (result,) = await toolbox.answer(message(("double", {"x": 4})))
+    assert result.content == "8"
     with pytest.raises(ConfigError, match="untyped"):
-        load_tools(f"{file}:double,untyped")
+        Toolbox([], files=[f"{file}:double,untyped"])
     with pytest.raises(ConfigError, match=r"no function 'triple'; it has double, untyped"):
-        load_tools(f"{file}:triple")
+        Toolbox([], files=[f"{file}:triple"])
     with pytest.raises(ConfigError, match="no file"):
-        load_tools(f"{tmp_path}/absent.py:double")
+        Toolbox([], files=[f"{tmp_path}/absent.py:double"])
     with pytest.raises(ConfigError, match=r"expected path/to/file\.py:name"):
-        load_tools("os.system")
+        Toolbox([], files=["os.system"])
 
 
 json_values = st.recursive(
@@ -261,7 +275,7 @@ json_values = st.recursive(
 
 @settings(max_examples=150, deadline=None)
 @given(name=st.sampled_from(["add", "pick", "nothing"]) | st.text(), arguments=json_values | st.text().map(str))
-def test_whatever_a_model_calls_is_answered(name, arguments):
+def test_every_call_is_answered(name, arguments):
     toolbox = Toolbox([add, pick])
     for form in (arguments, json.dumps(arguments)):
         (result,) = asyncio.run(toolbox.answer(message((name, form))))

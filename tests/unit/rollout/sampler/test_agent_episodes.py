@@ -1,9 +1,11 @@
-"""Agents that only know a URL and a key, over a scripted engine: what becomes of their episodes."""
+"""Episodes of agents that know a URL and a key, over a scripted engine."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -12,9 +14,11 @@ import pytest
 
 from rollout.chat.chat import Chat
 from rollout.engine.protocol import Sampling
-from rollout.environments import make_environment
+from rollout.environments import ENVIRONMENTS, make_environment
+from rollout.environments.agent import AgentEnvironment
 from rollout.episode.rows import rows_from_calls
 from rollout.errors import ConfigError, EngineError
+from rollout.gateway import GatewaySettings
 from rollout.records import FinishReason, Rollout, RolloutStatus
 from rollout.sampler.sampler import Sampler
 from tests.fixtures.gateway import ScriptedEngine, says
@@ -105,8 +109,43 @@ async def test_a_row_can_name_an_agent_beside_environments():
         assert len(rollout.calls) == 1
 
 
+async def test_two_kinds_of_agents_share_one_gateway_with_limits_of_their_own(monkeypatch: pytest.MonkeyPatch):
+    """With a gateway each, the second could not listen on the port of the settings."""
+    running, most = Counter[str](), Counter[str]()
+
+    async def counted(base_url: str, api_key: str, example: dict[str, Any]) -> None:
+        kind = example["environment"]
+        running[kind] += 1
+        most[kind] = max(most[kind], running[kind])
+        await two_turns(base_url, api_key, example)
+        running[kind] -= 1
+
+    class OtherAgent(AgentEnvironment):
+        pass
+
+    monkeypatch.setitem(ENVIRONMENTS, "other", OtherAgent)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    parts = {"agent": {"agent": counted, "max_concurrent": 1}, "other": {"agent": counted}}
+    sampler = Sampler(
+        engine=engine_saying("fine<|im_end|>"),
+        chat=CHAT,
+        make_environment=partial(make_environment, "mixed", environments=parts),
+        max_turns=2,
+        seed=5,
+        gateway=GatewaySettings(port=port),
+    )
+    rows = [{"question": "a", "environment": name} for name in parts]
+    sampling = Sampling(max_tokens=64, stop_token_ids=CHAT.stop_token_ids)
+    rollouts = await sampler.collect(rows, samples_per_prompt=4, sampling=sampling, step=0)
+    assert [rollout.error for rollout in rollouts] == [None] * 8
+    assert most["agent"] == 1
+    assert most["other"] > 1
+
+
 @pytest.mark.parametrize("agent", [blocking, blocking_in_async])
-async def test_an_agent_that_blocks_its_thread_blocks_nobody(agent):
+async def test_an_agent_that_blocks_its_thread_blocks_no_other_episode(agent):
     rollouts = await asyncio.wait_for(collect(agent, engine_saying("fine<|im_end|>"), samples=8), 30)
     assert all(rollout.status is RolloutStatus.COMPLETED for rollout in rollouts)
 
@@ -122,7 +161,7 @@ async def test_the_same_seeds_give_the_same_requests_in_every_run():
     assert await seeds() == first
 
 
-async def test_an_agent_that_raises_is_a_failed_rollout_and_costs_no_other():
+async def test_an_agent_that_raises_fails_its_own_rollout_only():
     async def agent(base_url, api_key, example):
         await two_turns(base_url, api_key, example)
         if example["question"] == "question 0":
@@ -135,7 +174,7 @@ async def test_an_agent_that_raises_is_a_failed_rollout_and_costs_no_other():
 
 
 @pytest.mark.parametrize("swallows", [True, False])
-async def test_an_agent_at_its_limit_of_turns_keeps_what_was_sampled(swallows):
+async def test_an_agent_at_its_limit_of_turns_keeps_its_samples(swallows):
     async def agent(base_url, api_key, example):
         async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
             try:
@@ -151,7 +190,7 @@ async def test_an_agent_at_its_limit_of_turns_keeps_what_was_sampled(swallows):
     assert rollout.is_trainable
 
 
-async def test_a_context_that_is_full_ends_the_episode_and_keeps_what_was_sampled():
+async def test_a_full_context_ends_the_episode_and_keeps_its_samples():
     async def agent(base_url, api_key, example):
         messages: list[Any] = [{"role": "user", "content": "word " * 10}]
         async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
@@ -172,7 +211,7 @@ async def test_a_last_turn_cut_by_length_is_a_truncated_rollout():
 
 
 @pytest.mark.parametrize("kind", ["async", "sync"])
-async def test_an_agent_that_does_not_end_is_given_up(kind):
+async def test_an_agent_that_does_not_end_in_time_fails_its_rollout(kind):
     async def hangs(base_url, api_key, example):
         await asyncio.sleep(60)
 
@@ -186,7 +225,7 @@ async def test_an_agent_that_does_not_end_is_given_up(kind):
     assert time.perf_counter() - started < 2.5
 
 
-async def test_an_agent_that_never_asks_is_a_failed_rollout():
+async def test_an_agent_without_a_request_fails_its_rollout():
     async def silent(base_url, api_key, example):
         return None
 
@@ -195,7 +234,7 @@ async def test_an_agent_that_never_asks_is_a_failed_rollout():
     assert "no request" in (rollout.error or "")
 
 
-async def test_an_engine_that_dies_ends_the_batch_even_if_agents_hide_it():
+async def test_a_dead_engine_ends_the_batch_even_if_agents_catch_the_error():
     async def agent(base_url, api_key, example):
         try:
             await two_turns(base_url, api_key, example)
@@ -208,7 +247,7 @@ async def test_an_engine_that_dies_ends_the_batch_even_if_agents_hide_it():
         await collect(agent, engine)
 
 
-async def test_an_outcome_that_is_not_a_mapping_is_a_mistake_in_the_agent():
+async def test_an_outcome_that_is_not_a_mapping_is_refused():
     async def agent(base_url, api_key, example):
         await two_turns(base_url, api_key, example)
         return 1.0
@@ -217,7 +256,7 @@ async def test_an_outcome_that_is_not_a_mapping_is_a_mistake_in_the_agent():
         await collect(agent, engine_saying("fine<|im_end|>"))
 
 
-async def test_a_summarised_history_branches_and_trains_every_sampled_token():
+async def test_a_summarized_history_branches_and_trains_every_sampled_token():
     async def agent(base_url, api_key, example):
         async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
             messages: list[Any] = [{"role": "user", "content": "a"}]
@@ -233,11 +272,11 @@ async def test_a_summarised_history_branches_and_trains_every_sampled_token():
     assert sum(row.num_trained for row in rows) == rollout.num_sampled
 
 
-def test_an_agent_must_be_named():
+def test_a_missing_agent_is_refused_with_the_setting():
     with pytest.raises(ConfigError, match=r"environment\.settings\.agent=path/to/file\.py:function"):
         make_environment("agent")
 
 
 def test_an_agent_is_loaded_from_a_file(tmp_path):
     (tmp_path / "mine.py").write_text("async def play(base_url, api_key, example): return None\n")
-    assert make_environment("agent", agent=f"{tmp_path}/mine.py:play").agent.__name__ == "play"  # type: ignore[attr-defined]
+    assert make_environment("agent", agent=f"{tmp_path}/mine.py:play").function.__name__ == "play"  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Functions written for TRL's rollout_func: they sample with the engine, and what they return is checked."""
+"""Episodes of functions written for TRL's rollout_func: their output is checked against the record."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 
 from rewards.composition import make_reward_set
 from rollout.environments import make_environment
-from rollout.environments.trl_rollout import Trainer, check_against_record
 from rollout.episode.rows import rows_from_calls
 from rollout.errors import ConfigError, ContextFullError, DataError, EngineError, EvidenceError
 from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
 from rollout.sampler.sampler import Sampler
+from rollout.sampler.trl_episodes import Trainer, check_against_record
 from tests.fixtures.policies import CHAT, TOKENIZER, Policy, last_turn, sampling
 
 GO = [{"role": "user", "content": "go"}]
@@ -48,7 +48,7 @@ def two_turns(prompts: list[Any], trainer: Trainer) -> Output:
 
 
 def added_up(prompts: list[Any], trainer: Trainer) -> Output:
-    """As functions do that add up their turns: prompts to prompts, completions to completions."""
+    """Concatenate all prompts and all completions, as some functions do."""
     output = two_turns(prompts, trainer)
     first, second = trainer.calls
     return {
@@ -87,7 +87,7 @@ async def test_every_sampled_token_is_trained_once_from_the_record(function: Cal
     assert rollout.outcome["env_reward"] == 0.5
 
 
-async def test_further_fields_are_facts_that_rewards_read():
+async def test_further_fields_are_facts_for_rewards():
     rollout = await run_one(two_turns)
     assert rollout.outcome == {"env_reward": 0.5, "environment_reward": 0.25, "source": "game"}
     (scored,) = await make_reward_set(["environment_reward"]).score([rollout])
@@ -102,11 +102,11 @@ def other_logprob(output: Output) -> None:
     output["logprobs"][0][-1] -= 0.001
 
 
-def not_a_number(output: Output) -> None:
+def nan_for_a_logprob(output: Output) -> None:
     output["logprobs"][0][0] = float("nan")
 
 
-def no_number(output: Output) -> None:
+def none_for_a_logprob(output: Output) -> None:
     output["logprobs"][0][0] = None
 
 
@@ -150,8 +150,8 @@ def text(output: Output) -> None:
 DIFFERENCES = [
     (other_id, "completion_ids, .* differ at token 0"),
     (other_logprob, "returned logprob"),
-    (not_a_number, "returned logprob nan"),
-    (no_number, "returned logprob None"),
+    (nan_for_a_logprob, "returned logprob nan"),
+    (none_for_a_logprob, "returned logprob None"),
     (cut_short, "one ends where the other goes on"),
     (other_prompt, "prompt_ids"),
     (environment_token_as_sampled, "completion_ids, .* differ"),
@@ -160,12 +160,12 @@ DIFFERENCES = [
     (no_mask, "completion_ids"),
     (short_mask, "env_mask of"),
     (short_logprobs, "logprobs"),
-    (text, "no integers"),
+    (text, "not integers"),
 ]
 
 
 @pytest.mark.parametrize(("change", "says"), DIFFERENCES, ids=lambda value: getattr(value, "__name__", ""))
-async def test_what_differs_from_the_record_fails_the_rollout(change: Callable[[Output], None], says: str):
+async def test_output_that_differs_from_the_record_fails_the_rollout(change: Callable[[Output], None], says: str):
     def function(prompts: list[Any], trainer: Trainer) -> Output:
         output = two_turns(prompts, trainer)
         change(output)
@@ -180,7 +180,7 @@ async def test_what_differs_from_the_record_fails_the_rollout(change: Callable[[
     assert rollout.error.startswith("EvidenceError: rollout_func returned")
 
 
-async def test_a_call_that_is_not_returned_fails_the_rollout():
+async def test_a_call_missing_from_the_output_fails_the_rollout():
     def best_of_two(prompts: list[Any], trainer: Trainer) -> Output:
         turn, _ = trainer.generate([CHAT.prompt(GO)] * 2)
         return {key: [value] for key, value in turn.items()}
@@ -190,7 +190,7 @@ async def test_a_call_that_is_not_returned_fails_the_rollout():
     assert len(rollout.calls) == 2
 
 
-async def test_what_was_sampled_beside_a_refused_prompt_must_be_returned_too():
+async def test_samples_beside_a_refused_prompt_must_be_returned_too():
     def swallows(prompts: list[Any], trainer: Trainer) -> Output:
         with pytest.raises(ContextFullError):
             trainer.generate([CHAT.prompt(GO), SURE * 1000])
@@ -229,7 +229,7 @@ def test_logprobs_may_be_left_out_and_trailing_environment_tokens_are_free():
         ({"prompt_ids": None, "completion_ids": [[1]], "logprobs": None}, "NoneType as prompt_ids"),
     ],
 )
-async def test_another_form_than_the_contract_ends_the_run(value: Any, says: str):
+async def test_output_in_another_form_than_the_contract_ends_the_run(value: Any, says: str):
     with pytest.raises(ConfigError, match=says):
         await run(lambda prompts, trainer: value)
 
@@ -262,7 +262,7 @@ async def test_seeds_depend_on_the_episode_and_the_number_of_the_call():
     assert len(set(one.seeds.values())) == 2
 
 
-async def test_episodes_run_at_once_and_are_limited():
+async def test_episodes_run_at_the_same_time_up_to_the_limit():
     wide, narrow = (Policy(answers, delay_s=lambda prompt: 0.05) for _ in range(2))
     rollouts = await run(two_turns, wide, count=4)
     await run(two_turns, narrow, count=4, max_concurrent=1)
@@ -271,7 +271,7 @@ async def test_episodes_run_at_once_and_are_limited():
     assert narrow.most_at_once == 1
 
 
-async def test_limits_end_the_episode_and_what_was_sampled_is_trained():
+async def test_limits_end_the_episode_and_samples_before_are_trained():
     rollout = await run_one(two_turns, max_turns=1)
     assert rollout.status is RolloutStatus.MAX_TURNS
     assert rollout.is_trainable
@@ -283,27 +283,27 @@ async def test_limits_end_the_episode_and_what_was_sampled_is_trained():
 @pytest.mark.parametrize(
     ("prompt_ids", "says"), [([[]], "must hold token ids"), ([[10**9]], "must hold"), ([1, 2], "one list of token ids")]
 )
-async def test_a_prompt_that_is_none_costs_one_episode(prompt_ids: Any, says: str):
+async def test_an_invalid_prompt_fails_its_own_episode(prompt_ids: Any, says: str):
     rollout = await run_one(lambda prompts, trainer: trainer.generate(prompt_ids))
     assert rollout.status is RolloutStatus.FAILED
     assert rollout.error is not None
     assert says in rollout.error
 
 
-async def test_an_attribute_of_trl_that_is_missing_is_named():
+async def test_a_missing_attribute_of_trl_is_named():
     rollout = await run_one(lambda prompts, trainer: trainer.vllm_generation)
     assert rollout.error is not None
     assert "no 'vllm_generation'" in rollout.error
 
 
-async def test_a_function_that_hangs_costs_its_episode():
+async def test_a_function_that_hangs_fails_its_own_episode():
     rollout = await run_one(lambda prompts, trainer: time.sleep(0.3), timeout_s=0.05)
     assert rollout.status is RolloutStatus.FAILED
     assert rollout.error is not None
     assert "did not finish" in rollout.error
 
 
-async def test_bad_evidence_fails_the_rollout_though_the_function_caught_it():
+async def test_bad_evidence_fails_the_rollout_even_if_the_function_catches_it():
     def catches(prompts: list[Any], trainer: Trainer) -> Output:
         with pytest.raises(EvidenceError):
             trainer.generate([CHAT.prompt(GO)])
@@ -318,7 +318,7 @@ async def test_a_dead_engine_ends_the_run():
         await run(two_turns, Policy(answers, fails=lambda prompt: EngineError("dead")))
 
 
-async def test_settings_are_checked_before_anything_starts():
+async def test_wrong_settings_and_rows_are_refused():
     async def function(prompts: list[Any], trainer: Trainer) -> None: ...
 
     for settings, says in (

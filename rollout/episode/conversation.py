@@ -1,0 +1,141 @@
+"""Conversations of one episode with the engine, and the record of their calls.
+
+The prompt of a turn is the ids of the last call plus the ids of the new messages. Where that cannot be proven to match
+the chat template, the conversation is rendered again and the call tree branches (`rollout/episode/rows.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from rollout.chat.messages import Tools
+from rollout.engine.protocol import Engine, Sampling
+from rollout.errors import CallLimitError, ContextFullError, EngineError, EvidenceError, LockstepError
+from rollout.records import EngineCall, FinishReason, Message
+
+if TYPE_CHECKING:  # it imports transformers, which takes seconds: environments are made while settings are checked
+    from rollout.chat.chat import Chat
+
+
+def request_seed(*parts: int) -> int:
+    """Return a 31-bit seed that depends on all parts and is the same on every machine."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+class Conversation:
+    """A conversation with the model that is trained. Its calls belong to the rollout of the episode."""
+
+    def __init__(self, record: CallRecord, messages: Sequence[Message], tools: Tools, *, seed: int) -> None:
+        self._record = record
+        self._messages: tuple[Message, ...] = ()
+        self._unanswered: tuple[Message, ...] = tuple(messages)
+        self._tools = tools
+        self._seed = seed
+        self._num_turns = 0
+        self._is_asking = False
+        self.last_call: EngineCall | None = None
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """All messages so far, assistant turns included."""
+        return self._messages + self._unanswered
+
+    def add(self, messages: Sequence[Message]) -> None:
+        """Append messages that the model reads before its next turn."""
+        self._unanswered += tuple(messages)
+
+    async def ask(self, new_messages: Sequence[Message] = ()) -> Message:
+        """Append messages and sample the assistant's turn, with a seed of its own.
+
+        Raises:
+            ContextFullError: the conversation no longer fits the model.
+            CallLimitError: the episode has no calls left, or is over.
+            TemplateError: the chat template refuses the messages.
+            EngineError, EvidenceError: the engine failed. The episode ends with it, even if it is caught here.
+        """
+        if self._is_asking:
+            raise RuntimeError("this conversation waits for an answer; ask one thing at a time, or open another one")
+        self._is_asking = True
+        try:
+            self.add(new_messages)
+            call = await self._record.sample(self._next_prompt(), seed=request_seed(self._seed, self._num_turns))
+        finally:
+            self._is_asking = False
+        message = self._record.chat.parse(call.sampled_ids, self._tools)
+        self._messages, self._unanswered = (*self.messages, message), ()
+        self._num_turns += 1
+        self.last_call = call
+        return message
+
+    def _next_prompt(self) -> Sequence[int]:
+        chat = self._record.chat
+        if self.last_call is not None:
+            extended = chat.extend(self.last_call, self._messages, self._unanswered, self._tools)
+            if extended is not None:
+                return extended
+        return chat.prompt(self.messages, self._tools)
+
+
+class CallRecord:
+    """Calls of one episode in order of arrival, and their limits."""
+
+    def __init__(
+        self, *, engine: Engine, chat: Chat, sampling: Sampling, seed: int, max_calls: Callable[[], int | None]
+    ) -> None:
+        """max_calls: read before each call, because it may depend on the data row; None for no limit."""
+        self.chat = chat
+        self.calls: list[EngineCall] = []
+        self.failure: LockstepError | None = None
+        """First failure of the engine or its evidence: it ends the episode, even if an environment caught it."""
+        self._engine = engine
+        self._sampling = sampling
+        self._seed = seed
+        self._max_calls = max_calls
+        self._num_begun = 0
+        self._num_opened = 0
+        self._is_closed = False
+
+    def open_first(self, messages: Sequence[Message], tools: Tools) -> Conversation:
+        """Open the episode's own conversation. Its seed does not depend on conversations opened before it."""
+        return Conversation(self, messages, tools, seed=self._seed)
+
+    def open(self, messages: Sequence[Message], tools: Tools = ()) -> Conversation:
+        """Open a further conversation, seeded by its number: negative, since turns of the first one count from 0."""
+        self._num_opened += 1
+        return Conversation(self, messages, tools, seed=request_seed(self._seed, -self._num_opened))
+
+    async def sample(self, prompt_ids: Sequence[int], *, seed: int) -> EngineCall:
+        """Make one engine call. Raises as `Conversation.ask` does, `EvidenceError` also for an aborted call."""
+        if self._is_closed:
+            raise CallLimitError("the episode is over")
+        max_calls = self._max_calls()
+        if max_calls is not None and self._num_begun >= max_calls:
+            raise CallLimitError(f"the episode has made its {max_calls} engine calls")
+        room = self._engine.max_model_len - len(prompt_ids)
+        if room < 1:
+            raise ContextFullError(
+                f"the conversation has {len(prompt_ids)} tokens, the model takes {self._engine.max_model_len}"
+            )
+        self._num_begun += 1
+        request = replace(self._sampling, max_tokens=min(self._sampling.max_tokens, room), seed=seed)
+        try:
+            call = await self._engine.generate(prompt_ids, request)
+            self.calls.append(call)
+            if call.finish_reason is FinishReason.ABORT:
+                raise EvidenceError("the engine aborted the request")
+        except (EngineError, EvidenceError) as failure:
+            self.failure = self.failure or failure
+            raise
+        return call
+
+    def raise_failure(self) -> None:
+        """Raise the first failure of any conversation; an environment may have caught it."""
+        if self.failure is not None:
+            raise self.failure
+
+    def close(self) -> None:
+        self._is_closed = True

@@ -1,0 +1,42 @@
+"""Status of an episode that a user's function has run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rollout.errors import EngineError, LockstepError
+from rollout.records import EngineCall, FinishReason, RolloutStatus
+from rollout.system.deadline import DeadlineExceeded
+
+
+def ending(
+    name: str,
+    *,
+    error: BaseException | None,
+    failure: LockstepError | None,
+    limit: RolloutStatus | None,
+    calls: Sequence[EngineCall],
+) -> tuple[RolloutStatus, str | None]:
+    """Return the status of the episode, and a sentence if it is FAILED.
+
+    Args:
+        name: of the function, for the sentence.
+        error: raised by the function.
+        failure: of the engine or its evidence; it decides even if the function caught it.
+        limit: status of the limit that ended the episode; what was sampled before is trained.
+
+    Raises:
+        EngineError: the engine failed.
+    """
+    if isinstance(failure, EngineError):
+        raise failure
+    if failure is not None:
+        return RolloutStatus.FAILED, f"{type(failure).__name__}: {failure}"
+    if limit is not None:
+        return limit, None
+    if isinstance(error, DeadlineExceeded):
+        return RolloutStatus.FAILED, f"{name} did not finish: {error}; raise environment.settings.timeout_s"
+    if error is not None:
+        return RolloutStatus.FAILED, f"{name} raised {type(error).__name__}: {error}"
+    was_cut = bool(calls) and calls[-1].finish_reason is FinishReason.LENGTH
+    return (RolloutStatus.TRUNCATED if was_cut else RolloutStatus.COMPLETED), None
