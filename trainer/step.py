@@ -89,7 +89,7 @@ class Trainer:
         watch = Stopwatch()
         collected = self._with_engines(lambda: self._rollouts.collect(self.num_steps, self.version, watch, on_rollout))
         with watch.stage("sync"):
-            self._with_engines(self._sync.rest)
+            self._with_engines(self._sync.sleep)
         batch = self._exchange(collected)
         with watch.stage("score"):
             logprobs = self._score(batch)

@@ -15,7 +15,7 @@ import torch
 from rollout.errors import DataError, HubError
 from rollout.saved_rollouts import write_rollouts
 from rollout.system.background_loop import BackgroundLoop
-from rollout.system.gc_freeze import frozen
+from rollout.system.gc_freeze import gc_frozen
 from rollout.weights.sync import WeightSync
 from trainer.batch.step_batch import StepBatch
 from trainer.build import load_policy, make_chat, make_rewards, make_sampler, make_sampling
@@ -77,7 +77,7 @@ def run(config: Config, on_step: Callable[[StepReport], None] = lambda report: N
         libraries.open(directory.logs / f"libraries-rank-{distributed.rank}.log", warn)
         with libraries.shown_on_failure(), BackgroundLoop() as loop:
             parts = Run(config, distributed, directory, loop, libraries)
-            with frozen():
+            with gc_frozen():
                 parts.train(on_step)
     finally:
         distributed.close()
@@ -255,7 +255,6 @@ class Run:
         settings = self._config.sync
         return WeightSync(
             engines=self._engines.synced,
-            sleepers=self._engines.colocated,
             sleep_level=self._config.rollout.sleep_level if self._engines.colocated else 0,
             module=policy_of(self._distributed.unwrapped).model,
             score_canary=self._updater.logprobs,
