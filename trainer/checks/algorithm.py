@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rollout.engine.protocol import MAX_SUPPORT
 from trainer.config.schema import Config
 
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "grpo_passk")
 """Advantages that compare a rollout with the others of its group."""
-MAX_SUPPORT = 20
-"""rollout.engine.engine_answers.MAX_SUPPORT, which cannot be imported before torch may be; a test holds them equal."""
 
 
 def algorithm_problems(config: Config) -> Iterator[str]:
