@@ -35,9 +35,9 @@ from harness.workloads import ROOT, WORKLOADS
 
 from rollout.engine.embedded import EmbeddedEngine
 from rollout.engine.protocol import Sampling, SyncedEngine
-from rollout.server.server_engine import GENERATE, RemoteEngine
+from rollout.server.server_engine import GENERATE, ServerEngine
 from rollout.system.background_loop import BackgroundLoop
-from rollout.system.gc_freeze import frozen
+from rollout.system.gc_freeze import gc_frozen
 
 CONTEXT, PROMPT_TOKENS, KV_CACHE_GIB = 512, 32, 0.5
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
@@ -118,7 +118,7 @@ def main() -> None:
     key = secrets.token_urlsafe(16)
     me = psutil.Process()
     with tempfile.TemporaryDirectory() as logs, BackgroundLoop() as loop:
-        embedded = EmbeddedEngine.start(
+        embedded = EmbeddedEngine(
             workload.model_path,
             loop=loop,
             log_path=Path(logs) / "engine.log",
@@ -129,7 +129,7 @@ def main() -> None:
         own_engine = me.children(recursive=True)
         with server(workload.model_path, key, Path(logs) / "server.log") as (url, front):
             compact, plain = (
-                RemoteEngine.connect(url, loop=loop, vocab_size=embedded.vocab_size, api_key=key) for _ in range(2)
+                ServerEngine(url, loop=loop, vocab_size=embedded.vocab_size, api_key=key) for _ in range(2)
             )
             plain._route = GENERATE  # what a server without Lockstep's middleware answers
             its_engine = front.children(recursive=True)
@@ -139,7 +139,7 @@ def main() -> None:
                 "HTTP, vLLM's JSON": (plain, its_engine, [me, front]),
             }
             found: dict[str, list[Cost]] = {name: [] for name in ways}
-            with frozen():  # as in a run
+            with gc_frozen():  # as in a run
                 for number in range(args.rounds + 1):
                     for name, way in ways.items():
                         cost = measure(*way, requests=args.requests, tokens=args.tokens)

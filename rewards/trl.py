@@ -10,7 +10,7 @@ from typing import Any
 
 from rollout.errors import ConfigError
 from rollout.records import Message, Rollout
-from rollout.system.deadline import describe
+from rollout.system.deadline import function_name
 
 # Keys of a data row that TRL passes under other names.
 _RENAMED = ("prompt", "completion", "completion_ids")
@@ -27,7 +27,7 @@ class BatchReward:
 
     @property
     def name(self) -> str:
-        return describe(self.function)
+        return function_name(self.function)
 
 
 def from_trl(function: Callable[..., Any], *, conversational: bool = True, **settings: Any) -> BatchReward:
@@ -45,7 +45,7 @@ def from_trl(function: Callable[..., Any], *, conversational: bool = True, **set
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     unknown = [] if takes_all else [key for key in settings if key not in parameters]
     if unknown:
-        name = describe(function)
+        name = function_name(function)
         raise ConfigError(
             f"reward {name} does not take {unknown[0]!r}, it takes {', '.join(parameters)}: leave out "
             f"reward.settings.{name}.{unknown[0]}"

@@ -1,17 +1,16 @@
-"""Every error Lockstep raises on purpose.
+"""All errors Lockstep raises on purpose.
 
-Each derives from `LockstepError` (so a launcher can catch them all) and from the closest standard
-exception (so ordinary code can catch them without knowing Lockstep). A message says what was found,
-what was expected, and what to type or look at.
+Each derives from `LockstepError`, so a launcher can catch them all, and from the closest standard exception. A message
+states what was found, what was expected, and what to type or look at.
 """
 
 
 class LockstepError(Exception):
-    """Base of all errors that are raised on purpose."""
+    """Base of all errors raised on purpose."""
 
 
 class ConfigError(LockstepError, ValueError):
-    """A setting is missing, of the wrong type, or inconsistent with another one."""
+    """A setting is missing, has the wrong type, or contradicts another."""
 
 
 class DataError(LockstepError, ValueError):
@@ -23,15 +22,15 @@ class EvidenceError(LockstepError, ValueError):
 
 
 class TemplateError(LockstepError, ValueError):
-    """A chat template cannot be rendered or its rendering contradicts what it must show."""
+    """A chat template cannot be rendered, or its rendering contradicts the messages."""
 
 
 class EngineError(LockstepError, RuntimeError):
-    """The engine is dead, refused a request, or answered something that cannot be used."""
+    """The engine is dead, refused a request, or gave an unusable answer."""
 
 
 class RequestError(EngineError):
-    """One request failed for a reason that may pass, in an engine that lives: it may be asked again."""
+    """One request failed in a live engine, for a reason that may pass; it may be sent again."""
 
 
 class SyncError(LockstepError, RuntimeError):
@@ -39,34 +38,34 @@ class SyncError(LockstepError, RuntimeError):
 
 
 class RankLostError(SyncError):
-    """Another rank is gone or does not answer: whatever all ranks do together can only fail."""
+    """Another rank is gone or does not answer; further collectives would fail."""
 
 
 class RewardError(LockstepError, RuntimeError):
-    """Rewards fail too often to go on."""
+    """Rewards fail too often to continue."""
 
 
 class CheckpointError(LockstepError, RuntimeError):
-    """A checkpoint cannot be written, or none that is complete can be found."""
+    """A checkpoint cannot be written, or no complete one was found."""
 
 
 class HubError(LockstepError, RuntimeError):
-    """A model could not be uploaded; it stays where it is."""
+    """A model could not be uploaded; the local copy is kept."""
 
 
 class TrainingError(LockstepError, RuntimeError):
-    """The update itself cannot go on (for example: repeatedly non-finite gradients)."""
+    """The update cannot continue, for example after repeated non-finite gradients."""
 
 
 class ContextFullError(LockstepError, RuntimeError):
-    """A conversation no longer fits the model; what was sampled of it stays trainable."""
+    """A conversation no longer fits the context; tokens sampled so far stay trainable."""
 
 
 class CallLimitError(LockstepError, RuntimeError):
-    """An episode has made as many engine calls as it may, or is over."""
+    """An episode used all its engine calls, or is over."""
 
 
 def error_named(name: str, text: str) -> LockstepError | None:
-    """The error that another process has reported by the name of its class; None if it is none of these."""
+    """Return the error of this class name, as another process reported it; None for an unknown name."""
     kind = globals().get(name)
     return kind(text) if isinstance(kind, type) and issubclass(kind, LockstepError) else None

@@ -1,11 +1,11 @@
-"""The records that travel from the engine to the loss, in the order in which they are made.
+"""Records passed from the engine to the loss, in order of creation.
 
-    EngineCall    one request to the engine: what went in, what was sampled, and the evidence
-    Rollout       one episode: its calls, messages, outcome and rewards
-    TrainingRow   one sequence to train on; a rollout has one per branch of its call tree
+    EngineCall    one engine request: prompt, sampled tokens and their evidence
+    Rollout       one episode: calls, messages, outcome and rewards
+    TrainingRow   one training sequence; a rollout has one per branch of its call tree
 
-All are frozen: a stage makes the next record, it never edits the last one. Token evidence is checked
-where it enters (`EngineCall.__post_init__`), so that no later stage has to wonder.
+All are frozen: each stage creates the next record and never edits the last. `EngineCall.__post_init__` validates token
+evidence once, for all later stages.
 """
 
 from __future__ import annotations
@@ -20,42 +20,42 @@ import numpy as np
 
 from rollout.errors import EvidenceError
 
-# vLLM fills positions without a logprob with this value; it must never be taken for evidence.
+# vLLM's value for positions without a logprob; never evidence.
 ENGINE_FILLER_LOGPROB = -9999.0
 
 Message = Mapping[str, Any]
-"""A chat message in the OpenAI form: role, content, and where it applies tool_calls, reasoning_content, name."""
+"""Chat message in the OpenAI format: role, content, and optionally tool_calls, reasoning_content, name."""
 
 
 class FinishReason(StrEnum):
-    """Why the engine stopped sampling."""
+    """Reason the engine stopped sampling."""
 
     STOP = "stop"
-    """A stop token was sampled (it is the last sampled token), or a stop string was completed."""
+    """A stop token was sampled (the last sampled token), or a stop string was completed."""
     LENGTH = "length"
-    """`max_tokens` or the context was used up; the turn has no end-of-turn token."""
+    """`max_tokens` or the context is exhausted; the turn has no end-of-turn token."""
     ABORT = "abort"
-    """The request was cancelled, for instance by a weight update that does not wait. Never trained."""
+    """The request was canceled, for instance by a weight update that does not wait. Never trained."""
 
 
 class RolloutStatus(StrEnum):
-    """How an episode ended."""
+    """End state of an episode."""
 
     COMPLETED = "completed"
-    """The environment said that the episode is over."""
+    """The environment ended the episode."""
     MAX_TURNS = "max_turns"
-    """The environment would go on, the turn limit does not allow it. Trainable."""
+    """The turn limit ended the episode. Trainable."""
     TRUNCATED = "truncated"
-    """A turn hit its token limit and the environment ended there. Trainable, or masked by config."""
+    """A turn reached its token limit and the environment ended there. Trainable, or masked by config."""
     CONTEXT_FULL = "context_full"
-    """The conversation no longer fits the model. The part that was sampled is trainable."""
+    """The conversation no longer fits the context. Tokens sampled before are trainable."""
     FAILED = "failed"
-    """Evidence or engine or environment failed. Never trained, always counted."""
+    """Evidence, engine or environment failed. Never trained, always counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionSpan:
-    """Sampled tokens `[start, end)` of a call were sampled by weights of this version."""
+    """Weight version that sampled tokens `[start, end)` of a call."""
 
     version: int
     start: int
@@ -64,7 +64,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SamplingSupport:
-    """The tokens that truncated sampling (top-p, top-k, min-p) kept, per sampled token.
+    """Tokens kept by truncated sampling (top-p, top-k, min-p), per sampled token.
 
     Token t of the call was drawn from `token_ids[offsets[t]:offsets[t + 1]]`.
     """
@@ -84,27 +84,27 @@ class SamplingSupport:
             raise EvidenceError("sampling support: a sampled token has an empty support")
 
     def first_without(self, sampled_ids: Sequence[int]) -> int | None:
-        """Position of the first of these tokens, one per support, that its support does not hold."""
+        """Return the position of the first sampled token missing from its support, or None."""
         if not len(sampled_ids):
             return None
-        is_it = self.token_ids == np.repeat(np.asarray(sampled_ids, dtype=np.int64), np.diff(self.offsets))
-        is_held = np.logical_or.reduceat(is_it, self.offsets[:-1])
-        return None if is_held.all() else int(np.argmin(is_held))
+        is_equal = self.token_ids == np.repeat(np.asarray(sampled_ids, dtype=np.int64), np.diff(self.offsets))
+        is_in = np.logical_or.reduceat(is_equal, self.offsets[:-1])
+        return None if is_in.all() else int(np.argmin(is_in))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCall:
-    """One engine request with the evidence of what it sampled. The truth from which training rows are made.
+    """One engine request with its token evidence, from which training rows are built.
 
-    Raises `EvidenceError` if the evidence is incomplete (tokens.md rule 9): counts that disagree,
-    ids that are no ids, logprobs that are not finite, positive or the engine's filler, version spans that do not tile
-    the tokens, a sampled token outside of the support that it was sampled from.
+    Raises `EvidenceError` for counts that disagree, ids that are not non-negative integers, logprobs that are
+    non-finite, positive or the engine's filler, version spans that do not tile the tokens, and a sampled token outside
+    its support.
     """
 
     prompt_ids: tuple[int, ...]
     sampled_ids: tuple[int, ...]
     sampled_logprobs: tuple[float, ...]
-    """log π(token) under the distribution that was sampled from, at the position of its own token."""
+    """log π(token) under the sampling distribution, at the position of the token itself."""
     finish_reason: FinishReason
     version_spans: tuple[VersionSpan, ...] = ()
     support: SamplingSupport | None = None
@@ -112,13 +112,13 @@ class EngineCall:
     def __post_init__(self) -> None:
         n = len(self.sampled_ids)
         if not self.prompt_ids:
-            raise EvidenceError("engine call: the prompt is empty; the first token would have no context")
+            raise EvidenceError("engine call: the prompt is empty, expected at least one token")
         if len(self.sampled_logprobs) != n:
             raise EvidenceError(f"engine call: {n} sampled tokens but {len(self.sampled_logprobs)} logprobs")
-        _refuse_ids("prompt", self.prompt_ids)
-        _refuse_ids("sampled", self.sampled_ids)
+        _check_ids("prompt", self.prompt_ids)
+        _check_ids("sampled", self.sampled_ids)
         for position, logprob in enumerate(self.sampled_logprobs):
-            is_number = isinstance(logprob, (int, float, np.floating))  # an engine may say None
+            is_number = isinstance(logprob, (int, float, np.floating))  # engines may send None
             if not is_number or not ENGINE_FILLER_LOGPROB < logprob <= 1e-4:
                 raise EvidenceError(
                     f"engine call: sampled token {position} (id {self.sampled_ids[position]}) has logprob {logprob}; "
@@ -135,8 +135,7 @@ class EngineCall:
             raise EvidenceError(f"engine call: support for {len(self.support.offsets) - 1} tokens, {n} were sampled")
         if self.support is not None and (outside := self.support.first_without(self.sampled_ids)) is not None:
             raise EvidenceError(
-                f"engine call: sampled token {outside} (id {self.sampled_ids[outside]}) is not in the support that it "
-                "was sampled from"
+                f"engine call: sampled token {outside} (id {self.sampled_ids[outside]}) is not in its support"
             )
 
     @property
@@ -150,24 +149,24 @@ class EngineCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One episode of one environment: everything that is known about it, before it becomes rows."""
+    """One episode of one environment, before it becomes rows."""
 
     rollout_id: int
-    """Unique within the optimizer step; equal on all ranks and in every partition of the work."""
+    """Unique within the step; equal on all ranks."""
     group_id: int
-    """Rollouts of one prompt share it; advantages are relative to the group."""
+    """Shared by the rollouts of one prompt; advantages are relative to the group."""
     calls: tuple[EngineCall, ...]
     messages: tuple[Message, ...] = ()
-    """What a person reads and a reward scores. Never tokenised for training."""
+    """Conversation for display and rewards. Never tokenized for training."""
     example: Mapping[str, Any] = field(default_factory=dict)
-    """The data row the episode was made from."""
+    """Data row of the episode."""
     status: RolloutStatus = RolloutStatus.COMPLETED
     outcome: Mapping[str, Any] = field(default_factory=dict)
-    """What the environment reports: counters such as tool_errors, and its own facts for rewards."""
+    """Report of the environment: counters such as tool_errors, and facts for rewards."""
     rewards: Mapping[str, float] = field(default_factory=dict)
-    """Unweighted value of each reward function by name."""
+    """Unweighted value of each reward function, by name."""
     reward: float = 0.0
-    """The weighted sum that advantages are computed from."""
+    """Weighted sum, from which advantages are computed."""
     error: str | None = None
     duration_s: float = 0.0
 
@@ -181,7 +180,7 @@ class Rollout:
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether a token limit, not the model, ended it; the last turn of those that were allowed, for one."""
+        """True if a token limit, not the model, ended the rollout, also in its last allowed turn."""
         if self.status is RolloutStatus.MAX_TURNS and self.calls:
             return self.calls[-1].finish_reason is FinishReason.LENGTH
         return self.status in (RolloutStatus.TRUNCATED, RolloutStatus.CONTEXT_FULL)
@@ -193,10 +192,10 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainingRow:
-    """One sequence to train on. All arrays have the length L of the row.
+    """One training sequence. All arrays have the length L of the row.
 
-    `loss_mask[i]` says that token i was sampled and is trained in this row; it carries provenance, not values.
-    `sampling_logprobs[i]` is the engine's logprob of token i itself (no shift between inputs and targets here).
+    `loss_mask[i]` is True if token i was sampled and is trained in this row.
+    `sampling_logprobs[i]` is the engine's logprob of token i itself (inputs and targets are not shifted here).
     Untrained positions hold logprob 0, version -1 and turn -1.
     """
 
@@ -204,18 +203,18 @@ class TrainingRow:
     loss_mask: np.ndarray  # (L,) bool
     sampling_logprobs: np.ndarray  # (L,) float32
     versions: np.ndarray  # (L,) int32
-    turns: np.ndarray  # (L,) int32: index of the call, in order of arrival, that sampled the token
+    turns: np.ndarray  # (L,) int32: index of the call that sampled the token, in order of arrival
     rollout_id: int = 0
     group_id: int = 0
     support: SamplingSupport | None = None
-    """Of the trained tokens only, in their order."""
+    """Of the trained tokens only, in order."""
 
     def __post_init__(self) -> None:
         lengths = {name: len(getattr(self, name)) for name in ("loss_mask", "sampling_logprobs", "versions", "turns")}
         if any(length != len(self.ids) for length in lengths.values()):
             raise EvidenceError(f"training row: {len(self.ids)} ids, but {lengths}")
         if len(self.ids) and self.loss_mask[0]:
-            raise EvidenceError("training row: the first token is trained, but nothing predicts it")
+            raise EvidenceError("training row: the first token is marked as trained, but has no context to predict it")
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -225,11 +224,11 @@ class TrainingRow:
         return int(self.loss_mask.sum())
 
 
-def _refuse_ids(name: str, ids: Sequence[int]) -> None:
+def _check_ids(name: str, ids: Sequence[int]) -> None:
     try:
         is_negative = len(ids) > 0 and min(array("q", ids)) < 0
     except (TypeError, OverflowError) as error:
-        raise EvidenceError(f"engine call: a {name} id is no token id ({error})") from error
+        raise EvidenceError(f"engine call: a {name} id is not a token id ({error})") from error
     if is_negative:
         raise EvidenceError(f"engine call: negative {name} id")
 

@@ -1,4 +1,4 @@
-"""Rollouts as JSON, one per line: everything that was sampled, to look at, to diagnose and to train again."""
+"""Rollouts as JSON lines, with all token evidence, for inspection, diagnosis and replay."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus, Sa
 
 
 def write_rollouts(path: Path, rollouts: Iterable[Rollout]) -> None:
-    """The file gets its name when it is whole, so that nobody finds half of one, whenever the run is killed or read.
+    """Write the file atomically: under a temporary name first, so a reader never finds half of it.
 
-    Raises OSError where it cannot be written; an older file is still there then.
+    Raises OSError on failure; an older file is kept.
     """
     partial = path.with_name(f"{path.name}.partial")
     try:
@@ -25,14 +25,14 @@ def write_rollouts(path: Path, rollouts: Iterable[Rollout]) -> None:
             for rollout in rollouts:
                 file.write(json.dumps(to_json(rollout), default=str) + "\n")
             file.flush()
-            os.fsync(file.fileno())  # or a machine that goes down may keep the name without the content
+            os.fsync(file.fileno())  # otherwise a crash of the machine may keep the name without the content
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
 
 
 def read_rollouts(path: Path) -> Iterator[Rollout]:
-    """Raises `DataError` with the line number if a line is not a rollout."""
+    """Yield the rollouts of a file. Raises `DataError` with the line number of a line that is not a rollout."""
     with path.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, start=1):
             try:
@@ -42,19 +42,19 @@ def read_rollouts(path: Path) -> Iterator[Rollout]:
 
 
 def read_newest_rollouts(directory: Path) -> tuple[Path | None, list[Rollout], list[str]]:
-    """The newest file of a run's rollouts that can be read, what it holds, and a sentence on each that was passed over.
+    """Return the newest readable file of a run, its rollouts, and one sentence per skipped file.
 
-    None without one. Damaged files are those of disks that failed, and of versions that wrote under the final name.
+    The path is None if no file can be read. Damage comes from failed disks and from versions that wrote non-atomically.
     """
-    passed_over = []
+    skipped = []
     for path in sorted(directory.glob("step-*.jsonl"), reverse=True):
         try:
             if rollouts := list(read_rollouts(path)):
-                return path, rollouts, passed_over
-            passed_over.append(f"{path} is empty")
+                return path, rollouts, skipped
+            skipped.append(f"{path} is empty")
         except (DataError, OSError) as error:
-            passed_over.append(str(error))
-    return None, [], passed_over
+            skipped.append(str(error))
+    return None, [], skipped
 
 
 def to_json(rollout: Rollout) -> dict[str, Any]:

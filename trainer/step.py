@@ -140,7 +140,7 @@ class Trainer:
         """Sample and score the rollouts of this step, then let colocated engines sleep."""
         collected = self._with_engines(lambda: self._rollouts.collect(self.num_steps, self.version, watch, on_rollout))
         with watch.stage("sync"):
-            self._with_engines(self._sync.rest)
+            self._with_engines(self._sync.sleep)
         return collected
 
     def _share(self, collected: Collected) -> StepBatch:

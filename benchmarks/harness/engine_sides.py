@@ -30,7 +30,7 @@ from rollout.environments import make_environment
 from rollout.episode.conversation import request_seed
 from rollout.sampler.sampler import Sampler
 from rollout.system.background_loop import BackgroundLoop
-from rollout.system.gc_freeze import frozen
+from rollout.system.gc_freeze import gc_frozen
 
 MAX_NUM_SEQS, KV_CACHE_GIB = 256, 0.25
 Batch = Callable[[int], int]
@@ -89,7 +89,7 @@ def vllm_side(workload: Workload, chat: Chat) -> Batch:
 
 
 def start(workload: Workload, loop: BackgroundLoop, directory: str) -> EmbeddedEngine:
-    return EmbeddedEngine.start(
+    return EmbeddedEngine(
         workload.model_path,
         loop=loop,
         log_path=Path(directory) / "engine.log",
@@ -154,7 +154,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory, BackgroundLoop() as loop:
         engine = start(workload, loop, directory)
         side = engine_side if arguments.side == "engine" else rollouts_side
-        with frozen():  # as in a run; vLLM freezes its process by itself
+        with gc_frozen():  # as in a run; vLLM freezes its process by itself
             take_turns(side(workload, chat, engine, loop))
         loop.run(engine.close())
 

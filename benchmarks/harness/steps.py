@@ -56,8 +56,8 @@ class Ready:
 class NoEngine:
     """A sync that sends nothing."""
 
-    def rest(self) -> None:
-        """Nobody sleeps."""
+    def sleep(self) -> None:
+        """Do nothing."""
 
     def push(self, version: int) -> SyncReport:
         return SyncReport(version=version, gather_s=0, transfer_s=0, pause_s=0, bytes=0, canary_abs_diff=0)

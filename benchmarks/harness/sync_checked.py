@@ -27,7 +27,7 @@ import torch.distributed as dist
 from harness.models import small_qwen3
 from rollout.engine.embedded import EmbeddedEngine
 from rollout.system.background_loop import BackgroundLoop
-from rollout.weights.checksums import worst_groups
+from rollout.weights.checksums import describe_differences
 from rollout.weights.sync import WeightSync
 
 MAX_MODEL_LEN = 256
@@ -57,7 +57,7 @@ def main() -> None:
         if is_main:
             model.save_pretrained(directory)
             engines = [
-                EmbeddedEngine.start(
+                EmbeddedEngine(
                     directory,
                     loop=loop,
                     log_path=Path(directory) / "engine.log",
@@ -84,7 +84,7 @@ def main() -> None:
         def checksums() -> None:
             sums = [loop.run(engine.weight_checksums()) for engine in engines]
             weights = iter(sync._source)
-            worst_groups(weights, sums[0]) if is_main else list(weights)
+            describe_differences(weights, sums[0]) if is_main else list(weights)
 
         checksums_s = median_s(checksums, args.repeats)
         if is_main:

@@ -31,11 +31,11 @@ from vllm.distributed.weight_transfer.base import ParamMeta, layerwise_groups
 
 from harness.models import small_qwen3
 from harness.receiver import Receiver
-from rollout.system.abandonable_thread import in_daemon_thread
+from rollout.system.abandonable_thread import run_in_abandonable_thread
 from rollout.system.addresses import LOOPBACK
-from rollout.weights.buckets import bucket_layout, views
 from rollout.weights.gloo.trainer import GlooTrainerInitInfo, GlooTrainerWeightTransferEngine
 from rollout.weights.gloo.wire import Receivers, listen, send
+from rollout.weights.gloo.worker import bucket_layout, views
 from rollout.weights.source import ZeroSource
 
 SIDES = ("copy", "parameter", "group", "lockstep")
@@ -100,8 +100,8 @@ class Sync:
     def _send(self, tensors: Iterable[torch.Tensor], parts: Sequence[Sequence[ParamMeta]] | None = None) -> None:
         assert self.receiver is not None
         sizes = [nbytes(metas) for metas in parts or self.buckets]
-        receiver, group = self.receiver, self._transport._lines[0].group
-        receiving = in_daemon_thread(lambda: receiver.receive(sizes))
+        receiver, group = self.receiver, self._transport._connections[0].group
+        receiving = run_in_abandonable_thread(lambda: receiver.receive(sizes))
         for tensor in tensors:
             for work in send(group, [tensor], 1):
                 work.wait()

@@ -1,1 +1,1 @@
-"""The engine: the protocol of a sampler, and vLLM in this process."""
+"""Engine protocols, and vLLM in this process."""

@@ -1,7 +1,7 @@
-"""What every form of the engine asks of vLLM, and what it accepts as evidence of a sample.
+"""Requests to vLLM and validation of its answers, shared by all engines.
 
-`rollout/engine/embedded.py` talks to vLLM in this process, `rollout/server/server_engine.py` over HTTP. They differ in
-how an answer arrives, not in what is asked and what is believed, so both of that is here.
+`rollout/engine/embedded.py` calls vLLM in this process, `rollout/server/server_engine.py` over HTTP. They differ in
+transport only; sampling parameters and the evidence they accept are defined here.
 """
 
 from __future__ import annotations
@@ -13,32 +13,29 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollout.engine.protocol import Sampling
+from rollout.engine.protocol import MAX_SUPPORT, Sampling
 from rollout.errors import EngineError, EvidenceError
 from rollout.records import ENGINE_FILLER_LOGPROB, EngineCall, FinishReason, SamplingSupport, VersionSpan
 
 if TYPE_CHECKING:
     from vllm import CompletionOutput
 
-MAX_SUPPORT = 20
-"""Tokens whose logprobs vLLM returns with each sampled one, at most (its `max_logprobs`). Under a top_k within it they
-are the support: what truncated sampling left out has a logprob of -inf, over HTTP the filler."""
 SUPPORT_TOLERANCE = 1e-3
-"""How far the probabilities of a support may be from 1 in all: above bfloat16 rounding, below a token left out."""
+"""Allowed distance from 1 of a support's total probability: above bfloat16 rounding, below a missing token."""
 UNUSABLE_PREFIX = "half-loaded-"
-"""Begins the version label of weights that are being replaced. It is no number, so what they sample is refused."""
+"""Prefix of the version label during a weight update. Such a label is not a number, so its tokens are refused."""
 MAX_VERSION_DIGITS = 18
-"""Of a number that fits 64 bits."""
+"""Digits that fit 64 bits."""
 FIRST_LABEL = "default"
-"""vLLM's label of the weights that a server loaded when it started."""
+"""vLLM's label for the weights loaded at start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One completion as vLLM gave it, before anything about it is believed.
+    """One completion as returned by vLLM, not yet validated.
 
-    Candidates of all positions lie one after the other, as in vLLM's `FlatLogprobs`. A position starts with the token
-    that was sampled; the most probable ones follow, it perhaps among them.
+    Candidates of all positions are concatenated, as in vLLM's `FlatLogprobs`. Each position starts with the sampled
+    token, followed by the most probable ones, which may include it.
     """
 
     sampled_ids: Sequence[int]
@@ -48,24 +45,24 @@ class Answer:
     """Index of each position's first candidate."""
     finish_reason: str | None
     versions: Sequence[tuple[str, int, int]]
-    """(label of the weights, first token, end)."""
+    """(weight label, first token, end)."""
 
     def __post_init__(self) -> None:
         num = len(self.candidate_ids)
         if len(self.candidate_logprobs) != num or any(not 0 <= start < num for start in self.starts):
             raise EvidenceError(
-                f"an answer of {num} candidates, {len(self.candidate_logprobs)} logprobs and positions at "
-                f"{list(self.starts)[:3]} ... does not fit together"
+                f"inconsistent answer: {num} candidates, {len(self.candidate_logprobs)} logprobs, positions at "
+                f"{list(self.starts)[:3]} ..."
             )
 
 
 def answer_of(output: CompletionOutput) -> Answer:
-    """vLLM's own record of a completion, as it is in the process of the engine."""
+    """Convert vLLM's completion record, inside the engine's process. Raises `EvidenceError` without logprobs."""
     from vllm.logprobs import FlatLogprobs
 
     flat = output.logprobs
     if not isinstance(flat, FlatLogprobs):
-        raise EvidenceError(f"engine: the {len(output.token_ids)} sampled tokens came without logprobs")
+        raise EvidenceError(f"engine: no logprobs for the {len(output.token_ids)} sampled tokens")
     return Answer(
         sampled_ids=output.token_ids,
         candidate_ids=flat.token_ids,
@@ -77,34 +74,34 @@ def answer_of(output: CompletionOutput) -> Answer:
 
 
 def check_prompt(ids: Sequence[int], *, max_model_len: int, vocab_size: int) -> int:
-    """The number of tokens that may still be sampled after these ids; at least 1. Raises `EngineError`."""
+    """Return the number of tokens that may be sampled after these ids, at least 1. Raises `EngineError`."""
     if not ids:
-        raise EngineError("the prompt is empty; the engine needs at least one token to condition on")
+        raise EngineError("the prompt is empty, expected at least one token")
     room = max_model_len - len(ids)
     if room < 1:
         raise EngineError(
             f"a prompt of {len(ids)} tokens leaves no room to sample in a context of {max_model_len}; "
-            f"raise rollout.max_model_len or filter long prompts"
+            "raise rollout.max_model_len or filter long prompts"
         )
     if min(ids) < 0 or max(ids) >= vocab_size:
         bad = next(token for token in ids if not 0 <= token < vocab_size)
         raise EngineError(
-            f"token id {bad} is outside the engine's vocabulary of {vocab_size}; "
-            f"are the tokenizer and the model of the same checkpoint?"
+            f"token id {bad} is outside the engine's vocabulary of {vocab_size}; use the tokenizer of the model's own "
+            "checkpoint (model.path)"
         )
     return room
 
 
 def sample_params(sampling: Sampling, *, room: int) -> dict[str, Any]:
-    """vLLM's `SamplingParams`, in full: what is left out would come from the model's generation_config.json.
+    """Return the fields of vLLM's `SamplingParams`, in full (see `Sampling`).
 
-    Raises `EngineError` for truncated sampling whose support the engine would not return.
+    Raises `EngineError` for truncated sampling whose support vLLM would not return.
     """
     if sampling.truncates and not 1 <= sampling.top_k <= MAX_SUPPORT:
         raise EngineError(
-            "under top_p or min_p alone the engine does not say which tokens it sampled from, and its logprobs are "
-            f"over those, the trainer's over all; set rollout.top_k to 1 .. {MAX_SUPPORT}, or "
-            "rollout.top_p=1 rollout.top_k=0 rollout.min_p=0"
+            f"found rollout.top_k={sampling.top_k} with truncated sampling, whose support the engine returns only for "
+            f"a top_k of 1 .. {MAX_SUPPORT}, and the trainer cannot normalize without it; set rollout.top_k="
+            f"{MAX_SUPPORT}, or rollout.top_p=1 rollout.top_k=0 rollout.min_p=0"
         )
     return {
         "n": 1,
@@ -119,14 +116,14 @@ def sample_params(sampling: Sampling, *, room: int) -> dict[str, Any]:
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": sampling.ignore_eos,
         "seed": sampling.seed,
-        "logprobs": MAX_SUPPORT if sampling.truncates else 0,  # 0: of the sampled token alone
+        "logprobs": MAX_SUPPORT if sampling.truncates else 0,  # 0: the sampled token only
         "flat_logprobs": True,
         "detokenize": False,
     }
 
 
 def score_params() -> dict[str, Any]:
-    """`SamplingParams` that score the prompt at temperature 1, computed anew (no cached prefix)."""
+    """Return the fields of `SamplingParams` that score the prompt at temperature 1, without cached prefixes."""
     return {
         "max_tokens": 1,
         "temperature": 1.0,
@@ -138,23 +135,23 @@ def score_params() -> dict[str, Any]:
 
 
 def engine_call(prompt_ids: Sequence[int], answer: Answer, *, with_support: bool, source: str) -> EngineCall:
-    """The record of a call.
+    """Validate an answer and return the record of the call.
 
     Args:
-        with_support: whether sampling was truncated, so that the candidates must be the whole support.
-        source: who answered, for messages.
+        with_support: True if sampling was truncated, so the candidates must be the whole support.
+        source: name of the engine, for messages.
 
     Raises:
-        EvidenceError: ids, logprobs, support or version spans are missing or contradict each other.
-        EngineError: the weights that sampled have no version: nobody knows what they are.
+        EvidenceError: ids, logprobs, support or version spans are missing or inconsistent.
+        EngineError: the sampling weights have no valid version.
     """
     sampled = tuple(answer.sampled_ids)
     if len(answer.starts) != len(sampled) or tuple(answer.candidate_ids[start] for start in answer.starts) != sampled:
-        raise EvidenceError(f"{source}: the logprobs are not of the {len(sampled)} sampled tokens")
+        raise EvidenceError(f"{source}: the logprobs do not belong to the {len(sampled)} sampled tokens")
     if answer.finish_reason not in set(FinishReason):
         raise EvidenceError(f"{source}: unknown finish reason {answer.finish_reason!r}")
     if sampled and not answer.versions:
-        raise EvidenceError(f"{source}: the sampled tokens carry no weight version")
+        raise EvidenceError(f"{source}: the sampled tokens have no weight version")
     return EngineCall(
         prompt_ids=tuple(prompt_ids),
         sampled_ids=sampled,
@@ -169,32 +166,32 @@ def engine_call(prompt_ids: Sequence[int], answer: Answer, *, with_support: bool
 
 
 def version_number(label: str, *, source: str) -> int:
-    """The version behind vLLM's label. Raises `EngineError` where it is the label of weights nobody vouches for."""
+    """Return the version in vLLM's label. Raises `EngineError` for a label that is not a number."""
     if label == FIRST_LABEL:
         return 0
     if label.isascii() and label.isdigit() and len(label) <= MAX_VERSION_DIGITS:
         return int(label)
     raise EngineError(
-        f"{source}: its weights are labelled {label!r:.60}, expected a number: a weight update did not finish, so what "
-        "it samples is worth nothing; end the engine, start it anew, and resume from the last checkpoint"
+        f"{source}: its weights are labeled {label!r:.60}, expected a number: a weight update did not finish, so its "
+        "samples cannot be used; restart the engine and resume from the last checkpoint"
     )
 
 
 def _support(answer: Answer, source: str) -> SamplingSupport:
-    """The tokens that each sampled token was drawn from.
+    """Return the support of each sampled token.
 
-    Raises `EvidenceError` where the returned tokens are not all of them: ties at the k-th place are all sampled from.
+    Raises `EvidenceError` if returned tokens are missing: vLLM samples from all ties at rank k, but returns k tokens.
     """
     supports: list[list[int]] = []
     ends = [*answer.starts[1:], len(answer.candidate_ids)]
     for start, end in zip(answer.starts, ends, strict=True):
         kept = dict(zip(answer.candidate_ids[start:end], answer.candidate_logprobs[start:end], strict=True))
         kept = {token: logprob for token, logprob in kept.items() if logprob > ENGINE_FILLER_LOGPROB}
-        total = sum(math.exp(min(logprob, 1.0)) for logprob in kept.values())  # above 0 none is a logprob
+        total = sum(math.exp(min(logprob, 1.0)) for logprob in kept.values())  # bounded: an invalid one may overflow
         if abs(total - 1) > SUPPORT_TOLERANCE:
             raise EvidenceError(
                 f"{source}: the {len(kept)} returned tokens at position {len(supports)} have a probability of "
-                f"{total:.4f}, expected 1: the support of the sampled token is not complete"
+                f"{total:.4f}, expected 1: the support of the sampled token is incomplete"
             )
         supports.append(sorted(kept))
     return SamplingSupport(

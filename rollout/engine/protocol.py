@@ -1,12 +1,12 @@
-"""What a sampler is, to the rest of Lockstep: token ids in, token ids with evidence out.
+"""Engine protocols: token ids in, token ids with evidence out.
 
-Text never crosses this protocol.
+Text never crosses them.
 
-    Engine          what episodes sample from: `rollout/engine/pool.py`, or one of
-    SyncedEngine    an engine whose weights the trainer replaces: `rollout/engine/embedded.py` over vLLM in this
-    process,
-                    `rollout/server/server_engine.py` over a vLLM server
-    PooledEngine    either of these, or one whose weights another rank replaces (`rollout/server/remote_rank_engine.py`)
+    Engine            sampler of episodes: `rollout/engine/pool.py` or one of the following
+    PooledEngine      pool member, possibly of another rank (`rollout/server/remote_rank_engine.py`)
+    SyncedEngine      engine whose weights this rank replaces (`rollout/engine/embedded.py`,
+                      `rollout/server/server_engine.py`)
+    SleepingEngine    synced engine that can free its memory between rollouts
 """
 
 from __future__ import annotations
@@ -16,34 +16,38 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rollout.errors import ConfigError
-from rollout.records import EngineCall
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # settings are checked before torch is imported, and the checks read this module
     import torch
 
+    from rollout.records import EngineCall
     from rollout.system.background_loop import BackgroundLoop
+
+MAX_SUPPORT = 20
+"""Most logprobs vLLM returns per sampled token (its `max_logprobs`). For a top_k up to this they are the whole support:
+tokens excluded by truncated sampling have logprob -inf, or the filler over HTTP."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Sampling settings, always sent in full: what is left out would come from the model's generation_config.json."""
+    """Sampling settings, always sent in full: vLLM takes missing ones from the model's generation_config.json."""
 
     max_tokens: int
     temperature: float = 1.0
-    """0 is greedy (evaluation only: a greedy token has no distribution to train against)."""
+    """0 is greedy, for evaluation only: a greedy token has no distribution to train against."""
     top_p: float = 1.0
     top_k: int = 0
     """0: off."""
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    """Sample past the end-of-sequence token (fixed-length responses)."""
+    """Sample past the end-of-sequence token, for responses of fixed length."""
     seed: int | None = None
-    """Of this request alone; the same seed gives the same tokens in any batch."""
+    """Per request; the same seed gives the same tokens in any batch."""
     is_trained: bool = True
-    """False in evaluation, where nobody asks which tokens truncated sampling drew from."""
+    """False in evaluation, which needs no support of truncated sampling."""
     affinity: tuple[int, ...] | None = None
-    """Requests with the same key begin alike. A pool keeps them on one engine, which has their beginning cached."""
+    """Key of requests that share a prefix. A pool sends them to one engine, which has the prefix cached."""
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -53,8 +57,7 @@ class Sampling:
 
     @property
     def truncates(self) -> bool:
-        """Whether the engine must say from which part of the vocabulary tokens were drawn: where they were drawn from
-        a part (a greedy token is not drawn at all), and are going to be trained."""
+        """True if the engine must return the support: tokens are drawn from part of the vocabulary and trained."""
         if self.temperature == 0 or not self.is_trained:
             return False
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
@@ -69,34 +72,34 @@ class Engine(Protocol):
         ...
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> EngineCall:
-        """Sample one completion.
+        """Sample one completion; `max_tokens` is reduced to the room left in the context.
 
         Raises:
-            EngineError: the engine is dead or refused the request.
-            EvidenceError: the answer lacks ids, logprobs or version spans that agree with each other.
+            EngineError: the prompt does not fit or has ids outside the vocabulary; the engine is dead, hangs or
+                refuses; or its weights have no valid version.
+            RequestError: this request failed repeatedly in a live engine.
+            EvidenceError: ids, logprobs or version spans of the answer are missing or inconsistent.
         """
         ...
 
     async def score(self, ids: Sequence[int]) -> list[float]:
-        """log π(ids[i] | ids[:i]) at temperature 1 for i = 1 .. len(ids) - 1."""
+        """Return log π(ids[i] | ids[:i]) at temperature 1 for i = 1 .. len(ids) - 1, without cached prefixes.
+
+        At most `max_model_len - 1` ids: vLLM samples one more token.
+        """
         ...
 
-    async def pause(self, mode: str) -> None:
-        """Stop sampling. mode: wait (drain), keep (freeze in place), abort. Clears the KV cache."""
-        ...
-
-    async def resume(self) -> None: ...
-
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Release the engine; closing twice is allowed."""
 
 
 class PooledEngine(Engine, Protocol):
     """An engine beside others that serve the same model (`rollout/engine/pool.py`)."""
 
     name: str
-    """For messages: what and where it is."""
+    """Description for messages."""
     loop: BackgroundLoop
-    """All coroutines run in it."""
+    """Event loop in which all coroutines run."""
     dtype: torch.dtype
     vocab_size: int
 
@@ -105,57 +108,60 @@ class SyncedEngine(PooledEngine, Protocol):
     """An engine whose weights the trainer replaces (`rollout/weights/sync.py`). Every method raises `EngineError`."""
 
     host: str
-    """Where its workers are: a host name or an address."""
+    """Host name or address of its workers."""
     num_workers: int
-    """Processes that each hold weights, and take part in a transfer."""
+    """Number of processes that hold weights and join a transfer."""
     weight_transfer_backend: str
 
     def restart_if_dead(self) -> bool:
-        """Start the engine anew, with the weights on disk, if it has died and belongs to this process; whether it was.
+        """Restart a dead engine of this process with the weights on disk; return True if it was restarted.
 
-        Called outside of its loop.
+        Call it outside the engine's loop.
         """
         ...
 
     async def check_alive(self) -> None:
-        """Raise if the engine is dead. Answered beside whatever its workers do: one that hangs in them passes."""
-        ...
+        """Raise if the engine is dead. An engine whose workers hang counts as alive."""
+
+    async def pause(self, mode: str) -> None:
+        """Stop sampling and clear the KV cache. mode: wait (drain), keep (freeze requests in place) or abort."""
+
+    async def resume(self) -> None: ...
 
     async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
-        """Join the group that weights travel in."""
-        ...
+        """Join the process group of the transfer."""
 
     async def start_weight_update(self) -> None: ...
 
     async def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        """Receive what `update_info` announces; returns when it has arrived."""
-        ...
+        """Receive the weights announced by `update_info`; return when they have arrived."""
 
     async def finish_weight_update(self, label: str) -> None:
         """Sample with the new weights from the next token on. label: their version."""
-        ...
 
     async def label_weights(self, label: str) -> None:
-        """What tokens say of the weights from now on: a version, or that nobody vouches for them."""
+        """Label the weights that sample from now on: with a version, or as unusable."""
+
+    async def weight_version(self) -> int:
+        """Return the version of the next sampled token."""
         ...
 
-    async def weight_version(self) -> int: ...
-
-    async def reset_prefix_cache(self) -> None: ...
+    async def reset_prefix_cache(self) -> None:
+        """Clear cached prefixes. Raises if requests hold blocks; pause first."""
 
     async def weight_checksums(self) -> dict[str, str]:
-        """SHA-256 of every parameter as the engine holds it (`rollout/weights/checksums.py`)."""
+        """Return the SHA-256 of every parameter as the engine holds it (`rollout/weights/checksums.py`)."""
         ...
 
 
 class SleepingEngine(SyncedEngine, Protocol):
-    """An engine that shares its GPU with the trainer, and gives up memory while that one computes."""
+    """An engine that shares its GPU with the trainer and frees memory while the trainer computes."""
 
     async def sleep(self, level: int) -> None:
-        """Stop sampling and free memory. 1: the weights move to main memory; 2: they are given up, too, and what wakes
-        up is no version until a sync gives it one. The KV cache is lost either way."""
-        ...
+        """Stop sampling and free memory. Level 1 moves the weights to main memory; level 2 discards them.
+
+        After level 2 the weights have no version until the next sync. The KV cache is lost either way.
+        """
 
     async def wake(self) -> None:
-        """Take the memory again."""
-        ...
+        """Allocate the memory again."""

@@ -1,17 +1,15 @@
-"""vLLM's own scheduler, which answers a request once: when it is over.
+"""vLLM's scheduler with buffered outputs: one message per completed request. Runs in the engine's process.
 
-vLLM sends what each request sampled after every step, to the process that asked. Lockstep reads whole completions, and
-making, packing and unpacking those messages costs 22 µs of CPU a token, most of it for the three small arrays of a
-logprob. Here they wait in the engine's process until the request ends, and travel as one.
+vLLM sends the tokens of every request to the client after every step. Lockstep reads whole completions, and creating,
+packing and unpacking a message per token costs 22 µs of CPU, mostly for the three small arrays of a logprob. Here the
+outputs stay in the engine's process until the request ends, and are sent as one.
 
-They must not wait over a change of weights, because vLLM labels a message with the version that is loaded when it is
-sent. Weights change only while the engine is paused: a pause that drains ends every request, and one that freezes them
-sends what has waited before it is complete.
+Outputs must be sent before weights change, because vLLM labels a message with the version loaded when it is sent.
+Weights change only while the engine is paused: a draining pause ends every request, and a freezing pause first sends
+the buffered outputs.
 
-Requests whose output is read as it comes (streams of a server) are answered as ever. Chosen through vLLM's
-`scheduler_cls`, which it documents and does not promise to keep.
-
-Runs in the engine's process.
+Requests with streamed output are not buffered. Selected through vLLM's `scheduler_cls`, which is documented but not
+guaranteed to stay.
 """
 
 from __future__ import annotations
@@ -38,76 +36,76 @@ EXTRAS = (
     *("new_prompt_logprobs_tensors", "prompt_token_id_logprobs", "new_sampling_mask", "pooling_output"),
     *("routed_experts", "kv_transfer_params", "ec_transfer_params"),
 )
-"""What an output may hold beside tokens and their logprobs; with any of it, it is sent at once."""
+"""Fields of an output beside tokens and logprobs; an output with any of them is sent at once."""
 
 
-class AnswersOnce(Base):
-    """What the two schedulers below change."""
+class BufferedOutputs(Base):
+    """Mixin that buffers the outputs of a request until it ends."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._waiting_outputs: dict[str, tuple[int, list[EngineCoreOutput]]] = {}
-        """By request: the client that asked, and what it was not sent yet."""
+        self._buffered: dict[str, tuple[int, list[EngineCoreOutput]]] = {}
+        """Client and unsent outputs, by request."""
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
         messages = super().update_from_output(*args, **kwargs)
         is_frozen = self.pause_state == PauseState.PAUSED_ALL
         for client, message in list(messages.items()):
             message.outputs = [
-                joined([*self._take(output.request_id), output])
+                merge_outputs([*self._take(output.request_id), output])
                 for output in message.outputs
-                if is_frozen or not self._waits(client, output)
+                if is_frozen or not self._buffer(client, output)
             ]
             if not (message.outputs or message.finished_requests or message.scheduler_stats):
                 del messages[client]
         if is_frozen:
-            for request_id, (client, _) in list(self._waiting_outputs.items()):
+            for request_id, (client, _) in list(self._buffered.items()):
                 message = messages.setdefault(client, EngineCoreOutputs())
-                message.outputs.append(joined(self._take(request_id)))
+                message.outputs.append(merge_outputs(self._take(request_id)))
         return messages
 
     def has_requests(self) -> bool:
-        """Also a frozen engine makes one more step, without tokens, if something waits to be sent."""
-        return super().has_requests() or (self.pause_state == PauseState.PAUSED_ALL and len(self._waiting_outputs) > 0)
+        """Return True also for a frozen engine with buffered outputs: one more step, without tokens, sends them."""
+        return super().has_requests() or (self.pause_state == PauseState.PAUSED_ALL and len(self._buffered) > 0)
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
-        """Requests that are given up are not waited for any more."""
+        """Discard the buffered outputs of aborted requests."""
         finished = super().finish_requests(*args, **kwargs)
         for request in finished:
             self._take(request.request_id)
         return finished
 
-    def _waits(self, client: int, output: EngineCoreOutput) -> bool:
-        """Whether an output need not be sent yet; then it is kept."""
+    def _buffer(self, client: int, output: EngineCoreOutput) -> bool:
+        """Buffer an output that need not be sent yet; return True if it was buffered."""
         if output.finished or any(getattr(output, name) is not None for name in EXTRAS):
             return False
         request = self.requests.get(output.request_id)
         sampling = request.sampling_params if request is not None else None
         if sampling is None or sampling.output_kind != RequestOutputKind.FINAL_ONLY:
             return False
-        self._waiting_outputs.setdefault(output.request_id, (client, []))[1].append(output)
+        self._buffered.setdefault(output.request_id, (client, []))[1].append(output)
         return True
 
     def _take(self, request_id: str) -> list[EngineCoreOutput]:
-        return self._waiting_outputs.pop(request_id, (0, []))[1]
+        return self._buffered.pop(request_id, (0, []))[1]
 
 
-class OnceScheduler(AnswersOnce, Scheduler):
-    """Where vLLM would take `Scheduler`."""
+class BufferedScheduler(BufferedOutputs, Scheduler):
+    """Replacement of vLLM's `Scheduler`."""
 
 
-class OnceAsyncScheduler(AnswersOnce, AsyncScheduler):
-    """Where vLLM would take `AsyncScheduler`."""
+class BufferedAsyncScheduler(BufferedOutputs, AsyncScheduler):
+    """Replacement of vLLM's `AsyncScheduler`."""
 
 
-def once(*, vllm_config: VllmConfig, **settings: Any) -> Scheduler:
-    """What `scheduler_cls` names: the one of the two that stands where vLLM's own choice would."""
-    chosen = OnceAsyncScheduler if vllm_config.scheduler_config.async_scheduling else OnceScheduler
+def buffered_scheduler(*, vllm_config: VllmConfig, **settings: Any) -> Scheduler:
+    """Return the replacement of the scheduler that vLLM would choose. Named by `scheduler_cls`."""
+    chosen = BufferedAsyncScheduler if vllm_config.scheduler_config.async_scheduling else BufferedScheduler
     return chosen(vllm_config=vllm_config, **settings)
 
 
-def joined(outputs: Sequence[EngineCoreOutput]) -> EngineCoreOutput:
-    """Consecutive outputs of one request as one: the last one, with the tokens of all."""
+def merge_outputs(outputs: Sequence[EngineCoreOutput]) -> EngineCoreOutput:
+    """Merge consecutive outputs of one request into the last one."""
     last = outputs[-1]
     if len(outputs) == 1:
         return last

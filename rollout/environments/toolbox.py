@@ -25,7 +25,7 @@ from jsonschema.exceptions import best_match
 
 from rollout.errors import ConfigError
 from rollout.records import Message
-from rollout.system.deadline import DeadlineExceeded, TooManyAbandoned, call_with_deadline, describe
+from rollout.system.deadline import DeadlineExceeded, TooManyAbandoned, call_with_deadline, function_name
 from rollout.system.user_functions import load_functions
 
 MAX_ERROR_CHARS = 500
@@ -176,13 +176,13 @@ def _describe(function: ToolFunction) -> tuple[Mapping[str, Any], Draft202012Val
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ConfigError(
-                f"tool {describe(function)}: a model cannot name parameter {parameter}; use plain parameters"
+                f"tool {function_name(function)}: a model cannot name parameter {parameter}; use plain parameters"
             )
     try:
         schema = get_json_schema(function)
     except (DocstringParsingException, TypeHintParsingException, NameError) as error:
         raise ConfigError(
-            f"tool {describe(function)}: {error}. A tool needs type hints and a docstring with an Args: section "
+            f"tool {function_name(function)}: {error}. A tool needs type hints and a docstring with an Args: section "
             "that describes every argument"
         ) from error
     parameters = {**_with_null(schema["function"]["parameters"]), "additionalProperties": False}

@@ -1,11 +1,10 @@
-"""HTTP to one vLLM server: what is retried, what is not, and the sentence for everything that can go wrong.
+"""HTTP client of one vLLM server: retries, time limits and error messages.
 
-Retried, with growing pauses: a connection that is refused, reset or cut, and the answers 500, 502, 503 and 504. The
-same request gives the same tokens (it carries its seed), and of an answer that broke off nothing is used. Not retried:
-answers from 400 to 499, and anything that ran into its time limit, because whoever waits has waited long enough.
-Calls that are not repeatable (weight updates) ask for one attempt.
+Retried with growing pauses: refused, reset or cut connections, and statuses 500, 502, 503 and 504. A retried request
+carries its seed, so it gives the same tokens; a partial answer is discarded. Not retried: statuses 400 to 499, and
+requests that exceeded their time limit. Calls that cannot be repeated (weight updates) are sent once.
 
-aiohttp, because httpx costs 2 to 4 times the CPU per token.
+Uses aiohttp, because httpx costs 2 to 4 times the CPU per token.
 """
 
 from __future__ import annotations
@@ -20,60 +19,51 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, sto
 from rollout.errors import EngineError, EvidenceError, RequestError
 
 ATTEMPTS = 5
-"""With pauses of 0.2, 0.4, 0.8 and 1.6 s: longer than a hiccup, shorter than anybody's patience with a dead server."""
+"""With pauses of 0.2, 0.4, 0.8 and 1.6 s: longer than a short disturbance, and a dead server is reported in seconds."""
 FIRST_PAUSE_S = 0.2
 KEEP_ALIVE_S = 4.0
-"""Shorter than the 5 s after which uvicorn closes an idle connection: none is used that is just being closed."""
+"""Shorter than the 5 s after which uvicorn closes an idle connection, so that no closing connection is reused."""
 RETRIED_STATUS = (500, 502, 503, 504)
 SHOWN_CHARS = 400
 
 
 class _Transient(Exception):
-    """Worth another attempt; its text says what happened."""
-
-    error = EngineError
-    """What it becomes when the attempts are used up."""
+    """A failure that is retried. args: the cause, and the type of error after the last attempt."""
 
 
 class _Refused(EngineError):
-    """The server answered, and not with what was asked for."""
-
-
-class _Failed(_Transient):
-    """The server is there, and says that it failed."""
-
-    error = RequestError
+    """The server refused the request."""
 
 
 class ServerClient:
-    """Requests to one server. Make it in the event loop that uses it."""
+    """Requests to one server. Create it in the event loop that uses it."""
 
     def __init__(self, url: str, *, api_key: str | None) -> None:
         self.url = url.rstrip("/")
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        # No limit on connections: as many requests are in flight as there are episodes.
+        # Unlimited connections: every episode has a request in flight.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
-        # trust_env stays off: a proxy from the environment has no business between a trainer and its engines.
+        # trust_env stays off: no proxy between a trainer and its engines.
         self._session = aiohttp.ClientSession(headers=headers, connector=connector)
 
     async def get(self, path: str, *, timeout_s: float | None, attempts: int = ATTEMPTS) -> Any:
         return await self._request("GET", path, None, timeout_s=timeout_s, attempts=attempts)
 
     async def post(self, path: str, body: object = None, *, timeout_s: float | None, attempts: int = ATTEMPTS) -> Any:
-        """The JSON of the answer; None if it is empty.
+        """Return the JSON of the answer; None if it is empty.
 
         Args:
-            timeout_s: of one attempt; None: as long as it takes. An attempt that ran into it is not repeated.
+            timeout_s: limit of one attempt, which is not retried after it; None: no limit.
 
         Raises:
-            EngineError: the server cannot be reached, refuses, or takes too long.
-            RequestError: it answered every attempt with a failure of its own.
+            EngineError: the server is unreachable, refuses, or exceeds the limit.
+            RequestError: the server failed on every attempt.
             EvidenceError: the answer is not JSON.
         """
         return await self._request("POST", path, body, timeout_s=timeout_s, attempts=attempts)
 
-    async def has(self, path: str, *, timeout_s: float) -> bool:
-        """Whether the server knows this path."""
+    async def has_route(self, path: str, *, timeout_s: float) -> bool:
+        """Return True if the server knows this path."""
         try:
             await self.get(path, timeout_s=timeout_s)
         except _Refused:
@@ -89,7 +79,7 @@ class ServerClient:
             retry=retry_if_exception_type(_Transient),
             stop=stop_after_attempt(attempts),
             wait=wait_exponential_jitter(multiplier=FIRST_PAUSE_S, jitter=FIRST_PAUSE_S / 4),
-            retry_error_callback=self._gave_up,
+            retry_error_callback=self._raise_last_failure,
         )
         return await retrying(self._attempt, method, path, data, timeout_s)
 
@@ -109,41 +99,42 @@ class ServerClient:
                 f"{self.url}{path} gave no answer within {timeout_s:g} s: the server hangs or is overloaded"
             ) from None
         except aiohttp.InvalidURL:
-            raise EngineError(f"{self.url} is no address of a server; expected http://<host>:<port>") from None
-        except aiohttp.ClientError as error:  # refused, reset, closed, broken off in the body
-            raise _Transient(str(error) or type(error).__name__) from error
+            raise EngineError(f"found {self.url}, expected the address of a server: http://<host>:<port>") from None
+        except aiohttp.ClientError as error:  # refused, reset, closed, or cut in the body
+            raise _Transient(str(error) or type(error).__name__, EngineError) from error
         if status in RETRIED_STATUS:
-            raise _Failed(f"HTTP {status}: {_text(raw)}")
+            raise _Transient(f"HTTP {status}: {_error_text(raw)}", RequestError)
         if status != 200:
-            raise _Refused(f"{self.url}{path} refused: HTTP {status}: {_text(raw)}{_hint(status, path)}")
+            raise _Refused(f"{self.url}{path} refused: HTTP {status}: {_error_text(raw)}{_hint(status, path)}")
         return read_json(raw, source=self.url + path)
 
-    def _gave_up(self, state: RetryCallState) -> Any:
+    def _raise_last_failure(self, state: RetryCallState) -> Any:
         assert state.outcome is not None
-        cause = state.outcome.exception()
+        failure = state.outcome.exception()
+        assert isinstance(failure, _Transient)
+        cause, kind = failure.args
         tried = "" if state.attempt_number == 1 else f" (tried {state.attempt_number} times)"
-        assert isinstance(cause, _Transient)
-        raise cause.error(
-            f"{self.url} failed{tried}: {cause}; if the server is gone, look at its log, start it anew, and resume "
-            "from the last checkpoint"
-        ) from cause
+        raise kind(
+            f"{self.url} failed{tried}: {cause}; if the server is gone, read its log, restart it, and resume from the "
+            "last checkpoint"
+        ) from failure
 
 
 def read_json(raw: bytes, *, source: str) -> Any:
-    """The JSON of an answer; None if it is empty. Raises `EvidenceError` if it is something else."""
+    """Return the JSON of an answer; None if it is empty. Raises `EvidenceError` for anything else."""
     if not raw:
         return None
     try:
         return json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise EvidenceError(
-            f"{source} answered {len(raw)} bytes that are not JSON ({error}): cut off by something in between, or no "
-            "vLLM server"
+            f"{source} answered {len(raw)} bytes that are not JSON ({error}), expected a vLLM server; check the "
+            "address, and proxies that may cut answers"
         ) from error
 
 
-def _text(raw: bytes) -> str:
-    """What an error answer says, in one line: vLLM's message if there is one."""
+def _error_text(raw: bytes) -> str:
+    """Return an error answer on one line: vLLM's message if it has one."""
     text = raw.decode("utf-8", errors="replace")
     try:
         error = json.loads(text)["error"]
@@ -155,7 +146,7 @@ def _text(raw: bytes) -> str:
 
 def _hint(status: int, path: str) -> str:
     if status in (401, 403):
-        return "; put the server's key into the environment variable that rollout.api_key_env names"
+        return "; put the server's key into the environment variable named by rollout.api_key_env"
     if status == 404 and path.startswith("/inference"):
         return "; start the server with --enable-scale-out (python scripts/serve_engine.py does)"
     if status == 404:
@@ -164,7 +155,7 @@ def _hint(status: int, path: str) -> str:
 
 
 async def wait_until_healthy(client: ServerClient, *, timeout_s: float, every_s: float = 0.5) -> None:
-    """Return when the server answers `/health`. Raises `EngineError` with the last failure after `timeout_s`."""
+    """Wait until the server answers `/health`. Raises `EngineError` with the last failure after `timeout_s`."""
     loop = asyncio.get_running_loop()
     give_up_at = loop.time() + timeout_s
     while True:

@@ -1,31 +1,36 @@
-r"""A lean generate route for vLLM's server: the same request to the same engine, answered in few bytes.
+r"""Generate route of 22 instead of 139 bytes per token, as middleware for vLLM's server.
 
     vllm serve MODEL --middleware rollout.server.generate_route.CompactGenerate \
                      --middleware rollout.server.guard.RequireKey ...
 
-vLLM's `/inference/v1/generate` makes four objects and 139 bytes of every token, which on one core costs as much as a
-small model's sampling. This middleware answers one route of its own and passes everything else on. A client that does
-not find the route uses vLLM's (`rollout/server/server_engine.py`).
+vLLM's `/inference/v1/generate` creates four objects and 139 bytes of JSON per token, which on one core costs as much as
+sampling from a small model. This route answers the same request with base64 arrays. Nothing is lost: vLLM's logprobs
+are float32 and ids fit 32 bits. All other requests are passed on. Clients of a server without this route use vLLM's
+(`rollout/server/server_engine.py`).
 
-Name it before the guard: of several, the last is asked first.
+Name it before the guard: vLLM asks the last middleware first.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import itertools
 import json
+from collections.abc import Sequence
+from operator import index
 from typing import Any
 
 import numpy as np
 
-from rollout.engine.engine_answers import answer_of
-from rollout.server.compact import ROUTE, encode
-from rollout.server.guard import App, Message, Receive, Send
+from rollout.engine.engine_answers import Answer, answer_of
+from rollout.server.guard import App, Message, Receive, Send, reply
+
+ROUTE = "/lockstep/v1/generate"
 
 
 class CompactGenerate:
-    """ASGI middleware. GET says that the route is there; POST takes `token_ids` and `sampling_params`."""
+    """ASGI middleware. GET confirms that the route exists; POST takes `token_ids` and `sampling_params`."""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -37,15 +42,15 @@ class CompactGenerate:
         elif scope["method"] == "POST":
             await self._generate(scope["app"].state.engine_client, receive, send)
         else:
-            await _reply(send, 200, {})
+            await reply(send, 200, {})
 
     async def _generate(self, engine: Any, receive: Receive, send: Send) -> None:
         from vllm.exceptions import VLLMClientError
 
         try:
             prompt, params = _read(await _body(receive))
-        except Exception as error:  # whatever it is: the client's, not the engine's, and not to be sent again
-            await _reply(send, 400, {"error": f"{type(error).__name__}: {error}"})
+        except Exception as error:  # any failure here is the client's and must not be retried
+            await reply(send, 400, {"error": f"{type(error).__name__}: {error}"})
             return
         sampling = asyncio.ensure_future(self._sample(engine, prompt, params))
         gone = asyncio.ensure_future(_disconnect(receive))
@@ -57,31 +62,63 @@ class CompactGenerate:
         try:
             answer = sampling.result()
         except (VLLMClientError, ValueError, TypeError, KeyError) as error:
-            await _reply(send, 400, {"error": f"{type(error).__name__}: {error}"})
-        except Exception as error:  # whatever the engine raises is the server's failure, and the client's to retry
-            await _reply(send, 500, {"error": f"{type(error).__name__}: {error}"})
+            await reply(send, 400, {"error": f"{type(error).__name__}: {error}"})
+        except Exception as error:  # any failure of the engine is the server's; the client retries
+            await reply(send, 500, {"error": f"{type(error).__name__}: {error}"})
         else:
-            await _reply(send, 200, answer)
+            await reply(send, 200, answer)
 
     async def _sample(self, engine: Any, prompt: dict[str, Any], params: Any) -> dict[str, Any]:
         outputs = [output async for output in engine.generate(prompt, params, f"lockstep-{next(self._numbers)}")]
         (completion,) = outputs[-1].outputs
-        return encode(answer_of(completion))
+        return encode_answer(answer_of(completion))
+
+
+def encode_answer(answer: Answer) -> dict[str, Any]:
+    """Return the JSON of an answer."""
+    return {
+        "sampled_ids": _encode(answer.sampled_ids, np.int32),
+        "candidate_ids": _encode(answer.candidate_ids, np.int32),
+        "candidate_logprobs": _encode(answer.candidate_logprobs, np.float32),
+        "starts": _encode(answer.starts, np.int32),
+        "finish_reason": answer.finish_reason,
+        "versions": [list(span) for span in answer.versions],
+    }
+
+
+def decode_answer(fields: Any) -> Answer:
+    """Invert `encode_answer`. Raises `ValueError`, `KeyError`, `TypeError` or `EvidenceError` for other input."""
+    return Answer(
+        sampled_ids=_decode(fields["sampled_ids"], np.int32),
+        candidate_ids=_decode(fields["candidate_ids"], np.int32),
+        candidate_logprobs=_decode(fields["candidate_logprobs"], np.float32),
+        starts=_decode(fields["starts"], np.int32),
+        finish_reason=str(fields["finish_reason"]),
+        versions=[(str(label), index(start), index(end)) for label, start, end in fields["versions"]],
+    )
+
+
+def _encode(values: Sequence[float], dtype: type[np.generic]) -> str:
+    return base64.b64encode(np.asarray(values, dtype=dtype).tobytes()).decode()
+
+
+def _decode(text: str, dtype: type[np.generic]) -> list[Any]:
+    return np.frombuffer(base64.b64decode(text, validate=True), dtype=dtype).tolist()
 
 
 def _read(raw: bytes) -> tuple[dict[str, Any], Any]:
-    """Prompt and `SamplingParams` of a request. Raises whatever is wrong with it."""
+    """Return prompt and `SamplingParams` of a request. Raises on invalid input."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     request = json.loads(raw)
     ids = np.asarray(request["token_ids"])
-    # Checked here, so that what the engine raises is the engine's failure; ids beyond the vocabulary vLLM refuses.
+    # Checked here, so that errors of the engine are its own failures. vLLM refuses ids beyond the vocabulary.
     if ids.ndim != 1 or ids.dtype.kind != "i" or not ids.size or ids.min() < 0:
-        raise ValueError("token_ids must be a list of at least one id, none of them negative")
+        raise ValueError("token_ids must be a non-empty list of non-negative integers")
     params = SamplingParams(**request["sampling_params"], output_kind=RequestOutputKind.FINAL_ONLY)
     if params.n != 1:
-        raise ValueError(f"n={params.n}; this route answers with one completion")
+        raise ValueError(f"found n={params.n}, expected n=1: this route returns one completion")
     return {"prompt_token_ids": ids.tolist()}, params
 
 
@@ -97,10 +134,3 @@ async def _body(receive: Receive) -> bytes:
 async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _reply(send: Send, status: int, body: dict[str, Any]) -> None:
-    raw = json.dumps(body, separators=(",", ":")).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(raw)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": raw})

@@ -1,24 +1,25 @@
-"""The lock on a vLLM server: every route but `/health` asks for the key.
+"""API key check for all routes of a vLLM server except `/health`.
 
-vLLM 0.32's own key guards `/v1` and `/inference` alone. Behind its other routes are weights that can be replaced and
-methods of its workers that can be called by name, so a server that trainers on other machines reach needs this:
+vLLM 0.32's own key guards only `/v1` and `/inference`. Its other routes can replace weights and call worker methods by
+name, so a server that other machines reach needs this middleware:
 
     VLLM_API_KEY=... vllm serve MODEL --middleware rollout.server.guard.RequireKey ...
 
-Covered: all routes, websockets too; the key is compared in constant time. Not covered: TLS (vLLM has `--ssl-keyfile`),
-rate limits, and clients that hold the key and mean harm.
+Covered: all routes and websockets; the key is compared in constant time. Not covered: TLS (vLLM has `--ssl-keyfile`),
+rate limits, and malicious clients that hold the key.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import json
 import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 KEY_ENV = "VLLM_API_KEY"
-"""Read by vLLM's own guard, too."""
+"""Also read by vLLM's own guard."""
 OPEN_PATHS = ("/health",)
 
 Message = MutableMapping[str, Any]
@@ -43,16 +44,23 @@ class RequireKey:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            body = b'{"error": "expected the header `Authorization: Bearer <key>` with the key of this server"}'
-            headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-            await send({"type": "http.response.start", "status": 401, "headers": headers})
-            await send({"type": "http.response.body", "body": body})
+            await reply(
+                send, 401, {"error": "expected the header `Authorization: Bearer <key>` with the key of this server"}
+            )
 
     def _has_key(self, scope: Message) -> bool:
         presented = next((value for name, value in scope["headers"] if name.lower() == b"authorization"), b"")
         return hmac.compare_digest(_digest(presented), self._expected)
 
 
+async def reply(send: Send, status: int, body: dict[str, Any]) -> None:
+    """Send a JSON response."""
+    raw = json.dumps(body, separators=(",", ":")).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(raw)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": raw})
+
+
 def _digest(value: bytes) -> bytes:
-    """Of one length, so that the comparison says nothing about the key's."""
+    """Hash to a fixed length, so that the comparison does not reveal the key's length."""
     return hashlib.sha256(value).digest()

@@ -1,11 +1,11 @@
-"""Engines of other ranks, as the rank that runs the episodes sees them (`rollout.engine=colocated`).
+"""Access of rank 0 to the engines of other ranks (`rollout.engine=colocated`).
 
     rank 0   episodes ─► pool ─┬─► its own engine
-    rank 1                     ├─► PeerEngine ═ HTTP, JSON ═► EngineService ─► its own engine
+    rank 1                     ├─► RemoteRankEngine ═ HTTP, JSON ═► EngineService ─► its own engine
     ...                        └─► ...
 
-Every rank gives the weights to its own engine; what passes here is token ids, logprobs and errors. The service listens
-on one address, loopback if all ranks are on this machine, and answers nobody without the key that the ranks share.
+Each rank updates the weights of its own engine; only token ids, logprobs and errors travel here. The service listens on
+one address, loopback if all ranks are on one machine, and requires a key shared by the ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import hmac
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Self
 
 import torch
 from aiohttp import web
@@ -26,29 +26,27 @@ from rollout.server.client import ServerClient
 from rollout.system.background_loop import BackgroundLoop
 
 MAX_REQUEST_MIB = 64
-"""Of a prompt's ids as JSON; a million of them are 7 MiB."""
+"""Size limit of a request; a million prompt ids are 7 MiB of JSON."""
 
 
 class EngineService:
-    """Answers another rank with this rank's engine."""
+    """HTTP service in front of this rank's engine."""
 
-    def __init__(self, engine: PooledEngine, key: str, runner: web.AppRunner, url: str) -> None:
+    def __init__(self, engine: PooledEngine, *, key: str) -> None:
         self._engine = engine
         self._authorization = f"Bearer {key}"
-        self._runner = runner
-        self.url = url
+        app = web.Application(client_max_size=MAX_REQUEST_MIB * 2**20)
+        app.add_routes([web.post("/{call}", self._answer)])
+        self._runner = web.AppRunner(app, access_log=None)
+        self.url = ""
 
     @classmethod
-    async def start(cls, engine: PooledEngine, *, host: str, key: str) -> EngineService:
+    async def start(cls, engine: PooledEngine, *, host: str, key: str) -> Self:
         """Listen on a free port of this address. Call it in the engine's loop."""
-        app = web.Application(client_max_size=MAX_REQUEST_MIB * 2**20)
-        runner = web.AppRunner(app, access_log=None)
-        service = cls(engine, key, runner, "")
-        app.add_routes([web.post("/{act}", service._answer)])
-        await runner.setup()
-        site = web.TCPSite(runner, host, 0)
-        await site.start()
-        port: int = runner.addresses[0][1]
+        service = cls(engine, key=key)
+        await service._runner.setup()
+        await web.TCPSite(service._runner, host, 0).start()
+        port: int = service._runner.addresses[0][1]
         service.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         return service
 
@@ -59,12 +57,12 @@ class EngineService:
         found = request.headers.get("Authorization", "")
         if not hmac.compare_digest(found.encode(), self._authorization.encode()):
             return web.json_response({"error": "the key of the run is missing"}, status=401)
-        act = {"facts": self._facts, "generate": self._generate, "score": self._score}.get(request.match_info["act"])
-        if act is None:
+        call = {"facts": self._facts, "generate": self._generate, "score": self._score}.get(request.match_info["call"])
+        if call is None:
             return web.json_response({"error": "no such call"}, status=404)
         try:
-            return web.json_response({"result": await act(await request.json())})
-        except (EngineError, EvidenceError) as error:  # the caller decides what they mean for its episode
+            return web.json_response({"result": await call(await request.json())})
+        except (EngineError, EvidenceError) as error:  # raised again by the caller
             return web.json_response({"failed": type(error).__name__, "text": str(error)})
 
     async def _facts(self, _: Any) -> dict[str, Any]:
@@ -86,30 +84,23 @@ class EngineService:
         return await self._engine.score(body["ids"])
 
 
-class PeerEngine:
-    """The engine of another rank, behind its service. That rank pauses it, gives it weights and closes it."""
+class RemoteRankEngine:
+    """The engine of another rank, behind its service. That rank pauses, updates and closes it."""
 
-    def __init__(self, client: ServerClient, facts: dict[str, Any], *, rank: int, timeout_s: float) -> None:
-        self._client = client
+    def __init__(self, url: str, *, key: str, rank: int, loop: BackgroundLoop, timeout_s: float) -> None:
+        """Connect. timeout_s: limit of a request, longer than the other rank's own."""
+
+        async def connect() -> tuple[ServerClient, dict[str, Any]]:
+            client = ServerClient(url, api_key=key)
+            return client, (await client.post("/facts", {}, timeout_s=timeout_s))["result"]
+
+        self._client, facts = loop.run(connect())
         self._timeout_s = timeout_s
         self.name = f"the engine of rank {rank}"
+        self.loop = loop
         self.dtype: torch.dtype = getattr(torch, facts["dtype"])
         self.vocab_size: int = facts["vocab_size"]
         self.max_model_len: int = facts["max_model_len"]
-        self.loop: BackgroundLoop
-
-    @classmethod
-    def connect(cls, url: str, *, key: str, rank: int, loop: BackgroundLoop, timeout_s: float) -> PeerEngine:
-        """timeout_s: of a request, more than what the other rank allows itself."""
-
-        async def make() -> PeerEngine:
-            client = ServerClient(url, api_key=key)
-            facts = await client.post("/facts", {}, timeout_s=timeout_s)
-            return cls(client, facts["result"], rank=rank, timeout_s=timeout_s)
-
-        engine = loop.run(make())
-        engine.loop = loop
-        return engine
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> EngineCall:
         body = {"prompt_ids": list(prompt_ids), "sampling": asdict(sampling)}
@@ -118,18 +109,12 @@ class PeerEngine:
     async def score(self, ids: Sequence[int]) -> list[float]:
         return await self._ask("/score", {"ids": list(ids)})
 
-    async def pause(self, mode: str) -> None:
-        """Its own rank does."""
-
-    async def resume(self) -> None:
-        """Its own rank does."""
-
     async def close(self) -> None:
-        """The connection; its own rank closes the engine."""
+        """Close the connection; the other rank closes its engine."""
         await self._client.close()
 
     async def _ask(self, path: str, body: object) -> Any:
-        """Raises what the engine raised there; `EngineError` if the rank is gone."""
+        """Raise what the remote engine raised; `EngineError` if the rank is gone."""
         try:
             answer = await self._client.post(path, body, timeout_s=self._timeout_s)
         except EngineError as error:

@@ -1,1 +1,1 @@
-"""Process-level helpers: event loop, deadlines, captured output, garbage collection, addresses, user files."""
+"""Process-level helpers: event loop, deadlines, output capture, garbage collection, addresses, user files."""

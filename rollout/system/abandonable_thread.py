@@ -1,4 +1,4 @@
-"""Work on a thread that can be abandoned."""
+"""Daemon threads whose result the caller may stop waiting for."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 T = TypeVar("T")
 
 
-def in_daemon_thread(act: Callable[[], T]) -> Future[T]:
-    """Start `act` and return at once.
+def run_in_abandonable_thread(function: Callable[[], T]) -> Future[T]:
+    """Start `function` in a daemon thread and return its future.
 
-    A collective whose peer is gone cannot be interrupted, only left behind: the caller stops waiting for the future,
-    and the thread does not keep the process alive (those of `concurrent.futures` do).
+    A collective whose peer is gone cannot be interrupted. The caller stops waiting for the future, and the thread does
+    not keep the process alive (threads of `concurrent.futures` do).
     """
     future: Future[T] = Future()
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
@@ -24,9 +24,9 @@ def in_daemon_thread(act: Callable[[], T]) -> Future[T]:
     def run() -> None:
         try:
             if device is not None:
-                torch.cuda.set_device(device)  # the current device belongs to a thread
-            future.set_result(act())
-        except BaseException as error:  # carried to whoever waits, whatever it is
+                torch.cuda.set_device(device)  # the current device is per thread
+            future.set_result(function())
+        except BaseException as error:  # raised again where the future is read
             future.set_exception(error)
 
     threading.Thread(target=run, name="lockstep-abandonable", daemon=True).start()

@@ -1,7 +1,7 @@
-"""One asyncio loop in a daemon thread, shared by the engine and the episodes.
+"""An asyncio event loop in a daemon thread, shared by engines and episodes.
 
-The trainer is synchronous, the engine and the episodes are not. vLLM's client binds its sockets to the
-loop it is first used in, so everything that touches the engine must run in one and the same loop.
+The trainer is synchronous; engines and episodes are not. vLLM's client binds its sockets to the loop of its first call,
+so everything that uses the engine must run in one loop.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class BackgroundLoop:
-    """Runs coroutines for synchronous code; usable from any thread but its own.
+    """Event loop that runs coroutines for synchronous code; usable from any thread but its own.
 
     `with BackgroundLoop() as loop: result = loop.run(coroutine())`
     """
@@ -27,18 +27,13 @@ class BackgroundLoop:
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
-        """Wait for the coroutine's result.
+        """Run a coroutine and return its result.
 
-        Args:
-            coroutine: cancelled if the wait ends early, by timeout or by Ctrl-C.
-            timeout: seconds; None waits for ever.
-
-        Raises:
-            TimeoutError: after `timeout` seconds.
+        Raises `TimeoutError` after `timeout` seconds (None: no limit). On timeout or Ctrl-C the coroutine is canceled.
         """
         if threading.current_thread() is self._thread:
             coroutine.close()
-            raise RuntimeError("BackgroundLoop.run was called from its own loop, which would wait for itself; await it")
+            raise RuntimeError("BackgroundLoop.run was called from its own loop and would deadlock; use await")
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result(timeout)
@@ -47,7 +42,7 @@ class BackgroundLoop:
             raise
 
     def close(self) -> None:
-        """Cancel what still runs and end the thread. Closing twice is allowed."""
+        """Cancel all tasks and end the thread. Closing twice is allowed."""
         if self._loop.is_closed():
             return
         asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop).result(timeout=10)

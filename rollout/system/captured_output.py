@@ -1,4 +1,4 @@
-"""The output of this process, sent to a file for a while: libraries and compilers write past Python's own streams."""
+"""Redirection of this process's output to a file, including output that bypasses Python's streams."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 
 @contextmanager
-def output_to(log_path: Path) -> Iterator[None]:
-    """Send this process's stdout and stderr to a file. Child processes started meanwhile keep it for good."""
+def redirect_output(log_path: Path) -> Iterator[None]:
+    """Append stdout and stderr of this process to a file. Child processes started in the block keep writing to it."""
     sys.stdout.flush()
     sys.stderr.flush()
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -1,12 +1,12 @@
-"""Run somebody else's Python function, sync or async, and wait for it no longer than a deadline.
+"""Calls of user functions, sync or async, with a deadline.
 
-Covered: the caller always gets its turn back in time; whatever the function raises comes back as a value
-(`SystemExit` included), so that one bad tool or reward cannot end the event loop it runs in.
+Covered: the caller resumes by the deadline; an exception of the function (also `SystemExit`) is returned as a value, so
+one broken tool or reward cannot end the event loop.
 
-Not covered: nothing is killed. A sync function runs in a daemon thread, and Python cannot stop a thread: one that
-hangs is abandoned, goes on using memory and CPU, and dies with the process. After `MAX_ABANDONED` such threads
-further sync calls are refused, so that a leak becomes an error instead of a slow death. A function that holds the GIL
-in C code, exhausts memory or calls `os._exit` takes the process with it: only a process of its own contains that.
+Not covered: nothing is killed. A sync function runs in a daemon thread, which Python cannot stop: after its deadline it
+keeps using memory and CPU until the process ends. With `MAX_ABANDONED` such threads alive, further sync calls are
+refused, so a leak becomes an error. A function that holds the GIL in C code, exhausts memory or calls `os._exit` takes
+the process down; only a separate process contains that.
 """
 
 from __future__ import annotations
@@ -16,11 +16,15 @@ import contextvars
 import inspect
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-# A thread costs 8 MB of address space and little else while it sleeps; a few dozen that hang are a bug to report.
+# A sleeping thread costs 8 MB of address space and little else; a few dozen that hang are a bug to report.
 MAX_ABANDONED = 64
+
+_abandoned: set[threading.Thread] = set()
+"""Threads that outlived their deadline."""
 
 
 class DeadlineExceeded(Exception):
@@ -28,51 +32,33 @@ class DeadlineExceeded(Exception):
 
 
 class TooManyAbandoned(Exception):
-    """So many calls hang in the background that no further one is started."""
+    """`MAX_ABANDONED` earlier calls still run; the function was not called."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """What came of a call: a value, or the error that was raised in its place."""
+    """Result of a call: a value, or the error raised instead."""
 
     value: Any = None
     error: BaseException | None = None
 
 
-class _Abandoned:
-    """Counts threads that outlived their deadline and still run."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._count = 0
-
-    def add(self, change: int) -> None:
-        with self._lock:
-            self._count += change
-
-    @property
-    def count(self) -> int:
-        return self._count
-
-
-abandoned = _Abandoned()
-
-
 async def call_with_deadline(function: Callable[..., Any], /, *args: Any, timeout_s: float, **kwargs: Any) -> Finished:
     """Call `function(*args, **kwargs)`; sync functions run in a thread, async ones in this loop.
 
-    Returns the value or the error; `DeadlineExceeded` after `timeout_s` seconds. Cancelling the caller
-    cancels an async function, and abandons a sync one.
+    Returns the value or the error; `DeadlineExceeded` after `timeout_s` seconds. Cancelling the caller cancels an async
+    function and abandons a sync one.
     """
     if is_async(function):
         return await _call_async(function, args, kwargs, timeout_s)
-    if abandoned.count >= MAX_ABANDONED:
-        return Finished(error=TooManyAbandoned(f"{abandoned.count} earlier calls never returned and still run"))
+    _abandoned.difference_update([thread for thread in list(_abandoned) if not thread.is_alive()])
+    if len(_abandoned) >= MAX_ABANDONED:
+        return Finished(error=TooManyAbandoned(f"{len(_abandoned)} earlier calls never returned and still run"))
     return await _call_in_thread(function, args, kwargs, timeout_s)
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling it gives a coroutine: `async def`, or an object whose `__call__` is `async def`."""
+    """Return True if calling it gives a coroutine: `async def`, or an object whose `__call__` is `async def`."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
@@ -84,7 +70,7 @@ async def _call_async(function: Callable[..., Any], args: Any, kwargs: Any, time
         return Finished(error=DeadlineExceeded(f"no answer in {timeout_s:g} s") if deadline.expired() else error)
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
-        if task is not None and task.cancelling():  # we are being cancelled, not the function giving up by itself
+        if task is not None and task.cancelling():  # the caller is canceled; otherwise the function raised it
             raise
         return Finished(error=error)
     except (Exception, SystemExit) as error:
@@ -95,8 +81,6 @@ async def _call_in_thread(function: Callable[..., Any], args: Any, kwargs: Any, 
     loop = asyncio.get_running_loop()
     finished: asyncio.Future[Finished] = loop.create_future()
     context = contextvars.copy_context()
-    lock = threading.Lock()
-    state = {"returned": False, "abandoned": False}
 
     def deliver(result: Finished) -> None:
         if not finished.done():
@@ -105,31 +89,25 @@ async def _call_in_thread(function: Callable[..., Any], args: Any, kwargs: Any, 
     def work() -> None:
         try:
             result = Finished(value=context.run(function, *args, **kwargs))
-        except BaseException as error:  # the caller decides what a SystemExit of somebody's function means
+        except BaseException as error:  # the caller decides how to treat SystemExit
             result = Finished(error=error)
-        with lock:
-            state["returned"] = True
-            if state["abandoned"]:
-                abandoned.add(-1)
-                return
-        if not loop.is_closed():
+        with suppress(RuntimeError):  # the loop was closed in the meantime
             loop.call_soon_threadsafe(deliver, result)
 
-    # A daemon thread for each call (about 0.1 ms), not an executor: its threads are joined at exit, and one that hangs
+    # A daemon thread per call (about 0.1 ms), not an executor: executor threads are joined at exit, so one that hangs
     # would keep a finished run from ending.
-    threading.Thread(target=work, name=f"deadline:{describe(function)}", daemon=True).start()
+    thread = threading.Thread(target=work, name=f"deadline:{function_name(function)}", daemon=True)
+    thread.start()
     try:
         async with asyncio.timeout(timeout_s):
             return await finished
     except TimeoutError:
         return Finished(error=DeadlineExceeded(f"no answer in {timeout_s:g} s"))
     finally:
-        with lock:
-            if not state["returned"]:
-                state["abandoned"] = True
-                abandoned.add(1)
+        if finished.cancelled():  # by the deadline or by the caller
+            _abandoned.add(thread)
 
 
-def describe(function: Callable[..., Any]) -> str:
-    """A name for people: functions have one, callable objects are named by their class."""
+def function_name(function: Callable[..., Any]) -> str:
+    """Return a readable name: a function's own, or the class of a callable object."""
     return function.__name__ if inspect.isroutine(function) else type(function).__name__

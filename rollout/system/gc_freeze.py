@@ -1,7 +1,7 @@
-"""Python's garbage collection, kept away from what a run has loaded.
+"""Exclusion of loaded modules from garbage collection.
 
-A full collection looks at every object there is. Imports of torch, transformers and vLLM leave a million of them, which
-took 0.4 to 0.5 s in about one update of ten (`benchmarks/compare_trl.py`). Objects that are frozen are not looked at.
+A full collection visits every object. Importing torch, transformers and vLLM leaves a million of them, which took 0.4
+to 0.5 s in about one update of ten (`benchmarks/compare_trl.py`). Frozen objects are not visited.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def frozen() -> Iterator[None]:
-    """Leave what exists now out of collections, until the end."""
+def gc_frozen() -> Iterator[None]:
+    """Freeze current objects out of garbage collection for the duration of the block."""
     gc.collect()
     gc.freeze()
     try:
@@ -22,8 +22,8 @@ def frozen() -> Iterator[None]:
         gc.unfreeze()
 
 
-def collect_all() -> None:
-    """A full collection, also of what is frozen; what is left of that stays so."""
+def gc_collect_all() -> None:
+    """Run a full collection that includes frozen objects; survivors are frozen again."""
     was_frozen = gc.get_freeze_count() > 0
     gc.unfreeze()
     gc.collect()

@@ -1,10 +1,10 @@
-"""Text of models and data on a terminal: shown, never obeyed."""
+"""Escaping of untrusted text for the terminal."""
 
 from __future__ import annotations
 
 
-def visible(text: str) -> str:
-    """The text in one line, with control characters spelled out: it cannot move the cursor or colour the console."""
+def terminal_safe(text: str) -> str:
+    """Return the text on one line with control characters escaped, so it cannot move the cursor or set colors."""
     return "".join(
         "⏎" if character == "\n" else character if character.isprintable() else f"\\x{ord(character):02x}"
         for character in text

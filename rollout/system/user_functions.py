@@ -1,7 +1,7 @@
-"""Load a user's own functions from a Python file: `path/to/file.py:name,other`.
+"""Loading of user functions from a Python file: `path/to/file.py:name,other`.
 
-Loading runs the file with all the rights of this process; it may import the files beside it. It happens only where a
-setting names the file; callers print what was loaded. There is no sandbox here.
+Loading executes the file with the rights of this process, without a sandbox; it may import files beside it. Only files
+named in a setting are loaded; callers print what was loaded.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from rollout.errors import ConfigError
 
 
 def load_functions(spec: str) -> list[Callable[..., Any]]:
-    """The functions that `path.py:name` or `path.py:name,other` names, in that order.
+    """Return the functions named by `path.py:name` or `path.py:name,other`, in that order.
 
     Raises:
-        ConfigError: the spec has another form, the file is missing or fails to load, or lacks a name.
+        ConfigError: the spec is malformed, or the file is missing, fails to load or lacks a name.
     """
     path_text, colon, names_text = spec.rpartition(":")
     names = [name.strip() for name in names_text.split(",") if name.strip()]
     if not colon or not path_text.endswith(".py") or not names:
         raise ConfigError(
             f"found {spec!r}, expected path/to/file.py:name or path/to/file.py:name,other_name (in a list on the "
-            "command line a comma needs quotes of its own: '[\"path/to/file.py:name,other_name\"]')"
+            "command line quote a spec with a comma: '[\"path/to/file.py:name,other_name\"]')"
         )
     module = _load_module(Path(path_text))
     return [_lookup(module, name, path_text) for name in names]
 
 
 def load_function(spec: str) -> Callable[..., Any]:
-    """The one function that `path.py:name` names. Raises `ConfigError` as `load_functions` does."""
+    """Return the single function named by `path.py:name`. Raises `ConfigError` as `load_functions` does."""
     functions = load_functions(spec)
     if len(functions) != 1:
         raise ConfigError(f"found {spec!r}, which names {len(functions)} functions; expected one: path/to/file.py:name")
@@ -44,9 +44,9 @@ def load_function(spec: str) -> Callable[..., Any]:
 
 def _load_module(path: Path) -> ModuleType:
     if not path.is_file():
-        raise ConfigError(f"no file {path} (looked in {Path.cwd()}); give the path from where you start the run")
+        raise ConfigError(f"no file {path} (looked in {Path.cwd()}); give the path relative to the working directory")
     resolved = path.resolve()
-    # Two files of one name must not become one module; the same file must (its module state is then shared).
+    # Files of the same name in two directories are two modules; the same file is loaded once and shares its state.
     name = f"lockstep_user_{resolved.stem}_{hashlib.sha256(str(resolved).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -55,8 +55,8 @@ def _load_module(path: Path) -> ModuleType:
     assert found.loader is not None
     module = importlib.util.module_from_spec(found)
     if str(resolved.parent) not in sys.path:
-        sys.path.append(str(resolved.parent))  # it may import files beside it; last, so that it shadows nothing
-    sys.modules[name] = module  # dataclasses and pickling look their module up there while it loads
+        sys.path.append(str(resolved.parent))  # for imports of files beside it; last, so that it shadows nothing
+    sys.modules[name] = module  # dataclasses and pickle look the module up here while it loads
     try:
         found.loader.exec_module(module)
     except (Exception, SystemExit) as error:

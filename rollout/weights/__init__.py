@@ -1,1 +1,1 @@
-"""Weight transfer from the trainer to engines."""
+"""Weight transfer from the trainer to the engines."""

@@ -1,14 +1,20 @@
-"""What of a module is sent to an engine: every parameter under the name of the checkpoint, and how it comes about.
+"""Mapping of a module's parameters to checkpoint-named tensors for weight transfer.
 
-LoRA adapters are merged into copies; the training weights are never written.
+LoRA adapters are merged into copies; the training weights are never modified. transformers stacks all experts of a
+layer in one tensor; checkpoints, and so vLLM's loaders, have tensors per expert:
 
-Covered: PEFT LoRA on layers that offer `get_delta_weight` (linear, embedding, convolution), `modules_to_save`,
-tied weights (sent once, under the name that the module lists first), experts (`rollout/weights/experts.py`).
-Not covered: DoRA (refused), models whose checkpoint names differ from their module names by more than that.
+    mlp.experts.gate_up_proj (E, 2I, D)  ->  mlp.experts.<e>.gate_proj.weight, mlp.experts.<e>.up_proj.weight (I, D)
+    mlp.experts.down_proj    (E, D, I)   ->  mlp.experts.<e>.down_proj.weight (D, I)
+
+Covered: PEFT LoRA on layers with `get_delta_weight` (linear, embedding, convolution), `modules_to_save`, tied weights
+(sent once, under the first name), experts of qwen2_moe, qwen3_moe and gpt_oss (whose checkpoints are stacked too).
+Refused: DoRA, and experts of other model types: a wrong name would load weights in the wrong place. Not covered: models
+whose checkpoint names differ from their module names in other ways.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,43 +27,50 @@ from transformers import PreTrainedModel
 from vllm.distributed.weight_transfer.base import ParamMeta
 
 from rollout.errors import SyncError
-from rollout.weights import experts
-from rollout.weights.shards import Piece, full_shape
+from rollout.weights.shards import ParamRange, full_shape
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from peft.tuners.lora import LoraLayer
 
 PEFT_PREFIX = "base_model.model."
+EXPERTS_SEPARATE = ("qwen2_moe", "qwen3_moe")
+"""Model types whose checkpoints have tensors per expert, under the names above."""
+EXPERTS_STACKED = ("gpt_oss",)
+"""Model types whose checkpoints are stacked as in transformers."""
+EXPERTS_NAME = re.compile(r"(?P<layer>.+\.mlp\.experts)\.(?P<kind>gate_up_proj|down_proj)")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One parameter as it is sent."""
+class CheckpointTensor:
+    """One tensor of the checkpoint and its source."""
 
     meta: ParamMeta
-    pieces: tuple[Piece, ...]
-    """What it is made of."""
+    ranges: tuple[ParamRange, ...]
     merge: Callable[[Sequence[torch.Tensor]], torch.Tensor] | None = None
-    """From the pieces, each in the shape of its parameter, to the tensor; None: it is the one piece."""
+    """Computes the tensor from the ranges, each in the shape of its parameter; None: the tensor is the only range."""
+
+    def value(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the tensor for these values of its ranges: in new memory, or the only range itself."""
+        return (values[0] if self.merge is None else self.merge(values)).to(self.meta.dtype)
 
 
-def entries_of(module: nn.Module, dtype: torch.dtype | None) -> Iterator[Entry]:
-    """module: unwrapped. dtype: to cast floating-point parameters to; None: as they are."""
+def checkpoint_tensors(module: nn.Module, dtype: torch.dtype | None) -> Iterator[CheckpointTensor]:
+    """Yield the tensors of an unwrapped module. dtype: cast of floating-point parameters; None: no cast."""
     if "peft" in sys.modules:
         from peft import PeftModel
 
         if isinstance(module, PeftModel):
-            yield from _peft_entries(module, dtype)
+            yield from _peft_tensors(module, dtype)
             return
     for name, param in module.named_parameters():
-        yield from _plain_entries(name, param, dtype, module)
+        yield from _plain_tensors(name, param, dtype, module)
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The module inside DDP, a DeepSpeed engine or `torch.compile`, in any nesting."""
+    """Return the module inside DDP, a DeepSpeed engine or `torch.compile`, in any nesting."""
     wrappers: list[type] = [nn.parallel.DistributedDataParallel]
-    if "deepspeed" in sys.modules:  # importing it takes seconds; a module cannot be its engine before it is imported
+    if "deepspeed" in sys.modules:  # importing it takes seconds; without it no module is its engine
         from deepspeed import DeepSpeedEngine
 
         wrappers.append(DeepSpeedEngine)
@@ -70,29 +83,57 @@ def unwrap(module: nn.Module) -> nn.Module:
             return module
 
 
-def _wire_dtype(param: nn.Parameter, dtype: torch.dtype | None) -> torch.dtype:
+def _sent_dtype(param: nn.Parameter, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and param.dtype.is_floating_point else param.dtype
 
 
-def _plain_entries(name: str, param: nn.Parameter, dtype: torch.dtype | None, model: nn.Module) -> Iterator[Entry]:
-    """One, or for the experts of a layer as many as the checkpoint has."""
-    shape, wire = full_shape(param), _wire_dtype(param, dtype)
+def _plain_tensors(
+    name: str, param: nn.Parameter, dtype: torch.dtype | None, model: nn.Module
+) -> Iterator[CheckpointTensor]:
+    """Yield one tensor, or one per expert matrix of the checkpoint."""
+    shape, sent = full_shape(param), _sent_dtype(param, dtype)
     parts: Iterable[tuple[str, tuple[int, ...], int]] = [(name, shape, 0)]
-    if experts.is_stacked(name, shape):
-        assert isinstance(model, PreTrainedModel), "experts are known by the type of their model"
-        parts = experts.parts(name, shape, model.config.get_text_config().model_type)
+    if len(shape) == 3 and ".experts." in name:
+        assert isinstance(model, PreTrainedModel), "experts are named by model type"
+        parts = _expert_parts(name, shape, model.config.get_text_config().model_type)
     for part_name, part_shape, first in parts:
-        yield Entry(ParamMeta(part_name, wire, part_shape), (Piece(param, first, part_shape, wire),))
+        yield CheckpointTensor(ParamMeta(part_name, sent, part_shape), (ParamRange(param, first, part_shape, sent),))
 
 
-def _peft_entries(model: PeftModel, dtype: torch.dtype | None) -> Iterator[Entry]:
-    """Base weights with the active adapters added, under the names of the model that was wrapped."""
+def _expert_parts(name: str, shape: tuple[int, ...], model_type: str) -> Iterator[tuple[str, tuple[int, ...], int]]:
+    """Yield name, shape and first element of each checkpoint tensor in a stacked one; each is contiguous in it.
+
+    Raises `SyncError` for a model type that is not covered.
+    """
+    if model_type in EXPERTS_STACKED:
+        yield name, shape, 0
+        return
+    match = EXPERTS_NAME.fullmatch(name)
+    if model_type not in EXPERTS_SEPARATE or match is None:
+        raise SyncError(
+            f"weight sync does not know how the engine names the experts in {name} of a {model_type} model; set "
+            f"model.path to a model of type {', '.join((*EXPERTS_SEPARATE, *EXPERTS_STACKED))}, or to one without "
+            "experts"
+        )
+    layer = match["layer"]
+    for expert in range(shape[0]):
+        first = expert * shape[1] * shape[2]
+        if match["kind"] == "down_proj":
+            yield f"{layer}.{expert}.down_proj.weight", shape[1:], first
+            continue
+        half = (shape[1] // 2, shape[2])
+        yield f"{layer}.{expert}.gate_proj.weight", half, first
+        yield f"{layer}.{expert}.up_proj.weight", half, first + half[0] * half[1]
+
+
+def _peft_tensors(model: PeftModel, dtype: torch.dtype | None) -> Iterator[CheckpointTensor]:
+    """Yield base weights plus active adapters, under the names of the wrapped model."""
     from peft.tuners.lora import LoraLayer
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
 
-    merged: dict[str, LoraLayer] = {}  # adapted layers by the full name of their base weight
-    not_sent: list[str] = []  # prefixes of adapters, and of the originals of modules that are trained whole
+    merged: dict[str, LoraLayer] = {}  # adapted layers, by the full name of their base weight
+    not_sent: list[str] = []  # prefixes of adapters, and of the originals of fully trained modules
     renamed = {PEFT_PREFIX: "", ".base_layer.": "."}
     for path, layer in model.named_modules():
         if isinstance(layer, LoraLayer):
@@ -105,8 +146,8 @@ def _peft_entries(model: PeftModel, dtype: torch.dtype | None) -> Iterator[Entry
             renamed[f".modules_to_save.{active}."] = "."
         elif isinstance(layer, BaseTunerLayer):
             raise SyncError(
-                f"weight sync merges LoRA adapters only, but {path} is a {type(layer).__name__}; "
-                f"train with peft.LoraConfig, or without an adapter"
+                f"weight sync merges only LoRA adapters, found {type(layer).__name__} at {path}; train with "
+                "peft.LoraConfig, or without an adapter"
             )
     _refuse_tied(model, set(merged))
     for full_name, param in model.named_parameters():
@@ -116,9 +157,9 @@ def _peft_entries(model: PeftModel, dtype: torch.dtype | None) -> Iterator[Entry
         for old, new in renamed.items():
             name = name.replace(old, new)
         if full_name in merged:
-            yield _merged_entry(name, merged[full_name], param, dtype)
+            yield _merged_tensor(name, merged[full_name], param, dtype)
         else:
-            yield from _plain_entries(name, param, dtype, model.get_base_model())
+            yield from _plain_tensors(name, param, dtype, model.get_base_model())
 
 
 def _refuse_tied(model: nn.Module, adapted: set[str]) -> None:
@@ -128,12 +169,12 @@ def _refuse_tied(model: nn.Module, adapted: set[str]) -> None:
     for tied in names.values():
         if len(tied) > 1 and adapted.intersection(tied):
             raise SyncError(
-                f"an adapter on one of the tied weights {tied} cannot be merged: the engine holds one weight for both. "
-                f"Leave the embedding and the head out of LoraConfig.target_modules"
+                f"an adapter on one of the tied weights {tied} cannot be merged: the engine holds one weight for both; "
+                "remove embedding and head from LoraConfig.target_modules"
             )
 
 
-def _merged_entry(name: str, layer: LoraLayer, weight: nn.Parameter, dtype: torch.dtype | None) -> Entry:
+def _merged_tensor(name: str, layer: LoraLayer, weight: nn.Parameter, dtype: torch.dtype | None) -> CheckpointTensor:
     if layer.lora_magnitude_vector:
         raise SyncError(f"weight sync cannot merge DoRA ({name}); set LoraConfig.use_dora=False")
     adapters = [name for name in layer.active_adapters if name in layer.scaling and name not in layer.merged_adapters]
@@ -142,21 +183,21 @@ def _merged_entry(name: str, layer: LoraLayer, weight: nn.Parameter, dtype: torc
     adapter_params = [p for n, p in layer.named_parameters() if n.startswith("lora_")]  # type: ignore[attr-defined]
 
     def merge(values: Sequence[torch.Tensor]) -> torch.Tensor:
-        # Added in float32 so that a small update is not rounded away before the sum is.
+        # In float32, so that a small update is not rounded away.
         total = values[0].to(torch.float32, copy=True)
-        with torch.no_grad(), _standing_in(adapter_params, values[1:]):
+        with torch.no_grad(), _replaced_data(adapter_params, values[1:]):
             for adapter in adapters:
                 total += layer.get_delta_weight(adapter).to(total)  # type: ignore[attr-defined]
         return total
 
-    meta = ParamMeta(name, _wire_dtype(weight, dtype), full_shape(weight))
-    pieces = tuple(Piece(p, 0, full_shape(p), p.dtype) for p in (weight, *adapter_params))
-    return Entry(meta, pieces, merge)
+    meta = ParamMeta(name, _sent_dtype(weight, dtype), full_shape(weight))
+    ranges = tuple(ParamRange(p, 0, full_shape(p), p.dtype) for p in (weight, *adapter_params))
+    return CheckpointTensor(meta, ranges, merge)
 
 
 @contextmanager
-def _standing_in(params: Sequence[nn.Parameter], values: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Inside, the parameters hold these values instead of their shards."""
+def _replaced_data(params: Sequence[nn.Parameter], values: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Replace the parameters' data, which ZeRO-3 empties, for the duration of the block."""
     before = [param.data for param in params]
     try:
         for param, value in zip(params, values, strict=True):

@@ -1,18 +1,18 @@
-"""Parameters that ZeRO-3 has cut into shards, on their way to the ranks that send them.
+"""Gathering of ZeRO-3 parameter shards at the ranks that send them.
 
-    param  ▕██ shard of rank 0 ██▏██ of rank 1 ██▏██ of rank 2 ██▏      a run of elements each, in order of the ranks
-    Fetch  every rank ──the runs that it holds of a bucket of parameters──► to their places at every reader
+    param  ▕██ shard of rank 0 ██▏██ of rank 1 ██▏██ of rank 2 ██▏      contiguous elements, in rank order
+    Fetch  every rank ──its ranges of a bucket of parameters──► to their places at every reader
 
-One exchange for a bucket of parameters, however many there are; `deepspeed.zero.GatheredParameters` (0.19) takes a
-collective for each, and all ranks get everything. What travels is cast before it leaves, and parts of a parameter can
-be fetched alone (one expert of a layer).
+One exchange per bucket of parameters; `deepspeed.zero.GatheredParameters` (0.19) takes a collective per parameter and
+gives everything to all ranks. Elements are cast before they are sent, and part of a parameter (one expert of a layer)
+can be fetched alone.
 
-An exchange runs in the background between `begin` and `wait`, also beside a transfer to an engine: that one is between
-a reader and the engine's workers, this one between trainer ranks, and every rank begins its exchanges in the same
-order. So none of the two can wait for the other in a circle.
+An exchange runs in the background between `begin` and `wait`, also during a transfer to an engine. Exchanges run
+between trainer ranks, which begin them in the same order, and transfers between a reader and engine workers, so they
+cannot deadlock each other.
 
-Covered: shards in the device's or the host's memory (`offload_param_device: cpu`), subgroups of ranks that share a
-model (MiCS). Refused: shards on NVMe, quantised shards (`zero_quantized_weights`).
+Covered: shards in device or host memory (`offload_param_device: cpu`), subgroups of ranks that share a model (MiCS).
+Refused: shards on NVMe, quantized shards (`zero_quantized_weights`).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from rollout.errors import SyncError
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Consecutive elements of a parameter, sharded or not, in the dtype in which they travel."""
+class ParamRange:
+    """Consecutive elements of a parameter, sharded or not, and the dtype in which they are sent."""
 
     param: nn.Parameter
     start: int
@@ -44,17 +44,18 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """The part of a piece that one rank holds."""
+class ShardRange:
+    """Part of a `ParamRange` held by one rank; offsets and count in elements."""
 
     owner: int
-    in_piece: int
+    """Global rank."""
+    in_range: int
     in_shard: int
     count: int
 
 
 def is_sharded(param: nn.Parameter) -> bool:
-    if "deepspeed" not in sys.modules:  # importing it takes seconds, and without it nothing is sharded
+    if "deepspeed" not in sys.modules:  # importing it takes seconds; without it nothing is sharded
         return False
     from deepspeed.runtime.zero.utils import is_zero_param
 
@@ -66,56 +67,56 @@ def full_shape(param: nn.Parameter) -> tuple[int, ...]:
 
 
 class Fetch:
-    """Brings one bucket of pieces to the readers; made once, used for every sync.
+    """Exchange that brings one bucket of ranges to the readers; reused for every sync.
 
-    Every rank calls `begin` and `wait`, in the same order for all buckets. Nothing is packed: a run goes from its shard
-    (from a copy only if it is cast) straight into the readers' tensors, in a message of its own. Pieces of parameters
-    that are not sharded need no exchange.
+    Every rank calls `begin` and `wait`, in the same order for all buckets. Nothing is packed: each shard range is one
+    message from its shard (from a copy only if it is cast) into the readers' tensors. Parameters that are not sharded
+    need no exchange.
     """
 
-    def __init__(self, pieces: Sequence[Piece], readers: Sequence[int] | None) -> None:
+    def __init__(self, ranges: Sequence[ParamRange], readers: Sequence[int] | None) -> None:
         """readers: global ranks; None: all."""
-        self._pieces = pieces
+        self._ranges = ranges
         self._rank = own_rank()
-        members = owners(pieces)
-        self._runs = [runs_of(piece, members) for piece in pieces]
+        members = owners(ranges)
+        self._shard_ranges = [shard_ranges(one, members) for one in ranges]
         self._send_to = [rank for rank in members if rank != self._rank and (readers is None or rank in readers)]
         self._works: list[dist.Work] = []
         self._own: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """What this rank reads of its own shards: where to, and the run."""
+        """Destination and source of this rank's own shard ranges."""
         self.is_under_way = False
-        """Whether messages to or from other ranks may be underway."""
+        """True while messages to or from other ranks may be in flight."""
 
     @torch.no_grad()
     def begin(self, values: Sequence[torch.Tensor]) -> None:
         """Start the exchange.
 
         Args:
-            values: where a reader wants each piece: contiguous, of its dtype and shape, on its parameter's device; if
-                that is not sharded, anything. Of another rank: none.
+            values: destination of each range at a reader: contiguous, with its dtype and shape, on its parameter's
+                device; ignored for parameters that are not sharded. Empty on other ranks.
         """
         exchanges: list[dist.P2POp] = []
         self._own = []
-        for index, (piece, runs) in enumerate(zip(self._pieces, self._runs, strict=True)):
-            for run in runs:
-                into = values[index].view(-1)[run.in_piece : run.in_piece + run.count] if values else None
-                if run.owner != self._rank:
-                    exchanges += [] if into is None else [_message(dist.irecv, into, run.owner)]
+        for index, (param_range, parts) in enumerate(zip(self._ranges, self._shard_ranges, strict=True)):
+            for part in parts:
+                into = values[index].view(-1)[part.in_range : part.in_range + part.count] if values else None
+                if part.owner != self._rank:
+                    exchanges += [] if into is None else [_message(dist.irecv, into, part.owner)]
                     continue
-                shard = shard_of(piece, run)
+                shard = shard_elements(param_range, part)
                 if into is not None:
                     self._own.append((into, shard))
                 if self._send_to:
-                    sent = shard.to(piece.param.device, piece.dtype)
+                    sent = shard.to(param_range.param.device, param_range.dtype)
                     exchanges += [_message(dist.isend, sent, rank) for rank in self._send_to]
         if exchanges:
-            _settle()
+            _synchronize()
             self.is_under_way = True
             self._works = dist.batch_isend_irecv(exchanges)
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Until what was begun is over, and the values are whole. This rank's own part is written meanwhile."""
+        """Wait until the values are complete. This rank's own ranges are copied meanwhile."""
         own, self._own = self._own, []
         for into, shard in own:
             into.copy_(shard)
@@ -123,42 +124,42 @@ class Fetch:
         for work in works:
             work.wait()
         if works:
-            _settle()
+            _synchronize()
         self.is_under_way = False
 
 
 def _message(operation: Callable[..., dist.Work | None], tensor: torch.Tensor, peer: int) -> dist.P2POp:
-    return dist.P2POp(operation, tensor.view(torch.uint8), peer)  # bytes: not every transport knows every dtype
+    return dist.P2POp(operation, tensor.view(torch.uint8), peer)  # not every transport supports every dtype
 
 
-def elements(piece: Piece) -> torch.Tensor:
-    """Those of a parameter that is not sharded, in its own dtype; an alias wherever it is contiguous."""
-    return piece.param.detach().reshape(-1)[piece.start : piece.start + piece.count].view(piece.shape)
+def elements(part: ParamRange) -> torch.Tensor:
+    """Return the elements of a parameter that is not sharded, in its dtype; an alias if it is contiguous."""
+    return part.param.detach().reshape(-1)[part.start : part.start + part.count].view(part.shape)
 
 
-def shard_of(piece: Piece, run: Run) -> torch.Tensor:
-    """A run that this rank holds, in the parameter's dtype: an alias, flat."""
-    return piece.param.ds_tensor.detach()[run.in_shard : run.in_shard + run.count]  # type: ignore[attr-defined]
+def shard_elements(param_range: ParamRange, part: ShardRange) -> torch.Tensor:
+    """Return a range that this rank holds, in the parameter's dtype: a flat alias."""
+    return param_range.param.ds_tensor.detach()[part.in_shard : part.in_shard + part.count]  # type: ignore[attr-defined]
 
 
 def own_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _settle() -> None:
-    """On a GPU, until copies are over: NCCL waits for one stream, and vLLM packs tensors on two in turns."""
+def _synchronize() -> None:
+    """Wait for copies on a GPU: NCCL waits for one stream, and vLLM packs tensors on two in turns."""
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
 
 
-def owners(pieces: Sequence[Piece]) -> list[int]:
-    """The global ranks that share these pieces, in the order of their shards; this rank alone if nothing is sharded.
+def owners(ranges: Sequence[ParamRange]) -> list[int]:
+    """Return the global ranks that hold these ranges, in shard order; empty if nothing is sharded.
 
     Raises:
-        SyncError: shards of a kind that cannot be read, or of different groups of ranks.
+        SyncError: the shards cannot be read, or belong to different groups of ranks.
     """
     groups: set[tuple[int, ...]] = set()
-    for param in (piece.param for piece in pieces if is_sharded(piece.param)):
+    for param in (one.param for one in ranges if is_sharded(one.param)):
         groups.add(tuple(dist.get_process_group_ranks(param.ds_process_group)))  # type: ignore[attr-defined]
         _check_readable(param)
     if len(groups) > 1:
@@ -172,24 +173,24 @@ def _check_readable(param: nn.Parameter) -> None:
     shard: torch.Tensor = param.ds_tensor  # type: ignore[attr-defined]
     if shard.dtype != param.dtype:
         raise SyncError(
-            f"weight sync reads shards in the dtype of their parameter, {param.dtype}, but found {shard.dtype}; set "
+            f"weight sync expected shards in the dtype of their parameter, {param.dtype}, found {shard.dtype}; set "
             "zero_quantized_weights: false in the DeepSpeed configuration"
         )
     if shard.status != PartitionedParamStatus.AVAILABLE:  # type: ignore[attr-defined]
         raise SyncError(
-            "weight sync cannot read shards on NVMe; set offload_param_device: cpu (or none) in the configuration of "
-            "accelerate"
+            "weight sync cannot read shards on NVMe; set offload_param_device: cpu (or none) in the accelerate "
+            "configuration"
         )
 
 
-def runs_of(piece: Piece, members: Sequence[int]) -> list[Run]:
-    """The parts of a piece; none if it is not sharded."""
-    if not is_sharded(piece.param):
+def shard_ranges(param_range: ParamRange, members: Sequence[int]) -> list[ShardRange]:
+    """Split a range by owner; empty if its parameter is not sharded. members: as returned by `owners`."""
+    if not is_sharded(param_range.param):
         return []
-    length: int = piece.param.ds_tensor.ds_numel  # type: ignore[attr-defined]
-    end, runs = piece.start + piece.count, []
-    for place, owner in enumerate(members):
-        first, last = max(piece.start, place * length), min(end, (place + 1) * length)
+    length: int = param_range.param.ds_tensor.ds_numel  # type: ignore[attr-defined]
+    start, end, found = param_range.start, param_range.start + param_range.count, []
+    for index, owner in enumerate(members):
+        first, last = max(start, index * length), min(end, (index + 1) * length)
         if first < last:
-            runs.append(Run(owner, first - piece.start, first - place * length, last - first))
-    return runs
+            found.append(ShardRange(owner, first - start, first - index * length, last - first))
+    return found

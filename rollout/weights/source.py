@@ -1,26 +1,27 @@
-"""The trainer's weights as vLLM reads them: by layer group, under the names of the checkpoint.
+"""The trainer's weights as vLLM's `WeightSource`: by layer group, under checkpoint names.
 
-Plain modules, DDP, DeepSpeed ZeRO-1/2 (whose parameters are whole on every rank) and ZeRO-3 (whose parameters
-are shards) go through one class. It reads a model in one of two ways, one bucket at a time:
+Plain modules, DDP, DeepSpeed ZeRO-1/2 (parameters whole on every rank) and ZeRO-3 (parameters sharded) go through one
+class, which reads a model one bucket at a time, in one of two ways:
 
-* **Whole tensors**, for transports with one sender (vLLM's `nccl` and `ipc`): a bucket of shards is fetched
-  (`rollout/weights/shards.py`) to the ranks that send it and no others, while the consumer sends the last one.
+* **Whole tensors**, for transports with one sender (vLLM's `nccl` and `ipc`). A bucket of shards is fetched
+  (`rollout/weights/shards.py`) only to the ranks that send it, while the consumer sends the previous one.
 
       wait for bucket k ─► begin to fetch k + 1 ─► send k ─► wait for k + 1 ...
 
-  So a sender holds one bucket on its way in and the one that it sends.
-* **The parts that each rank has**, for one on which every rank sends (`rollout/weights/gloo/`): out of a sharded model
-  nothing is fetched, and nothing copied unless it is cast.
+  A sender thus holds two buckets: one arriving and one being sent.
+* **Each rank's own parts**, for a transport on which every rank sends (`rollout/weights/gloo/`). Nothing of a sharded
+  model is fetched, and nothing is copied unless it is cast.
 
       tensor ▕██ part of rank 0 ██▏██ of rank 1 ██▏██ of rank 2 ██▏
 
 LoRA adapters are merged into copies (`rollout/weights/checkpoint_tensors.py`), for which their weights are fetched in
-either way. A merged weight takes its size in float32 beside the buckets while it is added up, and adapters arrive
-beside them, like the weights that they are added to if those are of another dtype than the engine's.
+both cases. Beside the buckets, a merged weight takes its size in float32 while it is computed; so do the fetched
+adapters, and the fetched base weights if their dtype is not the engine's.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,12 +30,45 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource, layerwise_groups
 
-from rollout.errors import SyncError
-from rollout.weights.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
-from rollout.weights.checkpoint_tensors import Entry, entries_of, unwrap
-from rollout.weights.shards import Fetch, Run, elements, is_sharded, own_rank, owners, runs_of, shard_of
+from rollout.weights.checkpoint_tensors import CheckpointTensor, checkpoint_tensors, unwrap
+from rollout.weights.shards import (
+    Fetch,
+    ParamRange,
+    ShardRange,
+    elements,
+    is_sharded,
+    own_rank,
+    owners,
+    shard_elements,
+    shard_ranges,
+)
+
+DEFAULT_BUCKET_BYTES = 512 * 2**20
+
+
+def nbytes(meta: ParamMeta) -> int:
+    return math.prod(meta.shape) * meta.dtype.itemsize
+
+
+def plan_buckets(metas: Sequence[ParamMeta], bucket_bytes: int) -> list[list[ParamMeta]]:
+    """Split parameters into buckets of at most `bucket_bytes`, never across a layer group.
+
+    Usually one bucket per decoder layer, so that a small model also has several. A larger tensor has its own bucket.
+    """
+    by_name = {meta.name: meta for meta in metas}
+    buckets: list[list[ParamMeta]] = []
+    for group in layerwise_groups([meta.name for meta in metas]):
+        size = bucket_bytes + 1  # a new group starts a new bucket
+        for name in group:
+            meta = by_name[name]
+            if size + nbytes(meta) > bucket_bytes:
+                buckets.append([])
+                size = 0
+            buckets[-1].append(meta)
+            size += nbytes(meta)
+    return buckets
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,115 +83,95 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What this rank sends of a tensor."""
+    """Elements of a tensor that this rank sends."""
 
     elements: torch.Tensor
-    """Flat, in the dtype in which they travel."""
+    """Flat, in the dtype in which they are sent."""
     to_all: bool
-    """Whether other ranks' engines need it too. What a rank has whole it sends to its own engines alone."""
+    """True if other ranks' engines need it too. A tensor that is whole on a rank goes only to its own engines."""
     is_copy: bool
-    """Whether it takes memory beside the training weights."""
+    """True if it takes memory beside the training weights."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Arriving:
-    """An entry whose pieces are being fetched."""
-
-    entry: Entry
-    values: list[torch.Tensor]
-    """Of the pieces: where they arrive, or the training weights themselves."""
-
-    def tensor(self) -> torch.Tensor:
-        """The entry's value, once its pieces are there: in new memory, or the training weight itself."""
-        merge = self.entry.merge
-        return (self.values[0] if merge is None else merge(self.values)).to(self.entry.meta.dtype)
+_Arriving = tuple[CheckpointTensor, list[torch.Tensor]]
+"""A tensor being fetched, and the destination of each of its ranges, or the training weights themselves."""
 
 
 class _Bucket:
-    """Entries that are fetched together."""
+    """Tensors that are fetched together."""
 
-    def __init__(self, entries: Sequence[Entry], readers: Sequence[int] | None) -> None:
-        self.entries = entries
-        self.metas = [entry.meta for entry in entries]
-        self.fetch = Fetch([piece for entry in entries for piece in entry.pieces], readers)
+    def __init__(self, tensors: Sequence[CheckpointTensor], readers: Sequence[int] | None) -> None:
+        self.tensors = tensors
+        self.metas = [tensor.meta for tensor in tensors]
+        self.fetch = Fetch([one for tensor in tensors for one in tensor.ranges], readers)
 
     def begin(self, *, is_reader: bool) -> deque[_Arriving]:
         """Start the exchange."""
         arriving = deque(
-            _Arriving(
-                entry,
-                [
-                    torch.empty(piece.shape, dtype=piece.dtype, device=piece.param.device)
-                    if is_sharded(piece.param)
-                    else elements(piece)
-                    for piece in entry.pieces
-                ],
-            )
-            for entry in (self.entries if is_reader else ())
+            (tensor, list(map(_destination, tensor.ranges))) for tensor in (self.tensors if is_reader else ())
         )
-        self.fetch.begin([value for one in arriving for value in one.values])
+        self.fetch.begin([value for _, values in arriving for value in values])
         return arriving
 
 
 class _Pass:
-    """Buckets fetched one after another, the next one on its way while one is used. A collective, to the end."""
+    """Buckets fetched one after another, the next one while the current one is used. A collective, to its end."""
 
     def __init__(self, buckets: Sequence[_Bucket], *, is_reader: bool) -> None:
         self._is_reader = is_reader
         self._waiting = deque(buckets)
-        """Those that were not begun."""
-        self._fetched: _Bucket | None = None
-        """What is being fetched, or was fetched last."""
+        """Buckets not begun."""
+        self._current: _Bucket | None = None
+        """Bucket being fetched, or fetched last; None before the first and after the last."""
         self._is_in_step = True
-        """Whether this rank has begun every exchange that it came to."""
+        """False if this rank failed to begin an exchange."""
         self._arriving: deque[_Arriving] = deque()
-        """What a reader has not given away of it."""
-        self._is_begun = False
+        """Tensors of the current bucket not yielded yet; empty on ranks that are not readers."""
         self.seconds = 0.0
-        """Spent waiting for buckets and copying them."""
+        """Time spent waiting for buckets and copying them."""
 
     def buckets(self) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-        """The names and tensors of each bucket: of a reader. Take all of one before the next."""
+        """Yield the names and tensors of each bucket, none unless this rank reads. Exhaust each before the next."""
         self._begin_next()
-        while (bucket := self._fetched) is not None:
+        while (bucket := self._current) is not None:
             with self._timed():
                 bucket.fetch.wait()
-            yield self._taken(bucket)
+            yield self._tensors(bucket)
 
     @property
     def is_under_way(self) -> bool:
-        """Whether an exchange was begun and not waited for to its end."""
-        return not self._is_in_step or (self._fetched is not None and self._fetched.fetch.is_under_way)
+        """True if an exchange was begun and not completed."""
+        return not self._is_in_step or (self._current is not None and self._current.fetch.is_under_way)
 
     def drain(self) -> None:
         """See `ZeroSource.drain`."""
-        if not self._is_begun:
+        if self._current is None:  # not begun, or at the end, where this does nothing
             self._begin_next()
-        while self._fetched is not None and self._is_in_step:
-            self._fetched.fetch.wait()
+        while self._current is not None and self._is_in_step:
+            self._current.fetch.wait()
             self._begin_next()
         self._arriving.clear()
 
-    def _taken(self, bucket: _Bucket) -> Iterator[tuple[str, torch.Tensor]]:
+    def _tensors(self, bucket: _Bucket) -> Iterator[tuple[str, torch.Tensor]]:
         arriving = self._arriving
         if not arriving:
             self._begin_next()
             return
         for meta in bucket.metas:
             with self._timed():
-                tensor = arriving.popleft().tensor()
+                tensor, values = arriving.popleft()
+                value = tensor.value(values)
             if not arriving:
                 self._begin_next()
-            yield meta.name, tensor
+            yield meta.name, value
 
     def _begin_next(self) -> None:
-        self._is_begun = True
         if not self._waiting:
-            self._fetched = None
+            self._current = None
             return
         with self._timed():
-            self._fetched, self._is_in_step = self._waiting.popleft(), False
-            self._arriving = self._fetched.begin(is_reader=self._is_reader)
+            self._current, self._is_in_step = self._waiting.popleft(), False
+            self._arriving = self._current.begin(is_reader=self._is_reader)
             self._is_in_step = True
 
     @contextmanager
@@ -168,16 +182,16 @@ class _Pass:
 
 
 class ZeroSource(WeightSource):
-    """A `WeightSource` over the module that is trained, wrapped as it is.
+    """A `WeightSource` over the trained module, in its wrappers.
 
-    Under ZeRO-3 iterating is a collective: every rank must iterate, to the end. A rank that stops early calls
-    `drain`, so that the others do not wait for it.
+    Under ZeRO-3 iteration is a collective: every rank must iterate to the end. A rank that stops early calls `drain`,
+    so that the others do not wait for it.
 
     Args:
         module: plain, DDP, DeepSpeed engine, PEFT, or these nested.
-        dtype: of the engine's weights; floating-point parameters are cast on the way. None: as they are.
-        bucket_bytes: fetched at once, as they are sent; a tensor that is larger is fetched by itself.
-        readers: ranks that get the tensors; on others iterating yields nothing. None: all.
+        dtype: dtype of the engine's weights, to which floating-point parameters are cast; None: no cast.
+        bucket_bytes: maximum size of a fetch, after the cast; a larger tensor is fetched alone.
+        readers: global ranks that get the tensors; other ranks iterate over nothing. None: all.
     """
 
     def __init__(
@@ -188,91 +202,99 @@ class ZeroSource(WeightSource):
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         readers: Sequence[int] | None = None,
     ) -> None:
-        if bucket_bytes < 1:
-            raise SyncError(f"bucket_bytes must be positive, found {bucket_bytes}")
-        entries = {entry.meta.name: entry for entry in entries_of(unwrap(module), dtype)}
-        plan = plan_buckets([entry.meta for entry in entries.values()], bucket_bytes)
+        tensors = {tensor.meta.name: tensor for tensor in checkpoint_tensors(unwrap(module), dtype)}
+        plan = plan_buckets([tensor.meta for tensor in tensors.values()], bucket_bytes)
         self._rank = own_rank()
         self._is_reader = readers is None or self._rank in readers
-        self._buckets = [_Bucket([entries[meta.name] for meta in bucket], readers) for bucket in plan]
+        self._buckets = [_Bucket([tensors[meta.name] for meta in bucket], readers) for bucket in plan]
         self._merged = [
-            _Bucket([entry for entry in bucket.entries if entry.merge is not None], readers) for bucket in self._buckets
+            _Bucket([tensor for tensor in bucket.tensors if tensor.merge is not None], readers)
+            for bucket in self._buckets
         ]
-        """Of each bucket what no rank has."""
-        self._runs = {name: _runs_of_plain(entry) for name, entry in entries.items()}
-        self._pass = _Pass((), is_reader=False)  # nothing to take part in
+        """Merged tensors of each bucket, which no rank holds."""
+        self._shard_ranges = {name: _shard_ranges(tensor) for name, tensor in tensors.items()}
+        self._pass = _Pass((), is_reader=False)
 
     @property
     def gather_s(self) -> float:
-        """Seconds that the last pass spent waiting for buckets and copying them."""
+        """Seconds the last pass spent waiting for buckets and copying them."""
         return self._pass.seconds
 
     def metadata(self) -> list[ParamMeta]:
-        """Names, dtypes and full shapes in the order of iteration. No collective, no copy."""
+        """Return names, dtypes and full shapes in order of iteration. No collective, no copy."""
         return [meta for bucket in self.buckets() for meta in bucket]
 
     def buckets(self) -> list[list[ParamMeta]]:
-        """The same as they are read together."""
+        """Return the metadata by bucket."""
         return [bucket.metas for bucket in self._buckets]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and tensors, which stay as they are until the next optimizer step."""
+        """Yield names and tensors, which stay valid until the next optimizer step."""
         self._pass = _Pass(self._buckets, is_reader=self._is_reader)
         for bucket in self._pass.buckets():
             yield from bucket
 
     def parts(self) -> list[list[Part]]:
-        """Of each tensor, in the order of `metadata`, the parts that this rank's engines need, in order."""
+        """Return, for each tensor of `metadata`, the parts that this rank's engines need, in order."""
         return [
-            [Part(run.owner, run.in_piece, run.count) for run in self._runs[meta.name]]
-            or [Part(self._rank, 0, count) for count in [torch.Size(meta.shape).numel()] if count]
+            [Part(one.owner, one.in_range, one.count) for one in self._shard_ranges[meta.name]]
+            or [Part(self._rank, 0, count) for count in [math.prod(meta.shape)] if count]
             for meta in self.metadata()
         ]
 
     @property
     def senders(self) -> list[int]:
-        """Global ranks that have those parts, and this one."""
-        return sorted({self._rank, *(run.owner for runs in self._runs.values() for run in runs)})
+        """Global ranks that hold those parts, and this one."""
+        return sorted({self._rank, *(one.owner for ranges in self._shard_ranges.values() for one in ranges)})
 
     def own_parts(self) -> Iterator[list[Sent]]:
-        """What this rank sends of each bucket, in the order of the tensors; the training weights unless they are cast.
+        """Yield what this rank sends of each bucket, in tensor order: aliases of the training weights unless cast.
 
-        A collective if adapters are merged. Everybody sends what was yielded last before waiting for more.
+        A collective if adapters are merged. Each rank must send a bucket before it asks for the next.
         """
         self._pass = _Pass(self._merged, is_reader=self._is_reader)
         for bucket, merged in zip(self._buckets, self._pass.buckets(), strict=True):
             whole = dict(merged)
-            yield [sent for entry in bucket.entries if (sent := self._own(entry, whole)) is not None]
+            yield [sent for tensor in bucket.tensors if (sent := self._own_part(tensor, whole)) is not None]
 
-    def _own(self, entry: Entry, merged: Mapping[str, torch.Tensor]) -> Sent | None:
-        piece, runs = entry.pieces[0], self._runs[entry.meta.name]
-        is_copy = entry.merge is not None or piece.param.dtype != piece.dtype
-        if runs:
-            own = next((run for run in runs if run.owner == self._rank), None)
-            return None if own is None else Sent(shard_of(piece, own).to(piece.dtype), True, is_copy)
-        if not self._is_reader or not torch.Size(entry.meta.shape).numel():
+    def _own_part(self, tensor: CheckpointTensor, merged: Mapping[str, torch.Tensor]) -> Sent | None:
+        source, ranges = tensor.ranges[0], self._shard_ranges[tensor.meta.name]
+        is_copy = tensor.merge is not None or source.param.dtype != source.dtype
+        if ranges:
+            own = next((one for one in ranges if one.owner == self._rank), None)
+            return None if own is None else Sent(shard_elements(source, own).to(source.dtype), True, is_copy)
+        if not self._is_reader or not math.prod(tensor.meta.shape):
             return None
-        tensor = elements(piece).to(piece.dtype) if entry.merge is None else merged[entry.meta.name]
-        return Sent(tensor.reshape(-1), False, is_copy)
+        whole = elements(source).to(source.dtype) if tensor.merge is None else merged[tensor.meta.name]
+        return Sent(whole.reshape(-1), False, is_copy)
 
     def expect(self, *, parts: bool) -> None:
-        """Say which pass comes next on all ranks (`own_parts`, or else `__iter__`): for `drain`, if it never begins."""
+        """Announce the next pass on all ranks (`own_parts`, or else `__iter__`), for a `drain` before it begins."""
         self._pass = _Pass(self._merged if parts else self._buckets, is_reader=self._is_reader)
 
     @property
     def is_exchanging(self) -> bool:
-        """Whether messages of this rank's last pass may be underway: then no other pass can follow."""
+        """True if messages of this rank's last pass may be in flight, so no other pass can follow."""
         return self._pass.is_under_way
 
     def drain(self) -> None:
-        """Take part in what this rank's last pass left out, or in the one that was expected. Nothing is kept.
+        """Take part in the rest of this rank's last pass, or in the announced one, and discard the tensors.
 
-        A rank that failed where it should have begun an exchange leaves the others to their deadline: nobody knows
-        whether they wait for this one or the next, which is of another size.
+        A rank that failed while beginning an exchange leaves the others to their deadline: it cannot know whether they
+        wait for this exchange or the next, which has another size.
         """
         self._pass.drain()
 
 
-def _runs_of_plain(entry: Entry) -> list[Run]:
-    """Which rank has what of a tensor; none if it is not sharded, or not what was sharded."""
-    return runs_of(entry.pieces[0], owners(entry.pieces)) if entry.merge is None else []
+def _destination(part: ParamRange) -> torch.Tensor:
+    """Return new memory for a range of a sharded parameter, or the training weights themselves."""
+    return (
+        torch.empty(part.shape, dtype=part.dtype, device=part.param.device)
+        if is_sharded(part.param)
+        else elements(part)
+    )
+
+
+def _shard_ranges(tensor: CheckpointTensor) -> list[ShardRange]:
+    """Return the owners of a tensor's elements; empty if it is not sharded, or merged."""
+    return shard_ranges(tensor.ranges[0], owners(tensor.ranges)) if tensor.merge is None else []

@@ -54,7 +54,7 @@ class Served:
 def _serve(directory: Path, *, tied: bool) -> Iterator[Served]:
     with BackgroundLoop() as loop:
         with forks_for_spawns():
-            engine = EmbeddedEngine.start(
+            engine = EmbeddedEngine(
                 save_tiny_model(directory / "model", tied=tied),
                 loop=loop,
                 log_path=directory / "engine.log",

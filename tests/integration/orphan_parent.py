@@ -15,7 +15,7 @@ from tests.fixtures.models import save_tiny_model
 def main(directory: Path) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a trainer that finishes its update on Ctrl-C
     loop = BackgroundLoop()
-    engine = EmbeddedEngine.start(
+    engine = EmbeddedEngine(
         save_tiny_model(directory / "model", tied=True),
         loop=loop,
         log_path=directory / "engine.log",

@@ -90,7 +90,7 @@ def test_rollouts_in_vllm_earn_what_the_warm_start_measured(demo, tmp_path):
     rewards = make_reward_set(["demo_answer"])
     sampling = Sampling(max_tokens=48, stop_token_ids=chat.stop_token_ids)
     with BackgroundLoop() as loop, forks_for_spawns():
-        engine = EmbeddedEngine.start(
+        engine = EmbeddedEngine(
             demo.model_dir,
             loop=loop,
             log_path=tmp_path / "engine.log",

@@ -31,7 +31,7 @@ from rollout.episode.rows import rows_from_calls
 from rollout.errors import EngineError, SyncError
 from rollout.gateway import Gateway
 from rollout.records import FinishReason
-from rollout.server.compact import ROUTE
+from rollout.server.generate_route import ROUTE
 from rollout.server.server_engine import GENERATE
 from tests.fixtures.models import VOCAB_SIZE, perturb, sampled_logprobs
 from tests.fixtures.remote import Trained, save_model, trained

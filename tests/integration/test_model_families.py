@@ -53,7 +53,7 @@ RELOAD_MISSES_EXPERTS = pytest.mark.xfail(
 def test_a_family_samples_trains_and_syncs(family: str, tmp_path: Path) -> None:
     path = save_family(family, tmp_path / "model")
     with BackgroundLoop() as loop, forks_for_spawns():
-        engine = EmbeddedEngine.start(
+        engine = EmbeddedEngine(
             path, loop=loop, log_path=tmp_path / "engine.log", max_model_len=320, kv_cache_gib=0.0625, num_threads=1
         )
         sync = None

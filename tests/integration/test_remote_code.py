@@ -25,7 +25,7 @@ def test_the_engine_does_not_run_code_that_ships_with_a_model(
     (evil_model / "config.json").write_text(json.dumps({**config, "model_type": model_type}))
     with BackgroundLoop() as loop:
         try:
-            engine = EmbeddedEngine.start(
+            engine = EmbeddedEngine(
                 evil_model,
                 loop=loop,
                 log_path=tmp_path / "engine.log",

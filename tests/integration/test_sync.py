@@ -57,7 +57,7 @@ def test_canaries_take_at_most_their_share_of_the_time(served: Served, monkeypat
     assert [is_scored(), is_scored()] == [True, True], "one in every push, unless a share is set"
     monkeypatch.setattr(served.sync, "_canary_share", 0.01)
     assert not is_scored()
-    monkeypatch.setattr(served.sync, "_canary_over_at", served.sync._canary_over_at - 101 * served.sync._canary_s)
+    monkeypatch.setattr(served.sync, "_canary_ended_at", served.sync._canary_ended_at - 101 * served.sync._canary_s)
     assert [is_scored(), is_scored()] == [True, False]
     served.sync.reconnect()
     assert is_scored(), "an engine that was started again"
@@ -125,7 +125,7 @@ def test_a_layer_with_other_weights_is_named(served: Served, monkeypatch: pytest
         monkeypatch,
         lambda name, sent: 3 * sent if name.startswith("model.layers.2.") and "norm" in name else sent,
     )
-    with pytest.raises(SyncError, match=r"canary .* not what was sent: model\.layers\.2 \(4 of 4\)"):
+    with pytest.raises(SyncError, match=r"canary .* different from the sent weights: model\.layers\.2 \(4 of 4\)"):
         served.push()
     monkeypatch.undo()
     _recover(served)

@@ -196,7 +196,7 @@ def demo() -> DemoInfo:
 @pytest.fixture(scope="module")
 def engine(demo: DemoInfo, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedEngine]:
     with BackgroundLoop() as loop, forks_for_spawns():
-        engine = EmbeddedEngine.start(
+        engine = EmbeddedEngine(
             demo.model_dir,
             loop=loop,
             log_path=tmp_path_factory.mktemp("engine") / "engine.log",

@@ -56,7 +56,7 @@ def main(directory: Path) -> None:
     loop = BackgroundLoop()
     engine = None
     if rank == 0:
-        engine = EmbeddedEngine.start(
+        engine = EmbeddedEngine(
             directory / "model",
             loop=loop,
             log_path=directory / "engine.log",

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rollout.engine.protocol import MAX_SUPPORT
 from trainer.config.schema import Config
 from trainer.objective.declare import ADVANTAGES
 from trainer.objective.kl_control import MAX_EPISODES_PER_HORIZON
-
-MAX_SUPPORT = 20
-"""rollout.engine.engine_answers.MAX_SUPPORT, which cannot be imported before torch may be; a test holds them equal."""
 
 
 def algorithm_problems(config: Config) -> Iterator[str]:

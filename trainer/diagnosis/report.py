@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from rollout.system.terminal_text import visible
+from rollout.system.terminal_text import terminal_safe
 from trainer.diagnosis.cases import REEXAMINED
 from trainer.diagnosis.causes import CRITICAL_KL, WARNING_KL, Cause, EngineCheck, Finding, Verdict
 from trainer.diagnosis.match import TokenMatch
@@ -201,11 +201,11 @@ def _print_worst(cases: Sequence[CaseReport], console: Console) -> None:
         if key in printed:
             continue  # the same rollouts are in several cases
         printed.add(key)
-        before, after = visible(place.before)[-28:], visible(place.after)[:20]
+        before, after = terminal_safe(place.before)[-28:], terminal_safe(place.after)[:20]
         console.print(
             f"  {place.diff:+.2e}  samp {place.logp_samp:8.4f}  train {place.logp_train:8.4f}  "
             f"[dim]{name} rollout {place.rollout_id} @{place.position} {place.token_class}[/dim]  "
-            f"[dim]{escape(before)}[/dim][reverse]{escape(visible(place.text))}[/reverse][dim]{escape(after)}[/dim]"
+            f"[dim]{escape(before)}[/dim][reverse]{escape(terminal_safe(place.text))}[/reverse][dim]{escape(after)}[/dim]"
         )
         if len(printed) == PRINTED_WORST:
             break

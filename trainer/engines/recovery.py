@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from rollout.errors import EngineError, RankLostError, SyncError
-from rollout.system.gc_freeze import collect_all
+from rollout.system.gc_freeze import gc_collect_all
 from rollout.weights.sync import WeightSync
 from trainer.collect.source import RolloutSource
 from trainer.distributed.distributed import Distributed
@@ -62,7 +62,7 @@ class Recovery:
                 if is_restarted:  # in here, because the new engine may die of it as well
                     # Errors hold the store of a rendezvous that failed, in cycles, and the store a thread that waits in
                     # gloo: one that waits until Python ends would abort the process.
-                    collect_all()
+                    gc_collect_all()
                     self._sync.reconnect()
                     self._sync.push(self._version())
                     is_restarted = False

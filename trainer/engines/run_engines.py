@@ -18,7 +18,7 @@ from rollout.engine.embedded import EmbeddedEngine
 from rollout.engine.pool import EnginePool
 from rollout.engine.protocol import SyncedEngine
 from rollout.errors import ConfigError
-from rollout.server.remote_rank_engine import EngineService, PeerEngine
+from rollout.server.remote_rank_engine import EngineService, RemoteRankEngine
 from rollout.system.addresses import LOOPBACK, address_towards
 from rollout.system.background_loop import BackgroundLoop
 from trainer.config.schema import Config
@@ -103,7 +103,7 @@ def _colocated(config: Config, distributed: Distributed, *, loop: BackgroundLoop
             return None
         timeout_s = config.rollout.request_timeout_s + PEER_GRACE_S
         peers = [
-            PeerEngine.connect(url.decode(), key=key, rank=peer, loop=loop, timeout_s=timeout_s)
+            RemoteRankEngine(url.decode(), key=key, rank=peer, loop=loop, timeout_s=timeout_s)
             for peer, url in enumerate(urls)
             if url
         ]

@@ -14,7 +14,7 @@ from rollout.engine.embedded import EmbeddedEngine
 from rollout.engine.pool import EnginePool
 from rollout.engine.protocol import SyncedEngine
 from rollout.errors import ConfigError
-from rollout.server.server_engine import RemoteEngine
+from rollout.server.server_engine import ServerEngine
 from rollout.system.background_loop import BackgroundLoop
 from trainer.config.schema import Config
 
@@ -60,11 +60,11 @@ def check_cores(num_engines: int) -> None:
         )
 
 
-def connect_servers(config: Config, *, loop: BackgroundLoop) -> list[RemoteEngine]:
+def connect_servers(config: Config, *, loop: BackgroundLoop) -> list[ServerEngine]:
     settings = config.rollout
     model = AutoConfig.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
     engines = [
-        RemoteEngine.connect(
+        ServerEngine(
             url,
             loop=loop,
             vocab_size=model.get_text_config().vocab_size,
@@ -106,9 +106,9 @@ def engine_key(variable: str | None) -> str | None:
 
 
 def embedded_engine(config: Config, *, loop: BackgroundLoop, log_path: Path, **placed: Any) -> EmbeddedEngine:
-    """Start one engine. placed: settings of `EmbeddedEngine.start` that are not the configuration's."""
+    """Start one engine. placed: settings of `EmbeddedEngine` that are not the configuration's."""
     settings = config.rollout
-    return EmbeddedEngine.start(
+    return EmbeddedEngine(
         config.model.path,
         loop=loop,
         log_path=log_path,

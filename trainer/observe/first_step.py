@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rollout.records import TrainingRow
-from rollout.system.terminal_text import visible
+from rollout.system.terminal_text import terminal_safe
 from trainer.batch.step_batch import StepBatch
 from trainer.diagnosis.classes import TokenTexts
 from trainer.objective.mismatch import FORCED_LOGPROB, PREFIX, mismatch_metrics
@@ -59,7 +59,7 @@ def _row_lines(row: TrainingRow, logp_train_T: torch.Tensor, texts: TokenTexts) 
         token, samp = int(row.ids[position]), float(row.sampling_logprobs[position])
         lines.append(
             f"    {position:>8} {row.turns[position]:>4} {token:>7} {samp:>10.5f} {train:>10.5f} {samp - train:>+9.1e}"
-            f"  {visible(texts[token])}"
+            f"  {terminal_safe(texts[token])}"
         )
     return lines
 

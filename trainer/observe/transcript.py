@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollout.records import Message, Rollout, RolloutStatus
-from rollout.system.terminal_text import visible
+from rollout.system.terminal_text import terminal_safe
 
 MAX_SHOWN_CHARS = 1200
 """Of one message; longer ones are shown without their middle."""
@@ -49,22 +49,22 @@ def headline(rollout: Rollout) -> Text:
     )
     if len(rollout.rewards) > 1:
         parts = ", ".join(f"{name} {value:.2f}" for name, value in rollout.rewards.items())
-        line.append(f"  ({visible(parts)})", style="dim")
+        line.append(f"  ({terminal_safe(parts)})", style="dim")
     if rollout.error:
-        line.append(f"  {visible(rollout.error)}", style="red")
+        line.append(f"  {terminal_safe(rollout.error)}", style="red")
     return line
 
 
 def message_text(message: Message) -> Text:
     """What was said, the tools that were called, and what could not be read as a call."""
     said = Text(style=ROLE_STYLE.get(str(message["role"]), ""))
-    said.append(shortened(visible(content_text(message))))
+    said.append(shortened(terminal_safe(content_text(message))))
     for call in tool_calls(message):
         said.append(" " if said.plain else "")
-        said.append(f"→ {shortened(visible(call))}", style="blue")
+        said.append(f"→ {shortened(terminal_safe(call))}", style="blue")
     for error in message.get("tool_call_errors") or ():
         said.append(" " if said.plain else "")
-        said.append(f"✗ {visible(str(error))}", style="red")
+        said.append(f"✗ {terminal_safe(str(error))}", style="red")
     return said
 
 

@@ -131,7 +131,6 @@ def make_sync(config: Config, distributed: Distributed, engines: Engines, update
     settings = config.sync
     return WeightSync(
         engines=engines.synced,
-        sleepers=engines.colocated,
         sleep_level=config.rollout.sleep_level if engines.colocated else 0,
         module=policy_of(distributed.unwrapped).model,
         score_canary=updater.logprobs,

@@ -19,7 +19,7 @@ from logging.handlers import MemoryHandler
 from pathlib import Path
 
 from rollout.errors import ConfigError
-from rollout.system.captured_output import output_to
+from rollout.system.captured_output import redirect_output
 
 OWN = ("trainer", "rollout", "rewards")
 TALKATIVE = ("deepspeed", "DeepSpeed", "accelerate", "datasets", "torch.distributed", "transformers", "wandb")
@@ -70,7 +70,7 @@ class ThirdPartyLog:
         """As `output_to_file`, before there is a file. If what is inside fails, its output is printed."""
         with tempfile.NamedTemporaryFile(prefix="lockstep-output-") as held:
             try:
-                with output_to(Path(held.name)):
+                with redirect_output(Path(held.name)):
                     yield
             except BaseException:
                 print(_text(Path(held.name)), file=sys.stderr, end="")
@@ -81,7 +81,7 @@ class ThirdPartyLog:
     def output_to_file(self) -> Iterator[None]:
         """For calls into libraries that write to the process's output: compilers, C extensions."""
         assert self.path is not None, "open the log first"
-        with output_to(self.path):
+        with redirect_output(self.path):
             yield
 
     @contextmanager

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from rollout.system.background_loop import BackgroundLoop
-from rollout.system.gc_freeze import frozen
+from rollout.system.gc_freeze import gc_frozen
 from trainer.checkpoint.run_dir import RunDirectory, open_run
 from trainer.config.schema import Config
 from trainer.config.user_code import code_of_files
@@ -45,7 +45,7 @@ def run(config: Config, on_step: Callable[[StepReport], None] = lambda report: N
             torch.manual_seed(config.seed)
             parts = assemble(config, distributed, directory, loop, console, libraries)
             life.begin(parts)
-            with frozen():
+            with gc_frozen():
                 life.train(parts, on_step)
     finally:
         distributed.close()

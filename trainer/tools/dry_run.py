@@ -25,7 +25,7 @@ from rollout.episode.environment import Environment, RunsItself
 from rollout.episode.rows import rows_from_calls
 from rollout.records import Rollout, TrainingRow
 from rollout.system.background_loop import BackgroundLoop
-from rollout.system.terminal_text import visible
+from rollout.system.terminal_text import terminal_safe
 from trainer.build import make_chat, make_rewards, make_sampling
 from trainer.config.redaction import redact_words
 from trainer.config.schema import Config
@@ -208,7 +208,7 @@ def masked_text(row: TrainingRow, texts: TokenTexts, *, marks: tuple[str, str]) 
         was_trained = is_trained
         style = ("green" if position % 2 else "bold green") if is_trained else "dim"
         text = texts[token]
-        shown.append(visible(text), style=style)
+        shown.append(terminal_safe(text), style=style)
         shown.append("\n" * text.count("\n"))
     if was_trained:
         shown.append(marks[1])

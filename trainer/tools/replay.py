@@ -75,8 +75,8 @@ class _FromFile:
 class _NoEngine:
     """In place of weight sync."""
 
-    def rest(self) -> None:
-        """Nobody sleeps."""
+    def sleep(self) -> None:
+        """Do nothing."""
 
     def push(self, version: int) -> _NoEngine:
         return self

@@ -1,4 +1,4 @@
-"""The trainer's side of a transfer over gloo: every rank sends its parts to the workers of all engines."""
+"""Trainer side of a gloo transfer: every rank sends its parts to the workers of all engines."""
 
 from __future__ import annotations
 
@@ -20,54 +20,53 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from rollout.errors import SyncError
-from rollout.system.abandonable_thread import in_daemon_thread
+from rollout.system.abandonable_thread import run_in_abandonable_thread
 from rollout.system.addresses import address_towards
-from rollout.weights.buckets import nbytes
 from rollout.weights.gloo.wire import (
-    GAVE_UP,
+    ABORTED,
     PACKED_BYTES,
     GlooInitInfo,
     GlooUpdateInfo,
     Receivers,
     abandon,
     bytes_of,
+    connect_store,
     header,
     join_group,
     send,
-    visit,
 )
-from rollout.weights.source import Sent, ZeroSource
+from rollout.weights.source import Sent, ZeroSource, nbytes
 
 CAUSE_WAIT_S = 5.0
-"""How long after a transfer that broke the call to the engine may take to fail as well."""
-LOOK_S = 0.1
-"""How often a rank looks whether the engines of another one gave up, while it waits for them."""
-OVER = "over"
-"""In the store where a rank's engines met those who send to them, once they gave up."""
+"""Time that the call to the engine may take to fail after a broken transfer, so that its error is reported."""
+POLL_S = 0.1
+"""Interval at which a rank checks whether the engines of another rank aborted."""
+ABORTED_KEY = "aborted"
+"""Set in the store of a rank's rendezvous once its engines aborted."""
 
 
 @dataclass(kw_only=True)
 class GlooTrainerInitInfo(TrainerInitInfo):
-    """What a trainer rank needs. `rank` is 0 on every rank with engines: vLLM's word for who calls them."""
+    """Settings of a trainer rank. vLLM's `rank` is 0 on every rank with engines: the one that calls them."""
 
     backend: ClassVar[str] = "gloo"
 
     sender: int
-    """Global rank of this process among the trainer's."""
+    """Global rank of this trainer process."""
     store: TCPStore | None
-    """What listens for this rank's own engines, if it has any (`listen`)."""
+    """Rendezvous store of this rank's engines (`listen`), if it has any."""
     receivers: list[Receivers]
-    """Of all ranks with engines, in the order of the ranks."""
+    """Of all ranks with engines, in rank order."""
     timeout_s: float = 300.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Line:
-    """From this rank to the workers of one rank's engines."""
+class _Connection:
+    """Connection of this rank to the workers of one rank's engines."""
 
     receivers: Receivers
     store: TCPStore
-    """To look whether they gave up."""
+    """Polled for `ABORTED_KEY`."""
     group: ProcessGroupGloo
     is_own: bool
 
@@ -77,10 +76,10 @@ class _Line:
 
 
 class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
-    """The trainer's side, on every rank that has engines or a part of the weights of those that do.
+    """Sender on every rank that has engines, or a part of the weights of those that have.
 
-    The source is iterated on the calling thread, so its exchanges keep one order on all ranks; gloo sends on threads of
-    its own. Of copies (casts, merged adapters) as much is under way over all ranks as the largest bucket has bytes.
+    The source is iterated on the calling thread, so its exchanges keep one order on all ranks; gloo sends on its own
+    threads. Over all ranks, the copies in flight (casts, merged adapters) take at most the bytes of the largest bucket.
     """
 
     init_info_cls = GlooTrainerInitInfo
@@ -91,7 +90,7 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
         self._source = source
         self._update = asdict(GlooUpdateInfo.of(source))
         self._limit_bytes = max(sum(map(nbytes, metas)) for metas in source.buckets()) // len(source.senders)
-        self._lines: list[_Line] = []
+        self._connections: list[_Connection] = []
 
     @classmethod
     def trainer_init(
@@ -108,7 +107,7 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
         info = self._info
         own = next((receivers for receivers in info.receivers if receivers.rank == info.sender), None)
         if own is None:
-            self._lines = in_daemon_thread(self._join).result(timeout=info.timeout_s)
+            self._connections = run_in_abandonable_thread(self._join).result(timeout=info.timeout_s)
             return
         worker_info = GlooInitInfo(
             master_address=own.address,
@@ -118,146 +117,146 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
             senders=own.senders,
             timeout_s=info.timeout_s,
         )
-        workers = in_daemon_thread(lambda: self.client.init_weight_transfer_engine(asdict(worker_info)))
-        lines = in_daemon_thread(self._join)
-        # Not only the lines: if an engine refuses, nobody would tell its group, which waits for the deadline.
-        both: list[Future[Any]] = [workers, lines]
+        workers = run_in_abandonable_thread(lambda: self.client.init_weight_transfer_engine(asdict(worker_info)))
+        connections = run_in_abandonable_thread(self._join)
+        # Wait for both: if an engine refuses, its group is not told and would wait for the deadline.
+        both: list[Future[Any]] = [workers, connections]
         try:
             wait(both, timeout=info.timeout_s, return_when=FIRST_EXCEPTION)
             if workers.done():
                 workers.result()
-            self._lines = lines.result(timeout=info.timeout_s)
+            self._connections = connections.result(timeout=info.timeout_s)
             workers.result(timeout=info.timeout_s)
         except BaseException:
-            self._give_up()
+            self._abort()
             raise
 
-    def _join(self) -> list[_Line]:
-        """Every member joins groups in the order of senders and receivers, so that all of them come about."""
-        info, lines = self._info, []
+    def _join(self) -> list[_Connection]:
+        """Join the groups in the order of senders and receivers, which is the same for all members."""
+        info, connections = self._info, []
         for receivers in info.receivers:
             if info.sender not in receivers.senders:
                 continue
             is_own = receivers.rank == info.sender
-            # Two, as a store answers one question after another, and to join is to wait in it.
-            meeting, store = (visit(receivers.address, receivers.port, info.timeout_s) for _ in range(2))
+            # Two connections, because joining blocks one and a store serves the requests of a connection in order.
+            rendezvous, store = (connect_store(receivers.address, receivers.port, info.timeout_s) for _ in range(2))
             own_address = receivers.address if is_own else address_towards(receivers.address)
             size = 1 + receivers.num_workers
-            joining = in_daemon_thread(
-                partial(join_group, meeting, info.sender, 0, size, info.timeout_s, own_address=own_address)
+            joining = run_in_abandonable_thread(
+                partial(join_group, rendezvous, info.sender, 0, size, info.timeout_s, own_address=own_address)
             )
-            _wait_for_those_of(receivers, store, joining)
-            lines.append(_Line(receivers, store, joining.result(), is_own))
-        return lines
+            _wait_unless_aborted(receivers, store, joining)
+            connections.append(_Connection(receivers, store, joining.result(), is_own))
+        return connections
 
     def send_weights(self) -> None:
-        """One round on every trainer rank: start, send while the workers receive, finish.
+        """Transfer the weights, on every trainer rank: start, send while the workers receive, finish.
 
-        After an error on any rank no rank sends again with this object.
+        After an error on any rank this object cannot send again.
         """
         receiving: Future[None] | None = None
         try:
             if self.is_sender:
                 self.client.start_weight_update()
-                # Abandonable: workers that lost us sit in a collective until its own deadline.
-                receiving = in_daemon_thread(lambda: self.client.update_weights(self._update))
+                # Abandonable: workers that lost their senders wait in a collective until its deadline.
+                receiving = run_in_abandonable_thread(lambda: self.client.update_weights(self._update))
             self._send_all(receiving)
             if receiving is not None:
                 receiving.result(timeout=self._info.timeout_s)
         except BaseException:
-            self._give_up()
+            self._abort()
             raise
         if self.is_sender:
             self.client.finish_weight_update()
 
     def _send_all(self, receiving: Future[None] | None) -> None:
         """receiving: the call to this rank's own engines."""
-        under_way: dict[_Line, deque[_Sending]] = {line: deque() for line in self._lines}
+        under_way: dict[_Connection, deque[_SentBucket]] = {connection: deque() for connection in self._connections}
         try:
             for sent in self._source.own_parts():
                 if receiving is not None and receiving.done():
-                    receiving.result()  # the workers gave up, and say why
+                    receiving.result()  # the workers aborted; raise their error
                 copied = sum(part.elements.nbytes for part in sent if part.is_copy)
-                for line, before in under_way.items():
-                    while before and copied + sum(one.copied_bytes for one in before) > self._limit_bytes:
-                        _finish(line, [before[0]], receiving)
-                        before.popleft()
-                    before.append(_Sending(line, sent))
-            for line, rest in under_way.items():
-                _finish(line, list(rest), receiving)
-                rest.clear()
+                for connection, buckets in under_way.items():
+                    while buckets and copied + sum(bucket.copied_bytes for bucket in buckets) > self._limit_bytes:
+                        _wait_until_sent(connection, [buckets[0]], receiving)
+                        buckets.popleft()
+                    buckets.append(_SentBucket(connection, sent))
+            for connection, buckets in under_way.items():
+                _wait_until_sent(connection, list(buckets), receiving)
+                buckets.clear()
         except BaseException:
-            for line, begun in under_way.items():
-                abandon([work for one in begun for work in one.works], (line, begun))
-                # Workers that still live wait for the next bucket: they get this instead, so that they give up now.
-                for worker in line.workers:
+            for connection, buckets in under_way.items():
+                abandon([work for bucket in buckets for work in bucket.works], (connection, buckets))
+                # Live workers wait for the next bucket: this header makes them abort now.
+                for worker in connection.workers:
                     with suppress(RuntimeError):
-                        abandon(send(line.group, [header(GAVE_UP)], worker), line)
+                        abandon(send(connection.group, [header(ABORTED)], worker), connection)
             raise
 
-    def _give_up(self) -> None:
-        """Tell those who send to this rank's engines."""
-        self._lines = []
+    def _abort(self) -> None:
+        """Notify the ranks that send to this rank's engines."""
+        self._connections = []
         if self._info.store is not None:
-            with suppress(RuntimeError):  # whoever is cut off from it finds out by that
-                self._info.store.set(OVER, "")
+            with suppress(RuntimeError):  # a rank that cannot reach the store notices by that
+                self._info.store.set(ABORTED_KEY, "")
 
     def shutdown(self) -> None:
-        self._lines = []
+        self._connections = []
 
 
-class _Sending:
-    """What this rank sends of a bucket over one line, as `_Receipt` expects it."""
+class _SentBucket:
+    """A bucket that this rank sends over one connection, as `_Receipt` in worker.py expects it."""
 
-    def __init__(self, line: _Line, sent: Sequence[Sent]) -> None:
-        """Begins."""
-        taken = [one for one in sent if one.to_all or line.is_own]
+    def __init__(self, connection: _Connection, sent: Sequence[Sent]) -> None:
+        """Begin to send."""
+        taken = [one for one in sent if one.to_all or connection.is_own]
         self.copied_bytes = sum(one.elements.nbytes for one in taken if one.is_copy)
         parts = [bytes_of(one.elements.cpu()) for one in taken]
         packed = [header(sum(part.nbytes for part in parts)), *(part for part in parts if part.nbytes <= PACKED_BYTES)]
         self._messages = [torch.cat(packed)] if parts else []
-        self._messages += [part for part in parts if part.nbytes > PACKED_BYTES]  # kept until they are sent
+        self._messages += [part for part in parts if part.nbytes > PACKED_BYTES]  # kept alive until they are sent
         self.works: list[Work] = []
         self._lost: RuntimeError | None = None
-        for worker in line.workers:
+        for worker in connection.workers:
             try:
-                self.works += send(line.group, self._messages, worker)
-            except RuntimeError as error:  # the others get their whole bucket, so that they understand what follows
+                self.works += send(connection.group, self._messages, worker)
+            except RuntimeError as error:  # other workers get the whole bucket, so that they understand the next header
                 self._lost = error
 
     def wait(self) -> None:
-        """Until it is sent to all. Raises `RuntimeError` if a worker is gone."""
+        """Wait until all workers have it. Raises `RuntimeError` if a worker is gone."""
         for work in self.works:
             work.wait()
         if self._lost is not None:
             raise self._lost
 
 
-def _finish(line: _Line, sendings: Sequence[_Sending], receiving: Future[None] | None) -> None:
-    """Wait until these are sent. Raises what the engines say, if they gave up or it broke because one is gone.
+def _wait_until_sent(connection: _Connection, buckets: Sequence[_SentBucket], receiving: Future[None] | None) -> None:
+    """Wait until buckets are sent. Raises the engines' error if they aborted or died.
 
     receiving: the call to this rank's own engines.
     """
-    sent = in_daemon_thread(lambda: ([one.wait() for one in sendings], line))
-    if not line.is_own:
-        _wait_for_those_of(line.receivers, line.store, sent)
+    sent = run_in_abandonable_thread(lambda: ([bucket.wait() for bucket in buckets], connection))
+    if not connection.is_own:
+        _wait_unless_aborted(connection.receivers, connection.store, sent)
         sent.result()
         return
     assert receiving is not None, "a rank with engines has called them"
     either: list[Future[Any]] = [sent, receiving]
     wait(either, return_when=FIRST_COMPLETED)
     if not sent.done():
-        receiving.result()  # an engine that hangs holds the bucket up until the deadline
+        receiving.result()  # an engine that hangs blocks the bucket until the deadline
     try:
         sent.result()
     except RuntimeError:
-        with suppress(TimeoutError):  # they still receive: the cause is on this side
+        with suppress(TimeoutError):  # still receiving: the cause is on this side
             receiving.result(timeout=CAUSE_WAIT_S)
         raise
 
 
-def _wait_for_those_of(receivers: Receivers, store: TCPStore, done: Future[Any]) -> None:
-    """Wait for what needs another rank's engines. Raises `SyncError` if they gave up."""
-    while not wait([done], timeout=LOOK_S).done:
-        if store.check([OVER]):
-            raise SyncError(f"the engines of rank {receivers.rank} gave up")
+def _wait_unless_aborted(receivers: Receivers, store: TCPStore, done: Future[Any]) -> None:
+    """Wait for a future that depends on another rank's engines. Raises `SyncError` if they aborted."""
+    while not wait([done], timeout=POLL_S).done:
+        if store.check([ABORTED_KEY]):
+            raise SyncError(f"the engines of rank {receivers.rank} aborted")

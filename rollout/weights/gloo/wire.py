@@ -1,7 +1,8 @@
-"""What the two sides of a transfer over gloo say to each other, and the groups in which they do."""
+"""Messages between the two sides of a gloo transfer, and their process groups."""
 
 from __future__ import annotations
 
+import math
 import socket
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -13,22 +14,22 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore, Work  # type: ignore[attr-defined]
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from rollout.system.abandonable_thread import in_daemon_thread
+from rollout.system.abandonable_thread import run_in_abandonable_thread
 from rollout.system.addresses import address_towards
 from rollout.weights.source import Part, ZeroSource
 
-HEADER_BYTES, GAVE_UP = 8, -1
-"""A bucket begins with the number of bytes that its sender has of it, or with the word that it sends no more. gloo
-itself does not mind if fewer bytes come than were expected."""
+HEADER_BYTES, ABORTED = 8, -1
+"""Each bucket starts with the number of bytes its sender has of it, or with ABORTED. gloo itself accepts a message that
+is shorter than expected."""
 PACKED_BYTES = 2**16
-"""Parts of at most this size travel together: to copy them takes less than a message for each."""
+"""Parts up to this size are packed into one message: copying them is faster than a message each."""
 Planned = Sequence[tuple[ParamMeta, Sequence[Part]]]
-"""The tensors of a bucket, and who sends what of them."""
+"""Tensors of a bucket with their parts and senders."""
 
 
 @dataclass(kw_only=True)
 class GlooInitInfo(WeightTransferInitInfo):
-    """What a worker needs to join: the rendezvous, who will send, and the deadline of each collective."""
+    """A worker's settings for joining: rendezvous, senders, and the deadline of each collective."""
 
     master_address: str
     master_port: int
@@ -40,10 +41,10 @@ class GlooInitInfo(WeightTransferInitInfo):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receivers:
-    """The workers of one rank's engines, and where those who send to them meet them."""
+    """The workers of one rank's engines, and the address of their rendezvous."""
 
     rank: int
-    """Global rank of the trainer whose engines they are."""
+    """Global rank of the trainer with these engines."""
     address: str
     port: int
     num_workers: int
@@ -53,15 +54,15 @@ class Receivers:
 
 @dataclass(kw_only=True)
 class GlooUpdateInfo(WeightTransferUpdateInfo):
-    """What one round will send, in order."""
+    """Tensors of one transfer, in order."""
 
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
     parts: list[list[list[int]]]
-    """Of each tensor, for each of its parts: sender, first element, number of elements."""
+    """Sender, first element and number of elements of each part of each tensor."""
     bucket_sizes: list[int]
-    """Number of tensors in each bucket: shipped, so that the two sides cannot cut differently."""
+    """Number of tensors in each bucket; sent, so that both sides use the same buckets."""
 
     @classmethod
     def of(cls, source: ZeroSource) -> Self:
@@ -75,7 +76,7 @@ class GlooUpdateInfo(WeightTransferUpdateInfo):
         )
 
     def buckets(self) -> Iterator[Planned]:
-        """Raises `RuntimeError` if nobody would send some element of a tensor."""
+        """Yield the buckets. Raises `RuntimeError` if elements of a tensor have no sender."""
         tensors = (
             (ParamMeta(name, getattr(torch, dtype_name), tuple(shape)), [Part(*part) for part in parts])
             for name, dtype_name, shape, parts in zip(
@@ -85,22 +86,22 @@ class GlooUpdateInfo(WeightTransferUpdateInfo):
         for size in self.bucket_sizes:
             bucket = [next(tensors) for _ in range(size)]
             for meta, parts in bucket:
-                _check_whole(meta, parts)
+                _check_complete(meta, parts)
             yield bucket
 
 
-def _check_whole(meta: ParamMeta, parts: Sequence[Part]) -> None:
+def _check_complete(meta: ParamMeta, parts: Sequence[Part]) -> None:
     end = 0
     for part in parts:
         if part.start != end:
             break
         end += part.count
-    if end != torch.Size(meta.shape).numel():
-        raise RuntimeError(f"gloo weight transfer: elements of {meta.name} from {end} on are announced by no rank")
+    if end != math.prod(meta.shape):
+        raise RuntimeError(f"gloo weight transfer: elements of {meta.name} from {end} on have no sender")
 
 
 def listen(address: str, timeout_s: float) -> TCPStore:
-    """A store on a free port of this address alone, where a group can meet; torch would listen on all interfaces."""
+    """Create the store of a rendezvous on a free port of this address only; torch would listen on all interfaces."""
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     listener.bind((address, 0))
     listener.listen()
@@ -114,8 +115,8 @@ def listen(address: str, timeout_s: float) -> TCPStore:
     )
 
 
-def visit(address: str, port: int, timeout_s: float) -> TCPStore:
-    """The store that listens there."""
+def connect_store(address: str, port: int, timeout_s: float) -> TCPStore:
+    """Connect to the store of a rendezvous."""
     timeout = timedelta(seconds=timeout_s)
     return TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
 
@@ -123,15 +124,15 @@ def visit(address: str, port: int, timeout_s: float) -> TCPStore:
 def join_group(
     store: TCPStore, sender: int, rank: int, world_size: int, timeout_s: float, *, own_address: str
 ) -> ProcessGroupGloo:
-    """Join the group in which a trainer rank (rank 0 in it) sends, outside torch's global state.
+    """Join the group of one sender (rank 0 in it), outside torch's global state.
 
-    vLLM's own helper for this listens on every interface, and sends over the one that the host name resolves to, which
-    may be loopback.
+    vLLM's helper for this listens on every interface, and sends over the interface of the host name, which may be
+    loopback.
 
     Args:
-        store: where the members meet.
-        sender: global rank of the one that sends.
-        own_address: at which the others reach this process.
+        store: the rendezvous.
+        sender: global rank of the sender.
+        own_address: address of this process for the other members.
     """
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=timeout_s)
@@ -139,10 +140,20 @@ def join_group(
     return ProcessGroupGloo(PrefixStore(f"sender-{sender}", store), rank, world_size, options)
 
 
-def send(group: ProcessGroupGloo, tensors: Iterable[torch.Tensor], worker: int) -> list[Work]:
-    """Begin to send these to a worker of a group, in this order. tensors: contiguous.
+def join_all(info: GlooInitInfo, rank: int) -> dict[int, ProcessGroupGloo]:
+    """Join the groups of all senders as a worker of this rank; return them by sender."""
+    store = connect_store(info.master_address, info.master_port, info.timeout_s)
+    own_address = address_towards(info.master_address)
+    return {
+        sender: join_group(store, sender, rank, info.world_size, info.timeout_s, own_address=own_address)
+        for sender in info.senders
+    }
 
-    Not as broadcasts, which gloo hands from thread to thread: of a model with many small tensors that is most of the
+
+def send(group: ProcessGroupGloo, tensors: Iterable[torch.Tensor], worker: int) -> list[Work]:
+    """Begin to send contiguous tensors to a worker of a group, in this order.
+
+    Not as broadcasts, which gloo hands from thread to thread: for a model with many small tensors that is most of the
     time.
 
     Raises:
@@ -151,29 +162,19 @@ def send(group: ProcessGroupGloo, tensors: Iterable[torch.Tensor], worker: int) 
     return [group.send([bytes_of(tensor)], worker, 0) for tensor in tensors]  # type: ignore[attr-defined]
 
 
-def header(what: int) -> torch.Tensor:
-    return bytes_of(torch.tensor([what], dtype=torch.int64))
-
-
 def receive_into(group: ProcessGroupGloo, tensor: torch.Tensor) -> Work:
-    """Begin to receive what the sender of a group sends next. tensor: contiguous."""
+    """Begin to receive the sender's next message into a contiguous tensor."""
     return group.recv([bytes_of(tensor)], 0, 0)  # type: ignore[attr-defined]
 
 
+def header(value: int) -> torch.Tensor:
+    return bytes_of(torch.tensor([value], dtype=torch.int64))
+
+
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.uint8)  # gloo does not know every dtype
-
-
-def join_all(info: GlooInitInfo, rank: int) -> dict[int, ProcessGroupGloo]:
-    """The groups of all senders, of which this worker is to be a member of this rank."""
-    store = visit(info.master_address, info.master_port, info.timeout_s)
-    own_address = address_towards(info.master_address)
-    return {
-        sender: join_group(store, sender, rank, info.world_size, info.timeout_s, own_address=own_address)
-        for sender in info.senders
-    }
+    return tensor.view(torch.uint8)  # gloo does not support every dtype
 
 
 def abandon(works: Sequence[Work], kept: object) -> Future[object]:
-    """Wait for collectives on a thread, which keeps their group: to end one waits for what is under way in it."""
-    return in_daemon_thread(lambda: ([work.wait() for work in works], kept))
+    """Wait for collectives in a thread that keeps their group alive: destroying a group waits for its collectives."""
+    return run_in_abandonable_thread(lambda: ([work.wait() for work in works], kept))

@@ -1,18 +1,19 @@
-"""The engine's side of a transfer over gloo: its workers receive, stage, and load when all has come."""
+"""Engine side of a gloo transfer: workers receive and stage all weights, then load them."""
 
 from __future__ import annotations
 
+import mmap
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 
 import torch
 from torch.distributed import ProcessGroupGloo
-from vllm.distributed.weight_transfer.base import WeightTransferEngine
+from vllm.distributed.weight_transfer.base import ParamMeta, WeightTransferEngine
 
-from rollout.weights.buckets import bucket_layout, new_bucket, views
 from rollout.weights.gloo.wire import (
-    GAVE_UP,
+    ABORTED,
     HEADER_BYTES,
     PACKED_BYTES,
     GlooInitInfo,
@@ -23,13 +24,42 @@ from rollout.weights.gloo.wire import (
     join_all,
     receive_into,
 )
+from rollout.weights.source import nbytes
+
+ALIGNMENT = 16  # of a tensor's offset in its bucket: a view must start at a multiple of its item size
+
+
+def bucket_layout(metas: Sequence[ParamMeta]) -> tuple[list[int], int]:
+    """Return the aligned offset of each tensor in its bucket, and the size of the bucket, in bytes."""
+    offsets, end = [], 0
+    for meta in metas:
+        offsets.append(end)
+        end += -(-nbytes(meta) // ALIGNMENT) * ALIGNMENT
+    return offsets, end
+
+
+def views(bucket: torch.Tensor, metas: Sequence[ParamMeta]) -> list[tuple[str, torch.Tensor]]:
+    """Return the named tensors of a received bucket, without a copy."""
+    offsets, _ = bucket_layout(metas)
+    return [
+        (meta.name, bucket[offset : offset + nbytes(meta)].view(meta.dtype).view(meta.shape))
+        for meta, offset in zip(metas, offsets, strict=True)
+    ]
+
+
+def new_bucket(size: int) -> torch.Tensor:
+    """Allocate bytes of main memory, in huge pages if available: allocating by page takes longer than a copy."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class _Receipt:
-    """What a worker receives of a bucket from one sender: header and small parts in one message, then the others."""
+    """Part of a bucket from one sender: header and small parts in one message, then the large parts."""
 
     def __init__(self, group: ProcessGroupGloo, places: Sequence[torch.Tensor]) -> None:
-        """Begins. places: bytes."""
+        """Begin to receive. places: bytes."""
         self._nbytes = sum(place.nbytes for place in places)
         self._small = [place for place in places if place.nbytes <= PACKED_BYTES]
         self._packed = torch.zeros(HEADER_BYTES + sum(place.nbytes for place in self._small), dtype=torch.uint8)
@@ -37,24 +67,24 @@ class _Receipt:
         self.works = [receive_into(group, one) for one in (self._packed, *large)]
 
     def wait(self) -> None:
-        """Until all of it is in its place. Raises `RuntimeError` if the sender gave up, is gone, or sends less."""
+        """Wait for all parts. Raises `RuntimeError` if the sender aborted, is gone, or sends fewer bytes."""
         for work in self.works:
             work.wait()
-            sent = self._packed[:HEADER_BYTES].view(torch.int64).item()  # it is in the first message to arrive
-            if sent == GAVE_UP:
-                raise RuntimeError("gloo weight transfer: the trainer gave up; the old weights stay")
-            if sent != (said := self._nbytes):
-                raise RuntimeError(f"gloo weight transfer: a rank sends {sent} bytes of a bucket and said {said}")
+            sent = self._packed[:HEADER_BYTES].view(torch.int64).item()  # in the first message to arrive
+            if sent == ABORTED:
+                raise RuntimeError("gloo weight transfer: the trainer aborted; the old weights stay")
+            if sent != self._nbytes:
+                raise RuntimeError(f"gloo weight transfer: a rank sends {sent} bytes of a bucket, not {self._nbytes}")
         sizes = [place.nbytes for place in self._small]
         for place, arrived in zip(self._small, self._packed[HEADER_BYTES:].split(sizes), strict=True) if sizes else ():
             place.copy_(arrived)
 
 
 class _Bucket:
-    """A bucket that a worker receives."""
+    """A bucket being received."""
 
     def __init__(self, groups: Mapping[int, ProcessGroupGloo], planned: Planned, memory: torch.Tensor) -> None:
-        """Begins. groups: by sender. memory: of `bucket_bytes` bytes."""
+        """Begin to receive. groups: by sender. memory: `bucket_bytes` bytes."""
         self._named = views(memory, [meta for meta, _ in planned])
         places: dict[int, list[torch.Tensor]] = {}
         for (_, tensor), (_, parts) in zip(self._named, planned, strict=True):
@@ -64,7 +94,7 @@ class _Bucket:
         self.receipts = [_Receipt(groups[sender], of_one) for sender, of_one in places.items()]
 
     def wait(self) -> list[tuple[str, torch.Tensor]]:
-        """Names and tensors. Raises `RuntimeError` if a sender gave up or is gone."""
+        """Return names and tensors. Raises `RuntimeError` if a sender aborted or is gone."""
         for receipt in self.receipts:
             receipt.wait()
         return self._named
@@ -75,12 +105,10 @@ def receive(
     buckets: Iterable[Planned],
     new_memory: Callable[[int], torch.Tensor] = new_bucket,
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """The tensors of each bucket, while the next one arrives already.
-
-    After an error the groups are of no use any more.
+    """Yield the tensors of each bucket while the next one arrives. After an error the groups are unusable.
 
     Args:
-        new_memory: called with a number of bytes; what it gives is asked for again two buckets later.
+        new_memory: allocates a number of bytes; it may return the memory of the bucket before last again.
     """
     under_way: deque[_Bucket] = deque()
     try:
@@ -103,7 +131,7 @@ def bucket_bytes(planned: Planned) -> int:
 
 
 class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
-    """The worker's side: receive into staging, load in `finish`."""
+    """Worker side: receive into staging, load in `finish`."""
 
     init_info_cls = GlooInitInfo
     update_info_cls = GlooUpdateInfo
@@ -114,7 +142,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
     _staged: list[tuple[str, torch.Tensor]]
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
-        self.shutdown()  # a trainer that was restarted makes new groups
+        self.shutdown()  # a restarted trainer creates new groups
         self._staged = []
         parallel = self.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
@@ -124,14 +152,14 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         self._staged = []
 
     def update_weights(self, update_info: dict) -> None:
-        # The base class would synchronise an accelerator, which is an error where there is none.
+        # The base class would synchronize an accelerator, which fails on CPU.
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
         if self._groups is None:
             raise RuntimeError(
-                "gloo weight transfer: this engine is in no group; call init_weight_transfer_engine on it (again, if "
-                "an update has failed)"
+                "gloo weight transfer: this engine has no process group; call init_weight_transfer_engine first, and "
+                "after every failed update"
             )
         try:
             for named in receive(self._groups, update_info.buckets()):
@@ -147,9 +175,10 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         staged, self._staged = self._staged, []
         initialize_layerwise_reload(self.model)
         try:
-            loaded = self.model.load_weights(self._on_device(staged))  # type: ignore[operator]
+            weights = ((name, tensor.to(self.device)) for name, tensor in staged)
+            loaded = self.model.load_weights(weights)  # type: ignore[operator]
         finally:
-            # Also after an error: without it layers stay on the meta device and the next step kills the engine.
+            # Also after an error: otherwise layers stay on the meta device and the next step kills the engine.
             finalize_layerwise_reload(self.model, self.model_config)
             self._repack_heads()
             self._repack_experts()
@@ -157,17 +186,13 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         if missing and self.model_config.quantization is None:
             raise RuntimeError(
                 f"weight update: {len(missing)} of {len(expected)} parameters were not among the weights that "
-                f"arrived, first {missing[:3]}; they keep their old values"
+                f"arrived, first {missing[:3]}; they keep their old values; use the same model.path for both sides"
             )
 
-    def _on_device(self, staged: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in staged:
-            yield name, tensor.to(self.device)
-
     def _repack_heads(self) -> None:
-        """On CPU linear weights are used in a packed copy, and a head tied to the embedding is not loaded itself.
+        """Repack heads: on CPU linear weights are used as a packed copy, and a tied head is not loaded itself.
 
-        Without this a tied head computes with its old packing: logprobs off by 2 to 10.
+        Otherwise a tied head computes with its old packing: logprobs off by 2 to 10.
         """
         from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
@@ -177,9 +202,9 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
                 module.quant_method.process_weights_after_loading(module)
 
     def _repack_experts(self) -> None:
-        """On CPU experts are used in a packed form too, which vLLM 0.32 makes at the first loading and never again.
+        """Repack experts: on CPU they are used as a packed copy, which vLLM 0.32 creates only at the first loading.
 
-        Without this experts are read in the wrong order after every sync: logprobs off by 2.
+        Otherwise experts are read in the wrong order after every sync: logprobs off by 2.
         """
         from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
         from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts

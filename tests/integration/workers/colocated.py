@@ -52,7 +52,6 @@ def main(directory: Path) -> None:
         sync = WeightSync(
             module=model,
             engines=engines.synced,
-            sleepers=engines.colocated,
             sleep_level=2,
             score_canary=lambda ids: sampled_logprobs(model, tuple(ids[:1]), tuple(ids[1:])),
             deadline_s=60,
@@ -80,7 +79,7 @@ def main(directory: Path) -> None:
                     "answered": len(answered),
                 }
             )
-            sync.rest()
+            sync.sleep()
             seen["asleep"] = raised(lambda: loop.run(own.weight_version()))
         sync.push(3)
         seen["seeds"] = same_everywhere(engines.pool, loop) if engines.pool else True

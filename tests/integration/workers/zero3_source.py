@@ -21,9 +21,8 @@ from deepspeed import zero
 from peft import LoraConfig, get_peft_model
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from rollout.weights.buckets import nbytes
 from rollout.weights.shards import Fetch
-from rollout.weights.source import ZeroSource
+from rollout.weights.source import ZeroSource, nbytes
 from tests.fixtures.families import HEADS, SIZES
 from tests.fixtures.models import perturb, tiny_qwen3
 from trainer.distributed.distributed import build_nothing
@@ -146,8 +145,8 @@ def never_begins(source: ZeroSource, expected: dict[str, torch.Tensor], rank: in
 
 def in_parts(source: ZeroSource, expected: dict[str, torch.Tensor]) -> dict[str, object]:
     """What the ranks send of a pass to an engine of rank 0, put together; and where it lies."""
-    entries = [entry for bucket in source._buckets for entry in bucket.entries]
-    held: list[Any] = [piece.param.ds_tensor for entry in entries for piece in entry.pieces]  # type: ignore[attr-defined]
+    tensors = [tensor for bucket in source._buckets for tensor in bucket.tensors]
+    held: list[Any] = [one.param.ds_tensor for tensor in tensors for one in tensor.ranges]  # type: ignore[attr-defined]
     exchange, exchanges = dist.batch_isend_irecv, 0
 
     def counted(messages: list[dist.P2POp]) -> list[dist.Work]:

@@ -107,7 +107,7 @@ def test_code_that_ships_with_a_model_is_not_run(evil_model, tmp_path, model_typ
 
 
 def test_no_entrance_trusts_remote_code_by_default():
-    for function in (EmbeddedEngine.start, Policy.from_pretrained, Chat.from_pretrained):
+    for function in (EmbeddedEngine, Policy.from_pretrained, Chat.from_pretrained):
         assert inspect.signature(function).parameters["trust_remote_code"].default is False
     assert Config().model.trust_remote_code is False
 

@@ -1,4 +1,4 @@
-"""Evidence is checked where it enters: a call or a row that contradicts itself cannot be made."""
+"""Validation of token evidence: a call or row with inconsistent evidence cannot be created."""
 
 from __future__ import annotations
 
@@ -46,22 +46,22 @@ def test_complete_evidence_is_accepted() -> None:
         ({"sampled_logprobs": (None, -0.5)}, "token 0 .id 3. has logprob None"),
         ({"sampled_logprobs": ("-0.5", -0.5)}, "has logprob -0.5"),
         ({"sampled_ids": (3, -1)}, "negative sampled id"),
-        ({"sampled_ids": (3, 4.5)}, "a sampled id is no token id"),
+        ({"sampled_ids": (3, 4.5)}, "a sampled id is not a token id"),
         ({"prompt_ids": (-1,)}, "negative prompt id"),
-        ({"prompt_ids": (None,)}, "a prompt id is no token id"),
-        ({"support": a_support([0, 1, 3], [3, 5, 6])}, "token 1 .id 4. is not in the support"),
+        ({"prompt_ids": (None,)}, "a prompt id is not a token id"),
+        ({"support": a_support([0, 1, 3], [3, 5, 6])}, "token 1 .id 4. is not in its support"),
         ({"version_spans": spans((0, 1))}, "end at token 1, but 2 tokens"),
         ({"version_spans": spans((0, 1), (0, 2))}, "do not tile"),
         ({"version_spans": spans((1, 2))}, "do not tile"),
         ({"support": a_support([0, 1], [3])}, "support for 1 tokens, 2 were sampled"),
     ],
 )
-def test_evidence_that_contradicts_itself_is_refused(change: dict[str, Any], message: str) -> None:
+def test_inconsistent_evidence_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(EvidenceError, match=message):
         EngineCall(**{**GOOD, **change})
 
 
-def test_a_sampled_token_has_a_support() -> None:
+def test_an_inconsistent_support_is_refused() -> None:
     with pytest.raises(EvidenceError, match="empty support"):
         a_support([0, 0, 1], [3])
     with pytest.raises(EvidenceError, match="must run from 0 to 2"):
@@ -70,7 +70,7 @@ def test_a_sampled_token_has_a_support() -> None:
         a_support([], [])
 
 
-def test_the_arrays_of_a_row_have_its_length() -> None:
+def test_a_row_needs_arrays_of_its_length_and_an_untrained_first_token() -> None:
     arrays: dict[str, Any] = {
         "ids": np.array([1, 2]),
         "loss_mask": np.array([False, True]),
@@ -81,12 +81,12 @@ def test_the_arrays_of_a_row_have_its_length() -> None:
     assert TrainingRow(**arrays).num_trained == 1
     with pytest.raises(EvidenceError, match="'versions': 3"):
         TrainingRow(**{**arrays, "versions": np.zeros(3, np.int32)})
-    with pytest.raises(EvidenceError, match="nothing predicts it"):
+    with pytest.raises(EvidenceError, match="no context to predict it"):
         TrainingRow(**{**arrays, "loss_mask": np.array([True, True])})
 
 
-def test_a_last_turn_that_a_token_limit_cut_is_cut_off() -> None:
-    """Also where the environment would have gone on: a tool call that is cut in two is an error to it, no end."""
+def test_a_rollout_is_cut_off_if_a_token_limit_ended_its_last_turn() -> None:
+    """Also at the turn limit: the environment sees a truncated tool call as an error, not as the end."""
     whole, cut = (
         EngineCall(**{**GOOD, "finish_reason": reason}) for reason in (FinishReason.STOP, FinishReason.LENGTH)
     )

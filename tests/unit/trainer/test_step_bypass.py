@@ -38,7 +38,7 @@ class GivenRollouts:
 
 
 class NoEngine:
-    def rest(self) -> None:
+    def sleep(self) -> None:
         pass
 
     def push(self, version: int) -> NoEngine:

@@ -1,4 +1,4 @@
-"""What a server answers, and what clients send to its lean route: read, or refused with an error of Lockstep's own."""
+"""Fuzzed answers of a server and requests to its compact route are read, or refused with a Lockstep error."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from rollout.engine.engine_answers import Answer, engine_call, version_number
 from rollout.errors import ConfigError, EngineError, EvidenceError
-from rollout.server import compact
 from rollout.server.client import read_json
+from rollout.server.generate_route import encode_answer
 from rollout.server.server_engine import read_answer, read_checksums, read_compact, read_facts, read_label, read_scores
 from tests.fixtures.fake_server import SERVER_INFO, completion
 from tests.fixtures.mutations import JSON, mutated
@@ -24,7 +24,7 @@ from tests.unit.rollout.server.test_generate_route import BODY, Engine, answer
 WITH_SUPPORT = completion((7,), logprobs={"content": [{"token_id": 7, "logprob": 0.0, "top_logprobs": [
     {"token_id": 7, "logprob": -0.6931472}, {"token_id": 9, "logprob": -0.6931472}]}]})  # fmt: skip
 SCORES = {"prompt_logprobs": [None, {"6": {"logprob": -1.0}}, {"7": {"logprob": -2.0}}]}
-COMPACT = compact.encode(
+COMPACT = encode_answer(
     Answer(
         sampled_ids=[7, 8], candidate_ids=[7, 8], candidate_logprobs=[-1.5, -0.1], starts=[0, 1], finish_reason="stop",
         versions=[("default", 0, 2)],
@@ -35,7 +35,7 @@ BASE64 = st.binary(max_size=12).map(lambda raw: base64.b64encode(raw).decode())
 
 @settings(max_examples=400)
 @given(reply=mutated(completion()) | mutated(WITH_SUPPORT) | JSON, with_support=st.booleans())
-def test_a_completion_is_evidence_or_refused(reply: Any, with_support: bool) -> None:
+def test_a_completion_is_valid_evidence_or_refused(reply: Any, with_support: bool) -> None:
     with contextlib.suppress(EvidenceError, EngineError):
         read = read_answer(reply, with_support=with_support, source="s")
         call = engine_call((5, 6), read, with_support=with_support, source="s")
@@ -49,7 +49,7 @@ def test_a_completion_is_evidence_or_refused(reply: Any, with_support: bool) -> 
     | JSON,
     with_support=st.booleans(),
 )
-def test_a_compact_completion_is_evidence_or_refused(reply: Any, with_support: bool) -> None:
+def test_a_compact_completion_is_valid_evidence_or_refused(reply: Any, with_support: bool) -> None:
     with contextlib.suppress(EvidenceError, EngineError):
         call = engine_call((5, 6), read_compact(reply, source="s"), with_support=with_support, source="s")
         assert len(call.sampled_ids) == len(call.sampled_logprobs)
@@ -64,7 +64,7 @@ def test_scores_are_read_or_refused(reply: Any) -> None:
 
 @settings(max_examples=200)
 @given(reply=mutated(SERVER_INFO) | JSON)
-def test_what_a_server_says_about_itself_is_read_or_refused(reply: Any) -> None:
+def test_a_server_description_is_read_or_refused(reply: Any) -> None:
     with contextlib.suppress(ConfigError):
         assert read_facts("http://127.0.0.1:1", reply).max_model_len == 64
 
@@ -90,13 +90,13 @@ def test_bytes_are_json_or_refused(raw: bytes) -> None:
 @given(raw=mutated(BODY).map(lambda body: json.dumps(body).encode()) | st.binary(max_size=30))
 @example(raw=b"[" * 100_000)
 @example(raw=b'{"token_ids": [5], "sampling_params": {"max_tokens": 1e400}}')
-def test_a_request_to_the_lean_route_is_sampled_or_the_clients_fault(raw: bytes) -> None:
-    """500 would be sent again, and would mean that the engine has failed."""
+def test_an_invalid_request_to_the_compact_route_gets_400(raw: bytes) -> None:
+    """A 500 would be retried, and would mean that the engine failed."""
     status, fields = asyncio.run(answer(Engine(), raw))
     assert status in (200, 400), fields
 
 
 @pytest.mark.parametrize("label", ["", "4.5", "half-loaded-5", "9" * 5000])
-def test_a_label_that_is_no_version_is_refused(label: str) -> None:
+def test_a_label_that_is_not_a_version_is_refused(label: str) -> None:
     with pytest.raises(EngineError, match="expected a number"):
         version_number(label, source="s")

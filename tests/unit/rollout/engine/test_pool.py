@@ -1,4 +1,4 @@
-"""A pool sends a group to one engine, and new groups to the engine with the least to do."""
+"""Routing of an engine pool: one engine per group, and the least loaded engine for a new group."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAMPLING = Sampling(max_tokens=4)
 
 
 class Member:
-    """Holds every request until it is let go."""
+    """An engine that holds every request until `may_answer` is set."""
 
     max_model_len, vocab_size, dtype, loop = 64, 512, torch.float32, None
 
@@ -28,7 +28,6 @@ class Member:
         self.seen: list[tuple[int, ...] | None] = []
         self.may_answer = asyncio.Event()
         self.failure: Exception | None = None
-        self.is_paused = False
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Any:
         self.seen.append(sampling.affinity)
@@ -36,9 +35,6 @@ class Member:
         if self.failure is not None:
             raise self.failure
         return self.name
-
-    async def pause(self, mode: str) -> None:
-        self.is_paused = True
 
 
 def pool_of(*members: Any) -> EnginePool:
@@ -51,7 +47,7 @@ async def sent(pool: EnginePool, *keys: tuple[int, ...] | None) -> list[asyncio.
     return tasks
 
 
-async def test_groups_stay_together_and_are_spread():
+async def test_groups_stay_together_and_are_spread_over_the_engines():
     members = [Member("a"), Member("b")]
     keys = [(0, group) for group in range(6) for _ in range(4)]
     tasks = await sent(pool_of(*members), *keys)
@@ -62,7 +58,7 @@ async def test_groups_stay_together_and_are_spread():
     await asyncio.gather(*tasks)
 
 
-async def test_a_later_turn_of_a_group_goes_where_its_first_went():
+async def test_later_turns_of_a_group_go_to_the_same_engine():
     a, b = Member("a"), Member("b")
     a.may_answer.set()
     b.may_answer.set()
@@ -72,13 +68,13 @@ async def test_a_later_turn_of_a_group_goes_where_its_first_went():
     assert first == again[::-1]
 
 
-async def test_a_group_moves_when_its_engine_is_far_behind():
+async def test_a_group_moves_away_from_an_overloaded_engine():
     a, b = Member("a"), Member("b")
     pool = pool_of(a, b)
     tasks = await sent(pool, *[(0, 0)] * (SKEW_REQUESTS + 2))
     assert (len(a.seen), len(b.seen)) == (SKEW_REQUESTS + 1, 1)
     tasks += await sent(pool, *[(0, 0)] * 4)
-    assert len(b.seen) == 5, f"it stays where it moved to; {SKEW_FACTOR} times the load is allowed"
+    assert len(b.seen) == 5, f"it stays on the new engine, which may have {SKEW_FACTOR} times the load"
     a.may_answer.set()
     b.may_answer.set()
     await asyncio.gather(*tasks)
@@ -93,7 +89,7 @@ async def test_requests_without_a_group_go_to_the_least_loaded():
     await asyncio.gather(*tasks)
 
 
-async def test_a_failure_is_not_hidden_by_another_engine():
+async def test_a_failed_request_is_not_moved_to_another_engine():
     a, b = Member("a"), Member("b")
     a.failure = EngineError("a is gone")
     a.may_answer.set()
@@ -101,12 +97,6 @@ async def test_a_failure_is_not_hidden_by_another_engine():
     pool = pool_of(a, b)
     with pytest.raises(EngineError, match="a is gone"):
         await pool.generate((1,), SAMPLING)
-
-
-async def test_all_engines_are_paused():
-    members = [Member("a"), Member("b")]
-    await pool_of(*members).pause("wait")
-    assert all(member.is_paused for member in members)
 
 
 def test_engines_that_differ_are_refused():

@@ -1,4 +1,4 @@
-"""What a request sampled in many steps, sent as one: nothing is lost, nothing waits over a change of weights."""
+"""Buffered outputs of a request: sent as one message, complete, and before a change of weights."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from vllm.v1.outputs import LogprobsLists
 
 from rollout.engine import scheduler as schedulers
 from rollout.engine.plugin import SCHEDULER
-from rollout.engine.scheduler import AnswersOnce, OnceAsyncScheduler, OnceScheduler
+from rollout.engine.scheduler import BufferedAsyncScheduler, BufferedOutputs, BufferedScheduler
 
 FINAL_ONLY = RequestOutputKind.FINAL_ONLY
 
 
 class Scripted:
-    """A scheduler whose steps are given: what vLLM's own would return after each."""
+    """A scheduler with scripted steps: the outputs vLLM's own would return after each."""
 
     def __init__(self, steps: list[list[EngineCoreOutput]], kind: RequestOutputKind | None = FINAL_ONLY) -> None:
         sampling = None if kind is None else SamplingParams(output_kind=kind)
@@ -43,7 +43,7 @@ class Scripted:
         return requests
 
 
-class Once(AnswersOnce, Scripted):
+class Buffered(BufferedOutputs, Scripted):
     pass
 
 
@@ -54,8 +54,8 @@ def sampled(request: str, token: int, *, finish: FinishReason | None = None, **m
     )
 
 
-def sent(scheduler: Once) -> dict[str, tuple[list[int], list[float]]]:
-    """By request, what one step sends."""
+def sent(scheduler: Buffered) -> dict[str, tuple[list[int], list[float]]]:
+    """Return tokens and logprobs sent by one step, by request."""
     found = {}
     for message in scheduler.update_from_output().values():
         for output in message.outputs:
@@ -65,62 +65,66 @@ def sent(scheduler: Once) -> dict[str, tuple[list[int], list[float]]]:
     return found
 
 
-def test_a_request_is_answered_when_it_ends() -> None:
+def test_a_request_is_sent_when_it_ends() -> None:
     steps = [
         [sampled("a", 1), sampled("b", 2)],
         [sampled("a", 3), sampled("b", 4, finish=FinishReason.STOP)],
         [sampled("a", 5, finish=FinishReason.LENGTH)],
     ]
-    scheduler = Once(steps)
+    scheduler = Buffered(steps)
     assert sent(scheduler) == {}
     assert sent(scheduler) == {"b": ([2, 4], [-2.0, -4.0])}
     assert sent(scheduler) == {"a": ([1, 3, 5], [-1.0, -3.0, -5.0])}
 
 
-def test_a_step_that_sends_nothing_wakes_nobody() -> None:
-    assert Once([[sampled("a", 1)]]).update_from_output() == {}
+def test_a_step_without_ended_requests_sends_no_message() -> None:
+    assert Buffered([[sampled("a", 1)]]).update_from_output() == {}
 
 
-def test_what_waits_is_sent_before_weights_can_change() -> None:
-    scheduler = Once([[sampled("a", 1)], [], [sampled("a", 2, finish=FinishReason.STOP)]])
+def test_buffered_outputs_are_sent_before_weights_can_change() -> None:
+    scheduler = Buffered([[sampled("a", 1)], [], [sampled("a", 2, finish=FinishReason.STOP)]])
     assert sent(scheduler) == {}
     assert not scheduler.has_requests()
     scheduler.pause_state = PauseState.PAUSED_ALL
-    assert scheduler.has_requests(), "the engine must not take the pause for complete"
+    assert scheduler.has_requests(), "the engine must not complete the pause yet"
     assert sent(scheduler) == {"a": ([1], [-1.0])}
     assert not scheduler.has_requests()
     scheduler.pause_state = PauseState.UNPAUSED
     assert sent(scheduler) == {"a": ([2], [-2.0])}
 
 
-def test_a_request_that_is_given_up_leaves_nothing_behind() -> None:
-    scheduler = Once([[sampled("a", 1)]])
+def test_an_aborted_request_leaves_nothing_buffered() -> None:
+    scheduler = Buffered([[sampled("a", 1)]])
     assert sent(scheduler) == {}
-    scheduler.finish_requests([sampled("a", 0)])  # what matters of a request is its id
+    scheduler.finish_requests([sampled("a", 0)])  # only its request_id is read
     scheduler.pause_state = PauseState.PAUSED_ALL
     assert not scheduler.has_requests()
 
 
-def test_what_is_more_than_tokens_is_sent_at_once() -> None:
+def test_an_output_with_more_than_tokens_is_sent_at_once() -> None:
     first = sampled("a", 1, kv_transfer_params={"x": 1})
-    assert sent(Once([[first]])) == {"a": ([1], [-1.0])}
+    assert sent(Buffered([[first]])) == {"a": ([1], [-1.0])}
 
 
 @pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE, None])
-def test_who_reads_as_it_comes_gets_it_as_it_comes(kind: RequestOutputKind | None) -> None:
+def test_streamed_outputs_are_not_buffered(kind: RequestOutputKind | None) -> None:
     steps = [[sampled("a", 1)], [sampled("a", 2, finish=FinishReason.STOP)]]
-    scheduler = Once(steps, kind)
+    scheduler = Buffered(steps, kind)
     assert sent(scheduler) == {"a": ([1], [-1.0])}
     assert sent(scheduler) == {"a": ([2], [-2.0])}
 
 
 @pytest.mark.parametrize(("is_async", "own"), [(False, Scheduler), (True, AsyncScheduler)])
-def test_it_takes_the_place_of_vllms_own(is_async: bool, own: type, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_replaces_the_scheduler_that_vllm_would_choose(
+    is_async: bool, own: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = []
-    for once in (OnceScheduler, OnceAsyncScheduler):
-        monkeypatch.setattr(once, "__init__", lambda self, **settings: made.append((type(self), settings)))
+    for kind in (BufferedScheduler, BufferedAsyncScheduler):
+        monkeypatch.setattr(kind, "__init__", lambda self, **settings: made.append((type(self), settings)))
     config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=is_async))
     make = resolve_obj_by_qualname(SCHEDULER)
-    assert make is schedulers.once
+    assert make is schedulers.buffered_scheduler
     assert isinstance(make(vllm_config=config, block_size=16), own)
-    assert made == [(OnceAsyncScheduler if is_async else OnceScheduler, {"vllm_config": config, "block_size": 16})]
+    assert made == [
+        (BufferedAsyncScheduler if is_async else BufferedScheduler, {"vllm_config": config, "block_size": 16})
+    ]

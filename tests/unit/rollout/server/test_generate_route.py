@@ -1,4 +1,4 @@
-"""The lean generate route of a server, over an engine that answers as told."""
+"""Compact generate route of a server, over a scripted engine."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import pytest
 from vllm.exceptions import VLLMValidationError
 from vllm.logprobs import FlatLogprobs
 
-from rollout.server.compact import decode
-from rollout.server.generate_route import ROUTE, CompactGenerate
+from rollout.server.generate_route import ROUTE, CompactGenerate, decode_answer
 
 BODY = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 2, "logprobs": 0, "seed": 3, "flat_logprobs": True}}
 
@@ -30,7 +29,7 @@ class Engine:
     def __init__(self, failure: Exception | None = None, *, hangs: bool = False) -> None:
         self.failure, self.hangs = failure, hangs
         self.asked: list[Any] = []
-        self.was_cancelled = False
+        self.was_canceled = False
 
     async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
         self.asked.append((prompt, params, request_id))
@@ -38,7 +37,7 @@ class Engine:
             if self.hangs:
                 await asyncio.sleep(30)
         except asyncio.CancelledError:
-            self.was_cancelled = True
+            self.was_canceled = True
             raise
         if self.failure is not None:
             raise self.failure
@@ -50,7 +49,7 @@ async def passed_on(scope: Any, receive: Any, send: Any) -> None:
 
 
 async def answer(engine: Engine, body: bytes, *, method: str = "POST", path: str = ROUTE, leaves: bool = False) -> Any:
-    """(status, JSON) of a request, or what the rest of the server sent."""
+    """Return (status, JSON) of a request, or the messages of the rest of the server."""
     app = SimpleNamespace(state=SimpleNamespace(engine_client=engine))
     half = len(body) // 2
     incoming = [{"type": "http.request", "body": body[:half], "more_body": True}]
@@ -73,11 +72,11 @@ async def answer(engine: Engine, body: bytes, *, method: str = "POST", path: str
     return sent[0]["status"], json.loads(sent[1]["body"])
 
 
-async def test_the_answer_is_the_engines_own_record():
+async def test_the_answer_equals_the_engines_record():
     engine = Engine()
     status, fields = await answer(engine, json.dumps(BODY).encode())
     assert status == 200
-    read = decode(fields)
+    read = decode_answer(fields)
     assert (read.sampled_ids, read.candidate_ids, read.starts) == ([7, 8], [7, 8], [0, 1])
     assert read.candidate_logprobs == [-1.5, float("-inf")]
     assert (read.finish_reason, read.versions) == ("length", [("4", 0, 2)])
@@ -86,7 +85,7 @@ async def test_the_answer_is_the_engines_own_record():
     assert (params.seed, params.max_tokens, params.logprobs) == (3, 2, 0)
 
 
-async def test_everything_else_is_passed_on():
+async def test_other_routes_are_passed_on():
     assert await answer(Engine(), b"", path="/inference/v1/generate") == ["passed on"]
     assert await answer(Engine(), b"", method="GET") == (200, {})
 
@@ -97,20 +96,20 @@ async def test_everything_else_is_passed_on():
         (b"{", None, 400, "JSONDecodeError"),
         (b"{}", None, 400, "token_ids"),
         (b'{"token_ids": [5]}', None, 400, "sampling_params"),
-        (json.dumps({**BODY, "token_ids": [-1]}).encode(), None, 400, "none of them negative"),
+        (json.dumps({**BODY, "token_ids": [-1]}).encode(), None, 400, "non-negative integers"),
         (json.dumps({**BODY, "sampling_params": {"tempratur": 1}}).encode(), None, 400, "tempratur"),
         (json.dumps(BODY).encode(), VLLMValidationError("too long"), 400, "too long"),
         (json.dumps(BODY).encode(), RuntimeError("core died"), 500, "core died"),
     ],
 )
-async def test_a_failure_is_the_clients_or_the_servers(body: bytes, failure: Any, status: int, said: str):
+async def test_an_invalid_request_gets_400_and_a_failed_engine_500(body: bytes, failure: Any, status: int, said: str):
     found, fields = await answer(Engine(failure), body)
     assert found == status
     assert said in fields["error"]
 
 
-async def test_a_client_that_leaves_ends_its_request():
+async def test_a_disconnected_client_cancels_its_request():
     engine = Engine(hangs=True)
     assert await answer(engine, json.dumps(BODY).encode(), leaves=True) == []
     await asyncio.sleep(0.05)
-    assert engine.was_cancelled
+    assert engine.was_canceled

@@ -1,4 +1,4 @@
-"""The lock on a server's routes, around an application that says when it was reached."""
+"""API key check around an application that reports when it was reached."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def ask(path: str = "/update_weights", *, kind: str = "http", headers: Any = ()) -> Any:
-    """What came back: the text of the application, or the status or close code of the guard."""
+    """Return the text of the application, or the status or close code of the guard."""
     sent: list[Any] = []
 
     async def application(scope: Any, receive: Any, send: Any) -> None:
         await send("reached")
 
     async def receive() -> Any:
-        raise AssertionError("nothing of a refused request is read")
+        raise AssertionError("the body of a refused request must not be read")
 
     async def send(message: Any) -> None:
         sent.append(message)
@@ -45,21 +45,21 @@ async def test_the_key_opens_every_route(kind: str):
     "presented",
     [None, b"", b"Bearer ", b"Bearer a-ke", b"Bearer a-keyy", b"Bearer A-KEY", b"a-key", b"Basic a-key", b"Bearer\xff"],
 )
-async def test_nothing_else_does(kind: str, presented: bytes | None):
+async def test_a_missing_or_wrong_key_is_refused(kind: str, presented: bytes | None):
     headers = [] if presented is None else [(b"authorization", presented)]
     assert await ask(kind=kind, headers=headers) == (401 if kind == "http" else 1008)
-    # Of two the first counts: an application that reads the last must not be opened by another header than the guard.
+    # The first of two headers counts, for the guard as for an application behind it.
     both = [*headers, (b"authorization", f"Bearer {KEY}".encode())]
     assert (await ask(kind=kind, headers=both) == "reached") == (presented is None)
 
 
-async def test_only_health_is_open():
+async def test_only_the_exact_health_path_is_open():
     assert await ask("/health") == "reached"
     for path in ("/health/", "//health", "/health/../update_weights", "/HEALTH", "/healthy", "", "/"):
         assert await ask(path) == 401
 
 
-async def test_the_life_of_the_server_is_not_guarded():
+async def test_lifespan_events_are_not_guarded():
     assert await ask(kind="lifespan") == "reached"
 
 

@@ -1,4 +1,4 @@
-"""The watch over a server that may fall silent, with questions that are answered as told."""
+"""Detection of a silent server, with scripted answers to its probes."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ SILENT_S = 0.2
 
 
 class Server:
-    """Answers questions until it is told otherwise."""
+    """A server whose answers to probes are scripted."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.num_probes = 0
         self.reply: Callable[[], None] | None = lambda: None
         """None: no answer at all."""
 
-    async def ask(self) -> None:
-        self.asked += 1
+    async def probe(self) -> None:
+        self.num_probes += 1
         if self.reply is None:
             await asyncio.sleep(SILENT_S)
             raise EngineError("no answer in time")
         self.reply()
 
     def watched(self) -> Liveness:
-        return Liveness(self.ask, name="the engine", every_s=0.02, silent_for_s=SILENT_S)
+        return Liveness(self.probe, name="the engine", every_s=0.02, silence_s=SILENT_S)
 
 
 async def after(seconds: float) -> str:
@@ -38,13 +38,13 @@ async def after(seconds: float) -> str:
     return "done"
 
 
-async def test_a_call_is_waited_for_as_long_as_questions_are_answered():
+async def test_a_call_is_awaited_while_probes_are_answered():
     server = Server()
     assert await server.watched().guard(after(3 * SILENT_S)) == "done"
-    assert server.asked > 3
+    assert server.num_probes > 3
 
 
-async def test_silence_ends_every_waiting_call_and_those_that_come_later():
+async def test_silence_ends_every_waiting_call_and_a_later_call_is_watched_again():
     server = Server()
     server.reply = None
     liveness = server.watched()
@@ -55,12 +55,12 @@ async def test_silence_ends_every_waiting_call_and_those_that_come_later():
     assert [type(error) for error in ended] == [EngineError] * 3
     assert "answered nothing for 0.2 s" in str(ended[0])
     assert "rollout.silence_timeout_s" in str(ended[0])
-    server.reply = lambda: None  # it was stopped, and goes on
+    server.reply = lambda: None  # the process was stopped and continues
     assert await liveness.guard(after(2 * SILENT_S)) == "done"
 
 
 @pytest.mark.parametrize("error", [EngineError, EvidenceError])
-async def test_a_failure_is_an_answer_and_the_watch_goes_on(error: type[Exception]):
+async def test_a_failed_probe_counts_as_an_answer_and_the_watch_continues(error: type[Exception]):
     server = Server()
 
     def fails() -> None:
@@ -70,24 +70,24 @@ async def test_a_failure_is_an_answer_and_the_watch_goes_on(error: type[Exceptio
     liveness = server.watched()
     call = asyncio.ensure_future(liveness.guard(after(60.0)))
     await asyncio.sleep(2 * SILENT_S)
-    assert server.asked > 3
+    assert server.num_probes > 3
     assert not call.done()
     server.reply = None
     with pytest.raises(EngineError, match="answered nothing"):
         await call
 
 
-async def test_nothing_is_expected_of_a_server_that_is_excused():
+async def test_silence_is_ignored_while_the_watch_is_suspended():
     server = Server()
     server.reply = None
     liveness = server.watched()
-    with liveness.excused():
+    with liveness.suspended():
         assert await liveness.guard(after(3 * SILENT_S)) == "done"
     with pytest.raises(EngineError, match="answered nothing"):
         await liveness.guard(after(60.0))
 
 
-async def test_results_and_errors_of_a_call_pass_through_and_nothing_is_asked_afterwards():
+async def test_results_and_errors_of_a_call_pass_through_and_probing_ends():
     server = Server()
     liveness = server.watched()
 
@@ -97,13 +97,13 @@ async def test_results_and_errors_of_a_call_pass_through_and_nothing_is_asked_af
     with pytest.raises(KeyError, match="mine"):
         await liveness.guard(fails())
     assert await liveness.guard(after(0.0)) == "done"
-    asked = server.asked
+    before = server.num_probes
     await asyncio.sleep(0.1)
-    assert server.asked == asked
+    assert server.num_probes == before
     assert len(asyncio.all_tasks()) == 1
 
 
-async def test_who_gives_up_a_call_ends_it():
+async def test_canceling_the_caller_cancels_the_call():
     ended = asyncio.Event()
 
     async def call() -> None:

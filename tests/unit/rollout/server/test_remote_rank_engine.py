@@ -1,4 +1,4 @@
-"""An engine of another rank behaves as if it were here: answers, errors, and nobody else gets in. Over real HTTP."""
+"""Engine of another rank over real HTTP: answers, errors, and the key."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from rollout.engine.protocol import Sampling
 from rollout.errors import EngineError, EvidenceError, RequestError
 from rollout.records import EngineCall, FinishReason, SamplingSupport, VersionSpan
-from rollout.server.remote_rank_engine import EngineService, PeerEngine
+from rollout.server.remote_rank_engine import EngineService, RemoteRankEngine
 from rollout.system.background_loop import BackgroundLoop
 
 SAMPLING = Sampling(max_tokens=7, stop_token_ids=(3, 4), seed=11, affinity=(0, 5), top_k=2)
@@ -27,8 +27,8 @@ CALL = EngineCall(
 )
 
 
-class Own:
-    """An engine that remembers what it was asked, and answers what it is told to."""
+class FakeEngine:
+    """An engine that records its requests, with a scripted answer."""
 
     max_model_len, vocab_size, dtype = 64, 512, torch.bfloat16
 
@@ -53,25 +53,25 @@ def loop() -> Iterator[BackgroundLoop]:
 
 
 @pytest.fixture
-def own() -> Own:
-    return Own()
+def own() -> FakeEngine:
+    return FakeEngine()
 
 
 @pytest.fixture
-def service(loop: BackgroundLoop, own: Own) -> Iterator[EngineService]:
+def service(loop: BackgroundLoop, own: FakeEngine) -> Iterator[EngineService]:
     service = loop.run(EngineService.start(own, host="127.0.0.1", key="secret"))  # type: ignore[arg-type]
     yield service
     loop.run(service.close())
 
 
 @pytest.fixture
-def peer(loop: BackgroundLoop, service: EngineService) -> Iterator[PeerEngine]:
-    peer = PeerEngine.connect(service.url, key="secret", rank=1, loop=loop, timeout_s=5)
+def peer(loop: BackgroundLoop, service: EngineService) -> Iterator[RemoteRankEngine]:
+    peer = RemoteRankEngine(service.url, key="secret", rank=1, loop=loop, timeout_s=5)
     yield peer
     loop.run(peer.close())
 
 
-def test_a_call_arrives_and_returns_as_it_is(loop: BackgroundLoop, own: Own, peer: PeerEngine) -> None:
+def test_a_call_and_its_answer_arrive_unchanged(loop: BackgroundLoop, own: FakeEngine, peer: RemoteRankEngine) -> None:
     found = loop.run(peer.generate((1, 2), SAMPLING))
     assert own.asked == [([1, 2], SAMPLING)]
     for name in ("prompt_ids", "sampled_ids", "sampled_logprobs", "finish_reason", "version_spans"):
@@ -84,24 +84,24 @@ def test_a_call_arrives_and_returns_as_it_is(loop: BackgroundLoop, own: Own, pee
 
 
 @pytest.mark.parametrize("kind", [EngineError, RequestError, EvidenceError])
-def test_an_error_keeps_its_kind_and_says_whose_it_is(
-    loop: BackgroundLoop, own: Own, peer: PeerEngine, kind: type[Exception]
+def test_an_error_keeps_its_type_and_names_the_rank(
+    loop: BackgroundLoop, own: FakeEngine, peer: RemoteRankEngine, kind: type[Exception]
 ) -> None:
-    own.failure = kind("the cache is on fire")
-    with pytest.raises(kind, match="the engine of rank 1: the cache is on fire") as caught:
+    own.failure = kind("out of memory")
+    with pytest.raises(kind, match="the engine of rank 1: out of memory") as caught:
         loop.run(peer.generate((1, 2), SAMPLING))
     assert type(caught.value) is kind
 
 
-def test_a_rank_that_is_gone_is_an_error_of_its_engine(
-    loop: BackgroundLoop, service: EngineService, peer: PeerEngine
+def test_a_lost_rank_is_an_error_of_its_engine(
+    loop: BackgroundLoop, service: EngineService, peer: RemoteRankEngine
 ) -> None:
     loop.run(service.close())
     with pytest.raises(EngineError, match="the engine of rank 1 does not answer"):
         loop.run(peer.generate((1, 2), SAMPLING))
 
 
-def test_nobody_gets_in_without_the_key(loop: BackgroundLoop, own: Own, service: EngineService) -> None:
+def test_a_request_without_the_key_is_refused(loop: BackgroundLoop, own: FakeEngine, service: EngineService) -> None:
     async def status(headers: dict[str, str]) -> int:
         async with aiohttp.ClientSession() as session:
             body = {"prompt_ids": [1], "sampling": asdict(SAMPLING)}

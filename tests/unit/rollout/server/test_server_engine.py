@@ -1,4 +1,4 @@
-"""What a client of a vLLM server makes of answers that are wrong, late, cut off, or not from the weights of the run."""
+"""Client of a vLLM server: answers that are wrong, late, cut off, or from other weights than the run's."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from rollout.engine.protocol import Sampling
 from rollout.errors import ConfigError, EngineError, EvidenceError, RequestError
 from rollout.records import FinishReason, VersionSpan
 from rollout.server import client as server_client
-from rollout.server.compact import ROUTE, encode
-from rollout.server.server_engine import GENERATE, RemoteEngine
+from rollout.server.generate_route import ROUTE, encode_answer
+from rollout.server.server_engine import GENERATE, ServerEngine
 from rollout.system.background_loop import BackgroundLoop
 from tests.fixtures.fake_server import (
     KEY,
@@ -37,9 +37,9 @@ SAMPLING = Sampling(max_tokens=8, seed=1)
 
 
 class Connected:
-    """A fake server and the engine that is connected to it."""
+    """A fake server and its client."""
 
-    def __init__(self, loop: BackgroundLoop, server: FakeServer, engine: RemoteEngine) -> None:
+    def __init__(self, loop: BackgroundLoop, server: FakeServer, engine: ServerEngine) -> None:
         self.loop, self.server, self.engine = loop, server, engine
 
     def generate(self, sampling: Sampling = SAMPLING, prompt: tuple[int, ...] = (5, 6)) -> Any:
@@ -73,9 +73,9 @@ def connected(loop: BackgroundLoop) -> Iterator[Connected]:
         yield Connected(loop, server, engine)
 
 
-def connect(loop: BackgroundLoop, server: FakeServer, **changes: Any) -> RemoteEngine:
+def connect(loop: BackgroundLoop, server: FakeServer, **changes: Any) -> ServerEngine:
     settings = {"api_key": KEY, "vocab_size": VOCAB_SIZE, "request_timeout_s": 5.0, "start_timeout_s": 2.0}
-    return RemoteEngine.connect(server.url, loop=loop, **{**settings, "silence_timeout_s": 0.3, **changes})  # type: ignore[arg-type]
+    return ServerEngine(server.url, loop=loop, **{**settings, "silence_timeout_s": 0.3, **changes})  # type: ignore[arg-type]
 
 
 def test_a_completion_becomes_a_record_with_its_evidence(connected: Connected) -> None:
@@ -91,19 +91,19 @@ def test_a_completion_becomes_a_record_with_its_evidence(connected: Connected) -
     assert body["sampling_params"]["logprobs"] == 0
 
 
-def test_the_engine_knows_what_the_server_says_about_itself(connected: Connected) -> None:
+def test_the_engine_takes_its_facts_from_the_server(connected: Connected) -> None:
     engine = connected.engine
     assert (engine.max_model_len, engine.dtype, engine.num_workers) == (64, torch.float32, 1)
     assert (engine.weight_transfer_backend, engine.host) == ("gloo", "127.0.0.1")
 
 
 @pytest.mark.parametrize(
-    "trouble",
+    "failure",
     [hangs_up, breaks_off, says({"error": {"message": "busy"}}, status=503), says("no", status=500)],
     ids=["reset", "half an answer", "503", "500"],
 )
-def test_a_passing_trouble_is_retried_with_the_same_request(connected: Connected, trouble: Any) -> None:
-    connected.server.will(GENERATE, trouble, trouble, says(completion()))
+def test_a_passing_failure_is_retried_with_the_same_request(connected: Connected, failure: Any) -> None:
+    connected.server.will(GENERATE, failure, failure, says(completion()))
     assert connected.generate().sampled_ids == (7, 8, 9)
     bodies = [body for _, body in connected.server.requests]
     assert len(bodies) == 3
@@ -111,14 +111,14 @@ def test_a_passing_trouble_is_retried_with_the_same_request(connected: Connected
 
 
 @pytest.mark.parametrize(
-    ("trouble", "says_why"),
+    ("failure", "cause"),
     [(hangs_up, "isconnected"), (says({"error": {"message": "EngineCore died"}}, status=500), "EngineCore died")],
 )
-def test_a_lasting_trouble_is_an_error_with_the_address_and_the_cause(
-    connected: Connected, trouble: Any, says_why: str
+def test_a_lasting_failure_is_an_error_with_the_address_and_the_cause(
+    connected: Connected, failure: Any, cause: str
 ) -> None:
-    connected.server.will(GENERATE, trouble)
-    with pytest.raises(EngineError, match=says_why) as raised:
+    connected.server.will(GENERATE, failure)
+    with pytest.raises(EngineError, match=cause) as raised:
         connected.generate()
     assert connected.server.url in str(raised.value)
     assert f"tried {server_client.ATTEMPTS} times" in str(raised.value)
@@ -126,11 +126,11 @@ def test_a_lasting_trouble_is_an_error_with_the_address_and_the_cause(
     assert len(connected.server.requests) == server_client.ATTEMPTS
 
 
-def test_a_request_that_fails_in_a_living_server_may_be_asked_again_later(connected: Connected) -> None:
+def test_a_request_that_fails_in_a_live_server_may_be_sent_again(connected: Connected) -> None:
     connected.server.will(GENERATE, says("no", status=500))
     with pytest.raises(RequestError):
         connected.generate()
-    connected.server.will("/is_paused", says("no", status=500))  # its core is dead: no request will succeed
+    connected.server.will("/is_paused", says("no", status=500))  # the core is dead: no request can succeed
     with pytest.raises(EngineError, match="HTTP 500") as raised:
         connected.generate()
     assert not isinstance(raised.value, RequestError)
@@ -144,7 +144,7 @@ def test_a_refusal_is_not_retried(connected: Connected, status: int) -> None:
     assert len(connected.server.requests) == 1
 
 
-def test_a_server_without_the_route_says_which_flag_is_missing(connected: Connected) -> None:
+def test_a_missing_route_names_the_missing_flag(connected: Connected) -> None:
     connected.server.will(GENERATE, says({"error": {"message": "Not Found"}}, status=404))
     with pytest.raises(EngineError, match="--enable-scale-out"):
         connected.generate()
@@ -153,7 +153,7 @@ def test_a_server_without_the_route_says_which_flag_is_missing(connected: Connec
         connected.loop.run(connected.engine.pause("wait"))
 
 
-def test_a_step_of_a_weight_update_is_never_repeated(connected: Connected) -> None:
+def test_a_step_of_a_weight_update_is_never_retried(connected: Connected) -> None:
     connected.server.will("/update_weights", says("no", status=500))
     with pytest.raises(EngineError, match="failed: HTTP 500"):
         connected.loop.run(connected.engine.update_weights({"names": []}))
@@ -174,8 +174,8 @@ LOGPROBS = completion()["choices"][0]["logprobs"]["content"]
         (says([1, 2]), "not one completion"),
         (says({"choices": []}), "not one completion"),
         (wrong(logprobs=None), "not one completion"),
-        (wrong(logprobs={"content": LOGPROBS[:2]}), "not of the 3 sampled tokens"),
-        (wrong(logprobs={"content": LOGPROBS[::-1]}), "not of the 3 sampled tokens"),
+        (wrong(logprobs={"content": LOGPROBS[:2]}), "do not belong to the 3 sampled tokens"),
+        (wrong(logprobs={"content": LOGPROBS[::-1]}), "do not belong to the 3 sampled tokens"),
         (wrong(logprobs={"content": [*LOGPROBS[:2], {**LOGPROBS[2], "logprob": -9999.0}]}), "logprob -9999"),
         (wrong(logprobs={"content": [*LOGPROBS[:2], {**LOGPROBS[2], "logprob": None}]}), "not one completion"),
         (wrong(finish_reason="error"), "unknown finish reason 'error'"),
@@ -186,13 +186,13 @@ LOGPROBS = completion()["choices"][0]["logprobs"]["content"]
         (wrong(token_ids=["7", "8", "9"]), "not one completion"),
     ],
 )
-def test_evidence_that_does_not_add_up_is_refused(connected: Connected, reply: Any, message: str) -> None:
+def test_inconsistent_evidence_is_refused(connected: Connected, reply: Any, message: str) -> None:
     connected.server.will(GENERATE, reply)
     with pytest.raises(EvidenceError, match=message):
         connected.generate()
 
 
-def test_a_support_must_be_whole(connected: Connected) -> None:
+def test_an_incomplete_support_is_refused(connected: Connected) -> None:
     def content(*probabilities: float) -> dict[str, Any]:
         top = [
             {"token_id": token, "logprob": float(torch.tensor(probability).log()) if probability else -9999.0}
@@ -210,7 +210,7 @@ def test_a_support_must_be_whole(connected: Connected) -> None:
         connected.generate(truncated)
 
 
-def test_scores_must_be_of_the_ids_that_were_sent(connected: Connected) -> None:
+def test_scores_of_other_ids_are_refused(connected: Connected) -> None:
     def scored(*ids: int, first: Any = None) -> Any:
         return says({"prompt_logprobs": [first, *({str(token): {"logprob": -0.5 * token}} for token in ids)]})
 
@@ -221,22 +221,22 @@ def test_scores_must_be_of_the_ids_that_were_sent(connected: Connected) -> None:
     others = [scored(6), scored(6, 8), scored(6, 7, first={"5": {"logprob": -1.0}})]
     for other in (*others, says({"prompt_logprobs": None}), says(completion())):
         connected.server.will(GENERATE, other)
-        with pytest.raises(EvidenceError, match="not of these ids"):
+        with pytest.raises(EvidenceError, match="do not belong to the 3 ids"):
             connected.loop.run(connected.engine.score([5, 6, 7]))
 
 
 @pytest.mark.parametrize("label", ["default", "2", "half-loaded-5"])
-def test_tokens_of_weights_that_the_run_never_gave_are_refused(connected: Connected, label: str) -> None:
-    """A server that was restarted answers as if nothing had happened, with the weights that it loaded."""
+def test_tokens_of_weights_that_the_run_never_sent_are_refused(connected: Connected, label: str) -> None:
+    """A restarted server answers normally, with the weights it loaded."""
     connected.loop.run(connected.engine.finish_weight_update("4"))
     connected.server.will(GENERATE, wrong(weight_versions=[{"version": "4", "start": 0, "end": 3}]))
     assert connected.generate().oldest_version == 4
     connected.server.will(GENERATE, wrong(weight_versions=[{"version": label, "start": 0, "end": 3}]))
-    with pytest.raises(EngineError, match=f"calls '{label}', which this run never gave it"):
+    with pytest.raises(EngineError, match=f"labeled '{label}', which this run never sent"):
         connected.generate()
 
 
-def test_half_loaded_weights_are_refused_by_a_client_that_gave_none(connected: Connected) -> None:
+def test_half_loaded_weights_are_refused_by_a_client_that_sent_none(connected: Connected) -> None:
     connected.server.will(GENERATE, wrong(weight_versions=[{"version": "half-loaded-5", "start": 0, "end": 3}]))
     with pytest.raises(EngineError, match="a weight update did not finish"):
         connected.generate()
@@ -245,7 +245,7 @@ def test_half_loaded_weights_are_refused_by_a_client_that_gave_none(connected: C
         connected.loop.run(connected.engine.weight_version())
 
 
-def test_a_server_that_falls_silent_is_an_error_long_before_the_request_times_out(connected: Connected) -> None:
+def test_a_silent_server_is_an_error_long_before_the_request_times_out(connected: Connected) -> None:
     connected.server.will(GENERATE, waits)
     connected.server.will("/is_paused", says({"is_paused": False}), waits)
     started = time.monotonic()
@@ -254,7 +254,7 @@ def test_a_server_that_falls_silent_is_an_error_long_before_the_request_times_ou
     assert time.monotonic() - started < 2
 
 
-def test_a_slow_request_to_a_live_server_is_waited_for(connected: Connected) -> None:
+def test_a_slow_request_to_a_live_server_is_awaited(connected: Connected) -> None:
     async def slow(request: Any) -> Any:
         import asyncio
 
@@ -276,10 +276,10 @@ def test_a_request_past_its_limit_is_not_retried(loop: BackgroundLoop) -> None:
         assert len(server.requests) == 1
 
 
-def test_nobody_at_the_address_is_an_error_within_the_limit(loop: BackgroundLoop) -> None:
+def test_a_missing_server_is_an_error_within_the_limit(loop: BackgroundLoop) -> None:
     started = time.monotonic()
     with pytest.raises(EngineError, match=r"no server was ready at http://127\.0\.0\.1:9 within 1 s"):
-        RemoteEngine.connect("http://127.0.0.1:9", loop=loop, vocab_size=VOCAB_SIZE, start_timeout_s=1.0)
+        ServerEngine("http://127.0.0.1:9", loop=loop, vocab_size=VOCAB_SIZE, start_timeout_s=1.0)
     assert time.monotonic() - started < 5
 
 
@@ -299,7 +299,7 @@ def test_a_wrong_key_names_the_setting(loop: BackgroundLoop) -> None:
         ("parallel_config", {"world_size": None}, "serve_engine.py"),
     ],
 )
-def test_a_server_whose_samples_cannot_be_used_is_refused_with_the_flag(
+def test_a_server_with_unusable_samples_is_refused_with_the_flag(
     loop: BackgroundLoop, section: str, changes: dict[str, Any], flag: str
 ) -> None:
     with ExitStack() as stack:
@@ -311,8 +311,8 @@ def test_a_server_whose_samples_cannot_be_used_is_refused_with_the_flag(
 
 
 def compact(**changes: Any) -> dict[str, Any]:
-    """An answer of Lockstep's own route."""
-    sent = encode(
+    """Return an answer of the compact route."""
+    sent = encode_answer(
         Answer(
             sampled_ids=[7, 8],
             candidate_ids=[7, 8],
@@ -325,7 +325,7 @@ def compact(**changes: Any) -> dict[str, Any]:
     return {**sent, **changes}
 
 
-def test_the_compact_route_is_used_where_there_is_one(loop: BackgroundLoop) -> None:
+def test_the_compact_route_is_used_if_the_server_has_it(loop: BackgroundLoop) -> None:
     with ExitStack() as stack:
         server = start(loop, stack, FakeServer())
         server.will(ROUTE, says(compact()))
@@ -348,7 +348,7 @@ def test_the_compact_route_is_used_where_there_is_one(loop: BackgroundLoop) -> N
                 loop.run(engine.generate((5, 6), SAMPLING))
 
 
-def test_ids_that_the_model_does_not_know_are_not_sent(connected: Connected) -> None:
+def test_invalid_prompts_are_not_sent(connected: Connected) -> None:
     for prompt, message in (((5, VOCAB_SIZE), "outside"), ((), "empty"), (tuple(range(64)), "no room")):
         with pytest.raises(EngineError, match=message):
             connected.generate(prompt=prompt)

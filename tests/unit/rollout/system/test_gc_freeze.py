@@ -1,4 +1,4 @@
-"""What exists when a run begins is left out of collections, and comes back when it ends."""
+"""Exclusion of the objects that exist when a run begins from garbage collection, until it ends."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import weakref
 
 import pytest
 
-from rollout.system.gc_freeze import collect_all, frozen
+from rollout.system.gc_freeze import gc_collect_all, gc_frozen
 
 
 class Ring:
-    """Garbage that only a collection finds."""
+    """Cyclic garbage, which only a collection frees."""
 
     def __init__(self) -> None:
         self.me = self
@@ -24,10 +24,10 @@ def nothing_frozen():
     gc.unfreeze()
 
 
-def test_a_collection_leaves_what_was_there_before_alone():
+def test_a_collection_skips_frozen_objects_and_frees_new_garbage():
     kept = Ring()
     ring = weakref.ref(kept)
-    with frozen():
+    with gc_frozen():
         del kept
         gc.collect()
         assert ring() is not None
@@ -38,26 +38,26 @@ def test_a_collection_leaves_what_was_there_before_alone():
     assert ring() is None
 
 
-def test_collecting_all_finds_what_was_frozen_and_freezes_the_rest_again():
+def test_collecting_all_frees_frozen_garbage_and_freezes_survivors_again():
     kept, stays = Ring(), Ring()
     ring = weakref.ref(kept)
-    with frozen():
+    with gc_frozen():
         del kept
-        collect_all()
+        gc_collect_all()
         assert ring() is None
         assert gc.get_freeze_count() > 0
     assert gc.get_freeze_count() == 0
     assert stays.me is stays
 
 
-def test_collecting_all_freezes_nothing_by_itself():
+def test_collecting_all_freezes_nothing_that_was_not_frozen():
     ring = weakref.ref(Ring())
-    collect_all()
+    gc_collect_all()
     assert ring() is None
     assert gc.get_freeze_count() == 0
 
 
-def test_what_fails_is_thawed_as_well():
-    with pytest.raises(ValueError, match="a failed run"), frozen():
+def test_an_error_in_the_block_unfreezes_too():
+    with pytest.raises(ValueError, match="a failed run"), gc_frozen():
         raise ValueError("a failed run")
     assert gc.get_freeze_count() == 0

@@ -1,4 +1,4 @@
-"""Functions of a user's own files."""
+"""Loading of functions from user files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollout.errors import ConfigError
 from rollout.system.user_functions import load_function, load_functions
 
 
-def test_a_file_may_import_the_one_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_user_file_imports_a_file_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "beside_it_7431.py").write_text("def helper(): return 3\n")
     (tmp_path / "own.py").write_text("from beside_it_7431 import helper\ndef score(rollout): return helper()\n")
@@ -19,6 +19,6 @@ def test_a_file_may_import_the_one_beside_it(tmp_path: Path, monkeypatch: pytest
     assert sys.path[-1] == str(tmp_path), "installed packages come first"
 
 
-def test_a_name_that_a_comma_cut_off_is_answered_with_the_quotes():
-    with pytest.raises(ConfigError, match=r"found 'note', expected .*quotes of its own: '\[\"path/to/file\.py"):
+def test_a_spec_cut_at_its_comma_is_refused_with_the_quoted_form():
+    with pytest.raises(ConfigError, match=r"found 'note', expected .*quote a spec with a comma: '\[\"path/to/file\.py"):
         load_functions("note")

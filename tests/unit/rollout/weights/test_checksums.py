@@ -1,4 +1,4 @@
-"""When the canary fails, the groups of weights that differ are named, and what cannot be compared is not blamed."""
+"""Checksums after a failed canary: differing groups are named, and incomparable parameters are left out."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 
 import torch
 
-from rollout.weights.checksums import NOTHING, worst_groups
+from rollout.weights.checksums import EMPTY_HASH, describe_differences
 
 
 def digest(*tensors: torch.Tensor) -> str:
@@ -23,7 +23,7 @@ WEIGHTS = {"model.embed_tokens.weight": torch.randn(64, 8), **layer(0), **layer(
 
 
 def held(weights: dict[str, torch.Tensor], *, prefix: str = "dp0:pp0:pcp0:tp0:") -> dict[str, str]:
-    """What an engine with these weights says: fused as vLLM fuses."""
+    """Return the checksums of an engine with these weights, fused as in vLLM."""
     found = {f"{prefix}model.embed_tokens.weight": digest(weights["model.embed_tokens.weight"])}
     for index in (0, 1):
         start = f"model.layers.{index}."
@@ -35,9 +35,9 @@ def held(weights: dict[str, torch.Tensor], *, prefix: str = "dp0:pp0:pcp0:tp0:")
     return found
 
 
-def test_equal_weights_are_not_blamed():
-    said = worst_groups(WEIGHTS.items(), held(WEIGHTS))
-    assert said.startswith("7 of the engine's 7 parameters can be compared, and they are what was sent")
+def test_equal_weights_point_to_the_engines_computation():
+    said = describe_differences(WEIGHTS.items(), held(WEIGHTS))
+    assert said.startswith("7 of the engine's 7 parameters can be compared, and they equal the sent ones")
 
 
 def test_the_worst_group_comes_first():
@@ -45,22 +45,22 @@ def test_the_worst_group_comes_first():
     other["model.embed_tokens.weight"] = WEIGHTS["model.embed_tokens.weight"] + 1
     for name in ("self_attn.k_proj", "mlp.up_proj"):  # one part of each fused parameter
         other[f"model.layers.1.{name}.weight"] = torch.zeros(4, 8)
-    said = worst_groups(WEIGHTS.items(), held(other))
-    assert said.startswith("not what was sent: model.layers.1 (2 of 3), model.embed_tokens (1 of 1);")
+    said = describe_differences(WEIGHTS.items(), held(other))
+    assert said.startswith("different from the sent weights: model.layers.1 (2 of 3), model.embed_tokens (1 of 1);")
 
 
-def test_what_is_packed_or_padded_or_unknown_is_left_out():
+def test_packed_padded_and_unknown_parameters_are_left_out():
     known = held(WEIGHTS)
-    known = {name: NOTHING if "proj" in name else digest for name, digest in known.items()}
+    known = {name: EMPTY_HASH if "proj" in name else digest for name, digest in known.items()}
     odd = {**WEIGHTS, "model.embed_tokens.weight": torch.randn(63, 8), "unknown.weight": torch.zeros(2)}
-    said = worst_groups(odd.items(), known)
+    said = describe_differences(odd.items(), known)
     assert said.startswith(
-        "2 of the engine's 7 parameters can be compared, 5 are packed, padded or fused, and they are"
+        "2 of the engine's 7 parameters can be compared, 5 are packed, padded or fused, and they equal"
     )
 
 
 def test_parts_in_another_order_are_left_out():
     backwards = dict(reversed(WEIGHTS.items()))
-    said = worst_groups(backwards.items(), held(WEIGHTS))
+    said = describe_differences(backwards.items(), held(WEIGHTS))
     assert "3 of the engine's 7" in said
-    assert "and they are what was sent" in said
+    assert "and they equal the sent ones" in said

@@ -1,4 +1,4 @@
-"""The sender's side of a gloo transfer, over real gloo, with a receiver that is slower than it."""
+"""Sender of a gloo transfer, over real gloo, with a slower receiver."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TIMEOUT_S = 30.0
 
 
 class SlowReceiver:
-    """A worker of an engine: what arrives stays as bytes, and each bucket is waited for."""
+    """An engine worker that waits after each bucket and keeps the tensors."""
 
     groups: dict[int, ProcessGroupGloo]
     received: dict[str, torch.Tensor]
@@ -40,7 +40,7 @@ class SlowReceiver:
             self.received |= named
 
     def finish_weight_update(self) -> None:
-        """Nothing is loaded."""
+        """Load nothing."""
 
 
 def connected(source: ZeroSource, receiver: SlowReceiver) -> GlooTrainerWeightTransferEngine:
@@ -51,8 +51,8 @@ def connected(source: ZeroSource, receiver: SlowReceiver) -> GlooTrainerWeightTr
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_sent_stays_as_it_is_until_the_slowest_engine_has_it(dtype: torch.dtype) -> None:
-    layers = nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(6))  # more than a socket's buffer each
+def test_sent_memory_stays_valid_until_a_slow_engine_has_received_it(dtype: torch.dtype) -> None:
+    layers = nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(6))  # each exceeds a socket's buffer
     model, receiver = nn.ModuleDict({"layers": layers}), SlowReceiver()
     source = ZeroSource(model, dtype=dtype)
     assert len(source.buckets()) == len(layers)
@@ -65,15 +65,15 @@ def test_what_is_sent_stays_as_it_is_until_the_slowest_engine_has_it(dtype: torc
             nn.init.normal_(param)
 
 
-def test_elements_that_nobody_would_send_are_found_before_anything_is_received() -> None:
+def test_elements_without_a_sender_are_refused_before_anything_is_received() -> None:
     update = GlooUpdateInfo.of(ZeroSource(nn.Linear(4, 3)))
     assert update.names == ["weight", "bias"]
     update.parts[0] = [[0, 0, 5], [1, 6, 6]]
-    with pytest.raises(RuntimeError, match="elements of weight from 5 on are announced by no rank"):
+    with pytest.raises(RuntimeError, match="elements of weight from 5 on have no sender"):
         list(update.buckets())
 
 
-def test_a_receiver_that_fails_is_the_error_of_the_sender() -> None:
+def test_the_error_of_a_receiver_is_raised_by_the_sender() -> None:
     class Failing(SlowReceiver):
         def update_weights(self, update_info: dict[str, Any]) -> None:
             next(receive(self.groups, GlooUpdateInfo(**update_info).buckets()))
@@ -86,8 +86,8 @@ def test_a_receiver_that_fails_is_the_error_of_the_sender() -> None:
     assert time.monotonic() - started < TIMEOUT_S / 2
 
 
-@pytest.mark.parametrize("lost", [4, 2**18], ids=["of a small part", "of a part by itself"])
-def test_a_rank_that_sends_less_than_it_said_is_found_out(monkeypatch: pytest.MonkeyPatch, lost: int) -> None:
+@pytest.mark.parametrize("lost", [4, 2**18], ids=["of a packed part", "of a large part"])
+def test_a_rank_that_sends_fewer_bytes_than_announced_is_refused(monkeypatch: pytest.MonkeyPatch, lost: int) -> None:
     source, receiver = ZeroSource(nn.ModuleList([nn.Linear(1024, 1024), nn.Linear(8, 8)])), SlowReceiver()
     sender, original = connected(source, receiver), ZeroSource.own_parts
 
@@ -99,5 +99,5 @@ def test_a_rank_that_sends_less_than_it_said_is_found_out(monkeypatch: pytest.Mo
             ]
 
     monkeypatch.setattr(ZeroSource, "own_parts", less)
-    with pytest.raises(RuntimeError, match=r"a rank sends \d+ bytes of a bucket and said \d+"):
+    with pytest.raises(RuntimeError, match=r"a rank sends \d+ bytes of a bucket, not \d+"):
         sender.send_weights()

@@ -1,4 +1,4 @@
-"""What the weight source yields: names, buckets, casts, merges, and what it leaves alone."""
+"""Names, buckets, casts and merges of the weight source."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from torch import nn
 from vllm.distributed.weight_transfer.base import ParamMeta
 
 from rollout.errors import SyncError
-from rollout.weights.buckets import bucket_layout, nbytes, plan_buckets, views
-from rollout.weights.source import ZeroSource, unwrap
+from rollout.weights.checkpoint_tensors import unwrap
+from rollout.weights.gloo.worker import bucket_layout, views
+from rollout.weights.source import ZeroSource, nbytes, plan_buckets
 from tests.fixtures.models import tiny_qwen3
 
 
@@ -18,7 +19,7 @@ def meta(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> ParamMet
     return ParamMeta(name, dtype, shape)
 
 
-def test_a_bucket_never_spans_two_layers_and_holds_its_limit() -> None:
+def test_a_bucket_never_spans_two_layers_or_exceeds_its_limit() -> None:
     metas = [meta("embed", 100, 4)]
     metas += [meta(f"layers.{layer}.{part}", 10, 4) for layer in (0, 1) for part in "abcd"]
     metas += [meta("norm", 4)]
@@ -34,7 +35,7 @@ def test_a_bucket_never_spans_two_layers_and_holds_its_limit() -> None:
     ]
 
 
-def test_views_of_a_bucket_do_not_overlap_whatever_the_dtypes() -> None:
+def test_views_of_a_bucket_with_mixed_dtypes_do_not_overlap() -> None:
     metas = [meta("a", 3, dtype=torch.bfloat16), meta("b", dtype=torch.float64), meta("c", 5), meta("d", 0, 4)]
     offsets, size = bucket_layout(metas)
     tensors = dict(views(torch.zeros(size, dtype=torch.uint8), metas))
@@ -46,7 +47,7 @@ def test_views_of_a_bucket_do_not_overlap_whatever_the_dtypes() -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_plain_model_yields_its_checkpoint_with_tied_weights_once(tied: bool) -> None:
+def test_a_plain_model_yields_its_checkpoint_and_tied_weights_once(tied: bool) -> None:
     model = tiny_qwen3(tied=tied)
     source = ZeroSource(model)
     pairs = dict(source)
@@ -58,7 +59,7 @@ def test_a_plain_model_yields_its_checkpoint_with_tied_weights_once(tied: bool) 
     ]
 
 
-def test_weights_are_cast_on_the_way_and_the_model_keeps_its_own() -> None:
+def test_sent_weights_are_cast_and_the_model_keeps_its_dtype() -> None:
     model = tiny_qwen3(tied=True)
     source = ZeroSource(model, dtype=torch.bfloat16)
 
@@ -66,7 +67,7 @@ def test_weights_are_cast_on_the_way_and_the_model_keeps_its_own() -> None:
     assert {param.dtype for param in model.parameters()} == {torch.float32}
 
 
-def test_every_pass_yields_the_weights_of_now() -> None:
+def test_every_pass_yields_the_current_weights() -> None:
     model = nn.Linear(2, 2, bias=False)
     source = ZeroSource(model)
     dict(source)
@@ -76,13 +77,13 @@ def test_every_pass_yields_the_weights_of_now() -> None:
     assert (dict(source)["weight"] == 7.0).all()
 
 
-def test_wrappers_are_seen_through() -> None:
+def test_unwrap_returns_the_module_inside_torch_compile() -> None:
     model = nn.Linear(2, 2)
 
     assert unwrap(torch.compile(model)) is model
 
 
-def test_an_adapter_is_merged_into_the_copy_under_the_names_of_the_base_model() -> None:
+def test_an_adapter_is_merged_into_a_copy_under_the_names_of_the_base_model() -> None:
     base = tiny_qwen3(tied=True)
     names = [name for name, _ in base.named_parameters()]
     adapted = _with_lora(base, target_modules=["q_proj", "down_proj"])
@@ -100,7 +101,7 @@ def test_an_adapter_is_merged_into_the_copy_under_the_names_of_the_base_model() 
             assert (plain(ids).logits - adapted(ids).logits).abs().max() > 0.1
 
 
-def test_a_module_that_is_trained_whole_replaces_its_original() -> None:
+def test_a_fully_trained_module_replaces_its_original() -> None:
     adapted = _with_lora(tiny_qwen3(tied=False), target_modules=["q_proj"], modules_to_save=["lm_head"])
     with torch.no_grad():
         adapted.base_model.model.lm_head.modules_to_save["default"].weight.fill_(3.0)
@@ -110,7 +111,7 @@ def test_a_module_that_is_trained_whole_replaces_its_original() -> None:
     assert sorted(sent) == sorted(name for name, _ in tiny_qwen3(tied=False).named_parameters())
 
 
-def test_an_adapter_that_cannot_be_merged_is_refused() -> None:
+def test_dora_and_adapters_on_tied_weights_are_refused() -> None:
     with pytest.raises(SyncError, match="use_dora=False"):
         ZeroSource(_with_lora(tiny_qwen3(tied=True), target_modules=["q_proj"], use_dora=True))
     with pytest.raises(SyncError, match="tied weights"):

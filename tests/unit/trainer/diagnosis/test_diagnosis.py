@@ -16,7 +16,7 @@ from torch import nn
 from demo.tokenizer import train_tokenizer
 from rollout.episode.rows import rows_from_calls
 from rollout.records import EngineCall, FinishReason, Rollout, TrainingRow, VersionSpan
-from rollout.system.terminal_text import visible
+from rollout.system.terminal_text import terminal_safe
 from trainer.diagnosis import statistics
 from trainer.diagnosis.bench import Bench
 from trainer.diagnosis.cases import saved_cases
@@ -357,7 +357,7 @@ class TestReport:
         assert "worst positions" in text
 
     def test_control_characters_are_spelled_out(self):
-        assert visible("a\n\x1b[0m\u202e") == "a⏎\\x1b[0m\\x202e"
+        assert terminal_safe("a\n\x1b[0m\u202e") == "a⏎\\x1b[0m\\x202e"
 
 
 def exact(count: int) -> TokenMatch:

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from rollout.engine.embedded import _check_compiler
-from rollout.errors import ConfigError, SyncError
-from rollout.server.guard import RequireKey
-from rollout.system.addresses import address_towards, interface_of, is_loopback, rendezvous_address
-from rollout.weights.sync import WeightSync, _free_port
+from rollout.errors import ConfigError
 from trainer.checks.declared import value_problems
 from trainer.checks.engines import engine_problems
 from trainer.config.schema import Config
@@ -92,105 +86,6 @@ def test_a_server_is_started_on_loopback_and_guarded(monkeypatch: pytest.MonkeyP
     assert "rollout.server.guard.RequireKey" not in command(config(rollout__api_key_env=None))
 
 
-def test_the_guard_lets_nobody_in_without_the_key(monkeypatch: pytest.MonkeyPatch):
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send("reached")
-
-    def answers(scope: dict[str, Any]) -> list[Any]:
-        sent: list[Any] = []
-
-        async def send(message: Any) -> None:
-            sent.append(message)
-
-        asyncio.run(guard({"headers": [], **scope}, None, send))  # type: ignore[arg-type]
-        return sent
-
-    monkeypatch.setenv("VLLM_API_KEY", "key")
-    guard = RequireKey(app)
-    good, bad = [(b"authorization", b"Bearer key")], [(b"Authorization", b"Bearer kez")]
-    assert answers({"type": "lifespan"}) == ["reached"]
-    assert answers({"type": "http", "path": "/health"}) == ["reached"]
-    assert answers({"type": "http", "path": "/pause", "headers": good}) == ["reached"]
-    for headers in ([], bad):
-        assert answers({"type": "http", "path": "/health/../pause", "headers": headers})[0]["status"] == 401
-    assert answers({"type": "websocket", "path": "/v1/realtime"})[0]["type"] == "websocket.close"
-    monkeypatch.delenv("VLLM_API_KEY")
-    with pytest.raises(RuntimeError, match="VLLM_API_KEY"):
-        RequireKey(app)
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost"])
-def test_loopback_is_recognised(host: str):
-    assert is_loopback(host)
-
-
-def test_workers_elsewhere_are_met_on_the_address_that_reaches_them(monkeypatch: pytest.MonkeyPatch):
-    assert rendezvous_address(["127.0.0.1", "localhost"]) == "127.0.0.1"
-    monkeypatch.setattr("rollout.system.addresses.address_towards", lambda host: f"towards {host}")
-    assert rendezvous_address(["127.0.0.1", "10.0.0.7", "10.0.0.8"]) == "towards 10.0.0.7"
-
-
-def resolving(monkeypatch: pytest.MonkeyPatch, **addresses: str) -> None:
-    """Names lead to these addresses, and those to what the machine routes them to."""
-    resolve = socket.getaddrinfo
-    monkeypatch.setattr(
-        socket, "getaddrinfo", lambda host, *rest, **more: resolve(addresses.get(host, host), *rest, **more)
-    )
-    monkeypatch.setattr(
-        "rollout.system.addresses.address_towards",
-        lambda host: "10.0.0.1" if addresses.get(host, host).startswith("10.") else address_towards(host),
-    )
-
-
-@pytest.mark.parametrize("leads_to", ["127.0.0.1", "127.0.1.1", "::1"])
-def test_the_name_of_this_machine_may_lead_to_loopback(monkeypatch: pytest.MonkeyPatch, leads_to: str):
-    resolving(monkeypatch, me=leads_to, there="10.0.0.7")
-    assert rendezvous_address(["me"]) == "127.0.0.1"
-    assert rendezvous_address(["me", "there"]) == rendezvous_address(["there", "me"]) == "10.0.0.1"
-
-
-def meeting_at(address: str | None, hosts: list[str]) -> str:
-    sync = WeightSync.__new__(WeightSync)  # as one whose engines are on these hosts
-    sync._address = address
-    return sync._address_for(hosts)
-
-
-def test_an_address_of_loopback_is_refused_for_engines_elsewhere_alone(monkeypatch: pytest.MonkeyPatch):
-    resolving(monkeypatch, me="127.0.1.1", there="10.0.0.7")
-    for address in (None, "127.0.0.1"):
-        assert meeting_at(address, ["me", "127.0.0.1"]) == "127.0.0.1"
-    assert meeting_at(None, ["me", "there"]) == "10.0.0.1"
-    with pytest.raises(ConfigError, match=r"sync\.address=127\.0\.0\.1 .* there, .*=null, which is 10\.0\.0\.1 for it"):
-        meeting_at("127.0.0.1", ["me", "there"])
-
-
-def test_an_address_that_is_given_is_taken_without_looking_names_up(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: pytest.fail("the name is behind a proxy"))
-    assert meeting_at("10.0.0.1", ["there"]) == "10.0.0.1"
-
-
-def test_nccl_meets_at_ipv4_and_says_so():
-    assert _free_port("127.0.0.1") > 0
-    with pytest.raises(ConfigError, match=r"IPv4 address of this machine, found ::1 .*gloo"):
-        _free_port("::1")
-
-
-def test_vllm_itself_cannot_meet_at_ipv6():
-    """Once it can, `_free_port` may take such addresses, too."""
-    from vllm.distributed.utils import StatelessProcessGroup
-
-    with pytest.raises(OSError, match="Address family"):
-        StatelessProcessGroup.create("::1", 0, rank=0, world_size=1)
-
-
-def test_the_address_is_that_of_the_interface_and_not_that_of_the_host_name(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(socket, "gethostname", lambda: pytest.fail("a host name may resolve to loopback"))
-    assert address_towards("127.0.0.1") == "127.0.0.1"
-    assert address_towards("::1") == "::1"
-    with pytest.raises(SyncError, match=r"check rollout\.urls"):
-        address_towards("no-such-host.invalid")
-
-
 def test_a_host_that_is_loopback_by_accident_is_refused_and_by_intent_is_not(monkeypatch: pytest.MonkeyPatch):
     for host in ("127.0.0.1", "localhost", "0.0.0.0"):
         check_host(host)
@@ -202,11 +97,6 @@ def test_a_host_that_is_loopback_by_accident_is_refused_and_by_intent_is_not(mon
     monkeypatch.undo()
     with pytest.raises(ConfigError, match=r"is no address of this machine"):
         check_host("127.0.1.1 10.0.0.3")  # `hostname -i` on a machine with several
-
-
-def test_an_interface_is_found_by_its_address():
-    assert interface_of("127.0.0.1") == "lo"
-    assert interface_of("203.0.113.9") is None
 
 
 def test_gloo_takes_the_interface_that_reaches_rank_0(monkeypatch: pytest.MonkeyPatch):
@@ -241,19 +131,6 @@ def test_several_engines_are_refused_where_they_would_share_a_core_or_a_gpu(monk
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ConfigError, match="or rollout=colocated for an engine on every GPU"):
         check_cores(2)
-
-
-def test_a_compiled_engine_needs_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.delenv("CXX", raising=False)
-    (tmp_path / "clang++").touch(mode=0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    _check_compiler()
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(ConfigError, match=r"g\+\+ and clang\+\+ cannot be found.*set rollout\.compile_engine=false"):
-        _check_compiler()
-    monkeypatch.setenv("CXX", "icpx")
-    with pytest.raises(ConfigError, match="icpx cannot be found"):
-        _check_compiler()
 
 
 def test_a_server_compiles_its_model_when_asked():

@@ -72,5 +72,8 @@ def test_quantised_weights_are_refused_before_they_are_read(tmp_path: Path) -> N
 
 def test_experts_whose_names_are_unknown_are_refused() -> None:
     config = MixtralConfig(**SIZES, **HEADS, num_local_experts=2, num_experts_per_tok=1)
-    with pytest.raises(SyncError, match=r"experts in model\.layers\.0\..* of a mixtral model; known are qwen2_moe"):
+    with pytest.raises(
+        SyncError,
+        match=r"experts in model\.layers\.0\..* of a mixtral model; set model\.path to a model of type qwen2_moe",
+    ):
         ZeroSource(AutoModelForCausalLM.from_config(config))
