@@ -97,12 +97,12 @@ class Diagnosis:
 def conclude(cases: Sequence[CaseReport], config: Config, variant: Cause | None = None) -> Diagnosis:
     """Combine cases: the worst severity, and of several causes the first in `Cause`, which invalidates the others."""
     finding = OK
-    for cause in Cause:
-        faulty = [case for case in cases if case.finding.cause is cause]
-        if faulty and finding is OK:
-            explanation = f"{faulty[0].name}: {faulty[0].finding.explanation}"
-            severity = max(case.finding.severity for case in cases)
-            finding = Finding(severity=severity, cause=cause, explanation=explanation)
+    if decisive := next((case for cause in Cause for case in cases if case.finding.cause is cause), None):
+        finding = Finding(
+            severity=max(case.finding.severity for case in cases),
+            cause=decisive.finding.cause,
+            explanation=f"{decisive.name}: {decisive.finding.explanation}",
+        )
     return Diagnosis(
         finding=finding,
         cases=tuple(cases),
