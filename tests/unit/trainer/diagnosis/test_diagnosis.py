@@ -121,10 +121,14 @@ class TestConsole:
         text = printed(diagnosis)
         listed = text.split("worst positions\n")[1].split("\n\n")[0].splitlines()
         assert len(set(listed)) == 5
+        assert all("saved_rollouts" in line for line in listed)
         largest = float(diagnosis.cases[0].scored.diff_N.abs().max())
         assert f"{largest:.2e}" in listed[0]
 
     def test_model_text_cannot_act_on_the_terminal(self):
-        text = printed(examine([two_turns(said="\x1b[31m[bold]red")], FakeTrainer(noise=0.4)))
+        rollout = two_turns(said="\x1b[31m[bold]\x1b\x1b\x1b\x1b")
+        first, second = rollout.calls
+        worst = replace(first, sampled_logprobs=(*first.sampled_logprobs[:-5], *[-50.0] * 5))
+        text = printed(examine([replace(rollout, calls=(worst, second))], FakeTrainer()))
         assert "\x1b" not in text
-        assert "\\x1b[31m[bold]" in text
+        assert "\\x1b[31m[bold]\\x1b" in text

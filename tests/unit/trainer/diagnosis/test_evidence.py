@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rollout.records import FinishReason, Rollout, TrainingRow
-from tests.fixtures.made_up_model import TEXTS, FakeTrainer, call, ids_of, scored_tokens, step_batch, two_turns
+from tests.fixtures.made_up_model import TEXTS, FakeTrainer, call, ids_of, letters, scored_tokens, step_batch, two_turns
 from trainer.diagnosis import evidence
 from trainer.diagnosis.evidence import TokenMatch, match_rows
 
@@ -98,7 +98,8 @@ class TestStatistics:
         assert min(by_offset, key=lambda offset: by_offset[offset]) == places
 
     def test_offsets_do_not_reach_into_another_turn_or_row(self):
-        said = ids_of("hello there")[:2]
+        said = letters("hi")
+        assert len(said) == 2
         short = [Rollout(rollout_id=i, group_id=0, calls=(call(ids_of("the answer"), said),)) for i in range(3)]
         assert evidence.abs_diff_by_offset(scored_tokens(short, FakeTrainer())) == {}
 

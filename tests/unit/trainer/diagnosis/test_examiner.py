@@ -97,11 +97,14 @@ class TestEngineCheck:
         full = FakeEngine(max_model_len=34)
         assert examine(ROLLOUTS, FakeTrainer(), engine=full).cases[0].evidence.engine is None
 
-    def test_four_rows_of_a_case_are_sent(self):
-        rollouts = [two_turns(i) for i in range(6)]
+    def test_it_covers_the_first_four_rows_of_a_case(self):
+        rollouts = [two_turns(i) for i in range(5)]
+        wrong = [replace(c, sampled_logprobs=(-9.0,) * len(c.sampled_ids)) for c in rollouts[4].calls]
+        rollouts[4] = replace(rollouts[4], calls=tuple(wrong))
         check = examine(rollouts, FakeTrainer(), engine=FakeEngine()).cases[0].evidence.engine
         assert check is not None
         assert check.tokens == 4 * rollouts[0].num_sampled
+        assert check.record_vs_trainer < 1e-6
 
     def test_the_record_is_comparable_at_temperature_1_only(self):
         config = Config()
