@@ -81,7 +81,7 @@ def test_each_variant_shows_in_its_own_evidence(examined):
     found = {variant: examiner.examine(cases[:1], variant).cases[0].evidence for variant in VARIANTS}
     assert found[Cause.RETOKENIZE].match.id_match_rate < 1
     assert found[Cause.MISSING_FINAL].match.coverage < 1
-    assert found[Cause.MISSING_FINAL].mismatch["kl_v2"] < 1e-6, "what is left is right"
+    assert found[Cause.MISSING_FINAL].mismatch["kl_v2"] < 1e-6, "the remaining tokens are right"
     offsets = found[Cause.SHIFT].abs_diff_by_offset
     assert offsets[1] < 1e-4 < offsets[0]
     assert found[Cause.DROPOUT].noise["kl_v2"] > found[Cause.DROPOUT].mismatch["kl_v2"] / 4

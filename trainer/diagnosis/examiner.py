@@ -53,7 +53,7 @@ class Examiner:
         offsets = "   ".join(f"{offset:+d}: {diff:.2g}" for offset, diff in by_offset.items())
         views = (
             ("logprobs against neighboring positions", f"mean |Δ log π| by offset  {offsets}"),
-            ("what would be left after decode and encode", retokenization_note(cases[-1].trainable, texts)),
+            ("tokens that survive decode and encode", retokenization_note(cases[-1].trainable, texts)),
         )
         for name, (purpose, note) in zip(REEXAMINED, views, strict=True):
             reports.append(replace(last, name=name, purpose=purpose, note=note))
