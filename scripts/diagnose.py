@@ -1,13 +1,13 @@
-"""Do engine and trainer agree on the log-probabilities of a model, and if not, why?
+"""Diagnose how well engine and trainer agree on the logprobs of a model, and name the cause if they do not.
 
     python scripts/diagnose.py                                      the demo model
     python scripts/diagnose.py model.path=... data.path=...         any model, with the settings of training
-    python scripts/diagnose.py --html view.html                     every token to look at, in one page
-    python scripts/diagnose.py --rollouts runs/latest               rollouts that a run has saved; needs no engine
-    python scripts/diagnose.py --break retokenise                   what a broken pipeline looks like
-    python scripts/diagnose.py --json                               for programs; exit status 0: ok, 1: not
+    python scripts/diagnose.py --html view.html                     every token in one page
+    python scripts/diagnose.py --rollouts runs/latest               rollouts that a run saved; needs no engine
+    python scripts/diagnose.py --break retokenise                   a deliberately broken pipeline
+    python scripts/diagnose.py --json                               for programs; exit status 0: ok, 1: not ok
 
-What the numbers mean: docs/diagnosis.md. Settings: trainer/config/schema.py, as for scripts/train.py.
+The numbers are explained in docs/diagnosis.md. Settings: trainer/config/schema.py, as for scripts/train.py.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import sys
 from pathlib import Path
 
 from trainer.cli import launch
-
-VARIANT_NAMES = ("retokenise", "missing_final", "shift", "dropout", "stale_weights")
+from trainer.diagnosis.causes import VARIANTS, Cause, Severity
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The flags of this script, and the rest for Hydra."""
+    """Split the command line into the flags of this script and the overrides for Hydra."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--json", action="store_true", help="print the diagnosis as JSON and nothing else")
     parser.add_argument("--html", type=Path, metavar="PATH", help="write the token view to this file")
     parser.add_argument("--rollouts", type=Path, metavar="PATH", help="saved rollouts (JSONL), or a run directory")
-    parser.add_argument("--break", dest="variant", choices=VARIANT_NAMES, help="break the pipeline in this way")
+    variants = [variant.value for variant in VARIANTS]
+    parser.add_argument("--break", dest="variant", choices=variants, help="break the pipeline in this way")
     return parser.parse_known_args(arguments)
 
 
@@ -38,16 +38,11 @@ def main() -> None:
     exit_status: list[int] = []
 
     def with_config(config) -> None:
-        from trainer.diagnosis.variants import Variant
-        from trainer.tools.diagnose import Options, run  # torch and vLLM load only after the settings are right
+        from trainer.tools.diagnose import run  # torch and vLLM load only after the settings are right
 
-        options = Options(
-            as_json=flags.json,
-            html=flags.html,
-            rollouts=rollouts,
-            variant=Variant(flags.variant) if flags.variant else None,
-        )
-        exit_status.append(0 if run(config, options).is_ok else 1)
+        variant = Cause(flags.variant) if flags.variant else None
+        diagnosis = run(config, as_json=flags.json, html=flags.html, rollouts=rollouts, variant=variant)
+        exit_status.append(0 if diagnosis.finding.severity is Severity.OK else 1)
 
     rollouts = None
     if flags.rollouts is not None:

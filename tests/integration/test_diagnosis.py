@@ -1,4 +1,4 @@
-"""The diagnosis on a real engine and a real policy: one engine, every variant, and the command line."""
+"""Diagnosis with a real engine and a real policy: every variant on one engine, and the command line."""
 
 from __future__ import annotations
 
@@ -13,16 +13,14 @@ import pytest
 from demo.tokenizer import train_tokenizer
 from demo.warm_start import new_model
 from rollout.saved_rollouts import write_rollouts
-from rollout.system.background_loop import BackgroundLoop
 from tests.fixtures.forked_python import forked_python, forks_for_spawns
+from trainer.build import make_chat
 from trainer.config.schema import Config
-from trainer.diagnosis.bench import Bench
-from trainer.diagnosis.cases import REEXAMINED, Case
-from trainer.diagnosis.causes import Cause, Verdict
-from trainer.diagnosis.scorer import EmbeddedScores
-from trainer.diagnosis.variants import Variant
-from trainer.engines.start import start_engine
-from trainer.tools.diagnose import open_bench, sample
+from trainer.diagnosis.cases import Case, sample_cases
+from trainer.diagnosis.causes import VARIANTS, Cause, Severity
+from trainer.diagnosis.diagnosis import REEXAMINED
+from trainer.diagnosis.examiner import Examiner
+from trainer.tools.diagnose import open_engine, open_examiner
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = ("simple_text", "single_turn", "multi_turn", "training_path", *REEXAMINED)
@@ -45,53 +43,49 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 
 @pytest.fixture(scope="module")
-def examined(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Bench, list[Case]]]:
-    with BackgroundLoop() as loop, forks_for_spawns():
-        log_path = tmp_path_factory.mktemp("engine") / "engine.log"
-        engine = start_engine(config, loop=loop, log_path=log_path)
-        try:
-            cases = sample(config, engine)
-            with open_bench(config, engine_scores=EmbeddedScores(engine=engine, loop=loop)) as bench:
-                yield bench, cases
-        finally:
-            loop.run(engine.close())
+def examined(config: Config) -> Iterator[tuple[Examiner, list[Case]]]:
+    chat = make_chat(config)
+    with forks_for_spawns(), open_engine(config) as engine:
+        cases = engine.loop.run(sample_cases(config, engine=engine, chat=chat))
+        with open_examiner(config, chat, engine=engine) as examiner:
+            yield examiner, cases
 
 
 @pytest.mark.engine
 def test_a_right_pipeline_agrees_to_rounding_in_every_case(examined):
-    bench, cases = examined
-    diagnosis = bench.examine(cases)
-    assert (diagnosis.verdict, diagnosis.cause) == (Verdict.OK, None)
+    examiner, cases = examined
+    diagnosis = examiner.examine(cases)
+    assert (diagnosis.finding.severity, diagnosis.finding.cause) == (Severity.OK, None)
     assert tuple(case.name for case in diagnosis.cases) == CASES
     for case in diagnosis.cases:
-        assert case.match.is_exact
-        assert case.mismatch["logp_diff_abs_max"] < 1e-4
-        assert case.engine is not None
-        assert case.engine.engine_vs_trainer < 1e-4
+        assert case.evidence.match.is_exact
+        assert case.evidence.mismatch["logp_diff_abs_max"] < 1e-4
+        assert case.evidence.engine is not None
+        assert case.evidence.engine.engine_vs_trainer < 1e-4
     assert diagnosis.noise_floor["logp_diff_abs_max"] < 1e-4
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("variant", list(Variant))
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_every_broken_variant_is_detected_and_named(examined, variant):
-    bench, cases = examined
-    diagnosis = bench.examine(cases[:4], variant)  # the others look at the rollouts of the fourth again
-    assert diagnosis.verdict is not Verdict.OK
-    assert diagnosis.cause == variant.value
-    assert bench.examine(cases[:1]).verdict is Verdict.OK, "the variant left something broken"
+    examiner, cases = examined
+    diagnosis = examiner.examine(cases, variant)
+    assert diagnosis.finding.severity is not Severity.OK
+    assert diagnosis.finding.cause is variant
+    assert examiner.examine(cases[:1]).finding.severity is Severity.OK, "the variant left something broken"
 
 
 @pytest.mark.engine
 def test_each_variant_shows_in_its_own_evidence(examined):
-    bench, cases = examined
-    reports = {variant: bench.examine(cases[:1], variant).cases[0] for variant in Variant}
-    assert reports[Variant.RETOKENISE].match.id_match_rate < 1
-    assert reports[Variant.MISSING_FINAL].match.coverage < 1
-    assert reports[Variant.MISSING_FINAL].mismatch["kl_v2"] < 1e-6, "what is left is right"
-    offsets = reports[Variant.SHIFT].abs_diff_by_offset
+    examiner, cases = examined
+    found = {variant: examiner.examine(cases[:1], variant).cases[0].evidence for variant in VARIANTS}
+    assert found[Cause.RETOKENIZE].match.id_match_rate < 1
+    assert found[Cause.MISSING_FINAL].match.coverage < 1
+    assert found[Cause.MISSING_FINAL].mismatch["kl_v2"] < 1e-6, "the remaining tokens are right"
+    offsets = found[Cause.SHIFT].abs_diff_by_offset
     assert offsets[1] < 1e-4 < offsets[0]
-    assert reports[Variant.DROPOUT].noise["kl_v2"] > reports[Variant.DROPOUT].mismatch["kl_v2"] / 4
-    stale = reports[Variant.STALE_WEIGHTS]
+    assert found[Cause.DROPOUT].noise["kl_v2"] > found[Cause.DROPOUT].mismatch["kl_v2"] / 4
+    stale = found[Cause.STALE_WEIGHTS]
     assert stale.noise["kl_v2"] < 1e-8
     assert stale.match.is_exact
     assert stale.engine is not None

@@ -1,13 +1,13 @@
-"""Why do engine and trainer disagree? Sample, score, compare with the record, and name the cause.
+"""Diagnosis: find out why engine and trainer disagree on logprobs.
 
-    cases.py       conversations of growing difficulty, sampled from the engine
-    variants.py    the pipeline, broken on purpose
-    scored.py      training rows with the trainer's logprobs beside the engine's
-    match.py       rows against the record of what was sampled
-    statistics.py  kl_v1, kl_v2 and their kind: in all, by token class, by turn, by offset
-    causes.py      from evidence to a verdict and a named cause
-    report.py      what comes out: a record, JSON, a table
-    run.py         all of it in one command (`scripts/diagnose.py`)
+    cases.py          conversations of growing difficulty, sampled from the engine
+    saved.py          rollouts of an earlier run, and the settings to score them with
+    variants.py       deliberate faults, to see how each one shows
+    token_classes.py  special tokens, first tokens of turns, tool calls, others
+    evidence.py       trained tokens with both logprobs, compared with the engine's record and summarized
+    causes.py         severity and cause, from the evidence
+    diagnosis.py      the result: record, JSON, console table
+    examiner.py       cases in, diagnosis out (`scripts/diagnose.py`)
 
-Seed 000 is the investigation that this repeats.
+It repeats the investigation of "KL Divergence Analysis" (jphme, gist, 2026).
 """

@@ -1,22 +1,17 @@
-"""What is sampled to look at: from plain text to the run's own prompts, one thing more in every case.
+"""Cases: rollouts from plain text up to the run's own prompts, each adding one element of the pipeline.
 
     simple_text      plain text, no chat template: the two models alone
     single_turn      one question through the chat template
-    multi_turn       questions follow: prompts are extended by what was sampled
+    multi_turn       two more questions: prompts that extend what was sampled
     training_path    the run's data, environment, tools and sampler
-    alignment        the same rollouts: do logprobs fit their own positions better than the neighbouring ones?
-    retokenisation   the same rollouts: what would be left of them if they went through text?
 
-Where the first cases agree and a later one does not, the fault is in what that case adds.
+If earlier cases agree and a later one does not, the fault is in what that case adds.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-
-from transformers import PreTrainedTokenizerBase
 
 from rollout.chat.chat import Chat
 from rollout.engine.protocol import Engine, Sampling
@@ -46,30 +41,32 @@ QUESTIONS = (
 )
 FOLLOW_UPS = ("Are you sure?", "Say it once more, in other words.")
 SAMPLES_PER_PROMPT = 2
-REEXAMINED = ("alignment", "retokenisation")
-"""Cases that look at the rollouts of another case once more."""
 TRAINING_PROMPTS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Rollouts to diagnose together, and what they are to show."""
+    """Rollouts to diagnose together."""
 
     name: str
     purpose: str
     rollouts: tuple[Rollout, ...]
 
+    @property
+    def trainable(self) -> list[Rollout]:
+        return [rollout for rollout in self.rollouts if rollout.is_trainable]
+
 
 async def sample_cases(config: Config, *, engine: Engine, chat: Chat) -> list[Case]:
-    """Sample all cases with the run's own settings. Deterministic for a given seed.
+    """Sample all cases with the run's settings. Deterministic for a given seed.
 
     Raises `EngineError` if the engine dies, `DataError` if the run's data cannot be read.
     """
     sampling = make_sampling(config, chat, temperature=config.rollout.temperature)
     text, single, multi, trained = await asyncio.gather(
-        _plain_text(engine, chat.tokenizer, sampling, seed=config.seed),
-        _conversations(config, engine, chat, sampling, turns=()),
-        _conversations(config, engine, chat, sampling, turns=FOLLOW_UPS),
+        _plain_text(config, engine, chat, sampling),
+        _conversations(config, engine, chat, sampling, follow_ups=()),
+        _conversations(config, engine, chat, sampling, follow_ups=FOLLOW_UPS),
         _training_path(config, engine, chat, sampling),
     )
     return [
@@ -77,62 +74,44 @@ async def sample_cases(config: Config, *, engine: Engine, chat: Chat) -> list[Ca
         Case(name="single_turn", purpose="one question through the chat template", rollouts=single),
         Case(name="multi_turn", purpose="questions follow", rollouts=multi),
         Case(name="training_path", purpose="the run's data, environment and sampler", rollouts=trained),
-        *reexamined(trained),
     ]
 
 
-def saved_cases(rollouts: Sequence[Rollout]) -> list[Case]:
-    """The cases of rollouts that a run has saved."""
-    saved = tuple(rollouts)
-    return [Case(name="saved_rollouts", purpose="as a run has saved them", rollouts=saved), *reexamined(saved)]
-
-
-def reexamined(rollouts: tuple[Rollout, ...]) -> list[Case]:
-    purposes = ("logprobs against neighbouring positions", "what would be left after decode and encode")
-    return [
-        Case(name=name, purpose=purpose, rollouts=rollouts) for name, purpose in zip(REEXAMINED, purposes, strict=True)
-    ]
-
-
-async def _plain_text(
-    engine: Engine, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, *, seed: int
-) -> tuple[Rollout, ...]:
-    """Continuations of fixed length: a text has no end of turn."""
+async def _plain_text(config: Config, engine: Engine, chat: Chat, sampling: Sampling) -> tuple[Rollout, ...]:
+    """Sample continuations of fixed length, because plain text has no end of turn."""
 
     async def one(number: int) -> Rollout:
         text = TEXTS[number % len(TEXTS)]
-        prompt_ids = list(tokenizer.encode(text))  # type: ignore[arg-type]
-        room = max(1, engine.max_model_len - len(prompt_ids))
+        prompt_ids = list(chat.tokenizer.encode(text))
         request = replace(
             sampling,
-            max_tokens=min(sampling.max_tokens, room),
+            max_tokens=min(sampling.max_tokens, max(1, engine.max_model_len - len(prompt_ids))),
             stop_token_ids=(),
             ignore_eos=True,
-            seed=request_seed(seed, number),
+            seed=request_seed(config.seed, number),
         )
         call = await engine.generate(prompt_ids, request)
         return Rollout(rollout_id=number, group_id=number % len(TEXTS), calls=(call,), example={"prompt": text})
 
-    return tuple(await asyncio.gather(*(one(number) for number in range(SAMPLES_PER_PROMPT * len(TEXTS)))))
+    return tuple(await asyncio.gather(*map(one, range(SAMPLES_PER_PROMPT * len(TEXTS)))))
 
 
 async def _conversations(
-    config: Config, engine: Engine, chat: Chat, sampling: Sampling, *, turns: tuple[str, ...]
+    config: Config, engine: Engine, chat: Chat, sampling: Sampling, *, follow_ups: tuple[str, ...]
 ) -> tuple[Rollout, ...]:
     def environment() -> Environment:
-        return SimulatedUser(turns=turns) if turns else SingleTurn()
+        return SimulatedUser(turns=follow_ups) if follow_ups else SingleTurn()
 
-    sampler = Sampler(
-        engine=engine, chat=chat, make_environment=environment, max_turns=1 + len(turns), seed=config.seed
-    )
+    turns = 1 + len(follow_ups)
+    sampler = Sampler(engine=engine, chat=chat, make_environment=environment, max_turns=turns, seed=config.seed)
     examples = [{"prompt": question} for question in QUESTIONS]
     return tuple(
-        await sampler.collect(examples, samples_per_prompt=SAMPLES_PER_PROMPT, sampling=sampling, step=len(turns))
+        await sampler.collect(examples, samples_per_prompt=SAMPLES_PER_PROMPT, sampling=sampling, step=len(follow_ups))
     )
 
 
 async def _training_path(config: Config, engine: Engine, chat: Chat, sampling: Sampling) -> tuple[Rollout, ...]:
-    """The first prompts of the run, as its first step would sample them."""
+    """Sample the first prompts of the run as its first step would."""
     data = training_data(config)
     order = Prompts(data, seed=config.seed, shuffle=config.data.shuffle)
     prompts = order.take(min(TRAINING_PROMPTS, sum(map(len, data))))

@@ -1,8 +1,10 @@
-"""Rollouts that a run has saved, and the settings that they must be scored with."""
+"""Rollouts that a run saved, and the settings to score them with."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -14,20 +16,22 @@ from rollout.saved_rollouts import read_rollouts
 
 RUN_SETTINGS = (
     *("model.path", "model.dtype", "model.attn_implementation", "model.trust_remote_code", "token_budget"),
-    "share_prefixes",
-    *("rollout.temperature", "correction.mode", "correction.low", "correction.high", "data.path"),
+    *("share_prefixes", "rollout.temperature", "correction.mode", "correction.low", "correction.high", "data.path"),
 )
-"""What decides how saved rollouts are scored; anything else of their run does not matter to them."""
+"""Settings of a run that decide how its rollouts are scored."""
 
-UNUSED_DATA = ("data.heldout_path=null", "eval.every=0")
-"""Held-out data need not be there to look at what was sampled."""
+UNUSED_DATA = {"data.heldout_path": None, "eval.every": 0}
+"""Held-out data is not read, so it may be missing."""
+
+MAX_ROLLOUTS = 64
+"""Enough for stable numbers, few enough for a laptop."""
 
 
 def find_rollouts(path: Path) -> Path:
-    """The file itself, or the first step in a run's directory or in its `rollouts/`.
+    """Return the file itself, or the first step in a run's directory or in its `rollouts/`.
 
-    The first, because its tokens were sampled by the weights that the run started from, which `model.path` still has.
-    Raises `ConfigError` if there is none.
+    Its tokens were sampled by the weights that the run started from, which `model.path` still holds. Raises
+    `ConfigError` if there is none.
     """
     if path.is_file():
         return path
@@ -40,22 +44,18 @@ def find_rollouts(path: Path) -> Path:
     return steps[0]
 
 
-def load_rollouts(path: Path, *, limit: int) -> list[Rollout]:
-    """The first `limit` rollouts of a file. Raises `DataError` if it holds something else, `ConfigError` if nothing."""
-    rollouts: list[Rollout] = []
-    for rollout in read_rollouts(path):
-        rollouts.append(rollout)
-        if len(rollouts) == limit:
-            break
+def load_rollouts(path: Path) -> tuple[Rollout, ...]:
+    """Load at most `MAX_ROLLOUTS` rollouts. Raises `DataError` for other content, `ConfigError` for an empty file."""
+    rollouts = tuple(islice(read_rollouts(path), MAX_ROLLOUTS))
     if not rollouts:
         raise ConfigError(f"--rollouts {path}: the file is empty")
     return rollouts
 
 
 def run_overrides(path: Path, given: Sequence[str]) -> list[str]:
-    """Overrides that repeat the settings of the run a file belongs to, as far as the user gave none of their own.
+    """Return overrides that repeat the settings of the file's run, except those in the user's own overrides.
 
-    A run is recognised by its `config.yaml` beside `rollouts/`. Elsewhere the defaults count: no overrides.
+    A run is recognized by its `config.yaml` beside `rollouts/`; a file elsewhere is scored with the defaults.
     """
     config_path = path.resolve().parent.parent / "config.yaml"
     if path.resolve().parent.name != "rollouts" or not config_path.is_file():
@@ -64,18 +64,9 @@ def run_overrides(path: Path, given: Sequence[str]) -> list[str]:
         config = OmegaConf.load(config_path)
     except (OmegaConfBaseException, OSError) as error:
         raise ConfigError(f"{config_path} cannot be read: {error}") from error
+    values = {
+        name: value for name in RUN_SETTINGS if (value := OmegaConf.select(config, name)) is not None
+    } | UNUSED_DATA
     own = {override.partition("=")[0].lstrip("+~") for override in given}
-    overrides = []
-    for name in RUN_SETTINGS:
-        value = OmegaConf.select(config, name)
-        if name not in own and value is not None:
-            overrides.append(f"{name}={_quoted(value)}")
-    return overrides + [override for override in UNUSED_DATA if override.partition("=")[0] not in own]
-
-
-def _quoted(value: object) -> str:
-    """A value as Hydra's grammar reads it back: strings in quotes, so that any path is one word."""
-    if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace("'", "\\'")
-        return f"'{escaped}'"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    # JSON quotes strings, so that any path is one word of Hydra's grammar.
+    return [f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in values.items() if name not in own]

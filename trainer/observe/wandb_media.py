@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rollout.records import Rollout
 from trainer.config.schema import Config
-from trainer.diagnosis.classes import TokenTexts
-from trainer.diagnosis.step import diagnose_step
+from trainer.diagnosis.examiner import diagnose_step
+from trainer.diagnosis.token_classes import TokenTexts
 from trainer.objective.kl import bounded
 from trainer.objective.per_rollout import rollout_mean
 from trainer.observe.pages.token_view import token_view
@@ -42,7 +42,7 @@ def step_media(report: StepReport, config: Config, tokenizer: PreTrainedTokenize
     if report.batch.layout.num_tokens:
         texts = TokenTexts(tokenizer)
         shown = [rollout for rollout in report.rollouts if rollout.is_trainable][:VIEWED_ROLLOUTS]
-        page = token_view(diagnose_step(shown, report.batch, report.logp_train_N, texts, config), texts)
+        page = token_view(diagnose_step(shown, report.batch, report.logp_train_N, texts, config))
         media["media/token_view"] = wandb.Html(page, inject=False)
     return media
 

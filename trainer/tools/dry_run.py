@@ -32,7 +32,7 @@ from trainer.config.schema import Config
 from trainer.config.tree import plain, settings_tree
 from trainer.data.prompt_filter import make_prompts
 from trainer.data.prompts import Row
-from trainer.diagnosis.classes import TokenTexts
+from trainer.diagnosis.token_classes import TokenTexts
 from trainer.distributed.distributed import Distributed
 from trainer.model.memory_plan import GIB, ModelShape, advice, memory_plan
 from trainer.model.meta_model import blueprint

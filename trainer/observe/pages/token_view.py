@@ -1,8 +1,7 @@
-"""The token view: rollouts as text in one HTML page, every token coloured by how much engine and trainer disagree.
+"""Token view: rollouts as text in one HTML page, every token colored by the disagreement of engine and trainer.
 
-The page is self-contained (no network, no library) and may show anything that a model wrote: server-side text goes
-through jinja's autoescape, the data through JSON in which no character can end the script element, and the script
-puts text into the page as text only.
+The page is self-contained (no network, no library). Model output in it is untrusted: the template escapes its values,
+the data is JSON in which no character can end the script element, and the script inserts text as text only.
 """
 
 from __future__ import annotations
@@ -10,47 +9,48 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from markupsafe import Markup
+from torch import Tensor
 
-from trainer.diagnosis.cases import REEXAMINED
-from trainer.diagnosis.classes import CLASSES, TokenTexts
-from trainer.diagnosis.report import CaseReport, Diagnosis
-from trainer.diagnosis.scored import ScoredRow
+from trainer.diagnosis.diagnosis import CaseReport, Diagnosis
+from trainer.diagnosis.evidence import ScoredTokens
+from trainer.diagnosis.token_classes import CLASSES
 from trainer.observe.pages.render import render
 
 TEMPLATE = "token_view.html.jinja"
 MAX_ROLLOUTS = 64
-"""A page of this many stays below a few megabytes."""
+"""Keeps the page below a few megabytes."""
 WORST_SHOWN = 12
 SMALLEST_SCALE = 0.01
-"""Colours are full at this disagreement or above [nats]: rounding noise stays colourless."""
+"""Smallest |d| of a fully colored token [nats], so that rounding noise stays colorless."""
 
 
-def write_token_view(path: Path, diagnosis: Diagnosis, texts: TokenTexts) -> None:
-    """Write the page; directories are made. Raises OSError where the path cannot be written."""
+def write_token_view(path: Path, diagnosis: Diagnosis) -> None:
+    """Write the page and create its directories. Raises OSError if the path cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(token_view(diagnosis, texts), encoding="utf-8")
+    path.write_text(token_view(diagnosis), encoding="utf-8")
 
 
-def token_view(diagnosis: Diagnosis, texts: TokenTexts) -> str:
-    """The page as HTML."""
-    cases = [case for case in diagnosis.cases if case.name not in REEXAMINED]
+def token_view(diagnosis: Diagnosis) -> str:
+    """Render the page as HTML."""
+    cases = diagnosis.distinct_cases
     return render(
         TEMPLATE,
         diagnosis=diagnosis,
         classes=CLASSES,
         worst_shown=WORST_SHOWN,
-        num_turns=1 + max((int(turn) for case in cases for turn in case.by_turn), default=-1),
-        data=script_json({"scale": color_scale(cases), "classes": CLASSES, "rollouts": _rollouts(cases, texts)}),
+        num_turns=1 + max((turn for case in cases for turn in case.scored.batch.turns_N.tolist()), default=-1),
+        data=script_json({"scale": color_scale(cases), "classes": CLASSES, "rollouts": _rollouts(cases)}),
     )
 
 
 def script_json(value: Any) -> Markup:
-    """JSON for a script element: nothing in it can be read as markup, and so nothing can end the element."""
+    """Serialize JSON for a script element, with markup characters escaped so that nothing can end the element."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -58,41 +58,39 @@ def script_json(value: Any) -> Markup:
 
 
 def color_scale(cases: Sequence[CaseReport]) -> float:
-    """|d| at which colours are full [nats]: the 95th percentile, rounded up to 1, 2 or 5 times a power of ten."""
-    diffs = np.concatenate([np.zeros(1), *(np.abs(s.diff_T) for case in cases for s in case.scored)])
+    """Return the |d| of full color [nats]: the 95th percentile, rounded up to 1, 2 or 5 times a power of ten."""
+    diffs = np.concatenate([np.zeros(1), *(case.scored.diff_N.abs().numpy() for case in cases)])
     wanted = max(float(np.quantile(diffs, 0.95)), SMALLEST_SCALE)
     power = 10.0 ** math.floor(math.log10(wanted))
     return next(float(f"{step * power:.6g}") for step in (1, 2, 5, 10) if step * power >= wanted * (1 - 1e-9))
 
 
-def _rollouts(cases: Sequence[CaseReport], texts: TokenTexts) -> list[dict[str, Any]]:
-    """What the page shows, rollout by rollout."""
-    shown: list[dict[str, Any]] = []
+def _rollouts(cases: Sequence[CaseReport]) -> list[dict[str, Any]]:
+    """Return the rows of each rollout in the form that the page's script reads."""
+    rows: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for case in cases:
-        rows_of: dict[int, list[ScoredRow]] = {}
-        for scored in case.scored:
-            rows_of.setdefault(scored.row.rollout_id, []).append(scored)
-        for rollout_id, rows in rows_of.items():
-            shown.append({"case": case.name, "id": rollout_id, "rows": [_row(scored, texts) for scored in rows]})
-    return shown[:MAX_ROLLOUTS]
+        for index, row in enumerate(case.scored.batch.rows):
+            rows.setdefault((case.name, row.rollout_id), []).append(_row(case.scored, index))
+    return [{"case": name, "id": number, "rows": own} for (name, number), own in islice(rows.items(), MAX_ROLLOUTS)]
 
 
-def _row(scored: ScoredRow, texts: TokenTexts) -> dict[str, Any]:
-    """Ids and texts of all tokens; what is known of the trained ones, at `at`."""
-    ids = scored.row.ids.tolist()
+def _row(scored: ScoredTokens, index: int) -> dict[str, Any]:
+    """Return ids and texts of all tokens of a row, and the facts about its trained tokens, which stand at `at`."""
+    ids = scored.batch.rows[index].ids.tolist()
+    start, end = scored.batch.layout.token_start[index : index + 2]
     return {
         "ids": ids,
-        "texts": [texts[token] for token in ids],
-        "at": scored.position_T.tolist(),
-        "samp": _rounded(scored.logp_samp_T),
-        "train": _rounded(scored.logp_train_T),
-        "diff": _rounded(scored.diff_T),
-        "weight": _rounded(scored.weight_T),
-        "version": scored.row.versions[scored.position_T].tolist(),
-        "turn": scored.turn_T.tolist(),
-        "class": scored.class_T.tolist(),
+        "texts": [scored.texts[token] for token in ids],
+        "at": scored.position_N[start:end].tolist(),
+        "samp": _rounded(scored.samp_N[start:end]),
+        "train": _rounded(scored.train_N[start:end]),
+        "diff": _rounded(scored.diff_N[start:end]),
+        "weight": _rounded(scored.weight_N[start:end]),
+        "version": scored.batch.versions_N[start:end].tolist(),
+        "turn": scored.batch.turns_N[start:end].tolist(),
+        "class": scored.class_N[start:end].tolist(),
     }
 
 
-def _rounded(values: np.ndarray) -> list[float]:
+def _rounded(values: Tensor) -> list[float]:
     return [float(f"{value:.5g}") for value in values.tolist()]

@@ -1,4 +1,4 @@
-"""Saved rollouts: which file, how many, and the settings of the run they belong to."""
+"""Saved rollouts: which file is read, how much of it, and the settings of its run."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 
 from rollout.errors import ConfigError
 from rollout.saved_rollouts import write_rollouts
-from tests.unit.trainer.diagnosis.test_diagnosis import two_turns
-from trainer.diagnosis.saved import find_rollouts, load_rollouts, run_overrides
+from tests.fixtures.made_up_model import two_turns
+from trainer.diagnosis.saved import MAX_ROLLOUTS, find_rollouts, load_rollouts, run_overrides
 
 
 @pytest.fixture
@@ -24,32 +24,34 @@ def run(tmp_path: Path) -> Path:
     return directory
 
 
-def test_a_run_stands_for_its_first_step(run: Path):
+def test_a_run_directory_means_its_first_step(run: Path):
     expected = run / "rollouts" / "step-000001.jsonl"
     assert find_rollouts(run) == find_rollouts(run / "rollouts") == find_rollouts(expected) == expected
 
 
-def test_a_place_without_rollouts_is_refused_with_what_to_do(tmp_path: Path):
+def test_a_directory_without_rollouts_is_refused_with_advice(tmp_path: Path):
     with pytest.raises(ConfigError, match="save_rollouts=true"):
         find_rollouts(tmp_path)
 
 
-def test_at_most_so_many_are_read_and_they_are_what_was_written(run: Path):
-    loaded = load_rollouts(find_rollouts(run), limit=3)
-    assert [rollout.rollout_id for rollout in loaded] == [0, 1, 2]
+def test_the_first_64_rollouts_are_read_as_they_were_written(tmp_path: Path):
+    path = tmp_path / "many.jsonl"
+    write_rollouts(path, [two_turns(i) for i in range(MAX_ROLLOUTS + 1)])
+    loaded = load_rollouts(path)
+    assert [rollout.rollout_id for rollout in loaded] == list(range(64))
     assert loaded[0].calls == two_turns(0).calls
 
 
 def test_an_empty_file_is_refused(tmp_path: Path):
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(ConfigError, match="empty"):
-        load_rollouts(tmp_path / "empty.jsonl", limit=3)
+        load_rollouts(tmp_path / "empty.jsonl")
 
 
-def test_settings_come_from_the_run_unless_given(run: Path):
+def test_settings_come_from_the_run_unless_the_user_gave_them(run: Path):
     path = find_rollouts(run)
     assert run_overrides(path, []) == [
-        "model.path='models/it\\'s mine'",
+        'model.path="models/it\'s mine"',
         "model.trust_remote_code=false",
         "rollout.temperature=0.7",
         "data.heldout_path=null",
@@ -61,11 +63,11 @@ def test_settings_come_from_the_run_unless_given(run: Path):
     ]
 
 
-def test_a_file_outside_of_a_run_brings_no_settings(tmp_path: Path):
+def test_a_file_outside_a_run_sets_nothing(tmp_path: Path):
     assert run_overrides(tmp_path / "step-000001.jsonl", []) == []
 
 
-def test_hydra_reads_the_overrides_back_as_they_were(run: Path):
+def test_hydra_reads_the_overrides_back_unchanged(run: Path):
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     values = [

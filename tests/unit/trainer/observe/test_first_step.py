@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from rollout.records import Rollout
-from tests.unit.trainer.diagnosis.test_diagnosis import TEXTS, TOKENIZER, FakeScorer, two_turns
+from tests.fixtures.made_up_model import TEXTS, TOKENIZER, FakeTrainer, step_batch, two_turns
 from trainer.batch.step_batch import StepBatch
 from trainer.observe.first_step import SHOWN_TOKENS, first_step_summary
 
 
 def summary_of(rollouts: list[Rollout], *, bias: float = 0.25) -> tuple[StepBatch, list[str]]:
-    batch = StepBatch.of(rollouts, mask_truncated=False)
-    scores = FakeScorer(bias=bias)(batch.rows)
-    logp_N = torch.from_numpy(np.concatenate([np.zeros(0), *scores]))
-    return batch, first_step_summary(batch, logp_N, TOKENIZER)
+    batch = step_batch(rollouts)
+    return batch, first_step_summary(batch, FakeTrainer(bias=bias)(batch), TOKENIZER)
 
 
 def test_shapes_mask_and_divergence_are_told():

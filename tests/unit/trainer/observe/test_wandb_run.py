@@ -9,14 +9,12 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from tests.fixtures import wandb_files
+from tests.fixtures.made_up_model import TOKENIZER, FakeTrainer, step_batch, two_turns
 from tests.fixtures.paths import ROOT
-from tests.unit.trainer.diagnosis.test_diagnosis import TOKENIZER, FakeScorer, two_turns
-from trainer.batch.step_batch import StepBatch
 from trainer.config.schema import Config, LoggerConfig
 from trainer.observe.metrics_log import MetricsLog
 from trainer.observe.step_report import StepReport
@@ -33,8 +31,8 @@ def step_report(update: int = 3) -> StepReport:
         replace(two_turns(number), messages=({"role": "user", "content": "hi"}, {"role": "assistant", "content": said}))
         for number, said in enumerate(("hello", HOSTILE))
     ]
-    batch = StepBatch.of(rollouts, mask_truncated=False)
-    logp_N = torch.from_numpy(np.concatenate(FakeScorer(bias=0.25)(batch.rows)))
+    batch = step_batch(rollouts)
+    logp_N = FakeTrainer(bias=0.25)(batch)
     count = batch.layout.num_tokens
     return StepReport(
         update=update, metrics={"reward/mean": 0.5}, rollouts=rollouts, batch=batch, logp_train_N=logp_N,

@@ -20,7 +20,7 @@ from tests.fixtures.paths import ROOT
 from tests.fixtures.policies import CHAT, TOKENIZER
 from trainer.config.schema import AlgorithmConfig, Config, LoraConfig, ModelConfig, RolloutConfig
 from trainer.config.tree import plain, settings, settings_tree
-from trainer.diagnosis.classes import TokenTexts
+from trainer.diagnosis.token_classes import TokenTexts
 from trainer.model.memory_plan import ModelShape
 from trainer.model.meta_model import blueprint
 from trainer.tools.dry_run import masked_text

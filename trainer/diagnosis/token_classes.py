@@ -1,7 +1,7 @@
-"""What kind of token a trained token is: special, the first of its turn, part of a tool call, or another one.
+"""Token classes: special, first of a turn, part of a tool call, other. Mismatch is rarely spread evenly over them.
 
-Mismatch is rarely spread evenly. Seed 000 found its outliers at the boundary tokens of Harmony: control tokens the
-model is almost sure of when it samples, and a little less sure of when it trains.
+"KL Divergence Analysis" (jphme, gist, 2026) found its outliers at Harmony's control tokens, which the model is almost
+sure of when it samples and a little less sure of when it trains.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from transformers import PreTrainedTokenizerBase
 from rollout.records import TrainingRow
 
 CLASSES = ("special", "first_of_turn", "tool_call", "other")
-"""A token belongs to the first class that fits, so the classes are a partition."""
+"""A partition: a token belongs to the first class that fits."""
 
 SPECIAL, FIRST_OF_TURN, TOOL_CALL, OTHER = range(len(CLASSES))
 
-# Hermes and Qwen3, Llama 3, Harmony. A call that was cut short lasts to the end of its turn.
+# Hermes and Qwen3, Llama 3, Harmony. A call that was cut short extends to the end of its turn.
 _TOOL_CALL = re.compile(
     r"<tool_call>.*?(?:</tool_call>|$)|<\|python_tag\|>.*$|(?:commentary )?to=functions\..*?(?:<\|call\|>|$)",
     re.DOTALL,
@@ -26,10 +26,10 @@ _TOOL_CALL = re.compile(
 
 
 class TokenTexts:
-    """Text of single tokens, as a person can read it. Ids beyond the tokenizer's vocabulary have none."""
+    """Readable text of single tokens. Ids beyond the tokenizer's vocabulary read as `[id]`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._texts: dict[int, str] = {}
         self.control_ids = frozenset(
             token_id
@@ -45,27 +45,25 @@ class TokenTexts:
         return text
 
     def _text(self, token_id: int) -> str:
-        text = self._tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = self.tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         if text and "\ufffd" not in text:
             return text
-        # A piece of a character in several bytes, or an id that the tokenizer does not know.
-        piece = self._tokenizer.convert_ids_to_tokens(token_id)
+        # Part of a multi-byte character, or an unknown id.
+        piece = self.tokenizer.convert_ids_to_tokens(token_id)
         return piece if isinstance(piece, str) and piece else f"[{token_id}]"
 
 
 def classify(row: TrainingRow, texts: TokenTexts) -> np.ndarray:
-    """(T,) int64 index into `CLASSES` of each trained token of the row."""
-    positions = np.flatnonzero(row.loss_mask)
-    turns = row.turns[positions]
-    classes = np.full(len(positions), OTHER, dtype=np.int64)
-    for turn in dict.fromkeys(turns.tolist()):
+    """Return the (T,) int64 index into `CLASSES` of each trained token of the row."""
+    ids, turns = row.ids[row.loss_mask], row.turns[row.loss_mask]
+    classes = np.full(len(ids), OTHER)
+    for turn in np.unique(turns):
         inside = np.flatnonzero(turns == turn)
-        pieces = [texts[token] for token in row.ids[positions[inside]].tolist()]
+        pieces = [texts[token] for token in ids[inside].tolist()]
         starts = np.cumsum([0, *map(len, pieces)])[:-1]
         for match in _TOOL_CALL.finditer("".join(pieces)):
             classes[inside[(starts >= match.start()) & (starts < match.end())]] = TOOL_CALL
         classes[inside[0]] = FIRST_OF_TURN
-    is_control = [token in texts.control_ids for token in row.ids[positions].tolist()]
-    classes[np.array(is_control, dtype=bool)] = SPECIAL
+    classes[np.isin(ids, list(texts.control_ids))] = SPECIAL
     return classes
