@@ -3,6 +3,7 @@
 from rewards.composition import FaultTolerance, Policy, Reward, RewardSet, make_reward_set
 from rewards.functions.built_in import FUNCTIONS
 from rewards.outcomes import Outcome
+from rewards.shaping import Shaping
 from rewards.trl import from_trl
 from rewards.workers.pool import Isolation
 
@@ -14,6 +15,7 @@ __all__ = [
     "Policy",
     "Reward",
     "RewardSet",
+    "Shaping",
     "from_trl",
     "make_reward_set",
 ]

@@ -21,6 +21,7 @@ from typing import Any, Literal
 from rewards.functions.built_in import ISOLATED
 from rewards.outcomes import ERRORS, Outcome, Verdict, judge_batch, judge_call
 from rewards.resolve import configure, resolve
+from rewards.shaping import Shaping
 from rewards.trl import BatchReward
 from rewards.workers.pool import IsolatedReward, Isolation, WorkerPool
 from rollout.errors import ConfigError, RewardError
@@ -82,7 +83,9 @@ class _Tally:
 class RewardSet:
     """Scores rollouts with all its functions and keeps count of what happened."""
 
-    def __init__(self, rewards: Sequence[Reward], tolerance: FaultTolerance | None = None):
+    def __init__(
+        self, rewards: Sequence[Reward], tolerance: FaultTolerance | None = None, shaping: Shaping | None = None
+    ) -> None:
         """Raises `ConfigError` without any function, or if two have the same name."""
         if not rewards:
             raise ConfigError("no reward function; set reward.functions, for example reward.functions=[exact_match]")
@@ -91,6 +94,7 @@ class RewardSet:
             raise ConfigError(f"two reward functions are named {twice[0]!r}")
         self._rewards = tuple(rewards)
         self._tolerance = tolerance or FaultTolerance()
+        self._shaping = shaping or Shaping()
         self._recent: deque[bool] = deque(maxlen=self._tolerance.window)
         self._tally = _Tally()
 
@@ -110,14 +114,17 @@ class RewardSet:
             if isinstance(reward.function, IsolatedReward):
                 reward.function.pool.close()
 
-    async def score(self, rollouts: Sequence[Rollout], *, in_metrics: bool = True) -> list[Rollout]:
-        """The rollouts, in order, with `rewards` by name and their weighted sum in `reward`.
+    async def score(
+        self, rollouts: Sequence[Rollout], *, in_metrics: bool = True, is_shaped: bool = True
+    ) -> list[Rollout]:
+        """Return the rollouts, in order, with `rewards` by name and in `reward` their weighted sum plus the shaping.
 
         Rollouts that failed before, or ended before the first call (a prompt that fills the context), stay as they are.
         One whose reward fails becomes FAILED with the reason in `error` (policy `drop`); so does one that no function
         has an opinion on, because its reward is unknown, not zero.
 
         in_metrics: False keeps them out of `take_metrics` (not out of the error rate): they are not trained.
+        is_shaped: False leaves the shaping out, for evaluation.
 
         Raises:
             RewardError: too many errors in the window, or an outcome whose policy is `raise`.
@@ -133,7 +140,7 @@ class RewardSet:
         for position, index in enumerate(alive):
             verdicts = {reward.name: column[position] for reward, column in zip(self._rewards, columns, strict=True)}
             scored[index] = self._combine(rollouts[index], verdicts, tally)
-        return scored
+        return [self._shaping.apply(rollout) for rollout in scored] if is_shaped else scored
 
     def take_metrics(self) -> dict[str, float]:
         """Means by function and counts of errors since the last call of this method."""
@@ -214,6 +221,7 @@ def make_reward_set(
     settings: Mapping[str, Mapping[str, Any]] | None = None,
     tolerance: FaultTolerance | None = None,
     isolation: Isolation | None = None,
+    shaping: Shaping | None = None,
 ) -> RewardSet:
     """A reward set from settings: functions by built-in name or `path/to/file.py:name`, with keyword settings by name.
 
@@ -238,7 +246,7 @@ def make_reward_set(
         Reward(name=name, function=_prepare(spec, dict((settings or {}).get(name, {})), pool, isolation), weight=weight)
         for name, spec, weight in zip(names, functions, weights or [1.0] * len(functions), strict=True)
     ]
-    return RewardSet(rewards, tolerance)
+    return RewardSet(rewards, tolerance, shaping)
 
 
 def _prepare(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from rewards import FaultTolerance, Isolation, Outcome, RewardSet, make_reward_set
+from rewards import FaultTolerance, Isolation, Outcome, RewardSet, Shaping, make_reward_set
 from rollout.chat.chat import Chat
 from rollout.engine.embedded import EmbeddedEngine
 from rollout.engine.pool import EnginePool
@@ -190,7 +190,7 @@ def make_sampling(config: Config, chat: Chat, *, temperature: float) -> Sampling
 
 
 def make_rewards(config: Config) -> RewardSet:
-    settings = config.reward
+    settings, algorithm = config.reward, config.algorithm
     return make_reward_set(
         settings.functions,
         settings.weights,
@@ -205,5 +205,11 @@ def make_rewards(config: Config) -> RewardSet:
             mode=settings.isolation,  # type: ignore[arg-type]  # Hydra refuses Literal; its choices are checked
             workers=settings.workers,
             memory_gib=settings.memory_gib,
+        ),
+        Shaping(
+            turn_rewards=algorithm.turn_rewards,
+            horizon=config.horizon,
+            overlong_buffer=algorithm.overlong_buffer,
+            overlong_penalty=algorithm.overlong_penalty,
         ),
     )

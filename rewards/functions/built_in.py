@@ -17,6 +17,7 @@ from rewards.functions.judge import llm_judge
 from rewards.functions.mathematics import math_equal
 from rewards.functions.programs import code_tests
 from rewards.functions.tool_calls import tool_calls_match
+from rewards.shaping import length_penalty
 from rollout.errors import ConfigError, DataError
 from rollout.records import Rollout
 
@@ -106,8 +107,7 @@ def soft_overlong(rollout: Rollout, *, max_tokens: int, buffer_tokens: int) -> f
             f"soft_overlong: expected 0 < buffer_tokens <= max_tokens, found buffer_tokens={buffer_tokens} and "
             f"max_tokens={max_tokens}"
         )
-    over = rollout.num_sampled - (max_tokens - buffer_tokens)
-    return -min(1.0, max(0.0, over / buffer_tokens))
+    return length_penalty(rollout.num_sampled, start=max_tokens - buffer_tokens, horizon=max_tokens)
 
 
 def repetition(rollout: Rollout, *, ngram: int = 4) -> float:

@@ -18,13 +18,12 @@ import numpy as np
 import safetensors.numpy
 import torch
 
+from rewards.shaping import turn_rewards
 from rollout.episode.rows import rows_from_calls
 from rollout.errors import EvidenceError
 from rollout.records import Rollout, SamplingSupport, TrainingRow
 from trainer.batch.packing import StepLayout
 
-TURN_REWARDS = "turn_rewards"
-"""Outcome in which an environment reports a reward per turn: numbers in the order of the engine calls."""
 ROW_ARRAYS = {
     "ids": np.int64,
     "loss_mask": np.bool_,
@@ -119,7 +118,7 @@ def encode(
         "is_kept_S": np.array([not (mask_truncated and rollout.is_cut_off) for rollout in delivered], dtype=np.bool_),
         "greedy_rewards_S": np.array([greedy.get(rollout.group_id, np.nan) for rollout in delivered], dtype=np.float64),
     }
-    by_turn = [turn_rewards(rollout, TURN_REWARDS if with_turn_rewards else None) for rollout in delivered]
+    by_turn = [turn_rewards(rollout, reported=with_turn_rewards) for rollout in delivered]
     arrays |= {
         "num_turns_S": np.array([len(rewards) for rewards in by_turn], dtype=np.int64),
         "turn_rewards_K": np.concatenate([np.zeros(0), *by_turn]),
@@ -149,15 +148,6 @@ def _row_arrays(rows: Sequence[TrainingRow]) -> dict[str, np.ndarray]:
         arrays["support_sizes"] = np.concatenate([np.diff(support.offsets) for support in supports])
         arrays["support_ids"] = np.concatenate([support.token_ids for support in supports])
     return arrays
-
-
-def turn_rewards(rollout: Rollout, key: str | None) -> np.ndarray:
-    """(turns,) what each turn was given; the last one also what the reward functions gave to the whole."""
-    rewards = np.zeros(rollout.num_turns)
-    given = rollout.outcome.get(key, ()) if key else ()
-    rewards[: len(given)] = given
-    rewards[-1] += rollout.reward - rewards.sum()
-    return rewards
 
 
 def decode(payloads: Sequence[bytes]) -> StepBatch:

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from rewards.shaping import OVERLONG
 from rollout.episode.token_metrics import TokenCounts, count_tokens
 from rollout.records import Rollout, RolloutStatus, TrainingRow
 from trainer.batch.step_batch import StepBatch
-from trainer.collect.groups import OVERLONG, Collected
+from trainer.collect.groups import Collected
 
 IDLE_STAGES = ("rollout", "reward", "wait")
 """Stages of a step in which the trainer computes nothing."""
