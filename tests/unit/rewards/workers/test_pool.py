@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import json
 import os
 import signal
@@ -96,6 +98,23 @@ def sleeps_then_leaves(rollout):
     leaves_a_child(rollout)
     time.sleep(60)
 
+def write_to_sockets(data):
+    for fd in range(3, 64):
+        try:
+            if os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+                view = memoryview(data)
+                while view:
+                    view = view[os.write(fd, view):]
+        except OSError:
+            continue
+
+def forges(rollout):
+    write_to_sockets(b'{"verdicts": 7}\\n')
+    return 1.0
+
+def floods(rollout):
+    write_to_sockets(b"x" * (17 * 2**20))
+
 async def async_good(rollout):
     return good(rollout)
 
@@ -163,7 +182,9 @@ CASES = [
     ("dies", Outcome.CRASHED, "exited with status 7; its output ends: last words"),
     ("aborts", Outcome.CRASHED, "SIGABRT"),
     ("hoards", Outcome.EXCEPTION, "MemoryError"),
-    ("closes_everything", Outcome.CRASHED, ""),
+    ("closes_everything", Outcome.CRASHED, "its process "),
+    ("forges", Outcome.CRASHED, "its process sent something that is not a "),
+    ("floods", Outcome.CRASHED, "its process sent more than 16777216 bytes"),
 ]
 
 
@@ -251,6 +272,34 @@ def test_closing_ends_the_workers_and_their_children(functions, tmp_path):
     pids = [int(pid) for pid in file.read_text().split()]
     assert all(map(is_running, pids))
     rewards.close()
+    assert gone(*pids)
+
+
+async def cancelled(rewards: RewardSet, given: Rollout, file: Path) -> None:
+    task = asyncio.create_task(rewards.score([given]))
+    while not (file.exists() and len(file.read_text().split()) == 2):
+        await asyncio.sleep(0.05)
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+def test_a_cancelled_call_gives_up_its_worker(functions, tmp_path):
+    file = tmp_path / "pids"
+    rewards = make(functions, "sleeps_then_leaves", timeout_s=300.0)
+    asyncio.run(cancelled(rewards, rollout(file=str(file)), file))
+    assert gone(*[int(pid) for pid in file.read_text().split()])
+    rewards.close()
+
+
+def test_a_pool_that_is_garbage_ends_its_workers_and_their_children(functions, tmp_path):
+    file = tmp_path / "pids"
+    rewards = make(functions, "leaves_a_child")
+    score(rewards, rollout(file=str(file)))
+    pids = [int(pid) for pid in file.read_text().split()]
+    assert all(map(is_running, pids))
+    del rewards
+    gc.collect()
     assert gone(*pids)
 
 
