@@ -1,6 +1,6 @@
-"""The score of a rollout: functions, their composition, and what happens when one of them fails."""
+"""Rewards of rollouts: reward functions, their weighted sum, shaping, and the action on failures."""
 
-from rewards.composition import FaultTolerance, Policy, Reward, RewardSet, make_reward_set
+from rewards.composition import FaultTolerance, OnError, Reward, RewardSet, make_reward_set
 from rewards.functions.built_in import FUNCTIONS
 from rewards.outcomes import Outcome
 from rewards.shaping import Shaping
@@ -11,8 +11,8 @@ __all__ = [
     "FUNCTIONS",
     "FaultTolerance",
     "Isolation",
+    "OnError",
     "Outcome",
-    "Policy",
     "Reward",
     "RewardSet",
     "Shaping",

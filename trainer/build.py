@@ -197,7 +197,7 @@ def make_rewards(config: Config) -> RewardSet:
         settings.settings,
         FaultTolerance(
             timeout_s=settings.timeout_s,
-            policies={Outcome(outcome): policy for outcome, policy in settings.on_error.items()},
+            on_error={Outcome(outcome): action for outcome, action in settings.on_error.items()},
             max_error_rate=settings.max_error_rate,
             window=settings.error_window,
         ),

@@ -1,9 +1,10 @@
-"""Where a fixed-length response is taken to end, for the eyes of the score only (P5).
+"""End of a fixed-length response, for the score only.
 
-The response is sampled past every stop token and all of it is trained. The score sees it up to and with the first stop
-token at or after a minimum position; without one, the score is replaced by a fixed low value.
+The policy samples past every stop token, and all of it is trained. The score sees the response up to and including the
+first stop token at or after a minimum position; without one, a fixed low value replaces the score.
 
-Source: Ziegler et al. 2019, section 3.1.1; seed 003, "Rejection sampling".
+Source: Ziegler et al. 2019 (arXiv 1909.08593), section 3.1.1; "The N Implementation Details of RLHF with PPO" (Hugging
+Face blog, 2023), "Rejection sampling".
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRule:
-    """The first of `token_ids` at index `after` or later ends the response."""
+    """Rule that the first of `token_ids` at index `after` or later ends the response."""
 
     token_ids: frozenset[int]
     after: int = 0
@@ -28,21 +29,13 @@ class StopRule:
             )
 
     def end(self, ids: Sequence[int]) -> int | None:
-        """Tokens up to and with the stop token, or None if there is none."""
+        """Return the number of tokens up to and including the stop token, or None without one."""
         return next((i + 1 for i in range(self.after, len(ids)) if ids[i] in self.token_ids), None)
 
     def truncate(self, ids: Sequence[int]) -> list[int]:
-        """The response as the score sees it; all of it if there is no stop token."""
+        """Return the tokens up to and including the stop token; all of them without one."""
         return list(ids[: self.end(ids)])
 
     def accepts(self, ids: Sequence[int]) -> bool:
+        """True if the response has a stop token that counts."""
         return self.end(ids) is not None
-
-
-def replace_rejected(scores: Sequence[float], is_accepted: Sequence[bool], *, rejected: float) -> list[float]:
-    """Scores with those of rejected responses *replaced*, whatever they were: a penalty that is added would let a high
-    score buy itself out.
-
-    Raises ValueError for lengths that differ.
-    """
-    return [score if ok else rejected for score, ok in zip(scores, is_accepted, strict=True)]

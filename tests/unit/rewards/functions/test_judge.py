@@ -90,8 +90,8 @@ def test_a_judge_that_is_busy_is_asked_again():
         ((401, {}), "status 401", 1),
         ((200, "It is fine."), "no line 'Score", 1),
         ((200, "Score: 11"), "not between 0 and 10", 1),
-        ((200, {"choices": []}), "no chat completion", 1),
-        ((200, ["x"]), "no chat completion", 1),
+        ((200, {"choices": []}), "not a chat completion", 1),
+        ((200, ["x"]), "not a chat completion", 1),
     ],
 )
 def test_a_judge_that_gives_no_score_is_an_error_and_never_a_zero(reply, says, asked):
