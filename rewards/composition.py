@@ -100,10 +100,6 @@ class RewardSet:
         self._recent: deque[bool] = deque(maxlen=self._tolerance.window)
         self._tally = _Tally()
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(reward.name for reward in self._rewards)
-
     def load(self) -> None:
         """Load the reward models among the functions. Only ranks that score need it."""
         for reward in self._rewards:
@@ -141,16 +137,15 @@ class RewardSet:
         for reward, verdicts in zip(self._rewards, columns, strict=True):
             self._count(reward, verdicts, tally)
         scored = list(rollouts)
-        for position, index in enumerate(alive):
-            verdicts = {reward.name: column[position] for reward, column in zip(self._rewards, columns, strict=True)}
+        for index, verdicts in zip(alive, zip(*columns, strict=True), strict=True):
             scored[index] = self._combine(rollouts[index], verdicts, tally)
         return [self._shaping.apply(rollout) for rollout in scored] if is_shaped else scored
 
     def take_metrics(self) -> dict[str, float]:
         """Return means by function and counts of errors since the last call of this method."""
         tally, self._tally = self._tally, _Tally()
-        means = {name: sum(values) / len(values) for name in self.names if (values := tally.values[name])}
-        metrics = {f"reward/{name}/mean": mean for name, mean in means.items()}
+        names = (reward.name for reward in self._rewards)
+        metrics = {f"reward/{name}/mean": sum(found) / len(found) for name in names if (found := tally.values[name])}
         metrics |= {f"reward/errors/{outcome}": float(tally.errors[outcome]) for outcome in ERRORS}
         metrics["reward/dropped"] = float(tally.num_dropped)
         return metrics
@@ -193,16 +188,16 @@ class RewardSet:
                 f"{self._tolerance.max_error_rate:.0%} (reward.max_error_rate){detail}"
             )
 
-    def _combine(self, rollout: Rollout, verdicts: Mapping[str, Verdict], tally: _Tally) -> Rollout:
+    def _combine(self, rollout: Rollout, verdicts: Sequence[Verdict], tally: _Tally) -> Rollout:
         values: dict[str, float] = {}
-        for name, verdict in verdicts.items():
+        for reward, verdict in zip(self._rewards, verdicts, strict=True):
             if verdict.outcome is Outcome.VALUE:
-                values[name] = verdict.value
+                values[reward.name] = verdict.value
             elif verdict.outcome.is_error:
                 action = self._tolerance.on_error.get(verdict.outcome, "drop")
                 if isinstance(action, str):
-                    return _dropped(rollout, f"reward {name}: {verdict.outcome}: {verdict.detail}", tally)
-                values[name] = float(action)
+                    return _dropped(rollout, f"reward {reward.name}: {verdict.outcome}: {verdict.detail}", tally)
+                values[reward.name] = float(action)
         if not values:
             return _dropped(rollout, "no reward function applies to this rollout", tally)
         total = sum(reward.weight * values[reward.name] for reward in self._rewards if reward.name in values)

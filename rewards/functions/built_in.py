@@ -121,9 +121,7 @@ def repetition(rollout: Rollout, *, ngram: int = 4) -> float:
     return -(total - len(grams)) / total if total else 0.0
 
 
-RewardFunction = Callable[..., float | Awaitable[float]]
-
-FUNCTIONS: dict[str, RewardFunction] = {
+FUNCTIONS: dict[str, Callable[..., float | Awaitable[float]]] = {
     function.__name__: function
     for function in (
         demo_answer,

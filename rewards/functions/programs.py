@@ -67,13 +67,10 @@ def _passes(program: str, test: str | Mapping[str, Any], limits: Limits) -> bool
         # The tests end by printing this word, so that a program that exits with status 0 before them does not pass.
         word = secrets.token_hex(16)
         source = f"{program}\n\n{test}\n\nprint('\\n' + input())\n"
-        return _printed_last(run_python(source, stdin=word, limits=limits), word)
+        result = run_python(source, stdin=word, limits=limits)
+        return _succeeded(result) and _lines(result.stdout)[-1:] == [word]
     result = run_python(program, stdin=str(test["input"]), limits=limits)
     return _succeeded(result) and _lines(result.stdout) == _lines(str(test["output"]))
-
-
-def _printed_last(result: Execution, word: str) -> bool:
-    return _succeeded(result) and _lines(result.stdout)[-1:] == [word]
 
 
 def _succeeded(result: Execution) -> bool:

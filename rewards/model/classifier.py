@@ -27,8 +27,6 @@ from rollout.errors import ConfigError
 NORMALIZATION_FILE = "reward_normalization.json"
 """File beside the weights: gain and bias that normalize the rewards, and the part of the bias not in the weights."""
 
-AUTO_DEVICE = "auto"
-
 
 class RewardModel(nn.Module):
     """Scores of padded batches, without any gain and bias that the weights do not hold."""
@@ -95,7 +93,7 @@ def load_reward_model(
             path,
             config=config,
             dtype=dtype,
-            device_map=AUTO_DEVICE if device == AUTO_DEVICE else None,
+            device_map="auto" if device == "auto" else None,
             trust_remote_code=trust_remote_code,
         )
     except (OSError, ValueError) as error:
@@ -103,7 +101,7 @@ def load_reward_model(
             f"reward model {path}: cannot be loaded ({error}). Expected what scripts/train_reward_model.py wrote, or "
             "any sequence classifier with one label: set reward.settings.model.path=<directory or hub id>"
         ) from error
-    if device != AUTO_DEVICE:
+    if device != "auto":
         model.to(device)
     return RewardModel(model).eval().requires_grad_(False), remaining_bias(path)
 

@@ -7,12 +7,16 @@ A batch of rollouts is scored in one call, on the model's own device, in batches
                      decoded and encoded again if the tokenizers differ (for reward models trained on such text)
 
 A response without a stop token that counts is rejected: a fixed value replaces its score, since a penalty could be
-outweighed by a high score. Only the score sees the cut; all sampled tokens are trained.
+outweighed by a high score. Only the score sees the cut: the policy samples past every stop token, and all of it is
+trained.
+
+Source of cut and rejection: Ziegler et al. 2019 (arXiv 1909.08593), section 3.1.1; "The N Implementation Details of
+RLHF with PPO" (Hugging Face blog, 2023), "Rejection sampling".
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -23,10 +27,37 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from rewards.model.classifier import load_reward_model
 from rewards.model.settings import ModelSettings
 from rewards.model.tokenizing import chat_ids, text_ids
-from rewards.model.truncation import StopRule
 from rewards.trl import BatchReward
 from rollout.errors import ConfigError
 from rollout.records import Rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopRule:
+    """Rule that the first of `token_ids` at index `after` or later ends the response."""
+
+    token_ids: frozenset[int]
+    after: int = 0
+    """First index (from 0) at which a stop token counts."""
+
+    def __post_init__(self) -> None:
+        if not self.token_ids or self.after < 0:
+            raise ValueError(
+                f"stop rule: found {len(self.token_ids)} stop tokens and after={self.after}; "
+                "expected at least one stop token and an index from 0"
+            )
+
+    def end(self, ids: Sequence[int]) -> int | None:
+        """Return the number of tokens up to and including the stop token, or None without one."""
+        return next((i + 1 for i in range(self.after, len(ids)) if ids[i] in self.token_ids), None)
+
+    def truncate(self, ids: Sequence[int]) -> list[int]:
+        """Return the tokens up to and including the stop token; all of them without one."""
+        return list(ids[: self.end(ids)])
+
+    def accepts(self, ids: Sequence[int]) -> bool:
+        """True if the response has a stop token that counts."""
+        return self.end(ids) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +144,4 @@ def token_id_of(tokenizer: PreTrainedTokenizerFast, text: str) -> int:
 def model_reward(**settings: Any) -> BatchReward:
     """Return the reward function `model`. Keyword arguments: the fields of `ModelSettings`, which checks them."""
     reward = ModelReward(**settings)
-
-    def arguments(rollouts: Sequence[Rollout]) -> Mapping[str, Any]:
-        return {"rollouts": rollouts}
-
-    return BatchReward(function=reward.score, arguments=arguments, load=reward.load)
+    return BatchReward(function=reward.score, arguments=lambda rollouts: {"rollouts": rollouts}, load=reward.load)

@@ -90,13 +90,11 @@ class IsolatedReward:
     async def judge(self, rollouts: Sequence[Rollout], *, timeout_s: float) -> list[Verdict]:
         """Return one verdict per rollout, from one call (batch functions) or one call per rollout.
 
-        Never raises for what the function does.
+        The limit counts from the moment the function is called. Never raises for what the function does.
         """
         batches = [list(rollouts)] if self.is_batch else [[rollout] for rollout in rollouts]
-        answers = await asyncio.gather(
-            *(self.pool.judge(self.spec, self.settings, batch, timeout_s=timeout_s) for batch in batches)
-        )
-        return [verdict for verdicts in answers for verdict in verdicts]
+        calls = (self.pool.judge(self.spec, self.settings, batch, timeout_s) for batch in batches)
+        return [verdict for verdicts in await asyncio.gather(*calls) for verdict in verdicts]
 
 
 class WorkerPool:
@@ -121,12 +119,12 @@ class WorkerPool:
         return IsolatedReward(pool=self, spec=spec, settings=settings, is_batch=is_batch)
 
     async def judge(
-        self, spec: str, settings: Mapping[str, Any], rollouts: Sequence[Rollout], *, timeout_s: float
+        self, spec: str, settings: Mapping[str, Any], rollouts: Sequence[Rollout], timeout_s: float
     ) -> list[Verdict]:
-        """Return the verdicts of one call of the function. The limit counts from the moment the function is called."""
+        """Return the verdicts of one call of the function; see `IsolatedReward.judge`."""
         cancelled = threading.Event()
-        payload = [to_json(rollout) for rollout in rollouts]
-        future = self._threads.submit(self._judge, spec, settings, payload, timeout_s, cancelled)
+        request = {"do": "judge", "spec": spec, "settings": settings, "rollouts": [to_json(one) for one in rollouts]}
+        future = self._threads.submit(self._judge, request, timeout_s, cancelled)
         try:
             return await asyncio.wrap_future(future)
         finally:
@@ -146,32 +144,26 @@ class WorkerPool:
             raise ConfigError(f"reward {spec} cannot be loaded: {error}") from None
 
     def _judge(
-        self,
-        spec: str,
-        settings: Mapping[str, Any],
-        payload: list[dict[str, Any]],
-        timeout_s: float,
-        cancelled: threading.Event,
+        self, request: Mapping[str, Any], timeout_s: float, cancelled: threading.Event, *, is_retry: bool = False
     ) -> list[Verdict]:
+        count = len(request["rollouts"])
         worker = self._worker()
-        is_new = worker.is_new
-        request = {"do": "judge", "spec": spec, "settings": settings, "rollouts": payload}
         try:
-            worker.load(spec, settings, self._isolation.start_timeout_s, cancelled)
+            worker.load(request["spec"], request["settings"], self._isolation.start_timeout_s, cancelled)
             reply = worker.ask(request, timeout_s, cancelled)
-            verdicts = _verdicts(reply, len(payload))
+            verdicts = _verdicts(reply, count)
             if reply.get("retire"):
                 self._drop_worker()
             return verdicts
         except ConfigError as error:  # the file has changed since it was loaded first, or fails every other time
-            outcome, detail = Outcome.EXCEPTION, str(error)[:500]
+            problem = Verdict(outcome=Outcome.EXCEPTION, detail=str(error)[:500])
         except (_Died, _TimedOut) as error:
             self._drop_worker()
-            if isinstance(error, _DiedIdle) and not is_new:
-                return self._judge(spec, settings, payload, timeout_s, cancelled)
+            if isinstance(error, _DiedIdle) and not is_retry:
+                return self._judge(request, timeout_s, cancelled, is_retry=True)
             outcome = Outcome.TIMEOUT if isinstance(error, _TimedOut) else Outcome.CRASHED
-            detail = str(error)
-        return [Verdict(outcome=outcome, detail=detail)] * len(payload)
+            problem = Verdict(outcome=outcome, detail=str(error))
+        return [problem] * count
 
     def _worker(self) -> _Worker:
         """Return the worker of this thread; start one if it has none that lives."""
@@ -194,7 +186,7 @@ class _Died(Exception):
 
 
 class _DiedIdle(_Died):
-    """The process ended before it had read the request, so the requested function did not end it."""
+    """The process ended before it had read the request, so the request did not end it."""
 
 
 class _TimedOut(Exception):
@@ -225,11 +217,6 @@ class _Worker:
         self._loaded: dict[str, bool] = {}
         self._kill_lock = threading.Lock()
         self._is_killed = False
-
-    @property
-    def is_new(self) -> bool:
-        """True if it has not loaded anything yet."""
-        return not self._loaded
 
     @property
     def is_alive(self) -> bool:

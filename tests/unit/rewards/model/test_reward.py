@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from demo.preferences.language import STOP, VOCABULARY, make_tokenizer
 from rewards import make_reward_set
 from rewards.model.classifier import load_reward_model
-from rewards.model.reward import ModelReward, token_id_of
+from rewards.model.reward import ModelReward, StopRule, token_id_of
 from rollout.errors import ConfigError
 from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
 from tests.fixtures.reward_models import gpt2_classifier
@@ -107,3 +107,25 @@ def test_a_stop_of_several_tokens_and_a_path_without_a_model_are_refused(saved, 
         token_id_of(make_tokenizer(), "he was")
     with pytest.raises(ConfigError, match="cannot be loaded"):
         ModelReward(path=str(tmp_path / "nowhere")).load()
+
+
+RULE = StopRule(token_ids=frozenset({13}), after=16)
+
+
+def test_the_first_stop_token_at_or_after_the_minimum_ends_the_response():
+    response = [13] * 3 + [1] * 13 + [13, 2, 13, 2, 2, 2, 2, 2]
+    assert RULE.end(response) == 17
+    assert RULE.truncate(response) == response[:17]
+    assert RULE.accepts(response)
+
+
+def test_stop_tokens_before_the_minimum_do_not_count():
+    response = [1] * 15 + [13] + [1] * 8
+    assert not RULE.accepts(response)
+    assert RULE.truncate(response) == response
+    assert RULE.accepts([1] * 23 + [13])
+
+
+def test_a_stop_rule_without_stop_tokens_is_refused():
+    with pytest.raises(ValueError, match="at least one stop token"):
+        StopRule(token_ids=frozenset())

@@ -1,4 +1,4 @@
-"""Reward functions of files run in processes: whatever they do, it is typed, counted, and over in time."""
+"""Reward functions from files in worker processes: each failure is typed, counted, and ends in time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def good(rollout):
 def sleeps(rollout):
     time.sleep(60)
 
-def hangs_in_c(rollout):  # holds the interpreter lock: no thread of this process can do anything about it
+def hangs_in_c(rollout):  # holds the interpreter lock, so that no thread of this process runs
     return sum(range(10**14))
 
 def ignores_sigterm(rollout):
@@ -208,7 +208,7 @@ def test_a_hostile_function_drops_its_rollouts_and_nothing_else(functions, name,
         rewards.close()
 
 
-def test_a_hundred_megabytes_of_output_cost_nothing_but_their_reading(functions):
+def test_a_hundred_megabytes_of_output_are_read_and_discarded(functions):
     rewards = make(functions, "prints")
     (scored,) = score(rewards, rollout())
     rewards.close()
@@ -231,13 +231,13 @@ def test_workers_are_reused_and_replaced_after_a_death(functions):
     assert first == second != os.getpid()
     os.kill(int(first), signal.SIGKILL)
     gone(int(first))
-    third = score(rewards, rollout())[0].reward  # an idle worker that died is nobody's error
+    third = score(rewards, rollout())[0].reward  # the death of an idle worker is not an error
     rewards.close()
     assert third not in (0.0, first)
 
 
-def test_a_worker_that_still_looks_alive_when_it_is_killed_is_replaced(functions, monkeypatch):
-    """Until the last thread of a killed process has ended, neither its socket nor its pid tells."""
+def test_a_killed_worker_that_still_looks_alive_is_replaced(functions, monkeypatch):
+    """Until the last thread of a killed process has ended, its socket is open and its pid exists."""
     monkeypatch.setattr(isolation._Worker, "is_alive", True)
     rewards = make(functions, "pid", workers=1)
     first = score(rewards, rollout())[0].rewards["pid"]
@@ -358,7 +358,7 @@ def test_thread_isolation_runs_files_in_this_process(functions):
     assert scored.reward == os.getpid()
 
 
-def test_a_regex_that_explodes_is_killed():
+def test_a_regex_with_exponential_time_is_killed():
     rewards = make_reward_set(
         ["regex"],
         settings={"regex": {"pattern": "(a+)+b"}},
@@ -371,6 +371,6 @@ def test_a_regex_that_explodes_is_killed():
 
 
 @pytest.mark.parametrize("settings", [{"mode": "vm"}, {"workers": 0}, {"memory_gib": -1.0}])
-def test_isolation_settings_that_make_no_sense(settings):
+def test_invalid_isolation_settings_are_refused(settings):
     with pytest.raises(ConfigError, match="reward"):
         Isolation(**settings)
