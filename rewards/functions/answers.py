@@ -9,7 +9,7 @@ from rollout.records import Rollout
 
 
 def final_answer(rollout: Rollout) -> str:
-    """Return the content of the last assistant turn, without surrounding space; empty if there is none."""
+    """Return the content of the last assistant turn, without surrounding space; empty without one."""
     for message in reversed(rollout.messages):
         if message["role"] == "assistant":
             return str(message.get("content") or "").strip()

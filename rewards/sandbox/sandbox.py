@@ -53,7 +53,7 @@ PROBE_TIMEOUT_S = 20.0
 
 
 class Ended(StrEnum):
-    """How a program ended."""
+    """End of a program."""
 
     EXITED = "exited"
     """The program ended by itself, with any status."""
