@@ -1,8 +1,9 @@
-"""The score of a rollout: functions, their composition, and what happens when one of them fails."""
+"""Rewards of rollouts: reward functions, their weighted sum, shaping, and the action on failures."""
 
-from rewards.composition import FaultTolerance, Policy, Reward, RewardSet, make_reward_set
+from rewards.composition import FaultTolerance, OnError, Reward, RewardSet, make_reward_set
 from rewards.functions.built_in import FUNCTIONS
 from rewards.outcomes import Outcome
+from rewards.shaping import Shaping
 from rewards.trl import from_trl
 from rewards.workers.pool import Isolation
 
@@ -10,10 +11,11 @@ __all__ = [
     "FUNCTIONS",
     "FaultTolerance",
     "Isolation",
+    "OnError",
     "Outcome",
-    "Policy",
     "Reward",
     "RewardSet",
+    "Shaping",
     "from_trl",
     "make_reward_set",
 ]

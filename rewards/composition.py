@@ -1,9 +1,8 @@
-"""Several reward functions, weighted, on a batch of rollouts; what goes wrong in one is typed, counted and never a
-zero.
+"""Weighted sum of reward functions over a batch of rollouts; failures are typed and counted, and never become a zero.
 
 Functions from files, and built-ins that may hang, run in processes that can be killed (`rewards/workers/pool.py`).
-Others run in this process: sync ones in threads, async ones in the event loop, each with a deadline. That deadline
-gives the run its turn back; it does not kill (what is not contained: `rollout/system/deadline.py`).
+Others run in this process: sync functions in threads, async ones in the event loop, each with a deadline. The deadline
+frees the run; it does not end the function (see `rollout/system/deadline.py`).
 """
 
 from __future__ import annotations
@@ -21,19 +20,20 @@ from typing import Any, Literal
 from rewards.functions.built_in import ISOLATED
 from rewards.outcomes import ERRORS, Outcome, Verdict, judge_batch, judge_call
 from rewards.resolve import configure, resolve
+from rewards.shaping import Shaping
 from rewards.trl import BatchReward
 from rewards.workers.pool import IsolatedReward, Isolation, WorkerPool
 from rollout.errors import ConfigError, RewardError
 from rollout.records import Rollout, RolloutStatus
 from rollout.system.deadline import call_with_deadline
 
-Policy = Literal["drop", "raise"] | float
-"""What an error means: drop the rollout (status FAILED), end the run, or count as this explicit value."""
+OnError = Literal["drop", "raise"] | float
+"""Action on an error: drop the rollout (status FAILED), end the run, or use this number as the value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reward:
-    """One reward function with its name and weight."""
+    """A reward function with its name and weight."""
 
     name: str
     function: Callable[..., Any] | BatchReward | IsolatedReward
@@ -41,88 +41,95 @@ class Reward:
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.weight):
-            raise ConfigError(f"reward {self.name}: the weight must be finite, found {self.weight}")
+            raise ConfigError(f"reward {self.name}: found weight {self.weight}, expected a finite number")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultTolerance:
-    """How much may go wrong."""
+    """Limits on failures, and the action on each kind."""
 
     timeout_s: float = 30.0
-    """Wall-clock limit of one call, from its start: of one rollout, or of the whole batch for batch functions."""
-    policies: Mapping[Outcome, Policy] = field(default_factory=dict)
-    """By outcome; what is not named is `drop`."""
+    """Wall-clock limit of one call from its start; batch functions score the whole batch in one call."""
+    on_error: Mapping[Outcome, OnError] = field(default_factory=dict)
+    """By outcome; `drop` where none is named."""
     max_error_rate: float = 0.5
-    """The run ends when more than this share of the last `window` verdicts are errors."""
+    """End the run if more than this share of the last `window` verdicts are errors."""
     window: int = 128
     concurrency: int = 16
-    """Calls at the same time. Python threads share one interpreter: more of them make CPU-bound calls later, not
-    sooner."""
+    """Maximum number of concurrent calls in this process. Its threads share one interpreter, so more of them only delay
+    CPU-bound functions."""
 
     def __post_init__(self) -> None:
         if self.timeout_s <= 0 or self.window < 1 or self.concurrency < 1:
-            raise ConfigError("reward: timeout_s, window and concurrency must be positive")
-        for outcome, policy in self.policies.items():
+            raise ConfigError(
+                f"reward: found timeout_s={self.timeout_s}, window={self.window}, concurrency={self.concurrency}; "
+                "expected positive numbers"
+            )
+        for outcome, action in self.on_error.items():
             if outcome not in ERRORS:
-                raise ConfigError(f"reward policy for {outcome!r}: expected one of {', '.join(ERRORS)}")
-            if policy not in ("drop", "raise") and not (isinstance(policy, int | float) and math.isfinite(policy)):
-                raise ConfigError(f"reward policy for {outcome}: expected drop, raise or a number, found {policy!r}")
+                raise ConfigError(f"reward.on_error names {outcome!r}; expected one of {', '.join(ERRORS)}")
+            if action not in ("drop", "raise") and not (isinstance(action, int | float) and math.isfinite(action)):
+                raise ConfigError(f"reward.on_error.{outcome}={action!r}; expected drop, raise or a number")
 
 
 @dataclass(slots=True)
 class _Tally:
-    """What happened since metrics were last taken."""
+    """Values and errors since metrics were last taken."""
 
     values: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """By function."""
+    """By name of the function."""
     errors: Counter[Outcome] = field(default_factory=Counter)
     num_dropped: int = 0
 
 
 class RewardSet:
-    """Scores rollouts with all its functions and keeps count of what happened."""
+    """Reward functions that score rollouts together, with the shaping, the error limits and the metrics."""
 
-    def __init__(self, rewards: Sequence[Reward], tolerance: FaultTolerance | None = None):
-        """Raises `ConfigError` without any function, or if two have the same name."""
+    def __init__(
+        self, rewards: Sequence[Reward], tolerance: FaultTolerance | None = None, shaping: Shaping | None = None
+    ) -> None:
+        """Raises `ConfigError` for an empty sequence, or if two functions have the same name."""
         if not rewards:
             raise ConfigError("no reward function; set reward.functions, for example reward.functions=[exact_match]")
         twice = [name for name, count in Counter(reward.name for reward in rewards).items() if count > 1]
         if twice:
-            raise ConfigError(f"two reward functions are named {twice[0]!r}")
+            raise ConfigError(f"two reward functions are named {twice[0]!r}; rename one, or leave it out")
         self._rewards = tuple(rewards)
         self._tolerance = tolerance or FaultTolerance()
+        self._shaping = shaping or Shaping()
         self._recent: deque[bool] = deque(maxlen=self._tolerance.window)
         self._tally = _Tally()
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(reward.name for reward in self._rewards)
-
     def load(self) -> None:
-        """Load the models among the functions; on a rank that never scores, leave it out."""
+        """Load the reward models among the functions. Only ranks that score need it."""
         for reward in self._rewards:
             if isinstance(reward.function, BatchReward):
                 reward.function.load()
 
     def close(self) -> None:
-        """End the processes that functions run in. They also end with this process."""
+        """End the worker processes. They also end with this process."""
         for reward in self._rewards:
             if isinstance(reward.function, IsolatedReward):
                 reward.function.pool.close()
 
-    async def score(self, rollouts: Sequence[Rollout], *, in_metrics: bool = True) -> list[Rollout]:
-        """The rollouts, in order, with `rewards` by name and their weighted sum in `reward`.
+    async def score(
+        self, rollouts: Sequence[Rollout], *, in_metrics: bool = True, is_shaped: bool = True
+    ) -> list[Rollout]:
+        """Return the rollouts, in order, with `rewards` by name and in `reward` their weighted sum plus the shaping.
 
-        Rollouts that failed before, or ended before the first call (a prompt that fills the context), stay as they are.
-        One whose reward fails becomes FAILED with the reason in `error` (policy `drop`); so does one that no function
-        has an opinion on, because its reward is unknown, not zero.
+        Rollouts that failed before, or ended before the first call (a prompt that fills the context), stay unchanged.
+        A rollout whose reward fails becomes FAILED with the reason in `error` (`drop`); so does one to which no
+        function applies, because its reward is unknown, not zero.
 
-        in_metrics: False keeps them out of `take_metrics` (not out of the error rate): they are not trained.
+        Args:
+            in_metrics: False keeps them out of `take_metrics` (not out of the error rate), for rollouts that are not
+                trained.
+            is_shaped: False leaves the shaping out, for evaluation.
 
         Raises:
-            RewardError: too many errors in the window, or an outcome whose policy is `raise`.
+            RewardError: too many errors in the window, or an outcome with the action `raise`.
         """
-        alive = [index for index, rollout in enumerate(rollouts) if _says_something(rollout)]
+        alive = [index for index, rollout in enumerate(rollouts) if _is_scored(rollout)]
         batch = [rollouts[index] for index in alive]
         slots = asyncio.Semaphore(self._tolerance.concurrency)
         columns = await asyncio.gather(*(self._judge(reward, batch, slots) for reward in self._rewards))
@@ -130,16 +137,15 @@ class RewardSet:
         for reward, verdicts in zip(self._rewards, columns, strict=True):
             self._count(reward, verdicts, tally)
         scored = list(rollouts)
-        for position, index in enumerate(alive):
-            verdicts = {reward.name: column[position] for reward, column in zip(self._rewards, columns, strict=True)}
+        for index, verdicts in zip(alive, zip(*columns, strict=True), strict=True):
             scored[index] = self._combine(rollouts[index], verdicts, tally)
-        return scored
+        return [self._shaping.apply(rollout) for rollout in scored] if is_shaped else scored
 
     def take_metrics(self) -> dict[str, float]:
-        """Means by function and counts of errors since the last call of this method."""
+        """Return means by function and counts of errors since the last call of this method."""
         tally, self._tally = self._tally, _Tally()
-        means = {name: sum(values) / len(values) for name in self.names if (values := tally.values[name])}
-        metrics = {f"reward/{name}/mean": mean for name, mean in means.items()}
+        names = (reward.name for reward in self._rewards)
+        metrics = {f"reward/{name}/mean": sum(found) / len(found) for name in names if (found := tally.values[name])}
         metrics |= {f"reward/errors/{outcome}": float(tally.errors[outcome]) for outcome in ERRORS}
         metrics["reward/dropped"] = float(tally.num_dropped)
         return metrics
@@ -153,7 +159,7 @@ class RewardSet:
         if isinstance(function, BatchReward):
             finished = await self._call(slots, function.function, **function.arguments(rollouts))
             return judge_batch(finished, len(rollouts))
-        # A copy for each call: a function that changes messages or the data row must not change what others read.
+        # A copy for each call: other functions must not see the changes that one makes to messages or the data row.
         calls = (self._call(slots, function, _private_copy(rollout)) for rollout in rollouts)
         return [judge_call(finished) for finished in await asyncio.gather(*calls)]
 
@@ -170,35 +176,35 @@ class RewardSet:
                 tally.values[reward.name].append(verdict.value)
             elif verdict.outcome.is_error:
                 tally.errors[verdict.outcome] += 1
-                if self._tolerance.policies.get(verdict.outcome) == "raise":
+                if self._tolerance.on_error.get(verdict.outcome) == "raise":
                     raise RewardError(f"reward {reward.name}: {verdict.outcome}: {verdict.detail}")
         window = self._tolerance.window
         rate = sum(self._recent) / len(self._recent) if self._recent else 0.0
         if len(self._recent) == window and rate > self._tolerance.max_error_rate:
             last = next((verdict for verdict in reversed(verdicts) if verdict.outcome.is_error), None)
-            what = f"; the last one, of {reward.name}: {last.outcome}: {last.detail}" if last is not None else ""
+            detail = f"; the last one, of {reward.name}: {last.outcome}: {last.detail}" if last is not None else ""
             raise RewardError(
-                f"{rate:.0%} of the last {window} reward calls failed, at most {self._tolerance.max_error_rate:.0%} "
-                f"may{what}"
+                f"{rate:.0%} of the last {window} reward calls failed, expected at most "
+                f"{self._tolerance.max_error_rate:.0%} (reward.max_error_rate){detail}"
             )
 
-    def _combine(self, rollout: Rollout, verdicts: Mapping[str, Verdict], tally: _Tally) -> Rollout:
+    def _combine(self, rollout: Rollout, verdicts: Sequence[Verdict], tally: _Tally) -> Rollout:
         values: dict[str, float] = {}
-        for name, verdict in verdicts.items():
+        for reward, verdict in zip(self._rewards, verdicts, strict=True):
             if verdict.outcome is Outcome.VALUE:
-                values[name] = verdict.value
+                values[reward.name] = verdict.value
             elif verdict.outcome.is_error:
-                policy = self._tolerance.policies.get(verdict.outcome, "drop")
-                if isinstance(policy, str):
-                    return _dropped(rollout, f"reward {name}: {verdict.outcome}: {verdict.detail}", tally)
-                values[name] = float(policy)
+                action = self._tolerance.on_error.get(verdict.outcome, "drop")
+                if isinstance(action, str):
+                    return _dropped(rollout, f"reward {reward.name}: {verdict.outcome}: {verdict.detail}", tally)
+                values[reward.name] = float(action)
         if not values:
             return _dropped(rollout, "no reward function applies to this rollout", tally)
         total = sum(reward.weight * values[reward.name] for reward in self._rewards if reward.name in values)
         return replace(rollout, rewards=values, reward=total)
 
 
-def _says_something(rollout: Rollout) -> bool:
+def _is_scored(rollout: Rollout) -> bool:
     is_over_early = rollout.status is not RolloutStatus.COMPLETED and not rollout.calls
     return rollout.status is not RolloutStatus.FAILED and not is_over_early
 
@@ -214,12 +220,13 @@ def make_reward_set(
     settings: Mapping[str, Mapping[str, Any]] | None = None,
     tolerance: FaultTolerance | None = None,
     isolation: Isolation | None = None,
+    shaping: Shaping | None = None,
 ) -> RewardSet:
-    """A reward set from settings: functions by built-in name or `path/to/file.py:name`, with keyword settings by name.
+    """Build a reward set from functions by built-in name or `path/to/file.py:name`, with keyword settings by name.
 
     A function of a file that has a parameter `completions` is called the way TRL calls it; any other gets a `Rollout`.
-    Files are loaded in worker processes, not here (unless isolation.mode is `thread`): what a function keeps in its
-    module is then kept per worker.
+    Worker processes load the files, not this one (unless isolation.mode is `thread`), so each worker has its own state
+    of the function's module.
 
     Raises:
         ConfigError: an unknown name, a file that cannot be loaded, settings that do not fit, or unequal lengths.
@@ -238,7 +245,7 @@ def make_reward_set(
         Reward(name=name, function=_prepare(spec, dict((settings or {}).get(name, {})), pool, isolation), weight=weight)
         for name, spec, weight in zip(names, functions, weights or [1.0] * len(functions), strict=True)
     ]
-    return RewardSet(rewards, tolerance)
+    return RewardSet(rewards, tolerance, shaping)
 
 
 def _prepare(
@@ -248,9 +255,9 @@ def _prepare(
     if colon and isolation.mode == "process":
         return pool.load(f"{Path(path).expanduser().resolve()}:{name}", settings)
     function = configure(*resolve(spec), settings)
-    # What ships with Lockstep is known not to take batches here, and need not be asked in a process.
-    isolated = spec in ISOLATED
-    return IsolatedReward(pool=pool, spec=spec, settings=settings, is_batch=False) if isolated else function
+    if spec in ISOLATED:  # none of these built-ins takes batches, so no worker has to be started to find out
+        return IsolatedReward(pool=pool, spec=spec, settings=settings, is_batch=False)
+    return function
 
 
 def _private_copy(rollout: Rollout) -> Rollout:

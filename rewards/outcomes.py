@@ -1,4 +1,4 @@
-"""What can come of one reward call, as a type: a value, or one of the ways in which there is none."""
+"""Outcomes of reward calls: a value, or one of the ways in which a function fails to give one."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from rollout.system.deadline import DeadlineExceeded, Finished, TooManyAbandoned
 
 
 class Outcome(StrEnum):
-    """How a reward function did on one rollout."""
+    """Result of a reward function on one rollout."""
 
     VALUE = "value"
     """A finite number."""
     ABSTAINED = "abstained"
-    """A function of a TRL signature returned None for this rollout: it does not apply. Not an error."""
+    """A batch function returned None for this rollout: it does not apply. Not an error."""
     TIMEOUT = "timeout"
-    """It did not return in time."""
+    """The function did not return in time."""
     EXCEPTION = "exception"
-    """It raised."""
+    """The function raised."""
     NON_FINITE = "non_finite"
-    """It returned NaN, an infinity, or an integer too large for a float."""
+    """The function returned NaN, an infinity, or an integer too large for a float."""
     WRONG_TYPE = "wrong_type"
-    """It returned something that is not a number."""
+    """The function returned something that is not a number."""
     CRASHED = "crashed"
-    """Its process ended or was ended (`os._exit`, a fault in C code, the kernel), without an answer."""
+    """The worker process ended without an answer: `os._exit`, a fault in C code, the kernel."""
     WRONG_LENGTH = "wrong_length"
-    """A function over a batch returned another number of rewards than there were rollouts."""
+    """A batch function returned another number of rewards than it got rollouts."""
 
     @property
     def is_error(self) -> bool:
@@ -43,17 +43,17 @@ ERRORS = tuple(outcome for outcome in Outcome if outcome.is_error)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """One reward function on one rollout."""
+    """Outcome of one reward function on one rollout."""
 
     outcome: Outcome
     value: float = math.nan
     """Finite if the outcome is `VALUE`, else NaN."""
     detail: str = ""
-    """For people: what was returned or raised."""
+    """For people: the returned value or the error."""
 
 
 def judge(value: Any) -> Verdict:
-    """The verdict on a returned value: any real number (bool and numpy scalars too) that is finite."""
+    """Return the verdict on a returned value: any finite real number counts, also bool and numpy scalars."""
     if not isinstance(value, Real | np.bool_):
         return Verdict(outcome=Outcome.WRONG_TYPE, detail=f"returned {_short(value)}; expected a float")
     try:
@@ -66,14 +66,14 @@ def judge(value: Any) -> Verdict:
 
 
 def judge_call(finished: Finished) -> Verdict:
-    """The verdict on a call for one rollout."""
+    """Return the verdict on a call for one rollout."""
     if finished.error is not None:
         return _judge_error(finished.error)
     return judge(finished.value)
 
 
 def judge_batch(finished: Finished, count: int) -> list[Verdict]:
-    """Verdicts on a call for `count` rollouts at once. None stands for "does not apply", as in TRL."""
+    """Return the verdicts on a call for `count` rollouts at once. As in TRL, a value of None means "does not apply"."""
     if finished.error is not None:
         return [_judge_error(finished.error)] * count
     values = finished.value
@@ -95,7 +95,7 @@ def _judge_error(error: BaseException) -> Verdict:
 
 
 def _short(value: Any) -> str:
-    # Only for plain values is repr known to be cheap and harmless; a returned object may be anything.
+    # Only the repr of plain values is known to be cheap and harmless.
     plain = value is None or isinstance(value, str | bytes | bool | int | float)
     return f"{type(value).__name__} {value!r:.80}" if plain else f"a {type(value).__name__}"
 
@@ -103,5 +103,5 @@ def _short(value: Any) -> str:
 def _text(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:  # an exception class of somebody else's may fail even at this
+    except Exception:  # `__str__` of a user's exception class may itself fail
         return "(its message cannot be printed)"

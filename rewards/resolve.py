@@ -1,4 +1,4 @@
-"""From the name of a reward function in the settings to something that can be called."""
+"""Lookup of reward functions by name, and binding of their settings."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from rollout.errors import ConfigError
 from rollout.system.user_functions import load_function
 
 MODEL = "model"
-"""Name of the reward that is a reward model (`rewards/model/reward.py`)."""
+"""Name of the reward function that runs a reward model (`rewards/model/reward.py`)."""
 NOT_BY_NAME = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-"""Parameters that no setting can name."""
+"""Kinds of parameters that a setting cannot name."""
 
 
 def resolve(spec: str) -> tuple[str, Callable[..., Any]]:
-    """Name and function of a built-in name or `path/to/file.py:name`. The latter runs the file, with all its rights.
+    """Return name and function of a built-in name or of `path/to/file.py:name`. The latter runs the file.
 
     Raises:
         ConfigError: no such function or file, or the file cannot be loaded.
     """
     if spec == MODEL:
-        from rewards.model.reward import model_reward  # torch and transformers, which other rewards do not need
+        from rewards.model.reward import model_reward  # imports torch and transformers, which other rewards do not need
 
         return spec, model_reward
     if spec in FUNCTIONS:
@@ -40,7 +40,7 @@ def resolve(spec: str) -> tuple[str, Callable[..., Any]]:
 
 
 def configure(name: str, function: Callable[..., Any], settings: Mapping[str, Any]) -> Callable[..., Any] | BatchReward:
-    """The function with its settings bound. Raises `ConfigError` for settings that it does not take, or lacks."""
+    """Return the function with its settings bound. Raises `ConfigError` for unknown or missing settings."""
     if name == MODEL:
         check_settings(name, ModelSettings, settings)
         return function(**settings)
@@ -51,10 +51,10 @@ def configure(name: str, function: Callable[..., Any], settings: Mapping[str, An
 
 
 def check_built_in(name: str, settings: Any) -> None:
-    """Raise `ConfigError` for settings that a built-in does not take, or lacks. Nothing is loaded for it."""
+    """Raise `ConfigError` for unknown or missing settings of a built-in, without loading anything for it."""
     if not isinstance(settings, Mapping):
         raise ConfigError(
-            f"reward.settings.{name}={settings} holds no settings by name; set reward.settings.{name}.<name>=<value>"
+            f"reward.settings.{name}={settings} is not a mapping of settings; set reward.settings.{name}.<name>=<value>"
         )
     if name == MODEL:
         check_settings(name, ModelSettings, settings)
@@ -64,7 +64,7 @@ def check_built_in(name: str, settings: Any) -> None:
 
 
 def check_settings(name: str, function: Callable[..., Any], settings: Mapping[str, Any], *, given: int = 0) -> None:
-    """Raise `ConfigError` unless a function can be called with `given` positional arguments and the settings."""
+    """Raise `ConfigError` unless the function can be called with `given` positional arguments and the settings."""
     signature = inspect.signature(function)
     try:
         signature.bind(*[None] * given, **settings)

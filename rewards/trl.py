@@ -1,4 +1,4 @@
-"""Reward functions written for TRL: `fn(prompts, completions, **columns) -> list[float | None]`."""
+"""Reward functions with TRL's signature: `fn(prompts, completions, **columns) -> list[float | None]`."""
 
 from __future__ import annotations
 
@@ -12,31 +12,27 @@ from rollout.errors import ConfigError
 from rollout.records import Message, Rollout
 from rollout.system.deadline import function_name
 
-# Keys of a data row that TRL passes under other names.
 _RENAMED = ("prompt", "completion", "completion_ids")
+"""Keys of a data row that TRL passes under other names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchReward:
-    """A reward function that scores a batch of rollouts in one call, with what it is called with."""
+    """A reward function that scores a batch of rollouts in one call, and how its arguments are made."""
 
     function: Callable[..., Any]
     arguments: Callable[[Sequence[Rollout]], Mapping[str, Any]]
     load: Callable[[], None] = lambda: None
-    """Brings what the function needs (a model) into memory, before its first call and without its deadline."""
-
-    @property
-    def name(self) -> str:
-        return function_name(self.function)
+    """Loads what the function needs (a model) before its first call, outside its deadline."""
 
 
 def from_trl(function: Callable[..., Any], *, conversational: bool = True, **settings: Any) -> BatchReward:
-    """Use a TRL reward function, sync or async, unchanged.
+    """Adapt an unchanged TRL reward function, sync or async.
 
     It is called with keywords: `prompts` and `completions` (lists of messages each; with `conversational=False`
     texts: the last prompt message and the last assistant turn), `completion_ids` (the sampled tokens of all turns),
-    each column of the data rows as a list, and `settings`. A function without `**kwargs` gets the ones it names. None
-    in its answer means that it does not apply to that rollout. What it gets are copies.
+    each column of the data rows as a list, and `settings`. A function without `**kwargs` gets those that it names. All
+    of them are copies. None in its answer means that it does not apply to that rollout.
 
     Raises:
         ConfigError: a setting that the function does not take.
@@ -67,15 +63,14 @@ def from_trl(function: Callable[..., Any], *, conversational: bool = True, **set
 
 
 def has_trl_signature(function: Callable[..., Any]) -> bool:
-    """Whether a function asks for `completions`: then it is TRL's kind, else it takes a rollout."""
+    """True if the function takes `completions`, as TRL's do; others take a rollout."""
     return "completions" in inspect.signature(function).parameters
 
 
 def _split(messages: Sequence[Message]) -> tuple[list[Message], list[Message]]:
-    """What was given, and everything from the first assistant turn that follows the last given user turn.
+    """Split messages into prompt and completion at the first assistant turn.
 
-    A prompt may hold assistant turns of its own (a conversation to go on with), so the border cannot be told from roles
-    alone in a multi-turn episode; the first assistant turn is taken, which is right for prompts without any.
+    Wrong for prompts with assistant turns of their own: roles do not tell these from sampled turns.
     """
     border = next((index for index, turn in enumerate(messages) if turn["role"] == "assistant"), len(messages))
     return list(messages[:border]), list(messages[border:])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from rewards import FaultTolerance, Isolation, Outcome, RewardSet, make_reward_set
+from rewards import FaultTolerance, Isolation, Outcome, RewardSet, Shaping, make_reward_set
 from rollout.chat.chat import Chat
 from rollout.engine.protocol import Engine, Sampling
 from rollout.environments import make_environment
@@ -74,14 +74,14 @@ def make_sampling(config: Config, chat: Chat, *, temperature: float) -> Sampling
 
 
 def make_rewards(config: Config) -> RewardSet:
-    settings = config.reward
+    settings, algorithm = config.reward, config.algorithm
     return make_reward_set(
         settings.functions,
         settings.weights,
         settings.settings,
         FaultTolerance(
             timeout_s=settings.timeout_s,
-            policies={Outcome(outcome): policy for outcome, policy in settings.on_error.items()},
+            on_error={Outcome(outcome): action for outcome, action in settings.on_error.items()},
             max_error_rate=settings.max_error_rate,
             window=settings.error_window,
         ),
@@ -89,5 +89,11 @@ def make_rewards(config: Config) -> RewardSet:
             mode=settings.isolation,  # type: ignore[arg-type]  # Hydra refuses Literal; its choices are checked
             workers=settings.workers,
             memory_gib=settings.memory_gib,
+        ),
+        Shaping(
+            turn_rewards=algorithm.turn_rewards,
+            horizon=config.horizon,
+            overlong_buffer=algorithm.overlong_buffer,
+            overlong_penalty=algorithm.overlong_penalty,
         ),
     )

@@ -1,4 +1,4 @@
-"""What built-in rewards read of a rollout: its answer, and the data row's reference."""
+"""Access to the final answer of a rollout and to the reference of its data row."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rollout.records import Rollout
 
 
 def final_answer(rollout: Rollout) -> str:
-    """Content of the last assistant turn, without surrounding space; empty if there is none."""
+    """Return the content of the last assistant turn, without surrounding space; empty without one."""
     for message in reversed(rollout.messages):
         if message["role"] == "assistant":
             return str(message.get("content") or "").strip()
@@ -17,7 +17,7 @@ def final_answer(rollout: Rollout) -> str:
 
 
 def reference(rollout: Rollout, column: str) -> Any:
-    """The value of a column of the data row. Raises `DataError` if the row has none."""
+    """Return the value of a column of the data row. Raises `DataError` if it is missing or null."""
     value = rollout.example.get(column)
     if value is None:
         columns = ", ".join(rollout.example) or "none"
@@ -26,5 +26,5 @@ def reference(rollout: Rollout, column: str) -> Any:
 
 
 def expected(rollout: Rollout, column: str) -> str:
-    """The data row's reference answer as text. Raises `DataError` if the row has none."""
+    """Return the reference answer of the data row as text. Raises `DataError` if it is missing or null."""
     return str(reference(rollout, column)).strip()

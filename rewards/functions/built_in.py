@@ -1,8 +1,8 @@
-"""Built-in rewards: pure functions of one rollout, `fn(rollout, **settings) -> float`.
+"""Built-in reward functions: pure functions of one rollout, `fn(rollout, **settings) -> float`.
 
-They read `rollout.messages` (what a person reads) and `rollout.example` (the data row), never tokens, except for the
-length rewards, which count sampled tokens. The answer a reward judges is the content of the last assistant turn; a
-rollout that ends in a tool call therefore has an empty answer, and earns what an empty answer earns.
+They read `rollout.messages` and `rollout.example` (the data row), never tokens; only the length reward counts sampled
+tokens. The answer is the content of the last assistant turn; a rollout that ends in a tool call has an empty answer and
+gets the reward of an empty answer.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from rewards.functions.judge import llm_judge
 from rewards.functions.mathematics import math_equal
 from rewards.functions.programs import code_tests
 from rewards.functions.tool_calls import tool_calls_match
+from rewards.shaping import length_penalty
 from rollout.errors import ConfigError, DataError
 from rollout.records import Rollout
 
@@ -24,14 +25,14 @@ _NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:[eE][-+]?\d+)?|[-+]?\.\d+")
 
 
 def demo_answer(rollout: Rollout) -> float:
-    """1 for the right answer in the right sentence, "The answer is 1353"; else 0. The reward of the demo tasks."""
+    """Return 1 for the reference in the sentence "The answer is 1353", else 0. The reward of the demo tasks."""
     return float(final_answer(rollout) == f"The answer is {expected(rollout, 'answer')}")
 
 
 def environment_reward(rollout: Rollout, *, fact: str = "environment_reward") -> float:
-    """What the environment or the agent itself gave, as a number in the outcome (`environment=trl`, `verifiers`).
+    """Return the reward that the environment or the agent put into its outcome (`environment=trl`, `verifiers`).
 
-    Raises `DataError` if it gave none.
+    Raises `DataError` if the outcome has none.
     """
     value = rollout.outcome.get(fact)
     if value is None:
@@ -41,30 +42,30 @@ def environment_reward(rollout: Rollout, *, fact: str = "environment_reward") ->
 
 
 def exact_match(rollout: Rollout, *, column: str = "answer", ignore_case: bool = False) -> float:
-    """1 if the answer is the reference, up to surrounding space."""
+    """Return 1 if the answer is the reference, up to surrounding space."""
     answer, reference = final_answer(rollout), expected(rollout, column)
     return float(answer.casefold() == reference.casefold() if ignore_case else answer == reference)
 
 
 def contains(rollout: Rollout, *, column: str = "answer", ignore_case: bool = False) -> float:
-    """1 if the reference occurs in the answer as whole words: 7 is not in 17."""
+    """Return 1 if the reference occurs in the answer as whole words: 7 does not occur in 17."""
     pattern = rf"(?<!\w){re.escape(expected(rollout, column))}(?!\w)"
     return float(re.search(pattern, final_answer(rollout), re.IGNORECASE if ignore_case else 0) is not None)
 
 
 def numeric(rollout: Rollout, *, column: str = "answer", rel_tol: float = 1e-6, abs_tol: float = 1e-9) -> float:
-    r"""1 if the last number of the answer equals the last number of the reference.
+    r"""Return 1 if the last number of the answer equals the last number of the reference.
 
     A number in the last `\boxed{}` of either wins over later ones. Thousands may be separated by commas.
     """
     value, reference = last_number(final_answer(rollout)), last_number(expected(rollout, column))
     if reference is None:
-        raise DataError(f"numeric reward: column {column!r} holds no number: {rollout.example[column]!r}")
+        raise DataError(f"numeric: column {column!r} holds no number: {rollout.example[column]!r}")
     return float(value is not None and math.isclose(value, reference, rel_tol=rel_tol, abs_tol=abs_tol))
 
 
 def last_number(text: str) -> float | None:
-    """The last finite number in a text, or in its last `\\boxed{}`; None without one."""
+    """Return the last finite number in a text, or in its last `\\boxed{}`; None without one."""
     boxed = re.findall(r"\\boxed\{([^{}]*)\}", text)
     found = _NUMBER.findall(boxed[-1] if boxed else text)
     value = float(found[-1].replace(",", "")) if found else None
@@ -72,17 +73,16 @@ def last_number(text: str) -> float | None:
 
 
 def regex(rollout: Rollout, *, pattern: str, full: bool = False) -> float:
-    """1 if the pattern occurs in the answer (or, with `full`, is all of it). `.` matches line breaks.
+    """Return 1 if the pattern occurs in the answer (or, with `full`, matches all of it). `.` matches line breaks.
 
-    The pattern comes from your settings, the text from a model: a pattern with nested repetition can take exponential
-    time. Therefore it runs in a process that can be killed.
+    Runs in a process that can be killed: a pattern with nested repetition can take exponential time on a model's text.
     """
     match = re.fullmatch if full else re.search
     return float(match(pattern, final_answer(rollout), re.DOTALL) is not None)
 
 
 def think_format(rollout: Rollout) -> float:
-    """1 if the last assistant turn reasons first and then answers: `<think>…</think>` once, and text after it.
+    """Return 1 if the last assistant turn is `<think>…</think>` once, with text after it.
 
     Reasoning that was parsed out of the turn (`reasoning_content`) counts as well.
     """
@@ -97,22 +97,20 @@ def think_format(rollout: Rollout) -> float:
 
 
 def soft_overlong(rollout: Rollout, *, max_tokens: int, buffer_tokens: int) -> float:
-    """0 up to `max_tokens - buffer_tokens` sampled tokens, then linearly down to -1 at `max_tokens`, and -1 beyond.
+    """Return 0 up to `max_tokens - buffer_tokens` sampled tokens, then linearly less to -1 at `max_tokens` and beyond.
 
-    Source: DAPO, equation 13 (soft overlong punishment).
+    Source: DAPO, equation 13 (`rewards/shaping.py`).
     """
     if not 0 < buffer_tokens <= max_tokens:
         raise ConfigError(
             f"soft_overlong: expected 0 < buffer_tokens <= max_tokens, found buffer_tokens={buffer_tokens} and "
             f"max_tokens={max_tokens}"
         )
-    over = rollout.num_sampled - (max_tokens - buffer_tokens)
-    return -min(1.0, max(0.0, over / buffer_tokens))
+    return length_penalty(rollout.num_sampled, start=max_tokens - buffer_tokens, horizon=max_tokens)
 
 
 def repetition(rollout: Rollout, *, ngram: int = 4) -> float:
-    """Minus the share of the rollout's word n-grams that repeat an earlier one: 0 without repetition, near -1 in a
-    loop."""
+    """Return minus the share of word n-grams that repeat an earlier one: 0 without repetition, near -1 in a loop."""
     if ngram < 1:
         raise ConfigError(f"repetition: ngram must be at least 1, found {ngram}")
     words = " ".join(
@@ -123,9 +121,7 @@ def repetition(rollout: Rollout, *, ngram: int = 4) -> float:
     return -(total - len(grams)) / total if total else 0.0
 
 
-RewardFunction = Callable[..., float | Awaitable[float]]
-
-FUNCTIONS: dict[str, RewardFunction] = {
+FUNCTIONS: dict[str, Callable[..., float | Awaitable[float]]] = {
     function.__name__: function
     for function in (
         demo_answer,
@@ -145,4 +141,4 @@ FUNCTIONS: dict[str, RewardFunction] = {
 }
 
 ISOLATED = frozenset({"regex", "math_equal", "code_tests"})
-"""Built-ins that may hang on what a model wrote, and therefore always run in a process that can be killed."""
+"""Built-ins that may hang on a model's text, and therefore always run in a process that can be killed."""

@@ -1,12 +1,12 @@
-"""A language model as a judge, behind any URL that speaks the OpenAI protocol.
+"""Reward from a language model as a judge, at any URL with the OpenAI protocol.
 
     reward.functions=[llm_judge] reward.settings.llm_judge.url=http://127.0.0.1:8000/v1 ...model=<name>
 
-A judge that cannot be reached, refuses, or gives no score is an error of its own, never a zero. Connection errors,
-timeouts, 429 and 5xx are tried again; other 4xx are not. All attempts together have the limit `reward.timeout_s`.
+A judge that cannot be reached, refuses, or gives no score is an error, never a zero. Connection errors, timeouts, 429
+and 5xx are retried; other 4xx are not. All attempts together have the limit `reward.timeout_s`.
 
-Not covered: the judge reads text that the trained model wrote, and that text may talk to the judge. It is put between
-markers that do not occur in it; that makes pretending harder, not impossible.
+Not covered: prompt injection. The judge reads text that the trained model wrote. It is put between markers that do not
+occur in it, which makes an injection harder, not impossible.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SCORE = re.compile(r"score\s*:\s*\**\s*([-+]?\d+(?:\.\d+)?)", re.IGNORECASE)
 
 
 class _Unavailable(Exception):
-    """The judge may answer when it is asked again."""
+    """A failure that may pass: the request is retried."""
 
 
 async def llm_judge(
@@ -55,15 +55,21 @@ async def llm_judge(
     attempts: int = 4,
     attempt_timeout_s: float = 20.0,
 ) -> float:
-    """The judge's score, scaled to 0 .. 1. `column`: of the data row, holds a reference answer that it is shown.
-    `api_key_env`: the name of the environment variable that holds its key; a key itself is no setting.
+    """Return the judge's score, scaled from low .. high to 0 .. 1.
+
+    Args:
+        column: of the data row, with a reference answer to show to the judge.
+        api_key_env: environment variable that holds the key of the server. A key itself cannot be a setting.
 
     Raises:
-        ConfigError: settings that make no sense, or the variable is not set.
+        ConfigError: settings out of range, or the variable is not set.
         RewardError: no answer after all attempts, a refusal, or a reply without a score in range.
     """
     if not low < high or attempts < 1 or attempt_timeout_s <= 0:
-        raise ConfigError("llm_judge: expected low < high, attempts >= 1 and attempt_timeout_s > 0")
+        raise ConfigError(
+            f"llm_judge: found low={low}, high={high}, attempts={attempts}, attempt_timeout_s={attempt_timeout_s}; "
+            "expected low < high, attempts >= 1 and attempt_timeout_s > 0"
+        )
     headers = {}
     if api_key_env is not None:
         if not os.environ.get(api_key_env):
@@ -98,7 +104,7 @@ async def llm_judge(
 
 async def _ask(url: str, body: dict, headers: dict[str, str], timeout_s: float) -> str:
     timeout = aiohttp.ClientTimeout(total=timeout_s)
-    # A session per call: calls may come from different event loops, and a judge's answer takes far longer.
+    # A session per call: calls may come from different event loops, and a session costs little beside an answer.
     async with (
         aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
         session.post(url, json=body, allow_redirects=False) as response,
@@ -110,13 +116,13 @@ async def _ask(url: str, body: dict, headers: dict[str, str], timeout_s: float) 
         try:
             return str((await response.json())["choices"][0]["message"]["content"] or "")
         except (ValueError, KeyError, IndexError, TypeError, aiohttp.ContentTypeError) as error:
-            raise RewardError(f"judge {url}: its reply is no chat completion ({type(error).__name__})") from error
+            raise RewardError(f"judge {url}: its reply is not a chat completion ({type(error).__name__})") from error
 
 
 def _prompt(rollout: Rollout, criteria: str, column: str | None, low: float, high: float) -> str:
     question = "\n".join(str(turn.get("content") or "") for turn in rollout.messages if turn["role"] == "user")
     answer = final_answer(rollout)
-    marker = f"[{secrets.token_hex(8)}]"  # new for each prompt: what the model wrote cannot hold it
+    marker = f"[{secrets.token_hex(8)}]"  # new for each prompt, so that the model's text cannot contain it
     reference = ""
     if column is not None:
         if rollout.example.get(column) is None:

@@ -1,7 +1,7 @@
-"""Mathematical equality, by the library math-verify (extra `math`).
+"""Mathematical equality, computed by math-verify (extra `math`).
 
-It limits its own time by SIGALRM, which fails off the main thread and cannot interrupt C code. Here its limits are off:
-the function runs in a worker whose death is the limit, so that a timeout is counted as one and is never a zero.
+math-verify limits its own time by SIGALRM, which fails off the main thread and cannot interrupt C code. Its limits are
+off here: the function runs in a worker that is killed at the deadline, so that a timeout counts as one and never as 0.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from rollout.records import Rollout
 
 
 def math_equal(rollout: Rollout, *, column: str = "answer", precision: int = 6) -> float:
-    """1 if the answer equals the reference as mathematics: 1/2, 0.5 and \\frac{1}{2} are the same.
+    """Return 1 if the answer equals the reference as mathematics: 1/2, 0.5 and \\frac{1}{2} are the same.
 
-    A boxed answer wins over others. The reference is read with and without dollar signs around it. Needs
+    A boxed answer wins over others. The reference is parsed with and without dollar signs around it. Needs
     math-verify: `pip install lockstep-rl[math]`.
 
     Raises:
-        DataError: the reference cannot be read.
+        ConfigError: math-verify is not installed.
+        DataError: the reference cannot be parsed.
     """
     try:
         from math_verify import parse, verify
@@ -31,7 +32,7 @@ def math_equal(rollout: Rollout, *, column: str = "answer", precision: int = 6) 
     reference = expected(rollout, column)
     gold = read(reference) or read(f"${reference}$")
     if not gold:
-        raise DataError(f"math reward: column {column!r} holds no mathematics: {reference!r:.80}")
+        raise DataError(f"math_equal: column {column!r} is not a mathematical expression: {reference!r:.80}")
     answer = read(final_answer(rollout))
     if not answer:
         return 0.0

@@ -1,5 +1,4 @@
-"""Programs that a model wrote, judged by tests. What contains them, and what is not contained:
-`rewards/sandbox/sandbox.py`."""
+"""Tests of programs that a model wrote, run in the sandbox (`rewards/sandbox/sandbox.py`)."""
 
 from __future__ import annotations
 
@@ -26,20 +25,20 @@ def code_tests(
     memory_mib: int = 512,
     max_tests: int = 20,
 ) -> float:
-    """1 if the program in the answer's last code block passes all tests of the data row; with `partial` their share.
+    """Return 1 if the answer's last code block passes all tests of the data row; with `partial` the share it passes.
 
     Tests are a list, or its JSON: of Python statements that run after the program (`assert f(2) == 4`), or of
-    {"input": ..., "output": ...}: what the program reads and must print, up to space at the ends of lines. A single
-    text of statements is one test. Each test is a new process with its own `timeout_s`; all of them together have
-    `reward.timeout_s`. An answer without a program is 0.
+    {"input": ..., "output": ...}: standard input and expected output, compared up to space at the ends of lines. A
+    single text of statements is one test. Each test is a new process with its own `timeout_s`; together they have
+    `reward.timeout_s`. An answer without a program gets 0.
 
-    Statements share a process with the program. One that ends the process does not pass; one that sets out to cheat
-    (an object that equals everything, reading the word of `_passes` from its standard input) can. Tests by input and
-    output cannot be cheated from inside.
+    Statements share a process with the program. A program that ends the process does not pass; a program that is
+    written to cheat (an object that equals everything, reading the word of `_passes` from its standard input) can.
+    Tests by input and output cannot be cheated from inside.
 
     Raises:
-        ConfigError: run as root where nothing can contain the program.
-        DataError: the tests cannot be read.
+        ConfigError: the process is root and the system has no namespaces to contain the program.
+        DataError: the tests are malformed.
     """
     if max_tests < 1:
         raise ConfigError(f"code_tests: max_tests={max_tests} must be at least 1")
@@ -58,26 +57,23 @@ def code_tests(
 
 
 def last_program(answer: str) -> str | None:
-    """The last fenced block of an answer; None without one."""
+    """Return the last fenced block of an answer; None without one."""
     blocks = _BLOCK.findall(answer)
     return blocks[-1] if blocks else None
 
 
 def _passes(program: str, test: str | Mapping[str, Any], limits: Limits) -> bool:
     if isinstance(test, str):
-        # A program that ends the process with status 0 must not pass: the tests end by printing this word.
+        # The tests end by printing this word, so that a program that exits with status 0 before them does not pass.
         word = secrets.token_hex(16)
         source = f"{program}\n\n{test}\n\nprint('\\n' + input())\n"
-        return _printed_last(run_python(source, stdin=word, limits=limits), word)
+        result = run_python(source, stdin=word, limits=limits)
+        return _succeeded(result) and _lines(result.stdout)[-1:] == [word]
     result = run_python(program, stdin=str(test["input"]), limits=limits)
-    return _exited_well(result) and _lines(result.stdout) == _lines(str(test["output"]))
+    return _succeeded(result) and _lines(result.stdout) == _lines(str(test["output"]))
 
 
-def _printed_last(result: Execution, word: str) -> bool:
-    return _exited_well(result) and _lines(result.stdout)[-1:] == [word]
-
-
-def _exited_well(result: Execution) -> bool:
+def _succeeded(result: Execution) -> bool:
     return result.ended is Ended.EXITED and result.status == 0
 
 
@@ -92,12 +88,12 @@ def _tests(value: Any, column: str) -> list[str | Mapping[str, Any]]:
         except ValueError:
             value = [value]  # statements that begin with a list
     tests = [value] if isinstance(value, str | Mapping) else value
-    well = isinstance(tests, Sequence) and all(
+    is_well_formed = isinstance(tests, Sequence) and all(
         isinstance(test, str) or (isinstance(test, Mapping) and {"input", "output"} <= test.keys()) for test in tests
     )
-    if not well or not tests:
+    if not is_well_formed or not tests:
         raise DataError(
-            f"code reward: column {column!r} holds a {type(value).__name__}; expected a list of statements or of "
+            f"code_tests: column {column!r} holds a {type(value).__name__}; expected a list of statements or of "
             '{"input", "output"}'
         )
     return list(tests)

@@ -1,4 +1,4 @@
-"""Whether a model calls the tools that it should, with the arguments that it should."""
+"""Exact match of tool calls."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rollout.records import Rollout
 
 
 def tool_calls_match(rollout: Rollout, *, column: str = "answer") -> float:
-    """1 if the first assistant turn makes exactly the calls of the reference, in any order; else 0.
+    """Return 1 if the first assistant turn makes exactly the calls of the reference, in any order; else 0.
 
-    The reference is a list, or its JSON text, of `{"name": ..., "arguments": {...}}`; an empty list asks for no call.
-    Calls are equal if name and arguments are, as JSON: 1 and 1.0 are, "1" and 1 are not. A call that could not be
-    parsed is a wrong one.
+    The reference is a list, or its JSON text, of `{"name": ..., "arguments": {...}}`; an empty list expects no call.
+    Calls are equal if name and arguments are equal as JSON: 1 equals 1.0, but not "1". A call that could not be parsed
+    is wrong.
 
     Raises:
-        DataError: the reference is something else.
+        DataError: the reference is not such a list.
     """
     expected = [_call(entry, column) for entry in _list(reference(rollout, column), column)]
     turn = next((message for message in rollout.messages if message["role"] == "assistant"), {})
@@ -38,16 +38,18 @@ def _list(value: Any, column: str) -> list[Any]:
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"tool reward: column {column!r} is no JSON: {value!r:.80}") from error
+            raise DataError(f"tool_calls_match: column {column!r} is not JSON: {value!r:.80}") from error
     if not isinstance(value, list | tuple):
-        raise DataError(f"tool reward: column {column!r} holds a {type(value).__name__}; expected a list of calls")
+        raise DataError(f"tool_calls_match: column {column!r} holds a {type(value).__name__}; expected a list of calls")
     return list(value)
 
 
 def _call(entry: Any, column: str) -> tuple[str, Any]:
     call = entry.get("function", entry) if isinstance(entry, Mapping) else {}
     if not isinstance(call.get("name"), str):
-        raise DataError(f"tool reward: column {column!r}: expected calls with name and arguments, found {entry!r:.80}")
+        raise DataError(
+            f"tool_calls_match: column {column!r}: expected calls with name and arguments, found {entry!r:.80}"
+        )
     return call["name"], _arguments(call.get("arguments"))
 
 
@@ -56,7 +58,7 @@ def _made(call: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def _arguments(value: Any) -> Any:
-    """Arguments as JSON has them; text that is no JSON stays text."""
+    """Parse arguments that are JSON text; other text stays text."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -64,5 +66,5 @@ def _arguments(value: Any) -> Any:
             return value
     if not value:
         return {}
-    # Columnar files give every call the arguments of all calls, null where they are another's.
+    # Columnar files give every call the arguments of all calls, and null for those of other calls.
     return {key: item for key, item in value.items() if item is not None} if isinstance(value, Mapping) else value

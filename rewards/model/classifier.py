@@ -1,11 +1,11 @@
-"""A sequence classifier with one output, read as a reward model: token sequences in, scalars out.
+"""Sequence classifier with one output as a reward model: token sequences in, scalars out.
 
 Decoders (a head named `score` over a causal trunk, as transformers builds them) are read at the last real token, found
-by the mask. Transformers' own pooling looks for the last id that is not the padding id, and stops early at a sampled
-token that happens to be it. Other classifiers (encoders) go through their own forward.
+by the mask. Transformers' own pooling looks for the last id that is not the padding id, and misses a sampled token with
+that id. Other classifiers (encoders) go through their own forward.
 
-A reward model that Lockstep trained has its normalisation folded into its weights where they can hold it, so that
-`AutoModelForSequenceClassification` gives the same rewards; what is left over stands in `reward_normalization.json`.
+A reward model that Lockstep trained has its normalization folded into its weights where they can hold it, so that
+`AutoModelForSequenceClassification` gives the same rewards; `reward_normalization.json` holds the rest.
 
 Shape legend: _B sequences, _T padded length, _D hidden size.
 """
@@ -25,16 +25,14 @@ from rewards.model.padding import PaddedBatch, pad
 from rollout.errors import ConfigError
 
 NORMALIZATION_FILE = "reward_normalization.json"
-"""Beside the weights: gain and bias that normalise the rewards, and the part of the bias that weights do not hold."""
-
-AUTO_DEVICE = "auto"
+"""File beside the weights: gain and bias that normalize the rewards, and the part of the bias not in the weights."""
 
 
 class RewardModel(nn.Module):
-    """Scores of padded batches, before any gain and bias that the weights do not hold."""
+    """Scores of padded batches, without any gain and bias that the weights do not hold."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Raises ConfigError for a classifier with more than one output."""
+        """Raises `ConfigError` for a classifier with more than one output."""
         super().__init__()
         if model.config.num_labels != 1:
             raise ConfigError(
@@ -48,7 +46,7 @@ class RewardModel(nn.Module):
         return "score" in dict(self.model.named_children())
 
     def forward(self, ids_BT: Tensor, mask_BT: Tensor, position_ids_BT: Tensor) -> Tensor:
-        """(B,) scores, float32 or wider. Arguments: the fields of a `PaddedBatch`."""
+        """Return scores, (B,) float32 or wider. Arguments: the fields of a `PaddedBatch`."""
         if not self.is_decoder:
             scores_B = self.model(input_ids=ids_BT, attention_mask=mask_BT.long()).logits[:, 0]
         else:
@@ -64,7 +62,7 @@ class RewardModel(nn.Module):
 
     @torch.no_grad()
     def score(self, sequences: Sequence[Sequence[int]], *, batch_size: int) -> Tensor:
-        """(B,) scores of token sequences, in their order, on CPU. Sorted by length inside, so that little is padded."""
+        """Return scores, (B,) on CPU, in the order of the sequences. Sorts by length inside to pad little."""
         device = next(self.parameters()).device
         order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
         scores_B = torch.zeros(len(sequences))
@@ -82,12 +80,12 @@ def load_reward_model(
     dtype: torch.dtype | str = "float32",
     trust_remote_code: bool = False,
 ) -> tuple[RewardModel, float]:
-    """The model in eval mode on its device, and the bias to add to its scores.
+    """Load a model in eval mode; return it with the bias to add to its scores.
 
-    device: `auto` spreads the layers over the GPUs that this process sees, where one has no room for them.
+    device: `auto` spreads the layers over the visible GPUs, for a model that does not fit on one.
 
     Raises:
-        ConfigError: nothing loadable is there, or it has more than one output.
+        ConfigError: the path cannot be loaded, or the model has more than one output.
     """
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -95,7 +93,7 @@ def load_reward_model(
             path,
             config=config,
             dtype=dtype,
-            device_map=AUTO_DEVICE if device == AUTO_DEVICE else None,
+            device_map="auto" if device == "auto" else None,
             trust_remote_code=trust_remote_code,
         )
     except (OSError, ValueError) as error:
@@ -103,12 +101,12 @@ def load_reward_model(
             f"reward model {path}: cannot be loaded ({error}). Expected what scripts/train_reward_model.py wrote, or "
             "any sequence classifier with one label: set reward.settings.model.path=<directory or hub id>"
         ) from error
-    if device != AUTO_DEVICE:
+    if device != "auto":
         model.to(device)
     return RewardModel(model).eval().requires_grad_(False), remaining_bias(path)
 
 
 def remaining_bias(path: str | Path) -> float:
-    """What the weights of a reward model could not hold of its bias; 0 for models of other origin."""
+    """Return the part of the bias that is not in the weights; 0 for models that Lockstep did not train."""
     file = Path(path) / NORMALIZATION_FILE
     return float(json.loads(file.read_text())["remaining_bias"]) if file.is_file() else 0.0

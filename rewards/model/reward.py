@@ -1,18 +1,22 @@
-"""A reward model as a reward function: `reward.functions=[model] reward.settings.model.path=<directory or hub id>`.
+"""Reward model as a reward function: `reward.functions=[model] reward.settings.model.path=<directory or hub id>`.
 
-A batch of rollouts is scored in one call, on the model's own device, in batches of `batch_size`. What it reads:
+A batch of rollouts is scored in one call, on the model's own device, in batches of `batch_size`. Its input:
 
-    input=messages   the conversation, through the reward model's chat template (for classifiers off the hub)
-    input=tokens     the prompt and the sampled tokens of the last call, cut behind the first stop token that counts;
+    input=messages   the conversation through the reward model's chat template (for classifiers off the hub)
+    input=tokens     the prompt and the sampled tokens of the last call, cut after the first stop token that counts;
                      decoded and encoded again if the tokenizers differ (for reward models trained on such text)
 
-A response without a stop token that counts is rejected: its score is replaced, not lowered (P5). Only the score sees
-the cut; all sampled tokens are trained.
+A response without a stop token that counts is rejected: a fixed value replaces its score, since a penalty could be
+outweighed by a high score. Only the score sees the cut: the policy samples past every stop token, and all of it is
+trained.
+
+Source of cut and rejection: Ziegler et al. 2019 (arXiv 1909.08593), section 3.1.1; "The N Implementation Details of
+RLHF with PPO" (Hugging Face blog, 2023), "Rejection sampling".
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -23,18 +27,45 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from rewards.model.classifier import load_reward_model
 from rewards.model.settings import ModelSettings
 from rewards.model.tokenizing import chat_ids, text_ids
-from rewards.model.truncation import StopRule, replace_rejected
 from rewards.trl import BatchReward
 from rollout.errors import ConfigError
 from rollout.records import Rollout
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopRule:
+    """Rule that the first of `token_ids` at index `after` or later ends the response."""
+
+    token_ids: frozenset[int]
+    after: int = 0
+    """First index (from 0) at which a stop token counts."""
+
+    def __post_init__(self) -> None:
+        if not self.token_ids or self.after < 0:
+            raise ValueError(
+                f"stop rule: found {len(self.token_ids)} stop tokens and after={self.after}; "
+                "expected at least one stop token and an index from 0"
+            )
+
+    def end(self, ids: Sequence[int]) -> int | None:
+        """Return the number of tokens up to and including the stop token, or None without one."""
+        return next((i + 1 for i in range(self.after, len(ids)) if ids[i] in self.token_ids), None)
+
+    def truncate(self, ids: Sequence[int]) -> list[int]:
+        """Return the tokens up to and including the stop token; all of them without one."""
+        return list(ids[: self.end(ids)])
+
+    def accepts(self, ids: Sequence[int]) -> bool:
+        """True if the response has a stop token that counts."""
+        return self.end(ids) is not None
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelReward(ModelSettings):
-    """The reward with its settings; the model is loaded by `load` or the first `score`, only on ranks that score."""
+    """A reward model; `load` or the first `score` loads it, so that ranks that do not score never do."""
 
     def score(self, rollouts: Sequence[Rollout]) -> list[float]:
-        """One reward per rollout.
+        """Return one reward per rollout.
 
         Raises:
             ConfigError: the model or its tokenizer cannot be loaded or used.
@@ -42,21 +73,22 @@ class ModelReward(ModelSettings):
         if not rollouts:
             return []
         model, bias = self._model
-        texts = [self._read(rollout)[-self.max_tokens :] for rollout in rollouts]
+        texts = [self._input_ids(rollout)[-self.max_tokens :] for rollout in rollouts]
         scores = (model.score(texts, batch_size=self.batch_size) + bias).tolist()
         rule = self._stop_rule
         if rule is None:
             return scores
-        return replace_rejected(
-            scores, [rule.accepts(sampled(rollout)) for rollout in rollouts], rejected=self.rejected
-        )
+        return [
+            score if rule.accepts(sampled(rollout)) else self.rejected
+            for score, rollout in zip(scores, rollouts, strict=True)
+        ]
 
     def load(self) -> None:
-        """Load model and tokenizers now, not inside the first call and its deadline."""
+        """Load model and tokenizers, outside the deadline of the first call."""
         _ = self._model, self._tokenizer, self._stop_rule
 
-    def _read(self, rollout: Rollout) -> list[int]:
-        """What the model scores, as its own token ids."""
+    def _input_ids(self, rollout: Rollout) -> list[int]:
+        """Return the input of the reward model as its own token ids."""
         if self.input == "messages":
             return chat_ids(self._tokenizer, rollout.messages)
         rule = self._stop_rule
@@ -90,15 +122,15 @@ class ModelReward(ModelSettings):
 
 
 def sampled(rollout: Rollout) -> tuple[int, ...]:
-    """Sampled tokens of the last call: the response."""
+    """Return the response: the sampled tokens of the last call."""
     return rollout.calls[-1].sampled_ids
 
 
 def token_id_of(tokenizer: PreTrainedTokenizerFast, text: str) -> int:
-    """The token that is written exactly so; one after a space may be another (in GPT-2 "." is 13, " ." is not).
+    """Return the id of the token with exactly this text; after a space it may differ (in GPT-2 "." is 13, " ." is not).
 
     Raises:
-        ConfigError: the text is no single token.
+        ConfigError: the text is not a single token.
     """
     ids = text_ids(tokenizer, text, special_tokens=False)
     if len(ids) != 1:
@@ -110,10 +142,6 @@ def token_id_of(tokenizer: PreTrainedTokenizerFast, text: str) -> int:
 
 
 def model_reward(**settings: Any) -> BatchReward:
-    """The reward function `model`. Keyword arguments: the fields of `ModelSettings`, which are checked there."""
+    """Return the reward function `model`. Keyword arguments: the fields of `ModelSettings`, which checks them."""
     reward = ModelReward(**settings)
-
-    def arguments(rollouts: Sequence[Rollout]) -> Mapping[str, Any]:
-        return {"rollouts": rollouts}
-
-    return BatchReward(function=reward.score, arguments=arguments, load=reward.load)
+    return BatchReward(function=reward.score, arguments=lambda rollouts: {"rollouts": rollouts}, load=reward.load)

@@ -1,5 +1,4 @@
-"""Settings of the reward model as a reward (`rewards/model/reward.py`), without torch, which validation does not
-load."""
+"""Settings of the reward function `model` (`rewards/model/reward.py`), checked without loading torch."""
 
 from __future__ import annotations
 
@@ -12,25 +11,25 @@ INPUTS = ("messages", "tokens")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """Raises `ConfigError` for settings that contradict each other."""
+    """Settings of a reward model. Raises `ConfigError` for settings that contradict each other."""
 
     path: str
     """Directory or hub id of a sequence classifier with one label."""
     input: str = "messages"
     """One of `INPUTS`."""
     policy_path: str | None = None
-    """For input=tokens: where the policy's tokenizer is; None: it is the reward model's own."""
+    """For input=tokens: path of the policy's tokenizer; None: that of the reward model."""
     stop: str | None = None
-    """Text of the one token that ends a response for the score, for example "."; None: nothing is cut or rejected."""
+    """Text of the single token that ends a response for the score, for example "."; None: no cut, no rejection."""
     stop_after: int = 0
     """First index of a sampled token at which `stop` counts."""
     rejected: float = -1.0
     """Score of a response without a stop token that counts."""
     max_tokens: int = 4096
-    """Longer texts are cut on the left: what is scored is the end."""
+    """Longer inputs are cut on the left, so that the end is scored."""
     batch_size: int = 32
     device: str | None = None
-    """For example cuda:1; auto: its layers spread over all GPUs; None: the GPU of this process if there is one."""
+    """For example cuda:1; auto: spread the layers over all GPUs; None: the GPU of this process, or the CPU."""
     dtype: str = "float32"
     trust_remote_code: bool = False
 

@@ -1,7 +1,4 @@
-"""Text and conversations as token ids, for scores. (Training rows are made by `rollout/chat/chat.py` alone.)
-
-transformers types what a tokenizer returns as a union of everything that it may be; here it is ids, once.
-"""
+"""Token ids of texts and conversations, for scores. (Only `rollout/chat/chat.py` makes training rows.)"""
 
 from __future__ import annotations
 
@@ -14,17 +11,17 @@ from rollout.chat.untrusted import UntrustedTextEncoder
 
 
 def text_ids(tokenizer: Any, text: str, *, special_tokens: bool = True) -> list[int]:
-    """Ids of a text, with the special tokens that the tokenizer adds to one, or without."""
+    """Tokenize a text, with or without the special tokens that the tokenizer adds."""
     return list(tokenizer(text, add_special_tokens=special_tokens)["input_ids"])
 
 
 def chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool = False) -> list[int]:
-    """Ids of a conversation through the tokenizer's chat template.
+    """Tokenize a conversation through the tokenizer's chat template.
 
-    What anybody wrote stays text, whatever it spells out (`rollout/chat/untrusted.py`): a policy that is paid for the
-    score must not be able to write further turns.
+    Message text never becomes special tokens (`rollout/chat/untrusted.py`): a policy that is trained on the score must
+    not be able to write further turns.
 
-    Raises `ConfigError` for a tokenizer with which that cannot be had, `TemplateError` for messages that are none.
+    Raises `ConfigError` for a tokenizer that cannot guarantee this, `TemplateError` for malformed messages.
     """
     encoder = _encoder(tokenizer)
     plain = normalize_messages(messages)

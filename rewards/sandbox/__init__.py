@@ -1,1 +1,1 @@
-"""Programs written by a model, run behind walls."""
+"""Sandbox for Python programs that a model wrote."""

@@ -1,8 +1,8 @@
-"""The inside of the sandbox: run as a script, first thing in new namespaces, it builds the walls and then becomes the
-program. `rewards/sandbox/sandbox.py` starts it; it imports the standard library only and is never imported.
+"""Sandbox setup inside the new namespaces: builds the root file system, drops rights, and becomes the program.
 
-Standard input: JSON with workdir (empty: build the walls), binds, disk_bytes, uids (first and number of those to choose
-from; null: stay, and give up capabilities), files by name, command, limits by name of the rlimit.
+`rewards/sandbox/sandbox.py` starts it as a script; it imports the standard library only and is never imported.
+Standard input: JSON with workdir (empty: build the root), binds, disk_bytes, uids (first and number of the user ids to
+choose from; null: stay, and give up capabilities), files by name, command, limits by name of the rlimit.
 """
 
 import ctypes
@@ -37,7 +37,7 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str |
 
 
 def bind(source: str, root: str) -> None:
-    """Show a file or directory of the host in the new root, at its own path."""
+    """Bind a file or directory of the host into the new root, at the same path."""
     target = root + source
     if os.path.isdir(source):
         os.makedirs(target, exist_ok=True)
@@ -57,14 +57,14 @@ def read_only(path: str) -> None:
 
 
 def own_uid(first: int, count: int) -> int:
-    """A user that no other sandbox of this machine is: the kernel numbers PID namespaces, each has its own."""
+    """Return a user id that no other sandbox of this machine has, by the kernel's number of the PID namespace."""
     return first + os.stat("/proc/self/ns/pid").st_ino % count
 
 
 def enter(binds: list[str], uid: int, disk_bytes: int) -> None:
-    """A root that holds an interpreter, four devices, the processes of this namespace, and one writable directory."""
+    """Enter a root with the interpreter, four devices, /proc of this namespace, and one writable directory."""
     mount("none", "/", None, MS_REC | MS_PRIVATE)
-    # Over a directory that every system has and the new root shows nothing of: none is made that could stay behind.
+    # Mounted over a directory that every system has and that the new root does not show, so none is left behind.
     root = "/proc"
     mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=16m")
     for path in binds:
@@ -78,7 +78,7 @@ def enter(binds: list[str], uid: int, disk_bytes: int) -> None:
     mount("proc", root + "/proc", "proc", MS_NOSUID | MS_NODEV)
     os.makedirs(root + "/sandbox")
     read_only(root)
-    # In memory, and gone with the namespace. Empty files take memory too: at most one for each page of 4 KiB.
+    # In memory, and gone with the namespace. Empty files take memory too, so at most one per page of 4 KiB.
     options = f"mode=700,uid={uid},gid={uid},size={disk_bytes},nr_inodes={disk_bytes // 4096}"
     mount("tmpfs", root + "/sandbox", "tmpfs", MS_NOSUID | MS_NODEV, options)
     os.chroot(root)
@@ -99,7 +99,7 @@ def main() -> None:
         enter(settings["binds"], 0, settings["disk_bytes"])
         check(libc.prctl(PR_SET_SECUREBITS, SECBIT_NOROOT_LOCKED, 0, 0, 0), "securebits")
     check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
-    # Again, after `unshare --kill-child`: another user id has cleared it.
+    # Repeats `unshare --kill-child`, which the change of the user id has cleared.
     check(libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0), "pdeathsig")
     for name, text in settings["files"].items():
         with open(name, "w", encoding="utf-8", errors="replace") as file:

@@ -1,22 +1,24 @@
-"""Run a Python program that a model wrote.
+"""Sandbox for Python programs that a model wrote.
 
 Covered, in layers:
 * always: everything is killed at the wall-clock limit, and when this process ends; an empty environment; limits on CPU
-  time, memory, file size, open files and core dumps; output that is read up to a limit; no descriptor, no standard
+  time, memory, file size, open files and core dumps; output that is read up to a limit; no descriptor and no standard
   input of the trainer;
-* where the system allows namespaces (`unshare`; tried once): no network, not even loopback; no sight of other
-  processes, and all of its own die with it, also those in sessions of their own; of the file system only the
-  interpreter and system libraries, read-only, and one writable directory; that directory is in memory, bounded in bytes
-  and files, and gone with the program, also when this process is killed; a limit on processes, of which those of
-  others, another sandbox's too, do not count (Linux 5.14); no capabilities, no way to new privileges; as root: a user
-  that nobody else is;
-* without namespaces: a temporary directory that is removed at the end; what a killed process left is removed by the
-  next sandbox in the same `TMPDIR` (unless that one has namespaces, or is of another user).
+* where the system allows namespaces (`unshare`; tried once): no network, not even loopback; no view of other processes,
+  and all of its own die with it, also those in sessions of their own; of the file system only the interpreter and
+  system libraries, read-only, and one writable directory, which is in memory, bounded in bytes and files, and gone with
+  the program, also when this process is killed; a limit on processes, not shared with other processes or sandboxes
+  (Linux 5.14); no capabilities, no way to new privileges; as root: a user id of its own;
+* without namespaces: a temporary directory that is removed at the end; the next sandbox in the same `TMPDIR` removes
+  what a killed process left (unless that sandbox has namespaces, or another user).
 
 Not covered: faults of the kernel; time that it takes from others below its limits; shared caches as side channels;
 memory of all its processes together (`memory_mib` is for each), of System V segments, of `memfd_create`.
 Without namespaces the program can read and write what the trainer's user can, fill the disk with many files, start any
 number of processes, reach the network, and leave processes in sessions of their own. As root that is refused.
+
+Not bubblewrap: it is rarely installed, bounds neither the number of files nor, as root, the number of processes, and
+systems without it would still need this code.
 """
 
 from __future__ import annotations
@@ -44,39 +46,39 @@ from rollout.errors import ConfigError
 
 JAIL = Path(__file__).with_name("jail.py")
 FIRST_UID, NUM_UIDS = 0x7000_0000, 0x0FFE_0000
-"""Users of programs when this process is root: those that systemd's table of user ids (UIDS-GIDS.md) leaves unused."""
+"""User ids for programs when this process is root, unused in systemd's table of user ids (docs/UIDS-GIDS.md)."""
 PREFIX = "lockstep-sandbox-"
 READ_ONLY = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache")
 PROBE_TIMEOUT_S = 20.0
 
 
 class Ended(StrEnum):
-    """How a program ended."""
+    """End of a program."""
 
     EXITED = "exited"
-    """By itself, with any status."""
+    """The program ended by itself, with any status."""
     TIMEOUT = "timeout"
-    """It was killed at the wall-clock limit."""
+    """The program was killed at the wall-clock limit."""
     KILLED = "killed"
-    """By a signal: a fault of its own, or the CPU limit."""
+    """A signal ended the program: a fault of its own, or the CPU limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Of one program and its children."""
+    """Limits of one program and its children."""
 
     timeout_s: float = 5.0
-    """Wall clock; CPU time gets one second more."""
+    """Wall-clock time; the limit on CPU time is one second more."""
     memory_mib: int = 512
     file_mib: int = 16
-    """Size of one file that it writes."""
+    """Size of one written file."""
     disk_mib: int = 64
-    """Size of all files together. In namespaces only, and in memory."""
+    """Size of all files together, in memory. In namespaces only."""
     processes: int = 16
-    """In namespaces only."""
+    """Number of processes and threads. In namespaces only."""
     open_files: int = 64
     output_bytes: int = 64 * 2**10
-    """Of its output, the first so many are kept; the rest is read and thrown away."""
+    """Bytes of each output to keep; the rest is discarded."""
 
     def __post_init__(self) -> None:
         if min(dataclasses.astuple(self)) <= 0:
@@ -85,7 +87,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """What came of a program."""
+    """Result of a program."""
 
     ended: Ended
     status: int
@@ -95,10 +97,10 @@ class Execution:
 
 
 def run_python(source: str, *, stdin: str = "", limits: Limits | None = None) -> Execution:
-    """Run a program in the sandbox, with the standard library only.
+    """Run a program in the sandbox; it can import the standard library only.
 
     Raises:
-        ConfigError: this process is root, and the system has no namespaces to hold the program.
+        ConfigError: this process is root, and the system has no namespaces to contain the program.
     """
     limits = limits or Limits()
     isolated = has_namespaces()
@@ -112,7 +114,7 @@ def run_python(source: str, *, stdin: str = "", limits: Limits | None = None) ->
 
 @functools.cache
 def has_namespaces() -> bool:
-    """Whether the layers that need namespaces work here; tried by running a program in them."""
+    """True if the layers that need namespaces work here; tried by running a program in them."""
     if shutil.which("unshare") is None:
         return False
     result = _run("print(6 * 7)", "", Limits(timeout_s=PROBE_TIMEOUT_S), isolated=True)
@@ -121,7 +123,7 @@ def has_namespaces() -> bool:
 
 @functools.cache
 def _is_root_of_all() -> bool:
-    """Whether this process may become any user: root, but not one of a container that has only some user ids."""
+    """True if this process is root and may become any user, unlike root of a container with few user ids."""
     ranges = [[int(n) for n in line.split()] for line in Path("/proc/self/uid_map").read_text().splitlines()]
     has_uids = any(first <= FIRST_UID and first + count >= FIRST_UID + NUM_UIDS for first, _, count in ranges)
     return os.geteuid() == 0 and has_uids
@@ -129,12 +131,12 @@ def _is_root_of_all() -> bool:
 
 @contextlib.contextmanager
 def _directory() -> Iterator[str]:
-    """A temporary directory, locked while its process lives; those whose process is gone are removed first."""
+    """Make a temporary directory, locked while its process lives; remove those whose process is gone."""
     for path in Path(tempfile.gettempdir()).glob(PREFIX + "*"):
         _remove_abandoned(path)
     while True:
         path = tempfile.mkdtemp(prefix=PREFIX)
-        with contextlib.suppress(FileNotFoundError):  # until it is locked it looks abandoned to other sandboxes
+        with contextlib.suppress(FileNotFoundError):  # before it is locked, other sandboxes take it for abandoned
             lock = os.open(path, os.O_RDONLY)
             fcntl.flock(lock, fcntl.LOCK_EX)
             if os.path.isdir(path):
@@ -148,7 +150,7 @@ def _directory() -> Iterator[str]:
 
 
 def _remove_abandoned(path: Path) -> None:
-    with contextlib.suppress(OSError):  # of another user, or removed meanwhile
+    with contextlib.suppress(OSError):  # it belongs to another user, or was removed meanwhile
         lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
             if os.fstat(lock).st_uid == os.getuid():
@@ -159,10 +161,10 @@ def _remove_abandoned(path: Path) -> None:
 
 
 def _remove(path: str) -> None:
-    """Also directories that the program took its own rights from."""
+    """Remove a tree, also directories whose permissions the program removed."""
     inside = (f"{parent}/{name}" for parent, names, _ in os.walk(path) for name in names)
     for directory in itertools.chain([path], inside):
-        with contextlib.suppress(OSError):  # removed by the program, or by a process that it left
+        with contextlib.suppress(OSError):  # the program, or a process that it left, removed it
             if not os.path.islink(directory):
                 os.chmod(directory, 0o700)
     shutil.rmtree(path, ignore_errors=True)
@@ -170,14 +172,14 @@ def _remove(path: str) -> None:
 
 def _run(source: str, stdin: str, limits: Limits, *, isolated: bool) -> Execution:
     directory = contextlib.nullcontext("") if isolated else _directory()
-    # The feed has no name that could stay behind.
+    # The feed is a file without a name, which cannot be left behind.
     with directory as workdir, tempfile.TemporaryFile() as feed:
         becomes_another = isolated and _is_root_of_all()
         interpreter = os.path.realpath(sys.executable)
         settings = {
             "workdir": workdir,
             "binds": [*READ_ONLY, os.path.realpath(sys.base_prefix)],
-            "disk_bytes": limits.disk_mib * 2**20 + 4 * (len(source) + len(stdin)),  # 4: of UTF-8, for a character
+            "disk_bytes": limits.disk_mib * 2**20 + 4 * (len(source) + len(stdin)),  # a character has up to 4 bytes
             "uids": [FIRST_UID, NUM_UIDS] if becomes_another else None,
             "files": {"program.py": source, "stdin": stdin},
             "command": [interpreter, "-I", "-B", "program.py"],
@@ -186,7 +188,7 @@ def _run(source: str, stdin: str, limits: Limits, *, isolated: bool) -> Executio
                 "RLIMIT_AS": limits.memory_mib * 2**20,
                 "RLIMIT_FSIZE": limits.file_mib * 2**20,
                 "RLIMIT_NOFILE": limits.open_files,
-                # Counted per user and user namespace: without either, all processes of the trainer's user count.
+                # Counted per user and user namespace. Without either, all processes of the trainer's user would count.
                 **({"RLIMIT_NPROC": limits.processes} if isolated else {}),
                 "RLIMIT_CORE": 0,
             },
@@ -203,7 +205,7 @@ def _run(source: str, stdin: str, limits: Limits, *, isolated: bool) -> Executio
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
-            # Namespaces end with `unshare`, which therefore stays in the group that dies with a reward worker.
+            # The namespaces end with `unshare`, which stays in the process group that is killed with a reward worker.
             start_new_session=not isolated,
             cwd="/",
         )
@@ -226,7 +228,7 @@ def _run(source: str, stdin: str, limits: Limits, *, isolated: bool) -> Executio
 
 
 def _read(process: subprocess.Popen[bytes], limits: Limits) -> tuple[str, str, bool]:
-    """The beginnings of both outputs, and whether the process ended in time."""
+    """Return the beginnings of both outputs, and True if the process ended in time."""
     assert process.stdout is not None
     assert process.stderr is not None
     kept = {process.stdout: bytearray(), process.stderr: bytearray()}
@@ -235,7 +237,7 @@ def _read(process: subprocess.Popen[bytes], limits: Limits) -> tuple[str, str, b
         for stream in kept:
             os.set_blocking(stream.fileno(), False)
             selector.register(stream, selectors.EVENT_READ)
-        # A descendant may hold the streams open after the program's end: that is what poll is for.
+        # A descendant may hold the streams open after the program's end, hence poll.
         while selector.get_map() and process.poll() is None and (left := deadline - time.monotonic()) > 0:
             for key, _ in selector.select(min(left, 0.05)):
                 _take(key.fileobj, kept, selector, limits)  # type: ignore[arg-type]

@@ -1,1 +1,1 @@
-"""Reward functions in processes that can be killed."""
+"""Processes that run reward functions and can be killed."""

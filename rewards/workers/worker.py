@@ -1,11 +1,11 @@
-"""The process that runs reward functions for somebody else: `rewards/workers/pool.py` starts it and talks to it.
+"""Worker process that runs reward functions, started by `rewards/workers/pool.py`.
 
-Requests and replies are JSON behind a length, on a socket that is not its standard output: what a function prints
-cannot be taken for an answer. Rollouts arrive as JSON, so a function can only change a copy. Replies are verdicts,
-not the objects that a function returned; nothing is pickled in either direction.
+Requests and replies are lines of JSON on a socket that is not the standard output: what a function prints cannot be
+taken for a reply. Rollouts arrive as JSON, so a function can only change a copy. Replies hold verdicts, not the objects
+that a function returned; nothing is pickled in either direction.
 
-A process group of its own dies with the trainer, also when the trainer was killed with SIGKILL and also while a
-function holds the interpreter lock: the kernel sends SIGKILL to the group when the last writer of a pipe is gone.
+The process group dies with the trainer, also when the trainer is killed with SIGKILL and while a function holds the
+interpreter lock: the kernel sends SIGKILL to the group when the last writer of a pipe is gone.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
-from rewards.outcomes import Verdict, judge_batch, judge_call
+from rewards.outcomes import judge_batch, judge_call
 from rewards.resolve import configure, resolve
 from rewards.trl import BatchReward
-from rewards.workers.frames import LENGTH, RECEIVED
+from rewards.workers.pool import RECEIVED
 from rollout.errors import ConfigError
 from rollout.saved_rollouts import from_json
 from rollout.system.deadline import Finished, is_async
@@ -36,7 +37,10 @@ _F_SETSIG = 10  # linux/fcntl.h; the fcntl module does not name it
 
 
 def main() -> None:
-    """Arguments: descriptor of the socket, descriptor of the pipe whose writer must live, memory limit [bytes]."""
+    """Serve requests until the trainer closes the socket.
+
+    Arguments: descriptor of the socket, descriptor of the pipe whose writer must live, memory limit [bytes].
+    """
     connection_fd, life_fd, memory_bytes = map(int, sys.argv[1:])
     _die_with(life_fd)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -44,15 +48,14 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     functions: dict[str, Callable[..., Any] | BatchReward] = {}
     own_pid = os.getpid()
-    with socket.socket(fileno=connection_fd) as connection:
-        while (request := _receive(connection)) is not None:
+    with socket.socket(fileno=connection_fd) as connection, connection.makefile("rb") as requests:
+        for request in requests:
             connection.sendall(RECEIVED)
-            reply = _answer(request, functions)
+            reply = _answer(json.loads(request), functions)
             if os.getpid() != own_pid:
-                os._exit(0)  # a function forked, and its copy of this process came back, too
+                os._exit(0)  # a function forked, and its copy of this process returned as well
             _flush()
-            payload = json.dumps(reply).encode()
-            connection.sendall(LENGTH.pack(len(payload)) + payload)
+            connection.sendall(json.dumps(reply).encode() + b"\n")
 
 
 def _answer(request: Mapping[str, Any], functions: dict[str, Callable[..., Any] | BatchReward]) -> dict[str, Any]:
@@ -72,50 +75,32 @@ def _answer(request: Mapping[str, Any], functions: dict[str, Callable[..., Any] 
     else:
         finished = _run(function, *rollouts)
         verdicts = [judge_call(finished)]
-    # What was allocated before a MemoryError may still be held by the traceback or by the function's module.
-    return {"verdicts": [_to_json(verdict) for verdict in verdicts], "retire": isinstance(finished.error, MemoryError)}
+    # The traceback or the function's module may still hold what was allocated before a MemoryError.
+    return {"verdicts": [asdict(verdict) for verdict in verdicts], "retire": isinstance(finished.error, MemoryError)}
 
 
 def _run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Finished:
-    """On the main thread, where functions that use SIGALRM for their own timeouts work."""
+    """Call the function on the main thread, where functions that use SIGALRM for their own timeouts work."""
     try:
         value = asyncio.run(function(*args, **kwargs)) if is_async(function) else function(*args, **kwargs)
-    except BaseException as error:  # whatever it is, it is the function's, and the trainer wants to know
+    except BaseException as error:  # SystemExit and KeyboardInterrupt are the function's as well, and are reported
         return Finished(error=error)
     return Finished(value=value)
-
-
-def _to_json(verdict: Verdict) -> dict[str, Any]:
-    return {"outcome": verdict.outcome, "value": verdict.value, "detail": verdict.detail}
-
-
-def _receive(connection: socket.socket) -> Any:
-    """The next request; None when the trainer has closed the socket."""
-    header = _read(connection, LENGTH.size)
-    return None if header is None else json.loads(_read(connection, *LENGTH.unpack(header)) or b"null")
-
-
-def _read(connection: socket.socket, count: int) -> bytes | None:
-    data = bytearray()
-    while len(data) < count:
-        chunk = connection.recv(min(count - len(data), 2**20))
-        if not chunk:
-            return None
-        data += chunk
-    return bytes(data)
 
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (OSError, ValueError, AttributeError):  # a function closed or replaced it: its output is its own affair
+        except (OSError, ValueError, AttributeError):  # the function closed or replaced it
             continue
 
 
 def _die_with(life_fd: int) -> None:
-    """Kill this process group when the last writer of the pipe is gone; watch the parent's pid as well, in case a
-    forked sibling keeps the pipe open."""
+    """Kill this process group when the last writer of the pipe is gone.
+
+    Watch the parent's pid as well, in case a forked sibling keeps the pipe open.
+    """
     fcntl.fcntl(life_fd, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(life_fd, _F_SETSIG, int(signal.SIGKILL))
     fcntl.fcntl(life_fd, fcntl.F_SETFL, fcntl.fcntl(life_fd, fcntl.F_GETFL) | os.O_ASYNC)

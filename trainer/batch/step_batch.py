@@ -18,13 +18,12 @@ import numpy as np
 import safetensors.numpy
 import torch
 
+from rewards.shaping import turn_rewards
 from rollout.episode.rows import rows_from_calls
 from rollout.errors import EvidenceError
 from rollout.records import Rollout, SamplingSupport, TrainingRow
 from trainer.batch.packing import StepLayout
 
-TURN_REWARDS = "turn_rewards"
-"""Outcome in which an environment reports a reward per turn: numbers in the order of the engine calls."""
 ROW_ARRAYS = {
     "ids": np.int64,
     "loss_mask": np.bool_,
@@ -83,7 +82,7 @@ class StepBatch:
         num_supports = sum(row.support is not None for row in rows)
         if 0 < num_supports < len(rows):
             raise EvidenceError(f"{num_supports} of {len(rows)} rows carry the sampling support; expected all or none")
-        by_turn = [turn_rewards(rollout, TURN_REWARDS if with_turn_rewards else None) for rollout in delivered]
+        by_turn = [turn_rewards(rollout, reported=with_turn_rewards) for rollout in delivered]
         return cls(
             rows=rows,
             rollout_ids=np.array([rollout.rollout_id for rollout in delivered], dtype=np.int64),
@@ -162,15 +161,6 @@ def _row_arrays(rows: Sequence[TrainingRow]) -> dict[str, np.ndarray]:
         arrays["support_sizes"] = np.concatenate([np.diff(support.offsets) for support in supports])
         arrays["support_ids"] = np.concatenate([support.token_ids for support in supports])
     return arrays
-
-
-def turn_rewards(rollout: Rollout, key: str | None) -> np.ndarray:
-    """(turns,) what each turn was given; the last one also what the reward functions gave to the whole."""
-    rewards = np.zeros(rollout.num_turns)
-    given = rollout.outcome.get(key, ()) if key else ()
-    rewards[: len(given)] = given
-    rewards[-1] += rollout.reward - rewards.sum()
-    return rewards
 
 
 def _rows(arrays: dict[str, np.ndarray]) -> list[TrainingRow]:

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from rollout.engine.protocol import Sampling
 from rollout.records import Rollout
 from rollout.sampler.sampler import OnRollout, RunEpisode, Sampler
-from trainer.collect.groups import Collected, Group, is_kept, shaped
+from trainer.collect.groups import Collected, Group, is_kept
 from trainer.collect.source import RolloutSource
 from trainer.config.schema import Config
 from trainer.data.prompts import Row
@@ -192,10 +192,7 @@ class Producer(RolloutSource):
         async with self._scoring:
             scored = await self._rewards.score(group)
             answers = [answer for one in greedy for answer in await self._rewards.score(one, in_metrics=False)]
-        return _Complete(
-            group=tuple(shaped(rollout, self._config) for rollout in scored),
-            greedy=tuple(shaped(rollout, self._config) for rollout in answers),
-        )
+        return _Complete(group=tuple(scored), greedy=tuple(answers))
 
     def _sample(
         self, sampler: Sampler, place: int, row: Row, sampling: Sampling, count: int

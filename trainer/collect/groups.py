@@ -1,21 +1,15 @@
-"""What becomes of a group between its rewards and its training: shaped rewards, baselines, which groups go on."""
+"""What becomes of a group between its rewards and its training: baselines, which groups go on."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
+from rewards.shaping import turn_rewards
 from rollout.records import Rollout, RolloutStatus
-from trainer.batch.step_batch import TURN_REWARDS, turn_rewards
 from trainer.config.schema import Config
-from trainer.objective.overlong import overlong_penalty
-
-OVERLONG = "overlong"
-"""Name of the length penalty among the rewards of a rollout."""
 
 Group = Sequence[Rollout]
 """Scored rollouts of one prompt."""
@@ -71,25 +65,6 @@ class Collected:
         )
 
 
-def shaped(rollout: Rollout, config: Config) -> Rollout:
-    """The rollout with what is added to its reward, each as a reward of its own: turns, length penalty."""
-    algorithm = config.algorithm
-    if not rollout.is_trainable:
-        return rollout
-    added: dict[str, float] = {}
-    if algorithm.turn_rewards:
-        given = rollout.outcome.get(TURN_REWARDS, ())
-        if problem := _turn_rewards_problem(given, rollout.num_turns):
-            return replace(rollout, status=RolloutStatus.FAILED, error=problem)
-        added["turns"] = math.fsum(given)
-    if algorithm.overlong_buffer:
-        share = overlong_penalty(rollout.num_sampled, horizon=config.horizon, buffer=algorithm.overlong_buffer)
-        added[OVERLONG] = algorithm.overlong_penalty * share
-    if not added:
-        return rollout
-    return replace(rollout, reward=rollout.reward + sum(added.values()), rewards={**rollout.rewards, **added})
-
-
 def is_kept(group: Group, config: Config) -> bool:
     """Whether the group is trained: under dynamic sampling only where it says something."""
     return not config.algorithm.dynamic_sampling or has_spread(group, by_turn=config.algorithm.turn_rewards)
@@ -103,7 +78,7 @@ def has_spread(group: Group, *, by_turn: bool = False) -> bool:
     trainable = [rollout for rollout in group if rollout.is_trainable]
     if not by_turn:
         return len({rollout.reward for rollout in trainable}) > 1
-    return len({tuple(np.trim_zeros(turn_rewards(rollout, TURN_REWARDS), "b")) for rollout in trainable}) > 1
+    return len({tuple(np.trim_zeros(turn_rewards(rollout, reported=True), "b")) for rollout in trainable}) > 1
 
 
 def _with_baseline(rollout: Rollout, greedy_rewards: Mapping[int, float]) -> Rollout:
@@ -111,12 +86,3 @@ def _with_baseline(rollout: Rollout, greedy_rewards: Mapping[int, float]) -> Rol
     if rollout.group_id in greedy_rewards or not rollout.is_trainable:
         return rollout
     return replace(rollout, status=RolloutStatus.FAILED, error="the greedy answer to its prompt failed: no baseline")
-
-
-def _turn_rewards_problem(given: Any, num_turns: int) -> str | None:
-    """Why these are not rewards of the turns, or None. Turns at the end that got nothing may be left out."""
-    if not isinstance(given, (list, tuple)) or not all(isinstance(value, (int, float)) for value in given):
-        return f"outcome {TURN_REWARDS} is {given!r:.200}; expected a list of numbers"
-    if len(given) > num_turns or not all(map(math.isfinite, given)):
-        return f"outcome {TURN_REWARDS} is {given!r:.200}; expected at most {num_turns} finite numbers, one per turn"
-    return None

@@ -1,8 +1,8 @@
 """The rollouts of one step, by the weights of this step: sampled, scored, and where the algorithm says so, refilled.
 
-    prompts ─► sample ─► score ─► shape ─► drop groups that say nothing ─► greedy answers (ReMax)
-                 ▲                                    │
-                 └────── other prompts for them ◄─────┘   `dynamic_sampling`, at most `max_refills` times
+    prompts ─► sample ─► score ─► drop groups that say nothing ─► greedy answers (ReMax)
+                 ▲                          │
+                 └─ other prompts for them ◄┘   `dynamic_sampling`, at most `max_refills` times
 
 Only rank 0 has an engine. It does all of this alone, and tells the others how far the data has been read, so ranks
 cannot decide differently. Everything is a function of the seed, the step and the data cursor.
@@ -22,7 +22,7 @@ from rollout.engine.protocol import Sampling
 from rollout.records import Rollout
 from rollout.sampler.sampler import OnRollout, Sampler
 from rollout.system.background_loop import BackgroundLoop
-from trainer.collect.groups import Collected, Group, is_kept, shaped
+from trainer.collect.groups import Collected, Group, is_kept
 from trainer.config.schema import Config
 from trainer.data.prompts import Prompts, Row
 from trainer.distributed.distributed import Distributed
@@ -140,7 +140,7 @@ class Collector(RolloutSource):
                     )
                 )
             with watch.stage("reward"):
-                scored = [shaped(rollout, self._config) for rollout in self._loop.run(self._rewards.score(sampled))]
+                scored = self._loop.run(self._rewards.score(sampled))
             by_group = groupby(scored, key=lambda rollout: rollout.group_id)
             new = [_Sampled(row, tuple(found)) for row, (_, found) in zip(rows, by_group, strict=True)]
             for one in new:
@@ -157,5 +157,4 @@ class Collector(RolloutSource):
                 )
             )
         with watch.stage("reward"):
-            scored = self._loop.run(self._rewards.score(sampled, in_metrics=False))
-        return [shaped(rollout, self._config) for rollout in scored]
+            return self._loop.run(self._rewards.score(sampled, in_metrics=False))

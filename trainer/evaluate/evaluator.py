@@ -97,7 +97,7 @@ class Evaluator:
                 step=EVALUATION_STEP,
             )
         )
-        return self._loop.run(self._rewards.score(rollouts, in_metrics=False))
+        return self._loop.run(self._rewards.score(rollouts, in_metrics=False, is_shaped=False))
 
 
 def evaluation_sampling(config: Config, chat: Chat) -> Sampling:

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from torch import Tensor
 
+from rewards.shaping import OVERLONG
 from rollout.episode.token_metrics import TokenCounts, count_tokens
 from rollout.records import Rollout, RolloutStatus, TrainingRow
 from trainer.batch.step_batch import StepBatch
-from trainer.collect.groups import OVERLONG, Collected
+from trainer.collect.groups import Collected
 from trainer.config.schema import CorrectionConfig
 from trainer.credit.targets import Logprobs, reference_metrics
 from trainer.objective.correction import CorrectionResult

@@ -21,9 +21,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from rewards.model.classifier import RewardModel
 from rewards.model.padding import pad
-from rewards.model.reward import token_id_of
+from rewards.model.reward import StopRule, token_id_of
 from rewards.model.tokenizing import text_ids
-from rewards.model.truncation import StopRule
 from rollout.errors import ConfigError, DataError, TrainingError
 from trainer.data.datasets import load_rows
 from trainer.distributed.distributed import Distributed

@@ -28,7 +28,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rewards.outcomes import Outcome
 from rewards.workers import pool as isolation
-from rewards.workers.frames import LENGTH
 from rollout.environments.prompt import PromptReader
 from rollout.errors import ConfigError, DataError, EvidenceError, LockstepError
 from rollout.records import EngineCall, FinishReason, SamplingSupport, VersionSpan
@@ -200,8 +199,7 @@ def test_a_reply_of_a_reward_worker_is_read_or_it_counts_as_dead(reply: dict[str
     body = json.dumps(reply).encode()
     body = body[: len(body) - cut]
     with contextlib.suppress(isolation._Died):
-        read = isolation._parse(bytearray(LENGTH.pack(len(body)) + body))
-        assert read is not None
+        read = isolation._parse(body)
         (verdict,) = isolation._verdicts(read, 1)
         assert math.isfinite(verdict.value) == (verdict.outcome is Outcome.VALUE)
 

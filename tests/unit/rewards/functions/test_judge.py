@@ -1,4 +1,4 @@
-"""Rewards that ask others: math-verify in a worker, and a language model behind a URL."""
+"""Rewards from a language model behind a URL."""
 
 from __future__ import annotations
 
@@ -13,23 +13,8 @@ from rollout.records import Rollout, RolloutStatus
 from tests.unit.rewards.workers.test_pool import rollout
 
 
-def test_mathematics_is_compared_as_such():
-    pytest.importorskip("math_verify")
-    rewards = make_reward_set(["math_equal"])
-    cases = [
-        (r"so \boxed{\frac{1}{2}}", "0.5", 1.0),
-        ("The answer is $x^2+2x+1$", r"(x+1)^2", 1.0),
-        ("It is 3", "4", 0.0),
-        ("no idea", "4", 0.0),
-    ]
-    rollouts = [rollout(answer, answer=reference) for answer, reference, _ in cases]
-    scored = asyncio.run(rewards.score(rollouts))
-    rewards.close()
-    assert [one.reward for one in scored] == [value for _, _, value in cases]
-
-
 class Judge:
-    """A server that answers from a script, and remembers what it was asked."""
+    """Server with scripted replies that records its requests."""
 
     def __init__(self, *replies: tuple[int, object]) -> None:
         self.replies = list(replies)
@@ -67,7 +52,7 @@ class Judge:
         return asyncio.run(self.judge(given or rollout("because"), **settings))
 
 
-def test_a_judges_score_is_scaled():
+def test_the_score_of_a_judge_is_scaled():
     judge = Judge((200, "Good.\nScore: 7"))
     scored, _ = judge()
     assert scored.reward == pytest.approx(0.7)
@@ -77,7 +62,7 @@ def test_a_judges_score_is_scaled():
     assert Judge((200, "Score: -1"))(low=-1.0, high=1.0)[0].reward == 0.0
 
 
-def test_a_judge_that_is_busy_is_asked_again():
+def test_a_request_to_a_busy_judge_is_retried():
     judge = Judge((503, {}), (429, {}), (200, "Score: 10"))
     assert judge()[0].reward == 1.0
     assert len(judge.requests) == 3
@@ -90,8 +75,8 @@ def test_a_judge_that_is_busy_is_asked_again():
         ((401, {}), "status 401", 1),
         ((200, "It is fine."), "no line 'Score", 1),
         ((200, "Score: 11"), "not between 0 and 10", 1),
-        ((200, {"choices": []}), "no chat completion", 1),
-        ((200, ["x"]), "no chat completion", 1),
+        ((200, {"choices": []}), "not a chat completion", 1),
+        ((200, ["x"]), "not a chat completion", 1),
     ],
 )
 def test_a_judge_that_gives_no_score_is_an_error_and_never_a_zero(reply, says, asked):
@@ -103,7 +88,7 @@ def test_a_judge_that_gives_no_score_is_an_error_and_never_a_zero(reply, says, a
     assert len(judge.requests) == asked
 
 
-def test_the_key_comes_from_the_environment_and_is_not_repeated(monkeypatch):
+def test_the_key_comes_from_the_environment_and_is_in_no_error(monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "hunter2")
     judge = Judge((403, {}))
     scored, _ = judge(api_key_env="JUDGE_KEY")
@@ -113,7 +98,7 @@ def test_the_key_comes_from_the_environment_and_is_not_repeated(monkeypatch):
     assert "JUDGE_KEY is not set" in (Judge((200, "Score: 1"))(api_key_env="JUDGE_KEY")[0].error or "")
 
 
-def test_a_reference_is_shown_if_asked_for():
+def test_the_judge_sees_the_reference_if_a_column_is_set():
     judge = Judge((200, "Score: 1"))
     judge(rollout("x", answer="forty-two"), column="answer")
     assert "forty-two" in judge.requests[0]["messages"][0]["content"]

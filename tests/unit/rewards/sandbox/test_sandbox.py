@@ -1,4 +1,4 @@
-"""Programs of a model: what they try, and what comes of it. Needs a system with namespaces for most."""
+"""Programs of a model in the sandbox. Most tests need a system with namespaces."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ from pathlib import Path
 import pytest
 
 import rewards.sandbox.sandbox
-from rewards.functions.programs import code_tests, last_program
 from rewards.sandbox.sandbox import Ended, Limits, has_namespaces, run_python
-from rollout.errors import ConfigError, DataError
-from tests.unit.rewards.workers.test_pool import rollout
+from rollout.errors import ConfigError
 
 contained = pytest.mark.skipif(not has_namespaces(), reason="this system allows no namespaces")
 
-# Without namespaces only where the test says so: the program is the test's own.
+# Runs without namespaces only where the test says so: the program is the test's own.
 WORKER = """
 import os, sys
 import rewards.sandbox.sandbox
@@ -34,7 +32,7 @@ print(rewards.sandbox.sandbox.run_python(sys.argv[2], limits=rewards.sandbox.san
 
 @pytest.fixture
 def worker(tmp_path) -> Iterator[Callable[[str, str], subprocess.Popen[bytes]]]:
-    """Start a process that runs a program, with temporary files in `tmp_path`. None is left after the test."""
+    """Start a process that runs a program, with temporary files in `tmp_path`; kill it after the test."""
     started: list[subprocess.Popen[bytes]] = []
 
     def start(namespaces: str, source: str) -> subprocess.Popen[bytes]:
@@ -50,13 +48,13 @@ def worker(tmp_path) -> Iterator[Callable[[str, str], subprocess.Popen[bytes]]]:
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """As the pool kills a reward worker."""
+    """Kill a process group, as the pool kills a reward worker."""
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def processes(name: str) -> int:
-    """How many have this name, of `prctl(PR_SET_NAME)`."""
+    """Return the number of processes with this name (`prctl(PR_SET_NAME)`)."""
     count = 0
     for file in Path("/proc").glob("[0-9]*/comm"):
         try:
@@ -74,7 +72,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def named(name: str) -> str:
-    """The beginning of a program by which `processes` finds it."""
+    """Return the beginning of a program that `processes` finds by its name."""
     return f"import ctypes, os, time\nctypes.CDLL(None).prctl(15, b'{name}')\n"
 
 
@@ -175,11 +173,11 @@ def test_processes_of_another_sandbox_do_not_count_toward_the_limit():
         time.sleep(0.3)
         result = run_python(good, limits=limits)
         assert (result.status, result.stderr) == (0, "")
-        assert processes(name) >= limits.processes - 2  # it was beside it all the time
+        assert processes(name) >= limits.processes - 2  # the other sandbox ran the whole time
         assert other.result().stdout == "full\n"
 
 
-def test_root_of_a_container_with_few_user_ids_does_not_take_those_it_lacks():
+def test_root_of_a_container_with_few_user_ids_uses_no_other_user_id():
     container = ["unshare", "--user", "--map-root-user"]
     if subprocess.run([*container, "true"], capture_output=True).returncode:
         pytest.skip("this system allows no user namespaces")
@@ -197,7 +195,7 @@ def test_what_a_program_writes_is_bounded_and_not_on_the_disk():
     )
     full, many = run_python(source, stdin="x" * 10**6, limits=Limits(disk_mib=8, timeout_s=20.0)).stdout.splitlines()
     assert full.startswith("No space left on device ")
-    assert 8 <= int(full.split()[-1]) <= 12  # its input has room of its own, and may not need all of it
+    assert 8 <= int(full.split()[-1]) <= 12  # the input has room of its own, which it may not fill
     assert many.startswith("No space left on device ")
     assert int(many.split()[-1]) < 10_000
 
@@ -219,7 +217,7 @@ def test_without_namespaces_the_next_sandbox_removes_what_a_killed_worker_left(w
     kill(killed)
     assert len(list(tmp_path.iterdir())) == 2
     assert worker("without", "print(1)").wait() == 0
-    assert len(list(tmp_path.rglob("mine"))) == 1  # of the one that is alive
+    assert len(list(tmp_path.rglob("mine"))) == 1  # that of the living worker
     kill(alive)
     assert worker("without", "import os, shutil\nshutil.rmtree(os.getcwd())").wait() == 0
     assert list(tmp_path.iterdir()) == []
@@ -250,41 +248,3 @@ def test_as_root_without_namespaces_nothing_is_run(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     with pytest.raises(ConfigError, match="not run as root without namespaces"):
         run_python("print(1)")
-
-
-# --- the reward
-
-ANSWER = "Here it is:\n```python\ndef f(n):\n    return n * n\n```\nDone."
-
-
-def judged(answer: str, tests: object, **settings: object) -> float:
-    return code_tests(rollout(answer, tests=tests), **settings)  # type: ignore[arg-type]
-
-
-def test_programs_are_judged_by_their_tests():
-    assert judged(ANSWER, ["assert f(2) == 4", "assert f(3) == 9"]) == 1.0
-    assert judged(ANSWER, ["assert f(2) == 4", "assert f(3) == 8"]) == 0.0
-    assert judged(ANSWER, ["assert f(2) == 4", "assert f(3) == 8"], partial=True) == 0.5
-    assert judged("no program", ["assert True"]) == 0.0
-    assert judged("```python\nsyntax error here\n```", ["assert True"]) == 0.0
-    doubler = "```\nprint(2 * int(input()))\n```"
-    assert judged(doubler, '[{"input": "4\\n", "output": "8"}, {"input": "1", "output": "2 \\n"}]') == 1.0
-    assert judged(doubler, [{"input": "4", "output": "9"}]) == 0.0
-
-
-@pytest.mark.parametrize("cheat", ["import os\nos._exit(0)", "import sys\nsys.exit(0)", "exit()", "while True: pass"])
-def test_a_program_that_ends_before_its_tests_does_not_pass(cheat):
-    assert judged(f"```python\n{cheat}\n```", ["assert False"], timeout_s=2.0) == 0.0
-
-
-def test_tests_that_cannot_be_read_are_errors_not_zeros():
-    for tests in ([], 7, [1], [{"input": ""}]):
-        with pytest.raises(DataError, match="'tests'"):
-            judged(ANSWER, tests)
-    with pytest.raises(DataError, match="'tests'"):
-        code_tests(rollout(ANSWER))
-
-
-def test_the_last_block_is_the_program():
-    assert last_program("```python\na\n``` and ```py\nb\n```") == "b\n"
-    assert last_program("a = 1") is None

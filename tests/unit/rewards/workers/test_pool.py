@@ -1,8 +1,10 @@
-"""Reward functions of files run in processes: whatever they do, it is typed, counted, and over in time."""
+"""Reward functions from files in worker processes: each failure is typed, counted, and ends in time."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import json
 import os
 import signal
@@ -28,7 +30,7 @@ def good(rollout):
 def sleeps(rollout):
     time.sleep(60)
 
-def hangs_in_c(rollout):  # holds the interpreter lock: no thread of this process can do anything about it
+def hangs_in_c(rollout):  # holds the interpreter lock, so that no thread of this process runs
     return sum(range(10**14))
 
 def ignores_sigterm(rollout):
@@ -95,6 +97,23 @@ def pid(rollout):
 def sleeps_then_leaves(rollout):
     leaves_a_child(rollout)
     time.sleep(60)
+
+def write_to_sockets(data):
+    for fd in range(3, 64):
+        try:
+            if os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+                view = memoryview(data)
+                while view:
+                    view = view[os.write(fd, view):]
+        except OSError:
+            continue
+
+def forges(rollout):
+    write_to_sockets(b'{"verdicts": 7}\\n')
+    return 1.0
+
+def floods(rollout):
+    write_to_sockets(b"x" * (17 * 2**20))
 
 async def async_good(rollout):
     return good(rollout)
@@ -163,7 +182,9 @@ CASES = [
     ("dies", Outcome.CRASHED, "exited with status 7; its output ends: last words"),
     ("aborts", Outcome.CRASHED, "SIGABRT"),
     ("hoards", Outcome.EXCEPTION, "MemoryError"),
-    ("closes_everything", Outcome.CRASHED, ""),
+    ("closes_everything", Outcome.CRASHED, "its process "),
+    ("forges", Outcome.CRASHED, "its process sent something that is not a "),
+    ("floods", Outcome.CRASHED, "its process sent more than 16777216 bytes"),
 ]
 
 
@@ -187,7 +208,7 @@ def test_a_hostile_function_drops_its_rollouts_and_nothing_else(functions, name,
         rewards.close()
 
 
-def test_a_hundred_megabytes_of_output_cost_nothing_but_their_reading(functions):
+def test_a_hundred_megabytes_of_output_are_read_and_discarded(functions):
     rewards = make(functions, "prints")
     (scored,) = score(rewards, rollout())
     rewards.close()
@@ -210,13 +231,13 @@ def test_workers_are_reused_and_replaced_after_a_death(functions):
     assert first == second != os.getpid()
     os.kill(int(first), signal.SIGKILL)
     gone(int(first))
-    third = score(rewards, rollout())[0].reward  # an idle worker that died is nobody's error
+    third = score(rewards, rollout())[0].reward  # the death of an idle worker is not an error
     rewards.close()
     assert third not in (0.0, first)
 
 
-def test_a_worker_that_still_looks_alive_when_it_is_killed_is_replaced(functions, monkeypatch):
-    """Until the last thread of a killed process has ended, neither its socket nor its pid tells."""
+def test_a_killed_worker_that_still_looks_alive_is_replaced(functions, monkeypatch):
+    """Until the last thread of a killed process has ended, its socket is open and its pid exists."""
     monkeypatch.setattr(isolation._Worker, "is_alive", True)
     rewards = make(functions, "pid", workers=1)
     first = score(rewards, rollout())[0].rewards["pid"]
@@ -251,6 +272,34 @@ def test_closing_ends_the_workers_and_their_children(functions, tmp_path):
     pids = [int(pid) for pid in file.read_text().split()]
     assert all(map(is_running, pids))
     rewards.close()
+    assert gone(*pids)
+
+
+async def cancelled(rewards: RewardSet, given: Rollout, file: Path) -> None:
+    task = asyncio.create_task(rewards.score([given]))
+    while not (file.exists() and len(file.read_text().split()) == 2):
+        await asyncio.sleep(0.05)
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+def test_a_cancelled_call_gives_up_its_worker(functions, tmp_path):
+    file = tmp_path / "pids"
+    rewards = make(functions, "sleeps_then_leaves", timeout_s=300.0)
+    asyncio.run(cancelled(rewards, rollout(file=str(file)), file))
+    assert gone(*[int(pid) for pid in file.read_text().split()])
+    rewards.close()
+
+
+def test_a_pool_that_is_garbage_ends_its_workers_and_their_children(functions, tmp_path):
+    file = tmp_path / "pids"
+    rewards = make(functions, "leaves_a_child")
+    score(rewards, rollout(file=str(file)))
+    pids = [int(pid) for pid in file.read_text().split()]
+    assert all(map(is_running, pids))
+    del rewards
+    gc.collect()
     assert gone(*pids)
 
 
@@ -309,7 +358,7 @@ def test_thread_isolation_runs_files_in_this_process(functions):
     assert scored.reward == os.getpid()
 
 
-def test_a_regex_that_explodes_is_killed():
+def test_a_regex_with_exponential_time_is_killed():
     rewards = make_reward_set(
         ["regex"],
         settings={"regex": {"pattern": "(a+)+b"}},
@@ -322,6 +371,6 @@ def test_a_regex_that_explodes_is_killed():
 
 
 @pytest.mark.parametrize("settings", [{"mode": "vm"}, {"workers": 0}, {"memory_gib": -1.0}])
-def test_isolation_settings_that_make_no_sense(settings):
+def test_invalid_isolation_settings_are_refused(settings):
     with pytest.raises(ConfigError, match="reward"):
         Isolation(**settings)

@@ -1,4 +1,4 @@
-"""Collecting the rollouts of a step: refills, greedy baselines, length penalties; the same decisions on every rank."""
+"""Collecting the rollouts of a step: refills, greedy baselines; the same decisions on every rank."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
+from rewards import Reward, RewardSet, Shaping
 from rollout.engine.protocol import Sampling
 from rollout.errors import EngineError
 from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
-from trainer.collect.groups import Collected, has_spread, shaped
+from trainer.collect.groups import Collected, has_spread
 from trainer.collect.source import Collector
 from trainer.config.schema import AlgorithmConfig, Config
 from trainer.data.prompts import Prompts
-from trainer.objective.overlong import overlong_penalty
 from trainer.stopwatch import Stopwatch
 
 GROUP = 4
@@ -99,6 +99,7 @@ def collector(
     sampler: FakeSampler | None,
     reward: Callable[[Rollout], float | None],
     rank: FakeRank | None = None,
+    rewards: RewardSet | None = None,
 ) -> tuple[Collector, Prompts]:
     rows = [{"n": n} for n in range(50)]
     prompts = Prompts([rows], seed=0, shuffle=False, curriculum=settings.data.curriculum)
@@ -108,7 +109,7 @@ def collector(
         loop=FakeLoop(),  # type: ignore[arg-type]
         sampler=sampler,  # type: ignore[arg-type]
         sampling=Sampling(max_tokens=8),
-        rewards=FakeRewards(reward),  # type: ignore[arg-type]
+        rewards=rewards or FakeRewards(reward),  # type: ignore[arg-type]
         prompts=prompts,
     )
     return made, prompts
@@ -231,42 +232,25 @@ def test_a_failed_baseline_fails_its_group_and_no_other() -> None:
     assert set(collected.greedy_rewards) == {0, 2}
 
 
-@pytest.mark.parametrize(
-    ("length", "expected"), [(0, 0.0), (80, 0.0), (90, -0.5), (95, -0.75), (100, -1.0), (130, -1.0)]
-)
-def test_overlong_penalty_is_linear_in_the_buffer(length: int, expected: float) -> None:
-    """DAPO, equation 13, with H = 100 and B = 20."""
-    assert overlong_penalty(length, horizon=100, buffer=0.2) == pytest.approx(expected)
+def test_dynamic_sampling_and_the_metrics_see_the_shaped_reward() -> None:
+    settings = config(dynamic_sampling=True)
+    shaping = Shaping(horizon=8, overlong_buffer=0.5, overlong_penalty=2.0)
+    rewards = RewardSet([Reward(name="one", function=lambda found: 1.0)], shaping=shaping)
+    sampler = FakeSampler(length=lambda i: (4, 6, 8, 9)[i])
+    made, _ = collector(settings, sampler, lambda found: 1.0, rewards=rewards)
+    trained = collect(made).trained
+    assert len(trained) == 3 * GROUP
+    assert [found.reward for found in trained[:GROUP]] == [1.0, 0.0, -1.0, -1.0]
 
 
-def test_overlong_shaping_is_part_of_the_reward_and_visible_by_name() -> None:
-    settings = config(overlong_buffer=0.5, overlong_penalty=2.0, max_completion_tokens=8)
-    made, _ = collector(settings, FakeSampler(length=lambda i: (4, 6, 8, 9)[i]), lambda found: 1.0)
-    first_group = collect(made).rollouts[:GROUP]
-    assert [found.reward for found in first_group] == [1.0, 0.0, -1.0, -1.0]
-    assert [found.rewards["overlong"] for found in first_group] == [0.0, -1.0, -2.0, -2.0]
-
-
-def test_dynamic_sampling_sees_the_shaped_reward() -> None:
-    settings = config(overlong_buffer=0.5, max_completion_tokens=8, dynamic_sampling=True)
-    made, _ = collector(settings, FakeSampler(length=lambda i: (4, 6, 8, 9)[i]), lambda found: 1.0)
-    assert len(collect(made).trained) == 3 * GROUP
-
-
-def test_rewards_of_turns_are_part_of_the_reward() -> None:
-    made, _ = collector(config(turn_rewards=True), FakeSampler(), lambda found: 1.0)
-    plain = collect(made).rollouts[0]
-    assert plain.reward == 1.0
-    assert plain.rewards["turns"] == 0.0
-    given = replace(plain, reward=1.0, outcome={"turn_rewards": [0.25]})
-    assert shaped(given, config(turn_rewards=True)).reward == 1.25
-
-
-@pytest.mark.parametrize("given", [[1.0, 2.0], [float("nan")], "good", [None]], ids=str)
-def test_turn_rewards_that_cannot_be_used_fail_the_rollout(given: Any) -> None:
-    found = shaped(replace(rollout(0, 0), outcome={"turn_rewards": given}), config(turn_rewards=True))
-    assert found.status is RolloutStatus.FAILED
-    assert "turn_rewards" in (found.error or "")
+def test_the_greedy_answer_is_shaped_as_the_rollouts_that_it_is_compared_with() -> None:
+    shaping = Shaping(horizon=8, overlong_buffer=0.5)
+    rewards = RewardSet([Reward(name="one", function=lambda found: 1.0)], shaping=shaping)
+    sampler = FakeSampler(length=lambda i: 6)
+    made, _ = collector(config(advantage="remax"), sampler, lambda found: 1.0, rewards=rewards)
+    collected = collect(made)
+    assert set(collected.greedy_rewards.values()) == {0.5}
+    assert {found.reward for found in collected.trained} == {0.5}
 
 
 def test_a_step_that_failed_is_forgotten_and_sampled_again_from_the_same_rows() -> None:

@@ -1,0 +1,85 @@
+"""Reward shaping: turn rewards of the environment and DAPO's length penalty, added to the reward of the functions.
+
+Source of the length penalty: DAPO (Yu et al. 2025, arXiv 2503.14476), equation 13, "soft overlong punishment".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from rollout.records import Rollout, RolloutStatus
+
+TURN_REWARDS = "turn_rewards"
+"""Outcome in which an environment reports one reward per turn: numbers in the order of the engine calls."""
+TURNS = "turns"
+"""Name of the sum of the turn rewards among the rewards of a rollout."""
+OVERLONG = "overlong"
+"""Name of the length penalty among the rewards of a rollout."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shaping:
+    """Terms that are added to the reward of every trainable rollout. The default adds none."""
+
+    turn_rewards: bool = False
+    """Add the turn rewards that the environment reports."""
+    horizon: int = 0
+    """Longest completion of a rollout over all turns [tokens]."""
+    overlong_buffer: float = 0.0
+    """Share of the horizon at its end in which the length penalty grows, in (0, 1]; 0: no length penalty."""
+    overlong_penalty: float = 1.0
+    """Length penalty at the horizon and beyond."""
+
+    def apply(self, rollout: Rollout) -> Rollout:
+        """Return the rollout with each term in `rewards` by name and in `reward`; FAILED if turn rewards are
+        malformed."""
+        if not rollout.is_trainable:
+            return rollout
+        added: dict[str, float] = {}
+        if self.turn_rewards:
+            reported = rollout.outcome.get(TURN_REWARDS, ())
+            if problem := _turn_rewards_problem(reported, rollout.num_turns):
+                return replace(rollout, status=RolloutStatus.FAILED, error=problem)
+            added[TURNS] = math.fsum(reported)
+        if self.overlong_buffer:
+            start = (1 - self.overlong_buffer) * self.horizon
+            added[OVERLONG] = self.overlong_penalty * length_penalty(
+                rollout.num_sampled, start=start, horizon=self.horizon
+            )
+        if not added:
+            return rollout
+        return replace(rollout, reward=rollout.reward + sum(added.values()), rewards={**rollout.rewards, **added})
+
+
+def length_penalty(num_tokens: int, *, start: float, horizon: float) -> float:
+    """Return DAPO's soft overlong punishment: 0 up to `start` tokens, linear to -1 at `horizon`, -1 beyond.
+
+    num_tokens: sampled tokens over all turns. start: L_max - L_cache, horizon: L_max in the paper.
+    """
+    return -min(max((num_tokens - start) / (horizon - start), 0.0), 1.0)
+
+
+def turn_rewards(rollout: Rollout, *, reported: bool) -> np.ndarray:
+    """Return the reward of each turn, (turns,) float64; the last turn gets the rest, so that the sum is the reward.
+
+    reported: use the turn rewards that the environment reported; else all but the last are 0.
+    """
+    rewards = np.zeros(rollout.num_turns)
+    given: Sequence[float] = rollout.outcome.get(TURN_REWARDS, ()) if reported else ()
+    rewards[: len(given)] = given
+    rewards[-1] += rollout.reward - rewards.sum()
+    return rewards
+
+
+def _turn_rewards_problem(given: Any, num_turns: int) -> str | None:
+    """Return what is wrong with reported turn rewards, or None. Trailing turns may be left out."""
+    if not isinstance(given, (list, tuple)) or not all(isinstance(value, (int, float)) for value in given):
+        return f"outcome {TURN_REWARDS} is {given!r:.200}; expected a list of numbers"
+    if len(given) > num_turns or not all(map(math.isfinite, given)):
+        return f"outcome {TURN_REWARDS} is {given!r:.200}; expected at most {num_turns} finite numbers, one per turn"
+    return None

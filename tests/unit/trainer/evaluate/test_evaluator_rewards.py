@@ -1,0 +1,39 @@
+"""Rewards of an evaluation: those of the reward functions, without the shaping of the training algorithm."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+from rewards import Reward, RewardSet, Shaping
+from rollout.records import Rollout
+from rollout.system.background_loop import BackgroundLoop
+from tests.unit.rewards.test_shaping import rollout
+from trainer.config.schema import Config
+from trainer.evaluate.evaluator import Evaluator
+
+
+class FakeSampler:
+    async def collect(self, examples, **settings) -> list[Rollout]:
+        return [rollout(8, turn_rewards=[1.0]) for _ in examples]
+
+
+def test_an_evaluation_that_shares_the_rewards_of_a_run_is_not_shaped(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "q", "answer": "7"}) + "\n")
+    config = Config()
+    config.data.heldout_path = str(tmp_path / "rows.jsonl")
+    shaping = Shaping(turn_rewards=True, horizon=8, overlong_buffer=0.5)
+    rewards = RewardSet([Reward(name="half", function=lambda found: 0.5)], shaping=shaping)
+    with BackgroundLoop() as loop:
+        evaluator = Evaluator(
+            config,
+            sampler=FakeSampler(),  # type: ignore[arg-type]
+            rewards=rewards,
+            loop=loop,
+            chat=SimpleNamespace(stop_token_ids=()),  # type: ignore[arg-type]
+        )
+        found = evaluator.evaluate().rollouts
+    assert [(one.reward, one.rewards) for one in found] == [(0.5, {"half": 0.5})] * len(found)
+    assert found
+    assert "reward/half/mean" not in rewards.take_metrics()

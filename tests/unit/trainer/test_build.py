@@ -1,0 +1,26 @@
+"""Parts of a run that are made from the configuration."""
+
+from __future__ import annotations
+
+import asyncio
+
+from rollout.records import EngineCall, FinishReason, Rollout
+from trainer.build import make_rewards
+from trainer.config.schema import AlgorithmConfig, Config
+
+
+def test_rewards_are_shaped_by_the_settings_of_the_algorithm() -> None:
+    config = Config(
+        algorithm=AlgorithmConfig(turn_rewards=True, overlong_buffer=0.5, overlong_penalty=2.0, max_completion_tokens=8)
+    )
+    config.reward.functions = ["repetition"]
+    call = EngineCall(
+        prompt_ids=(1,), sampled_ids=(5,) * 6, sampled_logprobs=(-1.0,) * 6, finish_reason=FinishReason.STOP
+    )
+    given = Rollout(rollout_id=0, group_id=0, calls=(call,), outcome={"turn_rewards": [0.5]})
+    (scored,) = asyncio.run(make_rewards(config).score([given]))
+    assert (scored.reward, scored.rewards) == (-0.5, {"repetition": 0.0, "turns": 0.5, "overlong": -1.0})
+    config.algorithm.max_completion_tokens = None
+    config.environment.max_turns, config.rollout.max_tokens_per_turn = 3, 2
+    (scored,) = asyncio.run(make_rewards(config).score([given]))
+    assert scored.rewards["overlong"] == -2.0, "the horizon of the configuration"
