@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
-from tests.unit.trainer.update.test_updater import OneProcess, config, policy, rollouts  # noqa: F401  # `policy` is a fixture
+from tests.fixtures.distributed import FakeRank
+from tests.unit.trainer.update.test_updater import config, policy, rollouts  # noqa: F401  # `policy` is a fixture
 from trainer.batch.step_batch import StepBatch, decode, encode
 from trainer.credit.targets import Logprobs, Targets, token_advantages
 from trainer.model.policy import Policy
@@ -20,9 +21,9 @@ from trainer.update.updater import Updater
 
 def update(policy: Policy, batch: StepBatch) -> tuple[dict[str, float], torch.Tensor, int]:  # noqa: F811
     """Metrics, the gradient, and the number of updates, of a batch on its way through the trainer."""
-    distributed = OneProcess(policy)
+    distributed = FakeRank(policy)
     made = config(advantage="grpo", loss="ppo_clip", kl_coef=0.0)
-    updater = Updater(policy, distributed, made)  # type: ignore[arg-type]
+    updater = Updater(policy, distributed, made)
     logprobs = Logprobs(old_N=updater.scorer.score(batch))
     correction = correction_weights(
         logprobs.old_N, batch.sampling_logprobs_N, batch.rollout_N, batch.num_rollouts, mode="token_truncate"
