@@ -54,9 +54,10 @@ test-unit: install ## Unit tests only
 test-slow: install ## Tests that take minutes
 	$(BIN)/python -m pytest -m "slow and not gpu" tests $(PYTEST_ARGS)
 
-lint: install ## Style, formatting and types, changing nothing
+lint: install ## Style, formatting, English and types, changing nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python scripts/check_prose.py
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 format: install ## Apply the formatting and the safe fixes
