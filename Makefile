@@ -58,6 +58,7 @@ lint: install ## Style, formatting, English and types, changing nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python scripts/check_prose.py
+	$(BIN)/hadolint Dockerfile
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 format: install ## Apply the formatting and the safe fixes

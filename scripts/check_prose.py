@@ -76,6 +76,7 @@ CITATIONS = {
     r"\((?:[PGR]\d{1,2}|A[12])(?:, ?(?:[PGR]\d{1,2}|A[12]))*\)": "the title of the document",
     r"tokens\.md\s+rules?\s+\d": "a page of this repository",
     r"\.\./shared": "a path inside this repository",
+    r"(?<![\w.$}])/(?:work|farm|tmp/env|opt/pypi|opt/wheels|tmp/bash_jobs|root)(?:/|\b)": "a path that readers have",
 }
 """References that a reader of this repository cannot open, and what to write instead."""
 

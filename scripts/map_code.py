@@ -114,12 +114,12 @@ def page() -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Write docs/map.md from the docstrings of all modules.")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is out of date")
-    text, name = page(), PAGE.relative_to(ROOT)
+    text = page()
     if not parser.parse_args().check:
         PAGE.write_text(text, encoding="utf-8")
-        print(f"wrote {name}")
+        print(f"wrote {PAGE}")
     elif PAGE.read_text(encoding="utf-8") != text:
-        print(f"{name} is not what the docstrings say; run: make docs", file=sys.stderr)
+        print(f"{PAGE} is not what the docstrings say; run: make docs", file=sys.stderr)
         return 1
     return 0
 

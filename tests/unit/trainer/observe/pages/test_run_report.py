@@ -225,6 +225,8 @@ def test_text_can_be_read_and_curves_can_be_seen(theme: str):
         assert contrast(colors[name], colors["page"]) >= 4.5, name
     for name in ("ok", "warning", "critical"):
         assert contrast(colors[name], colors[f"{name}-back"]) >= 4.5, name
+    for name in ("masked", "ok", "warning"):
+        assert contrast(colors[name], colors["card"]) >= 4.5, name
     series = [name for name in colors if name.startswith("series-")]
     assert len(series) == 6
     assert all(contrast(colors[name], colors["card"]) >= 3 for name in series)

@@ -1,30 +1,34 @@
-"""docs/map.md is up to date; the commit hooks run programs and files that exist."""
+"""docs/map.md and docs/settings.md are up to date, and commit hooks write them."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import yaml
 
-from scripts import map_code
+from scripts import list_settings, map_code
 from tests.fixtures.paths import ROOT
 
-
-def test_the_map_is_what_the_docstrings_say() -> None:
-    assert map_code.PAGE.read_text() == map_code.page(), "run: make docs"
+PAGES = pytest.mark.parametrize("script", [map_code, list_settings], ids=["map", "settings"])
 
 
-def test_check_refuses_an_outdated_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(map_code, "ROOT", tmp_path)
-    monkeypatch.setattr(map_code, "PAGE", tmp_path / "map.md")
-    monkeypatch.setattr(map_code, "page", lambda: "new")
-    monkeypatch.setattr(sys, "argv", ["map_code.py", "--check"])
-    map_code.PAGE.write_text("old")
-    assert map_code.main() == 1
-    map_code.PAGE.write_text("new")
-    assert map_code.main() == 0
+@PAGES
+def test_a_generated_page_is_what_the_code_says(script: ModuleType) -> None:
+    assert script.PAGE.read_text() == script.page(), "run: make docs"
+
+
+@PAGES
+def test_check_refuses_an_outdated_page(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script, "PAGE", tmp_path / "page.md")
+    monkeypatch.setattr(script, "page", lambda: "new")
+    monkeypatch.setattr(sys, "argv", ["", "--check"])
+    script.PAGE.write_text("old")
+    assert script.main() == 1
+    script.PAGE.write_text("new")
+    assert script.main() == 0
 
 
 def test_every_module_has_a_docstring() -> None:
