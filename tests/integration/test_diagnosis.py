@@ -1,4 +1,4 @@
-"""The diagnosis on a real engine and a real policy: one engine, every variant, and the command line."""
+"""The diagnosis with a real engine and policy: every variant, and the command line."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def examined(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 @pytest.mark.engine
-def test_a_right_pipeline_agrees_to_rounding_in_every_case(examined):
+def test_an_intact_pipeline_agrees_to_rounding_in_every_case(examined):
     bench, cases = examined
     diagnosis = bench.examine(cases)
     assert (diagnosis.verdict, diagnosis.cause) == (Verdict.OK, None)
@@ -75,14 +75,14 @@ def test_a_right_pipeline_agrees_to_rounding_in_every_case(examined):
 @pytest.mark.parametrize("variant", list(Variant))
 def test_every_broken_variant_is_detected_and_named(examined, variant):
     bench, cases = examined
-    diagnosis = bench.examine(cases[:4], variant)  # the others look at the rollouts of the fourth again
+    diagnosis = bench.examine(cases[:4], variant)  # the other variants use the rollouts of the fourth again
     assert diagnosis.verdict is not Verdict.OK
     assert diagnosis.cause == variant.value
     assert bench.examine(cases[:1]).verdict is Verdict.OK, "the variant left something broken"
 
 
 @pytest.mark.engine
-def test_each_variant_shows_in_its_own_evidence(examined):
+def test_each_variant_shows_in_its_evidence(examined):
     bench, cases = examined
     reports = {variant: bench.examine(cases[:1], variant).cases[0] for variant in Variant}
     assert reports[Variant.RETOKENISE].match.id_match_rate < 1
@@ -135,7 +135,7 @@ def test_saved_rollouts_are_diagnosed_from_the_command_line_with_the_settings_of
     assert json.loads(colder.stdout)["cause"] == Cause.STALE_ROLLOUTS
 
 
-def test_mistakes_on_the_command_line_are_one_sentence_and_status_2(tmp_path):
+def test_mistakes_on_the_command_line_are_one_line_and_status_2(tmp_path):
     missing = diagnose(["--rollouts", str(tmp_path / "nothing")], tmp_path)
     assert missing.returncode == 2
     assert "neither" in missing.stderr

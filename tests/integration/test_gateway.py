@@ -1,4 +1,4 @@
-"""The gateway over a real engine and the real `openai` client, and a training run on an agent that knows only those."""
+"""The gateway with a real engine and the `openai` client, and a training run with an agent that uses only these."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def gateway(served: Served) -> Iterator[Gateway]:
 
 @pytest.fixture
 def client(gateway: Gateway) -> Iterator[openai.OpenAI]:
-    """Recorded under /s/test."""
+    """Requests of this client are recorded under /s/test."""
     base_url = gateway.base_url.replace("/v1", "/s/test/v1")
     with openai.OpenAI(base_url=base_url, api_key=gateway.api_key, max_retries=0) as client:
         yield client
@@ -60,7 +60,7 @@ def test_a_conversation_is_trained_as_it_was_sampled(served: Served, gateway: Ga
     for turn in range(4):
         answer = client.chat.completions.create(model="policy", messages=messages)
         message: Any = answer.choices[0].message
-        if turn % 2:  # every other turn comes back without the fields that a harness may not know
+        if turn % 2:  # every other turn comes back without fields that a harness may drop
             fields = message.model_dump()
             message = {
                 key: fields[key] for key in ("role", "content", "tool_calls", "reasoning_content") if fields.get(key)
@@ -79,7 +79,7 @@ def test_stripped_reasoning_branches_and_every_token_is_trained(gateway: Gateway
     messages: list[Any] = [USER]
     for _ in range(4):
         message = client.chat.completions.create(model="policy", messages=messages).choices[0].message
-        messages += [{"role": "assistant", "content": (message.content or "")[:3]}, USER]  # summarised
+        messages += [{"role": "assistant", "content": (message.content or "")[:3]}, USER]  # summarized
     calls = recorded(gateway)
     rows = rows_from_calls(calls)
     assert len(rows) == 4
@@ -111,7 +111,7 @@ def test_a_stream_is_the_answer_in_pieces(client: openai.OpenAI):
     assert extra == message.model_extra
 
 
-def test_a_stop_string_leaves_the_logprobs_of_what_is_kept_exact(
+def test_a_stop_string_leaves_the_logprobs_of_the_kept_tokens_exact(
     served: Served, gateway: Gateway, client: openai.OpenAI
 ):
     whole = client.chat.completions.create(model="policy", messages=[USER], seed=3).choices[0].message
@@ -124,7 +124,7 @@ def test_a_stop_string_leaves_the_logprobs_of_what_is_kept_exact(
     assert served.mismatch(cut) < 1e-4
 
 
-def test_agents_that_are_deterministic_give_the_same_rollouts_twice(served: Served):
+def test_deterministic_agents_give_the_same_rollouts_twice(served: Served):
     def collect() -> list[tuple[EngineCall, ...]]:
         sampler = Sampler(
             engine=served.engine,

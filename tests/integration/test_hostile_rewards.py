@@ -1,5 +1,7 @@
-"""One run of the demo whose rewards misbehave in every way: it goes on, each outcome counts under its own name, none is
-a silent zero, no process is left; and while it runs, nothing of it listens beyond loopback."""
+"""One run of the demo with faulty rewards: it continues, and each outcome is counted under its name, none as a zero.
+
+No process is left, and the run listens on loopback only.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ ROLLOUTS = 16
 
 @pytest.fixture(scope="module")
 def hostile(demo: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, Seen]:  # noqa: F811
-    """The finished run, what it printed, and what was seen of its processes meanwhile."""
+    """The finished run, its output, and the observed processes and sockets."""
     root = tmp_path_factory.mktemp("runs")
     overrides = (
         *demo, "updates=2", f"run_root={root}", "run_name=hostile", f"rollout.prompts_per_step={ROLLOUTS // 4}",
@@ -70,7 +72,7 @@ def test_every_outcome_counts_under_its_own_name(hostile: tuple[Path, str, Seen]
         assert found == {outcome: expected[outcome] for outcome in ERRORS} | {"wrong_length": too_few}
 
 
-def test_no_rollout_has_a_silent_zero(hostile: tuple[Path, str, Seen]) -> None:
+def test_no_failed_reward_is_a_zero(hostile: tuple[Path, str, Seen]) -> None:
     first, *others = steps(hostile[0])
     assert all(rollout.status is RolloutStatus.FAILED for rollout in first)
     for rollouts in others:
@@ -87,7 +89,7 @@ def test_no_rollout_has_a_silent_zero(hostile: tuple[Path, str, Seen]) -> None:
                 assert rollout.rewards == {}
 
 
-def test_what_a_reward_changes_stays_with_it(hostile: tuple[Path, str, Seen]) -> None:
+def test_rollouts_are_not_changed_by_a_reward_function(hostile: tuple[Path, str, Seen]) -> None:
     for rollouts in steps(hostile[0]):
         assert all(rollout.example for rollout in rollouts)
         assert "[changed]" not in json.dumps([list(rollout.messages) for rollout in rollouts], default=str)
@@ -106,6 +108,6 @@ def test_nothing_listens_beyond_loopback_during_the_run(hostile: tuple[Path, str
     assert hostile[2].reachable == []
 
 
-def test_the_run_says_which_code_of_files_it_runs(hostile: tuple[Path, str, Seen]) -> None:
+def test_the_run_prints_the_user_code_that_it_runs(hostile: tuple[Path, str, Seen]) -> None:
     said = " ".join(hostile[1].split())
     assert f"code of your files, run with your rights: {FILE}:hostile, {FILE}:impatient" in said

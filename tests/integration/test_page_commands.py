@@ -1,9 +1,8 @@
-"""The bash blocks of README and docs, run as they stand, in a directory as a reader has it.
+"""The bash blocks of README and docs, run unchanged in a reader's directory.
 
-Covered: every block that does not say that it needs GPUs, the hub or the package index. The files that a page tells
-to write are written; runs are cut to two small updates by words after the reader's own. Not covered: whether what is
-printed is what the page shows. All are for `make test-slow`; tests/unit/project/test_docs_names.py refuses a command
-that is not known here.
+Covered: every block that does not state a need for GPUs, the hub or the package index. Files on a page are written
+first; settings behind the reader's own cut runs to two small updates. Not covered: the printed output. All are for
+`make test-slow`; tests/unit/project/test_docs_names.py refuses a command that is not known here.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def rows(path: Path, *rows: dict[str, object]) -> None:
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkout with the demo's model, one finished run, and the files that pages speak of as the reader's own."""
+    """A checkout with the demo's model, one finished run, and the files of a reader that pages name."""
     place = tmp_path_factory.mktemp("checkout")
     for entry in ROOT.iterdir():
         if entry.name not in ("models", "data", "runs", "site", ".venv") and not entry.name.startswith(".git"):
@@ -134,7 +133,7 @@ def bash(script: str, place: Path) -> subprocess.CompletedProcess[str]:
 
 
 def served(script: str, place: Path) -> None:
-    """Start a server, wait until it says where it is, and end it as Ctrl-C does."""
+    """Start a server, wait until it prints its URL, and end it as Ctrl-C does."""
     process = subprocess.Popen(
         ["bash", "-euo", "pipefail", "-c", script], cwd=place, env=environment(), stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
@@ -155,7 +154,7 @@ def served(script: str, place: Path) -> None:
 @pytest.mark.parametrize(
     "block", [block for page in PAGES for block in bash_blocks(page) if block.needs is None], ids=str
 )
-def test_a_block_runs_as_it_stands(block: Block, workplace: Path) -> None:
+def test_a_block_runs_unchanged(block: Block, workplace: Path) -> None:
     if not any(re.match(f"{RUN}|make ", command) for command in block.commands):
         pytest.skip("only planned")
     for page in (ROOT / "docs/tutorials/own_tools.md", block.page):  # the tutorials build on its tools

@@ -1,6 +1,6 @@
-"""Run by `test_zero3_sync.py` under torchrun, two ranks: trains a ZeRO-3 model, rank 0 with an engine.
+"""Worker of `test_zero3_sync.py` under torchrun on two ranks: trains a ZeRO-3 model, rank 0 with an engine.
 
-Writes what each rank saw to `<directory>/rank<n>.json`; the test judges it.
+Each rank writes its observations to `<directory>/rank<n>.json` for the test.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROMPT = tuple(range(10, 180))
 
 
 def main(directory: Path) -> None:
-    multiprocessing.set_executable(sys.executable)  # an engine that is killed has to be a child, no fork of elsewhere
+    multiprocessing.set_executable(sys.executable)  # a killed engine has to be a child, not a fork of the server
     build_nothing()
     deepspeed.init_distributed("gloo")
     rank = dist.get_rank()
@@ -112,7 +112,7 @@ def failing_push(sync: WeightSync, rank: int) -> None:
 
 
 def failing_gather(sync: WeightSync, rank: int) -> None:
-    """Rank 1 fails behind its fourth exchange; the others go on to the fifth."""
+    """Rank 1 fails after its fourth exchange; the others continue with the fifth."""
     wait, count = Fetch.wait, 0
 
     def fail(fetch: Fetch) -> None:
@@ -140,7 +140,7 @@ def raised(act: object) -> dict[str, object]:
 
 
 def exchanges_of_ranks() -> list[int]:
-    """The size of each exchange of weights between the ranks from here on."""
+    """Record the size of each later exchange of weights between the ranks."""
     sizes: list[int] = []
     original = dist.batch_isend_irecv
 

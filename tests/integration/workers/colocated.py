@@ -1,6 +1,6 @@
-"""Run by `test_colocated.py` under `accelerate launch`, two ranks with an engine each.
+"""Worker of `test_colocated.py` under `accelerate launch`: two ranks with an engine each.
 
-Writes what each rank saw to `<directory>/rank<n>.json`; the test judges it.
+Each rank writes its observations to `<directory>/rank<n>.json` for the test.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SAMPLING = Sampling(max_tokens=16, ignore_eos=True, seed=5)
 
 
 def main(directory: Path) -> None:
-    multiprocessing.set_executable(sys.executable)  # an engine that is killed has to be a child, no fork of elsewhere
+    multiprocessing.set_executable(sys.executable)  # a killed engine has to be a child, not a fork of the server
     config = Config()
     config.model.path = str(directory / "model")
     config.rollout.engine = "colocated"
@@ -98,7 +98,7 @@ def main(directory: Path) -> None:
 
 
 def counted() -> list[int]:
-    """One entry for each request that this rank's engine answers for another rank."""
+    """Record one entry for each request that this rank's engine answers for another rank."""
     answered: list[int] = []
     original = EngineService._generate
 
@@ -118,7 +118,7 @@ def sampled(pool: Any, loop: BackgroundLoop) -> list[EngineCall]:
 
 
 def same_everywhere(pool: Any, loop: BackgroundLoop) -> bool:
-    """Whether both engines sample the same tokens for the same seed."""
+    """True if both engines sample the same tokens for the same seed."""
     first, second = (loop.run(member.generate(PROMPTS[0], SAMPLING)) for member in pool.members)
     return first.sampled_ids == second.sampled_ids
 

@@ -1,4 +1,4 @@
-"""What must never come back: code from files, addresses beyond loopback, code that ships with a model."""
+"""Security: no code from files or models is run, servers listen on loopback, and parsers refuse bad input."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_ruff_refuses_unpickling_evaluation_and_shells() -> None:
 
 @pytest.fixture
 def evil_model(tmp_path) -> Path:
-    """A model directory whose code leaves a trace when it is imported."""
+    """A model directory whose code writes a file when it is imported."""
     directory = save_tiny_model(tmp_path / "model", tied=True)
     chat_tokenizer("qwen3").save_pretrained(directory)
     (directory / "evil.py").write_text(
@@ -102,7 +102,7 @@ def test_code_that_ships_with_a_model_is_not_run(evil_model, tmp_path, model_typ
     for load in loads:
         try:
             load()
-        except (LockstepError, ValueError, OSError) as error:  # an unknown model type cannot be loaded, and says so
+        except (LockstepError, ValueError, OSError) as error:  # an unknown model type cannot be loaded
             assert model_type == "evil" or "trust" in str(error)  # noqa: PT017
     assert not (tmp_path / "fired").exists()
 
@@ -123,8 +123,8 @@ async def test_the_gateway_listens_on_loopback_only_and_has_a_key():
     assert GatewayConfig().host == "127.0.0.1"
 
 
-def test_the_search_for_sockets_finds_them():
-    with socket.create_server(("0.0.0.0", 0)) as server:  # not loopback: the search must tell
+def test_a_socket_beyond_loopback_is_found():
+    with socket.create_server(("0.0.0.0", 0)) as server:  # all addresses
         port = server.getsockname()[1]
         assert ("0.0.0.0", port) in listening()
     assert not is_loopback("0.0.0.0")
@@ -133,7 +133,7 @@ def test_the_search_for_sockets_finds_them():
     assert is_loopback("::ffff:127.0.0.1")
 
 
-# --- parsers of what comes from outside
+# Parsers of input from outside
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
@@ -146,7 +146,7 @@ DEEP = "[" * 20_000  # deeper than Python's stack
 
 
 def _mutations() -> st.SearchStrategy[object]:
-    """A saved rollout in which one thing at any depth is another one."""
+    """A saved rollout with one value replaced at any depth."""
     whole = json.loads(json.dumps(to_json(rollout())))
     keys = st.sampled_from(sorted(whole))
     calls = st.sampled_from(sorted(whole["calls"][0]))
