@@ -12,7 +12,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -259,7 +258,7 @@ def test_openai_clients_reach_the_server_through_the_gateway(remote: Trained):
 
 def test_two_ranks_under_zero3_train_two_updates_with_the_server(server: EngineServer, model_dir: Path, tmp_path: Path):
     """Meanwhile both listen on loopback only, except torch's own store (docs/reliability.md)."""
-    run = launch_run([server.url], model_dir, tmp_path, python=sys.executable)
+    run = launch_run([server.url], model_dir, tmp_path)
     with watched(run.pid) as trainer, watched(server.process.pid) as engine:
         output, errors = run.communicate(timeout=540)
     assert run.returncode == 0, output[-2000:] + errors[-5000:]

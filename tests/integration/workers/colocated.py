@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -24,6 +23,7 @@ from rollout.server.remote_rank_engine import EngineService
 from rollout.system.background_loop import BackgroundLoop
 from rollout.weights.sync import WeightSync
 from tests.fixtures.models import perturb, sampled_logprobs
+from tests.fixtures.processes import descendants
 from trainer.config.schema import Config
 from trainer.distributed.distributed import Distributed
 from trainer.engines.run_engines import start_engines
@@ -33,7 +33,6 @@ SAMPLING = Sampling(max_tokens=16, ignore_eos=True, seed=5)
 
 
 def main(directory: Path) -> None:
-    multiprocessing.set_executable(sys.executable)  # a killed engine has to be a child, not a fork of the server
     config = Config()
     config.model.path = str(directory / "model")
     config.rollout.engine = "colocated"
@@ -86,7 +85,7 @@ def main(directory: Path) -> None:
         seen["seeds"] = same_everywhere(engines.pool, loop) if engines.pool else True
         distributed.barrier()
         if not distributed.is_main:
-            for pid in children():
+            for pid in descendants(os.getpid()) - {os.getpid()}:
                 os.kill(pid, signal.SIGKILL)
         distributed.barrier()
         seen["killed"] = raised(lambda: sampled(engines.pool, loop)) if engines.pool else None
@@ -129,11 +128,6 @@ def raised(act: Any) -> str | None:
     except (EngineError, LockstepError) as error:
         return f"{type(error).__name__}: {error}"
     return None
-
-
-def children() -> list[int]:
-    tasks = Path(f"/proc/{os.getpid()}/task")
-    return [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
 
 
 if __name__ == "__main__":
