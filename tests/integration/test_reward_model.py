@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -121,8 +119,8 @@ def test_a_run_on_two_zero3_ranks_is_scored_as_on_one_and_leaves_a_critic_to_sta
 
 
 def test_mistakes_in_settings_are_one_line(tmp_path):
-    command = [sys.executable, str(ROOT / "scripts/train_reward_model.py"), "data.path=missing.jsonl", "batch_size=0"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    script = ROOT / "scripts/train_reward_model.py"
+    result = run_ranks((), script, f"run_root={tmp_path}", "data.path=missing.jsonl", "batch_size=0", timeout_s=120)
     assert result.returncode == 2
     assert "data.path=missing.jsonl does not exist" in result.stderr
     assert "batch_size=0 must be at least 1" in result.stderr

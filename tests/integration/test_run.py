@@ -197,7 +197,7 @@ def test_a_step_can_be_replayed_bit_for_bit(first_run: tuple[Path, str]) -> None
 
 def test_a_run_directory_is_not_overwritten(first_run: tuple[Path, str], demo: tuple[str, ...]) -> None:
     done = subprocess.run(
-        command(*demo, f"run_root={first_run[0].parent}", "run_name=first"),
+        command(*demo, f"run_root={first_run[0].parent}", "run_name=first", python=forked_python()),
         cwd=ROOT, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 2
