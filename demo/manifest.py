@@ -21,7 +21,7 @@ MANIFEST = "lockstep_demo.json"
 
 _ROOT = Path(__file__).resolve().parents[1]
 # The code that determines the files. Its syntax trees are the recipe: a change of a number or a rule makes the demo
-# again, a change of comments or layout does not.
+# again, a change of comments, docstrings or layout does not.
 _RECIPE_SOURCES = (
     "demo/make.py",
     "demo/play.py",
@@ -91,8 +91,21 @@ def write_manifest(
 def recipe_hash(task: str, seed: int) -> str:
     """Hash everything that determines the files: task, seed, code and the version of torch."""
     parts = [task, str(seed), importlib.metadata.version("torch").split("+")[0]]
-    parts += [ast.dump(ast.parse((_ROOT / name).read_text(encoding="utf-8"))) for name in _RECIPE_SOURCES]
+    parts += [_syntax((_ROOT / name).read_text(encoding="utf-8")) for name in _RECIPE_SOURCES]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _syntax(source: str) -> str:
+    """Return the syntax tree of a module without docstrings."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            node.body = [line for line in node.body if not _is_string(line)]
+    return ast.dump(tree)
+
+
+def _is_string(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 def _sha256(path: Path) -> str:

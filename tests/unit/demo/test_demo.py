@@ -24,6 +24,7 @@ from rollout.chat.chat import Chat
 from rollout.environments.calculator import evaluate
 from rollout.errors import ConfigError
 from rollout.records import EngineCall, FinishReason
+from tests.fixtures.paths import ROOT
 
 
 def corpus(task: str, *, noisy: bool = True, count: int = 60):
@@ -289,6 +290,20 @@ def test_another_task_seed_recipe_or_file_makes_it_again(tmp_path, monkeypatch):
     assert find_made("calculator", model, data, 0) is None
     (model / MANIFEST).write_text("{ torn")
     assert find_made("calculator", model, data, 0) is None
+
+
+def test_the_recipe_is_the_code_without_comments_and_docstrings(tmp_path, monkeypatch):
+    for name in manifest._RECIPE_SOURCES:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    monkeypatch.setattr(manifest, "_ROOT", tmp_path)
+    before, file = recipe_hash("chain", 0), tmp_path / "demo/warm_start.py"
+    text = file.read_text()
+    file.write_text(text.replace('"""Make a Qwen3', '"""Other words').replace("# three times", "# x"))
+    assert file.read_text() != text
+    assert recipe_hash("chain", 0) == before
+    file.write_text(text.replace("noisy_steps: int = 60", "noisy_steps: int = 61"))
+    assert recipe_hash("chain", 0) != before
 
 
 def test_a_directory_with_other_files_is_never_overwritten(tmp_path):
