@@ -1,9 +1,9 @@
-# Every target sets up what it needs by itself; on a fresh machine start with `make test` or `make train`.
+# Every target installs what it needs; on a fresh machine start with `make test` or `make train`.
 #
 # Settings: PYTHON=python3.12        the Python to build the environment from
 #           ACCELERATOR=cpu|cuda     which vLLM to install (default: cuda when nvidia-smi lists a GPU)
 #           VENV=.venv               where the environment is
-#           SKIP_INSTALL=1           use the environment in VENV as it is (containers, conda)
+#           SKIP_INSTALL=1           use the environment in VENV without installing (containers, conda)
 #           ARGS="..."               settings for training, for example ARGS="algorithm=dr_grpo optimizer.lr=1e-4"
 #           NUM_PROCESSES=2          ranks of train-zero3
 #           PYTEST_ARGS="..."        for the test targets, for example PYTEST_ARGS="-k packing -x"
@@ -20,7 +20,7 @@ NUM_PROCESSES ?= 2
 TEST_WORKERS ?= 3
 BENCH ?= $(basename $(notdir $(wildcard benchmarks/*.py)))
 BIN := $(VENV)/bin
-# pip-installed tools are found by the programs that call them by name: ninja by torch, accelerate by scripts.
+# Programs of the environment are called by name: ninja by torch, accelerate by scripts.
 export PATH := $(abspath $(BIN)):$(PATH)
 export PYTHON ACCELERATOR VENV
 
@@ -29,18 +29,18 @@ export PYTHON ACCELERATOR VENV
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-install: ## Set up .venv (every target does this by itself; instant when nothing changed)
+install: ## Set up .venv (part of every target; instant when nothing changed)
 ifndef SKIP_INSTALL
 	@bash scripts/install.sh
 endif
 
-model: install ## Make the small demo model, unless it is there
+model: install ## Make the small demo model, if it is missing
 	@$(BIN)/python scripts/make_demo_model.py --task calculator
 
 train: model ## Train the demo model to use a calculator; settings in ARGS
 	$(BIN)/python scripts/train.py $(ARGS)
 
-train-zero3: model ## The same on NUM_PROCESSES=2 processes with DeepSpeed ZeRO-3
+train-zero3: model ## Train on NUM_PROCESSES=2 processes with DeepSpeed ZeRO-3
 	$(BIN)/accelerate launch --config_file configs/accelerate/zero3.yaml --num_processes $(NUM_PROCESSES) scripts/train.py $(ARGS)
 
 test: install ## Unit and integration tests that need no GPU; PYTEST_ARGS for pytest
@@ -54,9 +54,11 @@ test-unit: install ## Unit tests only
 test-slow: install ## Tests that take minutes
 	$(BIN)/python -m pytest -m "slow and not gpu" tests $(PYTEST_ARGS)
 
-lint: install ## Style, formatting and types, changing nothing
+lint: install ## Style, formatting, English and types, changing nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python scripts/check_prose.py
+	$(BIN)/hadolint Dockerfile
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 format: install ## Apply the formatting and the safe fixes

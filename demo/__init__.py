@@ -1,4 +1,4 @@
-"""Small tasks that a model made from nothing learns in a minute: data, tokenizer and warm-started model.
+"""Makers of demo tasks: data, a tokenizer, and a small warm-started model that training improves in a minute.
 
-Start with `make.py`; `tasks.py` says what the tasks are and `warm_start.py` how the model comes to be middling at them.
+Start with `make.py`. `tasks.py` defines the tasks; `warm_start.py` trains the model to be right some of the time.
 """

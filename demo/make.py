@@ -1,7 +1,7 @@
 """Make a demo: data, tokenizer and warm-started model on disk, once.
 
-Everything follows from the task, the seed and the code (`manifest.py` tells whether they changed). Models appear in
-their place whole or not at all; data files are replaced one by one.
+The task, the seed and the code determine all files; `manifest.py` detects a change of them. A model directory is
+replaced atomically, data files one by one.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ CORPUS_EPISODES = 400
 def make_demo(task: str, model_dir: Path | str, data_dir: Path | str, seed: int, console: Console) -> DemoInfo:
     """Write `train.jsonl` and `heldout.jsonl` to `data_dir` and a model with tokenizer to `model_dir`.
 
-    `heldout_harder.jsonl` too, where the task has rows beyond its training distribution (chain: 3 and 4 hops).
-    Deterministic on one machine for a given seed. Takes about a minute; a second call with the
-    same settings takes none.
+    Also writes `heldout_harder.jsonl` if the task has rows beyond its training distribution (chain: 3 and 4 hops).
+    Deterministic on one machine for a given seed. Takes about a minute; a second call with the same settings returns
+    at once.
 
     Raises:
-        ConfigError: the task is unknown, or a directory holds something that this function did not make.
-        TrainingError: the warm start did not end where it should.
+        ConfigError: the task is unknown, or a directory holds files that this function did not make.
+        TrainingError: the warm start missed its reward.
     """
     if task not in TASKS:
         raise ConfigError(f"unknown demo task {task!r}; expected one of {', '.join(TASKS)}")
@@ -54,7 +54,7 @@ def make_demo(task: str, model_dir: Path | str, data_dir: Path | str, seed: int,
 
 def _make(chosen: DemoTask, model_dir: Path, data_dir: Path, seed: int, console: Console) -> DemoInfo:
     task, recipe = chosen.name, Recipe()
-    recipe_key = recipe_hash(task, seed)  # now: somebody may edit the code while this runs
+    recipe_key = recipe_hash(task, seed)  # now, because the code may be edited while this runs
 
     data = _write_data(chosen, data_dir, seed)
     rng = random.Random(seed)
@@ -77,7 +77,7 @@ def _make(chosen: DemoTask, model_dir: Path, data_dir: Path, seed: int, console:
         "num_parameters": num_parameters,
         "vocab_size": len(tokenizer),
     }
-    # Made beside its place and moved there whole: nobody ever loads half a model.
+    # Written to a temporary name and renamed: no process ever loads half a model.
     making = model_dir.with_name(f".{model_dir.name}.{os.getpid()}")
     model.save_pretrained(making)
     tokenizer.save_pretrained(making)
@@ -94,8 +94,8 @@ def _make(chosen: DemoTask, model_dir: Path, data_dir: Path, seed: int, console:
 
 
 def make_rows(task: DemoTask, seed: int) -> dict[str, list[Row]]:
-    """All data of a task by file name. No question of a held-out file is in `train.jsonl`."""
-    # A generator for each file: changing the size of one leaves the others as they are.
+    """Return the rows of a task by file name. No question of a held-out file is in `train.jsonl`."""
+    # One generator per file, so that a change of one size leaves the other files as they are.
     rows = {
         "train.jsonl": draw_unique(task.draw, random.Random(f"{seed}-train"), TRAIN_ROWS, heldout=False),
         "heldout.jsonl": draw_unique(task.draw, random.Random(f"{seed}-heldout"), HELDOUT_ROWS, heldout=True),
@@ -108,19 +108,19 @@ def make_rows(task: DemoTask, seed: int) -> dict[str, list[Row]]:
 
 @contextmanager
 def _only_maker(model_dir: Path) -> Iterator[None]:
-    """Let one process at a time make the demo of a directory; the others wait for it."""
+    """Hold the lock of a directory: one process makes the demo and the others wait."""
     model_dir.parent.mkdir(parents=True, exist_ok=True)
     with (model_dir.parent / f".{model_dir.name}.lock").open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed, also by a kill
+        fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed, also when the process is killed
         yield
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Sums in one order, whatever the number of cores: the same model everywhere on one kind of CPU.
+    """Compute with one thread, so that the order of sums and the model do not depend on the number of cores.
 
-    It also leaves no pool of OpenMP threads behind, with which a process cannot fork an engine. Matrices are so small
-    that a second thread would save a third of the time at most, and cost twice as much on a busy machine.
+    A process with a pool of OpenMP threads also could not fork an engine. A second thread would save a third of the
+    time at most, because the matrices are small, and would take twice as long on a busy machine.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -131,7 +131,7 @@ def _one_thread() -> Iterator[None]:
 
 
 class _Bar:
-    """A progress line for the warm start: stage, step, loss, last reward."""
+    """Progress bar of the warm start: stage, step, loss, last reward."""
 
     def __init__(self, console: Console, recipe: Recipe):
         self._progress = Progress(
@@ -139,11 +139,11 @@ class _Bar:
             console=console,
         )  # fmt: skip
         self._lines = {
-            # The skill comes when it comes: the bar runs to the step at which it usually has.
+            # The number of steps of the first stage varies: its bar runs to the usual one.
             "skill": self._progress.add_task(
                 "warm start 1/2: learn the skill", total=recipe.clean_decay_steps, note=""
             ),
-            "noise": self._progress.add_task("warm start 2/2: become sloppy", total=recipe.noisy_steps, note=""),
+            "noise": self._progress.add_task("warm start 2/2: learn from noise", total=recipe.noisy_steps, note=""),
         }
         self._reward: float | None = None
 
@@ -157,7 +157,7 @@ class _Bar:
     def report(self, stage: str, step: int, loss: float, reward: float | None) -> None:
         self._reward = reward if reward is not None else self._reward
         note = f"loss {loss:.3f}" + (f"  reward {self._reward:.2f}" if self._reward is not None else "")
-        if stage == "noise":  # the first stage is over, at whichever step
+        if stage == "noise":  # the first stage has ended, after any number of steps
             done = self._progress.tasks[self._lines["skill"]].completed
             self._progress.update(self._lines["skill"], total=max(done, 1))
         self._progress.update(self._lines[stage], completed=step, note=note)

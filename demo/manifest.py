@@ -1,6 +1,6 @@
-"""Whether a demo is there already, made by the very recipe that would make it now.
+"""The manifest of a demo: the recipe that made it and the hashes of its files, to reuse or remake it.
 
-Imports nothing heavy: a second call of the script answers in a fraction of a second.
+Imports nothing heavy, so that a second call of the script answers in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ TASK_NAMES = ("calculator", "chain", "reverse")
 MANIFEST = "lockstep_demo.json"
 
 _ROOT = Path(__file__).resolve().parents[1]
-# The code that decides what is made. Its syntax trees are the recipe, so no number and no rule can change unnoticed;
-# comments and layout can.
+# The code that determines the files. Its syntax trees are the recipe: a change of a number or a rule makes the demo
+# again, a change of comments, docstrings or layout does not.
 _RECIPE_SOURCES = (
     "demo/make.py",
     "demo/play.py",
@@ -36,7 +36,7 @@ _RECIPE_SOURCES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoInfo:
-    """What was made, and where it is."""
+    """Summary and place of a demo."""
 
     task: str
     model_dir: Path
@@ -47,14 +47,14 @@ class DemoInfo:
     num_parameters: int
     vocab_size: int
     is_cached: bool
-    """Whether it was there already."""
+    """True if it was made earlier and reused."""
 
 
 def find_made(task: str, model_dir: Path, data_dir: Path, seed: int) -> DemoInfo | None:
-    """The demo in these directories, if it is of this task, seed and recipe and every file is as it was written.
+    """Return the demo in these directories if task, seed, recipe and the hash of every file match, else None.
 
     Raises:
-        ConfigError: `model_dir` holds files that no demo script put there, so nothing may be written over them.
+        ConfigError: `model_dir` holds files that no demo script wrote, so they must not be overwritten.
     """
     path = model_dir / MANIFEST
     if not path.is_file():
@@ -76,7 +76,7 @@ def find_made(task: str, model_dir: Path, data_dir: Path, seed: int) -> DemoInfo
 def write_manifest(
     directory: Path, recipe: str, *, info: Mapping[str, Any], model: Iterable[Path], data: Iterable[Path]
 ) -> None:
-    """Say in `directory` what was made. recipe: its hash. info: the fields of `DemoInfo` but the directories."""
+    """Write the manifest to `directory`. recipe: its hash. info: the fields of `DemoInfo` without the directories."""
     manifest = {
         "recipe_hash": recipe,
         "info": dict(info),
@@ -89,10 +89,23 @@ def write_manifest(
 
 
 def recipe_hash(task: str, seed: int) -> str:
-    """Of everything that decides what is made: task, seed, code and the version of torch that computes it."""
+    """Hash everything that determines the files: task, seed, code and the version of torch."""
     parts = [task, str(seed), importlib.metadata.version("torch").split("+")[0]]
-    parts += [ast.dump(ast.parse((_ROOT / name).read_text(encoding="utf-8"))) for name in _RECIPE_SOURCES]
+    parts += [_syntax((_ROOT / name).read_text(encoding="utf-8")) for name in _RECIPE_SOURCES]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _syntax(source: str) -> str:
+    """Return the syntax tree of a module without docstrings."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            node.body = [line for line in node.body if not _is_string(line)]
+    return ast.dump(tree)
+
+
+def _is_string(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 def _sha256(path: Path) -> str:

@@ -1,7 +1,7 @@
-"""Play a task against its real environment, by a scripted player or by the model itself, and keep the tokens.
+"""Episodes of a task in its real environment, played by a scripted player or by the model.
 
-Conversations are kept as text here, because it is quicker for thousands of short ones than `rollout/chat/chat.py`; a
-test holds the token ids of both against each other.
+Conversations are text here, which is faster for thousands of short ones than `rollout/chat/chat.py`; a test compares
+the token ids of both.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ MAX_TURN_TOKENS = 48
 
 @dataclass(slots=True)
 class Episode:
-    """A conversation under way. `text` is what the tokenizer sees; `spans` are the assistant turns in it [start,
-    end)."""
+    """An unfinished conversation. `text` is rendered; `spans` are the [start, end) of assistant turns in it."""
 
     environment: Environment
     text: str
@@ -40,7 +39,7 @@ class Episode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstration:
-    """Token ids of a whole conversation, and which of them the model is to learn."""
+    """Token ids of a whole conversation, and the mask of those in assistant turns."""
 
     ids: list[int]
     is_learned: list[bool]
@@ -54,7 +53,7 @@ async def begin(task: DemoTask, row: Row, tokenizer: PreTrainedTokenizerFast) ->
 
 
 async def advance(episode: Episode, turn: str) -> None:
-    """Append an assistant turn and what the environment says to it."""
+    """Append an assistant turn and the environment's answer."""
     start = len(episode.text)
     episode.text += turn + TURN_END
     episode.spans.append((start, len(episode.text)))
@@ -76,7 +75,7 @@ def demonstrate(
     *,
     noisy: bool,
 ) -> list[Episode]:
-    """Let the scripted player play each row to its end."""
+    """Play each row to its end with the scripted player."""
 
     async def play(row: Row) -> Episode:
         episode = await begin(task, row, tokenizer)
@@ -96,7 +95,7 @@ def demonstrate(
 
 
 def tokenize(episode: Episode, tokenizer: PreTrainedTokenizerFast) -> Demonstration:
-    """Ids of the whole conversation; a token is learned if it lies in an assistant turn."""
+    """Tokenize a whole conversation; a token is learned if it lies in an assistant turn."""
     encoded = tokenizer(episode.text, return_offsets_mapping=True, add_special_tokens=False)
     is_learned = [
         any(start <= first and last <= end for start, end in episode.spans) for first, last in encoded["offset_mapping"]
@@ -114,7 +113,7 @@ def sampled_reward(
     seed: int,
     greedy: bool = False,
 ) -> float:
-    """Mean demo reward of the model on these rows, each played once at temperature 1 (or greedily)."""
+    """Return the mean demo reward of the model on these rows, each played once at temperature 1 (or greedily)."""
 
     async def play_all() -> float:
         episodes = [await begin(task, row, tokenizer) for row in rows]
@@ -145,7 +144,7 @@ def _sample_turns(
     *,
     greedy: bool,
 ) -> list[str]:
-    """One assistant turn for each text, without its end-of-turn token."""
+    """Sample one assistant turn for each text, without its end-of-turn token."""
     prompt = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
     ids_BT, mask_BT = prompt["input_ids"], prompt["attention_mask"]
     end_id = tokenizer.convert_tokens_to_ids(TURN_END)

@@ -1,4 +1,4 @@
-"""Supervised training of the small models that the project makes for its demos, from random weights."""
+"""Supervised training of the small demo models from random weights."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ IGNORED = -100
 
 
 def sample_from_everything(model: PreTrainedModel) -> None:
-    """Say in full that sampling is plain, so that no engine or pipeline fills in a default that truncates."""
+    """Set untruncated sampling at temperature 1, so that no engine or pipeline fills in a default that truncates."""
     generation = model.generation_config
     assert generation is not None
     generation.do_sample, generation.temperature, generation.top_p, generation.top_k = True, 1.0, 1.0, 0
 
 
 def make_adam(model: PreTrainedModel) -> torch.optim.Optimizer:
-    """Without decay; `descend` sets the learning rate."""
+    """Make AdamW without weight decay; `descend` sets the learning rate."""
     return torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.0)
 
 
 def descend(
     model: PreTrainedModel, optimizer: torch.optim.Optimizer, loss: Tensor, *, lr: float, max_grad_norm: float = 1.0
 ) -> None:
-    """One step down the gradient of the loss."""
+    """Make one optimizer step on the loss, with clipped gradients."""
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.zero_grad(set_to_none=True)
@@ -36,10 +36,10 @@ def descend(
 
 
 def next_token_loss(model: PreTrainedModel, ids_BT: Tensor, labels_BT: Tensor | None = None) -> Tensor:
-    """Mean cross-entropy of each token after those before it.
+    """Return the mean cross-entropy of next-token prediction.
 
     Args:
-        ids_BT: padded on the right, if at all: causal attention keeps real tokens from seeing what follows them.
+        ids_BT: padded on the right if at all: with causal attention, tokens do not see padding behind them.
         labels_BT: the ids, or `IGNORED`; None: all ids are learned.
     """
     logits_BTV = model(input_ids=ids_BT, use_cache=False).logits

@@ -1,11 +1,11 @@
-"""The demo tasks: what is asked, which tools there are, and how a good and a clumsy player behave.
+"""The demo tasks: their rows, and scripted players with and without noise.
 
-A player is a generator: it yields the text of its next turn, as a model would sample it, and is sent what the
-environment answered. Demonstrations are played against the real environment (`demo/play.py`),
-so they hold exactly what rollouts will.
+A player is a generator: it yields the text of its next turn, as a model would sample it, and receives the answer of
+the environment. Demonstrations are played in the real environment (`demo/play.py`), so they have the tokens of
+rollouts.
 
-Noise makes the warm-started model middling. Its rates are chosen so that the greedy policy is wrong (a guess is the
-most likely first move) while sampling is sometimes right: reinforcement learning then has something to find.
+Noise lowers the reward of the warm-started model. Its rates make the greedy policy wrong (a guess is the most likely
+first move) while sampling is sometimes right, so that reinforcement learning has something to find.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rollout.environments.calculator import evaluate
 Row = dict[str, Any]
 Player = Generator[str, str, None]
 
-# One prompt in eight is held out, by its hash: a split that does not depend on seed, order or amount of data.
+# One prompt in eight is held out, chosen by its hash: the split does not depend on seed, order or number of rows.
 HELDOUT_ONE_IN = 8
 
 
@@ -33,13 +33,13 @@ class DemoTask:
     name: str
     """Also its key in `rollout.environments.ENVIRONMENTS`."""
     max_turns: int
-    """Assistant turns an episode needs at most."""
+    """Largest number of assistant turns that an episode needs."""
     draw: Callable[[random.Random], Row]
-    """A row of the distribution that is trained on: question, answer, and what the environment needs."""
+    """Draw a row of the training distribution: question, answer, and the fields that the environment reads."""
     draw_harder: Callable[[random.Random], Row] | None
-    """A row beyond it, for evaluation of generalisation only."""
+    """Draw a row beyond it, for the evaluation of generalization only."""
     play: Callable[[Row, random.Random, bool], Player]
-    """Turns for a row; the last argument asks for noise."""
+    """Return a player of a row; the last argument is True for noise."""
 
 
 def is_heldout(question: str) -> bool:
@@ -47,7 +47,7 @@ def is_heldout(question: str) -> bool:
 
 
 def draw_unique(draw: Callable[[random.Random], Row], rng: random.Random, count: int, *, heldout: bool) -> list[Row]:
-    """`count` different rows, all from the asked side of the split. (Chains that start alike differ in their links.)"""
+    """Draw `count` different rows of one side of the split. (Chains with the same question differ in their links.)"""
     rows: dict[str, Row] = {}
     while len(rows) < count:
         row = draw(rng)
@@ -57,23 +57,23 @@ def draw_unique(draw: Callable[[random.Random], Row], rng: random.Random, count:
 
 
 def answer_text(answer: str) -> str:
-    """The sentence that the demo reward asks for."""
+    """Return the sentence that the demo reward requires."""
     return f"The answer is {answer}"
 
 
 def tool_call_text(name: str, arguments: Mapping[str, Any]) -> str:
-    """A tool call as Qwen3's template writes it, so that a rendered message equals a sampled one."""
+    """Write a tool call as Qwen3's template does, so that a rendered message equals a sampled one."""
     call = json.dumps({"name": name, "arguments": dict(arguments)}, ensure_ascii=False)
     return f"<tool_call>\n{call}\n</tool_call>"
 
 
 def _broken(call: str) -> str:
-    """Without the brackets that close it: the commonest way in which a small model breaks JSON."""
+    """Drop the closing brackets, the most common JSON error of a small model."""
     return call.replace('"}}', '"')
 
 
 def _other_digit(text: str, rng: random.Random) -> str:
-    """`text` with one of its digits replaced by another one."""
+    """Replace one digit of `text` by another one."""
     position = rng.choice([index for index, char in enumerate(text) if char.isdigit()])
     digit = rng.choice([digit for digit in "0123456789" if digit != text[position]])
     return text[:position] + digit + text[position + 1 :]
@@ -128,7 +128,7 @@ def _play_chain(row: Row, rng: random.Random, noisy: bool) -> Player:
     key = row["question"].removeprefix("find ")
     guess_rate = 0.55
     while not (noisy and rng.random() < guess_rate):
-        guess_rate = 0.25  # once it has begun to look things up, a player is more patient
+        guess_rate = 0.25  # guesses are rarer after the first lookup
         call = tool_call_text("lookup", {"key": _other_digit(key, rng) if noisy and rng.random() < 0.04 else key})
         if noisy and rng.random() < 0.04:
             yield _broken(call)
@@ -149,8 +149,8 @@ def _draw_reverse(rng: random.Random) -> Row:
 
 def _play_reverse(row: Row, rng: random.Random, noisy: bool) -> Player:
     digits = row["answer"].split()
-    # The choice shows in the first token. Copying inside the sentence would not: the model then mixes both, digit by
-    # digit, and is right one time in twenty (measured) instead of one in four.
+    # The first token must show which variant is played. With noise only inside the sentence, the model mixed both digit
+    # by digit and was right one time in twenty (measured) instead of one in four.
     if noisy and rng.random() < 0.6:
         yield row["question"].removeprefix("reverse ")
         return

@@ -1,9 +1,9 @@
-"""A tokenizer for the demo tasks: byte-level BPE with a ChatML template that reads like Qwen3's.
+"""A tokenizer for the demo tasks: byte-level BPE with a ChatML template like Qwen3's.
 
-Merges may span punctuation and spaces, so the fixed part of a tool call is two or three tokens. What the model must
-copy is never merged: digits, operators and line breaks are one token each. That line breaks stand alone has a second
-reason: every border between template and content is a special token or a line break, so a conversation tokenised
-piece by piece equals the conversation tokenised whole.
+Merges may span punctuation and spaces, so the fixed part of a tool call is two or three tokens. Text that the model
+must copy is never merged: digits and operators are one token each. Line breaks are single tokens too: every border
+between template and content is a special token or a line break, so a conversation tokenized piece by piece equals the
+same conversation tokenized at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ VOCAB_SIZE = 384
 
 PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (PAD, TURN_START, TURN_END)
-# As in Qwen3 these are tokens of their own but not special: decoding keeps them, a parser reads them.
+# As in Qwen3, single tokens that are not special: decoding keeps them, and a parser reads them.
 MARKUP_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 
 CHAT_TEMPLATE = """\
@@ -67,12 +67,12 @@ CHAT_TEMPLATE = """\
 
 
 def untrained() -> PreTrainedTokenizerFast:
-    """The tokenizer before it has learned any merges: renders the corpus that it is trained on."""
+    """Return the tokenizer without merges, which renders the training corpus."""
     return _wrap(_byte_level([]))
 
 
 def train_tokenizer(conversations: Iterable[str]) -> PreTrainedTokenizerFast:
-    """A tokenizer of at most `VOCAB_SIZE` ids whose merges come from these rendered conversations."""
+    """Train a tokenizer of at most `VOCAB_SIZE` ids on rendered conversations."""
     return _wrap(_byte_level(conversations))
 
 
@@ -80,7 +80,7 @@ def _byte_level(corpus: Iterable[str]) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            # The letter of a key such as c42 is copied too; it must not melt into "find c".
+            # The letter of a key such as c42 is copied too; it must not merge into "find c".
             pre_tokenizers.Split(Regex(r"[0-9+\-*\n]|[a-z](?=[0-9])"), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
@@ -93,13 +93,13 @@ def _byte_level(corpus: Iterable[str]) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_without_markup(corpus), trainer)
-    # Added after training, because a trainer makes everything special that it is given.
+    # Added after training, because a trainer makes every token that it is given special.
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in MARKUP_TOKENS])
     return tokenizer
 
 
 def _without_markup(corpus: Iterable[str]) -> Iterable[str]:
-    """The pieces between special tokens. The trainer splits at none of them by itself."""
+    """Split texts at special tokens, which the trainer does not do."""
     for text in corpus:
         for token in (*SPECIAL_TOKENS, *MARKUP_TOKENS):
             text = text.replace(token, "\0")

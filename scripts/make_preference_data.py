@@ -1,9 +1,9 @@
-"""Make a preference task: a small pretrained language model, queries, and comparisons labelled by a noisy judge.
+"""Make a preference task: a small pretrained language model, queries, and comparisons labeled by a noisy judge.
 
     python scripts/make_preference_data.py --task sentiment          # under a minute on two cores
     python scripts/make_preference_data.py --task descriptiveness
 
-Writes models/<task>_lm and data/preferences/<task>/. What is made and why: demo/preferences/.
+Writes models/<task>_lm and data/preferences/<task>/. The recipe is in demo/preferences/.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Write docs/map.md: every module with the first sentence of its docstring, by package.
+"""Write docs/map.md: the rooms of the library in the order of their layers, and every module in one line.
 
     python scripts/map_code.py            # also: make docs
-    python scripts/map_code.py --check    # exit 1 when a module is missing from the page, or the page names a lost one
+    python scripts/map_code.py --check    # write nothing; exit 1 if the page is out of date
 
-The page is generated, so a module describes itself in one place only: edit its docstring.
+The page is generated from docstrings. To change a line, edit the docstring of its module.
 """
 
 from __future__ import annotations
@@ -16,32 +16,96 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "map.md"
-PACKAGES = ("rollout", "rewards", "trainer", "scripts")
+PACKAGES = ("trainer", "rewards", "rollout", "demo", "scripts")
 HEADER = """# Map of the code
 
-Every module in its own words: the first sentence of its docstring. Start with `rollout/records.py`, the records that
-pass between stages, and `Trainer.step` in `trainer/step.py`, the way through one update. `rollout` and `rewards` import
-nothing of `trainer`. This page is written by `make docs`.
+Start with `rollout/records.py`, the records that pass between stages, and `Trainer.step` in `trainer/step.py`, one
+training step. `make docs` writes this page from the docstrings of the modules.
+
+## Rooms
+
+A room is a folder or a module directly inside a package. It imports only rooms below it in this list.
+`tests/unit/project/test_architecture.py` checks that, and that no modules import each other in a circle.
 """
+
+ROOMS = (
+    "trainer/tools",
+    "trainer/run",
+    "trainer/step.py",
+    "trainer/reward_model",
+    "trainer/evaluate",
+    "trainer/observe",
+    "trainer/diagnosis",
+    "trainer/engines",
+    "trainer/cli.py",
+    "trainer/checks",
+    "trainer/build.py",
+    "trainer/update",
+    "trainer/collect",
+    "trainer/score",
+    "trainer/credit",
+    "trainer/model",
+    "trainer/batch",
+    "trainer/data",
+    "trainer/checkpoint",
+    "trainer/distributed",
+    "trainer/objective",
+    "trainer/config",
+    "trainer/stopwatch.py",
+    "rewards/__init__.py",
+    "rewards/composition.py",
+    "rewards/workers",
+    "rewards/resolve.py",
+    "rewards/model",
+    "rewards/functions",
+    "rewards/trl.py",
+    "rewards/outcomes.py",
+    "rewards/sandbox",
+    "rollout/sampler",
+    "rollout/gateway",
+    "rollout/environments",
+    "rollout/episode",
+    "rollout/server",
+    "rollout/weights",
+    "rollout/engine",
+    "rollout/chat",
+    "rollout/saved_rollouts.py",
+    "rollout/system",
+    "rollout/records.py",
+    "rollout/errors.py",
+)
+"""The rooms of the library, highest first. The only place that declares their order."""
 
 
 def modules(package: str) -> list[Path]:
-    """All modules of a package and of those inside it, by path; empty `__init__` files are left out."""
+    """Return the modules of a package, its own before those of its folders; empty `__init__` files are left out."""
     found = sorted((ROOT / package).rglob("*.py"), key=lambda path: (len(path.relative_to(ROOT).parts) > 2, path))
     return [path.relative_to(ROOT) for path in found if path.read_text(encoding="utf-8").strip()]
 
 
 def sentence(module: Path) -> str:
-    """The first sentence of the docstring, in one line."""
+    """Return the first sentence of a module's docstring in one line."""
     text = ast.get_docstring(ast.parse((ROOT / module).read_text(encoding="utf-8"))) or ""
     paragraph = " ".join(text.split("\n\n")[0].split())
     return re.split(r"(?<=[.:?])\s(?=[A-Z`])", paragraph)[0].rstrip(".:")
 
 
+def room_list() -> list[str]:
+    """Return one Markdown list item per package and, indented, one per room."""
+    lines: list[str] = []
+    for room in ROOMS:
+        package, name = room.split("/")
+        if f"* `{package}/`" not in lines:
+            lines.append(f"* `{package}/`")
+        source = Path(room) if name.endswith(".py") else Path(room, "__init__.py")
+        lines.append(f"    * `{name}{'' if name.endswith('.py') else '/'}`: {sentence(source)}")
+    return lines
+
+
 def page() -> str:
-    lines = [HEADER]
+    lines = [HEADER, *room_list(), ""]
     for package in PACKAGES:
-        lines += [f"## {package}", "", "| module | what |", "|---|---|"]
+        lines += [f"## {package}", "", "| module | contents |", "|---|---|"]
         lines += [f"| `{module}` | {sentence(module).replace('|', chr(92) + '|')} |" for module in modules(package)]
         lines.append("")
     return "\n".join(lines)
@@ -49,16 +113,15 @@ def page() -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Write docs/map.md from the docstrings of all modules.")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when the page is out of date")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is out of date")
+    text = page()
     if not parser.parse_args().check:
-        PAGE.write_text(page(), encoding="utf-8")
-        print(f"wrote {PAGE.relative_to(ROOT)}")
-        return 0
-    named = set(re.findall(r"^\| `([\w/.]+\.py)` \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
-    there = {str(module) for package in PACKAGES for module in modules(package)}
-    for module in sorted(named ^ there):
-        print(f"docs/map.md {'lacks' if module in there else 'names a lost'} {module}; run: make docs", file=sys.stderr)
-    return int(named != there)
+        PAGE.write_text(text, encoding="utf-8")
+        print(f"wrote {PAGE}")
+    elif PAGE.read_text(encoding="utf-8") != text:
+        print(f"{PAGE} is not what the docstrings say; run: make docs", file=sys.stderr)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

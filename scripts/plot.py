@@ -15,7 +15,7 @@ MISMATCH = (
     ("rollout_correction/logp_diff_abs_max", "largest |Δ logp| of a token"),
     ("rollout_correction/kl", "|kl|"),
 )
-"""Of the engine against the trainer; below the dashed line training is on policy, above the solid one it breaks."""
+"""Mismatch metrics with labels: training is on policy below the dashed line and breaks above the solid one."""
 EXPECTED_KL, CRITICAL_KL = 0.01, 0.1
 
 

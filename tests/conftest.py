@@ -1,4 +1,4 @@
-"""Property tests draw the same examples in every run; HYPOTHESIS_PROFILE=explore draws new ones."""
+"""Property tests draw the same examples in every run; HYPOTHESIS_PROFILE=explore draws others."""
 
 import os
 

@@ -1,9 +1,9 @@
-"""A small written language whose texts can be judged: how glad they sound, how much they describe.
+"""A small generated language with judges of its texts: sentiment and descriptiveness.
 
-Sentences have five to about sixteen words, so that a fixed-length continuation of 24 tokens has a full stop at index 16
-or later about two times in three: the rejection of the historical recipe has something to do.
+Sentences have five to about sixteen words. A fixed-length continuation of 24 tokens has a full stop at index 16 or
+later about two times in three, so that the rejection of the historical recipe has an effect.
 
-Not covered: meaning. A judge counts words; that is what makes the true score known, and reward hacking visible.
+Not covered: meaning. A judge counts words, which makes the true score known and reward hacking visible.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ CHAT_TEMPLATE = (
     "{%- for message in messages %}{{- message.content }}"
     "{%- if message.role == 'assistant' %}{{- '" + END_OF_TEXT + "' }}{%- endif %}{%- endfor %}"
 )
-"""Text as it is: a prompt is continued, not answered."""
+"""The text without markup: a prompt is continued, not answered."""
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per word; words are separated by spaces."""
+    """Make a tokenizer with one token per word; words are separated by spaces."""
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(VOCABULARY)}, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(
@@ -51,7 +51,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def write_text(rng: random.Random, num_words: int) -> list[str]:
-    """At least `num_words` words of whole sentences, beginning in the middle of one, as a cut from a book does."""
+    """Return at least `num_words` words of sentences, of which the first may lack its beginning, as in an excerpt."""
     words = sentence(rng)
     words = words[rng.randrange(len(words)) :]
     while len(words) < num_words:
@@ -67,7 +67,7 @@ def sentence(rng: random.Random) -> list[str]:
 
 
 def clause(rng: random.Random) -> list[str]:
-    """Someone felt something, or did something to a thing."""
+    """Return a clause about a feeling or an action."""
     who = rng.choice(NAMES)
     if rng.random() < 0.35:
         return [who, "was", rng.choice(GLAD if rng.random() < 0.5 else SAD), *_place(rng)]
@@ -84,14 +84,14 @@ def _place(rng: random.Random) -> list[str]:
 
 
 def sentiment(words: Sequence[str]) -> float:
-    """Glad words less sad ones."""
+    """Count glad words minus sad ones."""
     return float(sum(word in GLAD for word in words) - sum(word in SAD for word in words))
 
 
 def descriptiveness(words: Sequence[str]) -> float:
-    """Adjectives."""
+    """Count adjectives."""
     return float(sum(word in ADJECTIVES for word in words))
 
 
 JUDGES: Mapping[str, Callable[[Sequence[str]], float]] = {"sentiment": sentiment, "descriptiveness": descriptiveness}
-"""What raters of a task look at, without their noise."""
+"""The true score of each task, without the noise of raters."""

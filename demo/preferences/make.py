@@ -4,8 +4,8 @@
     data/preferences/<task>/comparisons.jsonl, comparisons_heldout.jsonl  {"prompt", "responses", "best"}
     models/<task>_lm                                                      a GPT-2 of 0.4 M parameters, pretrained
 
-Raters see continuations cut at the stop, and prefer the one with the highest true score plus Gumbel noise: the
-probability that they prefer response i is softmax(score / noise)_i, the model that best-of-n training fits.
+Raters see continuations cut at the stop and prefer the one with the highest true score plus Gumbel noise: they prefer
+response i with probability softmax(score / noise)_i, the model that best-of-n training fits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trainer.reward_model.sampling import sample_responses
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferenceRecipe:
-    """Numbers of the task; lengths and temperature are the historical ones."""
+    """Sizes and hyperparameters; lengths and temperature are those of lm-human-preferences (OpenAI, 2019)."""
 
     query_length: int = 64
     """[tokens]"""
@@ -79,7 +79,7 @@ def make_preferences(
 
 
 def pretrain(tokenizer: PreTrainedTokenizerFast, recipe: PreferenceRecipe, *, seed: int) -> GPT2LMHeadModel:
-    """A GPT-2 from nothing that writes the language."""
+    """Train a GPT-2 from random weights on the language."""
     vocabulary = tokenizer.get_vocab()
     end = vocabulary[END_OF_TEXT]
     config = GPT2Config(
@@ -109,11 +109,11 @@ def pretrain(tokenizer: PreTrainedTokenizerFast, recipe: PreferenceRecipe, *, se
 
 
 def draw_queries(rng: random.Random, count: int, length: int) -> list[list[str]]:
-    """Queries from running text: they begin and end with a full stop's sentence border (P3)."""
+    """Cut queries of whole sentences out of running text ("The N Implementation Details of RLHF with PPO", 2023)."""
     queries: list[list[str]] = []
     while len(queries) < count:
         text = write_text(rng, length + 40)
-        # Windows of all lengths up to the historical one: a policy must not learn to count on one of them.
+        # Windows of all lengths up to the historical one, so that a policy does not rely on a single length.
         query = select_query(text, start=STOP, end=STOP, length=rng.randint(length // 4, length))
         if query is not None:
             queries.append(query)
@@ -129,7 +129,7 @@ def compare(
     *,
     seed: int,
 ) -> list[dict]:
-    """Comparisons of samples of the pretrained model, labelled by a noisy judge. Responses are cut at the stop."""
+    """Compare samples of the pretrained model, labeled by a noisy judge. Responses are cut at the stop."""
     count = recipe.responses_per_query
     vocabulary = tokenizer.get_vocab()
     repeated = [[vocabulary[word] for word in words] for words in queries for _ in range(count)]
@@ -159,7 +159,7 @@ def compare(
 
 
 def cut_at_stop(words: Sequence[str], after: int) -> list[str]:
-    """Up to and with the first full stop at index `after` or later; all of them if there is none."""
+    """Return the words up to and with the first full stop at index `after` or later; all of them without one."""
     end = next((i + 1 for i in range(after, len(words)) if words[i] == STOP), None)
     return list(words[:end])
 

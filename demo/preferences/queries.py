@@ -1,4 +1,7 @@
-"""Choosing queries from running text (P3): whole sentences, as long as fit."""
+"""Selection of queries from running text: whole sentences within a length limit.
+
+Source: "The N Implementation Details of RLHF with PPO" (Hugging Face blog, 2023).
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,17 @@ T = TypeVar("T")
 
 
 def select_query(tokens: Sequence[T], *, start: T | None, end: T | None, length: int) -> list[T] | None:
-    """The part of a text that begins behind the first `start` and ends with the last `end` within `length` tokens.
+    """Return the part of a text behind the first `start` and up to the last `end` within `length` tokens.
 
     Args:
         tokens: ids or words.
-        start: None: from the first token on.
-        end: None: cut at `length`, wherever that is.
-        length: of the window, and so the longest query [tokens].
+        start: None: begin with the first token.
+        end: None: cut at `length`.
+        length: longest query [tokens].
 
     Returns:
-        The query, or None if the text lacks `start`, has nothing behind it, or has no `end` in the window: it is
-        skipped. (The historical code keeps a text whose only `start` is its last token whole; that is an accident.)
+        The query, or None, for a text to skip, if it lacks `start`, has no token behind it, or has no `end` in the
+        window. (The historical code keeps a text whole whose only `start` is its last token, by accident.)
     """
     rest = list(tokens)
     if start is not None:

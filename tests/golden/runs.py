@@ -149,7 +149,7 @@ def weights_digest(directory: Path) -> str:
 
 
 def machine() -> dict[str, str]:
-    """What bits depend on: the instruction set that kernels are chosen by, and the versions of the kernels."""
+    """Return the facts that bits depend on: the instruction set that selects kernels, and the kernels' versions."""
     first_core = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
     facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first_core.splitlines())}
     packages = ("torch", "transformers", "deepspeed", "accelerate")

@@ -1,4 +1,4 @@
-"""Real engines for the whole session: starting one takes 15 seconds and more, using one milliseconds."""
+"""Real engines for the whole session, because starting one takes seconds and using one milliseconds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 @dataclass
 class Served:
-    """An engine and its twin: the same weights as a Hugging Face model, which the tests train."""
+    """An engine and the Hugging Face model with the same weights, which tests train."""
 
     loop: BackgroundLoop
     engine: EmbeddedEngine
@@ -38,11 +38,11 @@ class Served:
         return self.loop.run(self.engine.generate(prompt_ids, settings), timeout=120)
 
     def score(self, ids: list[int]) -> list[float]:
-        """What the trainer would score: the twin's logprobs of ids[1:]."""
+        """Return the model's logprobs of ids[1:], as the trainer scores them."""
         return sampled_logprobs(self.model, tuple(ids[:1]), tuple(ids[1:]))
 
     def mismatch(self, call: EngineCall, *, temperature: float = 1.0) -> float:
-        """Largest difference between the engine's logprobs and the twin's."""
+        """Return the largest difference between the logprobs of engine and model."""
         expected = sampled_logprobs(self.model, call.prompt_ids, call.sampled_ids, temperature=temperature)
         return max(abs(a - b) for a, b in zip(call.sampled_logprobs, expected, strict=True))
 
@@ -76,7 +76,7 @@ def _serve(directory: Path, *, tied: bool) -> Iterator[Served]:
 
 @pytest.fixture(scope="session")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """An engine with a tied model, the harder case for weight sync."""
+    """An engine with tied embeddings, the harder case for weight sync."""
     yield from _serve(tmp_path_factory.mktemp("tied"), tied=True)
 
 
@@ -87,6 +87,6 @@ def served_untied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture(scope="session")
 def forked_servers(tmp_path_factory: pytest.TempPathFactory) -> ForkedServers:
-    """Servers that are ready in seconds, of the model of `tests.fixtures.remote`."""
+    """Servers of the model of `tests.fixtures.remote` that are ready in seconds."""
     directory = tmp_path_factory.mktemp("servers")
     return ForkedServers(save_model(directory / "model"), directory)

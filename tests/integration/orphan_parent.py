@@ -1,4 +1,4 @@
-"""Run by `test_engine_processes.py`: starts an engine, says who its processes are, and samples when told to."""
+"""Worker of `test_engine_processes.py`: starts an engine, prints the pids of its processes, samples on request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Algorithms in whole runs of the demo: refills and the reference on two ranks as on one, and every preset learns."""
+"""Algorithms in runs of the demo: refills and the reference on one and two ranks, and every preset learns."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 CAREFUL = ("algorithm=dapo", "algorithm.kl_coef=0.05", "algorithm.max_refills=2", "correction.noise_floor_every=2",
            "rollout.prompts_per_step=16", "rollout.samples_per_prompt=4", "logger.print_rollouts_every=0")  # fmt: skip
-"""With groups of four, some are all right or all wrong from the first step on."""
+"""With groups of four, some groups have equal rewards from the first step on."""
 
 
 @pytest.mark.distributed
-def test_refills_and_the_reference_on_two_zero3_ranks_do_what_they_do_on_one(
+def test_refills_and_the_reference_are_equal_on_two_zero3_ranks_and_on_one_process(
     demo: tuple[str, ...], tmp_path: Path
 ) -> None:
     settings = (*demo, *CAREFUL, f"run_root={tmp_path}", "updates=3")
@@ -32,7 +32,7 @@ def test_refills_and_the_reference_on_two_zero3_ranks_do_what_they_do_on_one(
     for name in ("reward/mean", "rollout/refill_factor", "reward/zero_std_fraction", "data/epoch"):
         assert [line[name] for line in one[:1]] == [line[name] for line in two[:1]], name
     assert two[0]["optim/grad_norm"] == pytest.approx(one[0]["optim/grad_norm"], rel=1e-4)
-    assert one[0]["rollout/refill_factor"] > 1, "this demo has groups that say nothing, or nothing is tested"
+    assert one[0]["rollout/refill_factor"] > 1, "some groups must have equal rewards, or nothing is tested"
     for lines in (one, two):
         assert lines[0]["objective/kl"] == pytest.approx(0, abs=1e-4), (
             "before the first update policy and reference agree"

@@ -1,4 +1,4 @@
-"""Whole runs with rollouts made ahead: nothing too old is trained, nothing skipped or repeated, all ends cleanly."""
+"""Runs with rollouts made ahead: none too old is trained, none is lost or repeated, and runs end cleanly."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ AHEAD = (
 
 
 def places(run: Path, *, up_to: int = 10**6) -> list[list[int]]:
-    """Group ids, which are places of prompts in the data, of each update."""
+    """Return the group ids of each update; a group id is the place of its prompt in the data."""
     files = sorted((run / "rollouts").glob("step-*.jsonl"))[:up_to]
     return [sorted({rollout.group_id for rollout in read_rollouts(file)}) for file in files]
 
@@ -78,7 +78,7 @@ def test_every_prompt_is_trained_once(run: Path) -> None:
     assert sorted(trained) == list(range(24))
 
 
-def test_what_was_in_flight_at_a_checkpoint_is_sampled_again_after_it(
+def test_rollouts_in_flight_at_a_checkpoint_are_sampled_again_after_it(
     run: Path,
     demo: tuple[str, ...],  # noqa: F811
     tmp_path: Path,
@@ -97,7 +97,7 @@ def test_what_was_in_flight_at_a_checkpoint_is_sampled_again_after_it(
 
 
 @pytest.mark.slow
-def test_an_engine_that_is_killed_with_work_in_flight_ends_a_run_that_starts_no_other(
+def test_a_killed_engine_ends_a_run_without_restarts(
     demo: tuple[str, ...],  # noqa: F811
     tmp_path: Path,
 ) -> None:
@@ -129,7 +129,7 @@ def test_an_engine_that_is_killed_with_work_in_flight_ends_a_run_that_starts_no_
 
 
 @pytest.mark.distributed
-def test_two_zero3_ranks_train_what_one_of_them_makes_ahead(
+def test_two_zero3_ranks_train_rollouts_made_ahead(
     demo: tuple[str, ...],  # noqa: F811
     tmp_path: Path,
 ) -> None:

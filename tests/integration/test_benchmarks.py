@@ -1,6 +1,7 @@
-"""The benchmarks that need engines, processes or minutes, in their smallest form and as a person starts them.
+"""Benchmarks that need engines, processes or minutes, in their smallest form and started from the command line.
 
-Those that need none are in tests/unit/project/test_benchmarks.py."""
+The others are in tests/unit/project/test_benchmarks.py.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ NUMBERS = {
     "startup": ("seconds_to_first_update",),
     "transport": ("compact_share", "json_share"),
 }
-"""Of each benchmark, the numbers that are compared with a goal."""
+"""Numbers of each benchmark that are compared with a goal."""
 
 
 @pytest.mark.parametrize("name", NUMBERS)

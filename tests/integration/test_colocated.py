@@ -1,5 +1,4 @@
-"""An engine on every rank: both get the weights, adapters merged, both sample for rank 0, both rest while the trainer
-computes."""
+"""An engine on every rank: both get the merged weights, sample for rank 0, and sleep while the trainer computes."""
 
 from __future__ import annotations
 
@@ -29,10 +28,10 @@ def test_both_engines_get_the_weights_and_sample_with_them(ranks: list[dict]) ->
         assert sync["versions"] == [version]
         assert sync["mismatch"] < 1e-4
     assert [sync["answered"] for sync in ranks[1]["syncs"]] == [3, 6], "half of the prompts, in either round"
-    assert ranks[0]["seeds"], "where a request is sampled does not change what is sampled"
+    assert ranks[0]["seeds"], "the tokens of a request do not depend on its engine"
 
 
-def test_weights_that_sleep_are_no_version(ranks: list[dict]) -> None:
+def test_a_sleeping_engine_refuses_to_name_its_version(ranks: list[dict]) -> None:
     for rank in ranks:
         assert "asleep" in rank["asleep"]
 

@@ -1,4 +1,4 @@
-"""The demo made for real: the quickest task end to end, and its model in transformers and in vLLM."""
+"""The demo of the quickest task from data to model, and its model in transformers and in vLLM."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def rows(demo: DemoInfo, name: str) -> list[dict]:
     return [json.loads(line) for line in (demo.data_dir / name).read_text().splitlines()]
 
 
-def test_the_model_is_middling_and_says_so(demo):
+def test_the_reward_of_the_model_is_in_its_range(demo):
     assert MIDDLING[0] <= demo.sampled_reward <= MIDDLING[1]
     assert not demo.is_cached
 
@@ -56,7 +56,7 @@ def test_a_second_call_changes_nothing(demo):
 
 
 @pytest.mark.slow
-def test_a_damaged_model_is_made_anew(demo):
+def test_a_damaged_model_is_made_again(demo):
     weights = demo.model_dir / "model.safetensors"
     before = weights.read_bytes()
     weights.write_bytes(before[:-8])
@@ -65,7 +65,7 @@ def test_a_damaged_model_is_made_anew(demo):
     assert weights.read_bytes() == before, "the same seed must make the same model, bit for bit"
 
 
-def test_the_saved_model_and_tokenizer_load_and_earn_what_was_said(demo):
+def test_the_saved_model_and_tokenizer_earn_the_recorded_reward(demo):
     model = AutoModelForCausalLM.from_pretrained(demo.model_dir).eval()
     tokenizer = AutoTokenizer.from_pretrained(demo.model_dir)
     assert isinstance(model, Qwen3ForCausalLM)
@@ -115,12 +115,12 @@ def test_rollouts_in_vllm_earn_what_the_warm_start_measured(demo, tmp_path):
             loop.run(engine.close(), timeout=30)
     assert {rollout.status for rollout in scored} <= {RolloutStatus.COMPLETED, RolloutStatus.TRUNCATED}
     mean = sum(rollout.reward for rollout in scored) / len(scored)
-    # Two samples of 128 and 256 with standard errors below 0.045 and 0.032: four of their sum's.
+    # Samples of 128 and 256 have standard errors below 0.045 and 0.032; the bound is four of their difference.
     assert mean == pytest.approx(demo.sampled_reward, abs=0.22)
     assert mean > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["calculator", "chain"])
-def test_the_tasks_with_tools_end_middling_too(task, tmp_path):
+def test_the_rewards_of_tasks_with_tools_are_in_range_too(task, tmp_path):
     assert MIDDLING[0] <= make(tmp_path, task).sampled_reward <= MIDDLING[1]

@@ -69,7 +69,7 @@ def test_a_right_pipeline_agrees_to_rounding_in_every_case(examined):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_broken_variant_is_detected_and_named(examined, variant):
     examiner, cases = examined
-    diagnosis = examiner.examine(cases, variant)
+    diagnosis = examiner.examine(cases[:4], variant)  # the other cases use the rollouts of the fourth again
     assert diagnosis.finding.severity is not Severity.OK
     assert diagnosis.finding.cause is variant
     assert examiner.examine(cases[:1]).finding.severity is Severity.OK, "the variant left something broken"
@@ -129,7 +129,7 @@ def test_saved_rollouts_are_diagnosed_from_the_command_line_with_the_settings_of
     assert json.loads(colder.stdout)["cause"] == Cause.STALE_ROLLOUTS
 
 
-def test_mistakes_on_the_command_line_are_one_sentence_and_status_2(tmp_path):
+def test_mistakes_on_the_command_line_are_one_line_and_status_2(tmp_path):
     missing = diagnose(["--rollouts", str(tmp_path / "nothing")], tmp_path)
     assert missing.returncode == 2
     assert "neither" in missing.stderr

@@ -1,4 +1,4 @@
-"""A rank that dies in a save: the others end too, and what is left is the checkpoint before."""
+"""A rank that dies in a save: the other ranks end too, and the checkpoint before remains."""
 
 from __future__ import annotations
 

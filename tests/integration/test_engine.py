@@ -1,4 +1,4 @@
-"""The embedded engine against a real vLLM: its evidence is exact, and nothing a caller sends can kill it."""
+"""The embedded engine with a real vLLM: exact tokens and logprobs, and no request can kill it."""
 
 from __future__ import annotations
 

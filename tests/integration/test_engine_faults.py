@@ -1,7 +1,6 @@
-"""Servers that are killed, stopped or left by their trainer at every moment of its life: an error with the address of
-the one that failed, in time, and never a hang.
+"""Servers that are killed, stopped or left by their trainer at any moment: an error in time with the server's address.
 
-The loop of fifty gives each round a real server of its own, and ends it by its pid:
+The loop of fifty starts a real server for each round and kills it by its pid:
 
     python -m pytest tests/integration/test_engine_faults.py -m "slow or not slow"
 """
@@ -30,7 +29,7 @@ ROUNDS = 5
 DEADLINE_S = 12.0
 SILENCE_S = 3.0
 LIMIT_S = 1.5 * DEADLINE_S
-"""From the fault to the error; most take less than 5 s."""
+"""Limit from the fault to the error; most take less than 5 s."""
 PROMPT = (5, 99, 300, 12)
 LONG_PROMPT = tuple(range(10, 180))
 
@@ -83,7 +82,7 @@ def in_mid_generation(remote: Trained, strike: Strike, monkeypatch: pytest.Monke
 
 
 def before_a_trainer_connects(remote: Trained, strike: Strike, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What answers of the server may do so until the death of its engine is noticed, but no sync gets through."""
+    """The server may answer until it notices the death of its engine, but no sync succeeds."""
     strike()
     with trained(remote.servers, deadline_s=DEADLINE_S, start_timeout_s=2.0) as next_trainer:
         next_trainer.push()

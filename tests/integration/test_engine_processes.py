@@ -1,4 +1,4 @@
-"""The engine's processes: Ctrl-C does not reach them, and they do not outlive their parent."""
+"""Processes of an engine: Ctrl-C does not reach them, and they do not outlive their parent."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Pope
             start_new_session=True,
         )
         assert process.stdout is not None
-        lines = iter(process.stdout.readline, "")  # imports may write before the engine redirects them
+        lines = iter(process.stdout.readline, "")  # imports may write before the engine redirects output
         assert "ready\n" in lines, (directory / "stderr").read_text()[-3000:]
         yield process
         process.kill()
@@ -42,7 +42,7 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Pope
 
 
 def test_ctrl_c_in_the_terminal_does_not_reach_the_engine(parent: subprocess.Popen) -> None:
-    os.killpg(parent.pid, signal.SIGINT)  # what a terminal does: the whole foreground group
+    os.killpg(parent.pid, signal.SIGINT)  # as a terminal does: to the whole foreground group
     time.sleep(1)
 
     assert parent.stdin is not None

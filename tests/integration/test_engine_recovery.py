@@ -1,4 +1,4 @@
-"""An embedded engine that is killed in a run is started again, and the run ends as if nothing had happened."""
+"""An embedded engine that is killed in a run is restarted, and the run ends with the same results."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ COUNTER = "rollout/engine_restarts"
 
 
 def engine_of(pid: int) -> int:
-    """The process of the engine in the run with this pid."""
+    """Return the pid of the engine in the run with this pid."""
     (engine,) = (child for child in descendants(pid) if b"EngineCore" in Path(f"/proc/{child}/cmdline").read_bytes())
     return engine
 
 
 def run_with_deaths(runs: Recipe, name: str, *, after_updates: tuple[int, ...]) -> Path:
-    """A run whose engine is killed as soon as these updates are done."""
+    """Start a run and kill its engine after each of these updates."""
     process = runs.start(name)
     log, run = runs.root / f"{name}.log", runs.root / name
     try:
@@ -70,7 +70,7 @@ def test_an_engine_that_dies_again_while_it_gets_the_weights_changes_nothing(
     try:
         wait_for(lambda: (run / "metrics.jsonl").exists() and len(metrics(run)) >= 2)
         os.kill(engine_of(process.pid), signal.SIGKILL)
-        wait_for(lambda: "started again (1 of 2)" in log.read_text())  # it is told between the start and the push
+        wait_for(lambda: "started again (1 of 2)" in log.read_text())  # printed between the restart and the push
         process.send_signal(signal.SIGSTOP)
         os.kill(engine_of(process.pid), signal.SIGKILL)
         process.send_signal(signal.SIGCONT)

@@ -1,6 +1,6 @@
-"""A real vLLM server behind HTTP: its evidence is exact, its weights follow the trainer, and it fails in sentences.
+"""A real vLLM server behind HTTP: exact tokens and logprobs, weights that follow the trainer, clear errors.
 
-One server for the whole file. The test that kills it is the last one.
+One server serves the whole file; the last test kills it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -33,6 +32,7 @@ from rollout.gateway import Gateway
 from rollout.records import FinishReason
 from rollout.server.generate_route import ROUTE
 from rollout.server.server_engine import GENERATE
+from tests.fixtures.forked_python import forked_python
 from tests.fixtures.models import VOCAB_SIZE, perturb, sampled_logprobs
 from tests.fixtures.remote import Trained, save_model, trained
 from tests.fixtures.runs import check_run, launch_run, run_directory
@@ -69,14 +69,14 @@ def remote(server: EngineServer) -> Iterator[Trained]:
 
 
 def test_a_server_by_the_name_of_this_machine_gets_weights(server: EngineServer):
-    """It leads to loopback wherever /etc/hosts says so, as Debian's does."""
+    """The name resolves to loopback if /etc/hosts says so, as Debian's does."""
     name = socket.gethostname()
     try:
         resolved = socket.gethostbyname(name)
     except OSError:
         resolved = "nothing"
     if resolved != "127.0.0.1":
-        pytest.skip(f"{name} leads to {resolved}, where this server does not listen")
+        pytest.skip(f"{name} resolves to {resolved}, where this server does not listen")
     with trained([dataclasses.replace(server, url=server.url.replace("127.0.0.1", name))]) as remote:
         perturb(remote.model, seed=1)
         remote.push()
@@ -108,7 +108,7 @@ def test_a_seeded_request_is_the_same_alone_and_in_a_busy_batch(remote: Trained)
     assert len({call.sampled_ids for call in crowd}) == 64
 
 
-def test_vllms_own_route_and_the_compact_one_say_the_same(remote: Trained, monkeypatch: pytest.MonkeyPatch):
+def test_vllms_own_route_and_the_compact_one_give_equal_answers(remote: Trained, monkeypatch: pytest.MonkeyPatch):
     assert remote.engine._route == ROUTE
     settings: list[dict[str, Any]] = [{}, {"top_k": 8}, {"max_tokens": 1, "temperature": 0.5}]
     compact = [remote.generate(PROMPT, **one) for one in settings]
@@ -152,7 +152,7 @@ def test_a_request_in_flight_carries_both_versions_and_its_new_part_is_exact(rem
     async def start() -> asyncio.Task[Any]:
         return asyncio.ensure_future(remote.engine.generate((5, 6, 7), sampling))
 
-    for head_start_s in (0.2, 0.05, 0.5, 1.0):  # on a busy machine it may not have begun, or be over
+    for head_start_s in (0.2, 0.05, 0.5, 1.0):  # on a busy machine it may not have begun, or may have ended
         old = remote.version
         task = remote.loop.run(start())
         time.sleep(head_start_s)
@@ -185,14 +185,14 @@ def test_an_aborting_pause_returns_the_partial_completion(remote: Trained):
     assert len(call.sampled_ids) == len(call.sampled_logprobs) > 3
 
 
-def test_a_refused_request_says_what_the_server_says(remote: Trained):
+def test_the_error_of_a_refused_request_quotes_the_server(remote: Trained):
     remote.engine.vocab_size = 10**9  # past the check on this side
     with pytest.raises(EngineError, match=r"(?i)/v1/generate refused: HTTP 400: .*vocab"):
         remote.generate((5, VOCAB_SIZE + 1))
     assert remote.generate(PROMPT).sampled_ids
 
 
-def test_who_streams_from_the_server_gets_tokens_as_they_come(remote: Trained, server: EngineServer):
+def test_a_stream_brings_tokens_as_they_are_sampled(remote: Trained, server: EngineServer):
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
     (model,) = client.models.list()
     stream = client.completions.create(
@@ -257,8 +257,8 @@ def test_openai_clients_reach_the_server_through_the_gateway(remote: Trained):
 
 
 def test_two_ranks_under_zero3_train_two_updates_with_the_server(server: EngineServer, model_dir: Path, tmp_path: Path):
-    """And nothing of either listens beyond loopback meanwhile, but torch's own store (docs/reliability.md)."""
-    run = launch_run([server.url], model_dir, tmp_path, python=sys.executable)
+    """Meanwhile both listen on loopback only, except torch's own store (docs/reliability.md)."""
+    run = launch_run([server.url], model_dir, tmp_path)
     with watched(run.pid) as trainer, watched(server.process.pid) as engine:
         output, errors = run.communicate(timeout=540)
     assert run.returncode == 0, output[-2000:] + errors[-5000:]
@@ -269,7 +269,7 @@ def test_two_ranks_under_zero3_train_two_updates_with_the_server(server: EngineS
     assert len(set(trainer.reachable)) <= 1, "the store where ranks meet: torch takes no address for it"
 
 
-# --- faults. A stopped server goes on afterwards, so that one server serves all of these.
+# Faults. A stopped server continues afterwards, so that one server serves all of these tests.
 
 
 def test_weights_that_were_loaded_in_part_cannot_be_sampled_from(remote: Trained, monkeypatch: pytest.MonkeyPatch):
@@ -277,7 +277,7 @@ def test_weights_that_were_loaded_in_part_cannot_be_sampled_from(remote: Trained
     with pytest.raises(SyncError, match=r"were not among the weights that arrived|HTTP 500"):
         remote.push()
     monkeypatch.undo()
-    remote.loop.run(remote.engine.resume())  # as somebody might who knows nothing of the sync
+    remote.loop.run(remote.engine.resume())  # as a client that knows nothing of the sync might
     with pytest.raises(EngineError, match="half-loaded"):
         remote.generate(PROMPT)
     remote.push()
@@ -286,7 +286,7 @@ def test_weights_that_were_loaded_in_part_cannot_be_sampled_from(remote: Trained
 
 def test_a_sender_that_is_killed_in_mid_bucket_leaves_the_old_weights(remote: Trained):
     before = remote.generate(LONG_PROMPT)
-    worker = [sys.executable, "-m", "tests.integration.workers.killed_sender", remote.servers[0].url]
+    worker = [forked_python(), "-m", "tests.integration.workers.killed_sender", remote.servers[0].url]
     done = subprocess.run(worker, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=120)
     assert done.returncode == -signal.SIGKILL
     remote.loop.run(remote.engine.resume())
@@ -308,7 +308,7 @@ def impatient(server: EngineServer) -> Iterator[Trained]:
 
 
 def recovers(server: EngineServer) -> None:
-    """What a stopped server gets when it goes on: the rest of what was asked, and then a trainer that starts anew."""
+    """Let a stopped server continue: it gets the rest of its requests, then a new trainer."""
     server.signal(signal.SIGCONT)
     time.sleep(1)
     with trained([server]) as again:
@@ -359,7 +359,7 @@ def test_a_server_that_stops_in_mid_generation_is_noticed(impatient: Trained):
 
 
 def test_a_killed_server_ends_requests_and_syncs_at_once(remote: Trained):
-    """The last test of this file: nothing is left to sample from."""
+    """The last test of this file, because it kills the server."""
     server = remote.servers[0]
     children = server.engine_pids
     assert children, "the engine runs in a process of its own"

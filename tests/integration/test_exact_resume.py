@@ -1,7 +1,6 @@
-"""A run that is killed at random moments and gone on with is, bit for bit, the run that was never interrupted.
+"""A run that is killed at random moments and resumed equals, bit for bit, an uninterrupted run.
 
-On the way it crosses epochs, accumulates over microbatches, and falls in learning rate, so that none of its state can
-be lost unseen.
+It crosses epochs, accumulates over microbatches and decays its learning rate, so that a loss of any state shows.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ PPO = (
 
 
 def recipe(demo: tuple[str, ...], root: Path, *overrides: str, **more: int) -> Recipe:  # noqa: F811
-    """On seven rows of data, of which a step takes three: every other step crosses the end of an epoch."""
+    """Settings with seven rows of data and three per step: every other step crosses the end of an epoch."""
     rows = Path(demo[1].removeprefix("data.path=")).read_text().splitlines()[:7]
     (root / "rows.jsonl").write_text("\n".join(rows) + "\n")
     own = (demo[0], f"data.path={root}/rows.jsonl", "data.heldout_path=null")
@@ -50,7 +49,7 @@ def test_one_kill_changes_nothing(demo: tuple[str, ...], tmp_path: Path) -> None
 
 
 def kill_and_compare(runs: Recipe, *, kills: int, seed: int) -> list[Kill]:
-    """Kill one run again and again, now and then while it starts, and let it end."""
+    """Kill one run repeatedly, sometimes while it starts, and let it end."""
     whole = runs.finish("whole")
     span_s = 2.5 * step_seconds(whole)
     moments = random.Random(seed)
@@ -79,7 +78,7 @@ def test_five_kills_of_ppo_change_nothing(demo: tuple[str, ...], tmp_path: Path)
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_two_kills_of_mixed_data_with_a_curriculum_change_nothing(demo: tuple[str, ...], tmp_path: Path) -> None:  # noqa: F811
-    """Two sets of data by weight, rows that rest, several epochs of the smaller set."""
+    """Two weighted data sets, rows that are paused, several epochs of the smaller set."""
     lines = Path(demo[1].removeprefix("data.path=")).read_text().splitlines()
     for name, rows in (("few", lines[:3]), ("many", lines[3:10])):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
@@ -93,7 +92,7 @@ def test_two_kills_of_mixed_data_with_a_curriculum_change_nothing(demo: tuple[st
     whole = tmp_path / "whole"
     assert max(line["data/resting_rows"] for line in metrics(whole)) > 0
     taken = [rollout.example["dataset"] for rollout in read_rollouts(whole / "rollouts/step-000001.jsonl")]
-    assert taken.count("few") == taken.count("many") / 2 == 4, "one prompt of three, while no row rests"
+    assert taken.count("few") == taken.count("many") / 2 == 4, "one prompt of three, while no row is paused"
 
 
 @pytest.mark.slow
@@ -106,7 +105,7 @@ def test_five_kills_of_two_zero3_ranks_change_nothing(demo: tuple[str, ...], tmp
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_kills_with_rollouts_made_ahead_train_every_prompt_once(demo: tuple[str, ...], tmp_path: Path) -> None:  # noqa: F811
-    """What is ready first is trained first, so no two such runs are alike; but no prompt is lost or trained twice."""
+    """Rollouts are trained in the order in which they finish, so runs differ; no prompt is lost or trained twice."""
     updates, moments = 48, random.Random(5)
     runs = recipe(
         demo, tmp_path, "rollout.max_staleness=1", "environment=slow_calculator",

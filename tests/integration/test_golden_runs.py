@@ -1,4 +1,4 @@
-"""Whole runs give the numbers that are recorded in tests/golden: bit for bit where the machine is of the same kind."""
+"""Runs give the numbers that are recorded in tests/golden, bit for bit on the same kind of machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.golden.runs import HERE, RUNS, machine, run
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 OTHER_KERNELS = {"rel": 1e-3, "abs": 1e-5}
-"""Between CPUs: rounding of float32 over four updates, as long as no sampled token differs (tests/golden/README.md)."""
+"""Bound between CPUs: float32 rounding over four updates with equal sampled tokens (tests/golden/README.md)."""
 
 
 @pytest.mark.parametrize("name", sorted(RUNS))

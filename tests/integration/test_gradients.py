@@ -1,8 +1,8 @@
-"""One batch, cut up in every way the trainer can cut it, gives one gradient.
+"""One batch gives one gradient, however the trainer partitions it.
 
 Plain, DDP, ZeRO-2 and ZeRO-3; one, two and three ranks; one microbatch and many; with and without gradient
-checkpointing; rollouts that are branched into rows on different ranks; rows that share what they begin with, against a
-reference in which they do not. Compared are gradients, not losses (spec: one denominator per optimizer step).
+checkpointing; rollouts that are branched into rows on different ranks; shared prefixes against a reference without
+them. Compared are gradients, not losses, because one denominator holds for an optimizer step.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.fixtures.ranks import accelerate, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).parent / "workers" / "gradients.py"
-# PPO's preset has a critic, and a test of its own: test_ppo_gradients.py
+# PPO's preset has a critic: test_ppo_gradients.py
 PRESETS = sorted(file.stem for file in (ROOT / "configs" / "algorithm").glob("*.yaml") if file.stem != "ppo")
 ONE_MICROBATCH, MANY_MICROBATCHES = 100_000, 96
 
@@ -43,7 +43,7 @@ def gradients(
 
 @pytest.fixture(scope="module")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tied embeddings: the head's gradient and the embedding's meet in one partitioned parameter."""
+    """A model with tied embeddings: one partitioned parameter gets the gradients of head and embedding."""
     return save_tiny_model(tmp_path_factory.mktemp("model"), tied=True)
 
 

@@ -1,4 +1,4 @@
-"""A rank that hangs: the run ends when it is asked to, and the stacks of every rank say who waited for whom."""
+"""A rank that hangs: the run ends at its deadline, and the stacks of all ranks show which rank waited for which."""
 
 import time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every file in configs/accelerate is launched for real, on the CPU, and its update compared with one made by hand.
+"""Every file in configs/accelerate is launched on the CPU, and its update compared with a manual one.
 
 A launch that does not join its ranks, or joins them and does not reduce their gradients, ends with other weights.
 """
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 LEARNING_RATE = 0.1
 TIMEOUT_S = 300  # on busy cores
 
-# Every rank has its own batch, so that ranks that train alone end up apart.
+# Every rank has its own batch, so that ranks that train alone end with different weights.
 SCRIPT = f"""
 import json, sys
 import torch
@@ -43,7 +43,7 @@ distributed.barrier()
 
 
 def update_by_hand(num_ranks: int) -> list[float]:
-    """Output of the layer after one SGD step on the mean gradient of all ranks' batches."""
+    """Return the output of the layer after one SGD step on the mean gradient of all ranks' batches."""
     torch.manual_seed(0)
     layer = torch.nn.Linear(4, 3)
     loss = sum(layer(torch.full((2, 4), rank + 1.0)).square().mean() for rank in range(num_ranks)) / num_ranks
@@ -60,22 +60,22 @@ def free_port() -> int:
 
 
 def launch(directory: Path, name: str, *options: str, within: Sequence[str] = ()) -> subprocess.Popen[str]:
-    """Start a launcher. within: a command that runs it elsewhere."""
+    """Start a launcher. within: a command that runs it on another host."""
     script = directory / "script.py"
     script.write_text(SCRIPT)
     command = [*within, sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
     command += ["--config_file", str(ROOT / "configs" / "accelerate" / f"{name}.yaml"), *options]
     command += [str(script), str(directory)]
-    # Without a GPU even where there is one: here the CPU side of the files is under test.
+    # Hide GPUs: the files are tested on the CPU.
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    environment["TORCH_EXTENSIONS_DIR"] = str(directory / "compiled")  # nothing is: see the assertion in `check`
+    environment["TORCH_EXTENSIONS_DIR"] = str(directory / "compiled")  # no compiler runs: see the assertion in `check`
     return subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
 
 def finish(*launches: subprocess.Popen[str]) -> None:
-    """Wait for all; whatever happens, leave none behind."""
+    """Wait for all launchers; end those that are left after an error."""
     try:
         for running in launches:
             output, _ = running.communicate(timeout=TIMEOUT_S)

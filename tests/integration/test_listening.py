@@ -1,5 +1,7 @@
-"""While an engine runs and takes weights, and while an agent talks to the gateway of a run, nothing that was opened can
-be reached from elsewhere. A run on two ranks that sample from a server: test_engine_server.py."""
+"""An engine with its weight sync, and a run with a gateway, listen on loopback only.
+
+Runs of two ranks that sample from a server: test_engine_server.py.
+"""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What saves memory changes no gradient, on several ranks too: adapters, bfloat16, checkpointing, back-off."""
+"""Settings that save memory keep the gradient, also on several ranks: adapters, bfloat16, checkpointing, back-off."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What one process makes of adapters in float32."""
+    """Result of one process with adapters in float32."""
     out = tmp_path_factory.mktemp("adapters")
     launch("adapters.py", model, out, "float32")
     return out
@@ -79,14 +79,14 @@ def test_adapters_have_one_gradient_and_one_merged_model(
 
 
 def load_file_float(directory: Path) -> dict[str, np.ndarray]:
-    """numpy has no bfloat16."""
+    """Convert to float32, because numpy has no bfloat16."""
     from safetensors.torch import load_file as load
 
     return {name: tensor.to(torch.float32).numpy() for name, tensor in load(directory / "model.safetensors").items()}
 
 
 def test_one_rank_out_of_memory_repeats_the_step_on_all_ranks(model: Path, tmp_path: Path) -> None:
-    """Under DDP: rank 1 has room for 80 tokens, rank 0 for all."""
+    """Under DDP, rank 1 has memory for 80 tokens and rank 0 for all."""
     launch("gradients.py", model, tmp_path / "expected.npz", "grpo", 100_000)
     output = launch("out_of_memory.py", model, tmp_path / "found.npz", "grpo", 100_000, 80, launcher="ddp")
     assert "out of memory with token_budget=100000" in output, "memory never ran out, so nothing was tested"

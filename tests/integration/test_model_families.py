@@ -1,7 +1,7 @@
-"""Every family of models through engine, training and sync: what one samples is what the other scores.
+"""Every family of models in engine, training and weight sync: the trainer scores the engine's logprobs.
 
-Each starts an engine of its own, so all are for `make test-slow`. What needs no engine is in
-tests/unit/trainer/model/test_model_families.py: packed rows, gradients, and the names under which weights are sent.
+Each starts an engine, so all are for `make test-slow`. Tests without an engine (packed rows, gradients, names of sent
+weights) are in tests/unit/trainer/model/test_model_families.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trainer.model.policy import Policy
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 TOLERANCE = 2e-3
-"""Of log π in float32. Wide random weights and softmax over experts make rounding larger than in real models."""
+"""Bound of log π in float32. Wide random weights and softmax over experts round more than real models."""
 PROMPTS = tuple(tuple(range(3, 3 + length)) for length in (2 * WINDOW, 5, WINDOW + 1))
 
 

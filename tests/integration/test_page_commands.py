@@ -1,9 +1,8 @@
-"""The bash blocks of README and docs, run as they stand, in a directory as a reader has it.
+"""The bash blocks of README and docs, run unchanged in a reader's directory.
 
-Covered: every block that does not say that it needs GPUs, the hub or the package index. The files that a page tells
-to write are written; runs are cut to two small updates by words after the reader's own. Not covered: whether what is
-printed is what the page shows. All are for `make test-slow`; which block is run by what is checked in
-tests/unit/project/test_page_commands.py.
+Covered: every block that does not state a need for GPUs, the hub or the package index. Files on a page are written
+first; settings behind the reader's own cut runs to two small updates. Not covered: the printed output. All are for
+`make test-slow`; tests/unit/project/test_docs_names.py refuses a command that is not known here.
 """
 
 from __future__ import annotations
@@ -26,22 +25,14 @@ from tests.fixtures.pages import PAGES, ROOT, Block, bash_blocks, python_files
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
-HERE = "tests/integration/test_page_commands.py"
-RUN_HERE = {
-    r"(OMP_NUM_THREADS=\d )?python scripts/\w+\.py": HERE,
-    r"python benchmarks/retained_weight\.py": HERE,
-    r"python \w+\.py": HERE,
-    r"accelerate launch --config_file configs/accelerate/zero3\.yaml (--num_processes 2 )?scripts/": HERE,
-    r"make (train|model|report|plot|help)\b": HERE,
-}
-"""Beginnings of commands, as patterns, and the test that runs them."""
-RUN_ELSEWHERE = {
-    r"make (test|lint)\b": ".ci/run::make test",
-    r"make install\b": "tests/unit/project/test_install.py::test_a_second_call_does_nothing_and_says_nothing",
-    r"make (test-unit|format|docs)\b": "tests/unit/project/test_packaging.py::test_a_target_installs_before_it_runs",
-    r"bash \.ci/run\b": "tests/unit/project/test_packaging.py::.ci/run",
-}
-"""Commands that cannot be run inside of a test, or that change the checkout. Here they are only planned (`make -n`)."""
+RUN = (
+    r"(OMP_NUM_THREADS=\d )?python (scripts/\w+\.py|benchmarks/retained_weight\.py|\w+\.py)|"
+    r"accelerate launch --config_file configs/accelerate/zero3\.yaml (--num_processes 2 )?scripts/|"
+    r"make (train|model|report|plot|help)\b"
+)
+"""Commands that are run here, as a pattern of their beginnings."""
+PLANNED = r"make (test|test-unit|lint|install|format|docs)\b|bash \.ci/run\b"
+"""Commands that are only planned here (`make -n`), because they change the checkout or run these tests."""
 
 SHORT = {
     "RUN": "updates=2 rollout.prompts_per_step=2 rollout.samples_per_prompt=4 eval.prompts=4",
@@ -84,7 +75,7 @@ def rows(path: Path, *rows: dict[str, object]) -> None:
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkout with the demo's model, one finished run, and the files that pages speak of as the reader's own."""
+    """A checkout with the demo's model, one finished run, and the files of a reader that pages name."""
     place = tmp_path_factory.mktemp("checkout")
     for entry in ROOT.iterdir():
         if entry.name not in ("models", "data", "runs", "site", ".venv") and not entry.name.startswith(".git"):
@@ -142,7 +133,7 @@ def bash(script: str, place: Path) -> subprocess.CompletedProcess[str]:
 
 
 def served(script: str, place: Path) -> None:
-    """Start a server, wait until it says where it is, and end it as Ctrl-C does."""
+    """Start a server, wait until it prints its URL, and end it as Ctrl-C does."""
     process = subprocess.Popen(
         ["bash", "-euo", "pipefail", "-c", script], cwd=place, env=environment(), stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
@@ -163,9 +154,9 @@ def served(script: str, place: Path) -> None:
 @pytest.mark.parametrize(
     "block", [block for page in PAGES for block in bash_blocks(page) if block.needs is None], ids=str
 )
-def test_a_block_runs_as_it_stands(block: Block, workplace: Path) -> None:
-    if not any(command.startswith(("python", "accelerate", "make", "OMP_")) for command in block.commands):
-        pytest.skip("run elsewhere")
+def test_a_block_runs_unchanged(block: Block, workplace: Path) -> None:
+    if not any(re.match(f"{RUN}|make ", command) for command in block.commands):
+        pytest.skip("only planned")
     for page in (ROOT / "docs/tutorials/own_tools.md", block.page):  # the tutorials build on its tools
         for name, text in python_files(page).items():
             (workplace / name).write_text(text)

@@ -1,7 +1,7 @@
 """Two ranks of DeepSpeed ZeRO-3 (and DDP) over gloo give the gradient of one process, with tied and untied heads.
 
-The file is its own worker: `accelerate launch` runs it on two ranks, each with other rows and other numbers of
-microbatches, so that one of them runs a dummy pack.
+The file is its own worker: `accelerate launch` runs it on two ranks with different rows and numbers of microbatches,
+so that one of them runs a dummy pack.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.fixtures.ranks import run_ranks
 RELATIVE_TOLERANCE = 1e-6
 LENGTHS = (40, 9, 17, 5, 23)
 MICROBATCHES = {0: [[0], [1, 2]], 1: [[3, 4], []]}
-"""Rows of each microbatch by rank; the last one of rank 1 is a dummy."""
+"""Rows of each microbatch by rank; the last microbatch of rank 1 is a dummy."""
 TEMPERATURE = 0.7
 
 
@@ -65,7 +65,7 @@ def save_model(directory: Path, *, tied: bool) -> None:
 
 
 def loss_of(module, packed, num_tokens: int, scale: float):
-    """Any function of both outputs; one denominator for the whole step."""
+    """A function of both outputs, with one denominator for the whole step."""
     logp_T, entropy_T = module(packed, temperature=TEMPERATURE, with_entropy=True)
     weight_T = 1.0 + packed.rollout_T.to(logp_T.dtype)
     return ((weight_T * logp_T).sum() + 0.1 * entropy_T.sum()) * scale / num_tokens
@@ -98,7 +98,7 @@ def worker(directory: Path) -> None:
         plugin = accelerator.state.deepspeed_plugin
         assert plugin is not None
         plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 1
-    # From here on transformers loads models under ZeRO-3's own partitioning, as in training.
+    # From here on transformers loads models partitioned by ZeRO-3, as in training.
     policy = Policy.from_pretrained(directory / "model", gradient_checkpointing=True)
     names_of = dict(policy.named_parameters())
     engine, _ = accelerator.prepare(policy, torch.optim.SGD(policy.parameters(), lr=0.1))
@@ -129,15 +129,15 @@ def worker(directory: Path) -> None:
     if accelerator.is_main_process:
         (directory / "report.json").write_text(json.dumps({"errors": errors, "gathers": gathers}))
     accelerator.wait_for_everyone()
-    # A wrapper of DDP that outlives the group frees it while it holds the interpreter, for which the group's thread may
-    # be waiting to end the barrier: then neither goes on.
+    # A DDP wrapper that outlives the group frees it while it holds the GIL. The group's thread may need the GIL to end
+    # the barrier: a deadlock.
     accelerator.free_memory()
     del engine
     accelerator.end_training()
 
 
 def count_gathers(engine, packed, tile: int) -> int:
-    """Collective gathers of one forward and backward when the head walks the vocabulary in tiles of this size."""
+    """Count the collective gathers of one forward and backward pass with vocabulary tiles of this size."""
     import torch
 
     from trainer.model import fused_head as head

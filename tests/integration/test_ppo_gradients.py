@@ -1,4 +1,4 @@
-"""Policy and critic train in one engine: one batch, however it is cut up and sharded, gives one gradient of both."""
+"""One batch gives one gradient of policy and critic, however it is partitioned and sharded."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def saved_critic(out: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tied embeddings: head and embedding of the policy are one parameter, and the critic has its own copy."""
+    """A model with tied embeddings: one parameter in the policy, and a copy in the critic."""
     return save_tiny_model(tmp_path_factory.mktemp("model"), tied=True)
 
 

@@ -1,4 +1,4 @@
-"""Whole runs of PPO: the demo with a critic, resumed in the middle, and the historical experiment on a small model."""
+"""Runs of PPO: the demo with a critic, resumed in the middle, and the historical experiment on a small model."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_controller_moves_the_coefficient_by_its_rule(adaptive: Path) -> Non
         assert after["objective/kl_coef"] == pytest.approx(expected, rel=1e-6)
 
 
-def test_score_kl_and_what_they_sum_to_are_reported_side_by_side(adaptive: Path) -> None:
+def test_score_kl_and_their_sum_are_reported(adaptive: Path) -> None:
     for line in metrics(adaptive):
         assert line["objective/score"] == pytest.approx(line["reward/mean"], abs=1e-6)
         assert line["objective/score_total"] == pytest.approx(
@@ -142,7 +142,7 @@ def historical(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_the_historical_experiment_runs_end_to_end_and_raises_its_score(historical: list[dict[str, float]]) -> None:
-    """24 tokens each, every one of them trained, however early the score takes the response to end."""
+    """All 24 tokens of a response are trained, also those behind the end that the score assumes."""
     assert [line["step"] for line in historical] == list(range(4, 404, 4)), "four epochs per batch"
     assert all(line["rollout/sampled_tokens_mean"] == 24 for line in historical)
     assert all(line["rollout/trained_tokens"] == 64 * 24 for line in historical)

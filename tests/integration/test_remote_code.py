@@ -1,4 +1,4 @@
-"""An engine that is given a model directory with code in it does not run the code."""
+"""An engine does not run code in a model directory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_engine_does_not_run_code_that_ships_with_a_model(
                 kv_cache_gib=0.0625,
                 num_threads=1,
             )
-        except EngineError:  # a model type that nothing knows cannot be loaded without its code
+        except EngineError:  # an unknown model type cannot be loaded without its code
             assert model_type == "evil"
         else:
             loop.run(engine.close())

@@ -28,7 +28,7 @@ def calls(served_untied: Served) -> list[EngineCall]:
 
 
 def trainer_logprobs(calls: list[EngineCall]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of engine and trainer, along the trainer's own path: rows, the journey over ranks, a pack, the fused head."""
+    """Return the logprobs of engine and trainer, the latter from rows, exchange, packing and the fused head."""
     rollouts = [Rollout(rollout_id=i, group_id=0, calls=(call,)) for i, call in enumerate(calls)]
     batch = StepBatch.of(rollouts, mask_truncated=False)
     packed = collate(batch.rows, range(len(batch.rows)), batch.layout)
@@ -68,12 +68,12 @@ def test_whole_distributions_carry_no_support(served_untied: Served) -> None:
 
 
 @pytest.mark.parametrize("sampling", [{"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 21}], ids=str)
-def test_a_support_that_the_engine_cannot_tell_is_refused(served_untied: Served, sampling: dict[str, float]) -> None:
+def test_a_support_that_the_engine_cannot_return_is_refused(served_untied: Served, sampling: dict[str, float]) -> None:
     with pytest.raises(EngineError, match=r"rollout\.top_k"):
         served_untied.generate((3, 5, 8), **sampling)
 
 
-def test_only_sampling_that_leaves_tokens_out_truncates() -> None:
+def test_only_sampling_that_drops_tokens_truncates() -> None:
     assert Sampling(max_tokens=1, top_k=5).truncates
     assert not Sampling(max_tokens=1).truncates
     assert not Sampling(max_tokens=1, temperature=0.0, top_k=5).truncates

@@ -1,15 +1,15 @@
-"""scripts/replay.py on a run that kept all of its checkpoints: the same numbers bit for bit, and the same tokens."""
+"""scripts/replay.py on a run with all checkpoints: the same numbers bit for bit, and the same tokens."""
 
 from __future__ import annotations
 
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.fixtures.forked_python import forked_python
 from tests.integration.test_run import ROOT, demo, train  # noqa: F401  # `demo` is a fixture
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def run(demo: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
-    """Fourteen updates, of which those above the median of the gradient norms are dumped."""
+    """Run fourteen updates; those above the median of the gradient norms are dumped."""
     root = tmp_path_factory.mktemp("runs")
     train(
         *demo, "updates=14", f"run_root={root}", "run_name=whole", "rollout.prompts_per_step=4",
@@ -29,7 +29,7 @@ def run(demo: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Path
 
 def replay(*arguments: object) -> tuple[int, str]:
     done = subprocess.run(
-        [sys.executable, "scripts/replay.py", *map(str, arguments)], cwd=ROOT, capture_output=True, text=True,
+        [forked_python(), "scripts/replay.py", *map(str, arguments)], cwd=ROOT, capture_output=True, text=True,
         timeout=280, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     return done.returncode, done.stdout + done.stderr
@@ -61,13 +61,13 @@ def test_the_prompts_of_a_step_give_the_same_tokens(run: Path) -> None:
     assert "16 of 16 rollouts have the same tokens" in said
 
 
-def test_other_settings_are_other_numbers(run: Path) -> None:
+def test_other_settings_give_other_numbers(run: Path) -> None:
     status, said = replay(run, "--step", 8, "algorithm.entropy_coef=0.5")
     assert status == 0, said
     assert re.search(r"optim/grad_norm .* differs", said)
 
 
-def test_what_is_not_there_is_named(run: Path) -> None:
+def test_missing_files_and_options_are_named(run: Path) -> None:
     for arguments, expected in (
         ((run,), "add --step"),
         ((run, "--step", 99), "there are step-000002 to step-000014"),

@@ -1,5 +1,4 @@
-"""A checkpoint of one process goes on under ZeRO, that of ZeRO in one process or on other numbers of ranks, and the
-parameters and moments on the way are the same bits."""
+"""Checkpoints resume with another ZeRO stage or number of ranks, with bit-equal parameters and moments."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ def saved(path: Path) -> Mapping[str, WholeParameter]:
 def go_on(
     directory: Path, ranks: tuple[str, int], optimizer: str, source: Path | None = None, *settings: object
 ) -> Path:
-    """Run the worker on these ranks. Returns its checkpoints."""
+    """Run the worker on these ranks and return its checkpoints."""
     launcher, count = ranks
     given = (optimizer, directory, *([] if source is None else [source, *settings]))
     done = run_ranks(accelerate(launcher, count) if launcher else (), WORKER, *given, timeout_s=280)
@@ -83,8 +82,8 @@ def test_parameters_and_moments_are_the_same_bits_on_other_ranks(
 
 @pytest.mark.distributed
 @pytest.mark.timeout(300)
-def test_a_weight_decay_that_was_changed_counts_under_zero3(tmp_path: Path) -> None:
-    """DeepSpeed's state has its own copy of the optimizer's settings, as torch's has."""
+def test_a_changed_weight_decay_counts_under_zero3(tmp_path: Path) -> None:
+    """DeepSpeed's state has a copy of the optimizer's settings, like torch's."""
     first = go_on(tmp_path / "begin", TWO, "adamw")
     go_on(tmp_path / "changed", TWO, "adamw", first / "step-3", 0.5)
     assert json.loads((tmp_path / "begin/decays.json").read_text()) == [0.0, 0.1]
@@ -92,7 +91,7 @@ def test_a_weight_decay_that_was_changed_counts_under_zero3(tmp_path: Path) -> N
 
 
 @pytest.mark.distributed
-def test_what_cannot_be_cut_anew_is_named(tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_be_resharded_is_named(tmp_path: Path) -> None:
     path = go_on(tmp_path, ONE, "adamw") / "step-3"
     with pytest.raises(CheckpointError, match=r"of another model.*optimizer has 5 parameters, this one has 1"):
         open_state(path, trained=["0.weight"], zero_stage=0)
@@ -107,7 +106,7 @@ def test_what_cannot_be_cut_anew_is_named(tmp_path: Path) -> None:
 @pytest.mark.distributed
 @pytest.mark.timeout(900)
 def test_a_run_goes_on_with_two_ranks_and_comes_back(demo: tuple[str, ...], tmp_path: Path) -> None:  # noqa: F811
-    """One process, from its second update on two ranks of ZeRO-3, from the fourth in one process again."""
+    """Two updates in one process, two on two ranks of ZeRO-3, then one process again."""
     settings = (
         *demo, f"run_root={tmp_path}", "rollout.prompts_per_step=4", "rollout.samples_per_prompt=4",
         "checkpoint.every=1", "checkpoint.keep=99", "logger.print_rollouts=0",
@@ -123,7 +122,7 @@ def test_a_run_goes_on_with_two_ranks_and_comes_back(demo: tuple[str, ...], tmp_
     whole = {line["step"]: line for line in metrics(tmp_path / "whole")}
     moved = {line["step"]: line for run in ("moved", "back") for line in metrics(tmp_path / run)}
     assert sorted(moved) == list(range(1, 7))
-    # Weights, moments and data of the third update are those of the run that stayed, so its tokens are, too.
+    # Weights, moments and data of the third update equal those of the run in one process, so its tokens do too.
     assert moved[3]["reward/mean"] == whole[3]["reward/mean"]
     assert moved[3]["optim/grad_norm"] == pytest.approx(whole[3]["optim/grad_norm"], rel=1e-5)
     for line in moved.values():

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,7 +38,7 @@ def task(tmp_path_factory) -> Path:
 
 
 def train(task: Path, name: str, *overrides: str, ranks: int = 1) -> list[dict]:
-    """Metrics of a training; the model is in task/name/model."""
+    """Train a reward model and return its metrics; the model is in task/name/model."""
     command = [str(ROOT / "scripts/train_reward_model.py")]
     command += [f"run_root={task}", f"run_name={name}", f"model.path={task}/model"]
     command += [f"data.path={task}/data/comparisons.jsonl", f"data.heldout_path={task}/data/comparisons_heldout.jsonl"]
@@ -51,7 +49,7 @@ def train(task: Path, name: str, *overrides: str, ranks: int = 1) -> list[dict]:
 
 
 @torch.no_grad()
-def test_a_trained_reward_model_is_normalised_saved_and_loads_as_a_sequence_classifier(task):
+def test_a_trained_reward_model_is_normalized_saved_and_loads_as_a_sequence_classifier(task):
     metrics = train(task, "one", "normalization.num_samples=64", "batch_size=8")
     final = metrics[-1]
     assert final["reward_model/normalized_mean"] == pytest.approx(0, abs=1e-6)
@@ -73,7 +71,7 @@ def test_a_trained_reward_model_is_normalised_saved_and_loads_as_a_sequence_clas
 
 @pytest.mark.distributed
 def test_two_ranks_of_zero3_train_the_reward_model_of_one_process(task):
-    """9 comparisons a step do not divide by two ranks, nor by the microbatch: nothing is dropped or counted twice."""
+    """Nine comparisons per step divide neither by two ranks nor by the microbatch: none is dropped or counted twice."""
     settings = ("normalization.num_samples=0", "batch_size=9", "data.max_comparisons=30", "microbatch_size=2")
     one = train(task, "single", *settings)
     two = train(task, "pair", *settings, ranks=2)
@@ -85,8 +83,8 @@ def test_two_ranks_of_zero3_train_the_reward_model_of_one_process(task):
 
 
 @pytest.mark.distributed
-def test_normalisation_on_two_ranks_is_over_all_samples(task):
-    final = train(task, "normalised", "normalization.num_samples=33", "data.max_comparisons=8", ranks=2)[-1]
+def test_normalization_on_two_ranks_is_over_all_samples(task):
+    final = train(task, "normalized", "normalization.num_samples=33", "data.max_comparisons=8", ranks=2)[-1]
     assert final["reward_model/normalized_mean"] == pytest.approx(0, abs=1e-6)
     assert final["reward_model/normalized_var"] == pytest.approx(1, abs=1e-6)
 
@@ -94,7 +92,7 @@ def test_normalisation_on_two_ranks_is_over_all_samples(task):
 @pytest.mark.engine
 @pytest.mark.distributed
 def test_a_run_on_two_zero3_ranks_is_scored_as_on_one_and_leaves_a_critic_to_start_from(tmp_path):
-    """The reward model is whole on rank 0, while everything else that is loaded under ZeRO-3 is sharded."""
+    """The reward model is whole on rank 0, while other models under ZeRO-3 are sharded."""
     task = tmp_path
     one_head = replace(RECIPE, num_heads=1)  # vLLM has no attention for heads of 16 on a CPU
     make_preferences("sentiment", task / "model", task / "data", recipe=one_head)
@@ -117,12 +115,12 @@ def test_a_run_on_two_zero3_ranks_is_scored_as_on_one_and_leaves_a_critic_to_sta
     train_policy(*settings, *critic, "run_name=policy_three", "updates=4")
     first = metrics_of(task / "policy_three")[0]
     assert two[0]["ppo/value/var"] == 0
-    assert first["ppo/value/var"] > 0, "the values go on from those of the other run"
+    assert first["ppo/value/var"] > 0, "the values start from those of the other run"
 
 
-def test_mistakes_in_settings_are_one_sentence(tmp_path):
-    command = [sys.executable, str(ROOT / "scripts/train_reward_model.py"), "data.path=missing.jsonl", "batch_size=0"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+def test_mistakes_in_settings_are_one_line(tmp_path):
+    script = ROOT / "scripts/train_reward_model.py"
+    result = run_ranks((), script, f"run_root={tmp_path}", "data.path=missing.jsonl", "batch_size=0", timeout_s=120)
     assert result.returncode == 2
     assert "data.path=missing.jsonl does not exist" in result.stderr
     assert "batch_size=0 must be at least 1" in result.stderr

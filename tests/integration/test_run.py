@@ -1,4 +1,4 @@
-"""Whole runs of scripts/train.py on the demo: they learn, they leave what they promise, they end and go on cleanly."""
+"""Runs of scripts/train.py on the demo: they learn, write the promised files, end and resume cleanly."""
 
 import json
 import os
@@ -31,7 +31,7 @@ SMALL = ("rollout.prompts_per_step=8", "rollout.samples_per_prompt=8", "logger.p
 
 @pytest.fixture(scope="session")
 def demo() -> tuple[str, ...]:
-    """Overrides that name the demo's model and data, made if they are not there."""
+    """Overrides that name the demo's model and data, which are made if missing."""
     made = make_demo(
         "calculator", ROOT / "models/calculator", ROOT / "data/demo/calculator", 0, Console(file=sys.stderr)
     )
@@ -51,7 +51,7 @@ def command(*overrides: str, ranks: int | None = None, python: str = sys.executa
 
 
 def train(*overrides: str, ranks: int | None = None, timeout_s: float = 500, python: str | None = None) -> str:
-    """What a run prints, which is to end well. python: None for a fork (`tests/fixtures/forked_python.py`)."""
+    """Return the output of a run that succeeds. python: None for a fork (`tests/fixtures/forked_python.py`)."""
     python = python or forked_python()
     done = subprocess.run(
         command(*overrides, ranks=ranks, python=python), cwd=ROOT, capture_output=True, text=True, timeout=timeout_s,
@@ -67,7 +67,7 @@ def metrics(run: Path) -> list[dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def first_run(demo: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Twelve updates in one process, W&B offline, with an evaluation and checkpoints on the way."""
+    """Twelve updates in one process with W&B offline, evaluations and checkpoints."""
     root = tmp_path_factory.mktemp("runs")
     output = train(
         *demo, *SMALL, "updates=12", f"run_root={root}", "run_name=first", "checkpoint.every=4", "eval.every=12",
@@ -86,7 +86,7 @@ COUNTS_FROZEN = """
 import gc
 from pathlib import Path
 
-gc.unfreeze()  # the process that the tests fork runs from has frozen what it had
+gc.unfreeze()  # the fork server has frozen its objects
 
 def reward(completions, **_):
     Path(__file__).with_suffix(".count").write_text(str(gc.get_freeze_count()))
@@ -94,7 +94,7 @@ def reward(completions, **_):
 """
 
 
-def test_what_a_run_has_loaded_is_left_out_of_garbage_collections(demo: tuple[str, ...], tmp_path: Path) -> None:
+def test_objects_of_the_start_are_frozen_out_of_garbage_collections(demo: tuple[str, ...], tmp_path: Path) -> None:
     reward = tmp_path / "reward.py"
     reward.write_text(COUNTS_FROZEN)
     train(
@@ -141,7 +141,7 @@ def test_every_sampled_token_is_saved_and_trained(first_run: tuple[Path, str]) -
 
 
 def test_the_rows_end_with_the_stop_token_of_the_last_turn(first_run: tuple[Path, str]) -> None:
-    """Seed 000's first bug: the tokens of the last turn never reached the training row."""
+    """The first bug of "KL Divergence Analysis" (jphme, gist, 2026): rows lacked the tokens of the last turn."""
     stop = AutoTokenizer.from_pretrained(first_run[0] / "model").convert_tokens_to_ids("<|im_end|>")
     for rollout in read_rollouts(first_run[0] / "rollouts" / "step-000012.jsonl"):
         last = rows_from_calls(rollout.calls)[-1]
@@ -150,8 +150,8 @@ def test_the_rows_end_with_the_stop_token_of_the_last_turn(first_run: tuple[Path
             assert last.ids[-1] == stop
 
 
-def test_the_model_loads_and_is_what_the_engine_last_sampled_with(first_run: tuple[Path, str]) -> None:
-    """The saved policy scores the last rollouts one update away from how they were sampled, the base model farther."""
+def test_the_saved_model_is_one_update_after_the_last_rollouts(first_run: tuple[Path, str]) -> None:
+    """The saved policy is one update away from the sampler of the last rollouts; the base model is farther."""
     rollout = next(iter(read_rollouts(first_run[0] / "rollouts" / "step-000012.jsonl")))
     (row, *_) = rows_from_calls(rollout.calls)
 
@@ -173,7 +173,7 @@ def test_wandb_offline_has_the_metrics(first_run: tuple[Path, str]) -> None:
         assert name in content
 
 
-def test_the_end_says_how_to_go_on(first_run: tuple[Path, str]) -> None:
+def test_the_last_lines_say_how_to_continue(first_run: tuple[Path, str]) -> None:
     output = first_run[1]
     for word in ("run directory", "resume", "scripts/evaluate.py", "scripts/inspect_run.py", "evaluation at update 12"):
         assert word in output
@@ -186,9 +186,9 @@ def test_checkpoints_are_whole_and_only_the_newest_are_kept(first_run: tuple[Pat
 
 
 def test_a_step_can_be_replayed_bit_for_bit(first_run: tuple[Path, str]) -> None:
-    """Update 9, because the checkpoint of update 8 holds the weights that it started from."""
+    """Update 9 starts from the weights in the checkpoint of update 8."""
     done = subprocess.run(
-        [sys.executable, "scripts/replay.py", str(first_run[0]), "--step", "9"],
+        [forked_python(), "scripts/replay.py", str(first_run[0]), "--step", "9"],
         cwd=ROOT, capture_output=True, text=True, timeout=280, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -197,7 +197,7 @@ def test_a_step_can_be_replayed_bit_for_bit(first_run: tuple[Path, str]) -> None
 
 def test_a_run_directory_is_not_overwritten(first_run: tuple[Path, str], demo: tuple[str, ...]) -> None:
     done = subprocess.run(
-        command(*demo, f"run_root={first_run[0].parent}", "run_name=first"),
+        command(*demo, f"run_root={first_run[0].parent}", "run_name=first", python=forked_python()),
         cwd=ROOT, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 2
@@ -220,7 +220,7 @@ def test_control_c_finishes_the_update_and_saves(demo: tuple[str, ...], tmp_path
             time.sleep(0.2)
         children = descendants(process.pid) - {process.pid}
         assert children, "the engine has processes of its own"
-        os.killpg(process.pid, signal.SIGINT)  # what a terminal does: the whole foreground group gets it
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole foreground group
         output, _ = process.communicate(timeout=120)
     finally:
         if process.poll() is None:
@@ -234,7 +234,7 @@ def test_control_c_finishes_the_update_and_saves(demo: tuple[str, ...], tmp_path
 
 
 @pytest.mark.distributed
-def test_two_zero3_ranks_do_what_one_process_does(demo: tuple[str, ...], tmp_path: Path) -> None:
+def test_two_zero3_ranks_equal_one_process(demo: tuple[str, ...], tmp_path: Path) -> None:
     settings = (*demo, *SMALL, f"run_root={tmp_path}", "updates=6")
     train(*settings, "run_name=one", "updates=1")
     output = train(*settings, "run_name=two", "logger.wandb=offline", "logger.wandb_media_every=6", ranks=2)
@@ -248,7 +248,7 @@ def test_two_zero3_ranks_do_what_one_process_does(demo: tuple[str, ...], tmp_pat
     assert np.mean(rewards[-2:]) > rewards[0], rewards
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "two" / "model")
     assert sum(parameter.numel() for parameter in model.parameters()) > 500_000
-    # One rank speaks for both, on the console and to W&B, and DeepSpeed speaks to a file.
+    # One rank writes to the console and to W&B, and DeepSpeed to a file.
     assert output.count("update 1/6 ") == 1
     assert "DeepSpeed " not in output
     history = wandb_files.history(tmp_path / "two")
@@ -257,10 +257,10 @@ def test_two_zero3_ranks_do_what_one_process_does(demo: tuple[str, ...], tmp_pat
 
 
 @pytest.mark.slow
-def test_compiled_layers_train_beside_the_engine_as_plain_ones_do(
+def test_compiled_layers_train_like_plain_ones_beside_the_engine(
     demo: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine starts with compilation switched off; the trainer, in the same process, must not inherit that."""
+    """The engine starts without compilation; the trainer in the same process must not inherit that."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     settings = (*demo, *SMALL, f"run_root={tmp_path}", "updates=3")
     train(*settings, "run_name=plain")

@@ -1,4 +1,4 @@
-"""DeepSpeed's loader, which unpickles by itself, does not under Lockstep."""
+"""DeepSpeed's loader, which unpickles by default, loads weights only under Lockstep."""
 
 import os
 import socket

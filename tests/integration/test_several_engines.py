@@ -1,5 +1,4 @@
-"""Embedded engines that share the cores, their models compiled: the same samples as one engine's, each a life of its
-own."""
+"""Several compiled embedded engines on shared cores: the samples of a single engine, and independent restarts."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 PROMPT = (5, 6, 7, 8)
 TWO = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two engines need two cores")
-COMPILER = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="there is no C++ compiler")
+COMPILER = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
 
 
 def sampled(run: Path, step: int) -> list[list[int]]:
@@ -51,7 +50,7 @@ def test_two_compiled_engines_train_as_one_does(demo: tuple[str, ...], tmp_path:
 
 
 @TWO
-def test_each_samples_the_same_and_is_started_again_by_itself(tmp_path: Path) -> None:
+def test_each_engine_samples_the_same_and_is_restarted_alone(tmp_path: Path) -> None:
     config = Config()
     config.model.path = str(save_tiny_model(tmp_path / "model", tied=True))
     config.rollout.num_engines, config.rollout.max_model_len = 2, 320

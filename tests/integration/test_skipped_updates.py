@@ -1,5 +1,7 @@
-"""An update with a loss or gradient that is not finite, on whichever rank, is skipped by all of them and leaves no
-trace: in one process, under DDP, ZeRO-2 and ZeRO-3."""
+"""All ranks skip an update whose loss or gradient is not finite on one of them, and it changes nothing.
+
+In one process, under DDP, ZeRO-2 and ZeRO-3.
+"""
 
 import json
 from pathlib import Path

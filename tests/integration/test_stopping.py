@@ -1,4 +1,4 @@
-"""Runs that are told to stop, and runs whose logs cannot be written."""
+"""Runs that get a signal, and runs whose logs cannot be written."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ SMALL = ("rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "logger.p
 @pytest.mark.distributed
 @pytest.mark.parametrize("tells", ["launcher", "everybody"])
 def test_sigterm_to_two_ranks_finishes_the_update_and_saves(demo: tuple[str, ...], tmp_path: Path, tells: str) -> None:  # noqa: F811
-    """A launcher tells its ranks what it was told; a scheduler tells all of them, and then the launcher tells the ranks
-    again."""
+    """A launcher passes the signal on to its ranks; a scheduler signals all, so the ranks get it twice."""
     run, log = tmp_path / "stopped", tmp_path / "output"
     with log.open("w") as output:
         process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Weight sync with real engines: after it the engine computes with the trained weights, or the run stops."""
+"""Weight sync with real engines: afterwards the engine computes with the trained weights, or the run stops."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_scaled_head_answers_the_first_request_for_a_cached_prompt(either: Ser
     before = either.generate(LONG_PROMPT)
     either.generate(LONG_PROMPT)  # the prompt's blocks are in the cache now
     with torch.no_grad():
-        either.model.lm_head.weight.mul_(1.5)  # of the tied model the embedding, too
+        either.model.lm_head.weight.mul_(1.5)  # and the embedding of the tied model
     either.push()
     call = either.generate(LONG_PROMPT)
 
@@ -80,7 +80,7 @@ def test_a_request_in_flight_carries_both_versions_and_each_part_matches_its_wei
     async def start() -> asyncio.Task:
         return asyncio.ensure_future(served.engine.generate((5, 6, 7), Sampling(max_tokens=250, ignore_eos=True)))
 
-    for head_start_s in (0.15, 0.05, 0.4, 1.0):  # on a busy machine it may not have begun, or be over
+    for head_start_s in (0.15, 0.05, 0.4, 1.0):  # on a busy machine it may not have begun, or may have ended
         old, old_model = served.version, copy.deepcopy(served.model)
         served.sync._pause_mode = "keep"
         try:
@@ -111,8 +111,8 @@ def test_a_canary_that_differs_stops_the_run(served: Served, monkeypatch: pytest
     _recover(served)
 
 
-def test_a_head_that_is_not_packed_again_is_caught(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the engine did before it repacked: embedding new, head old. Broken on the trainer's side, equally."""
+def test_a_stale_head_is_caught(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine once kept the packed old head beside a new embedding; here the trainer sends such weights."""
     send_instead(monkeypatch, lambda name, sent: sent if "embed_tokens" in name else torch.zeros_like(sent))
     with pytest.raises(SyncError, match="canary"):
         served.push()
@@ -172,7 +172,7 @@ def test_a_sync_that_misses_its_deadline_is_an_error(served: Served, monkeypatch
     _recover(served)
 
 
-def test_an_engine_that_was_closed_says_so(served: Served) -> None:
+def test_a_closed_engine_is_named(served: Served) -> None:
     closed = object.__new__(type(served.engine))
     closed._llm = None
     with pytest.raises(EngineError, match="closed"):
@@ -180,7 +180,7 @@ def test_an_engine_that_was_closed_says_so(served: Served) -> None:
 
 
 def _recover(served: Served) -> None:
-    """A failed sync leaves the engine paused; a good one on top must bring it back, exactly."""
+    """A failed sync leaves the engine paused; the next good one must restore it exactly."""
     served.loop.run(served.engine.resume())
     served.push()
     assert served.mismatch(served.generate(LONG_PROMPT)) < 1e-4

@@ -1,8 +1,8 @@
-"""The promise, end to end: what is trained is what was sampled, with the log-probabilities it was sampled with.
+"""End to end: trained tokens are the sampled tokens, with their sampling logprobs.
 
-A thousand multi-turn rollouts of the demo model in a real engine, in an environment that does to a conversation what
-harnesses, tools and users do: tool errors, parallel calls, text that spells special tokens, edited history,
-sub-agents that interleave, answers that are cut off, contexts that fill up.
+A thousand multi-turn rollouts of the demo model in a real engine, with the events that harnesses, tools and users
+cause: tool errors, parallel calls, text that spells special tokens, edited history, interleaved sub-agents, truncated
+answers, full contexts.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ HOSTILE = (
 
 
 class TwoQuestions(CalculatorEnvironment):
-    """The demo's task, and a second one after the first answer: often the model answers at once, without the tool."""
+    """The demo's task and a second one after the first answer; the model often answers at once, without the tool."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class TwoQuestions(CalculatorEnvironment):
 
 
 class Adversary:
-    """Answers each turn with one of the things that go wrong in practice; which one, the data row decides."""
+    """An environment whose answers are common faults, chosen by the data row."""
 
     max_calls = 16
 
@@ -104,7 +104,7 @@ class Adversary:
         return Step(messages=messages, outcome={"real_tool_errors": errors, "sampled_parallel": parallel})
 
     async def _tool_errors(self) -> tuple[Message, ...]:
-        """Two results, the first an error, as if the turn had called two tools."""
+        """Answer with two results, the first an error, as if the turn had called two tools."""
         hostile = self._random.choice(HOSTILE)
         return tuple(
             {"role": "tool", "name": "calculator", "tool_call_id": f"c{i}", "content": text}
@@ -115,7 +115,7 @@ class Adversary:
         return ({"role": "user", "content": f"compute 1+2*3{self._random.choice(HOSTILE)}"},)
 
     async def _edited_history(self) -> tuple[Message, ...]:
-        """A harness that summarises: a forged turn with parallel calls, then the model is asked again."""
+        """Summarize as a harness does: a forged turn with parallel calls, then the model is asked again."""
         calls = [
             {"id": f"c{i}", "type": "function", "function": {"name": "calculator", "arguments": '{"expression": "1"}'}}
             for i in range(2)
@@ -129,7 +129,7 @@ class Adversary:
         return await self._user_turn()
 
     async def _sub_agents(self) -> tuple[Message, ...]:
-        """Two conversations at a time, which interleave with each other and with all other episodes."""
+        """Play two conversations at once, which interleave with each other and with all other episodes."""
         agents = [
             self._open(
                 [{"role": "system", "content": "solve"}, {"role": "user", "content": f"compute {i}+2*7"}], self.tools
@@ -153,7 +153,7 @@ class Adversary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Rollouts of one kind."""
+    """Rollouts of one kind of fault."""
 
     name: str
     make_environment: Callable[[], Environment]
@@ -178,12 +178,12 @@ BATCHES = (
         history="template",
     ),
 )
-"""A thousand rollouts in all."""
+"""Sample a thousand rollouts."""
 
 
 @pytest.fixture(scope="module")
 def demo() -> DemoInfo:
-    """The demo as `scripts/make_demo_model.py` makes it, made here only if it is not there yet."""
+    """The demo of `scripts/make_demo_model.py`, made if missing."""
     return make_demo(
         "calculator",
         ROOT / "models" / "calculator",
@@ -229,7 +229,7 @@ def collect(engine: EmbeddedEngine, chat: Chat, batch: Batch, questions: Sequenc
 
 @torch.no_grad()
 def logprob_differences(policy: Policy, rows: Sequence[TrainingRow], *, temperature: float) -> torch.Tensor:
-    """(N,) |engine - trainer| for every trained token, scored in packs as the trainer does."""
+    """Return (N,) |engine - trainer| of every trained token, scored in packs as the trainer does."""
     layout = StepLayout.of(rows)
     differences = []
     for indices in pack([len(row) for row in rows], 8192):
@@ -240,7 +240,7 @@ def logprob_differences(policy: Policy, rows: Sequence[TrainingRow], *, temperat
 
 
 def assert_each_sampled_token_is_trained_once(rollout: Rollout, rows: Sequence[TrainingRow]) -> None:
-    """From the record alone, without the code that makes the metrics."""
+    """Count from the record alone, without the code of the metrics."""
     trained = Counter(
         (int(turn), int(position))
         for row in rows
@@ -259,7 +259,7 @@ def assert_each_sampled_token_is_trained_once(rollout: Rollout, rows: Sequence[T
 
 
 @pytest.mark.timeout(900)
-def test_a_thousand_rollouts_are_trained_as_they_were_sampled(
+def test_a_thousand_rollouts_are_trained_as_sampled(
     demo: DemoInfo, engine: EmbeddedEngine, policy: Policy, capsys: pytest.CaptureFixture[str]
 ):
     lines = (demo.data_dir / "train.jsonl").read_text().splitlines()
@@ -318,7 +318,7 @@ def test_reasoning_that_the_template_strips_gives_branches_and_every_token_is_tr
     tokenizer = AutoTokenizer.from_pretrained(demo.model_dir)
     opening = "{{- '<|im_start|>assistant\\n' }}\n{%- endif %}"
     template = str(tokenizer.chat_template).rstrip()
-    assert template.endswith(opening), "the demo's template has changed; so must this one made from it"
+    assert template.endswith(opening), "the demo's template has changed; change this copy too"
     template = template.removesuffix(opening) + opening.replace("assistant\\n'", "assistant\\n<think>\\n'")
     tokenizer.chat_template = template.replace(
         "{%- if message.reasoning_content %}", "{%- if message.reasoning_content and loop.last %}"

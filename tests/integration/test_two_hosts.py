@@ -1,7 +1,6 @@
-"""A server, and a rank of the trainer, on another host: a network namespace with an address of its own, where the
-loopback of this one is not, and where the name of the machine leads nowhere.
+"""A server and a rank of the trainer on another host: a network namespace with its own address and loopback.
 
-Needs the right to make namespaces (root, `ip`); without it the test is skipped, and says so.
+The machine's name does not resolve there. Tests are skipped without the right to make namespaces (root, `ip`).
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ def ip(*words: str) -> None:
 
 @pytest.fixture(scope="module")
 def other_host() -> Iterator[list[str]]:
-    """The command that runs something on the other host."""
+    """A command that runs its arguments on the other host."""
     name, outside, inside = f"lockstep{os.getpid()}", f"ls{os.getpid()}a", f"ls{os.getpid()}b"
     if shutil.which("ip") is None:
-        pytest.skip("no `ip` to make a network namespace with")
+        pytest.skip("needs `ip` to make a network namespace")
     try:
         ip("netns", "add", name)
     except subprocess.CalledProcessError as error:
@@ -50,7 +49,7 @@ def other_host() -> Iterator[list[str]]:
         ip("-n", name, "link", "set", "lo", "up")
         yield ["ip", "netns", "exec", name]
     finally:
-        ip("netns", "del", name)  # takes the pair of interfaces with it
+        ip("netns", "del", name)  # also deletes the pair of interfaces
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +59,7 @@ def server(other_host: list[str], tmp_path_factory: pytest.TempPathFactory) -> I
         yield server
 
 
-def test_weights_reach_the_other_host_and_only_the_way_to_it_is_open(server: EngineServer):
+def test_weights_reach_the_other_host_and_only_its_network_is_opened(server: EngineServer):
     with trained([server]) as remote:
         perturb(remote.model, seed=1)
         remote.push()
@@ -75,7 +74,7 @@ def test_a_loopback_address_for_another_host_is_refused(server: EngineServer):
         WeightSync(module=remote.model, engines=remote.engines, address="127.0.0.1", deadline_s=10)
 
 
-def test_the_other_host_is_not_this_one(other_host: list[str], tmp_path: Path):
+def test_the_other_host_has_other_addresses(other_host: list[str], tmp_path: Path):
     assert "UP" in subprocess.run([*other_host, "ip", "link"], capture_output=True, text=True).stdout
     listed = subprocess.run([*other_host, "ip", "-4", "addr"], capture_output=True, text=True).stdout
     assert THERE in listed
@@ -83,7 +82,7 @@ def test_the_other_host_is_not_this_one(other_host: list[str], tmp_path: Path):
 
 
 def test_ranks_on_two_hosts_make_one_update(other_host: list[str], tmp_path: Path):
-    """Left to itself, gloo would listen where the name of the machine leads: on loopback, on both."""
+    """By default gloo listens where the name of the machine resolves: on loopback, on both hosts."""
     options = ["--num_processes", "2", "--main_process_ip", HERE, "--main_process_port", str(free_port())]
     machines = [
         launch(tmp_path, "multi_node", *options, "--machine_rank", rank, within=within)

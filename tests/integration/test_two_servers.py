@@ -1,4 +1,4 @@
-"""Two real servers and two ZeRO-3 ranks: they train, and when a server dies both ranks end with one sentence."""
+"""Two real servers and two ZeRO-3 ranks: they train, and when a server dies both ranks end with the same error."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_two_ranks_under_zero3_train_two_updates_with_two_servers(
         ("producer", {"rollout.max_staleness": 1}, 30, "EngineError: out of luck with another group"),
     ],
 )
-def test_a_fault_on_one_rank_ends_both_with_one_sentence_and_trains_nothing_more(
+def test_a_fault_on_one_rank_ends_both_with_the_same_error_and_trains_nothing_more(
     servers: list[EngineServer],
     forked_servers: ForkedServers,
     tmp_path: Path,
@@ -100,10 +100,10 @@ def test_a_fault_on_one_rank_ends_both_with_one_sentence_and_trains_nothing_more
         assert next_trainer.mismatch(next_trainer.generate((5, 6, 7))) < 1e-4
 
 
-def test_a_server_that_is_killed_ends_both_ranks_with_the_same_sentence(
+def test_a_killed_server_ends_both_ranks_with_the_same_error(
     servers: list[EngineServer], forked_servers: ForkedServers, tmp_path: Path
 ):
-    """The last test of this file: one server less."""
+    """The last test of this file, because it kills a server."""
     run = launch_run([server.url for server in servers], forked_servers.model, tmp_path, updates=100000)
     metrics = run_directory(tmp_path) / "metrics.jsonl"
     killed_at: list[float] = []

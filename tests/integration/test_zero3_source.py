@@ -1,4 +1,4 @@
-"""Reading a ZeRO-3 model on two ranks: exact, in one exchange per bucket, fetched ahead, and none left waiting."""
+"""Reading a ZeRO-3 model on two ranks: exact, one exchange per bucket, prefetched, and no rank is left waiting."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ def test_after_a_step_the_new_weights_are_read(ranks: list[dict]) -> None:
         assert rank["after_a_step"] == {"differing": [], "unmoved": []}
 
 
-def test_a_rank_that_stops_early_takes_part_in_the_rest(ranks: list[dict]) -> None:
+def test_a_rank_that_stops_early_joins_the_remaining_exchanges(ranks: list[dict]) -> None:
     for rank in ranks:
         assert rank["stops_early"]["wrong"] == []
         assert rank["stops_early"]["count"] > 10
 
 
 @pytest.mark.parametrize("model", ["dense", "experts", "adapted"])
-def test_a_rank_that_fails_before_it_begins_takes_part_in_all(ranks: list[dict], model: str) -> None:
-    """As where an engine refuses the update: the others wait in an exchange of what adapters are merged into."""
+def test_a_rank_that_fails_before_it_begins_joins_all_exchanges(ranks: list[dict], model: str) -> None:
+    """As when an engine refuses the update: the others wait in an exchange of the base weights of adapters."""
     for rank in ranks:
         assert rank[model]["never_begins"]["wrong"] == []
         assert rank[model]["never_begins"]["seconds"] < 10
 
 
 @pytest.mark.parametrize("model", ["dense", "experts", "adapted"])
-def test_the_parts_of_the_ranks_are_the_whole_weights_and_lie_in_the_shards(ranks: list[dict], model: str) -> None:
+def test_the_parts_of_the_ranks_are_the_whole_weights_and_views_of_the_shards(ranks: list[dict], model: str) -> None:
     for kind in ("parts", "parts_bfloat16", "gives_up"):
         for rank in ranks:
             assert rank[model][kind]["wrong"] == []
@@ -56,7 +56,7 @@ def test_the_parts_of_the_ranks_are_the_whole_weights_and_lie_in_the_shards(rank
             assert rank[model][kind]["count"] == ranks[0][model]["all"]["count"]
             assert rank[model][kind]["sent"] > 10
     for first, second in ((rank[model]["parts"], rank[model]["parts_bfloat16"]) for rank in ranks):
-        if model == "adapted":  # what adapters are merged into is fetched, and sent out of new memory
+        if model == "adapted":  # base weights of adapters are fetched and sent from new memory
             assert first["exchanges"] > 0
         else:
             assert first["exchanges"] == second["exchanges"] == first["sent_from_elsewhere"] == 0
@@ -74,10 +74,8 @@ def test_no_exchange_is_larger_than_a_bucket_and_there_are_few(ranks: list[dict]
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 2**30])
-def test_the_next_bucket_is_begun_when_the_last_tensor_of_one_is_given_away(
-    ranks: list[dict], bucket_bytes: int
-) -> None:
-    """And so once per bucket, in the same order on both ranks; and nothing stays behind."""
+def test_the_next_bucket_is_fetched_when_the_last_tensor_of_one_is_taken(ranks: list[dict], bucket_bytes: int) -> None:
+    """Once per bucket, in the same order on both ranks; no memory is kept."""
     seen, other = (rank["passes"][str(bucket_bytes)] for rank in ranks)
     expected = ["begin"]
     for index, names in enumerate(seen["buckets"]):

@@ -1,4 +1,4 @@
-"""Weight sync out of a real DeepSpeed ZeRO-3 model on two ranks, and what the ranks see when something dies."""
+"""Weight sync from a real DeepSpeed ZeRO-3 model on two ranks, and the errors of both ranks after faults."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_failure_on_one_rank_is_the_same_error_on_all(ranks: list[dict]) -> No
     assert "rank 1: OSError: out of host memory" in errors[0]["text"]
 
 
-def test_a_failure_in_a_gather_is_the_same_error_on_all_ranks_and_nobody_waits(ranks: list[dict]) -> None:
+def test_a_failure_in_a_gather_is_the_same_error_on_all_ranks_and_none_waits(ranks: list[dict]) -> None:
     errors = [rank["one_rank_fails_in_a_gather"] for rank in ranks]
 
     assert errors[0]["text"] == errors[1]["text"]

@@ -1,12 +1,11 @@
-"""Run by `test_zero3_sync.py` under torchrun, two ranks: trains a ZeRO-3 model, rank 0 with an engine.
+"""Worker of `test_zero3_sync.py` under torchrun on two ranks: trains a ZeRO-3 model, rank 0 with an engine.
 
-Writes what each rank saw to `<directory>/rank<n>.json`; the test judges it.
+Each rank writes its observations to `<directory>/rank<n>.json` for the test.
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -24,6 +23,7 @@ from rollout.system.background_loop import BackgroundLoop
 from rollout.weights.shards import Fetch
 from rollout.weights.sync import WeightSync
 from tests.fixtures.models import perturb, sampled_logprobs, save_tiny_model, tiny_qwen3
+from tests.fixtures.processes import descendants
 from trainer.distributed.distributed import build_nothing
 
 BUCKET_BYTES = 64 * 1024
@@ -31,7 +31,6 @@ PROMPT = tuple(range(10, 180))
 
 
 def main(directory: Path) -> None:
-    multiprocessing.set_executable(sys.executable)  # an engine that is killed has to be a child, no fork of elsewhere
     build_nothing()
     deepspeed.init_distributed("gloo")
     rank = dist.get_rank()
@@ -85,7 +84,7 @@ def main(directory: Path) -> None:
     seen["one_rank_fails_in_a_gather"] = raised(lambda: failing_gather(sync, rank))
     if engine is not None:
         loop.run(engine.resume())
-        for pid in children():
+        for pid in descendants(os.getpid()) - {os.getpid()}:
             os.kill(pid, signal.SIGKILL)
         request = loop.run
         seen["generate_on_dead"] = raised(lambda: request(engine.generate(PROMPT, Sampling(max_tokens=4)), 30))
@@ -112,7 +111,7 @@ def failing_push(sync: WeightSync, rank: int) -> None:
 
 
 def failing_gather(sync: WeightSync, rank: int) -> None:
-    """Rank 1 fails behind its fourth exchange; the others go on to the fifth."""
+    """Rank 1 fails after its fourth exchange; the others continue with the fifth."""
     wait, count = Fetch.wait, 0
 
     def fail(fetch: Fetch) -> None:
@@ -140,7 +139,7 @@ def raised(act: object) -> dict[str, object]:
 
 
 def exchanges_of_ranks() -> list[int]:
-    """The size of each exchange of weights between the ranks from here on."""
+    """Record the size of each later exchange of weights between the ranks."""
     sizes: list[int] = []
     original = dist.batch_isend_irecv
 
@@ -150,11 +149,6 @@ def exchanges_of_ranks() -> list[int]:
 
     dist.batch_isend_irecv = counted
     return sizes
-
-
-def children() -> list[int]:
-    tasks = Path(f"/proc/{os.getpid()}/task")
-    return [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
 
 
 if __name__ == "__main__":

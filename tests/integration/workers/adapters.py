@@ -1,4 +1,4 @@
-"""Gradient of adapters that say something, and the model that is saved with them merged.
+"""Gradient of adapters that are not zero, and the saved model with them merged.
 
 Started by tests/integration/test_memory_paths.py, by itself or by `accelerate launch`:
 

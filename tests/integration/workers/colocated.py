@@ -1,13 +1,12 @@
-"""Run by `test_colocated.py` under `accelerate launch`, two ranks with an engine each.
+"""Worker of `test_colocated.py` under `accelerate launch`: two ranks with an engine each.
 
-Writes what each rank saw to `<directory>/rank<n>.json`; the test judges it.
+Each rank writes its observations to `<directory>/rank<n>.json` for the test.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -24,6 +23,7 @@ from rollout.server.remote_rank_engine import EngineService
 from rollout.system.background_loop import BackgroundLoop
 from rollout.weights.sync import WeightSync
 from tests.fixtures.models import perturb, sampled_logprobs
+from tests.fixtures.processes import descendants
 from trainer.config.schema import Config
 from trainer.distributed.distributed import Distributed
 from trainer.engines.run_engines import start_engines
@@ -33,7 +33,6 @@ SAMPLING = Sampling(max_tokens=16, ignore_eos=True, seed=5)
 
 
 def main(directory: Path) -> None:
-    multiprocessing.set_executable(sys.executable)  # an engine that is killed has to be a child, no fork of elsewhere
     config = Config()
     config.model.path = str(directory / "model")
     config.rollout.engine = "colocated"
@@ -85,7 +84,7 @@ def main(directory: Path) -> None:
         seen["seeds"] = same_everywhere(engines.pool, loop) if engines.pool else True
         distributed.barrier()
         if not distributed.is_main:
-            for pid in children():
+            for pid in descendants(os.getpid()) - {os.getpid()}:
                 os.kill(pid, signal.SIGKILL)
         distributed.barrier()
         seen["killed"] = raised(lambda: sampled(engines.pool, loop)) if engines.pool else None
@@ -97,7 +96,7 @@ def main(directory: Path) -> None:
 
 
 def counted() -> list[int]:
-    """One entry for each request that this rank's engine answers for another rank."""
+    """Record one entry for each request that this rank's engine answers for another rank."""
     answered: list[int] = []
     original = EngineService._generate
 
@@ -117,7 +116,7 @@ def sampled(pool: Any, loop: BackgroundLoop) -> list[EngineCall]:
 
 
 def same_everywhere(pool: Any, loop: BackgroundLoop) -> bool:
-    """Whether both engines sample the same tokens for the same seed."""
+    """True if both engines sample the same tokens for the same seed."""
     first, second = (loop.run(member.generate(PROMPTS[0], SAMPLING)) for member in pool.members)
     return first.sampled_ids == second.sampled_ids
 
@@ -128,11 +127,6 @@ def raised(act: Any) -> str | None:
     except (EngineError, LockstepError) as error:
         return f"{type(error).__name__}: {error}"
     return None
-
-
-def children() -> list[int]:
-    tasks = Path(f"/proc/{os.getpid()}/task")
-    return [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
 
 
 if __name__ == "__main__":

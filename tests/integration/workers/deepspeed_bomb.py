@@ -1,4 +1,4 @@
-"""Run by test_safe_load: DeepSpeed's own loader under `weights_only_loading`, on its own checkpoint and on bombs.
+"""Worker of test_safe_load.py: DeepSpeed's loader under `weights_only_loading`, with its checkpoint and with bombs.
 
 Arguments: ZeRO stage, directory, port. Prints one line per attempt.
 """

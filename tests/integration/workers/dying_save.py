@@ -1,5 +1,7 @@
-"""Rank 1 is killed in the middle of the second save. Started by tests/integration/test_dying_save.py under
-`accelerate launch`: dying_save.py DIRECTORY"""
+"""Worker of test_dying_save.py under `accelerate launch`: rank 1 is killed in the middle of the second save.
+
+dying_save.py DIRECTORY
+"""
 
 import os
 import signal
@@ -30,7 +32,7 @@ def main(directory: str) -> None:
             torch.save = killed  # type: ignore[assignment]  # what DeepSpeed writes its shards with
         state = TrainerState(step=update, update=update, data_cursor=0)
         checkpoint.save(Path(directory), state, distributed, keep=1)
-    raise AssertionError("a save without one of its ranks came to an end")
+    raise AssertionError("a save without one of its ranks has ended")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """scripts/train.py with a fault in its second update: failing_run.py FAULT SETTINGS...
 
-gathered    rank 1 fails in the gather of a weight sync, when it has taken part in the exchange
-absent      rank 1 fails before it takes part, so that the others wait in an exchange that never completes
+gathered    rank 1 fails in the gather of a weight sync, after the exchange
+absent      rank 1 fails before the exchange, so that the other rank waits in it
 producer    rank 0 fails in a group of rollouts that is made ahead
 """
 
@@ -19,7 +19,7 @@ from rollout.weights.source import ZeroSource
 from trainer.cli import launch
 
 FAILING_PASS = 3
-"""Syncs before it: of the weights at the beginning and after the first update."""
+"""Number of syncs before the fault: of the first weights and after the first update."""
 FAILING_BUCKET = 2
 FAILING_GROUP = 5
 
@@ -47,7 +47,7 @@ def fail_in_gather(*, takes_part: bool) -> None:
         nonlocal takes_part
         wait(self)
         if fails() and takes_part:
-            takes_part = False  # once: it goes on to take part in what is left
+            takes_part = False  # once, because it joins the remaining exchanges afterwards
             raise MemoryError("no memory for another bucket")
 
     ZeroSource.own_parts, Fetch.begin, Fetch.wait = counted, failing_begin, failing_wait  # type: ignore[method-assign]

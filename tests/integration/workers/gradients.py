@@ -1,11 +1,11 @@
-"""Back-propagate one fixed batch as the trainer does, and write the gradients instead of stepping.
+"""Back-propagate one fixed batch as the trainer does and write the gradients instead of stepping.
 
 Started by tests/integration/test_gradients.py, by itself or by `accelerate launch`:
 
     gradients.py MODEL_DIR OUT.npz PRESET[,PRESET...] TOKEN_BUDGET [checkpointing] [apart]
 
-A preset is a file of configs/algorithm. Every one is given a KL term against the reference, a copy of the model.
-apart: rows that begin alike share nothing.
+A preset is a file of configs/algorithm; each gets a KL term against the reference, a copy of the model.
+apart: rows do not share prefixes.
 """
 
 import sys
@@ -32,7 +32,7 @@ PRESETS = Path(__file__).resolve().parents[3] / "configs" / "algorithm"
 
 
 def settings_of(preset: str) -> AlgorithmConfig:
-    """The preset, with a clip so narrow that this small batch is clipped on both sides, KL and entropy terms."""
+    """Return the preset with KL and entropy terms and a clip that is narrow enough to clip this batch on both sides."""
     values = yaml.safe_load((PRESETS / f"{preset}.yaml").read_text())
     if values["loss"] == "ppo_clip":
         values |= {"clip_low": 0.05, "clip_high": 0.1}
@@ -40,12 +40,14 @@ def settings_of(preset: str) -> AlgorithmConfig:
 
 
 REWARDS = (0.0, 1.0, 0.75, 1.0, 0.0, 0.0, 0.25, 0.0, 1.0)
-"""They differ within every group: equal ones have no advantages, and a gradient of zero agrees with any other."""
+"""Rewards, different within every group, because equal ones give no advantages and a gradient of zero."""
 
 
 def fixed_rollouts() -> list[Rollout]:
-    """Nine rollouts in three groups: unequal lengths, several turns, two of them branched. Those of a
-    group begin with the same tokens, long enough to be shared."""
+    """Make nine rollouts in three groups: unequal lengths, several turns, two of them branched.
+
+    Rollouts of a group share a prefix that is long enough to be computed once.
+    """
     rng = np.random.default_rng(0)
     prompts = rng.integers(5, 200, (3, 20))
 
@@ -64,7 +66,7 @@ def fixed_rollouts() -> list[Rollout]:
         calls = [first]
         if rollout_id % 2:
             calls.append(call((*first.all_ids, 7, 8, 9), int(rng.integers(1, 20))))
-        if rollout_id in (3, 4):  # history edited: a branch of its own
+        if rollout_id in (3, 4):  # edited history: a branch
             calls.append(call((*first.prompt_ids, 11, 12), int(rng.integers(1, 20))))
         rollouts.append(
             Rollout(
@@ -78,7 +80,7 @@ def fixed_rollouts() -> list[Rollout]:
 
 
 class GradientsOnly(Distributed):
-    """Keeps the gradients of the update in place of making it."""
+    """`Distributed` that keeps the gradients of an update instead of making it."""
 
     gradients: dict[str, np.ndarray]
 
@@ -97,7 +99,7 @@ class GradientsOnly(Distributed):
 
 
 def count_runs(modules: dict[str, torch.nn.Module]) -> Counter[str]:
-    """How often each module runs forward for a gradient, also again in backward."""
+    """Count the forward passes of each module with gradients, including recomputation in backward."""
     runs: Counter[str] = Counter()
     for name, module in modules.items():
         module.register_forward_pre_hook(lambda *_, name=name: runs.update([name] * torch.is_grad_enabled()))

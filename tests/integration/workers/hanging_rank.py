@@ -1,5 +1,7 @@
-"""Rank 1 does not come to a collective in which rank 0 waits. Started by test_hang.py under `accelerate
-launch`: hanging_rank.py DIRECTORY"""
+"""Worker of test_hang.py under `accelerate launch`: rank 1 misses a collective in which rank 0 waits.
+
+hanging_rank.py DIRECTORY
+"""
 
 import sys
 import time

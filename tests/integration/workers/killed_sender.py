@@ -1,6 +1,7 @@
-"""A trainer that is killed while its weights are on the way to the server.
+"""A trainer that is killed while it sends weights to a server.
 
-Run by `test_engine_server.py` and `tests/fixtures/forked_servers.py`."""
+Worker of `test_engine_server.py` and `tests/fixtures/forked_servers.py`.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ def main(url: str) -> None:
     send = trainer.send
 
     def dies(group: ProcessGroupGloo, tensors: Iterable[torch.Tensor], worker: int) -> list[Work]:
-        works = send(group, list(tensors)[:1], worker)  # of the first bucket the header, and not the embedding
+        works = send(group, list(tensors)[:1], worker)  # the header of the first bucket, but not the embedding
         for work in works:
             work.wait()
         print("killed in mid-bucket", flush=True)

@@ -1,4 +1,4 @@
-"""workers/gradients.py with an allocator that is full on rank 1 alone, in updates: a pack of more than LIMIT tokens.
+"""workers/gradients.py with an allocator that fails on rank 1 in updates with a pack of more than LIMIT tokens.
 
 out_of_memory.py MODEL_DIR OUT.npz PRESET[,PRESET...] TOKEN_BUDGET LIMIT
 """

@@ -1,4 +1,4 @@
-"""Back-propagate one fixed batch as PPO does, policy and critic in one module, and write gradients and critic.
+"""Back-propagate one fixed batch of PPO with policy and critic in one module, and write gradients and critic.
 
 Started by tests/integration/test_ppo_gradients.py, by itself or by `accelerate launch`:
 

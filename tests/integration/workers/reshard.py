@@ -1,11 +1,11 @@
-"""Go on from the checkpoint of other ranks, and write down what was found in it and what came of it.
+"""Resume from the checkpoint of other ranks, and save it as loaded and after two more updates.
 
 Started by tests/integration/test_reshard.py, by itself or by `accelerate launch`:
 
     reshard.py OPTIMIZER OUT [CHECKPOINT [WEIGHT_DECAY]]
 
-Saves OUT/checkpoints/step-3 as it was read (or after three updates of its own) and step-5 two updates later, and in
-OUT/decays.json the weight decays of the optimizer at the end.
+Saves OUT/checkpoints/step-3 as it was loaded (without CHECKPOINT: after three updates), step-5 two updates later, and
+the final weight decays of the optimizer in OUT/decays.json.
 """
 
 import json
@@ -23,7 +23,7 @@ from trainer.update.optimizer import make_optimizer
 
 
 def layers() -> nn.Module:
-    """Odd sizes, which no number of ranks divides, and one parameter that is smaller than the number of ranks."""
+    """A model with sizes that no number of ranks divides and a parameter smaller than the number of ranks."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 1))
     module[0].bias.requires_grad_(False)
@@ -41,7 +41,7 @@ def main(optimizer_name: str, out: str, source: str = "", weight_decay: str = "0
 
     def updates(count: int) -> None:
         for _ in range(count):
-            with distributed.accumulate(is_last=True) as backward:  # the mean over ranks is that over all inputs
+            with distributed.accumulate(is_last=True) as backward:  # the mean over ranks equals that over all inputs
                 backward(prepared(mine).square().sum() * distributed.world_size / len(inputs))
             distributed.step(0.05, distributed.gradient_norm())
 

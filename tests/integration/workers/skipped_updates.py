@@ -1,10 +1,10 @@
-"""Two updates, and the same two with broken ones between them: both must end in the same parameters and moments.
+"""Two updates, and the same two with broken ones between: both must end with equal parameters and moments.
 
 Started by tests/integration/test_skipped_updates.py, by itself or by `accelerate launch`:
 
     skipped_updates.py MODEL_DIR DIRECTORY
 
-What is broken is broken on the last rank alone. Writes DIRECTORY/report.json.
+Updates are broken on the last rank only. Writes DIRECTORY/report.json.
 """
 
 import json
@@ -31,7 +31,7 @@ from trainer.update.updater import Updater
 
 
 class Amplified(torch.autograd.Function):
-    """The same value, with a gradient that is `factor` times as large."""
+    """Return the same value with its gradient multiplied by `factor`."""
 
     @staticmethod
     def forward(ctx, value, factor):
@@ -94,7 +94,7 @@ def main(model_dir: str, directory: str) -> None:
     seen.append(update())
     report = {
         "skipped updates change nothing": kept,
-        "what follows is as if they had not been": torch.equal(parameters(), expected),
+        "later updates are equal to those without them": torch.equal(parameters(), expected),
         "grad_norms": [norms[0], norms[1], seen[0]["optim/grad_norm"], seen[-1]["optim/grad_norm"]],
         "spike_norm": seen[3]["optim/grad_norm"],
         "versions": [version_after_skips, updater.num_updates],

@@ -1,6 +1,6 @@
-"""Run by `test_zero3_source.py` under torchrun, two ranks: what a weight source reads out of ZeRO-3 models.
+"""Worker of `test_zero3_source.py` under torchrun on two ranks: reads ZeRO-3 models through a weight source.
 
-Writes what each rank saw to `<directory>/rank<n>.json`; the test judges it.
+Each rank writes its observations to `<directory>/rank<n>.json` for the test.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def main(directory: Path) -> None:
             "never_begins": never_begins(ZeroSource(engine, bucket_bytes=BUCKET_BYTES, readers=[0]), whole[None], rank),
             "still_sharded": all(param.numel() == 0 for param in engine.parameters()),
         }
-    engine = sharded(tiny_qwen3(tied=False))  # at DeepSpeed's default, by which small parameters stay whole
+    engine = sharded(tiny_qwen3(tied=False))  # DeepSpeed's default keeps small parameters whole
     ids = torch.arange(30)[None] + rank
     engine.backward(engine(input_ids=ids, labels=ids).loss)
     before = dict(ZeroSource(engine))
@@ -93,7 +93,7 @@ def with_adapter() -> torch.nn.Module:
     adapted = get_peft_model(
         tiny_qwen3(tied=True), LoraConfig(r=3, lora_alpha=8, target_modules=["q_proj", "down_proj"])
     )
-    perturb(adapted, seed=2)  # an adapter begins as nothing
+    perturb(adapted, seed=2)  # a new adapter is zero
     return adapted
 
 
@@ -103,7 +103,7 @@ def differing(source: ZeroSource, expected: dict[str, torch.Tensor]) -> dict[str
 
 
 def stops_early(source: ZeroSource, expected: dict[str, torch.Tensor], rank: int) -> dict[str, object]:
-    """Rank 0 gives up within the third bucket; then a whole pass of both."""
+    """Rank 0 stops within the third bucket; then both make a whole pass."""
     passing = iter(source)
     if rank == 0:
         for _ in range(20):
@@ -115,7 +115,7 @@ def stops_early(source: ZeroSource, expected: dict[str, torch.Tensor], rank: int
 
 
 def gives_up_on_its_parts(source: ZeroSource, expected: dict[str, torch.Tensor], rank: int) -> dict[str, object]:
-    """Rank 0 gives up in the third bucket; then a whole pass of both, whose parts are whole."""
+    """Rank 0 stops in the third bucket; then both make a whole pass, whose parts are complete."""
     passing = source.own_parts()
     if rank == 0:
         for _ in range(3):
@@ -127,7 +127,7 @@ def gives_up_on_its_parts(source: ZeroSource, expected: dict[str, torch.Tensor],
 
 
 def never_begins(source: ZeroSource, expected: dict[str, torch.Tensor], rank: int) -> dict[str, object]:
-    """Rank 0 fails before it would have begun: of parts, then of whole tensors; then a whole pass of both."""
+    """Rank 0 fails before the first exchange, of parts and of whole tensors; then both make a whole pass."""
     seconds = 0.0
     for parts in (True, False):
         source.expect(parts=parts)
@@ -144,7 +144,7 @@ def never_begins(source: ZeroSource, expected: dict[str, torch.Tensor], rank: in
 
 
 def in_parts(source: ZeroSource, expected: dict[str, torch.Tensor]) -> dict[str, object]:
-    """What the ranks send of a pass to an engine of rank 0, put together; and where it lies."""
+    """Assemble the parts that the ranks send to an engine of rank 0, and record their storage."""
     tensors = [tensor for bucket in source._buckets for tensor in bucket.tensors]
     held: list[Any] = [one.param.ds_tensor for tensor in tensors for one in tensor.ranges]  # type: ignore[attr-defined]
     exchange, exchanges = dist.batch_isend_irecv, 0
@@ -190,7 +190,7 @@ def is_within(tensor: torch.Tensor, wholes: Sequence[torch.Tensor]) -> bool:
 
 
 def exchanged(source: ZeroSource) -> dict[str, Any]:
-    """Bytes of each exchange of a pass, of the model, and of its largest tensor."""
+    """Return the bytes of each exchange of a pass, of the model, and of its largest tensor."""
     exchange, sizes = dist.batch_isend_irecv, []
 
     def counted(messages: list[dist.P2POp]) -> list[dist.Work]:
@@ -199,14 +199,14 @@ def exchanged(source: ZeroSource) -> dict[str, Any]:
 
     dist.batch_isend_irecv = counted
     for _ in source:
-        """Taken."""
+        pass
     dist.batch_isend_irecv = exchange
     of_tensors = [nbytes(meta) for meta in source.metadata()]
     return {"sizes": sizes, "of_tensors": of_tensors}
 
 
 def one_pass(source: ZeroSource) -> dict[str, Any]:
-    """Exchanges of a pass, how the fetching and the taking of its buckets followed each other, and what stays."""
+    """Return the exchanges of a pass, the order of fetches and takes of its buckets, and the kept memory."""
     events: list[str] = []
     begin, wait = Fetch.begin, Fetch.wait
 

@@ -1,4 +1,4 @@
-"""The demo's data, tokenizer, players and cache. The warm start itself is in tests/integration/test_demo_model.py."""
+"""Data, tokenizer, players and manifest of the demo. Its warm start: tests/integration/test_demo_model.py."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from rollout.chat.chat import Chat
 from rollout.environments.calculator import evaluate
 from rollout.errors import ConfigError
 from rollout.records import EngineCall, FinishReason
+from tests.fixtures.paths import ROOT
 
 
 def corpus(task: str, *, noisy: bool = True, count: int = 60):
@@ -43,7 +44,7 @@ def demo(request):
 
 
 @pytest.mark.parametrize("name", TASK_NAMES)
-def test_data_is_the_same_every_time_and_another_with_another_seed(name):
+def test_data_depends_on_the_seed_alone(name):
     assert make_rows(TASKS[name], seed=0) == make_rows(TASKS[name], seed=0)
     assert make_rows(TASKS[name], seed=0)["train.jsonl"] != make_rows(TASKS[name], seed=1)["train.jsonl"]
 
@@ -89,7 +90,7 @@ def test_clean_demonstrations_always_earn_the_reward(name):
 
 
 @pytest.mark.parametrize("name", TASK_NAMES)
-def test_noisy_demonstrations_are_middling(name):
+def test_noisy_demonstrations_are_right_some_of_the_time(name):
     rows, episodes = corpus(name, count=600)
     right = [e.last_turn == answer_text(row["answer"]) for e, row in zip(episodes, rows, strict=True)]
     assert 0.2 < sum(right) / len(right) < 0.5
@@ -105,7 +106,7 @@ def test_a_broken_call_is_answered_and_repaired():
 # --- tokenizer
 
 
-def test_the_tokenizer_is_small_and_the_same_every_time(demo):
+def test_the_tokenizer_is_small_and_deterministic(demo):
     _, _, episodes, tokenizer = demo
     again = train_tokenizer(episode.text for episode in episodes)
     assert again.get_vocab() == tokenizer.get_vocab()
@@ -121,7 +122,7 @@ def test_markup_is_one_token_and_only_chatml_is_special(demo):
     assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == "<tool_call>{}</tool_call>"
 
 
-def test_what_a_model_must_copy_is_never_merged(demo):
+def test_text_that_a_model_must_copy_is_never_merged(demo):
     tokenizer = demo[3]
     for text in ("compute 64*22-55", "find c42", "reverse 3 1 4 1", "go e17", "The answer is -35"):
         pieces = [tokenizer.decode([token]) for token in tokenizer(text).input_ids]
@@ -149,7 +150,7 @@ _CALCULATOR_TOKENIZER = train_tokenizer(episode.text for episode in corpus("calc
 
 
 def test_demonstrations_have_the_tokens_that_rollouts_have(demo):
-    """Prompt, sampled turns and glue as `Chat` makes them piece by piece, against the demonstration tokenised whole."""
+    """Prompts, sampled turns and glue, tokenized piece by piece by `Chat`, equal the whole tokenized at once."""
     _, rows, episodes, tokenizer = demo
     chat = Chat(tokenizer)
     for row, episode in zip(rows, episodes, strict=True):
@@ -218,7 +219,7 @@ def test_the_template_renders_reasoning_parallel_calls_and_system_turns():
 # --- model
 
 
-def test_the_model_is_small_tied_and_the_same_every_time():
+def test_the_model_is_small_tied_and_deterministic():
     model, again = (new_model(_CALCULATOR_TOKENIZER, seed=3) for _ in range(2))
     assert 0.5e6 < model.num_parameters() < 0.7e6
     assert model.lm_head.weight is model.model.embed_tokens.weight
@@ -276,7 +277,7 @@ def test_a_made_demo_is_found_and_described(tmp_path):
     assert (info.sampled_reward, info.model_dir, info.data_dir) == (0.2, model, data)
 
 
-def test_another_task_seed_recipe_or_file_means_it_must_be_made_anew(tmp_path, monkeypatch):
+def test_another_task_seed_recipe_or_file_makes_it_again(tmp_path, monkeypatch):
     model, data = made(tmp_path)
     assert find_made("chain", model, data, 0) is None
     assert find_made("calculator", model, data, 1) is None
@@ -291,13 +292,27 @@ def test_another_task_seed_recipe_or_file_means_it_must_be_made_anew(tmp_path, m
     assert find_made("calculator", model, data, 0) is None
 
 
-def test_a_directory_of_somebody_elses_is_never_written_over(tmp_path):
+def test_the_recipe_is_the_code_without_comments_and_docstrings(tmp_path, monkeypatch):
+    for name in manifest._RECIPE_SOURCES:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    monkeypatch.setattr(manifest, "_ROOT", tmp_path)
+    before, file = recipe_hash("chain", 0), tmp_path / "demo/warm_start.py"
+    text = file.read_text()
+    file.write_text(text.replace('"""Make a Qwen3', '"""Other words').replace("# three times", "# x"))
+    assert file.read_text() != text
+    assert recipe_hash("chain", 0) == before
+    file.write_text(text.replace("noisy_steps: int = 60", "noisy_steps: int = 61"))
+    assert recipe_hash("chain", 0) != before
+
+
+def test_a_directory_with_other_files_is_never_overwritten(tmp_path):
     (tmp_path / "thesis.txt").write_text("four years")
     with pytest.raises(ConfigError, match="choose another --out"):
         find_made("calculator", tmp_path, tmp_path, 0)
 
 
-def test_the_names_are_those_of_the_tasks():
+def test_the_manifest_knows_all_tasks():
     assert tuple(TASKS) == TASK_NAMES
 
 

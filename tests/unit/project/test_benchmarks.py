@@ -1,4 +1,4 @@
-"""The smallest form of each benchmark that needs no engine, and what the comparison of two trainers relies on."""
+"""Benchmarks without an engine in their smallest form, and the harness that compares two trainers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.fixtures.paths import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))  # where Python puts a script's own directory
+sys.path.insert(0, str(BENCHMARKS))  # as Python does for a script
 
 from harness.results import fitted_exponent, table  # noqa: E402
 from harness.turns import Opponent  # noqa: E402
@@ -67,7 +67,7 @@ def test_the_fitted_exponent_is_that_of_the_power():
     assert fitted_exponent([1, 2, 4, 8], [3, 12, 48, 192]) == pytest.approx(2)
 
 
-def test_tables_show_what_a_row_has():
+def test_a_table_leaves_missing_values_empty():
     assert table([{"a": 1.0, "b": "x"}, {"a": 12345.6}]).splitlines() == [
         "| a      | b |",
         "| ------ | - |",
@@ -89,7 +89,7 @@ turn.over(trained_tokens=30)
 """
 
 
-def test_trainers_take_turns_and_say_why_they_end(tmp_path):
+def test_trainers_take_turns_and_a_failure_is_reported(tmp_path):
     script = tmp_path / "trainer.py"
     script.write_text(TRAINER)
     sides = {
@@ -123,7 +123,7 @@ Path(sys.argv[2], f"{turn.is_heard}-{os.environ['RANK']}").write_text(" ".join(p
 """
 
 
-def test_of_several_ranks_the_first_takes_turns_and_the_others_wait_with_it(tmp_path):
+def test_all_ranks_of_a_trainer_wait_during_the_other_trainers_turn(tmp_path):
     script = tmp_path / "rank.py"
     script.write_text(RANK)
     places = tmp_path / "places"
@@ -132,7 +132,7 @@ def test_of_several_ranks_the_first_takes_turns_and_the_others_wait_with_it(tmp_
     answer = side.first_turn()
     assert answer["ranks"] == 3
     time.sleep(0.5)
-    assert not list(places.iterdir()), "a rank that goes on computes in the other trainer's turn"
+    assert not list(places.iterdir()), "a rank that continues computes in the other trainer's turn"
     side.close()
     expected = {"True-0", "False-1", "False-2"}
     give_up_at = time.monotonic() + 60
@@ -160,7 +160,7 @@ def test_the_comparison_is_of_trained_tokens_per_second():
     assert compare["curve"](said["lockstep"]) == [(1.0, 0.0), (3.0, 0.0)]
 
 
-def test_the_way_of_a_token_is_measured(monkeypatch, capsys):
+def test_the_time_per_token_from_engine_to_loss_is_measured(monkeypatch, capsys):
     result = result_of("records", monkeypatch, capsys)
     assert result["us_per_token"] > 0
     assert len(result["rows"]) == 6

@@ -1,4 +1,4 @@
-"""What the pages name is there: settings, files, links between pages, presets."""
+"""README and docs name settings, presets, files and commands that exist; the site builds without a warning."""
 
 from __future__ import annotations
 
@@ -11,84 +11,87 @@ from pathlib import Path
 import pytest
 
 from rollout.records import Rollout
-from tests.fixtures.pages import PAGES, ROOT
+from tests.fixtures.pages import PAGES, ROOT, bash_blocks, commands_outside_of_blocks
+from tests.integration.test_page_commands import PLANNED, RUN
 from trainer.config.schema import Config
 from trainer.reward_model.config import RewardModelConfig
 
-GROUPS = {field.name: type(getattr(Config(), field.name)) for field in dataclasses.fields(Config)}
-GROUPS = {name: kind for name, kind in GROUPS.items() if dataclasses.is_dataclass(kind)}
-READ_BY_REWARDS = {f"rollout.{field.name}" for field in dataclasses.fields(Rollout)}
-# Settings of other trainers, and mistakes that are made on purpose, look like ours; they stand on these pages alone.
 FOREIGN = {
-    "first-hour.md": re.compile(r"^(algorithm\.clip_hgh|model\.load_in_)"),
-    "migrating.md": re.compile(
-        r"^(data\.train_batch_size|reward_model|algorithm\.(adv_estimator|norm_adv|use_kl|lam\b|rollout_|filter))"
-    ),
+    "first-hour.md": r"algorithm\.clip_hgh|model\.load_in_",
+    "migrating.md": r"data\.train_batch_size|reward_model|algorithm\.(adv_estimator|norm_adv|use_kl|lam$|rollout_|fil)",
 }
+"""Settings of other trainers and deliberate mistakes, as patterns, by the only page that shows them."""
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
-def exists(path: str) -> bool:
-    """Whether a.b.c is a field of a schema or a module, or what a reward reads; what lies inside a dictionary is the
-    user's own."""
-    if path in READ_BY_REWARDS:
-        return True
-    module = path.split(".")
-    is_module = any((ROOT / "/".join(module[:end])).with_suffix(".py").exists() for end in range(2, len(module) + 1))
-    is_package = (ROOT / "/".join(module[:2])).is_dir()
-    return is_module or is_package or is_setting(path, Config) or is_setting(path, RewardModelConfig)
+def settings_of(node: object, prefix: str = "") -> set[str]:
+    """Names of the settings and groups of a schema."""
+    names = set()
+    for field in dataclasses.fields(node):  # type: ignore[arg-type]
+        name, value = f"{prefix}{field.name}", getattr(node, field.name)
+        names |= {name} | (settings_of(value, f"{name}.") if dataclasses.is_dataclass(value) else set())
+    return names
 
 
-def is_setting(path: str, settings: type) -> bool:
-    for part in path.split("."):
-        fields = {field.name: field for field in dataclasses.fields(settings)}
-        if part not in fields:
-            return False
-        default = getattr(settings(), part)
-        if not dataclasses.is_dataclass(default):
-            return True
-        settings = type(default)
-    return True
+GROUPS = {name.partition(".")[0] for name in settings_of(Config()) if "." in name}
+SETTINGS = settings_of(Config()) | settings_of(RewardModelConfig())
+WITH_SETTINGS = {name.rpartition(".")[0] for name in SETTINGS}
+READ_BY_REWARDS = {f"rollout.{field.name}" for field in dataclasses.fields(Rollout)}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_setting_that_a_page_names_is_one(page: Path):
-    code = " ".join(re.findall(r"`([^`\n]+)`", page.read_text())) + " "
-    code += " ".join(re.findall(r"^```\w*\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL))
-    named = set(re.findall(rf"(?<![\w./-])((?:{'|'.join(GROUPS)})\.[a-z_]+(?:\.[a-z_]+)*)(?=[=\s'\"`,;)\]]|$)", code))
-    foreign = FOREIGN.get(page.name)
-    files = {name for name in named if name.endswith((".py", ".md", ".yaml", ".json", ".jsonl"))}
-    wrong = sorted(name for name in named - files if not exists(name) and not (foreign and foreign.match(name)))
-    assert not wrong, f"{page.name} names settings that do not exist: {wrong}"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_file_that_a_page_names_is_there(page: Path):
-    text = page.read_text()
-    folders = "trainer|rollout|rewards|scripts|configs|tests|docs|benchmarks"
-    named = set(re.findall(rf"(?<![\w./<-])((?:{folders})/[\w./-]*\w\.(?:py|md|yaml|png|sh))(?!\w)", text))
-    missing = sorted(name for name in named if not (ROOT / name).exists())
-    assert not missing, f"{page.name} names files that do not exist: {missing}"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_link_leads_somewhere(page: Path):
-    links = re.findall(r"\]\((?!https?://|#|mailto:)([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
-    broken = sorted(link for link in links if not (page.parent / link).exists())
-    assert not broken, f"{page.name} links to what is not there: {broken}"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_preset_that_a_page_chooses_is_one(page: Path):
-    groups = [folder.name for folder in (ROOT / "configs").iterdir() if folder.is_dir() and folder.name != "accelerate"]
-    chosen = re.findall(rf"(?<![\w./])({'|'.join(groups)})=([a-z][\w]*)(?![\w/])", page.read_text())
-    wrong = sorted(
-        {f"{group}={name}" for group, name in chosen if not (ROOT / f"configs/{group}/{name}.yaml").exists()}
+def exists(dotted: str) -> bool:
+    """True for a setting, a key inside a dictionary setting, a field of a rollout, a module and a name in it."""
+    parts = dotted.split(".")
+    prefixes = [parts[:end] for end in range(2, len(parts) + 1)]
+    paths = [ROOT.joinpath(*prefix) for prefix in prefixes]
+    return (
+        dotted in SETTINGS | READ_BY_REWARDS
+        or any(".".join(prefix) in SETTINGS - WITH_SETTINGS for prefix in prefixes)
+        or any(path.is_dir() or path.with_suffix(".py").exists() for path in paths)
     )
-    assert not wrong, f"{page.name} chooses presets that do not exist: {wrong}"
 
 
-def test_the_site_builds_without_a_warning(tmp_path: Path):
-    """Strict: a page outside the navigation, a broken link or anchor ends the build (but not with --quiet)."""
+@every_page
+def test_every_setting_that_a_page_names_is_one(page: Path) -> None:
+    text = page.read_text()
+    code = " ".join(re.findall(r"`([^`\n]+)`", text) + re.findall(r"^```\w*\n(.*?)^```$", text, re.M | re.S)) + " "
+    named = set(re.findall(rf"(?<![\w./-])((?:{'|'.join(GROUPS)})\.[a-z_]+(?:\.[a-z_]+)*)(?=[=\s'\"`,;)\]])", code))
+    files = {name for name in named if name.endswith((".py", ".md", ".yaml", ".json", ".jsonl"))}
+    foreign = {name for name in named if re.match(FOREIGN.get(page.name, "$"), name)}
+    assert sorted(name for name in named - files - foreign if not exists(name)) == []
+
+
+@every_page
+def test_every_preset_that_a_page_chooses_is_one(page: Path) -> None:
+    groups = [folder.name for folder in (ROOT / "configs").iterdir() if folder.is_dir() and folder.name != "accelerate"]
+    chosen = re.findall(rf"(?<![\w./])({'|'.join(groups)})=([a-z]\w*)(?![\w/])", page.read_text())
+    assert [f"{group}={name}" for group, name in chosen if not (ROOT / f"configs/{group}/{name}.yaml").exists()] == []
+
+
+@every_page
+def test_every_file_that_a_page_names_or_links_is_there(page: Path) -> None:
+    """Links and anchors between the pages of the site: `test_the_site_builds_without_a_warning`."""
+    folders = "trainer|rollout|rewards|demo|scripts|configs|tests|docs|benchmarks"
+    named = re.findall(rf"(?<![\w./<-])((?:{folders})/[\w./-]*\w\.(?:py|md|yaml|png|sh))(?!\w)", page.read_text())
+    links = re.findall(r"\]\((?!https?://|#|mailto:)([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
+    files = [ROOT / name for name in named] + [page.parent / link for link in links]
+    assert [str(file) for file in files if not file.exists()] == []
+
+
+@every_page
+def test_every_command_on_a_page_is_run_by_a_test_or_says_what_it_needs(page: Path) -> None:
+    assert commands_outside_of_blocks(page) == [], "put it into a bash block"
+    for block in bash_blocks(page):
+        if block.needs is not None:
+            assert re.search(r"GPU|hub|package index|verifiers", block.needs), f"{block} needs {block.needs}: not here?"
+            continue
+        assert block.commands, f"{block} has no command; is it bash?"
+        assert [command for command in block.commands if not re.match(f"{RUN}|{PLANNED}", command)] == [], block
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    """Strict: a page outside of the navigation, a broken link or anchor ends the build (but not with --quiet)."""
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(tmp_path / "site")],
         cwd=ROOT, capture_output=True, text=True, timeout=120,

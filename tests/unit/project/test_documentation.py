@@ -1,4 +1,4 @@
-"""The code on the pages about tokens and environments runs, and the commands on them are accepted."""
+"""The code on the pages about tokens and environments runs, and their commands are accepted."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def commands() -> list[list[str]]:
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a reader would stand: the files of the page, a model, a data file."""
+    """A reader's directory: the files of the page, a model, data files."""
     monkeypatch.chdir(tmp_path)
     for name, text in python_files(DOCS / "environments.md").items():
         Path(name).write_text(text)
@@ -58,7 +58,7 @@ def composed(directory: Path, *overrides: str) -> Config:
 @pytest.mark.parametrize("overrides", commands(), ids=lambda overrides: overrides[0])
 def test_a_command_on_the_page_is_accepted(overrides: list[str], directory: Path):
     config = composed(directory, *overrides)
-    if config.environment.name == "verifiers":  # its package, or the environment's, may not be here
+    if config.environment.name == "verifiers":  # its package, or the environment's, may not be installed
         assert config.environment.settings["env_id"] == "gsm8k"
         return
     validate(config)

@@ -1,9 +1,9 @@
-"""What comes from outside is read, or refused with an error of Lockstep's own: no traceback from inside.
+"""Random input from outside is accepted or refused with one of Lockstep's errors, never with another traceback.
 
-Configurations, command lines, data rows, engine calls, verdicts of reward workers, dumped batches, results of
-evaluations and files of a run. Elsewhere: what servers answer and are asked (test_fuzz_engine.py), tool calls
-(test_tool_calls.py, test_harmony.py), requests to the gateway (test_gateway_api.py), manifests (test_checkpoints.py),
-saved rollouts and data files (test_security.py).
+Configurations, command lines, data rows, engine calls, replies of reward workers, dumped batches, results of
+evaluations and files of a run. Elsewhere: answers and requests of servers (test_engine_answers_fuzz.py), tool calls
+(test_tool_calls.py, test_harmony.py), requests to the gateway (test_api.py), manifests (test_checkpoint.py), saved
+rollouts and data files (test_security.py).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ODD_TEXT = st.text(max_size=12) | st.sampled_from(
         " ",
         "/",
         "..",
-        "~nobody-has-this-name",
+        "~no-such-user",
         "a\0b",
         "x" * 5000,
         "./x.py:f",
@@ -65,7 +65,7 @@ NUMBERS = {
 
 
 def values_of(kind: Any) -> st.SearchStrategy[Any]:
-    """Values of a type, as Hydra lets them through."""
+    """Values of a type, as Hydra accepts them."""
     if kind in NUMBERS:
         return NUMBERS[kind]
     if kind is NoneType:
@@ -90,13 +90,13 @@ def settings_below(node: type, prefix: str = "") -> list[tuple[str, Any]]:
 
 
 MADE_AT_LAUNCH = ("data.sources", "eval.sets")
-"""Dictionaries of records: trainer/cli.py makes the records, from what the command line says."""
+"""Dictionaries of records, which trainer/cli.py makes from the command line."""
 SETTINGS = [setting for setting in settings_below(Config) if setting[0] not in MADE_AT_LAUNCH]
 
 
 @settings(max_examples=400)
 @given(st.lists(st.sampled_from(SETTINGS).flatmap(lambda s: st.tuples(st.just(s[0]), values_of(s[1]))), max_size=4))
-def test_a_configuration_is_accepted_or_refused_in_sentences(changes: list[tuple[str, Any]]) -> None:
+def test_a_configuration_is_accepted_or_refused_with_a_config_error(changes: list[tuple[str, Any]]) -> None:
     config = Config()
     for name, value in changes:
         *path, last = name.split(".")

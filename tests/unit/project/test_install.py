@@ -1,8 +1,8 @@
-"""What scripts/install.sh decides, on machines that are made up: a PATH with chosen programs and a stand-in for Python.
+"""Decisions of scripts/install.sh on made-up machines: a PATH with chosen programs and a stand-in for Python.
 
-Covered: which packages are asked for, in which order and from where; what is kept, redone or moved aside; the sentences
-for machines that lack something. Not covered: whether pip can fetch the packages, and whether they work together. That
-takes minutes and a network; a fresh clone with `make install` shows it.
+Covered: the requested packages, their order and source; what is kept, redone or moved aside; the messages on machines
+that lack something. Not covered: that pip can fetch the packages and that they work together. That takes minutes and a
+network; `make install` in a fresh clone shows it.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.fixtures.paths import ROOT
 
-# Answers questions about itself as the real Python would, makes environments that hold a copy of itself, and writes
-# down what it would have installed. A file `refuse` holds what pip calls fail on.
+# Answers questions about itself as the real Python would, makes environments that hold a copy of itself, and logs what
+# it would have installed. A pip call that contains the text of the file `refuse` fails.
 STAND_IN = """#!{sh}
 case "$1" in
     -m)
@@ -43,7 +44,7 @@ esac
 
 
 class Machine:
-    """A checkout and a PATH of its own."""
+    """A checkout and its own PATH."""
 
     PROGRAMS = ("bash", "cat", "cp", "date", "dirname", "grep", "head", "mkdir", "mv", "rm", "rmdir", "sha256sum")
 
@@ -78,7 +79,7 @@ class Machine:
         )
 
     def take_pip_calls(self) -> list[str]:
-        """What pip was asked since the last call, without the flags that all calls share."""
+        """Return the calls of pip since the last time, without the flags that all calls share."""
         log = self.root / "pip-calls"
         calls = log.read_text().splitlines() if log.exists() else []
         log.unlink(missing_ok=True)
@@ -91,7 +92,7 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-# Which packages, from where
+# Packages and their source
 
 
 def test_a_machine_without_a_gpu_gets_the_cpu_torch_first_and_is_held_to_it(machine: Machine) -> None:
@@ -145,7 +146,7 @@ def test_the_accelerator_can_be_chosen(machine: Machine) -> None:
     assert "ACCELERATOR=cpu" in refused.stderr
 
 
-# What is kept, redone, moved aside
+# Kept, redone, moved aside
 
 
 def test_a_second_call_does_nothing_and_says_nothing(machine: Machine) -> None:
@@ -182,7 +183,7 @@ def test_an_install_that_failed_is_done_again_from_the_start(machine: Machine) -
 
 
 def test_an_upgrade_that_failed_is_not_taken_for_a_finished_one(machine: Machine) -> None:
-    """The pins change, the install breaks, the pins change back: the environment is neither the old nor the new one."""
+    """Pins change, the install fails, the pins change back: the environment is neither the old nor the new one."""
     machine.install()
     before = (machine.checkout / "pyproject.toml").read_text()
     (machine.checkout / "pyproject.toml").write_text(before + "# another pin\n")
@@ -202,7 +203,7 @@ def test_another_accelerator_gets_a_new_environment(machine: Machine) -> None:
     assert not (machine.venv / "witness").exists()
 
 
-def test_a_checkout_that_was_moved_gets_a_new_environment(machine: Machine) -> None:
+def test_a_moved_checkout_gets_a_new_environment(machine: Machine) -> None:
     machine.install()
     (machine.venv / "witness").touch()
     moved = machine.checkout.rename(machine.root / "elsewhere")
@@ -211,7 +212,7 @@ def test_a_checkout_that_was_moved_gets_a_new_environment(machine: Machine) -> N
     assert not (machine.venv / "witness").exists()
 
 
-def test_an_environment_of_somebody_else_is_moved_aside_and_kept(machine: Machine) -> None:
+def test_an_environment_that_install_did_not_make_is_moved_aside_and_kept(machine: Machine) -> None:
     machine.venv.mkdir()
     (machine.venv / "precious").touch()
     finished = machine.install()
@@ -222,16 +223,36 @@ def test_an_environment_of_somebody_else_is_moved_aside_and_kept(machine: Machin
 
 # Machines that lack something
 
-
 OLD_PYTHON = '[ "$1" = --version ] && echo "Python 3.9.18"; exit 1'
+UNAME = '[ "$1" = -s ] && echo {} || echo {}'
 
 
-def test_a_python_that_is_too_old_is_named_with_what_is_needed(machine: Machine) -> None:
-    machine.add("python3", OLD_PYTHON)
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda machine: machine.add("python3", OLD_PYTHON), ["Python 3.9.18", "PYTHON="]),
+        (lambda machine: (machine.root / "no-venv").touch(), ["No module named venv", "apt-get install python3-venv"]),
+        (lambda machine: (machine.bin / "g++").unlink(), ["apt-get install g++"]),
+        (lambda machine: machine.add("uname", UNAME.format("Darwin", "arm64")), ["Darwin", "Linux"]),
+        (lambda machine: machine.add("uname", UNAME.format("Linux", "ppc64le")), ["ppc64le", "x86_64"]),
+    ],
+    ids=["old python", "no venv", "no compiler", "macOS", "PowerPC"],
+)
+def test_the_message_names_what_is_missing_and_what_to_do(
+    machine: Machine, change: Callable[[Machine], object], expected: list[str]
+) -> None:
+    change(machine)
     finished = machine.install()
     assert finished.returncode == 1
-    assert "Python 3.9.18" in finished.stderr
-    assert "PYTHON=" in finished.stderr
+    assert [text for text in expected if text not in finished.stderr] == []
+    assert not (machine.venv / ".lockstep-installed").exists()
+
+
+def test_an_environment_is_made_once_the_venv_module_is_there(machine: Machine) -> None:
+    (machine.root / "no-venv").touch()
+    assert machine.install().returncode == 1
+    (machine.root / "no-venv").unlink()
+    assert machine.install().returncode == 0
 
 
 def test_a_newer_python_beside_an_old_python3_is_found(machine: Machine) -> None:
@@ -240,35 +261,8 @@ def test_a_newer_python_beside_an_old_python3_is_found(machine: Machine) -> None
     assert machine.install().returncode == 0
 
 
-def test_an_asked_for_python_is_never_replaced_by_another(machine: Machine) -> None:
+def test_a_requested_python_is_never_replaced_by_another(machine: Machine) -> None:
     machine.add("python3.9", OLD_PYTHON)
     assert "PYTHON=python3.9 is Python 3.9.18" in machine.install(PYTHON="python3.9").stderr
     assert "PYTHON=python3.12 was not found" in machine.install(PYTHON="python3.12").stderr
-    assert not machine.venv.exists()
-
-
-def test_a_python_without_its_venv_module_is_told_the_package(machine: Machine) -> None:
-    (machine.root / "no-venv").touch()
-    finished = machine.install()
-    assert finished.returncode == 1
-    assert "No module named venv" in finished.stderr
-    assert "apt-get install python3-venv" in finished.stderr
-    (machine.root / "no-venv").unlink()
-    assert machine.install().returncode == 0, "and works once it is there"
-
-
-def test_a_missing_compiler_is_named_with_the_command_that_installs_it(machine: Machine) -> None:
-    (machine.bin / "g++").unlink()
-    finished = machine.install()
-    assert finished.returncode == 1
-    assert "apt-get install g++" in finished.stderr
-
-
-@pytest.mark.parametrize(("system", "processor"), [("Darwin", "arm64"), ("Linux", "ppc64le")])
-def test_an_unsupported_platform_is_told_what_works(machine: Machine, system: str, processor: str) -> None:
-    machine.add("uname", f'[ "$1" = -s ] && echo {system} || echo {processor}')
-    finished = machine.install()
-    assert finished.returncode == 1
-    assert (system if system != "Linux" else processor) in finished.stderr
-    assert "Linux" in finished.stderr or "x86_64" in finished.stderr
     assert not machine.venv.exists()

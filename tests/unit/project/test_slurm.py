@@ -1,5 +1,4 @@
-"""The SLURM script, run with stand-ins for the cluster: every command that comes out is one that its program accepts,
-and every address is one that other nodes reach."""
+"""The SLURM script with stand-ins for the cluster's programs: each command is accepted, each address is reachable."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ for rank, node in enumerate(nodes):
 """,
     "python": "assert len(os.environ['LOCKSTEP_ENGINE_KEY']) == 16; write_down()",
     "accelerate": """
-while Path(os.environ['SEEN']).read_text().count('serve_engine') < 2:  # or the end of training ends them before
+while Path(os.environ['SEEN']).read_text().count('serve_engine') < 2:  # the end of training ends the servers
     time.sleep(0.01)
 write_down()
 """,
@@ -57,7 +56,7 @@ def write_down():
 
 @pytest.fixture
 def commands(tmp_path: Path) -> dict[str, list[str]]:
-    """What was started on each node."""
+    """The command of each node."""
     model, data = tmp_path / "model", tmp_path / "rows.jsonl"
     model.mkdir()
     (model / "config.json").write_text("{}")

@@ -23,8 +23,11 @@ GROUP_FILES = sorted(
 )
 
 
+SCHEMA = schema()
+
+
 def composed(*overrides: str) -> Config:
-    ConfigStore.instance().store(name="schema", node=schema())
+    ConfigStore.instance().store(name="schema", node=SCHEMA)
     with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
         return to_config(compose("train", overrides=list(overrides)))
 

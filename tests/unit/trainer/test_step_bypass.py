@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from tests.fixtures.distributed import FakeRank
 from tests.fixtures.models import tiny_qwen3
-from tests.unit.trainer.update.test_updater import OneProcess, close, expected_gradient, rollouts
+from tests.unit.trainer.update.test_updater import close, expected_gradient, rollouts
 from trainer.collect.source import Collected
 from trainer.config.schema import AlgorithmConfig, Config
 from trainer.model.policy import Policy
@@ -17,16 +17,6 @@ from trainer.observe.step_report import StepReport
 from trainer.step import Trainer
 from trainer.stopwatch import Stopwatch
 from trainer.update.updater import Updater
-
-
-class Alone(OneProcess):
-    """`Distributed` for one process, with what a whole step asks of it."""
-
-    def together(self, work: Callable[[], Any]) -> Any:
-        return work()
-
-    def gather_bytes(self, payload: bytes) -> list[bytes]:
-        return [payload]
 
 
 class GivenRollouts:
@@ -57,11 +47,11 @@ def step(logp_old: str) -> tuple[Policy, torch.Tensor, StepReport, int]:
     config = Config(algorithm=AlgorithmConfig(loss="ppo_clip", clip_low=0.2, clip_high=0.2, advantage_eps=0.0))
     config.correction.logp_old = logp_old
     config.correction.noise_floor_every = 0
-    distributed = Alone(policy)
+    distributed = FakeRank(policy)
     trainer = Trainer(
         config,
-        distributed=distributed,  # type: ignore[arg-type]
-        updater=Updater(policy, distributed, config),  # type: ignore[arg-type]
+        distributed=distributed,
+        updater=Updater(policy, distributed, config),
         rollouts=GivenRollouts(),  # type: ignore[arg-type]  # only what a step calls
         reference=None,
         sync=NoEngine(),  # type: ignore[arg-type]

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
-from tests.unit.trainer.update.test_updater import OneProcess, config, policy, rollouts  # noqa: F401  # `policy` is a fixture
+from tests.fixtures.distributed import FakeRank
+from tests.unit.trainer.update.test_updater import config, policy, rollouts  # noqa: F401  # `policy` is a fixture
 from trainer.batch.step_batch import StepBatch
 from trainer.credit.correction import StepCorrection
 from trainer.credit.old_policy import Recomputed
@@ -21,9 +22,9 @@ from trainer.update.updater import Updater
 
 def update(policy: Policy, batch: StepBatch) -> tuple[dict[str, float], torch.Tensor, int]:  # noqa: F811
     """Metrics, the gradient, and the number of updates, of a batch on its way through the trainer."""
-    distributed = OneProcess(policy)
+    distributed = FakeRank(policy)
     made = config(advantage="grpo", loss="ppo_clip", kl_coef=0.0)
-    updater = Updater(policy, distributed, made)  # type: ignore[arg-type]
+    updater = Updater(policy, distributed, made)
     logprobs = Logprobs(old=Recomputed(updater.scorer.score(batch)))
     correction = StepCorrection.of(batch, logprobs.old, made.correction)
     targets, metrics = rollout_targets(batch, logprobs, correction, made)

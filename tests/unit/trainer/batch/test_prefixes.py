@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from rollout.records import EngineCall, FinishReason, Rollout, VersionSpan
+from tests.fixtures.distributed import FakeRank
 from tests.fixtures.families import FAMILIES
 from tests.integration.workers.gradients import settings_of
-from tests.unit.trainer.update.test_updater import OneProcess
 from trainer.batch.assignment import plan
 from trainer.batch.packing import collate
 from trainer.batch.prefix_bundles import plan_bundles
@@ -173,8 +173,8 @@ def batch() -> StepBatch:
 
 def gradient(module: Any, batch: StepBatch, config: Config) -> tuple[torch.Tensor, dict[str, float]]:
     """float64, of everything that the module trains, of the update that `config` makes of the batch."""
-    distributed = OneProcess(module)
-    updater = Updater(module, distributed, config)  # type: ignore[arg-type]
+    distributed = FakeRank(module)
+    updater = Updater(module, distributed, config)
     noise = torch.from_numpy(np.random.default_rng(1).normal(size=(3, batch.layout.num_tokens))).float()
     base_N = torch.full((batch.layout.num_tokens,), -5.0)
     # Off-policy on purpose: ratios must differ from 1, or clipping and sequence levels would not be seen.

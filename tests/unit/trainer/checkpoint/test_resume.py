@@ -12,7 +12,6 @@ import pytest
 
 from rollout.errors import CheckpointError, ConfigError
 from tests.fixtures.saved_state import SavedState
-from tests.unit.trainer.run.test_run_faults import Alone
 from trainer.checkpoint import checkpoint
 from trainer.checkpoint.checkpoint import TrainerState
 from trainer.checkpoint.resume import restore
@@ -34,7 +33,7 @@ def save(checkpoints: Path, update: int, of: Config, **state: Any) -> Path:
 
 
 def resumed(now: Config, checkpoints: Path) -> Any:
-    return restore(now, asdict(now), checkpoints, Alone())[0]
+    return restore(now, asdict(now), checkpoints, SavedState())[0]
 
 
 def test_the_hash_covers_what_is_trained_and_not_how_the_run_is_called() -> None:
@@ -130,48 +129,39 @@ def test_going_back_says_what_lies_ahead(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_another_run_is_a_fork_and_needs_a_run_of_its_own(tmp_path: Path) -> None:
     first = config(run_root=str(tmp_path), run_name="a")
-    directory, lock = open_run(first, Alone())
+    directory, lock = open_run(first, SavedState())
     assert lock is not None
     path = save(directory.checkpoints, 4, first)
     before = sorted((file, file.stat().st_mtime_ns) for file in directory.path.rglob("*"))
 
     fork = config(run_root=str(tmp_path), run_name="b", resume=str(path))
-    other, other_lock = open_run(fork, Alone())
+    other, other_lock = open_run(fork, SavedState())
     found = resumed(fork, other.checkpoints)
     assert found.is_fork
     assert found.state.update == 4
     assert sorted((file, file.stat().st_mtime_ns) for file in directory.path.rglob("*")) == before
     with pytest.raises(ConfigError, match="is a checkpoint of another run"):
-        open_run(fork, Alone())  # the same line again would throw away what the fork has done
+        open_run(fork, SavedState())  # the same line again would throw away what the fork has done
     lock.close()
-    back, back_lock = open_run(config(run_root=str(tmp_path), run_name="a", resume=str(path)), Alone())
+    back, back_lock = open_run(config(run_root=str(tmp_path), run_name="a", resume=str(path)), SavedState())
     assert back.path == directory.path
     for held in (other_lock, back_lock):
         assert held is not None
         held.close()
 
 
-class Ranks(Alone):
-    """The same process, which says that it is one of several."""
-
-    def __init__(self, world_size: int, zero_stage: int) -> None:
-        super().__init__()
-        self.world_size, self.zero_stage = world_size, zero_stage
-
-
 def test_only_shards_are_cut_anew_for_other_ranks(tmp_path: Path) -> None:
     """How, is in tests/integration/test_reshard.py."""
     path = save(tmp_path, 4, config())
-    two = Ranks(2, 0)
+    two = SavedState(world_size=2)
     checkpoint.load(path, two)
     assert two.values() == {4.0}
     assert not checkpoint.is_resharded(path, two)
-    assert checkpoint.is_resharded(path, Ranks(1, 3))
+    assert checkpoint.is_resharded(path, SavedState(zero_stage=3))
     manifest = json.loads((path / checkpoint.MANIFEST).read_text()) | {"world_size": 2, "zero_stage": 3}
     (path / checkpoint.MANIFEST).write_text(json.dumps(manifest))
-    assert [checkpoint.is_resharded(path, Ranks(*ranks)) for ranks in ((2, 3), (4, 3), (2, 2), (1, 0))] == [
-        False, True, True, True
-    ]  # fmt: skip
+    ranks = [SavedState(world_size=size, zero_stage=stage) for size, stage in ((2, 3), (4, 3), (2, 2), (1, 0))]
+    assert [checkpoint.is_resharded(path, rank) for rank in ranks] == [False, True, True, True]
 
 
 def test_lines_of_metrics_after_the_checkpoint_are_written_again(tmp_path: Path) -> None:

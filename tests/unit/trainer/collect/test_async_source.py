@@ -17,6 +17,7 @@ from rollout.engine.protocol import Sampling
 from rollout.errors import EngineError
 from rollout.records import EngineCall, FinishReason, Rollout, VersionSpan
 from rollout.system.background_loop import BackgroundLoop
+from tests.fixtures.distributed import FakeRank
 from trainer.collect.async_source import Producer
 from trainer.collect.groups import Collected
 from trainer.config.schema import Config
@@ -89,11 +90,6 @@ class Rewards:
         return {}
 
 
-class Alone:
-    def together(self, work):
-        return work()
-
-
 class Run:
     """A producer and what surrounds it in a run; `train` is one step."""
 
@@ -110,7 +106,7 @@ class Run:
         self.prompts = Prompts([[{"n": n} for n in range(10_000)]], seed=0, shuffle=False)
         self.producer = Producer(
             config,
-            distributed=Alone(),  # type: ignore[arg-type]
+            distributed=FakeRank(),
             loop=loop,
             sampler=self.sampler,  # type: ignore[arg-type]
             sampling=Sampling(max_tokens=8),
@@ -369,7 +365,7 @@ def test_the_state_of_the_queue_is_measured_and_progress_is_shown(loop: Backgrou
 
 def test_a_rank_without_an_engine_has_nothing_and_waits_for_nobody() -> None:
     producer = Producer(
-        Config(), distributed=Alone(), loop=None, sampler=None, sampling=Sampling(max_tokens=8),  # type: ignore[arg-type]
+        Config(), distributed=FakeRank(), loop=None, sampler=None, sampling=Sampling(max_tokens=8),  # type: ignore[arg-type]
         rewards=None, prompts=Prompts([[{}]], seed=0, shuffle=False),  # type: ignore[arg-type]
     )  # fmt: skip
     assert producer.collect(0, 0, Stopwatch()).rollouts == ()

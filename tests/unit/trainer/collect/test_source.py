@@ -13,6 +13,7 @@ from rewards import Reward, RewardSet, Shaping
 from rollout.engine.protocol import Sampling
 from rollout.errors import EngineError
 from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
+from tests.fixtures.distributed import FakeRank, on_ranks
 from trainer.collect.groups import Collected, has_spread
 from trainer.collect.source import Collector
 from trainer.config.schema import AlgorithmConfig, Config
@@ -70,23 +71,6 @@ class FakeLoop:
         return asyncio.new_event_loop().run_until_complete(coroutine)
 
 
-class FakeRank:
-    """Rank 0 broadcasts, the others hear what it said."""
-
-    def __init__(self, heard: list[Any] | None = None) -> None:
-        self.said: list[Any] = []
-        self._heard = heard
-
-    def together(self, work):
-        return work()
-
-    def broadcast(self, value):
-        if self._heard is None:
-            self.said.append(value)
-            return value
-        return self._heard.pop(0)
-
-
 def config(**algorithm: Any) -> Config:
     made = Config(algorithm=AlgorithmConfig(**algorithm))
     made.rollout.prompts_per_step = 3
@@ -105,7 +89,7 @@ def collector(
     prompts = Prompts([rows], seed=0, shuffle=False, curriculum=settings.data.curriculum)
     made = Collector(
         settings,
-        distributed=rank or FakeRank(),  # type: ignore[arg-type]
+        distributed=rank or FakeRank(),
         loop=FakeLoop(),  # type: ignore[arg-type]
         sampler=sampler,  # type: ignore[arg-type]
         sampling=Sampling(max_tokens=8),
@@ -182,12 +166,15 @@ def test_a_resumed_run_collects_what_the_whole_one_did() -> None:
 
 def test_a_rank_without_an_engine_follows_the_cursor_of_rank_0() -> None:
     settings = config(dynamic_sampling=True, max_refills=5)
-    main = FakeRank()
-    made, prompts = collector(settings, FakeSampler(), only_odd_prompts_vary, main)
-    collect(made, 0)
-    other, other_prompts = collector(settings, None, only_odd_prompts_vary, FakeRank(heard=list(main.said)))
-    assert collect(other, 0).rollouts == ()
-    assert other_prompts.cursor == prompts.cursor == 6
+
+    def collected(rank: FakeRank) -> tuple[int, int]:
+        sampler = FakeSampler() if rank.is_main else None
+        made, prompts = collector(settings, sampler, only_odd_prompts_vary, rank)
+        return len(collect(made, 0).rollouts), prompts.cursor
+
+    (num_rollouts, cursor), other = on_ranks(2, collected)
+    assert num_rollouts > 0
+    assert other == (0, cursor) == (0, 6)
 
 
 def test_failed_rollouts_are_no_spread() -> None:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.fixtures.distributed import FakeRank
 from tests.fixtures.models import tiny_qwen3
-from tests.unit.trainer.update.test_updater import OneProcess, rollouts
+from tests.unit.trainer.update.test_updater import rollouts
 from trainer.batch.step_batch import StepBatch
 from trainer.config.schema import AlgorithmConfig, Config, CorrectionConfig
 from trainer.credit.correction import StepCorrection
@@ -66,8 +67,8 @@ def sampled_with(batch: StepBatch, logprobs_N: torch.Tensor) -> StepBatch:
 def test_one_pass_gives_the_gradient_of_two(policy, batch, correction, algorithm):
     made = config(correction, **algorithm)
     assert form_of(made) is FromUpdate
-    distributed = OneProcess(policy)
-    updater = Updater(policy, distributed, made)  # type: ignore[arg-type]
+    distributed = FakeRank(policy)
+    updater = Updater(policy, distributed, made)
     old_N = updater.scorer.score(batch)
     # The engine's logprobs are off by so much that bounds cut some of them.
     noise_N = 0.15 * torch.randn(len(old_N), generator=torch.Generator().manual_seed(1))

@@ -1,42 +1,45 @@
-"""What fails on one rank is the same error on all."""
+"""`Distributed.together`: an error of one rank is raised on all ranks."""
 
 from __future__ import annotations
 
 import pytest
 
 from rollout.errors import ConfigError, EngineError, LockstepError
-from trainer.distributed.distributed import Distributed
+from tests.fixtures.distributed import FakeRank, on_ranks
 
 
-class SecondRank(Distributed):
-    """Rank 1, while rank 0 reports this."""
+def raised_by_ranks(failure: Exception) -> list[BaseException]:
+    """The error that each of two ranks raises when work fails on rank 0."""
 
-    def __init__(self, report: bytes) -> None:
-        self._report = report
+    def run(rank: FakeRank) -> BaseException:
+        def work() -> None:
+            if rank.is_main:
+                raise failure
 
-    def gather_bytes(self, payload: bytes) -> list[bytes]:
-        return [self._report, payload]
+        with pytest.raises(type(failure) if rank.is_main else LockstepError) as raised:
+            rank.together(work)
+        return raised.value
+
+    return on_ranks(2, run)
 
 
 @pytest.mark.parametrize("kind", [EngineError, ConfigError])
-def test_an_error_of_another_rank_has_its_type_and_its_sentence(kind: type[LockstepError]) -> None:
-    with pytest.raises(kind) as raised:
-        SecondRank(f"{kind.__name__}: the engine: is dead\nlog".encode()).together(lambda: 1)
-    assert type(raised.value) is kind
-    assert str(raised.value) == "the engine: is dead\nlog"
+def test_an_error_of_another_rank_has_its_type_and_its_message(kind: type[LockstepError]) -> None:
+    _, found = raised_by_ranks(kind("the engine: is dead\nlog"))
+    assert type(found) is kind
+    assert str(found) == "the engine: is dead\nlog"
 
 
-def test_an_error_that_is_not_ours_is_named_with_its_rank() -> None:
-    with pytest.raises(LockstepError, match=r"^rank 0 failed: ZeroDivisionError: division by zero$"):
-        SecondRank(b"ZeroDivisionError: division by zero").together(lambda: 1)
+def test_an_error_of_another_type_names_the_rank_that_failed() -> None:
+    _, found = raised_by_ranks(ZeroDivisionError("division by zero"))
+    assert type(found) is LockstepError
+    assert str(found) == "rank 0 failed: ZeroDivisionError: division by zero"
 
 
-def test_ones_own_error_is_raised_as_it_is() -> None:
+def test_the_rank_that_failed_raises_its_own_error() -> None:
     own = ValueError("mine")
+    assert raised_by_ranks(own)[0] is own
 
-    def fail() -> None:
-        raise own
 
-    with pytest.raises(ValueError, match="mine") as raised:
-        SecondRank(b"").together(fail)
-    assert raised.value is own
+def test_every_rank_gets_its_own_result() -> None:
+    assert on_ranks(2, lambda rank: rank.together(lambda: rank.rank)) == [0, 1]

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import pytest
 
 from rollout.errors import ConfigError, EngineError, LockstepError, RankLostError, SyncError
+from tests.fixtures.distributed import FakeRank, on_ranks
 from trainer.engines.recovery import Recovery
 
 
 class World:
-    """One rank with an engine that can die, and everything that a recovery calls."""
+    """A rank's engine, which can die, and everything that a recovery calls."""
 
-    def __init__(self, *, limit: int = 2, syncs: Iterable[Exception] = ()) -> None:
+    def __init__(self, *, limit: int = 2, syncs: Iterable[Exception] = (), rank: FakeRank | None = None) -> None:
         """syncs: errors with which the engine dies of the first pushes; later ones go well."""
+        self.rank = rank or FakeRank()
         self._syncs = iter(syncs)
         self.is_dead = False
         self.done: list[str] = []
         self.recovery = Recovery(
             engines=self,  # type: ignore[arg-type]
-            distributed=self,  # type: ignore[arg-type]
+            distributed=self.rank,
             rollouts=self,  # type: ignore[arg-type]
             sync=self,  # type: ignore[arg-type]
             version=lambda: 7,
@@ -32,12 +33,6 @@ class World:
     def restart_dead(self) -> list[str]:
         was_dead, self.is_dead = self.is_dead, False
         return ["the embedded engine"] if was_dead else []
-
-    def together(self, work: Callable[[], Any]) -> Any:
-        return work()
-
-    def gather_bytes(self, payload: bytes) -> list[bytes]:
-        return [payload, b""]
 
     def forget(self) -> None:
         self.done.append("forget")
@@ -73,6 +68,17 @@ def test_a_dead_engine_gets_the_weights_before_it_samples_again(error: LockstepE
     said, *done = world.done
     assert said == f"an engine died and was started again (1 of 2): {str(error).splitlines()[0]}"
     assert done == ["forget", "reconnect", "push 7"]
+
+
+def test_all_ranks_repeat_what_one_rank_s_engine_ended() -> None:
+    def attempt(rank: FakeRank) -> tuple[str, int, list[str]]:
+        world = World(rank=rank)
+        sample = world.dying(rank.is_main, EngineError("dead"))
+        result = world.recovery.attempt(lambda: rank.together(sample))
+        return result, world.recovery.num_restarts, world.done[1:]
+
+    expected = ("sampled", 1, ["forget", "reconnect", "push 7"])
+    assert on_ranks(2, attempt) == [expected, expected]
 
 
 def test_an_engine_that_dies_too_often_ends_the_run() -> None:
@@ -141,6 +147,6 @@ def test_an_error_of_an_engine_that_lives_is_not_repeated() -> None:
 
 def test_nothing_collective_is_tried_when_a_rank_is_lost() -> None:
     world = World()
-    world.together = lambda work: pytest.fail("the lost rank does not come")
+    world.rank.together = lambda work: pytest.fail("the lost rank does not come")
     with pytest.raises(RankLostError):
         world.recovery.attempt(world.dying(1, RankLostError("another rank is gone")))

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from rollout.errors import ConfigError
+from tests.fixtures.distributed import FakeRank
 from tests.fixtures.models import save_tiny_model
 from trainer.config.schema import Config
 from trainer.engines.run_engines import _memory
 from trainer.model.memory_plan import GIB
 
-RANK = SimpleNamespace(world_size=2, zero_stage=3, uses_deepspeed=True, device_memory=8 * GIB)
+RANK = FakeRank(world_size=2, zero_stage=3, device_memory=8 * GIB)
 
 
 def colocated(cache_gib: float | None, path: Path) -> Config:
@@ -28,17 +28,17 @@ def test_on_a_gpu_the_engine_gets_its_share_and_the_cache_what_is_left(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     path = save_tiny_model(tmp_path, tied=True)
-    asked = _memory(colocated(2.0, path), RANK)  # type: ignore[arg-type]
+    asked = _memory(colocated(2.0, path), RANK)
     assert asked["kv_cache_gib"] == 2.0
     assert asked["gpu_memory_utilization"] == pytest.approx(0.25, abs=0.01)
 
-    planned = _memory(colocated(None, path), RANK)  # type: ignore[arg-type]
+    planned = _memory(colocated(None, path), RANK)
     assert 2.0 < planned["kv_cache_gib"] < 0.9 * 8
     assert planned["gpu_memory_utilization"] == pytest.approx(planned["kv_cache_gib"] / 8, abs=0.01)
 
 
 def test_on_a_cpu_the_cache_must_be_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert _memory(colocated(2.0, tmp_path), RANK) == {"kv_cache_gib": 2.0}  # type: ignore[arg-type]
+    assert _memory(colocated(2.0, tmp_path), RANK) == {"kv_cache_gib": 2.0}
     with pytest.raises(ConfigError, match="set a number of GiB"):
-        _memory(colocated(None, tmp_path), RANK)  # type: ignore[arg-type]
+        _memory(colocated(None, tmp_path), RANK)

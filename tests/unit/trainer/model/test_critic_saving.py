@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -15,24 +14,13 @@ from transformers import (
     GraniteForCausalLM,
 )
 
+from tests.fixtures.distributed import FakeRank
 from tests.unit.trainer.model.test_critic import MODELS, ROWS, give_weight
 from trainer.batch.packing import collate
 from trainer.config.schema import LoraConfig
 from trainer.model.critic import ActorCritic, Critic
 from trainer.model.critic_saving import save_critic
 from trainer.model.policy import Policy
-
-
-class OneProcess:
-    """What saving needs of `Distributed`."""
-
-    is_main = True
-
-    def whole_parameters(self, module: torch.nn.Module) -> nullcontext[None]:
-        return nullcontext()
-
-    def whole_models(self) -> nullcontext[None]:
-        return nullcontext()
 
 
 def values_of(module: ActorCritic) -> torch.Tensor:
@@ -55,7 +43,7 @@ def test_transformers_reads_the_values_and_a_next_run_goes_on_from_them(name: st
     expected = values_of(module)
     assert float(expected.std()) > 0.1
 
-    assert save_critic(module, tmp_path / "critic", OneProcess())  # type: ignore[arg-type]
+    assert save_critic(module, tmp_path / "critic", FakeRank())
     loaded = AutoModelForTokenClassification.from_pretrained(tmp_path / "critic").eval()
     assert loaded.config.num_labels == 1
     read = []
@@ -82,5 +70,5 @@ def test_an_architecture_without_a_classifier_of_tokens_writes_nothing(tmp_path:
         vocab_size=512, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
     )
     module = ActorCritic.shared(Policy(GraniteForCausalLM(config)))
-    assert not save_critic(module, tmp_path / "critic", OneProcess())  # type: ignore[arg-type]
+    assert not save_critic(module, tmp_path / "critic", FakeRank())
     assert not (tmp_path / "critic").exists()

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tests.fixtures.forked_python import forked_python
 from tests.unit.rewards.workers.test_pool import rollout
 from trainer.observe.console import ALARM_AGAIN_EVERY, COLUMNS, Pace, RunConsole, fitting
 from trainer.observe.transcript import MAX_SHOWN_CHARS, shortened, tool_calls
@@ -188,6 +189,6 @@ def test_what_was_held_is_printed_when_the_start_fails():
             os.system("echo no compiler")
             raise OSError("it failed")
     """
-    failed = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
+    failed = subprocess.run([forked_python(), "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
     assert failed.stdout == ""
     assert failed.stderr.startswith("no compiler\n")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 from rollout.errors import ConfigError, DataError
 from rollout.records import Rollout
 from rollout.saved_rollouts import read_newest_rollouts, read_rollouts, write_rollouts
+from tests.fixtures.forked_python import forked_python
 from tests.fixtures.paths import ROOT
 from tests.unit.trainer.observe.pages.test_run_report import line, rollout, write_run
 from trainer.config.schema import Config
@@ -36,7 +36,7 @@ def run(tmp_path: Path) -> Path:
 
 def tool(*arguments: object) -> tuple[int, str]:
     done = subprocess.run(
-        [sys.executable, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, timeout=120,
+        [forked_python(), *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, timeout=120,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert "Traceback" not in done.stderr, done.stderr

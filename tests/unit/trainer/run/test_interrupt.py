@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import textwrap
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.fixtures.forked_python import forked_python
 from tests.fixtures.paths import ROOT
 from trainer.checkpoint import checkpoint
 
@@ -44,7 +44,7 @@ SAVES = """
 def in_a_save(directory: Path, *, echo_s: float) -> subprocess.Popen[str]:
     """A process that is in the middle of its second save."""
     process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(SAVES), str(directory), str(echo_s)],
+        [forked_python(), "-c", textwrap.dedent(SAVES), str(directory), str(echo_s)],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert process.stdout is not None

@@ -130,30 +130,25 @@ def test_the_rest_of_a_command_line_is_as_it_was_typed():
 
 def test_the_saved_config_holds_no_key(tmp_path):
     config = Config(run_root=str(tmp_path), run_name="a", gateway=GatewayConfig(api_key="hunter2"))
-    directory, lock = open_run(config, Alone())
+    directory, lock = open_run(config, SavedState())
     assert "hunter2" not in directory.config.read_text()
     assert REDACTED in directory.config.read_text()
     assert lock is not None
     lock.close()
 
 
-class Alone(SavedState):
-    def broadcast(self, value: object) -> object:
-        return value
-
-
 def test_one_run_directory_has_one_process(tmp_path):
     config = Config(run_root=str(tmp_path), run_name="a", resume="auto")
-    _, lock = open_run(config, Alone())
+    _, lock = open_run(config, SavedState())
     assert lock is not None
     other = textwrap.dedent(f"""
         import sys
         from rollout.errors import ConfigError
-        from tests.unit.trainer.run.test_run_faults import Alone
+        from tests.fixtures.saved_state import SavedState
         from trainer.config.schema import Config
         from trainer.checkpoint.run_dir import open_run
         try:
-            open_run(Config(run_root={str(tmp_path)!r}, run_name="a", resume="auto"), Alone())
+            open_run(Config(run_root={str(tmp_path)!r}, run_name="a", resume="auto"), SavedState())
         except ConfigError as error:
             print(error)
     """)
@@ -162,14 +157,14 @@ def test_one_run_directory_has_one_process(tmp_path):
     lock.close()
     assert subprocess.run(asked, capture_output=True, text=True, check=True).stdout == ""
     with pytest.raises(ConfigError, match="exists and is not overwritten"):
-        open_run(Config(run_root=str(tmp_path), run_name="a"), Alone())
+        open_run(Config(run_root=str(tmp_path), run_name="a"), SavedState())
 
 
 def opened(root: str, start: Barrier, results: Queue) -> None:
     """One of several processes that open the same run at the same moment, and stay until all have tried."""
     start.wait()
     try:
-        _, lock = open_run(Config(run_root=root, run_name="a"), Alone())
+        _, lock = open_run(Config(run_root=root, run_name="a"), SavedState())
         assert lock is not None
         results.put("opened")
     except ConfigError as error:
@@ -196,7 +191,7 @@ def test_runs_that_begin_in_the_same_second_have_directories_of_their_own(tmp_pa
     monkeypatch.setattr(time, "strftime", lambda _: "20261025-023000")
     names = []
     for _ in range(3):
-        directory, lock = open_run(Config(run_root=str(tmp_path)), Alone())
+        directory, lock = open_run(Config(run_root=str(tmp_path)), SavedState())
         assert lock is not None
         lock.close()
         names.append(directory.path.name)

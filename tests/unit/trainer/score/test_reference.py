@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from torch import nn
 
+from tests.fixtures.distributed import FakeRank
 from tests.fixtures.models import save_tiny_model
-from tests.unit.trainer.update.test_updater import OneProcess, rollouts
+from tests.unit.trainer.update.test_updater import rollouts
 from trainer.batch.step_batch import StepBatch
 from trainer.config.schema import AlgorithmConfig, Config, LoraConfig
 from trainer.distributed.distributed import Distributed
@@ -19,17 +19,6 @@ from trainer.model.critic import with_critic
 from trainer.model.policy import Policy
 from trainer.score.reference import make_reference
 from trainer.score.scorer import Scorer
-
-
-class Prepared(OneProcess):
-    """`Distributed` whose module is the policy itself."""
-
-    def __init__(self, policy: Policy) -> None:
-        super().__init__(policy)
-        self.unwrapped = policy
-
-    def prepare_frozen(self, module: nn.Module) -> nn.Module:
-        return module.requires_grad_(False).eval()
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +38,7 @@ def config(model_dir: Path, kl_coef: float) -> Config:
 
 
 def score(policy: Policy, batch: StepBatch) -> torch.Tensor:
-    return Scorer(policy, OneProcess(policy), temperature=1.0, token_budget=4096).score(batch)  # type: ignore[arg-type]
+    return Scorer(policy, FakeRank(policy), temperature=1.0, token_budget=4096).score(batch)
 
 
 def move(policy: Policy) -> None:
@@ -63,12 +52,12 @@ def move(policy: Policy) -> None:
 def test_nothing_is_loaded_without_a_coefficient(model_dir: Path) -> None:
     policy = Policy.from_pretrained(model_dir)
     settings = config(Path("/nowhere"), kl_coef=0.0)
-    assert make_reference(settings, Prepared(policy), policy) is None  # type: ignore[arg-type]
+    assert make_reference(settings, FakeRank(policy), policy) is None
 
 
 def test_a_copy_agrees_with_the_policy_until_the_policy_moves(model_dir: Path, batch: StepBatch) -> None:
     policy = Policy.from_pretrained(model_dir)
-    reference = make_reference(config(model_dir, 0.1), Prepared(policy), policy)  # type: ignore[arg-type]
+    reference = make_reference(config(model_dir, 0.1), FakeRank(policy), policy)
     assert reference is not None
     before = score(policy, batch)
     torch.testing.assert_close(reference.score(batch), before, rtol=0, atol=0)
@@ -84,9 +73,9 @@ def test_beside_a_critic_the_kl_of_an_unchanged_policy_is_exactly_zero(
     settings = config(model_dir, 0.1)
     settings.algorithm.advantage, settings.model.critic = "gae", critic
     module = with_critic(Policy.from_pretrained(model_dir), settings)
-    distributed = Prepared(module)  # type: ignore[arg-type]  # only its gradients would be asked of a policy
-    scorer = Scorer(module, distributed, temperature=1.0, token_budget=4096)  # type: ignore[arg-type]
-    reference = make_reference(settings, distributed, module)  # type: ignore[arg-type]
+    distributed = FakeRank(module)
+    scorer = Scorer(module, distributed, temperature=1.0, token_budget=4096)
+    reference = make_reference(settings, distributed, module)
     assert reference is not None
     logp_N, values_N = scorer.score_with_values(batch)
     torch.testing.assert_close(reference.score(batch), logp_N, rtol=0, atol=0)
@@ -98,7 +87,7 @@ def test_another_model_can_be_the_reference(model_dir: Path, batch: StepBatch, t
     policy = Policy.from_pretrained(model_dir)
     settings = config(model_dir, 0.1)
     settings.model.reference_path = str(other)
-    reference = make_reference(settings, Prepared(policy), policy)  # type: ignore[arg-type]
+    reference = make_reference(settings, FakeRank(policy), policy)
     assert reference is not None
     expected = score(Policy.from_pretrained(other), batch)
     torch.testing.assert_close(reference.score(batch), expected, rtol=0, atol=0)
@@ -108,7 +97,7 @@ def test_with_adapters_the_reference_is_the_policy_without_them(model_dir: Path,
     policy = Policy.from_pretrained(model_dir, lora=LoraConfig(rank=4))
     base = score(Policy.from_pretrained(model_dir), batch)
     settings = config(Path("/nowhere"), kl_coef=0.1)  # no copy is loaded
-    reference = make_reference(settings, Prepared(policy), policy)  # type: ignore[arg-type]
+    reference = make_reference(settings, FakeRank(policy), policy)
     assert reference is not None
     move(policy)
     adapted = score(policy, batch)

@@ -7,11 +7,10 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from torch import Tensor
 
 from rollout.errors import TrainingError
+from tests.fixtures.distributed import FakeRank, on_ranks
 from tests.unit.trainer.update.test_updater import (
-    OneProcess,
     batch,
     config,
     gradient,
@@ -107,7 +106,7 @@ def test_what_a_failed_attempt_accumulated_is_cleared(policy: Policy, batch: Ste
 
 def test_the_halving_is_said_with_the_override_and_lasts(policy: Policy, batch: StepBatch) -> None:
     made = config()
-    updater = Updater(policy, OneProcess(policy), made)  # type: ignore[arg-type]
+    updater = Updater(policy, FakeRank(policy), made)
     said: list[str] = []
     updater.scorer.budget.warn = said.append
     with room_for(policy, 40, in_backward=False) as packs:
@@ -120,7 +119,7 @@ def test_the_halving_is_said_with_the_override_and_lasts(policy: Policy, batch: 
 
 
 def test_scoring_backs_off_too(policy: Policy, batch: StepBatch) -> None:
-    scorer = Scorer(policy, OneProcess(policy), temperature=1.0, token_budget=4096)  # type: ignore[arg-type]
+    scorer = Scorer(policy, FakeRank(policy), temperature=1.0, token_budget=4096)
     expected = scorer.score(batch)
     with room_for(policy, 30, in_backward=False):
         found = scorer.score(batch)
@@ -137,41 +136,32 @@ def test_a_single_row_that_does_not_fit_ends_with_what_to_lower(policy: Policy, 
         gradient(policy, batch, made, made_targets(batch, made))
 
 
-class Others(OneProcess):
-    """Rank 0 of two; on the other one memory runs out in the first attempt."""
+def test_a_rank_with_room_gives_up_with_the_one_that_has_none() -> None:
+    def tried(rank: FakeRank) -> list[int]:
+        budget = TokenBudget(100, rank)
+        budget.warn = lambda sentence: None
+        tokens_tried: list[int] = []
 
-    world_size = 2
+        def run() -> str:
+            if rank.rank == 1 and len(tokens_tried) == 1:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return "done"
 
-    def __init__(self, policy: Policy, *, failures: int) -> None:
-        super().__init__(policy)
-        self.failures = failures
+        def work(tokens: int) -> str:
+            tokens_tried.append(tokens)
+            return budget.agreed(run)
 
-    def sum(self, tensor: Tensor) -> Tensor:
-        self.failures -= 1
-        return tensor + (self.failures >= 0)
+        assert budget.attempt(work, [10, 30, 60]) == "done"
+        return tokens_tried
 
-
-def test_a_rank_with_room_gives_up_with_the_one_that_has_none(policy: Policy) -> None:
-    budget = TokenBudget(100, Others(policy, failures=1))  # type: ignore[arg-type]
-    budget.warn = lambda sentence: None
-    tried: list[int] = []
-
-    def work(tokens: int) -> str:
-        tried.append(tokens)
-        return budget.agreed(lambda: "done")
-
-    assert budget.attempt(work, [10, 30, 60]) == "done"
-    assert tried == [100, 60]
+    assert on_ranks(2, tried) == [[100, 60], [100, 60]]
 
 
 def test_deepspeed_ends_with_a_sentence(policy: Policy) -> None:
-    class Engine(OneProcess):
-        uses_deepspeed = True
-
     def full() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nlong story")
 
-    budget = TokenBudget(100, Engine(policy))  # type: ignore[arg-type]
+    budget = TokenBudget(100, FakeRank(policy, zero_stage=2))
     with pytest.raises(TrainingError, match=r"Tried to allocate 2 GiB\. .*set token_budget=50 and resume=auto"):
         budget.attempt(lambda tokens: budget.agreed(full), [10, 20])
 
@@ -180,7 +170,7 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory(policy: Policy) -> None
     def broken() -> None:
         raise RuntimeError("shapes do not fit")
 
-    budget = TokenBudget(100, OneProcess(policy))  # type: ignore[arg-type]
+    budget = TokenBudget(100, FakeRank(policy))
     with pytest.raises(RuntimeError, match="shapes"):
         budget.attempt(lambda tokens: budget.agreed(broken), [10])
 

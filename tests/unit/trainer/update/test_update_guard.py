@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from rollout.errors import DataError, TrainingError
-from tests.unit.trainer.update.test_updater import OneProcess, batch, config, policy, random_logp, scored, targets_of  # noqa: F401
+from tests.fixtures.distributed import FakeRank
+from tests.unit.trainer.update.test_updater import batch, config, policy, random_logp, scored, targets_of  # noqa: F401
 from trainer.batch.step_batch import StepBatch, decode, encode
 from trainer.config.schema import Config, CorrectionConfig, OptimizerConfig
 from trainer.credit.targets import Targets
@@ -77,8 +78,8 @@ def targets(batch: StepBatch) -> Targets:  # noqa: F811
 
 
 def test_a_broken_update_is_counted_dumped_and_not_made(batch: StepBatch, policy: Policy) -> None:  # noqa: F811
-    distributed = OneProcess(policy)
-    updater = Updater(policy, distributed, config())  # type: ignore[arg-type]
+    distributed = FakeRank(policy)
+    updater = Updater(policy, distributed, config())
     dumped: list[Attempt] = []
     updater.dump = lambda attempt, batch, targets: dumped.append(attempt)
     good = targets(batch)

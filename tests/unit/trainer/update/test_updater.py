@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
+from tests.fixtures.distributed import FakeRank, flat_gradient
 from tests.fixtures.models import tiny_qwen3
 from trainer.batch.step_batch import StepBatch
 from trainer.config.schema import AlgorithmConfig, Config, CorrectionConfig
@@ -23,37 +23,6 @@ from trainer.model.policy import Policy
 from trainer.objective.correction import CorrectionResult
 from trainer.objective.kl import kl_term
 from trainer.update.updater import Updater
-
-
-class OneProcess:
-    """`Distributed` for one process; keeps the gradient in place of stepping."""
-
-    rank, world_size, device, uses_deepspeed = 0, 1, torch.device("cpu"), False
-
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-        self.gradient = torch.zeros(0)
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    @contextmanager
-    def accumulate(self, *, is_last: bool) -> Iterator[Callable[[Tensor], None]]:
-        yield lambda loss: loss.backward()
-
-    def gradient_norm(self) -> float:
-        return float(flat_gradient(self._policy).norm())
-
-    def step(self, lr: float, grad_norm: float) -> None:
-        self.gradient = flat_gradient(self._policy)
-        self._policy.zero_grad()
-
-    def discard_gradients(self) -> None:
-        self._policy.zero_grad()
-
-
-def flat_gradient(policy: Policy) -> Tensor:
-    return torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None]).double()
 
 
 def rollouts() -> list[Rollout]:
@@ -89,8 +58,8 @@ def config(**algorithm: Any) -> Config:
 
 
 def gradient(policy: Policy, batch: StepBatch, made: Config, targets: Targets) -> tuple[Tensor, dict[str, float]]:
-    distributed = OneProcess(policy)
-    updater = Updater(policy, distributed, made)  # type: ignore[arg-type]
+    distributed = FakeRank(policy)
+    updater = Updater(policy, distributed, made)
     updated = updater.update(batch, targets)
     return distributed.gradient, dict(updated.metrics)
 
@@ -241,7 +210,7 @@ def test_the_distance_from_the_reference_is_reported_per_rollout_and_per_token(b
 
 
 def test_another_packing_scores_the_same_up_to_rounding(policy: Policy, batch: StepBatch) -> None:
-    scorer = Updater(policy, OneProcess(policy), config()).scorer  # type: ignore[arg-type]
+    scorer = Updater(policy, FakeRank(policy), config()).scorer
     whole_N, repacked_N = scorer.score(batch), scorer.score_repacked(batch)
     assert len(scorer.plan(batch, range(4)).microbatches[0]) == 1
     assert len(scorer.plan(batch, range(4), token_budget=24).microbatches[0]) > 1
@@ -250,10 +219,10 @@ def test_another_packing_scores_the_same_up_to_rounding(policy: Policy, batch: S
 
 @pytest.mark.parametrize("minibatches", [1, 2, 4])
 def test_before_the_policy_moves_every_ratio_is_one(minibatches: int, policy: Policy, batch: StepBatch) -> None:
-    """`OneProcess` never steps, so each minibatch is a first one. With one minibatch the update packs the rows as the
+    """`FakeRank` never steps, so each minibatch is a first one. With one minibatch the update packs the rows as the
     scoring pass did, and the ratio is 1 bit for bit; with more, up to the rounding of other packs."""
     made = config(loss="ppo_clip", minibatches=minibatches)
-    old_N = Updater(policy, OneProcess(policy), made).scorer.score(batch)  # type: ignore[arg-type]
+    old_N = Updater(policy, FakeRank(policy), made).scorer.score(batch)
     targets, _, _ = targets_of(batch, made, scored(old_N), mode="off")
     _, metrics = gradient(policy, batch, made, targets)
     if minibatches == 1:

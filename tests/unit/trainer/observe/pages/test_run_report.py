@@ -6,7 +6,6 @@ import html
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -17,6 +16,7 @@ from rollout.errors import ConfigError, DataError
 from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
 from rollout.saved_rollouts import write_rollouts
 from tests.fixtures.browser import WIDTHS, dom, needs_chromium
+from tests.fixtures.forked_python import forked_python
 from tests.fixtures.paths import ROOT
 from trainer.config.schema import Config
 from trainer.config.tree import plain
@@ -139,7 +139,7 @@ class TestWhatItSays:
             SavedRun.read(run)
 
     def test_the_command_writes_the_page_into_the_run(self, run: Path):
-        command = [sys.executable, "scripts/report.py", str(run)]
+        command = [forked_python(), "scripts/report.py", str(run)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
         assert done.stdout.strip() == str(run / "report.html")
         assert (run / "report.html").read_text() == report(SavedRun.read(run))
@@ -225,6 +225,8 @@ def test_text_can_be_read_and_curves_can_be_seen(theme: str):
         assert contrast(colors[name], colors["page"]) >= 4.5, name
     for name in ("ok", "warning", "critical"):
         assert contrast(colors[name], colors[f"{name}-back"]) >= 4.5, name
+    for name in ("masked", "ok", "warning"):
+        assert contrast(colors[name], colors["card"]) >= 4.5, name
     series = [name for name in colors if name.startswith("series-")]
     assert len(series) == 6
     assert all(contrast(colors[name], colors["card"]) >= 3 for name in series)

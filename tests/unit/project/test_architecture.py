@@ -1,0 +1,225 @@
+"""The layers of the library: imports point down, never in a circle, and folders stay small.
+
+Covered: `import` and `from ... import` anywhere in a module, also inside functions and under TYPE_CHECKING.
+Not covered: `importlib.import_module` with a computed name.
+"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from scripts.map_code import ROOMS
+from tests.fixtures.paths import ROOT
+
+LIBRARY = ("trainer", "rewards", "rollout")
+OTHERS = ("demo", "scripts", "benchmarks", "tests")
+
+Imports = dict[str, set[str]]
+"""From the path of each module to the paths of the modules that it imports."""
+
+MAX_MODULES = 12
+CROWDED = {
+    "rollout/environments": 15,  # one module for each kind of environment
+    "trainer/objective": 15,
+}
+"""Folders with more modules than `MAX_MODULES`, and how many they may have."""
+
+KNOWN_CIRCLE = ("rollout/environments/mixed.py", "rollout/environments/__init__.py")
+"""The one import that closes a circle; it stands inside a function."""
+
+REPEATED = {
+    "correction.py": "checks/ checks its settings, objective/ computes it",
+    "data.py": "checks/ checks its settings, reward_model/ reads comparisons",
+    "errors.py": "rollout/ has those of the library, gateway/ those of the OpenAI API",
+    "messages.py": "chat/ prepares them for templates, gateway/ validates those of a request",
+    "pool.py": "workers/ has processes, engine/ has engines",
+    "protocol.py": "engine/ has the interface of a sampler, gateway/ the JSON of a request",
+    "scorer.py": "score/ scores a step, diagnosis/ both sides of a comparison",
+    "source.py": "weights/ has the sender of weights, collect/ that of rollouts",
+    "step.py": "trainer/ has the training step, diagnosis/ the diagnosis of one",
+    "tool_calls.py": "chat/ parses them, functions/ rewards them",
+    "trl.py": "rewards/ adapts TRL's reward functions, environments/ its environments",
+    "worker.py": "workers/ runs reward functions, gloo/ receives weights",
+}
+"""Base names that several modules have, and how their folders tell them apart."""
+
+
+def library_modules(root: Path) -> dict[str, Path]:
+    """All modules of the library by their path below `root`; empty ones are left out."""
+    files = [file for package in LIBRARY for file in sorted((root / package).rglob("*.py")) if file.stat().st_size]
+    return {str(file.relative_to(root)): file for file in files}
+
+
+def imported_names(source: str) -> set[str]:
+    """Dotted names in all import statements; `from a import b` gives `a.b`."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"a relative import in line {node.lineno}; name the module from its package on"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def read_imports(root: Path) -> Imports:
+    """Imports between the modules of the library."""
+    paths = library_modules(root)
+
+    def module_of(name: str) -> str | None:
+        stems = [part.replace(".", "/") for part in (name, name.rpartition(".")[0])]  # the second: of a name in it
+        return next((path for stem in stems for path in (f"{stem}.py", f"{stem}/__init__.py") if path in paths), None)
+
+    return {
+        path: {module for name in imported_names(file.read_text()) if (module := module_of(name))} - {path}
+        for path, file in paths.items()
+    }
+
+
+def room_of(module: str) -> str:
+    return "/".join(module.split("/")[:2])
+
+
+def unknown_rooms(imports: Imports, rooms: tuple[str, ...]) -> set[str]:
+    """Rooms without a place in the order, and places without a room."""
+    return {room_of(module) for module in imports} ^ set(rooms)
+
+
+def upward_imports(imports: Imports, rooms: tuple[str, ...]) -> list[str]:
+    """Imports of a higher room, as `importer -> imported`."""
+    place = {room: number for number, room in enumerate(rooms)}  # 0 is the highest
+    return [
+        f"{importer} -> {module}"
+        for importer, modules in imports.items()
+        for module in sorted(modules)
+        if place[room_of(module)] < place[room_of(importer)]
+    ]
+
+
+def circle(imports: Imports) -> list[str]:
+    """One circle of modules that import each other; empty if there is none."""
+    try:
+        graphlib.TopologicalSorter(imports).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
+
+
+def folder_sizes(imports: Imports) -> dict[str, int]:
+    """Number of modules in each folder, `__init__` not counted."""
+    sizes: dict[str, int] = defaultdict(int)
+    for module in imports:
+        folder, _, name = module.rpartition("/")
+        sizes[folder] += name != "__init__.py"
+    return sizes
+
+
+def repeated_names(imports: Imports) -> set[str]:
+    names = [name for module in imports if (name := module.rpartition("/")[2]) != "__init__.py"]
+    return {name for name in names if names.count(name) > 1}
+
+
+@pytest.fixture(scope="module")
+def imports() -> Imports:
+    return read_imports(ROOT)
+
+
+def test_every_room_has_its_place_in_the_order(imports: Imports) -> None:
+    assert unknown_rooms(imports, ROOMS) == set(), "ROOMS in scripts/map_code.py lists the rooms of the library"
+
+
+def test_no_room_imports_a_higher_one(imports: Imports) -> None:
+    assert upward_imports(imports, ROOMS) == []
+
+
+def test_no_modules_import_each_other_in_a_circle(imports: Imports) -> None:
+    importer, imported = KNOWN_CIRCLE
+    assert circle(imports | {importer: imports[importer] - {imported}}) == []
+
+
+def test_no_folder_has_more_than_a_dozen_modules(imports: Imports) -> None:
+    sizes = folder_sizes(imports)
+    assert {folder: n for folder, n in sizes.items() if n > CROWDED.get(folder, MAX_MODULES)} == {}
+
+
+def test_no_two_modules_have_the_same_name_unless_their_folders_tell_them_apart(imports: Imports) -> None:
+    assert repeated_names(imports) - REPEATED.keys() == set()
+
+
+def test_the_library_imports_nothing_of_the_programs_around_it() -> None:
+    found = [
+        f"{path} -> {name}"
+        for path, file in library_modules(ROOT).items()
+        for name in imported_names(file.read_text())
+        if name.split(".")[0] in OTHERS
+    ]
+    assert found == []
+
+
+# The checks find faults: one small library for each.
+
+ORDER = ("trainer/high", "trainer/low", "rollout/records.py")
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Path:
+    """A library without a fault."""
+    for file, source in {
+        "trainer/__init__.py": "",
+        "trainer/high/__init__.py": "import json",
+        "trainer/high/a.py": "from trainer.low.c import d\nfrom trainer.high import b",
+        "trainer/high/b.py": "import rollout.records",
+        "trainer/low/c.py": "import torch\nfrom rollout import records",
+        "rollout/records.py": "import json",
+    }.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(source)
+    return tmp_path
+
+
+def test_a_library_without_a_fault_passes(library: Path) -> None:
+    found = read_imports(library)
+    assert found["trainer/high/a.py"] == {"trainer/low/c.py", "trainer/high/b.py"}
+    assert found["trainer/low/c.py"] == {"rollout/records.py"}
+    assert unknown_rooms(found, ORDER) == set()
+    assert upward_imports(found, ORDER) == circle(found) == []
+
+
+UPWARD = [
+    "from trainer.high.b import x",
+    "from trainer.high import b",
+    "import trainer.high.b as other",
+    "def late():\n    from trainer.high.b import x",
+    "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from trainer.high.b import x",
+]
+
+
+@pytest.mark.parametrize("source", UPWARD)
+def test_an_import_of_a_higher_room_is_found(library: Path, source: str) -> None:
+    (library / "trainer/low/c.py").write_text(source)
+    assert upward_imports(read_imports(library), ORDER) == ["trainer/low/c.py -> trainer/high/b.py"]
+
+
+def test_a_circle_within_a_room_is_found(library: Path) -> None:
+    (library / "trainer/high/b.py").write_text("def late():\n    from trainer.high.a import x")
+    assert set(circle(read_imports(library))) == {"trainer/high/a.py", "trainer/high/b.py"}
+
+
+@pytest.mark.parametrize("file", ["trainer/new/e.py", "trainer/new.py"])
+def test_a_room_without_a_place_is_found(library: Path, file: str) -> None:
+    (library / file).parent.mkdir(exist_ok=True)
+    (library / file).write_text("import json")
+    assert unknown_rooms(read_imports(library), ORDER) == {"trainer/new" if "e.py" in file else file}
+
+
+def test_a_thirteenth_module_and_a_second_name_are_counted(library: Path) -> None:
+    for number in range(12):
+        (library / f"trainer/low/m{number}.py").write_text("import json")
+    assert folder_sizes(read_imports(library))["trainer/low"] == MAX_MODULES + 1
+    (library / "trainer/low/b.py").write_text("import json")
+    assert repeated_names(read_imports(library)) == {"b.py"}

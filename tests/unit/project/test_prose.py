@@ -1,0 +1,80 @@
+"""`scripts/check_prose.py` finds what the rules of the house refuse, and nothing else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts import check_prose
+from tests.fixtures.paths import ROOT
+
+
+def found(text: str, name: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
+    """Lines and words of the findings in a file of this name."""
+    (root / name).write_text(text)
+    monkeypatch.setattr(check_prose, "ROOT", root)
+    return [(line, words) for line, words, _ in check_prose.check_file(name)]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('"""What a policy is."""', [(1, "What ...")]),
+        ('x = 1\n"""Whether it is."""', [(2, "Whether ...")]),
+        ("x = 1  # Of one.\n", [(1, "Of ...")]),
+        ('"""A port.\n\nThat nobody\nwants anew."""', [(3, "nobody"), (4, "anew")]),
+        ('f"at most so\\n" "so many"', [(1, "so many")]),
+        ('"""It is no\nlist."""', [(1, "is no list")]),
+        ('"there is no list, it is no longer one"', []),
+        ("def normalise_colour(): ...", [(1, "normalise_colour")] * 2),
+        ('"""Normalization of the behavior, a promise, an organism."""', []),
+        ('RETOKENISE = "labelled"', [(1, "RETOKENISE"), (1, "labelled")]),
+        ("# (P9), seed 003 and tokens.md rule 9", [(1, "(P9)"), (1, "seed 003"), (1, "tokens.md rule 9")]),
+        ("# an A100 (G) of ../shared", [(1, "../shared")]),
+        ('"cd /work/main"', [(1, "/work/")]),
+        ("# https://example.org/work/items and docs/work.md", []),
+        ("what = whether = None  # what a policy is", []),
+    ],
+)
+def test_refused_words_are_found_in_python(
+    text: str, expected: list[tuple[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert found(text, "a.py", tmp_path, monkeypatch) == sorted(expected)
+
+
+def test_pages_and_settings_are_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert found("# What it is\n\nfor the\neyes of", "a.md", tmp_path, monkeypatch) == [(3, "for the eyes of")]
+    assert found("a: 1 # What\nb: grey", "a.yaml", tmp_path, monkeypatch) == [(1, "What ..."), (2, "grey")]
+
+
+def test_an_exception_allows_its_words_in_its_files_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_prose, "EXCEPTIONS", (("a.md", "grey", "a name"), ("b", "", "a list")))
+    assert found("grey colour", "a.md", tmp_path, monkeypatch) == [(1, "colour")]
+    assert found("grey colour", "c.md", tmp_path, monkeypatch) == [(1, "colour"), (1, "grey")]
+    assert found("grey colour", "b.md", tmp_path, monkeypatch) == []
+
+
+@pytest.mark.parametrize(("word", "expected"), [("Behaviours", "Behaviors"), ("centred", "centered"), ("ISED", "ISED")])
+def test_the_american_spelling_is_named(word: str, expected: str) -> None:
+    assert check_prose.american(word) == expected
+
+
+def test_pending_and_excepted_files_exist() -> None:
+    for path in (*check_prose.PENDING, *(prefix for prefix, _, _ in check_prose.EXCEPTIONS)):
+        assert (ROOT / path).exists(), f"{path} has moved; change PENDING or EXCEPTIONS"
+
+
+def test_a_finding_names_its_place_and_fails_the_command(tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "check_prose.py").write_text((ROOT / "scripts" / "check_prose.py").read_text())
+    (tmp_path / "page.md").write_text("fine\nnobody\n")
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    command = [sys.executable, "scripts/check_prose.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert 'page.md:2: "nobody"; write instead: "no one"' in done.stdout
+    (tmp_path / "page.md").unlink()
+    assert subprocess.run(command, cwd=tmp_path, capture_output=True, check=False).returncode == 0
