@@ -24,8 +24,9 @@ from rollout.system.background_loop import BackgroundLoop
 from trainer.build import embedded_engine, start_members
 from trainer.config.schema import Config
 from trainer.distributed.distributed import Distributed
-from trainer.model.memory_plan import GIB, USABLE, ModelShape, cache_gib_left, memory_plan
+from trainer.model.memory_plan import GIB, USABLE, cache_gib_left, memory_plan
 from trainer.model.meta_model import blueprint
+from trainer.model.shape import ModelShape
 
 PEER_GRACE_S = 60.0
 """By which a rank waits longer for another one's engine than that one itself does, so that the cause is reported."""

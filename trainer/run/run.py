@@ -36,11 +36,10 @@ from trainer.engines.run_engines import Engines, start_engines
 from trainer.evaluate.evaluator import Evaluator, comparable_settings
 from trainer.evaluate.results import write_results
 from trainer.evaluate.tables import result_lines
-from trainer.model.critic import ActorCritic, policy_of, with_critic
-from trainer.model.critic_saving import save_critic
-from trainer.model.flops import update_flops
+from trainer.model.critic import ActorCritic, policy_of, save_critic, with_critic
 from trainer.model.lora import is_adapted, save_merged
-from trainer.model.memory_plan import ModelShape, advice, memory_plan
+from trainer.model.memory_plan import advice, memory_plan
+from trainer.model.shape import ModelShape, update_flops
 from trainer.observe.alarms import K3_NEGLIGIBLE, AlarmThresholds, alarms
 from trainer.observe.console import RunConsole
 from trainer.observe.first_step import first_step_summary

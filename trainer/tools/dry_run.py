@@ -34,8 +34,9 @@ from trainer.data.prompt_filter import make_prompts
 from trainer.data.prompts import Row
 from trainer.diagnosis.classes import TokenTexts
 from trainer.distributed.distributed import Distributed
-from trainer.model.memory_plan import GIB, ModelShape, advice, memory_plan
+from trainer.model.memory_plan import GIB, advice, memory_plan
 from trainer.model.meta_model import blueprint
+from trainer.model.shape import ModelShape
 from trainer.observe.transcript import conversation
 from trainer.run.library_logs import quiet_third_parties
 from trainer.tools.rehearsal import Rehearsal, rehearse

@@ -17,8 +17,7 @@ from trainer.batch.step_batch import decode, encode
 from trainer.config.schema import AlgorithmConfig, Config
 from trainer.credit.critic_credit import CreditAssignment
 from trainer.credit.targets import Logprobs, Targets
-from trainer.model.critic import ActorCritic, ValueHead, with_critic
-from trainer.model.critic_saving import save_critic
+from trainer.model.critic import ActorCritic, ValueHead, save_critic, with_critic
 from trainer.model.policy import Policy
 from trainer.objective.correction import correction_weights
 from trainer.update.updater import Updater

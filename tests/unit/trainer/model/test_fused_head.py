@@ -1,4 +1,4 @@
-"""The fused head is the plain computation: values and gradients, in every variant it covers."""
+"""The fused head equals the plain computation, in values and gradients, in every variant it covers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ N, D, V = 23, 8, 50
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several tiles and chunks also at this size; V is no multiple of the tile."""
+    """Force several tiles and chunks at this size; V is not a multiple of the tile."""
     monkeypatch.setattr(head, "TILE_K", 16)
 
 
@@ -46,7 +46,7 @@ def random_support(targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def plain(hidden, weight, bias, targets, transform, support):
-    """The definition, with full logits."""
+    """Compute the definition, with full logits."""
     logits = torch.nn.functional.linear(hidden, weight, bias) * transform.scale
     if transform.softcap is not None:
         logits = transform.softcap * torch.tanh(logits / transform.softcap)

@@ -21,8 +21,8 @@ from tests.fixtures.policies import CHAT, TOKENIZER
 from trainer.config.schema import AlgorithmConfig, Config, LoraConfig, ModelConfig, RolloutConfig
 from trainer.config.tree import plain, settings, settings_tree
 from trainer.diagnosis.classes import TokenTexts
-from trainer.model.memory_plan import ModelShape
 from trainer.model.meta_model import blueprint
+from trainer.model.shape import ModelShape
 from trainer.tools.dry_run import masked_text
 from trainer.tools.rehearsal import PLACEHOLDER, Rehearsal, rehearse
 from trainer.tools.run_counts import RunArithmetic

@@ -1,4 +1,4 @@
-"""What an update is said to compute is what torch counts."""
+"""FLOPs of an update against torch's counter."""
 
 import dataclasses
 
@@ -7,26 +7,25 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.fixtures.models import tiny_qwen3
-from trainer.model.flops import update_flops
-from trainer.model.memory_plan import ModelShape
+from trainer.model.shape import ModelShape, update_flops
 
 LENGTHS = (24, 40)
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_an_update_is_what_torch_counts(tied: bool) -> None:
+def test_update_flops_equal_what_torch_counts(tied: bool) -> None:
     model = tiny_qwen3(tied=tied)
-    model.set_attn_implementation("eager")  # its products are counted, those of the fused kernel on CPU are not
+    model.set_attn_implementation("eager")  # the counter does not see the fused kernel on CPU
     with FlopCounterMode(display=False) as counter:
         for length in LENGTHS:
             model(torch.randint(0, 100, (1, length))).logits.sum().backward()
     shape = ModelShape.of(model, model, model.config)
-    # Eager attention multiplies what the mask takes away, too: that half is not needed, and not in our count.
+    # Eager attention also computes the masked half, which our count leaves out.
     masked = 6.0 * shape.layers * shape.attention * sum(length**2 for length in LENGTHS)
     assert update_flops(shape, LENGTHS) == pytest.approx(counter.get_total_flops() - masked, rel=0.02)
 
 
-def test_frozen_weights_have_no_gradient_to_compute() -> None:
+def test_frozen_weights_cost_no_gradient() -> None:
     model = tiny_qwen3(tied=True)
     shape = ModelShape.of(model, model, model.config)
     frozen = dataclasses.replace(shape, trained=0)
