@@ -24,7 +24,7 @@ from rollout.system.background_loop import BackgroundLoop
 from rollout.weights.shards import Fetch
 from rollout.weights.sync import WeightSync
 from tests.fixtures.models import perturb, sampled_logprobs, save_tiny_model, tiny_qwen3
-from trainer.distributed.distributed import build_nothing
+from trainer.distributed.distributed import skip_deepspeed_builds
 
 BUCKET_BYTES = 64 * 1024
 PROMPT = tuple(range(10, 180))
@@ -32,7 +32,7 @@ PROMPT = tuple(range(10, 180))
 
 def main(directory: Path) -> None:
     multiprocessing.set_executable(sys.executable)  # an engine that is killed has to be a child, no fork of elsewhere
-    build_nothing()
+    skip_deepspeed_builds()
     deepspeed.init_distributed("gloo")
     rank = dist.get_rank()
     model = tiny_qwen3(tied=True)

@@ -1,7 +1,9 @@
-"""DeepSpeed's checkpoints without unpickling: what is loaded are tensors and four classes of DeepSpeed's own.
+"""Loading of DeepSpeed checkpoints without running code from them.
 
-DeepSpeed 0.19.8 calls `torch.load(weights_only=False)`, which runs whatever a file says. Torch has a switch that
-overrules the caller; with the classes that DeepSpeed's state holds allowed by name, its own loader works under it.
+DeepSpeed 0.19.8 calls `torch.load(weights_only=False)`, which executes pickles. Torch's environment switch overrides
+the caller; with the four classes of DeepSpeed's state allowed by name, DeepSpeed's loader works under it.
+
+Covered: every `torch.load` in the block. Not covered: a forged checkpoint can still contain other weights.
 """
 
 from __future__ import annotations
@@ -17,8 +19,10 @@ SWITCH = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 @contextmanager
 def weights_only_loading() -> Iterator[None]:
-    """Inside, `torch.load` is weights-only, whoever calls it with whatever arguments. Raises pickle.UnpicklingError
-    there for a file that holds anything else."""
+    """Force `torch.load` to be weights-only inside the block, whatever its caller passes.
+
+    `torch.load` then raises pickle.UnpicklingError for a file that holds anything else.
+    """
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address

@@ -1,4 +1,4 @@
-"""What fails on one rank is the same error on all."""
+"""`Distributed.together`: a failure on one rank is the same error on all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trainer.distributed.distributed import Distributed
 
 
 class SecondRank(Distributed):
-    """Rank 1, while rank 0 reports this."""
+    """Rank 1 of two, while rank 0 reports the given error."""
 
     def __init__(self, report: bytes) -> None:
         self._report = report
@@ -19,19 +19,19 @@ class SecondRank(Distributed):
 
 
 @pytest.mark.parametrize("kind", [EngineError, ConfigError])
-def test_an_error_of_another_rank_has_its_type_and_its_sentence(kind: type[LockstepError]) -> None:
+def test_an_error_of_another_rank_keeps_its_type_and_message(kind: type[LockstepError]) -> None:
     with pytest.raises(kind) as raised:
         SecondRank(f"{kind.__name__}: the engine: is dead\nlog".encode()).together(lambda: 1)
     assert type(raised.value) is kind
     assert str(raised.value) == "the engine: is dead\nlog"
 
 
-def test_an_error_that_is_not_ours_is_named_with_its_rank() -> None:
+def test_an_error_of_a_foreign_type_is_reported_with_its_rank() -> None:
     with pytest.raises(LockstepError, match=r"^rank 0 failed: ZeroDivisionError: division by zero$"):
         SecondRank(b"ZeroDivisionError: division by zero").together(lambda: 1)
 
 
-def test_ones_own_error_is_raised_as_it_is() -> None:
+def test_an_error_of_this_rank_is_raised_unchanged() -> None:
     own = ValueError("mine")
 
     def fail() -> None:
