@@ -1,4 +1,4 @@
-"""From the columns of a data set to the names under which environments and rewards look for them."""
+"""Renaming of data set columns to the names that environments and rewards read."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from rollout.errors import DataError
 
 
 def rename(row: Mapping[str, Any], columns: Mapping[str, str], *, of: str) -> dict[str, Any]:
-    """A copy of the row with its columns under the names that they are asked by.
+    """Return a copy of the row with renamed columns.
 
     Args:
-        row: as the data set has it.
-        columns: new name: column. A column inside of others is a path, `reward_model.ground_truth`; text on the way
-            is read as JSON. Columns that are not mentioned stay; the old name of one that is goes.
-        of: the data set, for errors.
+        row: as in the data set.
+        columns: maps new names to columns. A nested column is a path, `reward_model.ground_truth`; text on the way is
+            parsed as JSON. Other columns stay; the old names of renamed ones go.
+        of: name of the data set, for errors.
 
     Raises:
-        DataError: there is no such column; those that are there are named.
+        DataError: no such column; the message lists those of the row.
     """
     found = {name: _find(row, path, name, of) for name, path in columns.items()}
     kept = {name: value for name, value in row.items() if name not in columns.values()}
     if any(name in columns for name in PROMPT_COLUMNS):
-        # An environment takes the first of several prompts, which must be the one that was asked for.
+        # An environment takes the first prompt column it finds, which must be the chosen one.
         kept = {name: value for name, value in kept.items() if name not in PROMPT_COLUMNS}
     return {**kept, **found}
 

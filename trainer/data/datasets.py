@@ -1,8 +1,7 @@
-"""Rows from files and from the hub, as they are there; `trainer/data/prompts.py` gives them their columns and their
-order.
+"""Raw rows from files and from the hub; `trainer/data/prompts.py` renames their columns and orders them.
 
-`read_first_row` reads one row of a local file without the `datasets` library, so that a wrong column is found before
-anything heavy is imported. `load_rows` reads everything.
+`load_rows` reads everything. `read_first_row` reads one row of a local file without the `datasets` library, so that a
+wrong column is found before anything heavy is imported.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ from typing import Any
 from rollout.errors import DataError
 
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-"""Suffix of a local file: the loader of `datasets`."""
+"""Loader of `datasets` by the suffix of a local file."""
 
 
 def is_file(path: str) -> bool:
-    """Whether a path means a file; anything else is the id of a data set on the hub."""
+    """True if a path names a file; anything else is the id of a data set on the hub."""
     return Path(path).suffix in FILE_FORMATS
 
 
 def load_rows(path: str, split: str, subset: str | None = None) -> Any:
-    """A `datasets.Dataset` from a local file (JSONL, JSON, CSV, parquet) or a hub id.
+    """Load a `datasets.Dataset` from a local file (JSONL, JSON, CSV, parquet) or a hub id.
 
-    split and subset are for the hub. Raises `DataError` if it cannot be loaded or is empty.
+    split, subset: for the hub only. Raises `DataError` if the data cannot be loaded or is empty.
     """
     import datasets
     from datasets.exceptions import DatasetGenerationError
@@ -52,7 +51,7 @@ def load_rows(path: str, split: str, subset: str | None = None) -> Any:
 
 
 def read_first_row(path: str) -> Mapping[str, Any]:
-    """The first row of a local file. Raises `DataError` if the file cannot be read as its suffix says, or is empty."""
+    """Read the first row of a local file. Raises `DataError` if the file is empty or not of its suffix's format."""
     local = Path(path).expanduser()
     read = {".jsonl": _first_line, ".json": _first_of_json, ".csv": _first_of_csv, ".parquet": _first_of_parquet}
     try:
@@ -74,7 +73,7 @@ def _first_line(path: Path) -> Any:
 
 
 def _first_of_json(path: Path) -> Any:
-    """Of a list of objects, of objects one per line, or of one object."""
+    """Read a list of objects, one object per line, or a single object."""
     text = path.read_text(encoding="utf-8")
     try:
         content = json.loads(text)
@@ -91,7 +90,7 @@ def _first_of_csv(path: Path) -> Any:
 
 
 def _first_of_parquet(path: Path) -> Any:
-    from pyarrow import parquet  # inside: only for those who have such a file
+    from pyarrow import parquet  # here: most runs have no parquet file
 
     for batch in parquet.ParquetFile(path).iter_batches(batch_size=1):
         return batch.to_pylist()[0]
@@ -99,7 +98,7 @@ def _first_of_parquet(path: Path) -> Any:
 
 
 def _check_lines(path: Path) -> None:
-    """Raise `DataError` with its number for a line that is not an object: Arrow's reader ends the process on some."""
+    """Raise `DataError` with the line number of a non-object: Arrow's reader crashes the process on some."""
     try:
         number, is_empty = 0, True
         with path.open(encoding="utf-8") as file:

@@ -84,7 +84,7 @@ def _divided(engine: Any, group: Sequence[Any]) -> Iterator[_Piece]:
 
 
 def _sliced(engine: Any, group: Sequence[Any]) -> Iterator[_Piece]:
-    """Yield this rank's pieces under ZeRO-2. Parameters outside its slice get an empty piece, for their moments' keys."""
+    """Yield this rank's pieces under ZeRO-2. Parameters outside its slice yield an empty piece."""
     for parameter in group:
         mapping = parameter._hp_mapping
         inside = flat = Span(0, 0)
@@ -102,7 +102,7 @@ def _copied(value: Any) -> Any:
 def _checked(found: WholeParameter, name: str, shape: torch.Size) -> WholeParameter:
     """Raise `CheckpointError` for another shape, and for moments that are not one number per weight."""
     if found.weight.shape != shape:
-        raise CheckpointError(f"{name} has shape {tuple(found.weight.shape)} in the checkpoint, expected {tuple(shape)}")
+        raise CheckpointError(f"{name} has shape {tuple(found.weight.shape)} in the checkpoint, not {tuple(shape)}")
     for key, value in found.moments.items():
         if is_per_weight(value) and value.shape != shape:
             raise CheckpointError(
