@@ -1,4 +1,4 @@
-"""The report: one self-contained HTML page about one run, for a desk and for a phone."""
+"""Report of a run: one self-contained HTML page, for desktop and phone."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from trainer.observe.transcript import content_text, shortened, tool_calls
 
 TEMPLATE = "report.html.jinja"
 SHOWN_ROLLOUTS = 3
-"""The worst, and as many of the best."""
+"""Number of worst rollouts, and of best ones."""
 MAX_MESSAGE_CHARS = 6000
 STAGES = ("rollout", "reward", "score", "update", "sync")
-"""Of `time/*`, in the order in which a step goes through them."""
+"""Stages in `time/*`, in the order of a step."""
 
 
 def write_report(run: SavedRun, path: Path) -> None:
-    """Raises OSError where the path cannot be written."""
+    """Write the report. Raises OSError if the path cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(report(run), encoding="utf-8")
 
 
 def report(run: SavedRun) -> str:
-    """The page as HTML."""
+    """Return the page as HTML."""
     worst, best = run.extremes(SHOWN_ROLLOUTS)
     alarms = run.alarms()
     return render(
@@ -53,7 +53,7 @@ def report(run: SavedRun) -> str:
 
 
 def facts(run: SavedRun) -> Iterator[str]:
-    """What the run is, in words."""
+    """Yield the key settings of the run."""
     yield str(run.setting("model.path"))
     yield f"{run.setting('algorithm.name')}, correction {run.setting('correction.mode')}"
     yield str(run.setting("model.dtype"))
@@ -67,7 +67,7 @@ def facts(run: SavedRun) -> Iterator[str]:
 
 
 def tiles(run: SavedRun) -> Iterator[tuple[str, str]]:
-    """The numbers that a person asks for first."""
+    """Yield name and value of the headline numbers."""
     last = run.lines[-1]["step"] if run.lines else 0
     yield "updates", f"{last:g} of {run.setting('updates')}"
     rewards = run.values("reward/mean")
@@ -93,7 +93,7 @@ def tiles(run: SavedRun) -> Iterator[tuple[str, str]]:
 
 
 def learning_charts(run: SavedRun) -> Iterator[Chart]:
-    """Whether it learns, and what it does to the text."""
+    """Yield charts of reward, text and optimization."""
     series = run.series
     deviations = dict(series("reward/std"))
     rewards = series("reward/mean")
@@ -148,7 +148,7 @@ def learning_charts(run: SavedRun) -> Iterator[Chart]:
 
 
 def mismatch_charts(run: SavedRun) -> Iterator[Chart]:
-    """Engine against trainer on the same tokens, and what correction made of it."""
+    """Yield charts of engine against trainer on the same tokens, and of the correction."""
 
     def series(name: str) -> Points:
         return run.series(PREFIX + name)
@@ -175,7 +175,7 @@ def mismatch_charts(run: SavedRun) -> Iterator[Chart]:
             Curve(name="engine against trainer", points=series("k3_kl")),
             Curve(name="noise floor", points=series("noise_floor_k3"), is_dashed=True),
         ],
-        note="noise floor: the trainer against itself in another packing; a floor of zero is drawn at the bottom",
+        note="noise floor: the trainer against itself in another packing; zero is drawn at the bottom",
     )
     yield Chart(
         title="|Δ log π|",
@@ -211,7 +211,7 @@ def mismatch_charts(run: SavedRun) -> Iterator[Chart]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """What a stage of the steps took, over the whole run."""
+    """Time of a stage over the whole run."""
 
     name: str
     seconds: float
@@ -220,7 +220,7 @@ class Stage:
 
 
 def stages(run: SavedRun) -> list[Stage]:
-    """In order; what no stage accounts for is `other`."""
+    """Return the stages in order; the remaining time is `other`."""
     total = sum(run.values("time/step"))
     if not total:
         return []
@@ -278,5 +278,5 @@ def _message(message: Message) -> ShownMessage:
 
 
 def _unless_zero(points: Points) -> Points:
-    """The points, or none if nothing ever happened."""
+    """Return the points, or none if all are zero."""
     return points if any(value for _, value in points) else ()

@@ -12,14 +12,12 @@ import pytest
 
 from rollout.errors import CheckpointError, ConfigError
 from tests.fixtures.saved_state import SavedState
-from tests.unit.trainer.run.test_run_faults import Alone
 from trainer.checkpoint import checkpoint
 from trainer.checkpoint.checkpoint import TrainerState
 from trainer.checkpoint.resume import restore
 from trainer.checkpoint.run_dir import open_run
 from trainer.config.changes import changes, settings_hash
 from trainer.config.schema import AlgorithmConfig, Config
-from trainer.observe.metrics_log import BATCH, MetricsLog
 
 
 def config(**changed: Any) -> Config:
@@ -34,7 +32,7 @@ def save(checkpoints: Path, update: int, of: Config, **state: Any) -> Path:
 
 
 def resumed(now: Config, checkpoints: Path) -> Any:
-    return restore(now, asdict(now), checkpoints, Alone())[0]
+    return restore(now, asdict(now), checkpoints, SavedState())[0]
 
 
 def test_the_hash_covers_training_settings_but_not_the_name_of_the_run() -> None:
@@ -130,28 +128,28 @@ def test_going_back_reports_newer_checkpoints(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_another_run_is_a_fork_and_needs_a_new_run_name(tmp_path: Path) -> None:
     first = config(run_root=str(tmp_path), run_name="a")
-    directory, lock = open_run(first, Alone())
+    directory, lock = open_run(first, SavedState())
     assert lock is not None
     path = save(directory.checkpoints, 4, first)
     before = sorted((file, file.stat().st_mtime_ns) for file in directory.path.rglob("*"))
 
     fork = config(run_root=str(tmp_path), run_name="b", resume=str(path))
-    other, other_lock = open_run(fork, Alone())
+    other, other_lock = open_run(fork, SavedState())
     found = resumed(fork, other.checkpoints)
     assert found.is_fork
     assert found.state.update == 4
     assert sorted((file, file.stat().st_mtime_ns) for file in directory.path.rglob("*")) == before
     with pytest.raises(ConfigError, match="is a checkpoint of another run"):
-        open_run(fork, Alone())  # repeating the command would discard the fork's progress
+        open_run(fork, SavedState())  # repeating the command would discard the fork's progress
     lock.close()
-    back, back_lock = open_run(config(run_root=str(tmp_path), run_name="a", resume=str(path)), Alone())
+    back, back_lock = open_run(config(run_root=str(tmp_path), run_name="a", resume=str(path)), SavedState())
     assert back.path == directory.path
     for held in (other_lock, back_lock):
         assert held is not None
         held.close()
 
 
-class Ranks(Alone):
+class Ranks(SavedState):
     """One process that claims to be one of several."""
 
     def __init__(self, world_size: int, zero_stage: int) -> None:
@@ -172,21 +170,3 @@ def test_only_zero_checkpoints_are_resharded_for_other_ranks(tmp_path: Path) -> 
     assert [checkpoint.is_resharded(path, Ranks(*ranks)) for ranks in ((2, 3), (4, 3), (2, 2), (1, 0))] == [
         False, True, True, True
     ]  # fmt: skip
-
-
-def test_lines_of_metrics_after_the_checkpoint_are_dropped(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    lines = [
-        {"step": 1, BATCH: 1},
-        {"step": 1, BATCH: 2},
-        {"step": 2, BATCH: 3},
-        {"step": 2, BATCH: 4},
-        {"step": 3, BATCH: 5},
-    ]
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"step": 4, "roll')
-    log = MetricsLog(path, Config().logger, run_config={})
-    log.truncate_after(update=2, batch=3)
-    assert [json.loads(line) for line in path.read_text().splitlines()] == lines[:3]
-    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')  # written by a version without batches
-    log.truncate_after(update=2, batch=9)
-    assert len(path.read_text().splitlines()) == 2

@@ -1,12 +1,8 @@
-"""The console of a run: rows that fit, the time that is left, alarms that begin and end, rollouts, quiet libraries."""
+"""Console of a run: rows, remaining time, alarms, progress bars, rollouts."""
 
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -144,50 +140,14 @@ class TestRollouts:
         assert "8,800 characters" in shortened(text)
 
 
-LIBRARIES = """
-    import logging, os, sys, warnings
-    from pathlib import Path
-    from trainer.run.library_logs import ThirdPartyLog
-    libraries = ThirdPartyLog()
-    noisy = logging.getLogger("DeepSpeed")
-    noisy.addHandler(logging.StreamHandler(sys.stdout))
-    logging.getLogger("accelerate").warning("before the file")
-    with libraries.held_output():
-        os.system("echo compiled early")
-    libraries.open(Path(sys.argv[1]), lambda text: print("warned", text))
-    noisy.info("after the file")
-    warnings.warn("deprecated")
-    logging.getLogger("trainer.observe.metrics_log").warning("one of ours")
-    with libraries.output_to_file():
-        os.system("echo compiled")
-    if len(sys.argv) > 2:
-        from rollout.errors import TrainingError
-        with libraries.shown_on_failure():
-            raise TrainingError("it failed")
-"""
-
-
-def test_libraries_talk_to_the_file_and_own_warnings_to_the_console(tmp_path: Path):
-    command = [sys.executable, "-c", textwrap.dedent(LIBRARIES), str(tmp_path / "libraries.log")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout == "warned one of ours\n"
-    assert done.stderr == ""
-    said = (tmp_path / "libraries.log").read_text()
-    for words in ("before the file", "after the file", "deprecated", "one of ours", "compiled\n", "compiled early"):
-        assert words in said, words
-    failed = subprocess.run([*command, "fail"], capture_output=True, text=True, timeout=120)
-    assert "the last lines of" in failed.stderr.split("Traceback")[0]
-    assert "after the file" in failed.stderr.split("Traceback")[0]
-
-
-def test_what_was_held_is_printed_when_the_start_fails():
-    code = """
-        import os
-        from trainer.run.library_logs import ThirdPartyLog
-        with ThirdPartyLog().held_output():
-            os.system("echo no compiler")
-            raise OSError("it failed")
-    """
-    failed = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
-    assert failed.stdout == ""
-    assert failed.stderr.startswith("no compiler\n")
+def test_model_text_cannot_style_the_console():
+    console = RunConsole(enabled=True, total_updates=1)
+    stream = io.StringIO()
+    console._console = Console(file=stream, force_terminal=True, soft_wrap=True, highlight=False)
+    console.sample(rollout("[bold red]alarm[/bold red] [link=http://x]y[/link] [/] \\[x"))
+    console.warn("[red]a[/red]")
+    console.say("[link=http://x]y[/link]")
+    shown = stream.getvalue()
+    assert "[bold red]alarm[/bold red] [link=http://x]y[/link] [/]" in shown
+    assert "[red]a[/red]" in shown
+    assert "\x1b]8;" not in shown  # no link was made

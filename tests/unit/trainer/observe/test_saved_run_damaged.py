@@ -1,4 +1,4 @@
-"""A run that was killed, or that is writing right now: every tool reads what is whole, and says what is not."""
+"""Killed and running runs: every tool reads the complete data, and reports the damaged."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from rollout.errors import ConfigError, DataError
+from rollout.errors import DataError
 from rollout.records import Rollout
 from rollout.saved_rollouts import read_newest_rollouts, read_rollouts, write_rollouts
 from tests.fixtures.paths import ROOT
 from tests.unit.trainer.observe.pages.test_run_report import line, rollout, write_run
-from trainer.config.schema import Config
-from trainer.observe.metrics_log import BATCH, MetricsLog
+from trainer.observe.metrics_log import BATCH
 from trainer.observe.pages.run_report import report
-from trainer.observe.saved_metrics import read_metrics
 from trainer.observe.saved_run import SavedRun
 from trainer.run.hub import last_metrics
 from trainer.tools.saved_step import saved_step
@@ -84,38 +82,6 @@ class TestRolloutsAreWholeOrNotThere:
         assert read_newest_rollouts(tmp_path) == (None, [], [])
         write_rollouts(path, [rollout(0, 1.0)])  # the resumed run makes the update again
         assert list(tmp_path.iterdir()) == [path]
-
-
-class TestMetrics:
-    def test_a_torn_last_line_is_left_out(self, tmp_path: Path):
-        path = tmp_path / "metrics.jsonl"
-        for torn in (TORN, "{", TORN + "\n", "\0" * 512):
-            path.write_text(f'{{"step": 1}}\n{{"step": 2, "a": null}}\n{torn}')
-            assert read_metrics(path) == [{"step": 1}, {"step": 2, "a": None}]
-        path.write_text(TORN)
-        assert read_metrics(path) == []
-
-    def test_a_last_line_that_lacks_only_its_end_is_whole(self, tmp_path: Path):
-        path = tmp_path / "metrics.jsonl"
-        path.write_text('{"step": 1}\n{"step": 2}')
-        assert read_metrics(path) == [{"step": 1}, {"step": 2}]
-
-    @pytest.mark.parametrize("damaged", [TORN, "5", "{}", "[]", '"step"', "", "[" * 100_000])
-    def test_a_damaged_line_before_it_is_an_error_with_its_number(self, tmp_path: Path, damaged: str):
-        path = tmp_path / "metrics.jsonl"
-        path.write_text(f'{{"step": 1}}\n{damaged}\n{{"step": 3}}\n')
-        with pytest.raises(DataError, match=r"metrics\.jsonl:2 is not a line of metrics"):
-            read_metrics(path)
-
-    def test_no_file_is_a_sentence(self, tmp_path: Path):
-        with pytest.raises(ConfigError, match="for example runs/latest"):
-            read_metrics(tmp_path / "metrics.jsonl")
-
-    def test_a_run_goes_on_after_any_damage(self, tmp_path: Path):
-        path = tmp_path / "metrics.jsonl"
-        path.write_bytes(b'{"step": 1}\n\xff{"st\n{"step": 2}\n' + TORN.encode())
-        MetricsLog(path, Config().logger, run_config={}).truncate_after(update=2, batch=2)
-        assert read_metrics(path) == [{"step": 1}, {"step": 2}]
 
 
 class TestTools:

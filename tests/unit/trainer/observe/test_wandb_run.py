@@ -22,7 +22,7 @@ from trainer.observe.metrics_log import MetricsLog
 from trainer.observe.step_report import StepReport
 from trainer.observe.wandb_media import COLUMNS, distributions, step_media, table_rows
 from trainer.observe.wandb_run import GROUPS, SUMMARIES, Lineage, WandbRun
-from trainer.run.provenance import code_version, provenance
+from trainer.run.provenance import provenance
 
 OFFLINE = LoggerConfig(wandb="offline", group="sweep")
 HOSTILE = "</script><script>alert(1)</script>"
@@ -191,7 +191,3 @@ def test_media_that_cannot_be_made_do_not_end_the_run(tmp_path: Path, caplog: py
     metrics.close()
     assert "ZeroDivisionError" in caplog.text
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["health/logger_errors"] == 1.0
-
-
-def test_code_without_git_has_no_commit(tmp_path: Path):
-    assert code_version(tmp_path) == {"commit": None, "is_changed": None}

@@ -62,7 +62,7 @@ def test_a_card_names_no_place_on_this_machine(tmp_path: Path) -> None:
     assert "somebody" not in card
     assert str(tmp_path.parent) not in card
     assert "| data | rows.jsonl, org/set |" in card
-    assert "The run made no evaluation." in card
+    assert "The run was not evaluated." in card
 
 
 class StubApi:
