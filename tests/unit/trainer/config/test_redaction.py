@@ -17,7 +17,7 @@ SECRETS = {
 }
 
 
-def test_secrets_are_redacted_and_nothing_else_is():
+def test_only_secrets_are_redacted():
     shown = redact(SECRETS)
     assert "hunter2" not in json.dumps(shown)
     assert shown["gateway"] == {"api_key": REDACTED, "port": 8000, "host": "127.0.0.1"}
@@ -28,7 +28,7 @@ def test_secrets_are_redacted_and_nothing_else_is():
         "token_level": "a", "importance_sampling_level": "token", "api_key": None}  # fmt: skip
 
 
-def test_a_number_under_a_name_of_secrets_is_redacted():
+def test_a_number_under_a_secret_name_is_redacted():
     assert redact({"password": 123456, "max_tokens": 5, "token": True}) == {
         "password": REDACTED, "max_tokens": 5, "token": True}  # fmt: skip
 
@@ -50,7 +50,7 @@ def test_secrets_on_a_command_line_are_redacted(word: str, shown: str):
     assert redact_words([word]) == [shown]
 
 
-def test_the_rest_of_a_command_line_is_as_it_was_typed():
+def test_other_words_of_a_command_line_are_unchanged():
     words = [
         "train.py",
         "--cfg",

@@ -75,7 +75,7 @@ def test_lines_of_metrics_after_the_checkpoint_are_dropped(tmp_path: Path) -> No
     assert len(path.read_text().splitlines()) == 2
 
 
-def test_a_torn_last_line_is_left_out(tmp_path: Path):
+def test_a_torn_last_line_is_ignored(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     for torn in (TORN, "{", TORN + "\n", "\0" * 512):
         path.write_text(f'{{"step": 1}}\n{{"step": 2, "a": null}}\n{torn}')
@@ -84,26 +84,26 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path):
     assert read_metrics(path) == []
 
 
-def test_a_last_line_that_lacks_only_its_end_is_whole(tmp_path: Path):
+def test_a_last_line_without_newline_is_read(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}')
     assert read_metrics(path) == [{"step": 1}, {"step": 2}]
 
 
 @pytest.mark.parametrize("damaged", [TORN, "5", "{}", "[]", '"step"', "", "[" * 100_000])
-def test_a_damaged_line_before_it_is_an_error_with_its_number(tmp_path: Path, damaged: str):
+def test_an_earlier_damaged_line_is_an_error_with_its_number(tmp_path: Path, damaged: str):
     path = tmp_path / "metrics.jsonl"
     path.write_text(f'{{"step": 1}}\n{damaged}\n{{"step": 3}}\n')
     with pytest.raises(DataError, match=r"metrics\.jsonl:2 is not a line of metrics"):
         read_metrics(path)
 
 
-def test_no_file_is_a_sentence(tmp_path: Path):
+def test_a_missing_file_is_refused_with_an_example(tmp_path: Path):
     with pytest.raises(ConfigError, match="for example runs/latest"):
         read_metrics(tmp_path / "metrics.jsonl")
 
 
-def test_a_run_goes_on_after_any_damage(tmp_path: Path):
+def test_a_damaged_file_does_not_stop_a_resume(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n\xff{"st\n{"step": 2}\n' + TORN.encode())
     MetricsLog(path, Config().logger, run_config={}).truncate_after(update=2, batch=2)

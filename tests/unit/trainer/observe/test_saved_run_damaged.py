@@ -41,8 +41,8 @@ def tool(*arguments: object) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-class TestRolloutsAreWholeOrNotThere:
-    def test_while_they_are_written_nobody_finds_them(self, tmp_path: Path):
+class TestRolloutFilesAreAtomic:
+    def test_a_file_being_written_is_not_read(self, tmp_path: Path):
         path = tmp_path / "step-000001.jsonl"
 
         def slowly() -> Iterator[Rollout]:
@@ -53,7 +53,7 @@ class TestRolloutsAreWholeOrNotThere:
         assert list(tmp_path.iterdir()) == [path]
         assert read_newest_rollouts(tmp_path) == (path, [rollout(0, 1.0)], [])
 
-    def test_a_failure_leaves_the_older_file_and_nothing_else(self, tmp_path: Path):
+    def test_a_failed_write_leaves_only_the_older_file(self, tmp_path: Path):
         path = tmp_path / "step-000001.jsonl"
         write_rollouts(path, [rollout(0, 1.0)])
 
@@ -66,7 +66,7 @@ class TestRolloutsAreWholeOrNotThere:
         assert list(read_rollouts(path)) == [rollout(0, 1.0)]
         assert list(tmp_path.iterdir()) == [path]
 
-    def test_a_kill_leaves_half_a_file_under_a_name_that_nobody_reads(self, tmp_path: Path):
+    def test_a_kill_leaves_a_partial_file_that_is_not_read(self, tmp_path: Path):
         path = tmp_path / "step-000001.jsonl"
 
         def killed() -> Iterator[Rollout]:
@@ -85,7 +85,7 @@ class TestRolloutsAreWholeOrNotThere:
 
 
 class TestTools:
-    def test_all_read_a_run_whose_last_line_is_torn(self, run: Path):
+    def test_all_tools_read_a_run_with_a_torn_last_line(self, run: Path):
         with (run / "metrics.jsonl").open("a") as file:
             file.write(TORN)
         status, said = tool("scripts/inspect_run.py", run)
@@ -97,7 +97,7 @@ class TestTools:
         assert saved_step(run, 3).num_steps == 2
         assert last_metrics(run / "metrics.jsonl")["step"] == 3
 
-    def test_all_name_the_line_that_is_damaged_before_it(self, run: Path):
+    def test_all_tools_name_an_earlier_damaged_line(self, run: Path):
         lines = (run / "metrics.jsonl").read_text().splitlines()
         (run / "metrics.jsonl").write_text("\n".join([lines[0], TORN, lines[2]]))
         for script in ("inspect_run", "plot", "report"):
@@ -108,8 +108,8 @@ class TestTools:
             with pytest.raises(DataError, match=r"metrics\.jsonl:2"):
                 read()
 
-    def test_they_go_back_to_the_newest_rollouts_that_are_whole_and_say_so(self, run: Path):
-        """Half files under the final name are of older versions."""
+    def test_tools_fall_back_to_the_newest_complete_rollouts_and_report_it(self, run: Path):
+        """Older versions may have left partial files under the final name."""
         third = run / "rollouts" / "step-000003.jsonl"
         (run / "rollouts" / "step-000004.jsonl").write_text(third.read_text()[:-20])
         (run / "rollouts" / "step-000005.jsonl").write_text("")
@@ -125,13 +125,13 @@ class TestTools:
         assert "step-000004.jsonl:4 is not a saved rollout" in said
         assert "update 3" in said
 
-    def test_a_run_without_rollouts_that_are_whole_has_a_report(self, run: Path):
+    def test_a_run_without_complete_rollouts_has_a_report(self, run: Path):
         (run / "rollouts" / "step-000003.jsonl").write_text(json.dumps({"rollout_id": 0})[:-2])
         page = report(SavedRun.read(run))
         assert "step-000003.jsonl:1 is not a saved rollout" in page
         assert "Rollouts of update" not in page
 
-    def test_rollouts_of_a_step_that_trained_nothing_are_shown(self, run: Path):
+    def test_rollouts_of_an_untrained_step_are_shown(self, run: Path):
         (run / "rollouts" / "step-000003.jsonl").rename(run / "rollouts" / "step-000003-untrained-4.jsonl")
         status, said = tool("scripts/inspect_run.py", run)
         assert status == 0, said
