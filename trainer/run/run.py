@@ -34,8 +34,7 @@ from trainer.distributed.distributed import Distributed
 from trainer.engines.recovery import Recovery
 from trainer.engines.run_engines import Engines, start_engines
 from trainer.evaluate.evaluator import Evaluator, comparable_settings
-from trainer.evaluate.results import write_results
-from trainer.evaluate.tables import result_lines
+from trainer.evaluate.results import result_lines, write_results
 from trainer.model.critic import ActorCritic, policy_of, save_critic, with_critic
 from trainer.model.lora import is_adapted, save_merged
 from trainer.model.memory_plan import advice, memory_plan

@@ -175,9 +175,7 @@ def test_a_secret_on_the_command_line_is_in_no_file_of_wandb(tmp_path: Path):
         [sys.executable, str(tmp_path / "log.py"), *words, *secrets],
         check=True, timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
-    text = "".join(
-        str(record) for record in wandb_files.records(directory)
-    )  # joined, because blocks may split a string
+    text = "".join(str(record) for record in wandb_files.records(directory))  # blocks may split a string
     files = [path for path in (directory / "wandb").rglob("*") if path.is_file()]
     assert {".wandb", ".log"} <= {path.suffix for path in files}
     assert SECRET not in text
