@@ -1,12 +1,13 @@
-"""Gain and bias with which a reward model's rewards have mean 0 and variance 1.
+"""Gain and bias that give a reward model's rewards mean 0 and variance 1.
 
     reward = gain · score + bias,   gain = 1 / σ,   bias = −gain · μ
 
-μ and σ² are mean and population variance of the *raw* scores (gain 1, bias 0: the reset comes first) of responses that
-the frozen pretrained model samples, over all ranks. It is done before training, so that the first loss sees rewards of
-order 1, and after it, so that β means the same for every reward model.
+μ and σ² are mean and population variance of the *raw* scores (gain 1, bias 0: reset first) of responses sampled from
+the frozen pretrained model. Done before training, so that the first loss sees rewards of order 1, and after it, so that
+β means the same for every reward model.
 
-Source: Ziegler et al. 2019, section 2.1; seed 003, "Reward model normalization before and after".
+Source: Ziegler et al. 2019, section 2.1; "The N Implementation Details of RLHF with PPO" (Hugging Face blog, 2023),
+"Reward model normalization before and after".
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from rollout.errors import TrainingError
-from trainer.objective.per_rollout import LOCAL, RankReduction
 from trainer.objective.whitening import moments
 
 
@@ -29,17 +29,17 @@ class Normalization:
         return scores * self.gain + self.bias
 
 
-def fit(scores_B: Tensor, *, over_ranks: RankReduction = LOCAL) -> Normalization:
-    """From raw scores of this rank's samples.
+def fit(scores_B: Tensor) -> Normalization:
+    """Compute gain and bias from the raw scores of all samples.
 
     Raises:
-        TrainingError: all scores are equal or one is not finite, so no gain exists.
+        TrainingError: all scores are equal, or one is not finite.
     """
-    mean, variance = moments(scores_B, over_ranks=over_ranks)
+    mean, variance = moments(scores_B)
     if not (variance.isfinite() and variance > 0):
         raise TrainingError(
-            f"reward normalisation: scores of the samples have mean {float(mean):g} and variance {float(variance):g}; "
-            "expected a finite variance above 0. Look at the head's initialisation and at the sampled responses"
+            f"reward normalization: scores of the samples have mean {float(mean):g} and variance {float(variance):g}; "
+            "expected a finite variance above 0. Check the initialization of the head and the sampled responses"
         )
     gain = float(variance.rsqrt())
     return Normalization(gain=gain, bias=-gain * float(mean))
