@@ -426,7 +426,7 @@ def choose_interface(environment: MutableMapping[str, str]) -> None:
         environment["GLOO_SOCKET_IFNAME"] = interface
 
 
-def drop_stale_build_locks(older_than_s: float = STALE_LOCK_S) -> None:
+def drop_stale_build_locks() -> None:
     """Remove locks that a killed process left on torch's compiled extensions.
 
     DeepSpeed compiles its operators at first use, and torch waits for such a lock silently and forever. A compilation
@@ -435,6 +435,6 @@ def drop_stale_build_locks(older_than_s: float = STALE_LOCK_S) -> None:
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()
     for lock in Path(root).glob("**/lock"):
         with contextlib.suppress(OSError):  # another rank may have removed it
-            if time.time() - lock.stat().st_mtime > older_than_s:
+            if time.time() - lock.stat().st_mtime > STALE_LOCK_S:
                 lock.unlink()
                 log.warning("removed the stale build lock %s of a killed process", lock)

@@ -79,7 +79,6 @@ def fused_logprobs(
     transform: LogitTransform = IDENTITY,
     support: tuple[torch.Tensor, torch.Tensor] | None = None,
     with_entropy: bool = True,
-    budget_gib: float = LOGITS_BUDGET_GIB,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute log π(target) and the entropy of π per token, differentiable in hidden states, weight and bias.
 
@@ -92,7 +91,6 @@ def fused_logprobs(
         support: offsets (N + 1,) and token ids, int64; token n was drawn from `ids[offsets[n]:offsets[n + 1]]` and π
             is normalized over these alone. A target outside its support has log-probability -inf.
         with_entropy: False returns zeros, at no cost.
-        budget_gib: memory for the logits of one tile [GiB].
 
     Returns:
         logprob_N and entropy_N in nats; float32, or float64 if an input is.
@@ -105,7 +103,7 @@ def fused_logprobs(
     if support is not None and len(support[0]) != len(target_ids_N) + 1:
         raise ValueError(f"found support for {len(support[0]) - 1} tokens, expected {len(target_ids_N)} as targets")
     return _FusedLogprobs.apply(
-        hidden_ND, weight_VD, bias_V, target_ids_N, transform, _Support.of(support), with_entropy, budget_gib
+        hidden_ND, weight_VD, bias_V, target_ids_N, transform, _Support.of(support), with_entropy
     )
 
 
@@ -188,15 +186,13 @@ class _FusedLogprobs(torch.autograd.Function):
         transform: LogitTransform,
         support: _Support | None,
         with_entropy: bool,
-        budget_gib: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rounded_to = _autocast_dtype(hidden_ND, weight_VD)
-        tiles = _Tiles(hidden_ND, weight_VD, bias_V, transform, support, budget_gib, rounded_to)
+        tiles = _Tiles(hidden_ND, weight_VD, bias_V, transform, support, rounded_to)
         with torch.autocast(hidden_ND.device.type, enabled=False):
             lse_N, target_logit_N, entropy_N, exp_NV, sum_N = _normalize(tiles, target_ids_N, with_entropy)
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, target_ids_N, lse_N, entropy_N, exp_NV, sum_N)
-        ctx.transform, ctx.support, ctx.with_entropy, ctx.budget_gib = transform, support, with_entropy, budget_gib
-        ctx.rounded_to = rounded_to
+        ctx.transform, ctx.support, ctx.with_entropy, ctx.rounded_to = transform, support, with_entropy, rounded_to
         if not with_entropy:
             ctx.mark_non_differentiable(entropy_N)
         # An entropy that is only reported then has a None gradient, not zeros, and backward skips its part.
@@ -209,7 +205,7 @@ class _FusedLogprobs(torch.autograd.Function):
         grad_logprob_N, grad_entropy_N = grads
         if grad_logprob_N is None:
             grad_logprob_N = torch.zeros_like(lse_N)
-        tiles = _Tiles(hidden_ND, weight_VD, bias_V, ctx.transform, ctx.support, ctx.budget_gib, ctx.rounded_to)
+        tiles = _Tiles(hidden_ND, weight_VD, bias_V, ctx.transform, ctx.support, ctx.rounded_to)
         with torch.autocast(hidden_ND.device.type, enabled=False):
             grad_hidden, grad_weight, grad_bias = _gradients(
                 tiles,
@@ -222,7 +218,7 @@ class _FusedLogprobs(torch.autograd.Function):
                 sum_N=sum_N,
                 needs=ctx.needs_input_grad[:3],
             )
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
 def _autocast_dtype(hidden_ND: torch.Tensor, weight_VD: torch.Tensor) -> torch.dtype | None:
@@ -243,7 +239,6 @@ class _Tiles:
         bias_V: torch.Tensor | None,
         transform: LogitTransform,
         support: _Support | None,
-        budget_gib: float,
         rounded_to: torch.dtype | None,
     ) -> None:
         """rounded_to: dtype to which operands of products are rounded first, as autocast does; or None."""
@@ -260,7 +255,7 @@ class _Tiles:
         (num_tokens, _), num_vocab = hidden_ND.shape, len(weight_VD)
         self.tiles = [slice(k, min(k + TILE_K, num_vocab)) for k in range(0, num_vocab, TILE_K)]
         width = min(TILE_K, num_vocab)
-        affordable = max(1, int(budget_gib * 2**30) // (_BUFFERS * self.dtype.itemsize * width))
+        affordable = max(1, int(LOGITS_BUDGET_GIB * 2**30) // (_BUFFERS * self.dtype.itemsize * width))
         num_chunks = max(1, -(-num_tokens // affordable))
         chunk = max(1, -(-num_tokens // num_chunks))  # equal chunks, so that none is inefficiently short
         self.chunks = [slice(c, min(c + chunk, num_tokens)) for c in range(0, num_tokens, chunk)]
