@@ -6,7 +6,7 @@ import pytest
 
 from demo.preferences.language import make_tokenizer
 from rollout.errors import DataError
-from tests.unit.rewards.model.test_reward import chat_tokenizer, said
+from tests.fixtures.reward_models import chat_tokenizer, said
 from trainer.reward_model.data import Comparison, Lengths, query_ids, read_comparisons
 
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification, GPT2ForSequenceClas
 
 from rewards.model.classifier import NORMALIZATION_FILE, RewardModel, load_reward_model
 from rewards.model.padding import pad
-from tests.unit.rewards.model.test_reward import classifier  # noqa: F401  # a fixture
+from tests.fixtures.reward_models import CLASSIFIERS
 from trainer.reward_model.model import bias_place, fold, init_reward_head
 from trainer.reward_model.normalization import Normalization
 
@@ -23,8 +23,13 @@ def test_the_head_starts_with_the_square_root_in_its_standard_deviation():
     assert head.bias.abs().max() == 0
 
 
+@pytest.fixture(params=CLASSIFIERS)
+def classifier(request):
+    return CLASSIFIERS[request.param]()
+
+
 @torch.no_grad()
-def test_auto_model_gives_normalized_rewards_where_the_architecture_can_hold_the_bias(classifier, tmp_path):  # noqa: F811
+def test_auto_model_gives_normalized_rewards_where_the_architecture_can_hold_the_bias(classifier, tmp_path):
     module = RewardModel(classifier)
     normalization = Normalization(gain=3.5, bias=-1.25)
     rows = [[5, 6, 7], [9, 4, 8]]
