@@ -28,7 +28,7 @@ from rollout.errors import CheckpointError, ConfigError, LockstepError, error_na
 from rollout.system.addresses import address_towards, interface_of, is_loopback
 from trainer.distributed.reshard import fill_shards, fill_whole
 from trainer.distributed.safe_load import weights_only_loading
-from trainer.distributed.unsharded_state import open_state
+from trainer.distributed.unsharded_state import OPTIMIZER, PARAMETERS, open_state, refuse_other_model
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -308,9 +308,9 @@ class Distributed:
             tensors = dict(self.unwrapped.named_parameters())
             save_file(
                 {name: tensor.detach().contiguous() for name, tensor in tensors.items()},
-                directory / "parameters.safetensors",
+                directory / PARAMETERS,
             )
-            torch.save(self._optimizer.state_dict(), directory / "optimizer.pt")
+            torch.save(self._optimizer.state_dict(), directory / OPTIMIZER)
 
     def adopt_state(self, directory: Path, *, zero_stage: int) -> None:
         """Read state that `save_state` wrote on other ranks; a collective, before the first step.
@@ -345,22 +345,16 @@ class Distributed:
             return
         from safetensors.torch import load_file
 
-        file = directory / "parameters.safetensors"
+        file = directory / PARAMETERS
         if not file.is_file():
-            raise CheckpointError(
-                f"{directory} holds no parameters.safetensors; resume with the config it was saved with"
-            )
+            raise CheckpointError(f"{directory} holds no {PARAMETERS}; resume with the config it was saved with")
         saved = load_file(file)
         own = dict(self.unwrapped.named_parameters())
-        if saved.keys() != own.keys():
-            differing = sorted(saved.keys() ^ own.keys())
-            raise CheckpointError(
-                f"{file} is of another model: {len(differing)} parameters differ, first {differing[0]}"
-            )
+        refuse_other_model(file, saved.keys() ^ own.keys())
         with torch.no_grad():
             for name, parameter in own.items():
                 parameter.copy_(saved[name])
-        state = torch.load(directory / "optimizer.pt", map_location=self.device, weights_only=True)
+        state = torch.load(directory / OPTIMIZER, map_location=self.device, weights_only=True)
         self._optimizer.load_state_dict(state)
 
     def save_pretrained(

@@ -10,7 +10,7 @@ own converter (`ds_to_universal`) unpickles, supports only Adam, and writes the 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +20,9 @@ from safetensors import safe_open
 
 from rollout.errors import CheckpointError
 from trainer.distributed.safe_load import weights_only_loading
+
+PARAMETERS = "parameters.safetensors"
+OPTIMIZER = "optimizer.pt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,17 +82,19 @@ def open_state(directory: Path, *, trained: Sequence[str], zero_stage: int) -> R
     """
     read, saved = _of_shards(directory / "state", zero_stage) if zero_stage else _of_one(directory, trained)
     # Only the files of one process contain frozen parameters.
-    differing = sorted(set(trained) ^ saved if zero_stage else set(trained) - saved)
-    if differing:
-        raise CheckpointError(
-            f"{directory} is of another model: {len(differing)} parameters differ, first {differing[0]}"
-        )
+    refuse_other_model(directory, set(trained) ^ saved if zero_stage else set(trained) - saved)
     return read
 
 
+def refuse_other_model(path: Path, differing: Set[str]) -> None:
+    """Raise `CheckpointError` if names of parameters differ from the checkpoint's."""
+    if differing:
+        raise CheckpointError(f"{path} is of another model: {len(differing)} parameters differ, first {min(differing)}")
+
+
 def _of_one(directory: Path, trained: Sequence[str]) -> tuple[Read, set[str]]:
-    weights = safe_open(directory / "parameters.safetensors", framework="pt")
-    saved = _load(directory / "optimizer.pt")
+    weights = safe_open(directory / PARAMETERS, framework="pt")
+    saved = _load(directory / OPTIMIZER)
     if "state" not in saved:
         raise CheckpointError(f"{directory} holds the state of several optimizers, which ZeRO ranks cannot share")
     order = [index for group in saved["param_groups"] for index in group["params"]]

@@ -9,6 +9,7 @@ result of a run. Not covered: servers, which end the run.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 from rollout.errors import EngineError, RankLostError, SyncError
@@ -21,34 +22,20 @@ from trainer.engines.run_engines import Engines
 T = TypeVar("T")
 
 
+@dataclass(slots=True, kw_only=True)
 class Recovery:
     """Retry loop around work with the engines. Every rank has one, and all call it together."""
 
-    def __init__(
-        self,
-        *,
-        engines: Engines,
-        distributed: Distributed,
-        rollouts: RolloutSource,
-        sync: WeightSync,
-        version: Callable[[], int],
-        limit: int,
-        say: Callable[[str], None],
-    ) -> None:
-        """
-        Args:
-            version: returns the current weight version.
-            limit: maximal number of restarts of this process.
-            say: prints a message.
-        """
-        self._engines = engines
-        self._distributed = distributed
-        self._rollouts = rollouts
-        self._sync = sync
-        self._version = version
-        self._limit = limit
-        self._say = say
-        self.num_restarts = 0
+    engines: Engines
+    distributed: Distributed
+    rollouts: RolloutSource
+    sync: WeightSync
+    version: Callable[[], int]
+    """Returns the current weight version."""
+    limit: int
+    """Maximal number of restarts of this process."""
+    say: Callable[[str], None]
+    num_restarts: int = 0
 
     def attempt(self, act: Callable[[], T]) -> T:
         """Call `act`, which must raise the same error on all ranks, and repeat it after each restart.
@@ -63,23 +50,23 @@ class Recovery:
                     # Errors hold, in cycles, the store of a failed rendezvous, whose thread waits in gloo and would
                     # abort the process when Python exits.
                     collect_all()
-                    self._sync.reconnect()
-                    self._sync.push(self._version())
+                    self.sync.reconnect()
+                    self.sync.push(self.version())
                     is_restarted = False
                 return act()
             except RankLostError:
                 raise
             except (EngineError, SyncError) as error:
-                if self.num_restarts >= self._limit or not self._restarted():
+                if self.num_restarts >= self.limit or not self._restarted():
                     raise
                 first_line = str(error).splitlines()[0]
-                self._say(f"an engine died and was started again ({self.num_restarts} of {self._limit}): {first_line}")
-                self._rollouts.forget()
+                self.say(f"an engine died and was started again ({self.num_restarts} of {self.limit}): {first_line}")
+                self.rollouts.forget()
                 is_restarted = True
 
     def _restarted(self) -> bool:
         """Restart dead engines on all ranks; True if any was. Raises `EngineError` if one does not start."""
-        names = self._distributed.together(self._engines.restart_dead)
-        is_restarted = any(self._distributed.gather_bytes(", ".join(names).encode()))
+        names = self.distributed.together(self.engines.restart_dead)
+        is_restarted = any(self.distributed.gather_bytes(", ".join(names).encode()))
         self.num_restarts += is_restarted
         return is_restarted

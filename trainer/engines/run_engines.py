@@ -25,8 +25,7 @@ from trainer.build import embedded_engine, start_members
 from trainer.config.schema import Config
 from trainer.distributed.distributed import Distributed
 from trainer.model.memory_plan import GIB, USABLE, cache_gib_left, memory_plan
-from trainer.model.meta_model import blueprint
-from trainer.model.shape import ModelShape
+from trainer.model.shape import planned_shape
 
 PEER_GRACE_S = 60.0
 """Extra wait for another rank's engine beyond that rank's own timeout, so that it can report the cause [s]."""
@@ -122,9 +121,8 @@ def _memory(config: Config, distributed: Distributed) -> dict[str, float]:
                 "rollout.kv_cache_gib=null is planned from the memory of a GPU, but found no GPU; set a number of GiB"
             )
         return {"kv_cache_gib": cache_gib}
-    module, policy = blueprint(config)
     plan = memory_plan(
-        ModelShape.of(module, policy.model, policy.causal_lm.config),
+        planned_shape(config),
         config,
         world_size=distributed.world_size,
         zero_stage=distributed.zero_stage,

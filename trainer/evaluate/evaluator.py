@@ -71,18 +71,13 @@ class Evaluator:
         results, kept = [], []
         for name, data in self._data.items():
             rollouts = self._sample_and_score(data)
-            results.append(
-                SetResult(
-                    name=name,
-                    prompts=prompt_results(
-                        rollouts,
-                        label_column=settings.by,
-                        pass_reward=settings.pass_reward,
-                        pass_threshold=settings.pass_threshold,
-                    ),
-                    facts=rollout_facts(rollouts),
-                )
+            prompts = prompt_results(
+                rollouts,
+                label_column=settings.by,
+                pass_reward=settings.pass_reward,
+                pass_threshold=settings.pass_threshold,
             )
+            results.append(SetResult(name=name, prompts=prompts, facts=rollout_facts(rollouts)))
             kept += rollouts
         return Evaluation(results=tuple(results), rollouts=tuple(kept))
 

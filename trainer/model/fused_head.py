@@ -277,11 +277,9 @@ class _Tiles:
         if self.operand_dtype == self.dtype:
             return out.addmm_(self.operand(a), self.operand(b), beta=beta, alpha=self.transform.inner)
         product = torch.mm(self.operand(a), self.operand(b), out_dtype=self.dtype)
-        return (
-            out.mul_(beta).add_(product, alpha=self.transform.inner)
-            if beta
-            else out.copy_(product).mul_(self.transform.inner)
-        )
+        if beta:
+            return out.mul_(beta).add_(product, alpha=self.transform.inner)
+        return out.copy_(product).mul_(self.transform.inner)
 
     def logits(self, weight_KD: torch.Tensor, tile: slice, tokens: slice) -> torch.Tensor:
         """Return the scaled (C, K) logits before tanh, in buffer 0; without a softcap, the logits themselves."""
@@ -382,7 +380,13 @@ def _gradients(
                 z_CK = tiles.logits(weight_KD, tile, tokens)
                 slope_CK = None if transform.softcap is None else 1 - z_CK.tanh() ** 2
                 log_p_CK = tiles.finish(z_CK, tile, tokens).sub_(lse_N[tokens, None])
-                dz_CK = _logit_gradients(tiles, log_p_CK, g_logprob, grad_entropy_N, entropy_N, tokens)
+                if grad_entropy_N is None:
+                    dz_CK = log_p_CK.exp_().mul_(-g_logprob)
+                else:  # -p (g_logprob + g_entropy (log p + H))
+                    g_entropy = grad_entropy_N[tokens, None].to(tiles.dtype)
+                    p_CK = torch.exp(log_p_CK, out=tiles.scratch(1, log_p_CK.shape))
+                    shift = g_logprob + g_entropy * entropy_N[tokens, None]
+                    dz_CK = log_p_CK.mul_(-g_entropy).sub_(shift).mul_(p_CK)
             inside, column = _targets_in(tile, target_ids_N[tokens])
             dz_CK.scatter_add_(1, column, torch.where(inside, g_logprob, 0))
             if slope_CK is not None:
@@ -398,20 +402,3 @@ def _gradients(
         if grad_bias is not None:
             grad_bias[tile] = grad_K
     return grad_hidden, grad_weight, grad_bias
-
-
-def _logit_gradients(
-    tiles: _Tiles,
-    log_p_CK: torch.Tensor,
-    g_logprob: torch.Tensor,
-    grad_entropy_N: torch.Tensor | None,
-    entropy_N: torch.Tensor,
-    tokens: slice,
-) -> torch.Tensor:
-    """Overwrite `log_p_CK`, (C, K), with the gradient of the logits, without the targets' own part."""
-    if grad_entropy_N is None:
-        return log_p_CK.exp_().mul_(-g_logprob)
-    g_entropy = grad_entropy_N[tokens, None].to(tiles.dtype)
-    p_CK = torch.exp(log_p_CK, out=tiles.scratch(1, log_p_CK.shape))
-    # -p (g_logprob + g_entropy (log p + H))
-    return log_p_CK.mul_(-g_entropy).sub_(g_logprob + g_entropy * entropy_N[tokens, None]).mul_(p_CK)

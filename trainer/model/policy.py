@@ -66,9 +66,8 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         causal_lm = self.causal_lm
-        decoder.refuse_unpackable(causal_lm)
-        causal_lm.set_output_embeddings(fused_head(causal_lm))
         decoder.prepare(causal_lm, **setup)
+        causal_lm.set_output_embeddings(fused_head(causal_lm))
         self.logit_scale, self.softcap = logit_settings(causal_lm.config.get_text_config())
         self._compare_head_with_model()
         if is_compiled:

@@ -1,12 +1,19 @@
-"""Sizes of a model, and the arithmetic of an update that follows from them (`perf/mfu`)."""
+"""Sizes of a model, before or after it is loaded, and the arithmetic of an update (`perf/mfu`)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig
+
+from trainer.config.schema import Config
+from trainer.model.critic import ActorCritic, Critic
+from trainer.model.decoder import decoder_setup, packable_config
+from trainer.model.lora import add_adapters
+from trainer.model.policy import Policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +64,27 @@ class ModelShape:
             is_tied=bool(config.tie_word_embeddings),
             has_experts=any(text.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts")),
         )
+
+
+def planned_shape(config: Config) -> ModelShape:
+    """Measure the modules that a run would train, on the meta device: in milliseconds, without reading weights.
+
+    Raises `ConfigError` where the run itself would: no model at a path, or one that cannot be a policy or critic.
+    """
+    model, setup, trust = config.model, decoder_setup(config), config.model.trust_remote_code
+    with torch.device("meta"):
+        shapes = packable_config(model.path, setting="model.path", trust_remote_code=trust)
+        causal_lm = AutoModelForCausalLM.from_config(shapes, trust_remote_code=trust)
+        policy = Policy(add_adapters(causal_lm, model.lora) if model.lora.rank else causal_lm, **setup)
+        module: nn.Module = policy
+        if config.has_critic and model.critic == "shared":
+            module = ActorCritic.shared(policy)
+        elif config.has_critic:
+            path = model.critic_path or model.path
+            shapes = packable_config(path, setting="model.critic_path", trust_remote_code=trust)
+            decoder = AutoModel.from_config(shapes, trust_remote_code=trust)
+            module = ActorCritic(policy, Critic(decoder, **setup))
+    return ModelShape.of(module, policy.model, policy.causal_lm.config)
 
 
 def update_flops(shape: ModelShape, lengths: Sequence[int]) -> float:

@@ -80,14 +80,13 @@ class WandbRun:
             # W&B's own metadata contains the command line with secrets; `run_config` has the provenance.
             "settings": wandb.Settings(console="off", x_disable_meta=True),
         }
-        if lineage.parent is None:
-            self._run = wandb.init(resume="allow", **arguments)
-        else:
+        run = None
+        if lineage.parent is not None:
             try:
-                self._run = wandb.init(fork_from=lineage.parent, **arguments)
+                run = wandb.init(fork_from=lineage.parent, **arguments)
             except (wandb.Error, ValueError) as error:
                 log.warning("W&B cannot fork %s (%s); logging as an independent run", lineage.parent, error)
-                self._run = wandb.init(resume="allow", **arguments)
+        self._run = run or wandb.init(resume="allow", **arguments)
         self.url: str | None = self._run.url if settings.wandb == "online" else None
         self._run.define_metric(AXIS, hidden=True)
         for group in GROUPS:

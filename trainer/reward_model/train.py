@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 
@@ -211,9 +212,7 @@ class RewardModelTraining:
         return self._distributed.together(lambda: read_comparisons((rows[i] for i in chosen), self._tokenizer, lengths))
 
     def _make_directory(self) -> Path:
-        name = self._config.run_name
-        if name is None:
-            name = f"reward_model-{datetime.now():%Y%m%d-%H%M%S}"
+        name = self._config.run_name or f"reward_model-{datetime.now():%Y%m%d-%H%M%S}"
         path = Path(self._distributed.broadcast(str(Path(self._config.run_root) / name)))
 
         def make() -> None:
@@ -230,13 +229,7 @@ class RewardModelTraining:
     def _open_log(self, directory: Path) -> MetricsLog | None:
         if not self._distributed.is_main:
             return None
-        run_config = OmegaConf.to_container(OmegaConf.structured(self._config))
-        assert isinstance(run_config, dict)
-        return MetricsLog(
-            directory / "metrics.jsonl",
-            self._config.logger,
-            run_config={str(name): value for name, value in run_config.items()},
-        )
+        return MetricsLog(directory / "metrics.jsonl", self._config.logger, run_config=asdict(self._config))
 
     def _report(self, metrics: MetricsLog | None, numbers: dict[str, float]) -> None:
         if metrics is not None:

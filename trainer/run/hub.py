@@ -70,22 +70,13 @@ def model_card(config: Config, metrics: Mapping[str, float]) -> str:
         "adapters": f"LoRA of rank {config.model.lora.rank}, merged" if config.model.lora.rank else "none",
         "seed": str(config.seed),
     }
-    lines = [
-        "---",
-        yaml.safe_dump(front, sort_keys=False).strip(),
-        "---",
-        "",
-        f"# {(config.hub.repo or base).rpartition('/')[2]}",
-        "",
-        f"{base}, trained with reinforcement learning by Lockstep.",
-        "",
-        "| | |",
-        "|---|---|",
-        *(f"| {name} | {value} |" for name, value in facts.items()),
-        "",
-        *_evaluation(config, metrics),
-    ]
-    return "\n".join(lines).rstrip() + "\n"
+    table = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
+    return (
+        f"---\n{yaml.safe_dump(front, sort_keys=False).strip()}\n---\n\n"
+        f"# {(config.hub.repo or base).rpartition('/')[2]}\n\n"
+        f"{base}, trained with reinforcement learning by Lockstep.\n\n"
+        f"| | |\n|---|---|\n{table}\n\n{_evaluation(config, metrics)}\n"
+    )
 
 
 def last_metrics(path: Path) -> dict[str, float]:
@@ -96,7 +87,7 @@ def last_metrics(path: Path) -> dict[str, float]:
     return found
 
 
-def _evaluation(config: Config, metrics: Mapping[str, float]) -> list[str]:
+def _evaluation(config: Config, metrics: Mapping[str, float]) -> str:
     """Return the section on the last evaluation of each data set."""
     rows = []
     for name, data_set in config.heldout_sets().items():
@@ -111,15 +102,10 @@ def _evaluation(config: Config, metrics: Mapping[str, float]) -> list[str]:
             low, high = metrics[f"{prefix}pass@{k}_low"], metrics[f"{prefix}pass@{k}_high"]
             rows.append(f"| {title} | pass@{k} | {metrics[f'{prefix}pass@{k}']:.3f} | {low:.3f} to {high:.3f} |")
     if not rows:
-        return ["The run was not evaluated."]
+        return "The run was not evaluated."
     how = "greedy" if config.eval.temperature == 0 else f"temperature {config.eval.temperature:g}"
-    return [
-        f"Evaluated with these rewards, {how}; intervals are at 95 %, over prompts.",
-        "",
-        "| data | | value | interval |",
-        "|---|---|---|---|",
-        *rows,
-    ]
+    head = f"Evaluated with these rewards, {how}; intervals are at 95 %, over prompts."
+    return "\n".join([head, "", "| data | | value | interval |", "|---|---|---|---|", *rows])
 
 
 def _public(path: str) -> str:

@@ -1,13 +1,17 @@
-"""FLOPs of an update against torch's counter."""
+"""Planned shapes against loaded modules, and FLOPs of an update against torch's counter."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.fixtures.models import tiny_qwen3
-from trainer.model.shape import ModelShape, update_flops
+from trainer.config.schema import AlgorithmConfig, Config, LoraConfig, ModelConfig
+from trainer.model.critic import with_critic
+from trainer.model.policy import Policy
+from trainer.model.shape import ModelShape, planned_shape, update_flops
 
 LENGTHS = (24, 40)
 
@@ -30,3 +34,19 @@ def test_frozen_weights_cost_no_gradient() -> None:
     shape = ModelShape.of(model, model, model.config)
     frozen = dataclasses.replace(shape, trained=0)
     assert update_flops(shape, LENGTHS) - update_flops(frozen, LENGTHS) == 2.0 * shape.parameters * sum(LENGTHS)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "critic", "lora"),
+    [("grpo", "separate", 0), ("gae", "separate", 0), ("gae", "shared", 0), ("grpo", "separate", 4)],
+)
+def test_the_planned_shape_is_that_of_the_loaded_modules(
+    tmp_path: Path, algorithm: str, critic: str, lora: int
+) -> None:
+    tiny_qwen3(tied=True).save_pretrained(tmp_path)
+    model = ModelConfig(path=str(tmp_path), critic=critic, lora=LoraConfig(rank=lora))
+    config = Config(model=model, algorithm=AlgorithmConfig(advantage=algorithm))
+    policy = Policy.from_pretrained(tmp_path, lora=model.lora)
+    module = with_critic(policy, config)
+    (tmp_path / "model.safetensors").unlink()  # planning reads no weights
+    assert planned_shape(config) == ModelShape.of(module, policy.model, policy.causal_lm.config)
