@@ -1,4 +1,4 @@
-"""Raw rows from files and from the hub; `trainer/data/prompts.py` renames their columns and orders them.
+"""Rows from files and from the hub, with their columns renamed to what environments and rewards read.
 
 `load_rows` reads everything. `read_first_row` reads one row of a local file without the `datasets` library, so that a
 wrong column is found before anything heavy is imported.
@@ -7,11 +7,13 @@ wrong column is found before anything heavy is imported.
 from __future__ import annotations
 
 import csv
+import difflib
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rollout.environments.prompt import PROMPT_COLUMNS
 from rollout.errors import DataError
 
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -117,3 +119,50 @@ def _check_lines(path: Path) -> None:
 
 def _no_rows(path: str) -> DataError:
     return DataError(f"data set {path} has no rows; set data.path=<file or hub id with at least one row>")
+
+
+def rename(row: Mapping[str, Any], columns: Mapping[str, str], *, of: str) -> dict[str, Any]:
+    """Return a copy of the row with renamed columns.
+
+    Args:
+        row: as in the data set.
+        columns: maps new names to columns. A nested column is a path, `reward_model.ground_truth`; text on the way is
+            parsed as JSON. Other columns stay; the old names of renamed ones go.
+        of: name of the data set, for errors.
+
+    Raises:
+        DataError: no such column; the message lists those of the row.
+    """
+    found = {name: _find(row, path, name, of) for name, path in columns.items()}
+    kept = {name: value for name, value in row.items() if name not in columns.values()}
+    if any(name in columns for name in PROMPT_COLUMNS):
+        # An environment takes the first prompt column it finds, which must be the chosen one.
+        kept = {name: value for name, value in kept.items() if name not in PROMPT_COLUMNS}
+    return {**kept, **found}
+
+
+def _find(row: Mapping[str, Any], path: str, name: str, of: str) -> Any:
+    if path in row:
+        return row[path]
+    value: Any = row
+    for part in path.split("."):
+        if isinstance(value, str):
+            value = _json(value)
+        if not isinstance(value, Mapping) or part not in value:
+            there = list(value) if isinstance(value, Mapping) else []
+            close = difflib.get_close_matches(part, there, n=1)
+            hint = close[0] if close else "<one of these>"
+            raise DataError(
+                f"data set {of} has no column {path}; its first row has {', '.join(row) or 'none'}"
+                + (f" (and {path.rpartition('.')[0]} has {', '.join(there)})" if value is not row and there else "")
+                + f"; set 'data.columns={{{name}: {path.replace(part, hint)}}}'"
+            )
+        value = value[part]
+    return value
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text

@@ -23,8 +23,7 @@ import numpy as np
 from rollout.environments.prompt import Prompt
 from rollout.errors import DataError
 from trainer.config.schema import Config, CurriculumConfig, DataSetConfig
-from trainer.data.columns import rename
-from trainer.data.datasets import load_rows
+from trainer.data.datasets import load_rows, rename
 
 Row = Mapping[str, Any]
 
@@ -131,14 +130,10 @@ class Prompts:
         """Number of rows of all data sets together."""
         return sum(map(len, self._sets))
 
-    @property
-    def epoch(self) -> float:
-        return self.cursor / len(self)
-
     def metrics(self) -> dict[str, float]:
         """Return `data/*`: epochs over all rows, and with a curriculum the number of resting rows."""
         resting = {} if self._curriculum is None else {"data/resting_rows": float(len(self.resting))}
-        return {"data/epoch": self.epoch, **resting}
+        return {"data/epoch": self.cursor / len(self), **resting}
 
     @property
     def unfinished(self) -> tuple[int, ...]:

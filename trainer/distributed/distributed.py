@@ -27,8 +27,13 @@ from torch.utils.cpp_extension import get_default_build_root
 from rollout.errors import CheckpointError, ConfigError, LockstepError, error_named
 from rollout.system.addresses import address_towards, interface_of, is_loopback
 from trainer.distributed.reshard import fill_shards, fill_whole
-from trainer.distributed.safe_load import weights_only_loading
-from trainer.distributed.unsharded_state import OPTIMIZER, PARAMETERS, open_state, refuse_other_model
+from trainer.distributed.unsharded_state import (
+    OPTIMIZER,
+    PARAMETERS,
+    open_state,
+    refuse_other_model,
+    weights_only_loading,
+)
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

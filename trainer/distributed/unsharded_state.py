@@ -5,12 +5,16 @@
 
 Tensors are mapped from disk and assembled one parameter at a time, so memory never holds a second model. DeepSpeed's
 own converter (`ds_to_universal`) unpickles, supports only Adam, and writes the state to disk twice more.
+
+Loading runs no code: safetensors, and `torch.load` with weights only. Not covered: forged weights.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,10 +23,11 @@ import torch
 from safetensors import safe_open
 
 from rollout.errors import CheckpointError
-from trainer.distributed.safe_load import weights_only_loading
 
 PARAMETERS = "parameters.safetensors"
 OPTIMIZER = "optimizer.pt"
+SWITCH = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+"""Environment variable of torch that overrides the argument `weights_only` of `torch.load`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,3 +184,26 @@ def _files(directory: Path, kind: str) -> list[Path]:
 
 def _load(file: Path) -> Any:
     return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+
+
+@contextmanager
+def weights_only_loading() -> Iterator[None]:
+    """Force `torch.load` to be weights-only inside the block, whatever its caller passes.
+
+    DeepSpeed 0.19.8 calls `torch.load(weights_only=False)`, which executes pickles. Torch's environment switch
+    overrides it, and four classes of DeepSpeed's state are allowed by name; others raise pickle.UnpicklingError.
+    """
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    before = os.environ.get(SWITCH)
+    os.environ[SWITCH] = "1"
+    try:
+        with torch.serialization.safe_globals([LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]):
+            yield
+    finally:
+        if before is None:
+            del os.environ[SWITCH]
+        else:
+            os.environ[SWITCH] = before

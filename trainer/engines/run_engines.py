@@ -65,14 +65,14 @@ def start_engines(config: Config, distributed: Distributed, *, loop: BackgroundL
     """
     if config.rollout.engine == "colocated":
         return _colocated(config, distributed, loop=loop, logs=logs)
-    return distributed.together(lambda: _of_rank_0(config, distributed, loop=loop, logs=logs))
 
+    def start() -> Engines:
+        if not distributed.is_main:
+            return Engines(loop=loop)
+        members = start_members(config, loop=loop, log_path=logs / "engine.log")
+        return Engines(loop=loop, pool=EnginePool(members), synced=members)
 
-def _of_rank_0(config: Config, distributed: Distributed, *, loop: BackgroundLoop, logs: Path) -> Engines:
-    if not distributed.is_main:
-        return Engines(loop=loop)
-    members = start_members(config, loop=loop, log_path=logs / "engine.log")
-    return Engines(loop=loop, pool=EnginePool(members), synced=members)
+    return distributed.together(start)
 
 
 def _colocated(config: Config, distributed: Distributed, *, loop: BackgroundLoop, logs: Path) -> Engines:

@@ -61,10 +61,6 @@ class SetResult:
         """Number of samples per prompt."""
         return len(self.prompts[0].rewards)
 
-    @property
-    def title(self) -> str:
-        return self.name or "held-out data"
-
     def rewards(self) -> Estimate:
         """Return mean@n: the mean over prompts of the mean reward of their n samples."""
         return estimates.mean([prompt.mean_reward for prompt in self.prompts])
@@ -120,10 +116,6 @@ class PairedComparison:
     better: int
     """Number of prompts on which the second model has the higher mean reward."""
     worse: int
-
-    @property
-    def title(self) -> str:
-        return self.name or "held-out data"
 
 
 def prompt_results(
@@ -193,7 +185,7 @@ def _compare(first: SetResult, second: SetResult) -> PairedComparison:
     differs = [prompt.prompt for prompt in first.prompts] != [prompt.prompt for prompt in second.prompts]
     if differs or first.num_samples != second.num_samples:
         raise DataError(
-            f"{second.title}: {len(first.prompts)} prompts x {first.num_samples} samples cannot be compared with "
+            f"{title(second.name)}: {len(first.prompts)} prompts x {first.num_samples} samples cannot be compared with "
             f"{len(second.prompts)} x {second.num_samples}"
             + (" other prompts" if differs else "")
             + "; evaluate both with the same data, eval.prompts and eval.samples_per_prompt"
@@ -213,7 +205,7 @@ def _compare(first: SetResult, second: SetResult) -> PairedComparison:
 
 
 def _titles(results: Sequence[SetResult]) -> str:
-    return ", ".join(result.title for result in results) or "none"
+    return ", ".join(title(result.name) for result in results) or "none"
 
 
 def write_results(
@@ -324,14 +316,19 @@ def comparison_lines(comparisons: Sequence[PairedComparison], first: str, second
     for item in comparisons:
         cells = [f"reward {_signed(item.reward)}"]
         cells += [f"pass@{k} {_signed(rate)}" for k, rate in item.pass_rates.items()]
-        yield f"{item.title}  {'  '.join(cells)}"
+        yield f"{title(item.name)}  {'  '.join(cells)}"
         same = item.prompts - item.better - item.worse
-        yield f"{'':{len(item.title)}}  better on {item.better} prompts, worse on {item.worse}, equal on {same}"
+        yield f"{'':{len(title(item.name))}}  better on {item.better} prompts, worse on {item.worse}, equal on {same}"
+
+
+def title(name: str) -> str:
+    """Return the displayed name of a data set."""
+    return name or "held-out data"
 
 
 def _rows(results: Sequence[SetResult]) -> Iterator[tuple[str, SetResult]]:
     for result in results:
-        yield result.title, result
+        yield title(result.name), result
         parts = result.by_label()
         if len(parts) > 1:
             yield from ((f"  {label}", part) for label, part in parts.items())

@@ -11,7 +11,7 @@ import deepspeed
 import torch
 
 from trainer.distributed.distributed import skip_deepspeed_builds
-from trainer.distributed.safe_load import weights_only_loading
+from trainer.distributed.unsharded_state import weights_only_loading
 
 
 class Bomb:

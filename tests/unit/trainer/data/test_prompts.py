@@ -16,8 +16,7 @@ from rollout.errors import DataError
 from rollout.system.background_loop import BackgroundLoop
 from tests.fixtures.policies import CHAT
 from trainer.config.schema import CurriculumConfig, DataSetConfig
-from trainer.data.columns import rename
-from trainer.data.datasets import load_rows, read_first_row
+from trainer.data.datasets import load_rows, read_first_row, rename
 from trainer.data.prompt_filter import short_enough
 from trainer.data.prompts import ROW_KEY, DataSet, Prompts, load_data_set
 
