@@ -311,10 +311,7 @@ class Distributed:
             from safetensors.torch import save_file
 
             tensors = dict(self.unwrapped.named_parameters())
-            save_file(
-                {name: tensor.detach().contiguous() for name, tensor in tensors.items()},
-                directory / PARAMETERS,
-            )
+            save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, directory / PARAMETERS)
             torch.save(self._optimizer.state_dict(), directory / OPTIMIZER)
 
     def adopt_state(self, directory: Path, *, zero_stage: int) -> None:

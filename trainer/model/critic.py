@@ -138,12 +138,7 @@ class ActorCritic(nn.Module):
         return cls(policy, head.to(weight.device, weight.dtype))
 
     def forward(
-        self,
-        packed: PackedBatch,
-        *,
-        temperature: float = 1.0,
-        with_entropy: bool = True,
-        with_values: bool = False,
+        self, packed: PackedBatch, *, temperature: float = 1.0, with_entropy: bool = True, with_values: bool = False
     ) -> tuple[Tensor, ...]:
         """Return logp_T and entropy_T as `Policy.forward`, and with `with_values` also values_T.
 

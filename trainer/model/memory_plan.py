@@ -108,10 +108,7 @@ def memory_plan(
         optimizer=share(OPTIMIZER_BYTES[config.optimizer.name] * shape.trained, from_stage=1),
         reference=share(reference * shape.engine_parameters, from_stage=3) if needs_copy else 0,
         activations=activation_bytes(
-            shape,
-            config.token_budget,
-            compute=compute,
-            is_checkpointed=config.model.gradient_checkpointing,
+            shape, config.token_budget, compute=compute, is_checkpointed=config.model.gradient_checkpointing
         ),
         logits=logits_bytes(shape, config.token_budget),
         gathered=min(gathered, compute * shape.parameters),

@@ -47,11 +47,7 @@ class Policy(nn.Module):
     """log π(token) and entropy of packed rows. No dropout, so train mode computes what eval mode does."""
 
     def __init__(
-        self,
-        model: PreTrainedModel | PeftModel,
-        *,
-        is_compiled: bool = False,
-        **setup: Unpack[decoder.DecoderSetup],
+        self, model: PreTrainedModel | PeftModel, *, is_compiled: bool = False, **setup: Unpack[decoder.DecoderSetup]
     ) -> None:
         """Wrap a loaded model. `policy.model` stays usable by itself: saving, generation, plain logits.
 

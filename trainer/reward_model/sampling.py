@@ -85,12 +85,7 @@ def normalization_samples(config: RewardModelConfig) -> list[list[int]]:
 
 @torch.no_grad()
 def sample_responses(
-    model: PreTrainedModel,
-    queries: Sequence[Sequence[int]],
-    *,
-    length: int,
-    temperature: float,
-    seed: int,
+    model: PreTrainedModel, queries: Sequence[Sequence[int]], *, length: int, temperature: float, seed: int
 ) -> list[list[int]]:
     """Sample `length` tokens for each query, over the whole vocabulary.
 

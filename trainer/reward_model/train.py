@@ -189,10 +189,7 @@ class RewardModelTraining:
         if not self._config.normalization.num_samples:
             return record
         mean, variance = moments(self._score_samples())
-        return record | {
-            "reward_model/normalized_mean": float(mean),
-            "reward_model/normalized_var": float(variance),
-        }
+        return record | {"reward_model/normalized_mean": float(mean), "reward_model/normalized_var": float(variance)}
 
     def _means(self, sums: Sequence[dict[str, torch.Tensor]], count: int, prefix: str) -> dict[str, float]:
         """Add the sums of microbatches and ranks, and divide by the number of comparisons."""

@@ -95,12 +95,12 @@ class _Axis:
 
     @classmethod
     def logarithmic(cls, values: Sequence[float]) -> _Axis:
-        """Make an axis of whole powers of ten around the positive values. Its numbers are exponents."""
+        """Make an axis of whole powers of ten around the positive values. `low` and `high` are exponents."""
         high = math.ceil(math.log10(max(values)) + 1e-9)
         low = max(math.floor(math.log10(min(values)) - 1e-9), high - LOG_DECADES)
         low = min(low, high - 1)
         every = max(1, math.ceil((high - low) / 5))
-        return cls(low=low, high=high, ticks=[*range(low, high + 1, every)], is_log=True)
+        return cls(low=low, high=high, ticks=[10.0**power for power in range(low, high + 1, every)], is_log=True)
 
     def share(self, value: float) -> float:
         """Return the position of a value between the ends, 0 to 1."""
@@ -109,10 +109,7 @@ class _Axis:
         return min(1.0, max(0.0, (value - self.low) / (self.high - self.low)))
 
     def label(self, tick: float) -> str:
-        return f"1e{int(tick)}" if self.is_log else number(tick)
-
-    def place(self, tick: float) -> float:
-        return (tick - self.low) / (self.high - self.low)
+        return f"1e{round(math.log10(tick))}" if self.is_log else number(tick)
 
 
 def number(value: float) -> str:
@@ -138,13 +135,13 @@ def _y(share: float) -> float:
 def _grid(x_axis: _Axis, y_axis: _Axis) -> Markup:
     lines = []
     for tick in y_axis.ticks:
-        y = _y(y_axis.place(tick))
+        y = _y(y_axis.share(tick))
         lines.append(Markup('<path class="grid" d="M{} {}H{}"/>').format(LEFT, y, WIDTH - RIGHT))
         lines.append(
             Markup('<text x="{}" y="{}" text-anchor="end">{}</text>').format(LEFT - 6, y + 4, y_axis.label(tick))
         )
     for tick in x_axis.ticks:
-        x = _x(x_axis.place(tick))
+        x = _x(x_axis.share(tick))
         lines.append(Markup('<text x="{}" y="{}" text-anchor="middle">{}</text>').format(x, HEIGHT - 7, number(tick)))
     return Markup("").join(lines)
 
