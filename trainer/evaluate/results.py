@@ -97,8 +97,8 @@ class SetResult:
         }
         for k, rate in self.pass_rates().items():
             found |= {f"pass@{k}": rate.value, f"pass@{k}_low": rate.low, f"pass@{k}_high": rate.high}
-        labelled = self.by_label()
-        for label, part in labelled.items() if len(labelled) > 1 else ():
+        parts = self.by_label()
+        for label, part in parts.items() if len(parts) > 1 else ():
             found |= {f"{label}/reward_mean": part.rewards().value, f"{label}/pass@1": part.pass_rates()[1].value}
         return {f"{prefix}{name}": value for name, value in found.items() if math.isfinite(value)}
 
