@@ -15,7 +15,7 @@ begun ahead of their training (`rollout.max_staleness`) are tracked by their pla
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -65,9 +65,6 @@ class DataSet:
         if self.name is not None:
             row[DATASET] = self.name
         return row
-
-    def __iter__(self) -> Iterator[Row]:
-        return (self[index] for index in range(len(self)))
 
     def subset(self, kept: Sequence[int]) -> DataSet:
         """Return the data set with these rows only."""

@@ -1,4 +1,4 @@
-"""The reward model: made from a pretrained trunk, and saved with its normalization folded in.
+"""The reward model: made from a pretrained trunk, normalized, and saved with its normalization folded in.
 
 The gain goes into the head's weight. The bias goes into the head's bias if it has one; else, for decoders whose last
 operation before the head is a LayerNorm with a bias (GPT-2 and similar), into that: adding b · w / |w|² to it adds b to
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from rewards.model.classifier import NORMALIZATION_FILE, RewardModel
-from rollout.errors import ConfigError
+from rollout.errors import ConfigError, TrainingError
 from trainer.distributed.distributed import Distributed
 from trainer.model.decoder import disable_randomness
+from trainer.objective.whitening import moments
 from trainer.reward_model.config import RewardModelConfig
-from trainer.reward_model.normalization import Normalization
 
 
 def make_model(config: RewardModelConfig, distributed: Distributed, *, pad_token_id: int | None) -> RewardModel:
@@ -76,6 +76,39 @@ def init_reward_head(head: nn.Linear, *, generator: torch.Generator) -> None:
     head.weight.copy_(weight.normal_(0.0, 1.0 / math.sqrt(head.in_features + 1), generator=generator))
     if head.bias is not None:
         head.bias.zero_()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Normalization:
+    """Gain and bias that give rewards mean 0 and variance 1: reward = gain · score + bias.
+
+    Fitted to the *raw* scores (gain 1, bias 0: reset first) of responses sampled from the frozen pretrained model:
+    before training, so that the first loss sees rewards of order 1, and after it, so that β means the same for every
+    reward model. Source: Ziegler et al. 2019, section 2.1; "The N Implementation Details of RLHF with PPO" (Hugging Face blog,
+    2023), "Reward model normalization before and after".
+    """
+
+    gain: float = 1.0
+    bias: float = 0.0
+
+    def __call__(self, scores: Tensor) -> Tensor:
+        return scores * self.gain + self.bias
+
+
+def fit(scores_B: Tensor) -> Normalization:
+    """Compute gain = 1 / σ and bias = −μ / σ from the raw scores of all samples, with the population variance.
+
+    Raises:
+        TrainingError: all scores are equal, or one is not finite.
+    """
+    mean, variance = moments(scores_B)
+    if not (variance.isfinite() and variance > 0):
+        raise TrainingError(
+            f"reward normalization: scores of the samples have mean {float(mean):g} and variance {float(variance):g}; "
+            "expected a finite variance above 0. Check the initialization of the head and the sampled responses"
+        )
+    gain = float(variance.rsqrt())
+    return Normalization(gain=gain, bias=-gain * float(mean))
 
 
 def save(

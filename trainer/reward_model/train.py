@@ -28,8 +28,7 @@ from trainer.observe.metrics_log import MetricsLog
 from trainer.reward_model.config import RewardModelConfig
 from trainer.reward_model.data import Comparison, Lengths, read_comparisons
 from trainer.reward_model.losses import best_of_n_loss
-from trainer.reward_model.model import make_model, save
-from trainer.reward_model.normalization import Normalization, fit
+from trainer.reward_model.model import Normalization, fit, make_model, save
 from trainer.reward_model.sampling import normalization_samples
 from trainer.update.optimizer import make_optimizer
 from trainer.update.schedule import learning_rate

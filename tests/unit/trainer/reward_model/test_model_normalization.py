@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rollout.errors import TrainingError
-from trainer.reward_model.normalization import Normalization, fit
+from trainer.reward_model.model import Normalization, fit
 
 
 def test_normalized_rewards_have_mean_zero_and_population_variance_one():
