@@ -84,8 +84,8 @@ class Normalization:
 
     Fitted to the *raw* scores (gain 1, bias 0: reset first) of responses sampled from the frozen pretrained model:
     before training, so that the first loss sees rewards of order 1, and after it, so that β means the same for every
-    reward model. Source: Ziegler et al. 2019, section 2.1; "The N Implementation Details of RLHF with PPO" (Hugging Face
-    blog, 2023), "Reward model normalization before and after".
+    reward model. Source: Ziegler et al. 2019, section 2.1; "The N Implementation Details of RLHF with PPO" (Hugging
+    Face blog, 2023), "Reward model normalization before and after".
     """
 
     gain: float = 1.0
