@@ -78,9 +78,9 @@ bench: install ## Run the programs in benchmarks/; BENCH=head for one of them, A
 		echo "benchmarks/$$name.py: $$((SECONDS - started)) s"; \
 	done; exit $$status
 
-docs: install ## Write docs/settings.md and docs/map.md from the code, and build the site of docs/ into site/
-	$(BIN)/python scripts/list_settings.py
-	$(BIN)/python scripts/map_code.py
+docs: install ## Write the generated pages of docs/ from the code, and build the site of docs/ into site/
+	$(BIN)/python -m scripts.list_settings
+	$(BIN)/python -m scripts.map_code
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build # not --quiet: that hides warnings from strict mode, too
 
 clean: ## Remove caches and build output; keeps .venv, models and runs

@@ -37,9 +37,8 @@ from trainer.batch.assignment import plan
 from trainer.batch.packing import collate
 from trainer.batch.step_batch import StepBatch
 from trainer.config.schema import Config, OptimizerConfig
-from trainer.model.flops import update_flops
-from trainer.model.memory_plan import ModelShape
 from trainer.model.policy import Policy
+from trainer.model.shape import ModelShape, update_flops
 from trainer.update.optimizer import make_optimizer
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

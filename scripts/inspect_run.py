@@ -27,7 +27,7 @@ def main() -> int:
     from rollout.errors import LockstepError
     from rollout.saved_rollouts import read_newest_rollouts, read_rollouts
     from trainer.observe.console import RunConsole
-    from trainer.observe.saved_metrics import read_metrics
+    from trainer.observe.metrics_log import read_metrics
 
     console = Console(highlight=False)
     directory = arguments.run / "rollouts"

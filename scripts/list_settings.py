@@ -1,7 +1,7 @@
 """Write docs/settings.md and the tables of docs/algorithms.md from the declarations of settings, losses and advantages.
 
-    python scripts/list_settings.py            # also: make docs
-    python scripts/list_settings.py --check    # exit 1 when a page is not up to date
+    python -m scripts.list_settings            # also: make docs
+    python -m scripts.list_settings --check    # exit 1 when a page is not up to date
 
 The tables are generated, so they cannot contradict the code: edit trainer/config/schema.py, the files of
 trainer/objective/losses and advantages, or the header of a preset in configs/algorithm.
@@ -9,21 +9,19 @@ trainer/objective/losses and advantages, or the header of a preset in configs/al
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import yaml
 
+from scripts.generated import ROOT, main
 from trainer.config.schema import AlgorithmConfig, Config, DataSetConfig
 from trainer.objective.declare import ADVANTAGES, POLICY_LOSSES, Declared
 from trainer.setting import Setting, typed
 
-ROOT = Path(__file__).resolve().parents[1]
-SETTINGS, ALGORITHMS = ROOT / "docs" / "settings.md", ROOT / "docs" / "algorithms.md"
+ALGORITHMS = "docs/algorithms.md"
 
 HEADER = """# Settings
 
@@ -84,7 +82,7 @@ def settings_page() -> str:
 
 def algorithms_page() -> str:
     """Return docs/algorithms.md with its generated tables."""
-    page = ALGORITHMS.read_text()
+    page = (ROOT / ALGORITHMS).read_text(encoding="utf-8")
     for name, lines in (("presets", presets()), ("losses", losses()), ("advantages", advantages())):
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
         before, _, rest = page.partition(begin)
@@ -151,22 +149,7 @@ def first_line(declared: Declared) -> str:
     return " ".join((declared.function.__doc__ or "").split("\n\n")[0].split()).rstrip(".")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Write docs/settings.md and the tables of docs/algorithms.md.")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a page is out of date")
-    is_check, is_stale = parser.parse_args().check, False
-    for path, page in ((SETTINGS, settings_page()), (ALGORITHMS, algorithms_page())):
-        if path.is_file() and path.read_text() == page:
-            continue
-        name = path.relative_to(ROOT)
-        if is_check:
-            print(f"{name} is not up to date; run: make docs", file=sys.stderr)
-            is_stale = True
-        else:
-            path.write_text(page)
-            print(f"wrote {name}")
-    return int(is_stale)
-
+PAGES = {"docs/settings.md": settings_page, ALGORITHMS: algorithms_page}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(PAGES, "Write docs/settings.md and the tables of docs/algorithms.md."))

@@ -1,21 +1,20 @@
 """Write docs/map.md: the rooms of the library in the order of their layers, and every module in one line.
 
-    python scripts/map_code.py            # also: make docs
-    python scripts/map_code.py --check    # write nothing; exit 1 if the page is out of date
+    python -m scripts.map_code            # also: make docs
+    python -m scripts.map_code --check    # write nothing; exit 1 if the page is out of date
 
 The page is generated from docstrings. To change a line, edit the docstring of its module.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import re
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "map.md"
+from scripts.generated import ROOT, main
+
 PACKAGES = ("trainer", "rewards", "rollout", "demo", "scripts")
 HEADER = """# Map of the code
 
@@ -49,9 +48,10 @@ ROOMS = (
     "trainer/data",
     "trainer/checkpoint",
     "trainer/distributed",
-    "trainer/objective",
     "trainer/config",
+    "trainer/objective",
     "trainer/stopwatch.py",
+    "trainer/setting.py",
     "rewards/__init__.py",
     "rewards/composition.py",
     "rewards/workers",
@@ -59,6 +59,7 @@ ROOMS = (
     "rewards/model",
     "rewards/functions",
     "rewards/trl.py",
+    "rewards/shaping.py",
     "rewards/outcomes.py",
     "rewards/sandbox",
     "rollout/sampler",
@@ -111,18 +112,7 @@ def page() -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Write docs/map.md from the docstrings of all modules.")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is out of date")
-    text = page()
-    if not parser.parse_args().check:
-        PAGE.write_text(text, encoding="utf-8")
-        print(f"wrote {PAGE}")
-    elif PAGE.read_text(encoding="utf-8") != text:
-        print(f"{PAGE} is not what the docstrings say; run: make docs", file=sys.stderr)
-        return 1
-    return 0
-
+PAGES = {"docs/map.md": page}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(PAGES, "Write docs/map.md from the docstrings of all modules."))

@@ -21,7 +21,7 @@ EXPECTED_KL, CRITICAL_KL = 0.01, 0.1
 
 def read(run: Path) -> list[dict[str, float]]:
     from rollout.errors import LockstepError
-    from trainer.observe.saved_metrics import read_metrics
+    from trainer.observe.metrics_log import read_metrics
 
     try:
         return read_metrics(run / "metrics.jsonl")

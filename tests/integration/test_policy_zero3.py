@@ -78,10 +78,10 @@ def worker(directory: Path) -> None:
     from deepspeed.utils import safe_get_full_grad
 
     from trainer.batch.packing import StepLayout, collate
-    from trainer.distributed.distributed import build_nothing
+    from trainer.distributed.distributed import skip_deepspeed_builds
     from trainer.model.policy import Policy
 
-    build_nothing()
+    skip_deepspeed_builds()
     rows = training_rows()
     layout = StepLayout.of(rows)
     reference = Policy.from_pretrained(directory / "model").train()

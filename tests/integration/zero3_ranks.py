@@ -24,14 +24,14 @@ from rollout.weights.shards import Fetch
 from rollout.weights.sync import WeightSync
 from tests.fixtures.models import perturb, sampled_logprobs, save_tiny_model, tiny_qwen3
 from tests.fixtures.processes import descendants
-from trainer.distributed.distributed import build_nothing
+from trainer.distributed.distributed import skip_deepspeed_builds
 
 BUCKET_BYTES = 64 * 1024
 PROMPT = tuple(range(10, 180))
 
 
 def main(directory: Path) -> None:
-    build_nothing()
+    skip_deepspeed_builds()
     deepspeed.init_distributed("gloo")
     rank = dist.get_rank()
     model = tiny_qwen3(tied=True)

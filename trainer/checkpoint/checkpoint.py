@@ -1,12 +1,12 @@
-"""Checkpoints that are whole or not there.
+"""Atomic checkpoints: complete, or ignored.
 
-A checkpoint is written into a temporary directory; its manifest, with the size and SHA-256 of every file, comes last;
-then the directory is renamed into place. What has no valid manifest is no checkpoint, and the loader names what it
-skipped. Old checkpoints go only after a new one is published. At every moment of this, whatever kills the process, a
-complete checkpoint is there that is at most one save old.
+A checkpoint is written into a temporary directory; its manifest, with size and SHA-256 of every file, is written last;
+then the directory is renamed into place. A directory without a valid manifest is skipped and reported. Old checkpoints
+are removed only after a new one is published. So a kill at any moment leaves a complete checkpoint that is at most one
+save old.
 
-State is parameters, optimizer state, and a few numbers: updates done, rows taken, what controllers have seen. Data
-order, sampling seeds, minibatch order and the learning rate are functions of these numbers and the configuration.
+State is parameters, optimizer state, and a few numbers: updates done, rows taken, state of controllers. Data order,
+sampling seeds, minibatch order and learning rate are functions of these numbers and the configuration.
 """
 
 from __future__ import annotations
@@ -32,61 +32,62 @@ from trainer.distributed.distributed import Distributed
 SCHEMA = 1
 MANIFEST = "manifest.json"
 CONFIG = "config.json"
-"""The settings that the state was made with, without secrets: to say what was changed since."""
+"""Settings of the run without secrets, for reporting changes on resume."""
 REPLACED = ".replaced"
-"""End of the name of an older checkpoint of the same update, while a newer one takes its place."""
+"""Suffix of an older checkpoint of the same update while a newer one replaces it."""
 PARTIAL = ".partial-step-"
-"""Beginning of the name of what is still being written."""
+"""Prefix of a checkpoint that is still being written."""
 LATEST = "latest"
-"""Link to the newest checkpoint, for people and scripts; the loader does not need it."""
+"""Link to the newest checkpoint, for people and scripts; the loader does not use it."""
 RECORDED_VERSIONS = ("torch", "transformers", "accelerate", "deepspeed", "lockstep-rl")
 LOADED_SUFFIXES = (".pt", ".safetensors")
 UNREADABLE = (OSError, RuntimeError, ValueError, KeyError, EOFError, SafetensorError, pickle.UnpicklingError)
-"""What loaders raise for a file that is damaged, of something else, or would run code."""
+"""Errors of loaders for files that are damaged, of another format, or would run code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:
-    """Everything that is not a tensor and cannot be derived."""
+    """State that is not a tensor and cannot be derived."""
 
     step: int
     """Rollout batches trained."""
     update: int
-    """Optimizer updates done; also the version of the weights."""
+    """Optimizer updates done; also the weight version."""
     data_cursor: int
     """Data rows taken."""
     resting_rows: Mapping[str, int] = field(default_factory=dict)
-    """Rows that a curriculum leaves out for now (`Prompts.resting`)."""
+    """Rows that a curriculum currently leaves out (`Prompts.resting`)."""
     unfinished: Sequence[int] = ()
-    """Numbers of the rows among them that are not trained yet; a resumed run samples them first."""
+    """Places of taken rows that are not trained yet; a resumed run samples them first."""
     kl_coef: float | None = None
-    """Weight of the KL penalty, where a controller adapts it."""
+    """Adapted weight of the KL penalty; None without a controller."""
     wandb_id: str | None = None
     noise_floor: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of the trainer against itself, as last measured."""
+    """Last measured noise floor, by metric."""
     grad_norms: Sequence[float] = ()
-    """Of the last updates, what a spike is compared with."""
+    """Gradient norms of the last updates, the baseline of spike detection."""
     skipped_updates: int = 0
-    """Since the beginning of the run."""
+    """Skipped updates since the start of the run."""
     skipped_in_a_row: int = 0
 
     def __post_init__(self) -> None:
-        """Raises ValueError for what no run has written: a state is read from a file."""
+        """Validate the fields, which are read from a file. Raises ValueError."""
+        for name in ("unfinished", "grad_norms"):
+            if not isinstance(getattr(self, name), list | tuple):
+                raise ValueError(f"{name}: expected a list, found {getattr(self, name)!r}")
         counts = [self.step, self.update, self.data_cursor, self.skipped_updates, self.skipped_in_a_row]
-        if not isinstance(self.unfinished, list | tuple):
-            raise ValueError("unfinished rows that are no list")
         counts += self.unfinished
         if not all(type(count) is int and count >= 0 for count in counts):
-            raise ValueError("counts that are no counts")
-        if not isinstance(self.noise_floor, Mapping) or not isinstance(self.grad_norms, list | tuple):
-            raise ValueError("a noise floor or gradient norms of another type")
+            raise ValueError(f"expected non-negative integers, found {counts}")
+        if not isinstance(self.noise_floor, Mapping):
+            raise ValueError(f"noise_floor: expected an object, found {self.noise_floor!r}")
         if not all(type(value) in (int, float) for value in self.noise_floor.values()):
-            raise ValueError("a noise floor of something else than numbers")
+            raise ValueError(f"noise_floor: expected numbers, found {self.noise_floor}")
         finite = [*self.grad_norms, *([] if self.kl_coef is None else [self.kl_coef])]
         if not all(type(number) in (int, float) and math.isfinite(number) for number in finite):
-            raise ValueError("numbers that are not finite")
+            raise ValueError(f"grad_norms and kl_coef: expected finite numbers, found {finite}")
         if not isinstance(self.wandb_id, str | None):
-            raise ValueError("a W&B id that is no text")
+            raise ValueError(f"wandb_id: expected text, found {self.wandb_id!r}")
 
 
 def save(
@@ -97,9 +98,9 @@ def save(
     keep: int,
     config: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write checkpoint `step-N` below `directory`, publish it, then drop all but the newest `keep`. A collective.
+    """Write checkpoint `step-N` below `directory`, publish it, then remove all but the newest `keep`; a collective.
 
-    config: of the run, without secrets; kept beside the state, and its hash in the manifest.
+    config: settings of the run without secrets, stored beside the state, with their hash in the manifest.
     Raises `CheckpointError` on all ranks if the disk is full or not writable; earlier checkpoints are untouched.
     """
     final = directory / f"step-{state.update}"
@@ -108,11 +109,11 @@ def save(
     def prepare() -> None:
         if distributed.is_main:
             try:
-                for left in directory.glob(f"{PARTIAL}*"):  # of killed saves: this run is the only one here
+                for left in directory.glob(f"{PARTIAL}*"):  # of killed saves; no other run writes here
                     shutil.rmtree(left)
                 temporary.mkdir(parents=True)
             except OSError as error:
-                raise CheckpointError(f"{temporary} cannot be made: {error}") from error
+                raise CheckpointError(f"{temporary} cannot be created: {error}") from error
 
     def write() -> None:
         try:
@@ -149,13 +150,13 @@ def save(
             distributed.together(phase)
     except LockstepError:
         if distributed.is_main:
-            shutil.rmtree(temporary, ignore_errors=True)  # it takes the room that the next try needs
+            shutil.rmtree(temporary, ignore_errors=True)  # free the space for the next attempt
         raise
     return final
 
 
 def _put_in_place(temporary: Path, final: Path) -> None:
-    """Rename. An older checkpoint of the same update stays loadable under another name until the new one is there."""
+    """Rename into place. An older checkpoint of the same update stays loadable under another name until then."""
     replaced = final.with_name(f"{final.name}{REPLACED}")
     shutil.rmtree(replaced, ignore_errors=True)
     if final.exists():
@@ -170,9 +171,9 @@ def _put_in_place(temporary: Path, final: Path) -> None:
 
 
 def _retire(directory: Path, published: Path, keep: int) -> None:
-    """Remove what is older than the newest `keep`. Never the one just published, also where a run that was resumed from
-    an older update finds newer ones."""
-    # By name alone: reading every kept byte again would cost minutes for a large model.
+    """Remove all but the newest `keep`. Never removes the one just published, even if a run resumed from an older
+    update finds newer ones."""
+    # By name alone: verifying every kept byte would take minutes for a large model.
     numbered = {path: path.name.removeprefix("step-") for path in directory.glob("step-*") if path != published}
     others = sorted((path for path, number in numbered.items() if number.isdigit()), key=lambda p: int(numbered[p]))
     for old in others[: max(0, len(others) - (keep - 1))]:
@@ -180,21 +181,21 @@ def _retire(directory: Path, published: Path, keep: int) -> None:
 
 
 def complete(directory: Path) -> tuple[list[Path], list[str]]:
-    """Checkpoints with a valid manifest, oldest first, and a sentence on each directory that is not one."""
+    """Return complete checkpoints, oldest first, and a message on each directory that is not one."""
     found: list[tuple[int, bool, Path]] = []
     skipped: list[str] = []
     for path in sorted(directory.glob("*step-*")) if directory.is_dir() else []:
         problem = check(path)
         if problem is None:
             update = json.loads((path / MANIFEST).read_text())["state"]["update"]
-            found.append((update, not path.name.endswith(REPLACED), path))  # what took its place comes after it
+            found.append((update, not path.name.endswith(REPLACED), path))  # the replacement sorts after it
         else:
             skipped.append(f"{path.name}: {problem}")
     return [path for *_, path in sorted(found)], skipped
 
 
 def check(path: Path) -> str | None:
-    """What is wrong with a checkpoint, or None. Reads every byte of it."""
+    """Return the defect of a checkpoint, or None. Reads every byte of it."""
     if path.name.startswith(PARTIAL):
         return "was never finished"
     try:
@@ -204,9 +205,9 @@ def check(path: Path) -> str | None:
         if manifest["schema"] != SCHEMA:
             return f"has schema {manifest['schema']}, this version reads {SCHEMA}"
         if not isinstance(files, dict) or not all(_is_inside(name) for name in files):
-            return "has a manifest that names files outside of it"
+            return "has a manifest that names files outside the checkpoint"
         if not all(type(manifest[name]) is int and manifest[name] >= 0 for name in ("world_size", "zero_stage")):
-            return "has a manifest whose counts are no counts"
+            return "has a manifest whose world_size or zero_stage is not a non-negative integer"
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         return f"has no readable manifest ({type(error).__name__})"
     for name, expected in files.items():
@@ -218,18 +219,17 @@ def check(path: Path) -> str | None:
                 return f"{name} is not what was written"
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
-    for file in _files(path):  # what a loader might read, and nobody vouches for
+    for file in _files(path):  # unverified, but a loader might read it
         if file.suffix in LOADED_SUFFIXES and str(file.relative_to(path)) not in files:
             return f"holds {file.relative_to(path)}, which its manifest does not name"
     return None
 
 
 def find(resume: str, directory: Path) -> tuple[Path | None, list[str]]:
-    """The checkpoint that `resume` asks for (None: start anew), and a sentence on each one that was passed over.
+    """Return the checkpoint that `resume` selects (None: start a new run), and a message on each that was skipped.
 
-    A save that was killed before it was published is passed over: a job that is preempted in its first save, and queued
-    again, starts anew.
-    Raises `CheckpointError` if a named checkpoint is not complete, or if those that were published are all broken.
+    Unpublished saves are skipped, so a job that was preempted in its first save and queued again starts from the
+    beginning. Raises `CheckpointError` if a named checkpoint is incomplete, or if all published ones are damaged.
     """
     if resume == "never":
         return None, []
@@ -245,7 +245,7 @@ def find(resume: str, directory: Path) -> tuple[Path | None, list[str]]:
 
 
 def load(path: Path, distributed: Distributed) -> TrainerState:
-    """Restore parameters and optimizer state in place; a collective. Returns the rest."""
+    """Restore parameters and optimizer state in place, and return the other state; a collective."""
     manifest = json.loads((path / MANIFEST).read_text())
     is_of_other_ranks = is_resharded(path, distributed)
 
@@ -266,7 +266,7 @@ def load(path: Path, distributed: Distributed) -> TrainerState:
 
 
 def is_resharded(path: Path, distributed: Distributed) -> bool:
-    """Whether the shards of a complete checkpoint are not those of these ranks. Without ZeRO there are none."""
+    """True if other ranks wrote the shards of a complete checkpoint. Without ZeRO it has no shards."""
     manifest = json.loads((path / MANIFEST).read_text())
     saved = (manifest["world_size"], manifest["zero_stage"])
     own = (distributed.world_size, distributed.zero_stage)
@@ -274,7 +274,7 @@ def is_resharded(path: Path, distributed: Distributed) -> bool:
 
 
 def saved_settings(path: Path) -> Mapping[str, Any] | None:
-    """The configuration that a complete checkpoint was made with; None in those of versions that kept none."""
+    """Return the settings stored in a checkpoint; None for versions that stored none."""
     try:
         settings = json.loads((path / CONFIG).read_text())
     except (OSError, ValueError):
@@ -288,7 +288,7 @@ def _is_inside(name: str) -> bool:
 
 
 def _cause(error: Exception, directory: Path) -> str:
-    """What went wrong, and how much room there is: torch's error for a full disk does not mention it."""
+    """Return the first line of an error and the free space, which torch's error for a full disk omits."""
     free = shutil.disk_usage(directory).free
     return f"{str(error).partition(chr(10))[0]} ({free / 2**20:.1f} MiB are free in {directory})"
 

@@ -1,9 +1,9 @@
-"""What `resume` asks for, and what it means for the run directory: go on, go back, or begin another run from there.
+"""Resuming: continue a run, go back in it, or fork it.
 
-resume=auto                        go on with the newest complete checkpoint of run_name
-resume=<runs/a/checkpoints/step-4> run_name=a     go back to it: what came after is written again
-resume=<runs/a/checkpoints/step-4> run_name=b     a fork: a new run with its weights, optimizer and place in the
-                                   data; `a` stays as it is
+resume=auto                                       continue from the newest complete checkpoint of run_name
+resume=<runs/a/checkpoints/step-4> run_name=a     go back to it; later steps are overwritten
+resume=<runs/a/checkpoints/step-4> run_name=b     fork: a new run with its weights, optimizer and place in the data;
+                                                  `a` stays unchanged
 """
 
 from __future__ import annotations
@@ -23,74 +23,74 @@ from trainer.distributed.distributed import Distributed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed:
-    """State that was restored, and what a person should know about it."""
+    """Restored state, with warnings for the user."""
 
     path: Path
     state: TrainerState
     is_fork: bool
-    """Whether the checkpoint is of another run."""
+    """True if the checkpoint belongs to another run."""
     kl_coef: float
-    """Weight of the KL penalty to go on with."""
+    """Weight of the KL penalty to continue with."""
     warnings: tuple[str, ...] = ()
 
 
 def belongs_to(path: str | Path, checkpoints: Path) -> bool:
-    """Whether a checkpoint lies in this directory of checkpoints."""
+    """True if a checkpoint lies in this directory of checkpoints."""
     return Path(path).resolve().parent == checkpoints.resolve()
 
 
 def restore(
     config: Config, settings: Mapping[str, Any], checkpoints: Path, distributed: Distributed
 ) -> tuple[Resumed | None, list[str]]:
-    """Load what `config.resume` asks for into the prepared module and optimizer; a collective.
+    """Load the checkpoint that `config.resume` selects into the prepared module and optimizer; a collective.
 
-    settings: the configuration as a checkpoint keeps it.
-    Returns None if the run begins anew, and a sentence on each checkpoint that was passed over.
-    Raises `CheckpointError` on all ranks if the one that was asked for cannot be loaded.
+    settings: the configuration in the form that checkpoints store.
+    Returns None for a new run, and a message on each skipped checkpoint.
+    Raises `CheckpointError` on all ranks if the selected checkpoint cannot be loaded.
     """
     path, skipped = distributed.together(lambda: checkpoint.find(config.resume, checkpoints))
-    passed_over = [f"checkpoint passed over: {sentence}" for sentence in skipped]
+    messages = [f"checkpoint skipped: {message}" for message in skipped]
     if path is None:
-        return None, passed_over
+        return None, messages
     before = checkpoint.saved_settings(path) or {}
     _refuse_other_optimizer(path, before, config)
     state = checkpoint.load(path, distributed)
     kl_coef, warnings = _kl_coef(state, before, config)
     if checkpoint.is_resharded(path, distributed):
         warnings.append(
-            f"{path.name} was saved by other ranks: parameters and moments are the same bits here, and sums over "
-            f"{distributed.world_size} rank(s) with ZeRO stage {distributed.zero_stage} are rounded in another order "
-            "from here on"
+            f"{path.name} was saved by other ranks: parameters and moments are restored bit for bit, but sums over "
+            f"{distributed.world_size} rank(s) with ZeRO stage {distributed.zero_stage} round in another order from "
+            "now on"
         )
     changed = changes(before, settings)
     if changed:
         listed = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changed.items())
-        warnings.append(f"settings that were changed since {path.name} was saved, and count from here on: {listed}")
+        warnings.append(f"settings changed since {path.name} was saved, in effect from now on: {listed}")
     is_fork = not belongs_to(path, checkpoints)
     if not is_fork and config.resume != "auto":
         numbers = (other.name.removeprefix("step-") for other in checkpoints.glob("step-*"))
         newer = [f"step-{number}" for number in numbers if number.isdigit() and int(number) > state.update]
         if newer:
             warnings.append(
-                f"{', '.join(sorted(newer))} came after {path.name}: resume=auto would take the newest of them, until "
-                "this run has written them again"
+                f"{', '.join(sorted(newer))} came after {path.name}: resume=auto takes the newest of them until this "
+                "run has overwritten them"
             )
     resumed = Resumed(path=path, state=state, is_fork=is_fork, kl_coef=kl_coef, warnings=tuple(warnings))
-    return resumed, passed_over
+    return resumed, messages
 
 
 def _refuse_other_optimizer(path: Path, before: Mapping[str, Any], config: Config) -> None:
-    """Raise `CheckpointError` if the moments in the checkpoint are another optimizer's."""
+    """Raise `CheckpointError` if the checkpoint has the moments of another optimizer."""
     saved = flat(before).get("optimizer.name", config.optimizer.name)
     if saved != config.optimizer.name:
         raise CheckpointError(
-            f"optimizer.name={config.optimizer.name} cannot go on with the state of {saved} that {path} holds; set "
-            f"optimizer.name={saved}, or begin anew from the model that the run has exported (model.path=)"
+            f"optimizer.name={config.optimizer.name} cannot load the state of {saved} that {path} holds; set "
+            f"optimizer.name={saved}, or start a new run from the exported model (model.path=)"
         )
 
 
 def _kl_coef(state: TrainerState, before: Mapping[str, Any], config: Config) -> tuple[float, list[str]]:
-    """The controller's own coefficient goes on, unless the user changed the setting: then that one counts."""
+    """Return the controller's coefficient, or the setting if the user changed it, and warnings."""
     algorithm = config.algorithm
     if algorithm.kl_target is None or state.kl_coef is None:
         return algorithm.kl_coef, []
@@ -98,7 +98,7 @@ def _kl_coef(state: TrainerState, before: Mapping[str, Any], config: Config) -> 
     if started_with == algorithm.kl_coef:
         return state.kl_coef, []
     return algorithm.kl_coef, [
-        f"algorithm.kl_coef was changed from {started_with} to {algorithm.kl_coef}: the controller starts again from "
-        f"there, and its coefficient of the checkpoint, {state.kl_coef:.6g}, is dropped; set "
-        f"algorithm.kl_coef={started_with} to go on with it"
+        f"algorithm.kl_coef was changed from {started_with} to {algorithm.kl_coef}: the controller restarts from the "
+        f"new value and drops the checkpoint's coefficient, {state.kl_coef:.6g}; set algorithm.kl_coef={started_with} "
+        "to keep it"
     ]

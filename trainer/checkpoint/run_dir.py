@@ -1,24 +1,23 @@
-"""The run directory: one place for everything a run leaves behind, never overwritten silently.
+"""The run directory, which holds everything that a run writes and is never overwritten silently.
 
     runs/<name>/config.yaml           the resolved configuration, without secrets
                 provenance.json       code version, packages, devices
                 metrics.jsonl         one object per step
-                rollouts/step-N.jsonl what was sampled, with token ids, logprobs and rewards
+                rollouts/step-N.jsonl sampled rollouts, with token ids, logprobs and rewards
                 evaluations/          results and rollouts of each evaluation
-                checkpoints/step-N/   to resume from; `manifest.json` is written last
-                dumps/                batches of updates that were refused (trainer/update/batch_dumps.py)
+                checkpoints/step-N/   for resuming; `manifest.json` is written last
+                dumps/                batches of refused updates (trainer/update/batch_dumps.py)
                 model/                the trained policy, for `from_pretrained`
                 critic/               with algorithm.advantage=gae: the critic, for model.critic_path
-                logs/                 what the engine and other libraries said
+                logs/                 output of the engine and other libraries
                 profile/              traces, with profile=true
     runs/latest                       link to the newest run
 
-Rank 0 chooses the name and tells the others: each rank alone would resolve the time by itself.
+Rank 0 chooses the name and broadcasts it, because a name may contain the time.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import fcntl
 import os
 import time
@@ -34,61 +33,30 @@ from trainer.config.schema import Config
 from trainer.distributed.distributed import Distributed
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class RunDirectory:
-    path: Path
+    """Paths in the directory of a run."""
 
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def rollouts(self) -> Path:
-        return self.path / "rollouts"
-
-    @property
-    def evaluations(self) -> Path:
-        return self.path / "evaluations"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def dumps(self) -> Path:
-        return self.path / "dumps"
-
-    @property
-    def model(self) -> Path:
-        return self.path / "model"
-
-    @property
-    def critic(self) -> Path:
-        return self.path / "critic"
-
-    @property
-    def provenance(self) -> Path:
-        return self.path / "provenance.json"
-
-    @property
-    def profile(self) -> Path:
-        return self.path / "profile"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"
+        self.provenance = path / "provenance.json"
+        self.metrics = path / "metrics.jsonl"
+        self.rollouts = path / "rollouts"
+        self.evaluations = path / "evaluations"
+        self.checkpoints = path / "checkpoints"
+        self.dumps = path / "dumps"
+        self.model = path / "model"
+        self.critic = path / "critic"
+        self.logs = path / "logs"
+        self.profile = path / "profile"
 
 
 def open_run(config: Config, distributed: Distributed) -> tuple[RunDirectory, IO[str] | None]:
-    """Make or reopen the directory of this run; a collective.
+    """Create or reopen the directory of this run; a collective.
 
-    Returns the directory and, on rank 0, the open lock file: it is held while the process lives.
-    Raises `ConfigError` on all ranks if the name is taken and the run is not to be resumed, or if another process
-    is running in it.
+    Returns the directory and, on rank 0, the open lock file, which the process must keep open.
+    Raises `ConfigError` on all ranks if the name is taken and the run is not resumed, or if another process holds the
+    lock.
     """
     lock: IO[str] | None = None
 
@@ -107,7 +75,7 @@ def open_run(config: Config, distributed: Distributed) -> tuple[RunDirectory, IO
         if of_another_run and run.path.exists():
             raise ConfigError(
                 f"{run.path} exists, and resume={config.resume} is a checkpoint of another run; set run_name=<a new "
-                "name> to begin a run from that checkpoint, or resume=auto to continue this one"
+                "name> to start a run from that checkpoint, or resume=auto to continue this one"
             )
         try:
             run.path.mkdir(parents=True, exist_ok=True)

@@ -15,8 +15,7 @@ from rewards.functions.built_in import FUNCTIONS
 from rollout.environments.prompt import PROMPT_COLUMNS, PromptReader
 from rollout.errors import DataError
 from trainer.config.schema import Config, DataSetConfig
-from trainer.data.columns import rename
-from trainer.data.datasets import is_file, read_first_row
+from trainer.data.datasets import is_file, read_first_row, rename
 
 READ_A_PROMPT = ("single_turn", "reverse", "tools", "user", "calculator", "chain", "subagents")
 """Environments that begin with the row's prompt, whatever their settings are."""

@@ -1,33 +1,34 @@
-"""Rows from files and from the hub, as they are there; `trainer/data/prompts.py` gives them their columns and their
-order.
+"""Rows from files and from the hub, with their columns renamed to what environments and rewards read.
 
-`read_first_row` reads one row of a local file without the `datasets` library, so that a wrong column is found before
-anything heavy is imported. `load_rows` reads everything.
+`load_rows` reads everything. `read_first_row` reads one row of a local file without the `datasets` library, so that a
+wrong column is found before anything heavy is imported.
 """
 
 from __future__ import annotations
 
 import csv
+import difflib
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rollout.environments.prompt import PROMPT_COLUMNS
 from rollout.errors import DataError
 
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-"""Suffix of a local file: the loader of `datasets`."""
+"""Loader of `datasets` by the suffix of a local file."""
 
 
 def is_file(path: str) -> bool:
-    """Whether a path means a file; anything else is the id of a data set on the hub."""
+    """True if a path names a file; anything else is the id of a data set on the hub."""
     return Path(path).suffix in FILE_FORMATS
 
 
 def load_rows(path: str, split: str, subset: str | None = None) -> Any:
-    """A `datasets.Dataset` from a local file (JSONL, JSON, CSV, parquet) or a hub id.
+    """Load a `datasets.Dataset` from a local file (JSONL, JSON, CSV, parquet) or a hub id.
 
-    split and subset are for the hub. Raises `DataError` if it cannot be loaded or is empty.
+    split, subset: for the hub only. Raises `DataError` if the data cannot be loaded or is empty.
     """
     import datasets
     from datasets.exceptions import DatasetGenerationError
@@ -52,7 +53,7 @@ def load_rows(path: str, split: str, subset: str | None = None) -> Any:
 
 
 def read_first_row(path: str) -> Mapping[str, Any]:
-    """The first row of a local file. Raises `DataError` if the file cannot be read as its suffix says, or is empty."""
+    """Read the first row of a local file. Raises `DataError` if the file is empty or not of its suffix's format."""
     local = Path(path).expanduser()
     read = {".jsonl": _first_line, ".json": _first_of_json, ".csv": _first_of_csv, ".parquet": _first_of_parquet}
     try:
@@ -74,7 +75,7 @@ def _first_line(path: Path) -> Any:
 
 
 def _first_of_json(path: Path) -> Any:
-    """Of a list of objects, of objects one per line, or of one object."""
+    """Read a list of objects, one object per line, or a single object."""
     text = path.read_text(encoding="utf-8")
     try:
         content = json.loads(text)
@@ -91,7 +92,7 @@ def _first_of_csv(path: Path) -> Any:
 
 
 def _first_of_parquet(path: Path) -> Any:
-    from pyarrow import parquet  # inside: only for those who have such a file
+    from pyarrow import parquet  # here: most runs have no parquet file
 
     for batch in parquet.ParquetFile(path).iter_batches(batch_size=1):
         return batch.to_pylist()[0]
@@ -99,7 +100,7 @@ def _first_of_parquet(path: Path) -> Any:
 
 
 def _check_lines(path: Path) -> None:
-    """Raise `DataError` with its number for a line that is not an object: Arrow's reader ends the process on some."""
+    """Raise `DataError` with the line number of a non-object: Arrow's reader crashes the process on some."""
     try:
         number, is_empty = 0, True
         with path.open(encoding="utf-8") as file:
@@ -118,3 +119,50 @@ def _check_lines(path: Path) -> None:
 
 def _no_rows(path: str) -> DataError:
     return DataError(f"data set {path} has no rows; set data.path=<file or hub id with at least one row>")
+
+
+def rename(row: Mapping[str, Any], columns: Mapping[str, str], *, of: str) -> dict[str, Any]:
+    """Return a copy of the row with renamed columns.
+
+    Args:
+        row: as in the data set.
+        columns: maps new names to columns. A nested column is a path, `reward_model.ground_truth`; text on the way is
+            parsed as JSON. Other columns stay; the old names of renamed ones go.
+        of: name of the data set, for errors.
+
+    Raises:
+        DataError: no such column; the message lists those of the row.
+    """
+    found = {name: _find(row, path, name, of) for name, path in columns.items()}
+    kept = {name: value for name, value in row.items() if name not in columns.values()}
+    if any(name in columns for name in PROMPT_COLUMNS):
+        # An environment takes the first prompt column it finds, which must be the chosen one.
+        kept = {name: value for name, value in kept.items() if name not in PROMPT_COLUMNS}
+    return {**kept, **found}
+
+
+def _find(row: Mapping[str, Any], path: str, name: str, of: str) -> Any:
+    if path in row:
+        return row[path]
+    value: Any = row
+    for part in path.split("."):
+        if isinstance(value, str):
+            value = _json(value)
+        if not isinstance(value, Mapping) or part not in value:
+            there = list(value) if isinstance(value, Mapping) else []
+            close = difflib.get_close_matches(part, there, n=1)
+            hint = close[0] if close else "<one of these>"
+            raise DataError(
+                f"data set {of} has no column {path}; its first row has {', '.join(row) or 'none'}"
+                + (f" (and {path.rpartition('.')[0]} has {', '.join(there)})" if value is not row and there else "")
+                + f"; set 'data.columns={{{name}: {path.replace(part, hint)}}}'"
+            )
+        value = value[part]
+    return value
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text

@@ -1,4 +1,4 @@
-"""Prompts in training order, without those that are too long: how many were left out is said, and one is shown."""
+"""Prompts of a run in training order, without those longer than `data.max_prompt_tokens`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ SHOWN_CHARS = 160
 def make_prompts(
     config: Config, distributed: Distributed, loop: BackgroundLoop, chat: Chat, *, say: Callable[[str], None]
 ) -> Prompts:
-    """The prompts of a run; a collective. Raises `DataError` on all ranks."""
+    """Load and filter the prompts of a run; a collective. Raises `DataError` on all ranks."""
     settings = config.data
     max_tokens = settings.max_prompt_tokens
     data = distributed.together(lambda: training_data(config))
     if max_tokens is not None:
         make = partial(make_environment, config.environment.name, **config.environment.settings)
-        # Rank 0 measures for all: the order must be the same on every rank.
+        # Rank 0 measures for all, because the order must be equal on every rank.
         kept = distributed.together(
             lambda: [
                 short_enough(data_set, chat, make, loop, max_tokens=max_tokens, say=say)
@@ -55,16 +55,17 @@ def short_enough(
     max_tokens: int,
     say: Callable[[str], None],
 ) -> list[int]:
-    """Indices of the rows whose first prompt, as an episode would send it, has at most so many tokens.
+    """Return the indices of rows whose first prompt, as an episode would send it, has at most `max_tokens` tokens.
 
-    Rows of environments that run themselves are kept."""
+    Rows of environments that run themselves are kept. Reports the number of dropped rows, and the first of them.
+    """
 
     async def lengths() -> list[int]:
         found = []
         for row in data:
             environment = environment_of(make(), row)
             if isinstance(environment, RunsItself):
-                found.append(0)  # its prompts are its own
+                found.append(0)  # it makes its own prompts
                 continue
             messages = await environment.reset(row)
             found.append(len(chat.prompt(messages, environment.tools)))

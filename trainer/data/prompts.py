@@ -1,23 +1,21 @@
-"""Prompts: rows of one or several data sets, in an order that is a function of the seed and a cursor.
+"""Data rows of a run, in an order that is a function of the seed and a cursor.
 
 One data set: row number k of the run is `permutation(seed, epoch)[place]` with `epoch, place = divmod(k, rows)`.
 
-Several, with weights: the run goes through blocks of `MIX_BLOCK` rows. In each, every data set has its share, spread
-evenly; and each data set goes through its own permutations, at its own pace.
+Several, with weights: the run goes through blocks of `MIX_BLOCK` rows. In each block every data set has its share,
+spread evenly; each data set goes through its own permutations at its own pace.
 
-A curriculum by pass rate leaves rows out that have nothing to teach at the moment. Its rule: a row whose group had a
-pass rate of at most `min_pass_rate`, or of at least `max_pass_rate`, is left out of the next `rest_epochs` epochs of
-its data set, and then tried again. Which rows rest is the only state beside the cursor.
+A curriculum by pass rate leaves out rows without a learning signal: a row whose group had a pass rate of at most
+`min_pass_rate`, or at least `max_pass_rate`, rests for the next `rest_epochs` epochs of its data set, and is then tried
+again. The resting rows are the only state beside the cursor.
 
-So a resumed run continues exactly where it stopped, skips nothing and repeats nothing, on any number of ranks.
-
-Rows that were begun ahead of their training (`rollout.max_staleness`) are remembered by their place until they are
-finished.
+So a resumed run continues exactly where it stopped, skips nothing and repeats nothing, on any number of ranks. Rows
+begun ahead of their training (`rollout.max_staleness`) are tracked by their place until they are finished.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,38 +23,41 @@ import numpy as np
 from rollout.environments.prompt import PromptReader
 from rollout.errors import DataError
 from trainer.config.schema import Config, CurriculumConfig, DataSetConfig
-from trainer.data.columns import rename
-from trainer.data.datasets import load_rows
+from trainer.data.datasets import load_rows, rename
 
 Row = Mapping[str, Any]
 
 DATASET = "dataset"
-"""Column with the name of the data set, where there are several."""
+"""Column with the name of the data set, if the run has several."""
 ROW_KEY = "data_row"
-"""Column that a curriculum knows a row by: `set:row@epoch`."""
+"""Column with the key of a row in the curriculum: `set:row@epoch`."""
 MIX_BLOCK = 1000
-"""Weights are rounded to so many parts."""
+"""Rows per block; weights are rounded to multiples of 1 / MIX_BLOCK."""
 
 
 class DataSet:
-    """One data set with the columns that environments and rewards read."""
+    """A data set with the columns that environments and rewards read."""
 
-    def __init__(self, rows: Any, settings: DataSetConfig, *, name: str | None = None) -> None:
-        """rows: anything with a length and integer indices. name: given to each row; None where there is only one.
+    def __init__(
+        self, rows: Any, settings: DataSetConfig, *, name: str | None = None, kept: np.ndarray | None = None
+    ) -> None:
+        """rows: anything with a length and integer indices. name: written into each row; None for a single data set.
+        kept: indices of the rows to use; None: all.
 
-        Raises `DataError` if the first row has none of the columns that `settings` names.
+        Raises `DataError` if the first row lacks a column that `settings` names.
         """
         self._rows = rows
+        self._kept = np.arange(len(rows)) if kept is None else kept
         self._settings = settings
         self.name = name
         self[0]
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._kept)
 
     def __getitem__(self, index: int) -> Row:
         settings = self._settings
-        row = rename(self._rows[index], settings.columns or {}, of=settings.path)
+        row = rename(self._rows[int(self._kept[index])], settings.columns or {}, of=settings.path)
         if settings.system_prompt is not None:
             row["messages"] = list(PromptReader(system=settings.system_prompt).messages(row))
         if settings.environment is not None:
@@ -65,49 +66,34 @@ class DataSet:
             row[DATASET] = self.name
         return row
 
-    def __iter__(self) -> Iterator[Row]:
-        return (self[index] for index in range(len(self)))
-
     def subset(self, kept: Sequence[int]) -> DataSet:
-        """The data set with these rows only."""
+        """Return the data set with these rows only."""
         if not kept:
             raise DataError(
                 f"data set {self._settings.path}: no prompt has at most data.max_prompt_tokens tokens; raise it"
             )
-        return DataSet(_Selected(self._rows, kept), self._settings, name=self.name)
-
-
-class _Selected:
-    def __init__(self, rows: Any, kept: Sequence[int]) -> None:
-        self._rows = rows
-        self._kept = np.asarray(kept)
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._rows[int(self._kept[index])]
+        return DataSet(self._rows, self._settings, name=self.name, kept=self._kept[np.asarray(kept)])
 
 
 def load_data_set(settings: DataSetConfig, *, name: str | None = None) -> DataSet:
-    """Raises `DataError` if it cannot be loaded, is empty, or lacks a column."""
+    """Load one data set. Raises `DataError` if it cannot be loaded, is empty, or lacks a column."""
     assert settings.split is not None, "resolved by trainer.config.schema"
     return DataSet(load_rows(settings.path, settings.split, settings.subset), settings, name=name)
 
 
 def training_data(config: Config) -> list[DataSet]:
-    """The data sets of a run: data.path, or all of data.sources."""
+    """Load the training data of a run: data.path, or all of data.sources."""
     sources = config.data.training_sets()
     return [load_data_set(settings, name=name or None) for name, settings in sources.items()]
 
 
 def heldout_data(config: Config) -> dict[str, DataSet]:
-    """The data sets of an evaluation by name: data.heldout_path under an empty name, then eval.sets."""
+    """Load the held-out data by name: data.heldout_path under an empty name, then eval.sets."""
     return {name: load_data_set(settings, name=name or None) for name, settings in config.heldout_sets().items()}
 
 
 class Prompts:
-    """Data rows in training order. `cursor`, `resting` and `unfinished` are all of its state."""
+    """Data rows in training order. Its whole state is `cursor`, `resting` and `unfinished`."""
 
     def __init__(
         self,
@@ -118,50 +104,46 @@ class Prompts:
         weights: Sequence[float] | None = None,
         curriculum: CurriculumConfig | None = None,
     ) -> None:
-        """sets: anything with a length and integer indices. weights: shares of the sets; None: equal ones."""
+        """sets: objects with a length and integer indices. weights: shares of the sets; None: equal."""
         self._sets = list(sets)
         self._seed = seed
         self._shuffle = shuffle
         self._curriculum = curriculum if curriculum is not None and curriculum.rest_epochs else None
         self._pattern = _mix(weights or [1.0] * len(self._sets))
         self._draws = np.bincount(self._pattern)
-        """By set: its places in a block."""
+        """Number of places in a block, by set."""
         same = self._pattern[:, None] == np.arange(len(self._sets))
         self._earlier = (np.cumsum(same, axis=0) - same)[np.arange(len(self._pattern)), self._pattern]
-        """By place in a block: places before it that belong to the same set."""
+        """Number of earlier places of the same set, by place in a block."""
         self._orders: dict[int, tuple[int, np.ndarray]] = {}
         self._begun: set[int] = set()
         self._again: list[int] = []
         self.cursor = 0
-        """Places in the order that were passed since the start of the run, resting rows included."""
+        """Places passed since the start of the run, including those of resting rows."""
         self.resting: dict[str, int] = {}
-        """`set:row` of a row that rests: the first epoch of its data set in which it is taken again."""
+        """First epoch in which a resting row is taken again, by `set:row`."""
 
     def __len__(self) -> int:
-        """Rows of all data sets together."""
+        """Number of rows of all data sets together."""
         return sum(map(len, self._sets))
 
-    @property
-    def epoch(self) -> float:
-        return self.cursor / len(self)
-
     def metrics(self) -> dict[str, float]:
-        """`data/*`: epochs of all rows together, and with a curriculum how many rows rest."""
+        """Return `data/*`: epochs over all rows, and with a curriculum the number of resting rows."""
         resting = {} if self._curriculum is None else {"data/resting_rows": float(len(self.resting))}
-        return {"data/epoch": self.epoch, **resting}
+        return {"data/epoch": self.cursor / len(self), **resting}
 
     @property
     def unfinished(self) -> tuple[int, ...]:
-        """Places before the cursor whose rows were begun, or must be begun again, and are not finished."""
+        """Places before the cursor whose rows are not finished."""
         return tuple(sorted({*self._begun, *self._again}))
 
     def restore(self, cursor: int, unfinished: Sequence[int]) -> None:
-        """Go on where a run stopped: with what it had not finished, then from its cursor on."""
+        """Continue a stopped run: first its unfinished rows, then from its cursor on."""
         self.cursor = cursor
         self._begun, self._again = set(), sorted(unfinished)
 
     def begin(self, count: int) -> list[tuple[int, Row]]:
-        """The next `count` rows with their places; goes on into the next epoch where one ends. `finish` them."""
+        """Return the next `count` rows with their places, across epochs. Call `finish` for each later."""
         again, self._again = self._again[:count], self._again[count:]
         begun = [(place, self._row(*self._locate(place))) for place in again]
         while len(begun) < count:
@@ -173,17 +155,17 @@ class Prompts:
         return begun
 
     def finish(self, places: Iterable[int]) -> None:
-        """These rows were trained, or dropped for good: no resumed run takes them again."""
+        """Mark rows as trained or dropped, so that no resumed run takes them again."""
         self._begun.difference_update(places)
 
     def take(self, count: int) -> list[Row]:
-        """The next `count` rows, begun and finished at once."""
+        """Return the next `count` rows, begun and finished at once."""
         taken = self.begin(count)
         self.finish(place for place, _ in taken)
         return [row for _, row in taken]
 
     def learn(self, row: Row, rewards: Sequence[float]) -> None:
-        """Let the curriculum know the rewards of a row that was begun. Without a curriculum nothing happens."""
+        """Report the rewards of a row to the curriculum, if the run has one."""
         rule = self._curriculum
         if rule is None or not rewards:
             return
@@ -198,7 +180,7 @@ class Prompts:
         return row if self._curriculum is None else {**row, ROW_KEY: f"{which}:{index}@{epoch}"}
 
     def _locate(self, k: int) -> tuple[int, int, int]:
-        """Set, its epoch, and the index in it of place k."""
+        """Return the set of place k, its epoch, and the row's index in it."""
         block, place = divmod(k, len(self._pattern))
         which = int(self._pattern[place])
         drawn = block * int(self._draws[which]) + int(self._earlier[place])
@@ -215,7 +197,7 @@ class Prompts:
 
 
 def _mix(weights: Sequence[float]) -> np.ndarray:
-    """Which set each place of a block belongs to: shares by largest remainder, spread evenly."""
+    """Return the set of each place of a block: shares by largest remainder, spread evenly."""
     if len(weights) == 1:
         return np.zeros(1, dtype=np.int64)
     exact = np.asarray(weights, dtype=np.float64) / sum(weights) * MIX_BLOCK

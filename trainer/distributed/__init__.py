@@ -1,1 +1,1 @@
-"""Ranks and devices: everything that knows Accelerate and DeepSpeed."""
+"""Ranks and devices: everything that uses Accelerate and DeepSpeed."""

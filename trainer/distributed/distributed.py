@@ -1,9 +1,9 @@
-"""Processes, devices and the optimizer step. The only module of `trainer/` that knows Accelerate and DeepSpeed.
+"""Processes, devices and the optimizer step, on Accelerate and DeepSpeed.
 
-The rest of the trainer sees ranks, a few collectives over small CPU tensors, and `accumulate` / `step`. What it may
-rely on: gradients of `accumulate(loss)` over all microbatches and ranks are *averaged over ranks and summed over
-microbatches*, nothing else is divided anywhere. A loss that is `local sum x world_size / global denominator` on
-every rank is therefore the global objective (seed 004; spec: one denominator per optimizer step).
+The rest of the trainer sees ranks, a few collectives over small CPU tensors, and `accumulate` / `step`. Guarantee:
+gradients of `accumulate(loss)` are *averaged over ranks and summed over microbatches*, and divided by nothing else. A
+loss of `local sum x world_size / global denominator` on every rank is therefore the global objective, with one
+denominator per optimizer step ("Reinforcement Learning Loss Normalization", note).
 """
 
 from __future__ import annotations
@@ -27,8 +27,13 @@ from torch.utils.cpp_extension import get_default_build_root
 from rollout.errors import CheckpointError, ConfigError, LockstepError, error_named
 from rollout.system.addresses import address_towards, interface_of, is_loopback
 from trainer.distributed.reshard import fill_shards, fill_whole
-from trainer.distributed.safe_load import weights_only_loading
-from trainer.distributed.unsharded_state import open_state
+from trainer.distributed.unsharded_state import (
+    OPTIMIZER,
+    PARAMETERS,
+    open_state,
+    refuse_other_model,
+    weights_only_loading,
+)
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -40,13 +45,13 @@ log = logging.getLogger(__name__)
 STALE_LOCK_S = 900.0
 
 LR_SCALE = "lr_scale"
-"""Key of a parameter group of an optimizer: what `Distributed.step` multiplies the learning rate by."""
+"""Key of an optimizer's parameter group: factor of the learning rate in `Distributed.step`."""
 COLLECTIVE_TIMEOUT = timedelta(hours=2)
-"""Ranks without an engine wait in a collective while rank 0 samples; this bounds the longest rollout phase."""
+"""Bound of the longest rollout phase: ranks without an engine wait in a collective while rank 0 samples."""
 
 
 class Distributed:
-    """One process of the training job, and what it does together with the others."""
+    """One process of the training job, with its device, wrapped module and collectives."""
 
     def __init__(self, accelerator: Accelerator, *, max_grad_norm: float) -> None:
         self._accelerator = accelerator
@@ -54,7 +59,7 @@ class Distributed:
         self.rank: int = accelerator.process_index
         self.world_size: int = accelerator.num_processes
         self.device: torch.device = accelerator.device
-        # Rows, metrics and errors travel as CPU tensors over gloo, whatever carries the gradients.
+        # Rows, metrics and errors travel as CPU tensors over gloo, whatever backend carries the gradients.
         self._control: torch_dist.ProcessGroup | None = (
             torch_dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)  # type: ignore[assignment]
             if self.world_size > 1
@@ -63,11 +68,11 @@ class Distributed:
         self.module: nn.Module  # set by prepare
         self._optimizer: torch.optim.Optimizer
         self._trained: list[str]
-        """Names of the trained parameters, in the order of the optimizer."""
+        """Names of the trained parameters, in the optimizer's order."""
 
     @classmethod
     def start(cls, *, dtype: str, max_grad_norm: float) -> Distributed:
-        """Join the other ranks, if this process was started by `accelerate launch`; otherwise be the only one."""
+        """Join the other ranks if `accelerate launch` started this process; else be the only rank."""
         on_gpu = torch.cuda.is_available()
         if not on_gpu:
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when DeepSpeed is first imported
@@ -76,11 +81,11 @@ class Distributed:
         from accelerate import Accelerator
         from accelerate.utils import InitProcessGroupKwargs
 
-        # `cpu=True` switches DeepSpeed off, and without it DDP on CPU is not wrapped at all: ranks would train apart.
+        # `cpu=True` disables DeepSpeed, but without it Accelerate does not wrap DDP on CPU: ranks would train apart.
         with_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
         backend = {"backend": "gloo"} if with_deepspeed and not on_gpu else {}
         if with_deepspeed and not on_gpu:
-            build_nothing()
+            skip_deepspeed_builds()
         accelerator = Accelerator(
             cpu=not on_gpu and not with_deepspeed,
             kwargs_handlers=[InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT, **backend)],
@@ -89,10 +94,10 @@ class Distributed:
         plugin = accelerator.state.deepspeed_plugin
         if plugin is not None:
             plugin.deepspeed_config.update(
-                train_micro_batch_size_per_gpu=1,  # microbatches are packed here, no dataloader is prepared
-                gradient_accumulation_steps=1,  # boundaries are set by hand, and losses are never divided by it
+                train_micro_batch_size_per_gpu=1,  # microbatches are packed by the trainer; no dataloader is prepared
+                gradient_accumulation_steps=1,  # boundaries are set by hand; losses are never divided by this
                 gradient_clipping=max_grad_norm,
-                # Sums over many small gradients (microbatches, ranks) lose to rounding what single ones do not.
+                # Sums over many small gradients (microbatches, ranks) lose precision in bfloat16.
                 communication_data_type="fp32",
                 data_types={"grad_accum_dtype": "fp32"},
             )
@@ -113,7 +118,7 @@ class Distributed:
 
     @property
     def device_memory(self) -> int:
-        """Bytes that this rank can have: of its GPU, or its share of the machine's memory."""
+        """Bytes available to this rank: of its GPU, or its share of the machine's memory."""
         if self.device.type == "cuda":
             return torch.cuda.get_device_properties(self.device).total_memory
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -122,16 +127,16 @@ class Distributed:
     # The model and its optimizer
 
     def prepare(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
-        """Wrap the module for this kind of training. Call the result for every forward pass."""
+        """Wrap the module for DDP, DeepSpeed or one process. Use the result for every forward pass."""
         names = {parameter: name for name, parameter in module.named_parameters()}
         self._trained = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
         self.module, self._optimizer = self._accelerator.prepare(module, optimizer)
         return self.module
 
     def prepare_frozen(self, module: nn.Module) -> nn.Module:
-        """A module that is only evaluated: on the device, in the precision of the trained one, sharded under ZeRO-3.
+        """Prepare a module for evaluation only: on the device, in the trained module's precision, sharded under ZeRO-3.
 
-        A collective under ZeRO-3: every forward pass gathers its parameters on all ranks.
+        Under ZeRO-3 every forward pass is a collective: it gathers parameters on all ranks.
         """
         module.requires_grad_(False).eval()
         if self.zero_stage == 3:
@@ -141,7 +146,7 @@ class Distributed:
             assert plugin is not None
             inherited = ("train_micro_batch_size_per_gpu", "bf16", "fp16")
             zero = dict(plugin.deepspeed_config["zero_optimization"])
-            zero.pop("offload_optimizer", None)  # it would need an optimizer
+            zero.pop("offload_optimizer", None)  # requires an optimizer
             settings = {key: plugin.deepspeed_config[key] for key in inherited if key in plugin.deepspeed_config}
             engine, *_ = deepspeed.initialize(model=module, config={**settings, "zero_optimization": zero})
             engine.eval()
@@ -152,7 +157,7 @@ class Distributed:
 
     @contextlib.contextmanager
     def whole_parameters(self, module: nn.Module) -> Iterator[None]:
-        """Inside, a module that was loaded under ZeRO-3 has its full tensors; what rank 0 makes of them is kept."""
+        """Gather a module's full tensors under ZeRO-3 for the duration of the block; keeps rank 0's changes."""
         if self.zero_stage != 3:
             yield
             return
@@ -163,7 +168,7 @@ class Distributed:
 
     @contextlib.contextmanager
     def whole_models(self) -> Iterator[None]:
-        """Inside, `from_pretrained` loads models whole, on this rank alone, also under ZeRO-3 (a reward model)."""
+        """Let `from_pretrained` load whole models on this rank inside the block, also under ZeRO-3 (reward models)."""
         plugin = self._accelerator.state.deepspeed_plugin
         if plugin is None or self.zero_stage != 3:
             yield
@@ -183,9 +188,9 @@ class Distributed:
 
     @contextlib.contextmanager
     def accumulate(self, *, is_last: bool) -> Iterator[Callable[[torch.Tensor], None]]:
-        """Forward and backward of one microbatch; gradients are reduced over ranks once, with the last one.
+        """Enclose forward and backward of one microbatch; the last one reduces gradients over ranks.
 
-        Yields the function that back-propagates the loss. All ranks must run the same number of microbatches.
+        Yields the function that backpropagates the loss. All ranks must run the same number of microbatches.
         """
         if self.uses_deepspeed:
             self.module.set_gradient_accumulation_boundary(is_last)  # type: ignore[operator]
@@ -197,28 +202,28 @@ class Distributed:
                 yield lambda loss: loss.backward()
 
     def gradient_norm(self) -> float:
-        """Global norm of what `accumulate` gathered, before clipping and before a step; a collective.
+        """Return the global norm of the accumulated gradients before clipping; a collective.
 
-        The same on all ranks. Infinite where a gradient is not finite, on whichever rank.
+        Equal on all ranks. Infinite if any rank has a non-finite gradient.
         """
         if self.zero_stage:
             from deepspeed.runtime.utils import combine_grad_norm_groups
 
             optimizer: Any = self.module.optimizer
-            # What DeepSpeed itself computes at the beginning of its step, and would tell only afterwards.
+            # DeepSpeed computes this norm at the start of its step, but exposes it only afterwards.
             norms = optimizer._get_norm_groups() if self.zero_stage == 3 else [optimizer.scaled_global_norm()]
             norm = float(combine_grad_norm_groups(norms))
         else:
             gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
             norm = float(torch.nn.utils.get_total_norm(gradients))
-        # One rank that sees another number than the others would step alone.
+        # Agree on it: a rank with a different verdict would step alone.
         is_finite = torch.tensor([float(math.isfinite(norm))])
         return norm if int(self.sum(is_finite)) == self.world_size else math.inf
 
     def step(self, lr: float, grad_norm: float) -> None:
         """Clip, update the parameters with this learning rate, clear the gradients.
 
-        grad_norm: what `gradient_norm` said, finite.
+        grad_norm: finite result of `gradient_norm`.
         """
         for group in self._optimizer.param_groups:
             group["lr"] = lr * group.get(LR_SCALE, 1.0)
@@ -232,22 +237,21 @@ class Distributed:
         self._optimizer.zero_grad(set_to_none=True)
 
     def discard_gradients(self) -> None:
-        """Forget what `accumulate` gathered, in place of a step; a collective, called by all ranks."""
+        """Drop the accumulated gradients instead of stepping; a collective."""
         if not self.zero_stage:
             self._optimizer.zero_grad(set_to_none=True)
             return
-        # DeepSpeed has no call for this, but skips a step whose norm is not finite, and then leaves everything behind
-        # it as a step does: its own way out.
+        # DeepSpeed has no call for this, but it skips a step with a non-finite norm and then clears its state.
         optimizer: Any = self.module.optimizer
         is_offloaded = optimizer.offload_optimizer if self.zero_stage == 3 else optimizer.cpu_offload
-        if is_offloaded:  # then it looks at norms that were taken on the way
+        if is_offloaded:  # then it reads norms recorded during backward
             for parameter_id in optimizer.norm_for_param_grads:
                 optimizer.norm_for_param_grads[parameter_id] = torch.tensor(math.inf)
         for gradients in () if is_offloaded else optimizer.averaged_gradients.values():
             for gradient in gradients or ():
                 gradient.fill_(math.nan)
         self.module.step()  # type: ignore[operator]
-        assert not self.module.was_step_applied(), "DeepSpeed made a step with a gradient that is not finite"  # type: ignore[operator]
+        assert not self.module.was_step_applied(), "DeepSpeed stepped with a non-finite gradient"  # type: ignore[operator]
 
     # Collectives over the control group
 
@@ -256,7 +260,7 @@ class Distributed:
             torch_dist.barrier(group=self._control)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum of a tensor over ranks, on every rank, on the device it came from."""
+        """Return the sum of a tensor over ranks, on every rank, on the tensor's device."""
         if self._control is None:
             return tensor
         total = tensor.detach().cpu().clone()
@@ -264,7 +268,7 @@ class Distributed:
         return total.to(tensor.device)
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Every rank's payload on every rank, in rank order."""
+        """Return every rank's payload on every rank, in rank order."""
         if self._control is None:
             return [payload]
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
@@ -304,12 +308,12 @@ class Distributed:
         return json.loads(self.broadcast_bytes(json.dumps(value).encode() if self.is_main else b""))
 
     def together(self, work: Callable[[], T]) -> T:
-        """Run `work` on every rank; if it fails on one, raise the same error on all, so that nobody waits forever."""
+        """Run `work` on every rank; if it fails on one, raise the same error on all, so that no rank waits forever."""
         result: T | None = None
         failure: Exception | None = None
         try:
             result = work()
-        except Exception as error:  # whatever it is, it is raised again below: the other ranks must hear of it first
+        except Exception as error:  # of any kind: raised again below, after the other ranks have been told
             failure = error
         report = b"" if failure is None else f"{type(failure).__name__}: {failure}".encode()
         for rank, message in enumerate(self.gather_bytes(report)):
@@ -320,7 +324,7 @@ class Distributed:
     # State on disk
 
     def save_state(self, directory: Path) -> None:
-        """Write parameters and optimizer state; a collective. Shards of DeepSpeed, one file each otherwise."""
+        """Write parameters and optimizer state; a collective. DeepSpeed writes shards; else one file each."""
         if self.uses_deepspeed:
             self.module.save_checkpoint(str(directory), tag="state")  # type: ignore[operator]
             return
@@ -328,16 +332,13 @@ class Distributed:
             from safetensors.torch import save_file
 
             tensors = dict(self.unwrapped.named_parameters())
-            save_file(
-                {name: tensor.detach().contiguous() for name, tensor in tensors.items()},
-                directory / "parameters.safetensors",
-            )
-            torch.save(self._optimizer.state_dict(), directory / "optimizer.pt")
+            save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, directory / PARAMETERS)
+            torch.save(self._optimizer.state_dict(), directory / OPTIMIZER)
 
     def adopt_state(self, directory: Path, *, zero_stage: int) -> None:
-        """Read what `save_state` wrote on other ranks; a collective, before the first step.
+        """Read state that `save_state` wrote on other ranks; a collective, before the first step.
 
-        zero_stage: theirs. Raises `CheckpointError` when it was written for other parameters.
+        zero_stage: stage of those ranks. Raises `CheckpointError` if the checkpoint has other parameters.
         """
         read = open_state(directory, trained=self._trained, zero_stage=zero_stage)
         if self.zero_stage:
@@ -346,12 +347,12 @@ class Distributed:
             fill_whole(self.unwrapped, self._optimizer, self._trained, read)
 
     def load_state(self, directory: Path) -> None:
-        """Read what `save_state` wrote on the same number of ranks; a collective.
+        """Read state that `save_state` wrote on the same number of ranks; a collective.
 
-        Settings of the optimizer (decay, betas, ...) stay those it was made with: they are the user's, and a state has
-        its own copy of those that it was saved with.
+        Keeps the optimizer's current settings (decay, betas, ...), which are the user's: the saved state contains the
+        old ones.
 
-        Raises `CheckpointError` when it was written by another kind of training or for other parameters.
+        Raises `CheckpointError` if the checkpoint is of another launch config or has other parameters.
         """
         settings = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
         self._read_state(directory)
@@ -367,22 +368,16 @@ class Distributed:
             return
         from safetensors.torch import load_file
 
-        file = directory / "parameters.safetensors"
+        file = directory / PARAMETERS
         if not file.is_file():
-            raise CheckpointError(
-                f"{directory} holds no parameters.safetensors; resume with the config it was saved with"
-            )
+            raise CheckpointError(f"{directory} holds no {PARAMETERS}; resume with the config it was saved with")
         saved = load_file(file)
         own = dict(self.unwrapped.named_parameters())
-        if saved.keys() != own.keys():
-            differing = sorted(saved.keys() ^ own.keys())
-            raise CheckpointError(
-                f"{file} is of another model: {len(differing)} parameters differ, first {differing[0]}"
-            )
+        refuse_other_model(file, saved.keys() ^ own.keys())
         with torch.no_grad():
             for name, parameter in own.items():
                 parameter.copy_(saved[name])
-        state = torch.load(directory / "optimizer.pt", map_location=self.device, weights_only=True)
+        state = torch.load(directory / OPTIMIZER, map_location=self.device, weights_only=True)
         self._optimizer.load_state_dict(state)
 
     def save_pretrained(
@@ -392,14 +387,14 @@ class Distributed:
         prefix: str = "model.",
         edit: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = dict,
     ) -> None:
-        """Write a part of the trained module as `from_pretrained` reads it; a collective.
+        """Write a transformers model inside the trained module, for `from_pretrained`; a collective.
 
         Args:
-            directory: made if it is not there.
-            prefix: name of the part, a transformers model, with a dot behind it; other parts are not written.
-            edit: from the part's state dict, whole on rank 0, to the one that is written.
+            directory: created if missing.
+            prefix: name of the model inside the module, with a trailing dot.
+            edit: maps the model's whole state dict on rank 0 to the one that is written.
         """
-        # ZeRO-3 parameters are gathered on rank 0; the others get None.
+        # Under ZeRO-3 rank 0 gathers the parameters; the others get None.
         state: dict[str, torch.Tensor] | None = self._accelerator.get_state_dict(self.module)  # type: ignore[assignment]
         if self.is_main:
             model = self.unwrapped.get_submodule(prefix.removesuffix("."))
@@ -414,48 +409,49 @@ class Distributed:
 
 
 def _same_error(report: str, rank: int) -> LockstepError:
-    """What another rank raised, so that all end with one sentence; what Lockstep does not know, by its name."""
+    """Rebuild another rank's error; errors that are not Lockstep's keep their name and rank in the message."""
     name, _, text = report.partition(": ")
     return error_named(name, text) or LockstepError(f"rank {rank} failed: {report}")
 
 
-def build_nothing() -> None:
-    """Else DeepSpeed on a CPU probes compilers and builds, for a minute, an all-reduce that only inference calls."""
+def skip_deepspeed_builds() -> None:
+    """Stop DeepSpeed on a CPU from building, for a minute, an all-reduce that only inference uses."""
     import deepspeed.ops
 
     deepspeed.ops.__dict__["__compatible_ops__"] = {}
 
 
 def choose_interface(environment: MutableMapping[str, str]) -> None:
-    """Let gloo meet the other machines on the interface that reaches rank 0's, unless the user has named one.
+    """Set gloo's interface to the one that reaches rank 0's machine, unless the user has set one.
 
-    By itself it takes the one that the host name resolves to, and loopback if that is none: ranks on several machines
-    then wait for each other until a timeout. Raises `ConfigError` if rank 0's address is loopback by accident.
+    Gloo's default is the interface that the host name resolves to, else loopback, on which ranks of several machines
+    wait for each other until a timeout. Raises `ConfigError` if rank 0's address resolves to loopback on several
+    machines.
     """
     master = environment.get("MASTER_ADDR", "")
     if not master or is_loopback(master) or environment.get("GLOO_SOCKET_IFNAME"):
-        return  # loopback in so many words: all ranks are on this machine
+        return  # an explicit loopback address: all ranks are on this machine
     address = address_towards(master)
     is_alone = environment.get("WORLD_SIZE") == environment.get("LOCAL_WORLD_SIZE")
     if is_loopback(address) and not is_alone:
         raise ConfigError(
-            f"--main_process_ip {master} is loopback on this machine ({address}), where the other machines do not find "
-            "it; give the address of its network (`ip -4 addr` lists them)"
+            f"--main_process_ip {master} is loopback on this machine ({address}), which other machines cannot "
+            "reach; give its network address (`ip -4 addr` lists them)"
         )
     interface = interface_of(address)
     if interface is not None:
         environment["GLOO_SOCKET_IFNAME"] = interface
 
 
-def drop_stale_build_locks(older_than_s: float = STALE_LOCK_S) -> None:
+def drop_stale_build_locks() -> None:
     """Remove locks that a killed process left on torch's compiled extensions.
 
-    DeepSpeed compiles its operators at first use, and torch waits for such a lock without end and without a word. A
-    compilation takes well under a minute; a lock that is much older has no owner.
+    DeepSpeed compiles its operators at first use, and torch waits for such a lock silently and forever. A compilation
+    takes well under a minute, so a much older lock has no owner.
     """
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()
     for lock in Path(root).glob("**/lock"):
         with contextlib.suppress(OSError):  # another rank may have removed it
-            if time.time() - lock.stat().st_mtime > older_than_s:
+            if time.time() - lock.stat().st_mtime > STALE_LOCK_S:
                 lock.unlink()
-                log.warning("removed the stale build lock %s, which a killed process had left", lock)
+                log.warning("removed the stale build lock %s of a killed process", lock)

@@ -1,9 +1,9 @@
-"""Fill what a run trains from a checkpoint that other ranks wrote.
+"""Restore the trained module and optimizer from a checkpoint that other ranks wrote.
 
-One process from ZeRO's shards, ranks of ZeRO from one process or from other numbers of ranks.
-Parameters and moments become the bits that were saved. The same ranks read their own shards through DeepSpeed
-(`Distributed.load_state`). Not covered: optimizers whose state is not one number per weight (8 bits, Muon), and states
-that DeepSpeed keeps on disk.
+Covered: one process from ZeRO's shards, ZeRO ranks from one process or from another number of ranks. Parameters and
+moments are bit-identical to the saved ones. Ranks that saved the checkpoint themselves read their shards through
+DeepSpeed (`Distributed.load_state`). Not covered: optimizers whose state is not one number per weight (8-bit, Muon),
+and states that DeepSpeed offloads to disk.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from trainer.distributed.unsharded_state import Read, Span, WholeParameter, is_p
 
 
 class _Piece(NamedTuple):
-    """What of a parameter is on this rank."""
+    """Part of a parameter that this rank holds."""
 
     name: str
     shape: torch.Size
     inside: Span
-    """Of the parameter."""
+    """Range of the flattened parameter."""
     flat: Span
-    """Where that lies in the flat tensors of its group."""
+    """The same range in the flat tensors of the parameter's group."""
 
 
 def fill_whole(module: nn.Module, optimizer: torch.optim.Optimizer, trained: Sequence[str], read: Read) -> None:
-    """Restore a module that this process holds whole. trained: names in the order of the optimizer."""
+    """Restore a module that this process holds whole. trained: names in the optimizer's order."""
     own = dict(module.named_parameters())
     state = {}
     for index, name in enumerate(trained):
@@ -42,7 +42,7 @@ def fill_whole(module: nn.Module, optimizer: torch.optim.Optimizer, trained: Seq
 
 
 def fill_shards(engine: Any, zero_stage: int, read: Read) -> None:
-    """Restore what this rank holds under ZeRO-2 or ZeRO-3; a collective.
+    """Restore this rank's shards under ZeRO-2 or ZeRO-3; a collective.
 
     engine: DeepSpeed's, before its first step.
     """
@@ -64,7 +64,7 @@ def fill_shards(engine: Any, zero_stage: int, read: Read) -> None:
                 else:
                     state[key] = _copied(value)
         sharded.optimizer.state[flat] = state
-    # Through DeepSpeed's own loader, with what it would have saved here: the weights that compute follow from these.
+    # DeepSpeed's own loader, given the state it would have saved here, derives the weights that compute from it.
     sharded.load_state_dict([sharded.state_dict()] * engine.world_size, load_from_fp32_weights=True)
     if is_stage_3:
         sharded.checkpoint_event_epilogue()
@@ -73,7 +73,7 @@ def fill_shards(engine: Any, zero_stage: int, read: Read) -> None:
 
 
 def _divided(engine: Any, group: Sequence[Any]) -> Iterator[_Piece]:
-    """ZeRO-3: an equal part of each parameter, the last rank's padded."""
+    """Yield this rank's pieces under ZeRO-3: an equal part of each parameter, the last rank's padded."""
     start = 0
     for parameter in group:
         size = parameter.partition_numel()
@@ -84,7 +84,7 @@ def _divided(engine: Any, group: Sequence[Any]) -> Iterator[_Piece]:
 
 
 def _sliced(engine: Any, group: Sequence[Any]) -> Iterator[_Piece]:
-    """ZeRO-2: what falls into this rank's part of the group; of other parameters nothing, but their moments' names."""
+    """Yield this rank's pieces under ZeRO-2. Parameters outside its slice yield an empty piece."""
     for parameter in group:
         mapping = parameter._hp_mapping
         inside = flat = Span(0, 0)
@@ -95,18 +95,18 @@ def _sliced(engine: Any, group: Sequence[Any]) -> Iterator[_Piece]:
 
 
 def _copied(value: Any) -> Any:
-    """Parameters that were in one shard share its count of updates; here each counts for itself."""
+    """Clone tensors: parameters of one shard share its update count, but here each needs its own."""
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _checked(found: WholeParameter, name: str, shape: torch.Size) -> WholeParameter:
-    """Raises `CheckpointError` for another shape, and for moments that are not one number per weight."""
+    """Raise `CheckpointError` for another shape, and for moments that are not one number per weight."""
     if found.weight.shape != shape:
-        raise CheckpointError(f"{name} has shape {tuple(found.weight.shape)} in the checkpoint, {tuple(shape)} here")
+        raise CheckpointError(f"{name} has shape {tuple(found.weight.shape)} in the checkpoint, not {tuple(shape)}")
     for key, value in found.moments.items():
         if is_per_weight(value) and value.shape != shape:
             raise CheckpointError(
-                f"the optimizer's {key} of {name} is not one number per weight, so it cannot be cut for other ranks; "
-                "resume on the ranks that saved it, or begin from the model that the run has exported (model.path=)"
+                f"the optimizer's {key} of {name} is not one number per weight, so it cannot be split for other ranks; "
+                "resume on the ranks that saved it, or start from the run's exported model (model.path=)"
             )
     return found

@@ -1,16 +1,20 @@
-"""Parameters and moments of a checkpoint, whole, one after another, whatever ranks wrote it.
+"""Whole parameters and moments of a checkpoint, independent of the ranks that wrote it.
 
     parameters.safetensors, optimizer.pt      one process, DDP
     state/*_optim_states.pt, one per rank     ZeRO-2 and ZeRO-3 of DeepSpeed 0.19
 
-Tensors are mapped from disk and put together one parameter at a time, so that nobody holds a second model. DeepSpeed's
-own converter (`ds_to_universal`) unpickles, knows Adam alone, and writes the state to disk twice more.
+Tensors are mapped from disk and assembled one parameter at a time, so memory never holds a second model. DeepSpeed's
+own converter (`ds_to_universal`) unpickles, supports only Adam, and writes the state to disk twice more.
+
+Loading runs no code: safetensors, and `torch.load` with weights only. Not covered: forged weights.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,29 +23,33 @@ import torch
 from safetensors import safe_open
 
 from rollout.errors import CheckpointError
-from trainer.distributed.safe_load import weights_only_loading
+
+PARAMETERS = "parameters.safetensors"
+OPTIMIZER = "optimizer.pt"
+SWITCH = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+"""Environment variable of torch that overrides the argument `weights_only` of `torch.load`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeParameter:
-    """One trained parameter as it was saved."""
+    """One trained parameter as saved."""
 
     weight: torch.Tensor
     moments: Mapping[str, Any]
-    """What the optimizer keeps for it, by its own names: tensors of the parameter's shape, and single numbers."""
+    """Optimizer state by the optimizer's own keys: tensors of the parameter's shape, and single numbers."""
 
 
 Read = Callable[[str], WholeParameter]
-"""From a parameter's name to what was saved of it."""
+"""Function from a parameter's name to its saved state."""
 
 
 def is_per_weight(value: Any) -> bool:
-    """Whether a moment is a tensor over the weights. Adam's count of updates is a tensor without dimensions."""
+    """True if a moment is a tensor over the weights. Adam's update count is a tensor without dimensions."""
     return isinstance(value, torch.Tensor) and value.ndim > 0
 
 
 class Span(NamedTuple):
-    """A part of a flat tensor."""
+    """Range of a flat tensor."""
 
     start: int
     count: int
@@ -51,47 +59,49 @@ class Span(NamedTuple):
 
 
 class _Shard(NamedTuple):
-    """What one rank saved: flat tensors by group of parameters."""
+    """State that one rank saved: flat tensors by parameter group."""
 
     weights: Sequence[torch.Tensor]
     moments: Mapping[int, Mapping[str, Any]]
     slices: Sequence[Mapping[str, Any]]
-    """ZeRO-2: by group, from names to addresses in the flat tensors. A parameter may have none here."""
+    """ZeRO-2: for each group, addresses in the flat tensors by name. A parameter outside this shard has none."""
 
 
 class _Place(NamedTuple):
-    """Where a parameter lies in the shards."""
+    """Location of a parameter in the shards."""
 
     group: int
     shape: torch.Size
     spans: Sequence[Span]
-    """By rank; together they are the parameter."""
+    """One per rank; concatenated they are the parameter."""
 
 
 def open_state(directory: Path, *, trained: Sequence[str], zero_stage: int) -> Read:
-    """A reader of the trained parameters of a checkpoint.
+    """Open a checkpoint for reading its trained parameters.
 
     Args:
-        trained: their names, in the order of the optimizer.
-        zero_stage: which the checkpoint was written with; 0 without DeepSpeed.
+        trained: their names, in the optimizer's order.
+        zero_stage: stage that the checkpoint was written with; 0 without DeepSpeed.
 
-    Raises `CheckpointError` when it is of other parameters; what loaders raise when files are damaged.
+    Raises `CheckpointError` for other parameters; whatever torch and safetensors raise for damaged files.
     """
     read, saved = _of_shards(directory / "state", zero_stage) if zero_stage else _of_one(directory, trained)
-    # Frozen parameters are in the files of one process alone.
-    differing = sorted(set(trained) ^ saved if zero_stage else set(trained) - saved)
-    if differing:
-        raise CheckpointError(
-            f"{directory} is of another model: {len(differing)} parameters differ, first {differing[0]}"
-        )
+    # Only the files of one process contain frozen parameters.
+    refuse_other_model(directory, set(trained) ^ saved if zero_stage else set(trained) - saved)
     return read
 
 
+def refuse_other_model(path: Path, differing: Set[str]) -> None:
+    """Raise `CheckpointError` if names of parameters differ from the checkpoint's."""
+    if differing:
+        raise CheckpointError(f"{path} is of another model: {len(differing)} parameters differ, first {min(differing)}")
+
+
 def _of_one(directory: Path, trained: Sequence[str]) -> tuple[Read, set[str]]:
-    weights = safe_open(directory / "parameters.safetensors", framework="pt")
-    saved = _load(directory / "optimizer.pt")
+    weights = safe_open(directory / PARAMETERS, framework="pt")
+    saved = _load(directory / OPTIMIZER)
     if "state" not in saved:
-        raise CheckpointError(f"{directory} holds the state of several optimizers, which ranks of ZeRO cannot share")
+        raise CheckpointError(f"{directory} holds the state of several optimizers, which ZeRO ranks cannot share")
     order = [index for group in saved["param_groups"] for index in group["params"]]
     if len(order) != len(trained):
         raise CheckpointError(
@@ -141,7 +151,7 @@ def _shard(saved: Mapping[str, Any], zero_stage: int) -> _Shard:
 
 
 def _by_slices(shards: Sequence[_Shard], group: int, named: Mapping[str, torch.Size]) -> dict[str, list[Span]]:
-    """ZeRO-2 cuts a whole group into as many parts as there are ranks, and writes down what fell where."""
+    """Locate parameters under ZeRO-2, which slices a whole group over ranks and records the addresses."""
     found: dict[str, list[Span]] = {}
     for name in named:
         addresses = [shard.slices[group].get(name) for shard in shards]
@@ -150,7 +160,7 @@ def _by_slices(shards: Sequence[_Shard], group: int, named: Mapping[str, torch.S
 
 
 def _by_division(num_ranks: int, named: Mapping[str, torch.Size]) -> dict[str, list[Span]]:
-    """ZeRO-3 cuts every parameter into as many equal parts as there are ranks, the last one padded."""
+    """Locate parameters under ZeRO-3, which splits each into equal parts over ranks, the last one padded."""
     found: dict[str, list[Span]] = {}
     start = 0
     for name, shape in named.items():
@@ -161,16 +171,39 @@ def _by_division(num_ranks: int, named: Mapping[str, torch.Size]) -> dict[str, l
 
 
 def _files(directory: Path, kind: str) -> list[Path]:
-    """DeepSpeed's files of a kind, by rank."""
+    """Return DeepSpeed's files of a kind, ordered by rank."""
     numbered = {
         int(found[1]) if (found := re.search(r"pp_rank_(\d+)_", file.name)) else 0: file
         for file in directory.glob(f"*{kind}_states.pt")
     }
     if not numbered or sorted(numbered) != list(range(len(numbered))):
         there = ", ".join(map(str, sorted(numbered))) or "none"
-        raise CheckpointError(f"{directory} lacks {kind} states of DeepSpeed; there are those of ranks: {there}")
+        raise CheckpointError(f"{directory} lacks {kind} states of DeepSpeed; found those of ranks: {there}")
     return [numbered[rank] for rank in sorted(numbered)]
 
 
 def _load(file: Path) -> Any:
     return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+
+
+@contextmanager
+def weights_only_loading() -> Iterator[None]:
+    """Force `torch.load` to be weights-only inside the block, whatever its caller passes.
+
+    DeepSpeed 0.19.8 calls `torch.load(weights_only=False)`, which executes pickles. Torch's environment switch
+    overrides it, and four classes of DeepSpeed's state are allowed by name; others raise pickle.UnpicklingError.
+    """
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    before = os.environ.get(SWITCH)
+    os.environ[SWITCH] = "1"
+    try:
+        with torch.serialization.safe_globals([LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]):
+            yield
+    finally:
+        if before is None:
+            del os.environ[SWITCH]
+        else:
+            os.environ[SWITCH] = before

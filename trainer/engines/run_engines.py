@@ -1,7 +1,7 @@
-"""The engines of a run: what this rank samples from, and whose weights it replaces.
+"""The engines of a run: those that this rank samples from, and those whose weights it replaces.
 
-embedded, server    rank 0 samples, and gives the weights
-colocated           every rank has an engine and gives it the weights; rank 0 samples from all of them
+embedded, server    rank 0 samples and sends the weights
+colocated           every rank has an engine and sends it the weights; rank 0 samples from all of them
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from rollout.system.background_loop import BackgroundLoop
 from trainer.config.schema import Config
 from trainer.distributed.distributed import Distributed
 from trainer.engines.start import embedded_engine, start_members
-from trainer.model.memory_plan import GIB, USABLE, ModelShape, cache_gib_left, memory_plan
-from trainer.model.meta_model import blueprint
+from trainer.model.memory_plan import GIB, USABLE, cache_gib_left, memory_plan
+from trainer.model.shape import planned_shape
 
 PEER_GRACE_S = 60.0
-"""By which a rank waits longer for another one's engine than that one itself does, so that the cause is reported."""
+"""Extra wait for another rank's engine beyond that rank's own timeout, so that it can report the cause [s]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engines:
-    """Those of one rank."""
+    """Engines of one rank."""
 
     loop: BackgroundLoop
     pool: EnginePool | None = None
-    """What episodes sample from; None on ranks that run none."""
+    """Engines that episodes sample from; None on ranks without episodes."""
     synced: Sequence[SyncedEngine] = ()
-    """Whose weights this rank replaces."""
+    """Engines whose weights this rank replaces."""
     colocated: Sequence[EmbeddedEngine] = ()
-    """Those of them that share a GPU with this rank's trainer."""
+    """Those of `synced` that share a GPU with this rank's trainer."""
     service: EngineService | None = None
-    """How rank 0 reaches this rank's engine."""
+    """Service through which rank 0 reaches this rank's engine."""
 
     def restart_dead(self) -> list[str]:
-        """Names of this rank's engines that had died, and live again with the weights on disk."""
+        """Restart this rank's dead engines with the weights on disk, and return their names."""
         return [engine.name for engine in self.synced if engine.restart_if_dead()]
 
     def close(self) -> None:
@@ -59,20 +59,20 @@ class Engines:
 
 
 def start_engines(config: Config, distributed: Distributed, *, loop: BackgroundLoop, logs: Path) -> Engines:
-    """Start or reach the engines of the configuration; a collective. logs: directory of the engines' logs.
+    """Start or connect to the engines of the configuration; a collective. logs: directory of the engines' logs.
 
-    Raises `EngineError` on all ranks: vLLM does not start (with the end of its log), or a server is not there.
+    Raises `EngineError` on all ranks if vLLM does not start (with the end of its log) or a server cannot be reached.
     """
     if config.rollout.engine == "colocated":
         return _colocated(config, distributed, loop=loop, logs=logs)
-    return distributed.together(lambda: _of_rank_0(config, distributed, loop=loop, logs=logs))
 
+    def start() -> Engines:
+        if not distributed.is_main:
+            return Engines(loop=loop)
+        members = start_members(config, loop=loop, log_path=logs / "engine.log")
+        return Engines(loop=loop, pool=EnginePool(members), synced=members)
 
-def _of_rank_0(config: Config, distributed: Distributed, *, loop: BackgroundLoop, logs: Path) -> Engines:
-    if not distributed.is_main:
-        return Engines(loop=loop)
-    members = start_members(config, loop=loop, log_path=logs / "engine.log")
-    return Engines(loop=loop, pool=EnginePool(members), synced=members)
+    return distributed.together(start)
 
 
 def _colocated(config: Config, distributed: Distributed, *, loop: BackgroundLoop, logs: Path) -> Engines:
@@ -113,17 +113,16 @@ def _colocated(config: Config, distributed: Distributed, *, loop: BackgroundLoop
 
 
 def _memory(config: Config, distributed: Distributed) -> dict[str, float]:
-    """`kv_cache_gib`, and on a GPU `gpu_memory_utilization`, of this rank's engine: as configured, or as planned."""
+    """Return `kv_cache_gib`, and on a GPU `gpu_memory_utilization`, of this rank's engine, configured or planned."""
     cache_gib = config.rollout.kv_cache_gib
     if not torch.cuda.is_available():
         if cache_gib is None:
             raise ConfigError(
-                "rollout.kv_cache_gib=null is planned from the memory of a GPU, and there is none; set a number of GiB"
+                "rollout.kv_cache_gib=null is planned from the memory of a GPU, but found no GPU; set a number of GiB"
             )
         return {"kv_cache_gib": cache_gib}
-    module, policy = blueprint(config)
     plan = memory_plan(
-        ModelShape.of(module, policy.model, policy.causal_lm.config),
+        planned_shape(config),
         config,
         world_size=distributed.world_size,
         zero_stage=distributed.zero_stage,
@@ -132,6 +131,6 @@ def _memory(config: Config, distributed: Distributed) -> dict[str, float]:
     available = distributed.device_memory
     if cache_gib is None:
         cache_gib = cache_gib_left(plan, available=available)
-    # vLLM starts only where so much is free; one that is started again finds the trainer there.
+    # vLLM starts only if this share is free; a restarted engine finds the trainer's memory in use.
     share = (plan.engine_weights + cache_gib * GIB) / available
     return {"kv_cache_gib": cache_gib, "gpu_memory_utilization": min(share, USABLE)}

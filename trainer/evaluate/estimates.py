@@ -1,9 +1,9 @@
-"""What samples say about a model: pass@k, means and paired differences, each with a 95 % interval. Plain numbers.
+"""Estimates from samples: pass@k, means and paired differences, each with a 95 % interval.
 
-The unit is the prompt: samples of one prompt are alike, so every spread is taken over prompts (Miller 2024,
+The unit is the prompt: samples of one prompt are correlated, so every spread is taken over prompts (Miller 2024,
 "Adding error bars to evals", section on clustered errors). Intervals cover the choice of prompts and of samples.
 
-Covered: proportions (Wilson's interval with the effective number of prompts), means and paired differences (normal
+Covered: proportions (Wilson interval with the effective number of prompts), means and paired differences (normal
 interval of the mean over prompts). Not covered: fewer than about 20 prompts, for which normal intervals are too narrow.
 """
 
@@ -31,7 +31,7 @@ class Estimate:
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """Probability that at least one of k samples passes, estimated without bias from n >= k samples of a prompt.
+    """Return the unbiased estimate, from n >= k samples, of the probability that at least one of k samples passes.
 
     1 - C(n - c, k) / C(n, k), as a product, which neither overflows nor cancels (Chen et al. 2021, section 2.1).
 
@@ -39,7 +39,7 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
         ValueError: k is not in 1 .. num_samples, or num_passed not in 0 .. num_samples.
     """
     if not 0 <= num_passed <= num_samples:
-        raise ValueError(f"{num_passed} of {num_samples} samples cannot have passed")
+        raise ValueError(f"num_passed: expected 0 to {num_samples}, found {num_passed}")
     if not 1 <= k <= num_samples:
         raise ValueError(f"pass@{k} needs at least {k} samples per prompt, found {num_samples}")
     if num_samples - num_passed < k:
@@ -48,20 +48,19 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
 
 
 def ks_of(num_samples: int) -> tuple[int, ...]:
-    """The k that are reported for n samples per prompt: powers of two below n, and n."""
+    """Return the k reported for n samples per prompt: powers of two below n, and n."""
     return (*(2**power for power in range(num_samples.bit_length()) if 2**power < num_samples), num_samples)
 
 
 def proportion(values: Sequence[float], *, trials_per_value: int) -> Estimate:
-    """Mean of probabilities in [0, 1], one per prompt, with Wilson's interval.
+    """Return the mean of probabilities in [0, 1], one per prompt, with Wilson's interval.
 
-    Wilson's formula wants a number of independent trials. It gets the number that would give the spread that was seen:
-    n_eff = p (1 - p) / (s² / n), s² being the variance over the n prompts (the design effect of survey statistics, Kish
-    1965). That is n where each prompt is 0 or 1, and more where samples tell more about each prompt, but at most
-    n x `trials_per_value`. Where all prompts are 0, or all 1, the spread says nothing, and n is taken.
+    Wilson's formula needs a number of independent trials: n_eff = p (1 - p) / (s² / n), with s² the variance over the n
+    prompts (the design effect of survey statistics, Kish 1965). That is n if each prompt is 0 or 1, and more if several
+    samples inform each value, but at most n x `trials_per_value`. If all values are 0, or all 1, n is used.
 
     Args:
-        values: of the prompts; at least one.
+        values: one per prompt; at least one.
         trials_per_value: independent trials behind each value: samples // k for pass@k.
     """
     n = len(values)
@@ -78,14 +77,14 @@ def proportion(values: Sequence[float], *, trials_per_value: int) -> Estimate:
 
 
 def mean(values: Sequence[float]) -> Estimate:
-    """Mean over prompts with its normal interval, value ± 1.96 s / √n; unbounded for a single prompt."""
+    """Return the mean over prompts with its normal interval, ± 1.96 s / √n; unbounded for a single prompt."""
     value = math.fsum(values) / len(values)
     half = Z_95 * standard_error(values)
     return Estimate(value=value, low=value - half, high=value + half)
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of the mean over prompts, from their sample variance; infinite for a single prompt."""
+    """Return the standard error of the mean, from the sample variance; infinite for a single prompt."""
     n = len(values)
     if n < 2:
         return math.inf
@@ -94,8 +93,8 @@ def standard_error(values: Sequence[float]) -> float:
 
 
 def paired_difference(first: Sequence[float], second: Sequence[float]) -> Estimate:
-    """Mean of second - first over the prompts that both have values for, in the same order.
+    """Return the mean of second - first over the same prompts in the same order.
 
-    What is hard for both cancels, so this interval is narrower than that of two separate means.
+    Difficulty common to both cancels, so the interval is narrower than that of two separate means.
     """
     return mean([b - a for a, b in zip(first, second, strict=True)])

@@ -1,7 +1,7 @@
-"""Evaluation: rollouts of held-out rows with sampling settings of their own, and what their rewards say.
+"""Evaluation on held-out rows, with its own sampling settings.
 
-In a run between updates, or of models by themselves (`scripts/evaluate.py`). The same row gets the same seeds in every
-evaluation with the same `seed`, so that two models differ by what they are, not by what was drawn.
+Runs between updates of a training run, or standalone (`scripts/evaluate.py`). A row gets the same seeds in every
+evaluation with the same `seed`, so that sampling noise is common to compared models.
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ from trainer.config.schema import Config
 from trainer.data.prompts import DataSet, heldout_data
 from trainer.engines.start import start_engine
 from trainer.evaluate.results import (
-    Comparison,
+    PairedComparison,
     SetResult,
     compare,
+    comparison_lines,
     prompt_results,
     read_results,
+    result_lines,
     rollout_facts,
     write_results,
 )
-from trainer.evaluate.tables import comparison_lines, result_lines
 from trainer.observe.console import RunConsole
 
 EVALUATION_STEP = 2**31 - 1
-"""Stands for the training step in sampling seeds: the same prompts get the same samples in every evaluation."""
+"""Step in sampling seeds, constant so that prompts get the same seeds in every evaluation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """One model on all held-out data."""
+    """Results of one model on all held-out data."""
 
     results: tuple[SetResult, ...]
     rollouts: tuple[Rollout, ...]
@@ -53,7 +54,7 @@ class Evaluation:
 
 
 class Evaluator:
-    """Evaluates whatever weights the engine has."""
+    """Evaluator of the weights that the engine currently holds."""
 
     def __init__(
         self, config: Config, *, sampler: Sampler, rewards: RewardSet, loop: BackgroundLoop, chat: Chat
@@ -71,18 +72,13 @@ class Evaluator:
         results, kept = [], []
         for name, data in self._data.items():
             rollouts = self._sample_and_score(data)
-            results.append(
-                SetResult(
-                    name=name,
-                    prompts=prompt_results(
-                        rollouts,
-                        label_column=settings.by,
-                        pass_reward=settings.pass_reward,
-                        pass_threshold=settings.pass_threshold,
-                    ),
-                    facts=rollout_facts(rollouts),
-                )
+            prompts = prompt_results(
+                rollouts,
+                label_column=settings.by,
+                pass_reward=settings.pass_reward,
+                pass_threshold=settings.pass_threshold,
             )
+            results.append(SetResult(name=name, prompts=prompts, facts=rollout_facts(rollouts)))
             kept += rollouts
         return Evaluation(results=tuple(results), rollouts=tuple(kept))
 
@@ -113,7 +109,7 @@ def evaluation_sampling(config: Config, chat: Chat) -> Sampling:
 
 
 def comparable_settings(config: Config) -> dict[str, Any]:
-    """What must be equal for two evaluations to be compared: how was sampled, and what counts as passed."""
+    """Return the settings that must be equal for a comparison: sampling, and what counts as passed."""
     settings, sampling = config.eval, config.rollout
     return {
         "seed": config.seed,
@@ -132,13 +128,15 @@ def comparable_settings(config: Config) -> dict[str, Any]:
 
 
 def run(config: Config) -> None:
-    """Evaluate `model.path` by itself, on this process, and compare it with `eval.compare_to`."""
+    """Evaluate `model.path` in this process, and compare it with `eval.compare_to`."""
     settings = config.eval
     other = settings.compare_to
     console = RunConsole(enabled=True, total_updates=0)
     sampled_with = comparable_settings(config)
-    # A file that does not fit is found before an engine starts.
-    before = read_results(Path(other).expanduser(), sampled_with) if other is not None and _is_results(other) else None
+    # Refuse an unsuitable file before an engine starts.
+    before = (
+        read_results(Path(other).expanduser(), sampled_with) if other is not None and other.endswith(".json") else None
+    )
     if other is not None and before is None:
         before = _evaluate_model(replace(config, model=replace(config.model, path=other)), console).results
     evaluation = _evaluate_model(config, console)
@@ -146,7 +144,7 @@ def run(config: Config) -> None:
         console.sample(rollout)
     for line in result_lines(evaluation.results):
         console.say(line)
-    comparisons: Sequence[Comparison] = ()
+    comparisons: Sequence[PairedComparison] = ()
     if before is not None:
         comparisons = compare(before, evaluation.results)
         for line in comparison_lines(comparisons, str(other), config.model.path):
@@ -166,10 +164,6 @@ def run(config: Config) -> None:
     print(json.dumps(_with_differences(evaluation.metrics, comparisons)))
 
 
-def _is_results(path: str) -> bool:
-    return path.endswith(".json")
-
-
 def _evaluate_model(config: Config, console: RunConsole) -> Evaluation:
     with tempfile.TemporaryDirectory(prefix="lockstep-evaluate-") as logs, BackgroundLoop() as loop:
         console.say(f"starting the engine with {config.model.path} ...")
@@ -185,8 +179,8 @@ def _evaluate_model(config: Config, console: RunConsole) -> Evaluation:
             loop.run(engine.close())
 
 
-def _with_differences(metrics: Mapping[str, float], comparisons: Sequence[Comparison]) -> dict[str, float]:
-    """The metrics, and by how much they are above those of the other model."""
+def _with_differences(metrics: Mapping[str, float], comparisons: Sequence[PairedComparison]) -> dict[str, float]:
+    """Add the differences to the other model to the metrics."""
     found = dict(metrics)
     for item in comparisons:
         prefix = f"eval/{item.name}/" if item.name else "eval/"

@@ -1,11 +1,11 @@
-"""Results of an evaluation: per prompt, per data set, and between two models. Written to JSON and read back."""
+"""Results of an evaluation: per prompt, per data set, and paired between two models; as JSON files and as tables."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,10 @@ from trainer.evaluate import estimates
 from trainer.evaluate.estimates import Estimate
 
 SCHEMA = 1
-"""Of the JSON file."""
+"""Version of the JSON file."""
+
+NOTE = "value [95 % interval]; pass@k: Wilson over prompts, means and differences: normal over prompts"
+"""Last line of a table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,16 +27,16 @@ class PromptResult:
     """All samples of one prompt, in the order of their seeds."""
 
     prompt: str
-    """Digest of the data row: equal for the same row in another evaluation."""
+    """Digest of the data row, equal across evaluations."""
     label: str | None
-    """What the results are broken down by, for instance the environment; None: the row does not say."""
+    """Value of the breakdown column, for instance the environment; None if the row has none."""
     rewards: tuple[float, ...]
-    """Of a rollout that failed: 0."""
+    """Rewards; 0 for a failed rollout."""
     passed: tuple[bool, ...]
 
     def __post_init__(self) -> None:
         if not self.rewards or len(self.rewards) != len(self.passed):
-            raise DataError(f"prompt {self.prompt}: {len(self.rewards)} rewards and {len(self.passed)} verdicts")
+            raise DataError(f"prompt {self.prompt}: found {len(self.rewards)} rewards and {len(self.passed)} verdicts")
 
     @property
     def mean_reward(self) -> float:
@@ -48,26 +51,22 @@ class SetResult:
     """One data set under one model."""
 
     name: str
-    """Empty for data.heldout_path."""
+    """Name of the set; empty for data.heldout_path."""
     prompts: tuple[PromptResult, ...]
     facts: Mapping[str, float]
-    """Means over rollouts: tokens, turns, single reward functions, how episodes ended."""
+    """Means over rollouts: tokens, turns, single reward functions, statuses."""
 
     @property
     def num_samples(self) -> int:
-        """Per prompt."""
+        """Number of samples per prompt."""
         return len(self.prompts[0].rewards)
 
-    @property
-    def title(self) -> str:
-        return self.name or "held-out data"
-
     def rewards(self) -> Estimate:
-        """mean@n: the mean reward over the n samples of a prompt, over prompts."""
+        """Return mean@n: the mean over prompts of the mean reward of their n samples."""
         return estimates.mean([prompt.mean_reward for prompt in self.prompts])
 
     def pass_rates(self) -> dict[int, Estimate]:
-        """pass@k by k."""
+        """Return pass@k by k."""
         return {
             k: estimates.proportion(
                 [prompt.pass_at(k) for prompt in self.prompts], trials_per_value=self.num_samples // k
@@ -76,7 +75,7 @@ class SetResult:
         }
 
     def by_label(self) -> dict[str, SetResult]:
-        """The same per label, in the order of first appearance; facts are of the whole set and are left out."""
+        """Split by label, in order of first appearance, without facts, which exist only for the whole set."""
         labels = dict.fromkeys(prompt.label for prompt in self.prompts if prompt.label is not None)
         return {
             label: SetResult(
@@ -86,7 +85,7 @@ class SetResult:
         }
 
     def metrics(self) -> dict[str, float]:
-        """`eval/*`, or `eval/<name>/*`: values, the bounds of their 95 % intervals, and facts."""
+        """Return `eval/*`, or `eval/<name>/*`: values, bounds of their 95 % intervals, and facts."""
         prefix = f"eval/{self.name}/" if self.name else "eval/"
         reward = self.rewards()
         found = {
@@ -98,34 +97,31 @@ class SetResult:
         }
         for k, rate in self.pass_rates().items():
             found |= {f"pass@{k}": rate.value, f"pass@{k}_low": rate.low, f"pass@{k}_high": rate.high}
-        labelled = self.by_label()
-        for label, part in labelled.items() if len(labelled) > 1 else ():
+        parts = self.by_label()
+        for label, part in parts.items() if len(parts) > 1 else ():
             found |= {f"{label}/reward_mean": part.rewards().value, f"{label}/pass@1": part.pass_rates()[1].value}
         return {f"{prefix}{name}": value for name, value in found.items() if math.isfinite(value)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class PairedComparison:
     """Two models on the same prompts with the same seeds."""
 
     name: str
     prompts: int
     reward: Estimate
-    """Second minus first, paired by prompt."""
+    """Difference of rewards, second minus first."""
     pass_rates: Mapping[int, Estimate]
+    """Difference of pass@k by k."""
     better: int
-    """Prompts on which the second has the higher mean reward."""
+    """Number of prompts on which the second model has the higher mean reward."""
     worse: int
-
-    @property
-    def title(self) -> str:
-        return self.name or "held-out data"
 
 
 def prompt_results(
     rollouts: Iterable[Rollout], *, label_column: str, pass_reward: str | None, pass_threshold: float
 ) -> tuple[PromptResult, ...]:
-    """By prompt. A rollout passes if its reward, or that of the function `pass_reward`, reaches the threshold."""
+    """Group by prompt. A rollout passes if its reward, or that of function `pass_reward`, reaches the threshold."""
     by_prompt: dict[int, list[Rollout]] = {}
     for rollout in rollouts:
         by_prompt.setdefault(rollout.group_id, []).append(rollout)
@@ -150,7 +146,7 @@ def prompt_results(
 
 
 def rollout_facts(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Means over rollouts, failed ones included; of reward functions over those that they had an opinion on."""
+    """Return means over rollouts, including failed ones; of a reward function over the rollouts it scored."""
     count = len(rollouts)
     facts = {
         "sampled_tokens_mean": sum(rollout.num_sampled for rollout in rollouts) / count,
@@ -169,11 +165,11 @@ def digest(example: Mapping[str, Any]) -> str:
     return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).hexdigest()
 
 
-def compare(first: Sequence[SetResult], second: Sequence[SetResult]) -> list[Comparison]:
-    """Paired differences on every set that both have, second minus first.
+def compare(first: Sequence[SetResult], second: Sequence[SetResult]) -> list[PairedComparison]:
+    """Compare paired by prompt on every set that both have, second minus first.
 
     Raises:
-        DataError: no set is in both, or a set has other prompts or another number of samples.
+        DataError: no common set, or a set with other prompts or another number of samples.
     """
     before = {result.name: result for result in first}
     pairs = [(before[result.name], result) for result in second if result.name in before]
@@ -185,17 +181,17 @@ def compare(first: Sequence[SetResult], second: Sequence[SetResult]) -> list[Com
     return [_compare(one, other) for one, other in pairs]
 
 
-def _compare(first: SetResult, second: SetResult) -> Comparison:
+def _compare(first: SetResult, second: SetResult) -> PairedComparison:
     differs = [prompt.prompt for prompt in first.prompts] != [prompt.prompt for prompt in second.prompts]
     if differs or first.num_samples != second.num_samples:
         raise DataError(
-            f"{second.title}: {len(first.prompts)} prompts x {first.num_samples} samples cannot be compared with "
+            f"{title(second.name)}: {len(first.prompts)} prompts x {first.num_samples} samples cannot be compared with "
             f"{len(second.prompts)} x {second.num_samples}"
             + (" other prompts" if differs else "")
             + "; evaluate both with the same data, eval.prompts and eval.samples_per_prompt"
         )
     pairs = list(zip(first.prompts, second.prompts, strict=True))
-    return Comparison(
+    return PairedComparison(
         name=second.name,
         prompts=len(pairs),
         reward=estimates.paired_difference([a.mean_reward for a, _ in pairs], [b.mean_reward for _, b in pairs]),
@@ -209,7 +205,7 @@ def _compare(first: SetResult, second: SetResult) -> Comparison:
 
 
 def _titles(results: Sequence[SetResult]) -> str:
-    return ", ".join(result.title for result in results) or "none"
+    return ", ".join(title(result.name) for result in results) or "none"
 
 
 def write_results(
@@ -218,12 +214,12 @@ def write_results(
     *,
     model: str,
     settings: Mapping[str, Any],
-    comparisons: Sequence[Comparison] = (),
+    comparisons: Sequence[PairedComparison] = (),
     compared_to: str | None = None,
 ) -> None:
-    """One JSON object: numbers to read, and every prompt's samples to compare with later.
+    """Write metrics and every prompt's samples as one JSON object.
 
-    settings: how was sampled; two evaluations with other settings are not comparable.
+    settings: `comparable_settings`; evaluations with other settings are not comparable.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {
@@ -246,10 +242,10 @@ def write_results(
 
 
 def read_results(path: Path, settings: Mapping[str, Any]) -> list[SetResult]:
-    """What `write_results` wrote.
+    """Read a file of `write_results`.
 
     Raises:
-        DataError: the file is not one, or its samples were drawn with other settings than these.
+        DataError: another kind of file, or samples drawn with other settings.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -289,7 +285,55 @@ def read_results(path: Path, settings: Mapping[str, Any]) -> list[SetResult]:
 
 
 def _finite(value: Any) -> Any:
-    """JSON knows no infinity: null."""
+    """Replace non-finite numbers by None, because JSON has none."""
     if isinstance(value, dict):
         return {str(key): _finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def result_lines(results: Sequence[SetResult]) -> Iterator[str]:
+    """Yield a table with a line per data set, followed by one per label."""
+    width = max(len(title) for title, _ in _rows(results))
+    for result in results:
+        ks = tuple(result.pass_rates())
+        names = [f"mean@{result.num_samples}", *(f"pass@{k}" for k in ks)]
+        yield "  ".join([f"{'':{width}}", f"{'prompts':>7}", *(f"{name:<21}" for name in names)]).rstrip()
+        for title, part in _rows([result]):
+            cells = [str(part.rewards()), *map(str, part.pass_rates().values())]
+            line = [f"{title:{width}}", f"{len(part.prompts):>7}", *(f"{cell:<21}" for cell in cells)]
+            yield "  ".join(line).rstrip()
+        cut = result.facts.get("truncated_fraction", 0) + result.facts.get("context_full_fraction", 0)
+        yield (
+            f"{'':{width}}  {result.facts['sampled_tokens_mean']:.0f} tokens and {result.facts['turns_mean']:.1f} "
+            f"turns per rollout, {cut:.1%} cut off, {result.facts['failed_fraction']:.1%} failed"
+        )
+    yield NOTE
+
+
+def comparison_lines(comparisons: Sequence[PairedComparison], first: str, second: str) -> Iterator[str]:
+    """Yield the differences from the first model to the second, paired by prompt."""
+    yield f"{second} minus {first}, on the same prompts with the same seeds"
+    for item in comparisons:
+        cells = [f"reward {_signed(item.reward)}"]
+        cells += [f"pass@{k} {_signed(rate)}" for k, rate in item.pass_rates.items()]
+        yield f"{title(item.name)}  {'  '.join(cells)}"
+        same = item.prompts - item.better - item.worse
+        yield f"{'':{len(title(item.name))}}  better on {item.better} prompts, worse on {item.worse}, equal on {same}"
+
+
+def title(name: str) -> str:
+    """Return the displayed name of a data set."""
+    return name or "held-out data"
+
+
+def _rows(results: Sequence[SetResult]) -> Iterator[tuple[str, SetResult]]:
+    for result in results:
+        yield title(result.name), result
+        parts = result.by_label()
+        if len(parts) > 1:
+            yield from ((f"  {label}", part) for label, part in parts.items())
+
+
+def _signed(estimate: Estimate) -> str:
+    mark = "" if estimate.low <= 0 <= estimate.high else " *"
+    return f"{estimate.value:+.3f} [{estimate.low:+.3f}, {estimate.high:+.3f}]{mark}"

@@ -1,7 +1,7 @@
-"""What makes a decoder of transformers fit for packed rows, whether a policy or a critic stands on it.
+"""Preparation of a transformers decoder for packed rows, shared by policy and critic.
 
-    config ─► refuse what cannot be packed ─► weights ─► `prepare`: attention per row, no randomness, checkpointing,
-                                                         compilation ─► `packed_hidden_states`
+    config ─► refuse what cannot be packed ─► weights ─► `prepare`: attention per row, no randomness, checkpointing
+                                                     ─► `compile_layers` ─► `packed_hidden_states`
 
 Shape legend: _L tokens of the pack, _D hidden size.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import nn
@@ -21,35 +21,57 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 from rollout.errors import ConfigError
 from trainer.batch.packing import PackedBatch
 from trainer.config.launcher import COMPILE_UNDER_ZERO3
-from trainer.config.schema import ATTENTIONS
+from trainer.config.schema import ATTENTIONS, Config
 from trainer.model import packed_attention
 
 AUTO = "auto"
-"""Of `trainer.config.schema.ATTENTIONS`: FlashAttention-2 where it is installed and the weights are half precision on a
-GPU, else `packed_rows`. `sdpa` and `eager` build an L × L mask per pack: exact, slow, for comparison."""
+"""FlashAttention-2 if it is installed and the model computes in half precision on a GPU, else `packed_rows`."""
 
 PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
-"""Layer types whose only view of other tokens is attention that respects rows. Recurrent layers carry state over."""
+"""Layer types that mix tokens only through attention, which respects rows. Recurrent layers carry state across."""
 
 _RANDOM = ("dropout", "drop_rate", "pdrop", "layerdrop", "jitter")
-"""Parts of the names of config fields and module attributes that make a forward random."""
+"""Substrings of the config fields and module attributes that make a forward pass random."""
 
 
-def packable_config(path: str | Path, *, setting: str, expected: str, trust_remote_code: bool) -> PreTrainedConfig:
-    """The config of a model, before its weights are read.
+class DecoderSetup(TypedDict, total=False):
+    """Optional arguments of `prepare`, passed through by policy and critic."""
+
+    attn_implementation: str
+    """One of `trainer.config.schema.ATTENTIONS`, by default `auto`. `sdpa` and `eager` build an L × L mask per pack:
+    exact but slow, for comparison."""
+    gradient_checkpointing: bool
+    """Keep only the inputs of layers between forward and backward."""
+    compute_dtype: torch.dtype | str | None
+    """Dtype of mixed precision, on which FlashAttention depends; None: dtype of the weights."""
+
+
+def decoder_setup(config: Config) -> DecoderSetup:
+    """Return the setup that the configuration asks for."""
+    return {
+        "attn_implementation": config.attention,
+        "gradient_checkpointing": config.model.gradient_checkpointing,
+        "compute_dtype": config.model.dtype,
+    }
+
+
+def packable_config(path: str | Path, *, setting: str, trust_remote_code: bool) -> PreTrainedConfig:
+    """Load a model's config, before its weights are read.
 
     Args:
         path: directory or hub name.
-        setting: that named it, for the error.
-        expected: what else it can be, for the error.
+        setting: name of the setting that holds the path, for the error.
 
     Raises:
-        ConfigError: nothing loadable is there, or rows could not be kept apart in the model.
+        ConfigError: no config can be loaded, or the architecture cannot keep rows apart.
     """
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{setting}={path}: no loadable model config ({error}). Expected {expected}") from error
+        raise ConfigError(
+            f"{setting}={path}: no loadable model config ({str(error).splitlines()[0]}); set {setting}=<directory with "
+            "config.json and weights, or hub id>"
+        ) from error
     refuse_architecture(config)
     return config
 
@@ -57,14 +79,14 @@ def packable_config(path: str | Path, *, setting: str, expected: str, trust_remo
 def prepare(
     model: PreTrainedModel,
     *,
-    attn_implementation: str,
-    gradient_checkpointing: bool,
-    compute_dtype: torch.dtype | str | None,
+    attn_implementation: str = AUTO,
+    gradient_checkpointing: bool = False,
+    compute_dtype: torch.dtype | str | None = None,
 ) -> None:
-    """Set a model up for packs, in place: in train mode, which without randomness computes as eval mode does.
+    """Set a model up for packs, in place. Leaves it in train mode, which without randomness equals eval mode.
 
     Raises:
-        ConfigError: its rows cannot be kept apart in a pack.
+        ConfigError: rows cannot be kept apart in a pack of this model.
     """
     refuse_unpackable(model)
     packed_attention.register()
@@ -72,22 +94,22 @@ def prepare(
     disable_randomness(model)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    # `from_pretrained` leaves a model in eval mode, where transformers checkpoints nothing.
+    # `from_pretrained` leaves a model in eval mode, in which transformers ignores gradient checkpointing.
     model.train()
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Compile each layer by itself, in place: names of parameters stay, and equal layers share one compilation.
+    """Compile each layer by itself, in place. Parameter names stay, and equal layers share one compilation.
 
-    Lengths of packs are symbols, so a new length compiles nothing anew; attention and the fused head stay as they are.
+    Pack lengths are symbolic, so a new length does not recompile. Attention and the fused head are not compiled.
 
     Raises:
-        ConfigError: the weights are partitioned by ZeRO-3, or there are no layers that are known as such.
+        ConfigError: ZeRO-3 has partitioned the weights, or transformers marks no layers in this model.
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ConfigError(
-            f"{type(model).__name__} has no layers that transformers marks as such, so model.compile=true has nothing "
+            f"{type(model).__name__} marks no layers (GradientCheckpointingLayer), so model.compile=true has nothing "
             "to compile; set model.compile=false"
         )
     if any("ds_shape" in vars(parameter) for parameter in model.parameters()):
@@ -98,22 +120,21 @@ def compile_layers(model: nn.Module) -> None:
 
 
 def attention_of(model: PreTrainedModel) -> str:
-    """Name of the attention implementation that the model computes with."""
+    """Return the name of the model's attention implementation."""
     return str(model.config.get_text_config()._attn_implementation)
 
 
 def can_share_prefixes(module: nn.Module) -> bool:
-    """Whether packs of a policy, with or without a critic, may hold once what rows begin with
-    (trainer/batch/prefixes.py)."""
+    """True if all models inside support packs with shared prefixes (trainer/batch/prefixes.py)."""
     models = [part for part in module.modules() if isinstance(part, PreTrainedModel)]
     return bool(models) and all(attention_of(model) == packed_attention.PACKED_ROWS for model in models)
 
 
 def packed_hidden_states(decoder: PreTrainedModel, packed: PackedBatch) -> torch.Tensor:
-    """(L, D): last hidden states of a decoder over a pack, each row as if it were alone."""
+    """Return the (L, D) last hidden states of a pack, each row computed as if it were alone."""
     attn_implementation = attention_of(decoder)
     is_packed_rows = attn_implementation == packed_attention.PACKED_ROWS
-    assert packed.prefixes is None or is_packed_rows, "`can_share_prefixes` says so"
+    assert packed.prefixes is None or is_packed_rows, "shared prefixes need packed_rows: see `can_share_prefixes`"
     arguments: dict[str, Any] = {}
     if is_packed_rows:
         arguments = {"attention_mask": packed_attention.no_mask(packed.ids.device), "packed": packed}
@@ -125,20 +146,20 @@ def packed_hidden_states(decoder: PreTrainedModel, packed: PackedBatch) -> torch
             "max_length_q": longest,
             "max_length_k": longest,
         }
-    # sdpa, eager: without a mask and a cache, transformers makes a block-causal mask where position ids restart.
+    # sdpa, eager: without mask and cache, transformers builds a block-causal mask from restarting position ids.
     output = decoder(input_ids=packed.ids[None], position_ids=packed.position_ids[None], use_cache=False, **arguments)
     return output.last_hidden_state[0]
 
 
 def refuse_architecture(config: PreTrainedConfig) -> None:
-    """Raise ConfigError for what the config alone shows to be no packable decoder."""
+    """Raise ConfigError if the config alone shows that the model is not a packable decoder."""
     text = config.get_text_config()
     stored = config.to_dict().get("quantization_config")
     if stored is not None:
         method = stored.get("quant_method", "by an unknown method")
         raise ConfigError(
-            f"the weights of this {config.model_type} model are quantised ({method}), and neither they nor adapters on "
-            "them (QLoRA) can be trained: the engine is sent whole weights; set model.path to the unquantised model, "
+            f"the weights of this {config.model_type} model are quantized ({method}), and neither they nor adapters on "
+            "them (QLoRA) can be trained: the engine is sent whole weights; set model.path to the unquantized model, "
             "with model.dtype=bfloat16 model.lora.rank=16 to save memory"
         )
     if config.is_encoder_decoder:
@@ -149,13 +170,13 @@ def refuse_architecture(config: PreTrainedConfig) -> None:
     unpackable = sorted(set(text.to_dict().get("layer_types") or ()) - PACKABLE_LAYERS)
     if unpackable:
         raise ConfigError(
-            f"model type {config.model_type} has layers of type {', '.join(unpackable)}, in which rows of a pack would "
+            f"model type {config.model_type} has layers of type {', '.join(unpackable)}, which let rows of a pack "
             f"see each other; expected only {' and '.join(sorted(PACKABLE_LAYERS))}: set model.path to such a model"
         )
 
 
 def refuse_unpackable(model: PreTrainedModel) -> None:
-    """Raise ConfigError unless rows of a pack can be kept apart in this model."""
+    """Raise ConfigError if the model cannot keep rows of a pack apart."""
     refuse_architecture(model.config)
     name = type(model).__name__
     if not model._supports_attention_backend:
@@ -164,14 +185,17 @@ def refuse_unpackable(model: PreTrainedModel) -> None:
             "be kept apart; set model.path to a model that does (most decoders in transformers 5)"
         )
     if "position_ids" not in inspect.signature(model.get_decoder().forward).parameters:
-        raise ConfigError(f"{name} takes no position ids, which must restart in each row of a pack")
+        raise ConfigError(
+            f"{name} takes no position ids, which must restart in each row of a pack; set model.path to "
+            "a model that does"
+        )
 
 
-def choose_attention(requested: str, model: PreTrainedModel, compute_dtype: torch.dtype | str | None = None) -> str:
-    """The attention implementation to use for `requested`; compute_dtype: of mixed precision, else the weights'.
+def choose_attention(requested: str, model: PreTrainedModel, compute_dtype: torch.dtype | str | None) -> str:
+    """Resolve the requested attention to an implementation; compute_dtype: see `DecoderSetup`.
 
     Raises:
-        ConfigError: an unknown name, or FlashAttention for weights it cannot compute with.
+        ConfigError: unknown name, or FlashAttention without half precision.
     """
     if requested not in ATTENTIONS:
         raise ConfigError(f"attn_implementation={requested}: expected one of {', '.join(ATTENTIONS)}")
@@ -193,8 +217,9 @@ def choose_attention(requested: str, model: PreTrainedModel, compute_dtype: torc
 def disable_randomness(model: nn.Module) -> None:
     """Set every dropout and jitter to 0, in modules and configs.
 
-    Train mode is needed for gradient checkpointing, but log-probabilities must be those of the sampler, which has no
-    dropout (ppo.md P4). Attention layers copy the probability into plain attributes, so `nn.Dropout` is not enough.
+    Gradient checkpointing needs train mode, but the sampler has no dropout, so neither may the trainer ("The N
+    Implementation Details of RLHF with PPO", Hugging Face blog, 2023: dropout layers disabled). Attention layers copy
+    the probability into plain attributes, so zeroing `nn.Dropout` is not enough.
     """
     for module in model.modules():
         if isinstance(module, nn.Dropout):

@@ -1,14 +1,14 @@
-"""The LM head fused with log-probability and entropy: logits exist for one tile at a time.
+"""LM head fused with log-probability and entropy: logits exist for one tile at a time.
 
-At a vocabulary of 151,936 the logits of 8,192 tokens are 4.6 GiB in float32, and softmax and its gradient triple
-that. Here the vocabulary is walked in tiles (so that a tile of the weight is read, and its gradient written, once) and
-the tokens in chunks. A running log-sum-exp joins the tiles; backward computes each tile again. What is kept between
-forward and backward is the hidden states, the weight and three numbers per token. Where all logits are one tile and one
-chunk, their exponentials are in memory anyway when forward ends; they are kept, and backward computes nothing again.
+With a vocabulary of 151,936 the logits of 8,192 tokens take 4.6 GiB in float32, and softmax and its gradient triple
+that. Here the vocabulary is processed in tiles (each tile of the weight is read, and its gradient written, once) and
+the tokens in chunks. A running log-sum-exp joins the tiles; backward recomputes each tile. Kept between forward and
+backward are the hidden states, the weight and three numbers per token. If all logits fit one tile and one chunk, their
+exponentials are in memory anyway when forward ends; they are kept, and backward recomputes nothing.
 
 Covered: bias, logit scale, final softcap, temperature, restricted sampling support; inputs from float64 to bfloat16 and
 autocast, which rounds the operands of products; products accumulated and softmax taken in float32 or wider. Not
-covered: heads that are not one linear layer, derivatives of derivatives.
+covered: heads that are not one linear layer, second derivatives.
 
 Shape legend: _N target tokens, _D hidden size, _V vocabulary, _C tokens of a chunk, _K vocabulary entries of a tile.
 """
@@ -23,24 +23,24 @@ from torch import nn
 from torch.nn import functional as F
 
 LOGITS_BUDGET_GIB = 0.25
-"""Memory for the logits of one tile and what is computed from them. More is not faster: the matrix products are at
-full speed from some hundred tokens on."""
+"""Memory for the logits of one tile and their intermediates. More is not faster: matrix products reach full speed at a
+few hundred tokens."""
 
 TILE_K = 4096
-"""Vocabulary entries of a tile. With 4,096 the passes over a row of logits stay in a CPU core's cache, and each kernel
-still has enough to do to fill a GPU."""
+"""Vocabulary entries of a tile. At 4,096 the passes over a row of logits stay in a CPU core's cache, and each kernel
+still fills a GPU."""
 
 _EXCLUDED = -1e30
-"""Logit of a token outside the support. Finite, so that a tile without any supported token gives no NaN; its
-exponential vanishes as soon as the running maximum is a real logit."""
+"""Logit of a token outside the support. Finite, so that a tile without supported tokens gives no NaN; its exponential
+is 0 as soon as the running maximum is a real logit."""
 
 _BUFFERS = 3
-"""Arrays of a tile's size that live at a time: logits, probabilities, and the slope of the softcap."""
+"""Arrays of a tile's size that exist at a time: logits, probabilities, slope of the softcap."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitTransform:
-    """What turns the head's product z into the logits that were sampled from: softcap(z · scale) / temperature."""
+    """Map from the head's output z to the logits that were sampled from: softcap(z · scale) / temperature."""
 
     temperature: float = 1.0
     scale: float = 1.0
@@ -58,12 +58,12 @@ class LogitTransform:
 
     @property
     def inner(self) -> float:
-        """Factor of z before tanh, or in all if there is no softcap."""
+        """Factor of z before tanh; without a softcap, the only factor."""
         return self.scale / (self.temperature if self.softcap is None else self.softcap)
 
     @property
     def outer(self) -> float:
-        """Factor of tanh; with a softcap only."""
+        """Factor of tanh; 1 without a softcap."""
         return 1.0 if self.softcap is None else self.softcap / self.temperature
 
 
@@ -79,42 +79,40 @@ def fused_logprobs(
     transform: LogitTransform = IDENTITY,
     support: tuple[torch.Tensor, torch.Tensor] | None = None,
     with_entropy: bool = True,
-    budget_gib: float = LOGITS_BUDGET_GIB,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """log π(target) and the entropy of π for each token, differentiable in hidden states, weight and bias.
+    """Compute log π(target) and the entropy of π per token, differentiable in hidden states, weight and bias.
 
     Args:
         hidden_ND: hidden states at the positions that predict the targets.
-        weight_VD: of the head.
+        weight_VD: weight of the head.
         target_ids_N: int64, in [0, V).
-        bias_V: of the head, if it has one.
-        transform: from the head's product to the logits that were sampled from.
+        bias_V: bias of the head, if any.
+        transform: from the head's output to the logits that were sampled from.
         support: offsets (N + 1,) and token ids, int64; token n was drawn from `ids[offsets[n]:offsets[n + 1]]` and π
-            is normalised over these alone. A target outside of its support has log-probability -inf.
-        with_entropy: if not, the entropy is zeros and costs nothing.
-        budget_gib: GiB for the logits of one tile.
+            is normalized over these alone. A target outside its support has log-probability -inf.
+        with_entropy: False returns zeros, at no cost.
 
     Returns:
         logprob_N and entropy_N in nats; float32, or float64 if an input is.
     """
     if hidden_ND.ndim != 2 or weight_VD.ndim != 2 or hidden_ND.shape[1] != weight_VD.shape[1]:
         raise ValueError(
-            f"hidden states (tokens, D) and weight (V, D) do not fit: {tuple(hidden_ND.shape)} and "
-            f"{tuple(weight_VD.shape)}. A weight of shape (0,) is a ZeRO-3 partition outside of its module's forward"
+            f"hidden states (tokens, D) and weight (V, D) do not match: found {tuple(hidden_ND.shape)} and "
+            f"{tuple(weight_VD.shape)}. A weight of shape (0,) is a ZeRO-3 partition outside its module's forward"
         )
     if support is not None and len(support[0]) != len(target_ids_N) + 1:
-        raise ValueError(f"support for {len(support[0]) - 1} tokens, there are {len(target_ids_N)} targets")
+        raise ValueError(f"found support for {len(support[0]) - 1} tokens, expected {len(target_ids_N)} as targets")
     return _FusedLogprobs.apply(
-        hidden_ND, weight_VD, bias_V, target_ids_N, transform, _Support.of(support), with_entropy, budget_gib
+        hidden_ND, weight_VD, bias_V, target_ids_N, transform, _Support.of(support), with_entropy
     )
 
 
 class FusedHead(nn.Linear):
-    """The model's own head, which also answers with log-probabilities when it is given targets.
+    """The model's own head, which returns log-probabilities if it is given targets.
 
-    It takes the place of `lm_head` and holds the very same parameters, so that state dicts, tying and checkpoints do
-    not change. The fused computation runs inside this module's forward because that is where DeepSpeed ZeRO-3
-    gathers partitioned parameters, before forward and before backward, once each; also those tied to the embedding.
+    It replaces `lm_head` and shares its parameters, so state dicts, tying and checkpoints do not change. The fused
+    computation runs inside this module's forward because DeepSpeed ZeRO-3 gathers partitioned parameters there, once
+    before forward and once before backward, including those tied to the embedding.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -122,7 +120,7 @@ class FusedHead(nn.Linear):
         self.weight = linear.weight
         self.bias = linear.bias
 
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]: it stays callable as the plain head
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]: must stay callable as the plain head
         self,
         input: torch.Tensor,
         target_ids_N: torch.Tensor | None = None,
@@ -131,7 +129,7 @@ class FusedHead(nn.Linear):
         support: tuple[torch.Tensor, torch.Tensor] | None = None,
         with_entropy: bool = True,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Plain logits without targets; else logprob_N and entropy_N, as `fused_logprobs`."""
+        """Return plain logits without targets; else logprob_N and entropy_N, as `fused_logprobs`."""
         if target_ids_N is None:
             return F.linear(input, self.weight, self.bias)
         return fused_logprobs(
@@ -147,7 +145,7 @@ class FusedHead(nn.Linear):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Support:
-    """Which (token, vocabulary entry) pairs may be sampled, sorted by vocabulary entry so that a tile is a slice."""
+    """The (token, vocabulary entry) pairs that may be sampled, sorted by vocabulary entry so that a tile is a slice."""
 
     token_index: torch.Tensor
     vocab_id: torch.Tensor
@@ -162,7 +160,7 @@ class _Support:
         return cls(token_index=token_index[order], vocab_id=vocab_id)
 
     def keep(self, tokens: slice, tile: slice) -> torch.Tensor:
-        """(C, K) bool mask of one tile."""
+        """Return the (C, K) bool mask of one tile."""
         edges = torch.tensor([tile.start, tile.stop], device=self.vocab_id.device)
         low, high = torch.searchsorted(self.vocab_id, edges).tolist()
         token_index, vocab_id = self.token_index[low:high], self.vocab_id[low:high]
@@ -173,7 +171,7 @@ class _Support:
 
 
 class _FusedLogprobs(torch.autograd.Function):
-    """See `fused_logprobs`. Per token, with logits z, p = softmax(z), H its entropy and y its target:
+    """Autograd of `fused_logprobs`. Per token, with logits z, p = softmax(z), entropy H and target y:
 
     ∂ logp / ∂z_j = [j = y] - p_j        ∂H / ∂z_j = -p_j (log p_j + H)
     """
@@ -188,18 +186,16 @@ class _FusedLogprobs(torch.autograd.Function):
         transform: LogitTransform,
         support: _Support | None,
         with_entropy: bool,
-        budget_gib: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rounded_to = _autocast_dtype(hidden_ND, weight_VD)
-        tiles = _Tiles(hidden_ND, weight_VD, bias_V, transform, support, budget_gib, rounded_to)
+        tiles = _Tiles(hidden_ND, weight_VD, bias_V, transform, support, rounded_to)
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            lse_N, target_logit_N, entropy_N, exp_NV, sum_N = _normalise(tiles, target_ids_N, with_entropy)
+            lse_N, target_logit_N, entropy_N, exp_NV, sum_N = _normalize(tiles, target_ids_N, with_entropy)
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, target_ids_N, lse_N, entropy_N, exp_NV, sum_N)
-        ctx.transform, ctx.support, ctx.with_entropy, ctx.budget_gib = transform, support, with_entropy, budget_gib
-        ctx.rounded_to = rounded_to
+        ctx.transform, ctx.support, ctx.with_entropy, ctx.rounded_to = transform, support, with_entropy, rounded_to
         if not with_entropy:
             ctx.mark_non_differentiable(entropy_N)
-        # The gradient of an entropy that is only reported is None, not zeros: its part of backward is left out.
+        # An entropy that is only reported then has a None gradient, not zeros, and backward skips its part.
         ctx.set_materialize_grads(False)
         return target_logit_N - lse_N, entropy_N
 
@@ -209,7 +205,7 @@ class _FusedLogprobs(torch.autograd.Function):
         grad_logprob_N, grad_entropy_N = grads
         if grad_logprob_N is None:
             grad_logprob_N = torch.zeros_like(lse_N)
-        tiles = _Tiles(hidden_ND, weight_VD, bias_V, ctx.transform, ctx.support, ctx.budget_gib, ctx.rounded_to)
+        tiles = _Tiles(hidden_ND, weight_VD, bias_V, ctx.transform, ctx.support, ctx.rounded_to)
         with torch.autocast(hidden_ND.device.type, enabled=False):
             grad_hidden, grad_weight, grad_bias = _gradients(
                 tiles,
@@ -222,11 +218,11 @@ class _FusedLogprobs(torch.autograd.Function):
                 sum_N=sum_N,
                 needs=ctx.needs_input_grad[:3],
             )
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
 def _autocast_dtype(hidden_ND: torch.Tensor, weight_VD: torch.Tensor) -> torch.dtype | None:
-    """What autocast rounds the operands of a linear layer to; None without it, and for float64, which it leaves."""
+    """Return the dtype to which autocast rounds operands; None without autocast and for float64, which it leaves."""
     device = hidden_ND.device.type
     if not torch.is_autocast_enabled(device) or torch.float64 in (hidden_ND.dtype, weight_VD.dtype):
         return None
@@ -234,7 +230,7 @@ def _autocast_dtype(hidden_ND: torch.Tensor, weight_VD: torch.Tensor) -> torch.d
 
 
 class _Tiles:
-    """The walk over (vocabulary tile × token chunk) that forward and backward share."""
+    """Iteration over (vocabulary tile × token chunk), shared by forward and backward."""
 
     def __init__(
         self,
@@ -243,10 +239,9 @@ class _Tiles:
         bias_V: torch.Tensor | None,
         transform: LogitTransform,
         support: _Support | None,
-        budget_gib: float,
         rounded_to: torch.dtype | None,
     ) -> None:
-        """rounded_to: what operands of products are rounded to first, as autocast does; or None."""
+        """rounded_to: dtype to which operands of products are rounded first, as autocast does; or None."""
         self.weight_VD, self.bias_V = weight_VD, bias_V
         self.transform, self.support = transform, support
         self.dtype = torch.promote_types(torch.promote_types(hidden_ND.dtype, weight_VD.dtype), torch.float32)
@@ -260,36 +255,34 @@ class _Tiles:
         (num_tokens, _), num_vocab = hidden_ND.shape, len(weight_VD)
         self.tiles = [slice(k, min(k + TILE_K, num_vocab)) for k in range(0, num_vocab, TILE_K)]
         width = min(TILE_K, num_vocab)
-        affordable = max(1, int(budget_gib * 2**30) // (_BUFFERS * self.dtype.itemsize * width))
+        affordable = max(1, int(LOGITS_BUDGET_GIB * 2**30) // (_BUFFERS * self.dtype.itemsize * width))
         num_chunks = max(1, -(-num_tokens // affordable))
-        chunk = max(1, -(-num_tokens // num_chunks))  # equal chunks, so that none is too short to be efficient
+        chunk = max(1, -(-num_tokens // num_chunks))  # equal chunks, so that none is inefficiently short
         self.chunks = [slice(c, min(c + chunk, num_tokens)) for c in range(0, num_tokens, chunk)]
-        # Fresh memory for every tile would be mapped and cleared by the kernel each time.
+        # Reused: the kernel would map and clear fresh memory for every tile.
         self.buffers = [torch.empty(chunk * width, dtype=self.dtype, device=hidden_ND.device) for _ in range(2)]
 
     def weight(self, tile: slice) -> torch.Tensor:
         return self.operand(self.weight_VD.detach()[tile])
 
     def operand(self, x: torch.Tensor) -> torch.Tensor:
-        """What a product multiplies for x."""
+        """Return x as an operand of a product: rounded, then cast."""
         return (x if self.rounded_to is None else x.to(self.rounded_to)).to(self.operand_dtype)
 
     def scratch(self, index: int, shape: torch.Size) -> torch.Tensor:
         return self.buffers[index][: shape.numel()].view(shape)
 
     def product(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, beta: float = 0.0) -> torch.Tensor:
-        """out = beta · out + inner · a @ b, accumulated in the wide dtype."""
+        """Compute out = beta · out + inner · a @ b, accumulated in the wide dtype."""
         if self.operand_dtype == self.dtype:
             return out.addmm_(self.operand(a), self.operand(b), beta=beta, alpha=self.transform.inner)
         product = torch.mm(self.operand(a), self.operand(b), out_dtype=self.dtype)
-        return (
-            out.mul_(beta).add_(product, alpha=self.transform.inner)
-            if beta
-            else out.copy_(product).mul_(self.transform.inner)
-        )
+        if beta:
+            return out.mul_(beta).add_(product, alpha=self.transform.inner)
+        return out.copy_(product).mul_(self.transform.inner)
 
     def logits(self, weight_KD: torch.Tensor, tile: slice, tokens: slice) -> torch.Tensor:
-        """(C, K) in buffer 0: the logits before tanh, scaled; so the logits themselves where there is no softcap."""
+        """Return the scaled (C, K) logits before tanh, in buffer 0; without a softcap, the logits themselves."""
         hidden_CD = self.hidden_ND[tokens]
         z_CK = self.product(hidden_CD, weight_KD.T, self.scratch(0, torch.Size((len(hidden_CD), len(weight_KD)))))
         if self.bias_V is not None:
@@ -297,7 +290,7 @@ class _Tiles:
         return z_CK
 
     def finish(self, z_CK: torch.Tensor, tile: slice, tokens: slice) -> torch.Tensor:
-        """Softcap, temperature and support, in place."""
+        """Apply softcap, temperature and support, in place."""
         if self.transform.softcap is not None:
             z_CK.tanh_().mul_(self.transform.outer)
         if self.support is not None:
@@ -306,20 +299,20 @@ class _Tiles:
 
 
 def _targets_in(tile: slice, target_ids_C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whether each target lies in the tile, and its column there (0 if not), as (C, 1)."""
+    """Return two (C, 1) tensors: True if the target lies in the tile, and its column there (0 if not)."""
     column = target_ids_C - tile.start
     inside = (column >= 0) & (column < tile.stop - tile.start)
     return inside[:, None], torch.where(inside, column, 0)[:, None]
 
 
-def _normalise(
+def _normalize(
     tiles: _Tiles, target_ids_N: torch.Tensor, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Log-sum-exp, target logit and entropy of each token, in one pass over the logits (online softmax).
+    """Compute log-sum-exp, target logit and entropy per token, in one pass over the logits (online softmax).
 
-    Also the exponentials exp(z - m), (N, V), where all of them are still there, and their sum s, (N, 1).
+    Also returns the exponentials exp(z - m), (N, V), if all logits are one tile and one chunk, and their sum s, (N, 1).
 
-    Running over tiles: m the largest logit so far, s = Σ exp(z - m), t = Σ exp(z - m) (z - m).
+    Running over tiles: m = largest logit so far, s = Σ exp(z - m), t = Σ exp(z - m) (z - m).
     A new maximum m' rescales them by a = exp(m - m'): s' = a s, t' = a (t + (m - m') s).
     """
     shape = (len(target_ids_N), 1)
@@ -362,12 +355,10 @@ def _gradients(
     sum_N: torch.Tensor,
     needs: tuple[bool, bool, bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of hidden states, weight and bias, each None if it is not needed.
+    """Compute gradients of hidden states, weight and bias, each None if not needed.
 
-    Logits are computed again, unless `_normalise` has left their exponentials.
-
-    Sums run in the wide dtype: over tiles for hidden states, over chunks for a tile of the weight, which is then
-    rounded to the weight's dtype once.
+    Recomputes the logits unless `_normalize` has kept their exponentials. Sums are in the wide dtype: over tiles for
+    hidden states, over chunks for a tile of the weight, which is rounded to the weight's dtype once.
     """
     needs_hidden, needs_weight, needs_bias = needs
     hidden_ND, weight_VD, bias_V = tiles.hidden_ND, tiles.weight_VD, tiles.bias_V
@@ -389,7 +380,13 @@ def _gradients(
                 z_CK = tiles.logits(weight_KD, tile, tokens)
                 slope_CK = None if transform.softcap is None else 1 - z_CK.tanh() ** 2
                 log_p_CK = tiles.finish(z_CK, tile, tokens).sub_(lse_N[tokens, None])
-                dz_CK = _logit_gradients(tiles, log_p_CK, g_logprob, grad_entropy_N, entropy_N, tokens)
+                if grad_entropy_N is None:
+                    dz_CK = log_p_CK.exp_().mul_(-g_logprob)
+                else:  # -p (g_logprob + g_entropy (log p + H))
+                    g_entropy = grad_entropy_N[tokens, None].to(tiles.dtype)
+                    p_CK = torch.exp(log_p_CK, out=tiles.scratch(1, log_p_CK.shape))
+                    shift = g_logprob + g_entropy * entropy_N[tokens, None]
+                    dz_CK = log_p_CK.mul_(-g_entropy).sub_(shift).mul_(p_CK)
             inside, column = _targets_in(tile, target_ids_N[tokens])
             dz_CK.scatter_add_(1, column, torch.where(inside, g_logprob, 0))
             if slope_CK is not None:
@@ -405,20 +402,3 @@ def _gradients(
         if grad_bias is not None:
             grad_bias[tile] = grad_K
     return grad_hidden, grad_weight, grad_bias
-
-
-def _logit_gradients(
-    tiles: _Tiles,
-    log_p_CK: torch.Tensor,
-    g_logprob: torch.Tensor,
-    grad_entropy_N: torch.Tensor | None,
-    entropy_N: torch.Tensor,
-    tokens: slice,
-) -> torch.Tensor:
-    """(C, K) in place of `log_p_CK`: the gradient of the logits, but for the targets' own part."""
-    if grad_entropy_N is None:
-        return log_p_CK.exp_().mul_(-g_logprob)
-    g_entropy = grad_entropy_N[tokens, None].to(tiles.dtype)
-    p_CK = torch.exp(log_p_CK, out=tiles.scratch(1, log_p_CK.shape))
-    # -p (g_logprob + g_entropy (log p + H))
-    return log_p_CK.mul_(-g_entropy).sub_(g_logprob + g_entropy * entropy_N[tokens, None]).mul_(p_CK)

@@ -1,14 +1,13 @@
-"""Low-rank adapters (Hu et al. 2021, LoRA): small matrices are trained, the weights of the model stay as they are.
+"""Low-rank adapters (LoRA, Hu et al. 2021): small matrices are trained while the model's weights stay frozen.
 
     y = W x + (alpha / rank) · B A x        A: rank × in, random; B: out × rank, zeros, so training begins at W
 
-The engine gets merged weights (`rollout/weights/source.py`), and a finished run leaves both: a whole model that
-`from_pretrained` loads, and the adapter by itself in `adapter/` beside its weights. The reference policy is the model
-with adapters switched off.
+The engine gets merged weights (`rollout/weights/source.py`). A finished run leaves both: a merged model that
+`from_pretrained` loads, and the adapter itself in `adapter/` beside its weights. The reference policy is the model with
+adapters disabled.
 
-Covered: linear layers of the decoder, under plain, DDP, ZeRO-2 and ZeRO-3. Not covered: adapters on the head or on an
-embedding that is tied to it (the engine holds one weight for both), DoRA, dropout (log-probabilities must be the
-sampler's, which has none).
+Covered: linear layers of the decoder, in one process and under DDP, ZeRO-2 and ZeRO-3. Not covered: adapters on the
+head or on an embedding tied to it (the engine holds one weight for both), DoRA, dropout (the sampler has none).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ ADAPTER_DIRECTORY = "adapter"
 
 
 def is_adapted(model: nn.Module) -> TypeGuard[PeftModel]:
-    """Whether the model has adapters. A run without any does not import peft, which takes seconds."""
+    """True if the model has adapters. Does not import peft, which takes seconds."""
     if "peft" not in sys.modules:
         return False
     from peft import PeftModel
@@ -40,7 +39,7 @@ def is_adapted(model: nn.Module) -> TypeGuard[PeftModel]:
 
 
 def add_adapters(model: PreTrainedModel, settings: LoraConfig) -> PeftModel:
-    """The model with trainable adapters in it, and everything else frozen.
+    """Insert trainable adapters into the model and freeze everything else.
 
     Raises:
         ConfigError: `target_modules` names no linear layer, or the head.
@@ -54,9 +53,9 @@ def add_adapters(model: PreTrainedModel, settings: LoraConfig) -> PeftModel:
         model,
         peft.LoraConfig(
             r=settings.rank,
-            lora_alpha=settings.alpha,  # type: ignore[arg-type]  # any number; peft only divides it by the rank
+            lora_alpha=settings.alpha,  # type: ignore[arg-type]  # any number works: peft only divides it by the rank
             lora_dropout=0.0,
-            target_modules="all-linear" if wanted is None else list(wanted),  # peft leaves the head out of the former
+            target_modules="all-linear" if wanted is None else list(wanted),  # all-linear excludes the head
             task_type="CAUSAL_LM",
         ),
     )
@@ -73,18 +72,18 @@ def _check_targets(model: PreTrainedModel, wanted: list[str]) -> None:
         if not matching:
             raise ConfigError(
                 f"model.lora.target_modules={wanted}: {type(model).__name__} has no linear layer named {target}; "
-                f"there are {', '.join(sorted(found))}"
+                f"it has {', '.join(sorted(found))}"
             )
         if any(linear[name] is head for name in matching):
             raise ConfigError(
-                f"model.lora.target_modules={wanted} names the head, which the fused log-probabilities need plain; "
+                f"model.lora.target_modules={wanted} names the head, which the fused log-probabilities need unadapted; "
                 f"leave {target} out"
             )
 
 
 def save_merged(model: PeftModel, directory: Path, distributed: Distributed) -> None:
-    """Write the model with its adapters merged, as the engine gets it, and the adapter beside it; a collective."""
-    from rollout.weights.source import ZeroSource  # it imports vLLM, which takes seconds
+    """Write the model with merged adapters, as the engine gets it, and the adapter beside it; a collective."""
+    from rollout.weights.source import ZeroSource  # here: it imports vLLM, which takes seconds
 
     merged = {name: tensor.cpu() for name, tensor in ZeroSource(model, readers=[0])}
     adapters = nn.ParameterList(parameter for parameter in model.parameters() if parameter.requires_grad)

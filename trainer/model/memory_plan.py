@@ -1,9 +1,9 @@
-"""What a run will take of each rank's memory, before it takes it: a table, and what to lower if it is too much.
+"""Plan of each rank's memory before a run starts, and the settings to change if it does not fit.
 
-An estimate from shapes and settings, in the units that a person can change. Counted: weights, float32 masters,
-gradients, optimizer state, activations of one full pack, the tile of logits, the largest thing that is gathered at
-once, the reference, and on the engine's rank its weights and KV cache. Not counted: kernels' workspaces,
-fragmentation, CUDA contexts (about 0.5 GiB a process), Python itself. Expect the truth within a third above or below.
+An estimate from shapes and settings. Counted: weights, float32 masters, gradients, optimizer state, activations of one
+full pack, the tile of logits, the largest tensor gathered at once, the reference, and on the engine's rank its weights
+and KV cache. Not counted: kernel workspaces, fragmentation, CUDA contexts (about 0.5 GiB per process), Python itself.
+Accurate within a third.
 """
 
 from __future__ import annotations
@@ -11,75 +11,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from torch import nn
-from transformers import PreTrainedConfig
-
 from rollout.errors import ConfigError
 from trainer.config.schema import Config
 from trainer.model.fused_head import LOGITS_BUDGET_GIB, TILE_K
+from trainer.model.shape import ModelShape
 
 GIB = 2**30
 FLOAT32, BFLOAT16 = 4, 2
 USABLE = 0.9
-"""Part of a GPU that is planned; the rest is for two CUDA contexts, workspaces and fragments."""
+"""Share of a GPU that is planned; the rest is for two CUDA contexts, workspaces and fragmentation."""
 MIN_CACHE_GIB = 0.25
 OPTIMIZER_BYTES = {"adamw": 8, "adamw_tf": 8, "adamw_8bit": 2, "muon": 4, "sgd": 4}
-"""State per trained parameter. Muon keeps one moment for its matrices; embeddings and head, under AdamW, keep two."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelShape:
-    """What the memory of a model follows from."""
-
-    parameters: int
-    """All of the trained module, a critic with them."""
-    trained: int
-    """Those that get gradients: with LoRA, the adapters."""
-    engine_parameters: int
-    """Of the policy alone, as the engine holds it."""
-    largest: int
-    """Of the largest single parameter, usually the embedding."""
-    layers: int
-    hidden: int
-    intermediate: int
-    attention: int
-    """Width of all query heads together."""
-    key_value: int
-    """Width of all key heads together."""
-    vocabulary: int
-    is_tied: bool
-    """The head's weight is the embedding."""
-    has_experts: bool
-    """A token meets only some of the parameters."""
-
-    @classmethod
-    def of(cls, module: nn.Module, policy: nn.Module, config: PreTrainedConfig) -> ModelShape:
-        """module: all that is trained; policy: the part of it that samples; config: of the policy's decoder."""
-        decoder = config.get_text_config()
-        # Some configs have names of their own (GPT-2's n_head), and an attribute for each that is common.
-        text = decoder.to_dict() | {name: getattr(decoder, name) for name in decoder.attribute_map}
-        heads = text["num_attention_heads"]
-        head_dim = text.get("head_dim") or text["hidden_size"] // heads
-        sizes = [_numel(parameter) for parameter in module.parameters()]
-        return cls(
-            parameters=sum(sizes),
-            trained=sum(_numel(parameter) for parameter in module.parameters() if parameter.requires_grad),
-            engine_parameters=sum(_numel(parameter) for parameter in policy.parameters()),
-            largest=max(sizes),
-            layers=text["num_hidden_layers"],
-            hidden=text["hidden_size"],
-            intermediate=text.get("intermediate_size") or 4 * text["hidden_size"],
-            attention=heads * head_dim,
-            key_value=(text.get("num_key_value_heads") or heads) * head_dim,
-            vocabulary=text["vocab_size"],
-            is_tied=bool(config.tie_word_embeddings),
-            has_experts=any(text.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts")),
-        )
+"""Optimizer state per trained parameter. Muon keeps one moment for its matrices; embeddings and head, under AdamW,
+keep two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Bytes on a rank that holds an engine; other ranks have all but the last two."""
+    """Bytes on a rank that holds an engine; other ranks lack the engine's weights and cache."""
 
     weights: int
     masters: int
@@ -92,16 +41,16 @@ class MemoryPlan:
     engine_weights: int
     kv_cache: int
     engine_sleeps: bool = False
-    """The engine gives its memory up while the trainer computes, so that the two are not there at the same time."""
+    """True if the engine frees its memory while the trainer computes."""
 
     @property
     def kept(self) -> int:
-        """What the trainer holds while the engine samples and gets its weights."""
+        """Bytes that the trainer holds while the engine samples and receives weights."""
         return sum(self.parts().values()) - self._computing - self._engine
 
     @property
     def total(self) -> int:
-        """The most that is there at a time."""
+        """Peak bytes."""
         beside = max(self._computing, self._engine) if self.engine_sleeps else self._computing + self._engine
         return self.kept + beside
 
@@ -114,27 +63,22 @@ class MemoryPlan:
         return self.engine_weights + self.kv_cache
 
     def parts(self) -> dict[str, int]:
-        """Name and bytes of what is there."""
+        """Return the non-zero parts in bytes, by name."""
         named = {field.name.replace("_", " "): getattr(self, field.name) for field in fields(self)}
         return {name: size for name, size in named.items() if size and name != "engine sleeps"}
 
     def table(self) -> str:
         cells = [f"{name} {size / GIB:.3g}" for name, size in self.parts().items()]
-        turns = " (the engine's and what the update computes with in turns)" if self.engine_sleeps else ""
+        turns = " (engine and update in turns)" if self.engine_sleeps else ""
         return f"memory         {self.total / GIB:.3g} GiB planned per rank{turns}: {', '.join(cells)}"
 
 
 def memory_plan(
     shape: ModelShape, config: Config, *, world_size: int, zero_stage: int, uses_deepspeed: bool
 ) -> MemoryPlan:
-    """The memory of one rank.
+    """Plan the memory of one rank.
 
-    Args:
-        shape: of the model.
-        config: of the run.
-        world_size: ranks.
-        zero_stage: 0 to 3.
-        uses_deepspeed: whether the framework keeps masters of its own; otherwise the weights are the masters.
+    uses_deepspeed: True if DeepSpeed keeps float32 masters; otherwise the weights are the masters.
     """
     is_half = config.model.dtype == "bfloat16"
     compute = BFLOAT16 if is_half else FLOAT32
@@ -147,14 +91,14 @@ def memory_plan(
         masters = share(FLOAT32 * shape.trained, from_stage=1)
         gradients = share(FLOAT32 * shape.trained, from_stage=2)
     else:
-        # Autocast keeps a bfloat16 copy of each weight during a forward pass.
+        # Autocast caches a bfloat16 copy of each weight during a forward pass.
         weights = (FLOAT32 + (BFLOAT16 if is_half else 0)) * shape.parameters
         masters = 0
-        gradients = FLOAT32 * shape.trained * (2 if world_size > 1 else 1)  # DDP reduces in buckets of its own
+        gradients = FLOAT32 * shape.trained * (2 if world_size > 1 else 1)  # DDP has its own buckets
     needs_copy = bool(config.algorithm.kl_coef) and (
         not config.model.lora.rank or config.model.reference_path is not None
     )
-    reference = compute if uses_deepspeed else FLOAT32  # as the policy's own weights (trainer/score/reference.py)
+    reference = compute if uses_deepspeed else FLOAT32  # as the policy (trainer/score/reference.py)
     sharded = zero_stage == 3 and world_size > 1
     gathered = max(compute * shape.largest, int(config.sync.bucket_mib * 2**20)) if sharded else 0
     return MemoryPlan(
@@ -164,10 +108,7 @@ def memory_plan(
         optimizer=share(OPTIMIZER_BYTES[config.optimizer.name] * shape.trained, from_stage=1),
         reference=share(reference * shape.engine_parameters, from_stage=3) if needs_copy else 0,
         activations=activation_bytes(
-            shape,
-            config.token_budget,
-            compute=compute,
-            is_checkpointed=config.model.gradient_checkpointing,
+            shape, config.token_budget, compute=compute, is_checkpointed=config.model.gradient_checkpointing
         ),
         logits=logits_bytes(shape, config.token_budget),
         gathered=min(gathered, compute * shape.parameters),
@@ -178,9 +119,9 @@ def memory_plan(
 
 
 def cache_gib_left(plan: MemoryPlan, *, available: int) -> float:
-    """KV cache for an engine on the trainer's own GPU: what a plan without one leaves, in GiB.
+    """Return the KV cache that a plan without one leaves to an engine on the trainer's GPU [GiB].
 
-    Raises `ConfigError` if that is next to nothing.
+    Raises `ConfigError` if less than `MIN_CACHE_GIB` is left.
     """
     left = USABLE * available - plan.kept - plan.engine_weights - (0 if plan.engine_sleeps else plan._computing)
     if left < MIN_CACHE_GIB * GIB:
@@ -192,11 +133,11 @@ def cache_gib_left(plan: MemoryPlan, *, available: int) -> float:
 
 
 def activation_bytes(shape: ModelShape, tokens: int, *, compute: int, is_checkpointed: bool) -> int:
-    """What forward keeps for backward, of `tokens` tokens.
+    """Return the bytes that forward keeps for backward, for `tokens` tokens.
 
-    Counted in a decoder layer of Llama's kind: the two norms and the residuals between them, with their float32
-    intermediates (hidden); queries and keys before and after their norms and rotation, values, and the output of
-    attention; the gate, its activation, the up-projection and their product (intermediate).
+    Counted in a Llama-like decoder layer: the two norms and the residuals between them, with float32 intermediates
+    (hidden); queries and keys before and after norm and rotation, values, and the attention output; the gate, its
+    activation, the up-projection and their product (intermediate).
     """
     wide = FLOAT32 * 6 * shape.hidden
     narrow = compute * (2 * shape.hidden + 6 * shape.attention + 6 * shape.key_value + 5 * shape.intermediate)
@@ -207,14 +148,14 @@ def activation_bytes(shape: ModelShape, tokens: int, *, compute: int, is_checkpo
 
 
 def logits_bytes(shape: ModelShape, tokens: int) -> int:
-    """Of the fused head: tiles of logits, and what backward holds of hidden states and of a tile of the weight."""
+    """Return the bytes of the fused head: tiles of logits, and gradients of hidden states and of a weight tile."""
     width = min(TILE_K, shape.vocabulary)
     tiles = min(LOGITS_BUDGET_GIB * GIB, 2 * tokens * width * FLOAT32)
     return int(tiles) + FLOAT32 * (2 * tokens * shape.hidden + width * shape.hidden)
 
 
 def advice(plan: MemoryPlan, config: Config, *, available: int, zero_stage: int) -> str | None:
-    """A sentence if the plan does not fit into `available` bytes: what helps, the most first."""
+    """Return what to change if the plan exceeds `available` bytes, largest saving first; None if it fits."""
     if plan.total <= available:
         return None
     helpful = sorted(_helpful(plan, config, zero_stage), reverse=True)
@@ -226,7 +167,7 @@ def advice(plan: MemoryPlan, config: Config, *, available: int, zero_stage: int)
 
 
 def _helpful(plan: MemoryPlan, config: Config, zero_stage: int) -> Iterator[tuple[int, str]]:
-    """Bytes that an override would save, roughly, and the override."""
+    """Yield overrides with the bytes that each would save, roughly."""
     states = plan.masters + plan.gradients + plan.optimizer
     if config.token_budget > config.rollout.max_model_len:
         yield plan.activations // 2, f"token_budget={max(config.token_budget // 2, config.rollout.max_model_len)}"
@@ -235,17 +176,9 @@ def _helpful(plan: MemoryPlan, config: Config, zero_stage: int) -> Iterator[tupl
     if not config.model.lora.rank:
         yield states, "model.lora.rank=16"
     if zero_stage < 3:
-        yield (
-            (plan.weights + states) // 2,
-            "configs/accelerate/zero3.yaml on more devices",
-        )
+        yield (plan.weights + states) // 2, "configs/accelerate/zero3.yaml on more devices"
     if config.model.dtype == "float32":
         yield (plan.activations + plan.engine_weights) // 2, "model.dtype=bfloat16"
     if plan.kv_cache > plan.total // 4:
         half = plan.kv_cache / 2 / GIB / config.rollout.num_engines
         yield plan.kv_cache // 2, f"rollout.kv_cache_gib={half:g}"
-
-
-def _numel(parameter: nn.Parameter) -> int:
-    """ZeRO-3 leaves parameters with no elements of their own; their true number is in ds_numel."""
-    return int(vars(parameter).get("ds_numel", parameter.numel()))

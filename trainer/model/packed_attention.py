@@ -1,14 +1,14 @@
-"""Causal attention within the rows of a pack, for where FlashAttention's varlen kernel is not to be had (CPU first).
+"""Causal attention within the rows of a pack, for devices without FlashAttention's varlen kernel (mainly CPU).
 
 Registered with transformers as the attention implementation `packed_rows`: one causal SDPA call per row, on slices of
-the pack. No mask is built and no work crosses rows. On CPU at 64 rows, a block-diagonal mask over the pack was 35 to
-47 times slower (and takes L² memory), batches of similar lengths with right padding 1.6 to 2.5 times.
+the pack. No mask is built and no work crosses rows. On CPU with 64 rows, a block-diagonal mask over the pack was 35 to
+47 times slower (and takes L² memory); right-padded batches of similar lengths were 1.6 to 2.5 times slower.
 
-Where rows share what they begin with (trainer/batch/prefixes.py), the call of a row has the queries of its own stretch,
-and before its keys those of its prefix, which other rows have computed.
+If rows share prefixes (trainer/batch/prefixes.py), a row's call has the queries of its own stretch, and its keys are
+preceded by those of its prefix, which other rows have computed.
 
 Covered: grouped-query heads, sliding windows, softcapped scores (Gemma 2), attention sinks (gpt-oss).
-Not covered: attention that is not causal, chunked attention, position biases, attention dropout (the policy has none).
+Not covered: non-causal attention, chunked attention, position biases, attention dropout (the policy has none).
 """
 
 from __future__ import annotations
@@ -29,29 +29,28 @@ PACKED_ROWS = "packed_rows"
 """Name of the implementation in transformers' registry (`attn_implementation`)."""
 
 LONG_STRETCH = 2
-"""Times its prefix from which on the kernel computes a stretch faster as a whole causal row, the prefix again, than
-with a mask, under which it skips nothing. Measured on CPU: 0.8 of the time at 4 times, 1.2 at 1."""
+"""Stretch length, in multiples of its prefix, above which recomputing the prefix as a whole causal row is faster than
+a mask, under which the kernel skips nothing. Measured on CPU: 0.8 of the time at a multiple of 4, 1.2 at 1."""
 
 
 def register() -> None:
-    """Make `packed_rows` known to transformers; doing it again changes nothing."""
+    """Register `packed_rows` with transformers; idempotent."""
     if PACKED_ROWS in AttentionInterface().valid_keys():
         return
     AttentionInterface.register(PACKED_ROWS, packed_rows_attention)
-    # Models called without packed rows (generation, plain batches) get the ordinary SDPA mask.
+    # Calls without packed rows (generation, plain batches) get the ordinary SDPA mask.
     AttentionMaskInterface.register(PACKED_ROWS, sdpa_mask)
 
 
 def hide_from_compiler() -> None:
-    """Let compiled layers call `packed_rows` as it is: traced, it would be compiled for every number of rows."""
+    """Exclude `packed_rows` from compilation: traced, it would be recompiled for every number of rows."""
     AttentionInterface.register(PACKED_ROWS, torch.compiler.disable(packed_rows_attention))
 
 
 def no_mask(device: torch.device) -> torch.Tensor:
-    """An empty 4-D mask. transformers hands 4-D masks through untouched, so no L × L mask is built for the pack.
+    """Return an empty 4-D mask. transformers passes 4-D masks through, so it builds no L × L mask for the pack.
 
-    It doubles as a tripwire: a model that does not hand `packed` through to its attention fails on it, instead
-    of letting rows see each other.
+    A model that does not pass `packed` on to its attention fails on this mask instead of letting rows see each other.
     """
     return torch.empty(1, 1, 0, 0, dtype=torch.bool, device=device)
 
@@ -71,7 +70,7 @@ def packed_rows_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention function in the form that transformers calls.
+    """Compute attention; the signature is the one that transformers calls.
 
     Args:
         module: the attention layer.
@@ -79,20 +78,20 @@ def packed_rows_attention(
         key: (1, kv_heads, L, head_dim).
         value: (1, kv_heads, L, head_dim).
         attention_mask: `no_mask()` for packs; bool or None for plain batches.
-        packed: the pack, of which only `row_lengths` and `prefixes` are read. It comes whole because a compiled layer
-            hands an object through unseen, but is compiled anew for each tuple of lengths. None: a plain batch, which
-            goes to transformers' own SDPA where that can.
+        packed: the pack, of which only `row_lengths` and `prefixes` are read. The whole object is passed because a
+            compiled layer would be recompiled for each tuple of lengths. None: a plain batch, which goes to
+            transformers' own SDPA if that supports it.
         scaling: factor of the scores; by default head_dim ** -0.5.
         sliding_window: a token sees itself and the `sliding_window - 1` tokens before it.
         softcap: scores become softcap · tanh(score / softcap).
-        s_aux: (heads,) logit of the attention sink, which takes probability and gives no value.
+        s_aux: (heads,) logit of the attention sink, which takes probability but has no value.
         dropout: must be 0 for packs.
-        kwargs: what transformers passes besides; used by plain batches only.
+        kwargs: further arguments of transformers; used for plain batches only.
 
     Returns:
         (1, L, heads, head_dim) and None (no attention weights).
     """
-    written_out = softcap is not None or s_aux is not None  # SDPA kernels know neither
+    written_out = softcap is not None or s_aux is not None  # SDPA kernels support neither
     if packed is None:
         if not written_out:
             return sdpa_attention_forward(
@@ -102,7 +101,7 @@ def packed_rows_attention(
         output = _explicit(query, key, value, keep, scaling=scaling, softcap=softcap, s_aux=s_aux)
         return output.transpose(1, 2).contiguous(), None
 
-    assert query.shape[:3:2] == (1, packed.num_tokens), "one pack, tiled by its rows"
+    assert query.shape[:3:2] == (1, packed.num_tokens), "row lengths must add up to the pack"
     assert dropout == 0.0, "the policy has no dropout"
     lengths = list(packed.row_lengths)
     gqa = query.shape[1] != key.shape[1]
@@ -112,10 +111,10 @@ def packed_rows_attention(
         q, k, v = queries[row], _behind(prefix, keys, row), _behind(prefix, values, row)
         own = q.shape[2]
         is_windowed = sliding_window is not None and sliding_window < k.shape[2]
-        asks_again = own > LONG_STRETCH * (k.shape[2] - own) and not (is_windowed or written_out)
-        if asks_again:
+        recomputes_prefix = own > LONG_STRETCH * (k.shape[2] - own) and not (is_windowed or written_out)
+        if recomputes_prefix:
             q = _behind(prefix, queries, row)
-        is_masked = is_windowed or written_out or (len(prefix) > 0 and not asks_again)
+        is_masked = is_windowed or written_out or (len(prefix) > 0 and not recomputes_prefix)
         keep = _band(q.shape[2], k.shape[2], sliding_window, q.device) if is_masked else None
         if written_out and keep is not None:
             outputs.append(_explicit(q, k, v, keep, scaling=scaling, softcap=softcap, s_aux=s_aux))
@@ -128,15 +127,15 @@ def packed_rows_attention(
 
 
 def _behind(prefix: Prefix, stretches: Sequence[torch.Tensor], row: int) -> torch.Tensor:
-    """Keys, values or queries of a row: of its prefix, and behind them those of its own stretch."""
+    """Return the keys, values or queries of a row: those of its prefix, followed by those of its own stretch."""
     if not prefix:
         return stretches[row]
     return torch.cat([*(stretches[earlier][:, :, :length] for earlier, length in prefix), stretches[row]], 2)
 
 
 def _band(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """(queries, keys) bool: which keys a query sees under a causal mask, within the window if there is one. The queries
-    are those of the last keys."""
+    """Return a (queries, keys) bool mask, True where a query sees a key: causal, and within the window if given. The
+    queries belong to the last keys."""
     mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
     return mask if window is None else mask.triu(keys - queries + 1 - window)
 
@@ -151,7 +150,7 @@ def _explicit(
     softcap: float | None,
     s_aux: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention written out, (B, heads, Q, head_dim), softmax in float32 or wider. `keep`: which keys a query sees."""
+    """Compute attention without a kernel, (B, heads, Q, head_dim), softmax in float32 or wider. keep: as `_band`."""
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     scores = (query @ key.transpose(2, 3)) * (query.shape[-1] ** -0.5 if scaling is None else scaling)

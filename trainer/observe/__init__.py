@@ -1,1 +1,1 @@
-"""What people see of a run: metrics, console, W&B, pages."""
+"""Observation of a run: metrics, console, W&B, pages."""

@@ -1,4 +1,4 @@
-"""When a metric says that the run is going wrong: metrics and thresholds in, sentences out."""
+"""Alarms: messages about metrics beyond their thresholds."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ from dataclasses import dataclass
 from trainer.objective.mismatch import PREFIX
 
 K3_NEGLIGIBLE = {"float32": 1e-8, "bfloat16": 5e-3}
-"""By `model.dtype`: what two correct programs differ by, with a margin of ten and more. Two float32 programs differ by
-some 1e-6 per logprob, which is k3 = 1e-12; two in bfloat16 by 2e-2, which is 4e-4 to 7e-4 (random 4-layer model). The
-noise of one program can be less, or nothing at all: in another packing its kernels may round the same way."""
+"""k3 below which two correct programs may differ, by `model.dtype`, with a margin of ten or more. Two float32 programs
+differ by about 1e-6 per logprob, which is k3 = 1e-12; two bfloat16 programs by 2e-2, which is 4e-4 to 7e-4 (random
+4-layer model). The noise of one program can be smaller or zero: another packing may round the same way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlarmThresholds:
-    """Defaults of the objective: seed 000's critical KL, a third of the samples left, ten times the noise."""
+    """Thresholds. Source of `kl`: the critical KL of "KL Divergence Analysis" (jphme, gist, 2026)."""
 
     kl: float = 0.1
-    """|kl| above this, nats per token."""
+    """Alarm if |kl| is above [nats per token]."""
     ess: float = 0.3
-    """Effective sample size below this, share of tokens."""
+    """Alarm if the effective sample size is below [share of tokens]."""
     k3_over_noise_floor: float = 10.0
-    """k3_kl above this many times the trainer's own noise."""
+    """Alarm if k3_kl is above this multiple of the noise floor."""
     k3_negligible: float = 1e-8
-    """Below this k3_kl is no alarm whatever the noise, nats per token. See `K3_NEGLIGIBLE`."""
+    """No alarm if k3_kl is below, whatever the noise floor [nats per token]. See `K3_NEGLIGIBLE`."""
     token_match_rate: float = 1.0
-    """Share of trained positions whose id and logprob are the engine's own, below this."""
+    """Alarm if the share of trained positions with the engine's own id and logprob is below."""
 
 
 def alarms(metrics: Mapping[str, float], thresholds: AlarmThresholds) -> list[str]:
-    """One sentence per alarm, in a fixed order; empty when all is well. A metric that is absent raises none."""
+    """Return one message per alarm, in a fixed order. Absent metrics raise none."""
     found: list[str] = []
     watched = (PREFIX + "kl", PREFIX + "ess", PREFIX + "k3_kl", "rollout/token_match_rate")
     for name in watched:
         value = metrics.get(name, 0.0)
         if not math.isfinite(value):
-            found.append(f"{name} is {value}: the logprobs it is made of are not finite numbers.")
+            found.append(f"{name} is {value}: its logprobs are not finite.")
     kl, ess, k3_kl, match_rate = (metrics.get(name, math.nan) for name in watched)
     floor = metrics.get(PREFIX + "noise_floor_k3", math.nan)
     lag = metrics.get(PREFIX + "version_lag_max", 0.0)
-    # Comparisons with NaN are false: what is absent, or already reported above, raises nothing below.
+    # Comparisons with NaN are false, so absent or already reported metrics raise nothing below.
     if abs(kl) > thresholds.kl:
         cause = "sampler and trainer disagree about the sampled tokens. Run scripts/diagnose.py."
         if lag > 0:
@@ -53,11 +53,11 @@ def alarms(metrics: Mapping[str, float], thresholds: AlarmThresholds) -> list[st
             f"{PREFIX}ess is {ess:.3f}, below {thresholds.ess:g}: few tokens carry most of the correction weight. "
             "Correct per token with tighter bounds: correction=token_truncate correction.high=2."
         )
-    # Weights that are some updates old differ by more than rounding, as they should.
+    # With version lag a difference beyond rounding is expected.
     if not lag > 0 and k3_kl > max(thresholds.k3_over_noise_floor * floor, thresholds.k3_negligible):
         found.append(
             f"{PREFIX}k3_kl is {k3_kl:.3g}, more than {thresholds.k3_over_noise_floor:g} times the trainer's own noise "
-            f"of {floor:.3g}: the difference is not rounding. Run scripts/diagnose.py."
+            f"of {floor:.3g}: the difference is more than rounding. Run scripts/diagnose.py."
         )
     if match_rate < thresholds.token_match_rate:
         found.append(

@@ -1,8 +1,8 @@
-"""What a person sees while a run goes on: progress with the time that is left, a row per step, alarms, rollouts.
+"""Console output of a run: progress with remaining time, a row per step, alarms, rollouts.
 
-On a terminal two bars stand at the bottom, updates and the rollouts of the step, and rows scroll above them, with as
-many columns as there is room for. Elsewhere (a log file, CI) a step is one plain line in which every number has its
-name. Text that a model wrote is escaped before it is printed, so that it cannot style or forge the console.
+A terminal has two bars at the bottom, for updates and for the rollouts of the step, and rows scroll above them, with as
+many columns as fit. Elsewhere (log file, CI) a step is one plain line of named numbers. Model text is escaped before
+printing, so that it cannot style or forge the console.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from trainer.observe.transcript import conversation
 
 HEADER_EVERY = 20
 ALARM_AGAIN_EVERY = 20
-"""Steps after which an alarm that lasts is printed again."""
+"""Steps after which a lasting alarm is printed again."""
 PACE_OVER = 20
-"""Steps whose median pace tells the time that is left."""
+"""Steps in the median that predicts the remaining time."""
 REFRESH_PER_S = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """A number of the row."""
+    """Column of the row."""
 
     name: str
     key: str
     form: str
     width: int
     rank: int
-    """Columns with a high rank are left out first where the terminal is narrow."""
+    """On narrow terminals, columns with the highest rank are dropped first."""
     is_optional: bool = False
-    """Only in runs whose first step has it: with a reference or a critic."""
+    """True if only runs whose first step has the metric show it: with a reference or a critic."""
 
     def cell(self, metrics: Mapping[str, float]) -> str:
         return self.form.format(metrics[self.key]) if self.key in metrics else "-"
@@ -67,11 +67,11 @@ COLUMNS = (
     Column(name="update s", key="time/update", form="{:.2f}", width=8, rank=4),
     Column(name="sync s", key="time/sync", form="{:.2f}", width=6, rank=5),
 )
-"""Score, KL and length stand side by side: a reward that is hacked shows as a score that rises with them."""
+"""Score, KL and length are adjacent: reward hacking shows as a score that rises together with them."""
 
 
 class RunConsole:
-    """Prints on rank 0; on other ranks every method does nothing."""
+    """Printer on rank 0; on other ranks every method does nothing."""
 
     def __init__(self, *, enabled: bool, total_updates: int) -> None:
         self._console = Console(quiet=not enabled, highlight=False)
@@ -92,7 +92,7 @@ class RunConsole:
     # Progress
 
     def begin(self, update: int) -> None:
-        """The bars appear, if this is a terminal; until `end`. update: done so far."""
+        """Show the bars until `end`, if this is a terminal. update: number of updates done."""
         self._pace.reached(update)
         if not self._console.is_terminal or self._console.quiet:
             return
@@ -112,14 +112,14 @@ class RunConsole:
         self._progress.start()
 
     def end(self) -> None:
-        """The bars go, and the terminal is as it was. Ending twice is allowed."""
+        """Remove the bars; idempotent."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
 
     @contextmanager
     def rollouts(self, total: int) -> Iterator[OnRollout]:
-        """Around one step: shows how many of `total` rollouts have arrived, then that they are trained."""
+        """Enclose one step: show how many of `total` rollouts have arrived, then that they are being trained."""
         progress = self._progress
         if progress is None:
             yield lambda rollout: None
@@ -133,7 +133,7 @@ class RunConsole:
             count, tokens = count + 1, tokens + rollout.num_sampled
             rate = tokens / max(time.monotonic() - started, 1e-9)
             note = f"{tokens:,} tokens, {rate:,.0f} tok/s" if count < total else f"{tokens:,} tokens; training on them"
-            # Dynamic sampling may ask for more than one batch.
+            # Dynamic sampling may request more than one batch.
             progress.update(task, completed=count, total=max(total, count), note=note)
 
         try:
@@ -142,7 +142,7 @@ class RunConsole:
             progress.update(task, visible=False)
 
     @property
-    def _eta(self) -> str:
+    def _remaining(self) -> str:
         left = self._pace.seconds_per_update
         if left is None:
             return ""
@@ -151,18 +151,18 @@ class RunConsole:
     # A step
 
     def row(self, metrics: Mapping[str, float]) -> None:
-        """The step in one line; on a terminal under a header that comes back every 20 rows."""
+        """Print the step as one line; on a terminal under a header that repeats every 20 rows."""
         update = int(metrics["step"])
         self._pace.reached(update)
         if self._progress is not None:
-            self._progress.update(self._tasks["updates"], completed=update, note=self._eta)
+            self._progress.update(self._tasks["updates"], completed=update, note=self._remaining)
         if not self._rows:
             self._columns = tuple(c for c in COLUMNS if not c.is_optional or c.key in metrics)
         if self._console.is_terminal:
             self._table_row(update, metrics)
         else:
             named = "  ".join(f"{column.name} {column.cell(metrics)}" for column in self._columns)
-            self.say(f"update {update}/{self._total_updates}  {named}  {self._eta}".rstrip())
+            self.say(f"update {update}/{self._total_updates}  {named}  {self._remaining}".rstrip())
         self._rows += 1
 
     def _table_row(self, update: int, metrics: Mapping[str, float]) -> None:
@@ -176,7 +176,7 @@ class RunConsole:
         self._console.print(Text(" ".join(cells)), no_wrap=True)
 
     def alarms(self, sentences: Sequence[str]) -> None:
-        """Alarms of the step: each when it begins, again while it lasts, and when it is over."""
+        """Print each alarm when it begins, repeatedly while it lasts, and when it is over."""
         now = {sentence.partition(" is ")[0]: sentence for sentence in sentences}
         for name in [name for name in self._alarms if name not in now]:
             del self._alarms[name]
@@ -189,13 +189,13 @@ class RunConsole:
                 self._console.print(f"[bold red]alarm[/bold red] {escape(sentence)}{since}", soft_wrap=True)
 
     def sample(self, rollout: Rollout) -> None:
-        """One rollout as a conversation."""
+        """Print one rollout as a conversation."""
         is_terminal = self._console.is_terminal
         self._console.print(conversation(rollout, wrapped=is_terminal), soft_wrap=not is_terminal)
 
 
 class Pace:
-    """How long an update takes: the median over the last steps, so that a checkpoint or an evaluation shifts little."""
+    """Seconds per update: the median over the last steps, which a checkpoint or an evaluation barely shifts."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -204,7 +204,7 @@ class Pace:
         self.update = 0
 
     def reached(self, update: int) -> None:
-        """So many updates are done, now."""
+        """Record that this many updates are done now."""
         now = self._clock()
         if self._reached_at is not None and update > self.update:
             self._per_update.append((now - self._reached_at) / (update - self.update))
@@ -212,12 +212,12 @@ class Pace:
 
     @property
     def seconds_per_update(self) -> float | None:
-        """None until one was made."""
+        """Median seconds per update; None before the first."""
         return statistics.median(self._per_update) if self._per_update else None
 
 
 def fitting(columns: Sequence[Column], width: int) -> list[Column]:
-    """The columns that have room in `width` characters, in order; those of the highest rank go first."""
+    """Return the columns that fit into `width` characters, in order; drop those of the highest rank first."""
     kept = list(columns)
     while kept and sum(column.width + 1 for column in kept) > width:
         kept.remove(max(reversed(kept), key=lambda column: column.rank))

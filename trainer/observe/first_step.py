@@ -1,7 +1,7 @@
-"""The first step of a run in a dozen lines: what a person checks once, before believing any curve.
+"""Summary of a run's first step: shapes, loss mask, and the first trained tokens of a row with both logprobs.
 
-Shapes, what the mask trains and what it leaves out, and the first trained tokens of a row with both logprobs. Seed 000
-found its bugs on such a print; its two-stage mask is counted here, as a diagnostic.
+Such a print exposed the bugs in "KL Divergence Analysis" (jphme, gist, 2026). The forced tokens that its two-stage mask
+would remove are counted as a diagnostic.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ SHOWN_TOKENS = 12
 
 
 def first_step_summary(batch: StepBatch, logp_train_N: torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Lines for the console: plain text in which nothing that a model wrote can act on a terminal.
+    """Return lines for the console: plain text, with model text escaped.
 
     Args:
-        batch: of the first step.
-        logp_train_N: (N,) the trainer's logprobs of its trained tokens, in the order of `batch.layout`.
+        batch: the first step.
+        logp_train_N: (N,) the trainer's logprobs of the trained tokens, in the order of `batch.layout`.
     """
     num_tokens, num_trained = sum(map(len, batch.rows)), batch.layout.num_tokens
     if not num_trained:
@@ -39,7 +39,7 @@ def first_step_summary(batch: StepBatch, logp_train_N: torch.Tensor, tokenizer: 
         f"  loss mask   {num_trained} sampled tokens are trained ({num_trained / num_tokens:.1%}), "
         f"{num_tokens - num_trained} are context",
         f"  forced      {forced} of them have a sampling logprob of at least {FORCED_LOGPROB} "
-        f"({forced / num_trained:.1%}); they are trained like all others",
+        f"({forced / num_trained:.1%}); they are trained like the others",
         f"  logp_samp   {_spread(samp_N)}",
         f"  logp_train  {_spread(logp_train_N)}",
         f"  kl_v1       {metrics[PREFIX + 'kl_v1']:+.2e}, without forced tokens {_unforced(metrics, 'kl_v1')}",
@@ -51,7 +51,7 @@ def first_step_summary(batch: StepBatch, logp_train_N: torch.Tensor, tokenizer: 
 
 
 def _row_lines(row: TrainingRow, logp_train_T: torch.Tensor, texts: TokenTexts) -> list[str]:
-    """The first trained tokens of a row; `logp_train_T` begins with the row's own."""
+    """Return a table of the first trained tokens of a row; `logp_train_T` starts at the row."""
     positions = np.flatnonzero(row.loss_mask)
     lines = [f"  row of rollout {row.rollout_id}: {len(row)} tokens, {len(positions)} trained; the first of them:"]
     lines += [f"    {'position':>8} {'turn':>4} {'id':>7} {'logp_samp':>10} {'logp_train':>10} {'diff':>9}  token"]
@@ -70,4 +70,4 @@ def _spread(logp: torch.Tensor) -> str:
 
 def _unforced(metrics: dict[str, float], name: str) -> str:
     value = metrics.get(f"{PREFIX}{name}_unforced")
-    return "nothing is left" if value is None else f"{value:+.2e}"
+    return "no tokens left" if value is None else f"{value:+.2e}"

@@ -1,7 +1,7 @@
-"""Where a run's numbers go: `metrics.jsonl` always, Weights & Biases if asked for. Rank 0 only.
+"""Metrics of a run: `metrics.jsonl`, written and read back, and Weights & Biases if enabled. Rank 0 only.
 
-The step axis is the optimizer update. A logger that fails (network, quota, a full disk) never ends a run: it warns
-once and is counted in `health/logger_errors`.
+The step axis is the optimizer update. A failing logger (network, quota, full disk) never ends a run: it warns once and
+is counted in `health/logger_errors`.
 """
 
 from __future__ import annotations
@@ -14,28 +14,29 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rollout.errors import ConfigError, DataError
 from trainer.config.schema import LoggerConfig
 from trainer.observe.wandb_run import Lineage, WandbRun
 
 log = logging.getLogger(__name__)
 
 BATCH = "rollout/batch"
-"""Metric: rollout batches made so far."""
+"""Metric with the number of rollout batches so far."""
 
 
 class MetricsLog:
-    """Appends one JSON object per step, and mirrors it to W&B."""
+    """Writer of one JSON object per step, mirrored to W&B."""
 
     def __init__(
         self, path: Path, config: LoggerConfig, *, run_config: Mapping[str, Any], lineage: Lineage | None = None
     ) -> None:
-        """path: of the file. run_config: what W&B is told of the run. lineage: None for a run that starts anew."""
+        """path: of the file. run_config: configuration for W&B. lineage: None for a new run."""
         self._path = path
         self._errors = 0
         self._wandb: WandbRun | None = None
         lineage = lineage or Lineage()
         self.wandb_id = lineage.run_id if lineage.is_same_run else None
-        """Kept for checkpoints also where W&B cannot be reached now."""
+        """Id for checkpoints, kept even if W&B cannot be reached now."""
         if config.wandb != "off":
             with self.tolerating("W&B"):
                 self._wandb = WandbRun(config, directory=path.parent, run_config=run_config, lineage=lineage)
@@ -43,11 +44,11 @@ class MetricsLog:
 
     @property
     def url(self) -> str | None:
-        """Where W&B shows the run."""
+        """Page of the run on W&B, if it is online."""
         return None if self._wandb is None else self._wandb.url
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One step. Non-finite numbers become null in the file, which is JSON, not Python."""
+        """Write one step. Non-finite numbers become null, because JSON has none."""
         if self._errors:
             metrics = {**metrics, "health/logger_errors": float(self._errors)}
         line = {"step": step, **{k: (v if math.isfinite(v) else None) for k, v in sorted(metrics.items())}}
@@ -58,16 +59,16 @@ class MetricsLog:
                 self._wandb.log(step, metrics)
 
     def media(self, step: int, make: Callable[[], Mapping[str, Any]]) -> None:
-        """Tables, pages and histograms for W&B; made only if it is on."""
+        """Log tables, pages and histograms to W&B; `make` runs only if W&B is on."""
         if self._wandb is not None:
             with self.tolerating("W&B"):
                 self._wandb.log(step, make())
 
     def truncate_after(self, *, update: int, batch: int) -> None:
-        """Drop the lines of rollout batches after a resumed one: they will be written again.
+        """Drop the lines of rollout batches after a resumed one, which will be written again.
 
-        By batch, because one that trained nothing has the update of the one before it. Lines without a batch are of
-        older versions and go by update.
+        Lines are compared by batch, because a batch that trained nothing has the update of the one before it; lines of
+        older versions, which have no batch, by update.
         """
         if not self._path.exists():
             return
@@ -78,10 +79,10 @@ class MetricsLog:
                 if values[BATCH] <= batch if BATCH in values else values["step"] <= update:
                     kept.append(line)
             except (ValueError, KeyError, TypeError):
-                continue  # what a kill cut in half, or a disk that was full: a log keeps no run from going on
+                continue  # torn by a kill or a full disk; a damaged log must not stop a resume
         temporary = self._path.with_suffix(".partial")
         temporary.write_text("".join(f"{line}\n" for line in kept))
-        temporary.replace(self._path)  # so that a kill leaves the old file or the new one
+        temporary.replace(self._path)  # atomic: a kill leaves the old file or the new one
 
     def close(self) -> None:
         if self._wandb is not None:
@@ -90,10 +91,10 @@ class MetricsLog:
 
     @contextmanager
     def tolerating(self, what: str) -> Iterator[None]:
-        """For work whose failure must not end the run: one warning for the whole run, and a count of all failures."""
+        """Suppress errors of the block: warn at the first of the run, and count all."""
         try:
             yield
-        except Exception as error:  # one of the three places where faults are tolerated, with a counter
+        except Exception as error:  # one of the three places that tolerate faults, each with a counter
             self._errors += 1
             if self._errors == 1:
                 log.warning(
@@ -102,3 +103,27 @@ class MetricsLog:
                     type(error).__name__,
                     error,
                 )
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Read metrics.jsonl: one object per step, in which `step` is the update and non-finite metrics are None.
+
+    Ignores a torn last line, which a killed or active run may leave. Raises `ConfigError` without the file, `DataError`
+    with the line number if an earlier line is damaged.
+    """
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist; name a run directory, for example runs/latest")
+    texts = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = []
+    for number, text in enumerate(texts, start=1):
+        try:
+            line = json.loads(text)
+            line["step"]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            if number == len(texts):
+                break
+            raise DataError(
+                f"{path}:{number} is not a line of metrics: {error}; delete that line to see the others"
+            ) from error
+        lines.append(line)
+    return lines

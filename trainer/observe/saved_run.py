@@ -1,11 +1,13 @@
-"""What a run has left in its directory, read back for people. A run that is still going on can be read too."""
+"""A run read back from its directory for reports, also while it is running."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,41 +18,41 @@ from rollout.records import Rollout
 from rollout.saved_rollouts import read_newest_rollouts
 from trainer.checkpoint.run_dir import RunDirectory
 from trainer.observe.alarms import K3_NEGLIGIBLE, AlarmThresholds, alarms
-from trainer.observe.saved_metrics import read_metrics
+from trainer.observe.metrics_log import read_metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlarmSpan:
-    """An alarm, and the updates in a row at which it was raised."""
+    """An alarm with the consecutive updates at which it was raised."""
 
     first: int
     last: int
     sentence: str
-    """Of the first of them."""
+    """Message at the first of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedRun:
     name: str
     config: Mapping[str, Any]
-    """As in config.yaml: nested, without secrets."""
+    """Content of config.yaml: nested, without secrets."""
     lines: Sequence[Mapping[str, float]]
-    """Of metrics.jsonl, one per step; `step` is the update."""
+    """Lines of metrics.jsonl, one per step; `step` is the update."""
     rollouts: Sequence[Rollout]
-    """Of the newest step whose file can be read."""
+    """Rollouts of the newest step whose file can be read."""
     rollouts_update: int | None
     passed_over: Sequence[str]
-    """A sentence on each newer file of rollouts that cannot be read."""
+    """Message on each newer file of rollouts that cannot be read."""
     provenance: Mapping[str, Any]
 
     @classmethod
     def read(cls, path: Path) -> SavedRun:
-        """Raises `ConfigError` if there is no run at `path`, `DataError` if its metrics are damaged."""
+        """Read a run. Raises `ConfigError` if `path` holds none, `DataError` if its metrics are damaged."""
         run = RunDirectory(path)
         if not run.metrics.is_file() or not run.config.is_file():
             raise ConfigError(
-                f"{path} is not the directory of a run that has made a step: expected config.yaml and metrics.jsonl in "
-                "it; name one, for example runs/latest"
+                f"{path} is not the directory of a run with at least one step: expected config.yaml and metrics.jsonl "
+                "in it; name one, for example runs/latest"
             )
         saved, rollouts, passed_over = read_newest_rollouts(run.rollouts)
         return cls(
@@ -64,14 +66,14 @@ class SavedRun:
         )
 
     def series(self, name: str) -> list[tuple[float, float]]:
-        """(update, value) of the steps that have the metric; what was not finite is left out."""
+        """Return (update, value) of the steps with a finite value of the metric."""
         return [(line["step"], line[name]) for line in self.lines if line.get(name) is not None]
 
     def values(self, name: str) -> list[float]:
         return [value for _, value in self.series(name)]
 
     def evaluations(self) -> list[tuple[str, str]]:
-        """Name of each evaluated data set, and the metric with its mean reward."""
+        """Return the name of each evaluated data set and the metric with its mean reward."""
         found = {name for line in self.lines for name in line if name.startswith("eval/")}
         sets = [
             name.removeprefix("eval/").removesuffix("reward_mean") for name in found if name.endswith("/reward_mean")
@@ -79,14 +81,14 @@ class SavedRun:
         return [(f"held out {name}".rstrip(" /"), f"eval/{name}reward_mean") for name in sorted(sets)]
 
     def setting(self, name: str) -> Any:
-        """The value of `group.name`; None if the run's version did not know it."""
+        """Return the value of `group.name`; None if the run's version had no such setting."""
         value: Any = self.config
         for part in name.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         return value
 
     def alarms(self) -> list[AlarmSpan]:
-        """Every alarm that the run raised, from its metrics and the thresholds of its configuration."""
+        """Recompute every alarm of the run from its metrics and the thresholds of its configuration."""
         thresholds = AlarmThresholds(
             kl=self.setting("correction.alarm_kl"),
             ess=self.setting("correction.alarm_ess"),
@@ -96,7 +98,7 @@ class SavedRun:
         spans: list[AlarmSpan] = []
         running: dict[str, AlarmSpan] = {}
         for line in self.lines:
-            # A number that was not finite is null in the file; as NaN it raises its alarm again.
+            # Non-finite numbers are null in the file; as NaN they raise their alarm again.
             metrics = {name: math.nan if value is None else value for name, value in line.items()}
             now: dict[str, AlarmSpan] = {}
             for sentence in alarms(metrics, thresholds):
@@ -112,25 +114,26 @@ class SavedRun:
         return sorted([*spans, *running.values()], key=lambda span: (span.first, span.sentence))
 
     def extremes(self, count: int) -> tuple[list[Rollout], list[Rollout]]:
-        """The worst and the best rollouts of the newest saved step by reward, each at most `count`, disjoint.
+        """Return the worst and the best rollouts of the newest saved step, each at most `count`, disjoint.
 
-        Failed ones are the worst of all. Of equal ones those of different prompts come first.
+        Failed rollouts rank below all others. Among equal rewards, different prompts come first.
         """
-        ranked = sorted(self.rollouts, key=lambda r: (r.is_trainable, r.reward if r.is_trainable else 0.0))
+        ranked = sorted(self.rollouts, key=_rank)
         worst, best = ranked[: len(ranked) // 2], ranked[len(ranked) // 2 :][::-1]
         return _varied(worst, count), _varied(best, count)
 
 
 def _varied(ranked: Sequence[Rollout], count: int) -> list[Rollout]:
-    """The first `count`; within equal rewards, one of each prompt before a second of any."""
-    seen: dict[tuple[float, int], int] = {}
-    keyed = []
-    for place, rollout in enumerate(ranked):
-        key = (rollout.reward, rollout.group_id)
-        seen[key] = seen.get(key, 0) + 1
-        block = next((p for p, other in enumerate(ranked) if _rank(other) == _rank(rollout)), place)
-        keyed.append(((block, seen[key], place), rollout))
-    return [rollout for _, rollout in sorted(keyed, key=lambda item: item[0])[:count]]
+    """Return the first `count`, taking one rollout of each prompt before a second one of equal reward."""
+    shown: list[Rollout] = []
+    for _, equal in groupby(ranked, key=_rank):
+        seen: Counter[int] = Counter()
+        turns: list[tuple[int, Rollout]] = []
+        for rollout in equal:
+            turns.append((seen[rollout.group_id], rollout))
+            seen[rollout.group_id] += 1
+        shown += [rollout for _, rollout in sorted(turns, key=lambda turn: turn[0])]
+    return shown[:count]
 
 
 def _rank(rollout: Rollout) -> tuple[bool, float]:

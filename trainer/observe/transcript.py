@@ -1,4 +1,4 @@
-"""A rollout as a conversation that a person reads on the console: who said what, which tools were called."""
+"""Rollouts as readable conversations: speakers, text, tool calls."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from rollout.records import Message, Rollout, RolloutStatus
 from rollout.system.terminal_text import terminal_safe
 
 MAX_SHOWN_CHARS = 1200
-"""Of one message; longer ones are shown without their middle."""
+"""Length above which a message loses its middle."""
 STATUS_STYLE = {RolloutStatus.COMPLETED: "green", RolloutStatus.FAILED: "red"}
 STATUS_STYLE_ELSE = "yellow"
 ROLE_STYLE = {"user": "cyan", "assistant": "bold", "tool": "magenta"}
 
 
 def conversation(rollout: Rollout, *, wrapped: bool) -> RenderableType:
-    """Head and messages, without system turns. wrapped: long lines are folded beside the name of who spoke, for a
-    terminal; else every message is one line, for a file."""
+    """Render headline and messages, without system turns. wrapped: fold long lines beside the role, for a terminal;
+    False: one line per message, for a file."""
     messages = [message for message in rollout.messages if message["role"] != "system"]
     if not wrapped:
         lines = [Text.assemble("    ", f"{message['role']:>9} ", message_text(message)) for message in messages]
@@ -37,7 +37,7 @@ def conversation(rollout: Rollout, *, wrapped: bool) -> RenderableType:
 
 
 def headline(rollout: Rollout) -> Text:
-    """Reward, status and size of a rollout."""
+    """Render reward, status and size of a rollout."""
     line = Text.assemble(
         ("  rollout ", "dim"),
         (f"{rollout.rollout_id}", "dim"),
@@ -56,7 +56,7 @@ def headline(rollout: Rollout) -> Text:
 
 
 def message_text(message: Message) -> Text:
-    """What was said, the tools that were called, and what could not be read as a call."""
+    """Render text, tool calls, and errors of unparsable calls."""
     said = Text(style=ROLE_STYLE.get(str(message["role"]), ""))
     said.append(shortened(terminal_safe(content_text(message))))
     for call in tool_calls(message):
@@ -69,7 +69,7 @@ def message_text(message: Message) -> Text:
 
 
 def content_text(message: Mapping[str, Any]) -> str:
-    """The words of a message; those of a list of parts together. Other parts than text are named."""
+    """Return the text of a message, joining its parts. Parts other than text appear by type."""
     content = message.get("content") or ""
     if isinstance(content, str):
         return content
@@ -77,7 +77,7 @@ def content_text(message: Mapping[str, Any]) -> str:
 
 
 def tool_calls(message: Mapping[str, Any]) -> Iterator[str]:
-    """The calls of a message, as code would write them."""
+    """Yield the calls of a message in the form of code."""
     for call in message.get("tool_calls") or ():
         function = call["function"]
         arguments = _parsed(function["arguments"])
@@ -87,7 +87,7 @@ def tool_calls(message: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _parsed(arguments: Any) -> Any:
-    """Arguments come parsed or as the JSON text that the model wrote, which may be no JSON at all."""
+    """Parse arguments given as JSON text; the model's text may be invalid JSON."""
     if not isinstance(arguments, str):
         return arguments
     try:
@@ -97,7 +97,7 @@ def _parsed(arguments: Any) -> Any:
 
 
 def shortened(text: str, limit: int = MAX_SHOWN_CHARS) -> str:
-    """The text, or its beginning and end with the number of characters between them."""
+    """Return the text, or its beginning and end with the number of characters between them."""
     if len(text) <= limit:
         return text
     half = limit // 2

@@ -1,1 +1,1 @@
-"""Reward models: comparisons, their loss, the head, its normalisation and the training of all of it."""
+"""Reward models: comparisons, loss, normalization, training and saving."""

@@ -17,8 +17,8 @@ from trainer.setting import setting
 
 @dataclass
 class RewardModelSettings:
-    path: str = setting("models/sentiment_lm", "pretrained model, or a sequence classifier to go on with")
-    new_head: bool = setting(True, "start from a fresh head, N(0, 1/sqrt(d + 1)); false: the checkpoint's own")
+    path: str = setting("models/sentiment_lm", "pretrained model, or a sequence classifier to continue from")
+    new_head: bool = setting(True, "start from a new head, N(0, 1/sqrt(d + 1)); false: the checkpoint's own")
     dtype: str = setting("float32", "dtype of the computation", choices=("float32", "bfloat16"))
     gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass to save memory")
     trust_remote_code: bool = setting(False, "run code that ships with the model")
@@ -30,7 +30,7 @@ class ComparisonData:
     split: str = setting("train", "split of a hub data set")
     heldout_path: str | None = setting(None, "comparisons for evaluation; null: none")
     heldout_split: str = setting("test", "split of a hub data set for evaluation")
-    max_comparisons: int | None = setting(None, "use the first so many after shuffling; null: all")
+    max_comparisons: int | None = setting(None, "number of comparisons used, after shuffling; null: all")
     query_tokens: int | None = setting(None, "longer queries keep their beginning [tokens]; null: no limit")
     response_tokens: int | None = setting(None, "longer responses keep their beginning [tokens]; null: no limit")
     max_tokens: int | None = setting(2048, "longer sequences keep their end [tokens]; null: no limit")
@@ -38,26 +38,26 @@ class ComparisonData:
 
 @dataclass
 class NormalizationConfig:
-    """Rewards of the pretrained model's samples get mean 0 and variance 1, before and after training."""
+    """Normalization of rewards: mean 0 and variance 1 on samples of the pretrained model."""
 
-    num_samples: int = setting(256, "responses to normalise on, over all ranks; 0: no normalization", low=0)
-    queries_path: str | None = setting(None, "rows with `prompt`, and `response` if they are sampled already; "
-                                             "null: the prompts of data.path")  # fmt: skip
-    model_path: str | None = setting(None, "model that samples; null: model.path")
+    num_samples: int = setting(256, "number of responses to normalize on, over all ranks; 0: no normalization", low=0)
+    queries_path: str | None = setting(None, "rows with `prompt`, and `response` if already sampled; null: the "
+                                             "prompts of data.path")  # fmt: skip
+    model_path: str | None = setting(None, "model to sample from; null: model.path")
     response_tokens: int = setting(24, "length of a sampled response [tokens]", low=1)
     temperature: float = setting(0.7, "sampling temperature", above=0)
-    stop: str | None = setting(None, "one token that ends a response for the score; null: none")
-    stop_after: int = setting(0, "first index at which it counts [tokens]")
+    stop: str | None = setting(None, "token that ends a response for the score; null: none")
+    stop_after: int = setting(0, "first index at which the stop counts [tokens]")
 
 
 @dataclass
 class RewardModelConfig:
-    seed: int = setting(0, "of data order, head and sampling; ranks sample with seed + rank x 100003")
+    seed: int = setting(0, "seed of data order, head and sampling; ranks sample with seed + rank x 100003")
     run_root: str = setting("runs", "directory that holds run directories")
-    run_name: str | None = setting(None, "name of the run directory; null: reward_model and time")
-    epochs: int = setting(1, "passes over the comparisons; more than one overfits the labels", low=1)
+    run_name: str | None = setting(None, "name of the run directory; null: reward_model and the time")
+    epochs: int = setting(1, "epochs over the comparisons; more than one overfits the labels", low=1)
     batch_size: int = setting(32, "comparisons per optimizer step, over all ranks", low=1)
-    microbatch_size: int = setting(8, "comparisons per forward pass on one rank, at most", low=1)
+    microbatch_size: int = setting(8, "maximal number of comparisons per forward pass on one rank", low=1)
     eval_every: int = setting(0, "optimizer steps between evaluations on data.heldout_path; 0: only at the end")
     model: RewardModelSettings = field(default_factory=RewardModelSettings)
     data: ComparisonData = field(default_factory=ComparisonData)
@@ -78,7 +78,7 @@ UNUSED = (
     *("optimizer.max_skipped_updates", "logger.wandb_media_every", "logger.wandb_rollouts", "logger.print_rollouts"),
     *("logger.print_rollouts_every", "logger.peak_tflops", "logger.save_rollouts"),
 )
-"""Settings that the policy's run has in these groups, and this one does not use."""
+"""Settings of shared groups that reward model training ignores."""
 
 
 def _problems(config: RewardModelConfig) -> Iterator[str]:
@@ -86,12 +86,12 @@ def _problems(config: RewardModelConfig) -> Iterator[str]:
     for name in UNUSED:
         value = operator.attrgetter(name)(config)
         if value != operator.attrgetter(name)(RewardModelConfig()):
-            yield f"{name}={value} does nothing where a reward model is trained; leave it out"
+            yield f"{name}={value} has no effect on reward model training; leave it out"
     yield from run_name_problems(config.run_name)
     if config.normalization.num_samples == 1:
         yield (
             f"normalization.num_samples={config.normalization.num_samples} has no variance; "
-            "set normalization.num_samples=256, or 0 for no normalisation"
+            "set normalization.num_samples=256, or 0 for no normalization"
         )
     paths = {
         "data.path": config.data.path,

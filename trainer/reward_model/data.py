@@ -1,15 +1,13 @@
-"""Comparisons from rows of a data set, as token ids.
+"""Comparisons of responses, read from data set rows as token ids.
 
-    {"prompt": "...", "responses": ["...", ...], "best": 2}             best of n, a text and its continuations
-    {"prompt": "...", "chosen": "...", "rejected": "..."}               a pair; optional "margin"
+    {"prompt": "...", "responses": ["...", ...], "best": 2}             best of n: a text and its continuations
+    {"prompt": "...", "chosen": "...", "rejected": "..."}               pair; optional "margin"
     {"prompt": [messages], "chosen": [messages], "rejected": [...]}     conversations, through the chat template
-    {"chosen": [messages], "rejected": [messages]}                      the same, each conversation whole
+    {"chosen": [messages], "rejected": [messages]}                      the same, as whole conversations
 
-Beside whole conversations (those that do not begin with the assistant) a `prompt` is only another copy of what they
-begin with, and is not read.
-
-`query` is another name for `prompt`. Prompt and response are tokenised apart and joined as ids, so that the prompt's
-tokens are the same under every response.
+With whole conversations, which do not begin with the assistant, `prompt` only repeats their beginning and is ignored.
+`query` is another name for `prompt`. Prompt and response are tokenized separately and joined as ids, so that the
+prompt's tokens are the same for every response.
 """
 
 from __future__ import annotations
@@ -26,13 +24,13 @@ from rollout.errors import DataError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Responses to one query, one of which was preferred."""
+    """Responses to one query, one of them preferred."""
 
     sequences: tuple[tuple[int, ...], ...]
-    """Query and response as ids, one per response."""
+    """Ids of query and response, one sequence per response."""
     best: int
     margin: float = 0.0
-    """By how much the preferred one must win."""
+    """Amount by which the preferred score must win."""
 
     def __post_init__(self) -> None:
         if len(self.sequences) < 2 or not 0 <= self.best < len(self.sequences):
@@ -41,15 +39,15 @@ class Comparison:
                 f"{len(self.sequences)} and best={self.best}"
             )
         if any(not sequence for sequence in self.sequences):
-            raise DataError("a comparison has a response without any token")
+            raise DataError("a comparison has an empty response; expected at least one token")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Longest parts of a sequence [tokens]; None: no limit."""
+    """Length limits [tokens]; None: no limit."""
 
     query: int | None = None
-    """Longer queries keep their beginning, as the historical fixed query length does."""
+    """Longer queries keep their beginning, as in lm-human-preferences."""
     response: int | None = None
     total: int | None = None
     """Longer sequences keep their end, where the score is read."""
@@ -58,7 +56,7 @@ class Lengths:
 def read_comparisons(
     rows: Iterable[Mapping[str, Any]], tokenizer: PreTrainedTokenizerFast, lengths: Lengths
 ) -> list[Comparison]:
-    """All rows in order. Raises `DataError` with the number of the row that is none of the forms above."""
+    """Read all rows in order. Raises `DataError` with the number of a row of another form."""
     comparisons = []
     for number, row in enumerate(rows):
         try:
@@ -96,14 +94,14 @@ def _encode(prompt: Any, response: Any, tokenizer: PreTrainedTokenizerFast, leng
 
 
 def conversation(prompt: Any, response: Any) -> list[Mapping[str, Any]]:
-    """The messages of a row that is not two texts."""
+    """Return the messages of a row that is not two texts."""
     said = _messages(response, "assistant")
     is_whole = bool(said) and said[0].get("role") != "assistant"
     return [*said] if is_whole else [*_messages(prompt, "user"), *said]
 
 
 def query_ids(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast, lengths: Lengths) -> list[int]:
-    """What a response to this row is sampled after, as its comparisons begin. Raises `DataError`."""
+    """Return the prompt ids from which responses to this row are sampled. Raises `DataError` without a prompt."""
     prompt = row.get("prompt") if row.get("prompt") is not None else row.get("query")
     response = row["chosen"] if row.get("chosen") is not None else next(iter(row.get("responses") or []), "")
     if isinstance(prompt, str) and isinstance(response, str):
@@ -112,7 +110,7 @@ def query_ids(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast, length
     if messages and messages[-1].get("role") == "assistant":
         messages = messages[:-1]
     if not messages:
-        raise DataError(f"a row has no prompt to sample from, found columns {', '.join(row)}")
+        raise DataError(f"a row has no prompt to sample from; found columns {', '.join(row)}")
     return chat_ids(tokenizer, messages, generation_prompt=True)
 
 

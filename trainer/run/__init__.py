@@ -1,1 +1,1 @@
-"""A whole run: assembly, life, reports, shutdown."""
+"""A whole run: assembly, lifecycle, reports, shutdown."""

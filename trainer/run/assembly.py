@@ -22,7 +22,8 @@ from trainer.engines.recovery import Recovery
 from trainer.engines.run_engines import Engines, start_engines
 from trainer.evaluate.evaluator import Evaluator
 from trainer.model.critic import policy_of, with_critic
-from trainer.model.memory_plan import ModelShape, advice, memory_plan
+from trainer.model.memory_plan import advice, memory_plan
+from trainer.model.shape import ModelShape
 from trainer.observe.console import RunConsole
 from trainer.run.library_logs import ThirdPartyLog
 from trainer.score.reference import make_reference

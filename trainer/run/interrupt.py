@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a run after the update that is being made; a second signal ends it at once."""
+"""Ctrl-C and SIGTERM end a run after the current update; a second signal exits at once."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import time
 from types import FrameType
 
 ECHO_S = 2.0
-"""A signal so soon after the first is the first once more: a scheduler tells the whole process group, and then the
-launcher tells its ranks what it was told itself."""
+"""Window in which a second signal counts as a repetition: a scheduler signals the whole process group, and the launcher
+then passes its own signal on to the ranks [s]."""
 
 
 class Interrupt:
-    """Set by a signal, read between updates. Only the main thread of a process can have one."""
+    """Flag set by a signal and read between updates. Create it in the main thread."""
 
     def __init__(self) -> None:
         self._first_s: float | None = None
@@ -29,12 +29,12 @@ class Interrupt:
         now = time.monotonic()
         if self._first_s is None:
             self._first_s = now
-            _say("finishing this update, then saving (Ctrl-C again: end at once)")
+            _say("finishing this update, then saving (Ctrl-C again: exit at once)")
         elif now - self._first_s > ECHO_S:
-            _say("ended at once; the last checkpoint is what is left")
+            _say("exited at once; set resume=auto to continue from the last checkpoint")
             os._exit(130)
 
 
-def _say(sentence: str) -> None:
-    # Not by print: the signal may have come in the middle of one, and a buffer cannot be entered twice.
-    os.write(sys.stderr.fileno(), f"\nlockstep: {sentence}\n".encode())
+def _say(message: str) -> None:
+    # Not with print: the signal may have interrupted one, and its buffer is not reentrant.
+    os.write(sys.stderr.fileno(), f"\nlockstep: {message}\n".encode())

@@ -1,9 +1,9 @@
-"""What libraries say goes into a file of the run; the console belongs to the run itself.
+"""Redirection of library output to a log file, so that the console shows only the run.
 
-Covered: everything that goes through Python's logging and warnings, and what C extensions and compilers write to the
-process's own output inside `held_output` and `output_to_file`. vLLM has a file of its own (`logs/engine.log`,
-rollout/engine/embedded.py). What Lockstep itself logs as a warning is printed. Not covered: a library that prints
-outside of these two, and what `accelerate launch` says before it starts the ranks.
+Covered: Python's logging and warnings, and output of C extensions and compilers inside `held_output` and
+`output_to_file`. vLLM has its own file (`logs/engine.log`, rollout/engine/embedded.py). Lockstep's own warnings are
+printed. Not covered: libraries that print outside these two blocks, and output of `accelerate launch` before it starts
+the ranks.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from rollout.errors import ConfigError
 from rollout.system.captured_output import redirect_output
 
 OWN = ("trainer", "rollout", "rewards")
-TALKATIVE = ("deepspeed", "DeepSpeed", "accelerate", "datasets", "torch.distributed", "transformers", "wandb")
-"""Loggers of libraries that bring handlers of their own, or levels that nobody asked for."""
+VERBOSE_LIBRARIES = ("deepspeed", "DeepSpeed", "accelerate", "datasets", "torch.distributed", "transformers", "wandb")
+"""Loggers of libraries that install their own handlers or levels."""
 RENAMED_COLLECTIVES = r"torch\.distributed"
-"""torch warns of collectives that DeepSpeed calls by their old names, once per call."""
+"""Module whose FutureWarnings are ignored: one per call of a collective that DeepSpeed calls by its old name."""
 HELD_RECORDS = 10_000
 SHOWN_LINES = 15
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class ThirdPartyLog:
-    """Holds what libraries say until there is a file for it, then writes it there."""
+    """Collector of library output: held in memory until `open`, then written to a file."""
 
     def __init__(self) -> None:
-        """Takes over the root logger of this process, Python's warnings, and the loggers of known libraries."""
+        """Take over the root logger, Python's warnings, and the loggers of known libraries."""
         self.path: Path | None = None
         self._output = ""
         self._held = MemoryHandler(HELD_RECORDS, flushLevel=logging.CRITICAL + 1)
@@ -45,15 +45,15 @@ class ThirdPartyLog:
         root.setLevel(logging.INFO)
         for name in OWN:
             logging.getLogger(name).addHandler(self._own)
-        take_over_loggers()
+        _take_over_loggers()
         logging.captureWarnings(True)
 
     def open(self, path: Path, warn: Callable[[str], None]) -> None:
-        """From now on into this file, with what was held until now; own warnings also to `warn`."""
+        """Write held and all further output to this file; pass Lockstep's own warnings to `warn`."""
         self.path = path
-        take_over_loggers()  # again: some libraries were imported since
+        _take_over_loggers()  # again: libraries were imported since
         if self._output:
-            with path.open("a", encoding="utf-8") as log:  # that of a resumed run is there already
+            with path.open("a", encoding="utf-8") as log:  # append: a resumed run has one already
                 log.write(self._output)
         file = logging.FileHandler(path, delay=True)
         file.setFormatter(logging.Formatter(FORMAT))
@@ -67,7 +67,7 @@ class ThirdPartyLog:
 
     @contextmanager
     def held_output(self) -> Iterator[None]:
-        """As `output_to_file`, before there is a file. If what is inside fails, its output is printed."""
+        """Hold the output of the block until `open`. Print it if the block fails."""
         with tempfile.NamedTemporaryFile(prefix="lockstep-output-") as held:
             try:
                 with redirect_output(Path(held.name)):
@@ -79,27 +79,21 @@ class ThirdPartyLog:
 
     @contextmanager
     def output_to_file(self) -> Iterator[None]:
-        """For calls into libraries that write to the process's output: compilers, C extensions."""
+        """Append the output of the block to the file: compilers, C extensions."""
         assert self.path is not None, "open the log first"
         with redirect_output(self.path):
             yield
 
     @contextmanager
     def shown_on_failure(self) -> Iterator[None]:
-        """If what is inside fails, its end goes to stderr before the error does: the cause may be there."""
+        """Print the end of the file if the block fails, except with ConfigError: it may show the cause."""
         try:
             yield
         except Exception as error:
-            if not isinstance(error, ConfigError) and (tail := self.tail()):
-                print(tail, file=sys.stderr)
+            if not isinstance(error, ConfigError) and self.path is not None and self.path.is_file():
+                lines = _text(self.path).splitlines()[-SHOWN_LINES:]
+                print(f"the last lines of {self.path}:", *lines, sep="\n  ", file=sys.stderr)
             raise
-
-    def tail(self) -> str:
-        """The last lines, for a person who wants to know why a run failed; empty if nothing was said."""
-        if self.path is None or not self.path.is_file():
-            return ""
-        lines = _text(self.path).splitlines()[-SHOWN_LINES:]
-        return "\n".join([f"the last lines of {self.path}:", *(f"  {line}" for line in lines)])
 
 
 def _text(path: Path) -> str:
@@ -107,7 +101,7 @@ def _text(path: Path) -> str:
 
 
 class _Own(logging.Handler):
-    """Warnings of Lockstep's own modules, for the console."""
+    """Handler that passes warnings of Lockstep's own modules to the console."""
 
     def __init__(self) -> None:
         super().__init__(level=logging.WARNING)
@@ -118,28 +112,28 @@ class _Own(logging.Handler):
             self.warn(record.getMessage())
 
 
-def take_over_loggers() -> None:
-    """Libraries that were imported report to the root logger, and to nobody else."""
-    quiet_progress_bars()
-    for name in TALKATIVE:
+def _take_over_loggers() -> None:
+    """Route the loggers of imported libraries to the root logger only."""
+    _quiet_progress_bars()
+    for name in VERBOSE_LIBRARIES:
         logger = logging.getLogger(name)
         logger.handlers.clear()
         logger.propagate = True
 
 
 def quiet_third_parties() -> None:
-    """For commands without a run directory: libraries report errors only."""
+    """Limit libraries to errors, for commands without a run directory."""
     import torch
 
     if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed says, at its import, that it found no GPU
-    quiet_progress_bars()
-    for name in TALKATIVE:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed reports at import that it found no GPU
+    _quiet_progress_bars()
+    for name in VERBOSE_LIBRARIES:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def quiet_progress_bars() -> None:
-    """transformers draws bars of its own, over those of a run; tokenizers warn of forks."""
+def _quiet_progress_bars() -> None:
+    """Disable the progress bars of transformers and the fork warnings of tokenizers."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()

@@ -1,4 +1,4 @@
-"""What can be done with a run that has ended, as commands with the settings of its user in those that need them."""
+"""Commands to continue, evaluate and inspect a finished run, with the settings of its command line."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from trainer.config.redaction import redact_words
 
 NOT_REPEATED = ("run_name=", "resume=", "updates=")
 SAMPLED_AND_SCORED = re.compile(r"(experiment|model|data|environment|reward|rollout|eval)[=.]")
-"""Settings on which an evaluation depends. Without them it would be one of the default data by the default rewards."""
-OF_TRAINING_ALONE = ("model.path=", "model.lora.", "model.critic", "model.reference_path=", "eval.every=")
+"""Settings on which an evaluation depends."""
+TRAINING_ONLY = ("model.path=", "model.lora.", "model.critic", "model.reference_path=", "eval.every=")
 
 
 def next_steps(
@@ -26,19 +26,19 @@ def next_steps(
     critic: Path | None,
     has_heldout: bool,
 ) -> str:
-    """Lines with a name and a path or command each.
+    """Return lines of a name and a path or command each.
 
     Args:
-        words: the command line of the run, without the script. Its secrets are not repeated.
-        update: the last one that was made, of `updates`.
-        launcher: what goes before scripts/train.py.
-        critic: where the trained critic is, if there is one.
-        has_heldout: whether there is held-out data, without which nothing can be evaluated.
+        words: command line of the run without the script. Its secrets are redacted.
+        update: last update done, of `updates`.
+        launcher: command in front of scripts/train.py.
+        critic: path of the trained critic, if any.
+        has_heldout: True if the run has held-out data, which an evaluation needs.
     """
     goal = updates if update < updates else 2 * updates
     own = [word for word in redact_words(words) if not word.startswith(NOT_REPEATED)]
     resumed = [*own, f"run_name={run.name}", "resume=auto", f"updates={goal}"]
-    evaluated = [word for word in own if SAMPLED_AND_SCORED.match(word) and not word.startswith(OF_TRAINING_ALONE)]
+    evaluated = [word for word in own if SAMPLED_AND_SCORED.match(word) and not word.startswith(TRAINING_ONLY)]
     evaluate = f"python scripts/evaluate.py {shlex.join([f'model.path={model}', *evaluated])}"
     lines = {
         "model": str(model),

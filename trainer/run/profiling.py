@@ -1,10 +1,10 @@
-"""`profile=true`: some steps of a run under torch's profiler, on every rank.
+"""Traces of some steps by torch's profiler, on every rank (`profile=true`).
 
     profile/rank-0.json.gz   trace, for https://ui.perfetto.dev or chrome://tracing
-    profile/rank-0.txt       operators by their own time, the most expensive first
+    profile/rank-0.txt       operators by self time, the most expensive first
 
-The stages of a step (rollout, score, update, sync) stand in the trace as `lockstep/<stage>`. Not covered: the engine,
-whose work is done by processes of its own; in this trace the trainer waits for it.
+The stages of a step (rollout, score, update, sync) appear in the trace as `lockstep/<stage>`. Not covered: the engine,
+which computes in its own processes; the trace shows the trainer waiting for it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from torch.profiler import ProfilerActivity, profile
 TABLE_ROWS = 25
 SHOWN_ROWS = 8
 STAGE = "lockstep/"
-"""Beginning of the names of stages (trainer/stopwatch.py)."""
+"""Prefix of the names of stages (trainer/stopwatch.py)."""
 WARM_UP_STEPS = 1
-"""The first step compiles, allocates and fills caches; it says nothing about the others."""
+"""Steps not traced: the first one compiles, allocates and fills caches."""
 
 
 class StepProfiler:
-    """Traces steps after the first one, then writes its files. Costs nothing before and after."""
+    """Tracer of the steps after the first one. Costs nothing before and after."""
 
     def __init__(self, directory: Path, *, rank: int, steps: int, say: Callable[[str], None]) -> None:
-        """directory: made when there is something to write. steps: to trace; 0: none. say: told of the files."""
+        """directory: created on writing. steps: number of steps to trace; 0: none. say: prints the result."""
         self._directory = directory
         self._rank = rank
         self._steps = steps
@@ -39,7 +39,7 @@ class StepProfiler:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around one step of training."""
+        """Enclose one step of training."""
         self._seen += 1
         if self._steps and self._seen == 1 + WARM_UP_STEPS:
             activities = [ProfilerActivity.CPU]
@@ -52,7 +52,7 @@ class StepProfiler:
             self.close()
 
     def close(self) -> None:
-        """Write what was traced, if anything is open. A run that ends early leaves the steps that it made."""
+        """Write an open trace. A run that ends early leaves the steps traced so far."""
         traced, self._profile = self._profile, None
         if traced is None:
             return
@@ -68,7 +68,7 @@ class StepProfiler:
 
 
 def _top(averages: Iterable[Any]) -> Iterator[str]:
-    """The most expensive operators in a few words each; stages are in the trace and no operators."""
+    """Yield a line for each of the most expensive operators, without stages."""
     operators = [
         (e.self_device_time_total or e.self_cpu_time_total, e) for e in averages if not e.key.startswith(STAGE)
     ]

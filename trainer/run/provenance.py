@@ -1,4 +1,4 @@
-"""Which code and which packages made a run: what somebody needs who wants the same numbers again."""
+"""Provenance of a run: command, code, packages and devices, for reproducing its numbers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ PACKAGES = (
 
 
 def provenance() -> dict[str, Any]:
-    """Command without secrets, commit, packages, Python, machine type and devices; no host or user name.
+    """Return command without secrets, commit, packages, Python, machine type and devices; no host or user name.
 
-    Parts that cannot be known are None.
+    Unknown parts are None.
     """
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
@@ -44,7 +44,7 @@ def installed_version(package: str) -> str | None:
 
 
 def code_version(root: Path) -> dict[str, Any]:
-    """The commit that is checked out at `root`, and whether files differ from it; None where there is no git."""
+    """Return the commit checked out at `root`, and True if tracked files differ; None without git."""
     commit = _git(root, "rev-parse", "HEAD")
     changes = _git(root, "status", "--porcelain", "--untracked-files=no")
     return {"commit": commit, "is_changed": None if changes is None else bool(changes)}

@@ -11,9 +11,8 @@ from trainer.batch.step_batch import StepBatch
 from trainer.checkpoint.run_dir import RunDirectory
 from trainer.credit.targets import Targets
 from trainer.evaluate.evaluator import Evaluation, comparable_settings
-from trainer.evaluate.results import write_results
-from trainer.evaluate.tables import result_lines
-from trainer.model.flops import update_flops
+from trainer.evaluate.results import result_lines, write_results
+from trainer.model.shape import update_flops
 from trainer.observe.alarms import K3_NEGLIGIBLE, AlarmThresholds, alarms
 from trainer.observe.console import RunConsole
 from trainer.observe.first_step import first_step_summary

@@ -14,8 +14,7 @@ from trainer.checkpoint.run_dir import RunDirectory
 from trainer.config.schema import Config
 from trainer.config.tree import plain
 from trainer.distributed.distributed import Distributed
-from trainer.model.critic import ActorCritic, policy_of
-from trainer.model.critic_saving import save_critic
+from trainer.model.critic import ActorCritic, policy_of, save_critic
 from trainer.model.lora import is_adapted, save_merged
 from trainer.observe.console import RunConsole
 from trainer.observe.metrics_log import MetricsLog

@@ -34,8 +34,8 @@ from trainer.data.prompt_filter import make_prompts
 from trainer.data.prompts import Row
 from trainer.diagnosis.token_classes import TokenTexts
 from trainer.distributed.distributed import Distributed
-from trainer.model.memory_plan import GIB, ModelShape, advice, memory_plan
-from trainer.model.meta_model import blueprint
+from trainer.model.memory_plan import GIB, advice, memory_plan
+from trainer.model.shape import planned_shape
 from trainer.observe.transcript import conversation
 from trainer.run.library_logs import quiet_third_parties
 from trainer.tools.rehearsal import Rehearsal, rehearse
@@ -94,8 +94,7 @@ class _DryRun:
     def _show_memory(self) -> None:
         """The plan of the run, from shapes alone."""
         distributed = self._distributed
-        module, policy = blueprint(self._config)
-        shape = ModelShape.of(module, policy.model, policy.causal_lm.config)
+        shape = planned_shape(self._config)
         plan = memory_plan(
             shape,
             self._config,

@@ -17,8 +17,7 @@ from trainer.checkpoint import checkpoint
 from trainer.checks.validate import validate
 from trainer.cli import schema, to_config
 from trainer.config.schema import Config, EvalConfig
-from trainer.observe.metrics_log import BATCH
-from trainer.observe.saved_metrics import read_metrics
+from trainer.observe.metrics_log import BATCH, read_metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,8 @@ from pathlib import Path
 import deepspeed
 import torch
 
-from trainer.distributed.distributed import build_nothing
-from trainer.distributed.safe_load import weights_only_loading
+from trainer.distributed.distributed import skip_deepspeed_builds
+from trainer.distributed.unsharded_state import weights_only_loading
 
 
 class Bomb:
@@ -25,7 +25,7 @@ class Bomb:
 def main() -> None:
     stage, directory = int(sys.argv[1]), Path(sys.argv[2])
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[3], RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-    build_nothing()
+    skip_deepspeed_builds()
     deepspeed.init_distributed("gloo")
     model = torch.nn.Linear(8, 2)
     config = {

@@ -19,8 +19,7 @@ from trainer.credit.correction import StepCorrection
 from trainer.credit.critic_credit import critic_targets
 from trainer.credit.old_policy import Recomputed
 from trainer.credit.targets import Logprobs
-from trainer.model.critic import ActorCritic, ValueHead, with_critic
-from trainer.model.critic_saving import save_critic
+from trainer.model.critic import ActorCritic, ValueHead, save_critic, with_critic
 from trainer.model.policy import Policy
 from trainer.update.updater import Updater
 

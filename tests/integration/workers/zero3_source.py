@@ -25,7 +25,7 @@ from rollout.weights.shards import Fetch
 from rollout.weights.source import ZeroSource, nbytes
 from tests.fixtures.families import HEADS, SIZES
 from tests.fixtures.models import perturb, tiny_qwen3
-from trainer.distributed.distributed import build_nothing
+from trainer.distributed.distributed import skip_deepspeed_builds
 
 BUCKET_BYTES = 64 * 1024
 
@@ -45,7 +45,7 @@ def sharded(model: torch.nn.Module, **zero_settings: Any) -> Any:
 
 
 def main(directory: Path) -> None:
-    build_nothing()
+    skip_deepspeed_builds()
     deepspeed.init_distributed("gloo")
     rank = dist.get_rank()
     models = {"dense": tiny_qwen3(tied=True), "experts": tiny_experts(), "adapted": with_adapter()}

@@ -1,1 +1,1 @@
-"""A run on one page: what its directory holds (`saved_run`), drawn (`chart`), put together (`page`)."""
+"""HTML pages about a run: charts, report, token view."""

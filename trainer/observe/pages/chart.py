@@ -1,5 +1,5 @@
-"""Curves as inline SVG: no script, no library. Colours are those of the page (CSS variables), so that light and dark
-both work; every point says its numbers when a pointer rests on it."""
+"""Charts as inline SVG, without scripts or libraries. Colors are CSS variables of the page, for light and dark themes;
+every point has a tooltip with its numbers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ WIDTH, HEIGHT = 360.0, 190.0
 LEFT, RIGHT, TOP, BOTTOM = 52.0, 10.0, 10.0, 24.0
 """Margins, for the labels of the axes."""
 MAX_POINTS = 240
-"""Of a curve; longer ones are drawn as means of stretches."""
+"""Points of a curve above which it is drawn as means of stretches."""
 NUM_COLORS = 6
 LOG_DECADES = 12
-"""Smaller values than this many powers of ten below the largest are drawn at the bottom."""
+"""Height of a logarithmic axis in powers of ten; smaller values are drawn at the bottom."""
 
 Points = Sequence[tuple[float, float]]
 
@@ -33,15 +33,15 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """Curves over updates that share an axis."""
+    """Curves over updates that share a value axis."""
 
     title: str
     curves: Sequence[Curve]
     unit: str = ""
     is_log: bool = False
-    """|value| on a logarithmic axis; zeros are drawn at the bottom."""
+    """True for |value| on a logarithmic axis, with zeros at the bottom."""
     limits: tuple[float | None, float | None] = (None, None)
-    """What the value axis must include."""
+    """Values that the value axis must include."""
     note: str = ""
 
     @property
@@ -49,7 +49,7 @@ class Chart:
         return not any(curve.points for curve in self.curves)
 
     def svg(self) -> Markup:
-        """The drawing, as wide as its place."""
+        """Return the drawing, which scales to its container."""
         curves = [_thinned(curve) for curve in self.curves if curve.points]
         xs = [x for curve in curves for x, _ in curve.points]
         x_axis = _Axis.linear(min(xs), max(xs), whole=True)
@@ -80,7 +80,7 @@ class _Axis:
 
     @classmethod
     def linear(cls, low: float, high: float, *, whole: bool) -> _Axis:
-        """An axis over [low, high] with three to six round ticks; of whole numbers if asked for."""
+        """Make an axis over [low, high] with three to six round ticks; whole: integers only."""
         if high <= low:
             padding = abs(low) * 0.1
             low, high = (low, low + 1) if whole or not low else (low - padding, high + padding)
@@ -95,28 +95,25 @@ class _Axis:
 
     @classmethod
     def logarithmic(cls, values: Sequence[float]) -> _Axis:
-        """An axis of whole powers of ten around the values, all positive. Its numbers are exponents."""
+        """Make an axis of whole powers of ten around the positive values. `low` and `high` are exponents."""
         high = math.ceil(math.log10(max(values)) + 1e-9)
         low = max(math.floor(math.log10(min(values)) - 1e-9), high - LOG_DECADES)
         low = min(low, high - 1)
         every = max(1, math.ceil((high - low) / 5))
-        return cls(low=low, high=high, ticks=[*range(low, high + 1, every)], is_log=True)
+        return cls(low=low, high=high, ticks=[10.0**power for power in range(low, high + 1, every)], is_log=True)
 
     def share(self, value: float) -> float:
-        """Where a value lies between the ends, 0 to 1."""
+        """Return the position of a value between the ends, 0 to 1."""
         if self.is_log:
             value = math.log10(abs(value)) if value else self.low
         return min(1.0, max(0.0, (value - self.low) / (self.high - self.low)))
 
     def label(self, tick: float) -> str:
-        return f"1e{int(tick)}" if self.is_log else number(tick)
-
-    def place(self, tick: float) -> float:
-        return (tick - self.low) / (self.high - self.low)
+        return f"1e{round(math.log10(tick))}" if self.is_log else number(tick)
 
 
 def number(value: float) -> str:
-    """Three significant digits, as short as they can be."""
+    """Format with three significant digits, as short as possible."""
     if value and not 1e-3 <= abs(value) < 1e5:
         return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e")
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
@@ -138,13 +135,13 @@ def _y(share: float) -> float:
 def _grid(x_axis: _Axis, y_axis: _Axis) -> Markup:
     lines = []
     for tick in y_axis.ticks:
-        y = _y(y_axis.place(tick))
+        y = _y(y_axis.share(tick))
         lines.append(Markup('<path class="grid" d="M{} {}H{}"/>').format(LEFT, y, WIDTH - RIGHT))
         lines.append(
             Markup('<text x="{}" y="{}" text-anchor="end">{}</text>').format(LEFT - 6, y + 4, y_axis.label(tick))
         )
     for tick in x_axis.ticks:
-        x = _x(x_axis.place(tick))
+        x = _x(x_axis.share(tick))
         lines.append(Markup('<text x="{}" y="{}" text-anchor="middle">{}</text>').format(x, HEIGHT - 7, number(tick)))
     return Markup("").join(lines)
 
@@ -177,7 +174,7 @@ def _path(places: Sequence[tuple[float, float]]) -> str:
 
 
 def _thinned(curve: Curve) -> Curve:
-    """The curve with at most `MAX_POINTS` points, each the mean of a stretch."""
+    """Reduce a curve to at most `MAX_POINTS` points, each the mean of a stretch."""
     count = len(curve.points)
     if count <= MAX_POINTS:
         return curve
@@ -196,7 +193,7 @@ def _thinned(curve: Curve) -> Curve:
 
 
 def legend(curves: Sequence[Curve]) -> Markup:
-    """Names of the curves with their colours."""
+    """Return the names of the curves with their colors."""
     return Markup(" ").join(
         Markup('<span class="key"><i class="s{}"></i>{}</span>').format(index % NUM_COLORS, escape(curve.name))
         for index, curve in enumerate(c for c in curves if c.points)

@@ -1,6 +1,6 @@
-"""HTML pages from the templates in this folder: one file each, no network, no library, one look.
+"""HTML pages from the templates in this folder: self-contained files with a common style.
 
-Templates are autoescaped: text of models, data and settings is text, whatever it spells.
+Templates are autoescaped, so text of models, data and settings cannot become markup.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ TEMPLATES = Path(__file__).parent
 
 
 def render(template: str, **values: Any) -> str:
-    """The page. A value that the template names and nobody gives is an error."""
+    """Render a page. A missing template value is an error."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,

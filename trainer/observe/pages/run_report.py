@@ -1,37 +1,35 @@
-"""The report: one self-contained HTML page about one run, for a desk and for a phone."""
+"""Report of a run: one self-contained HTML page, for desktop and phone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
-from rollout.records import Message, Rollout
 from trainer.config.tree import flow, settings
 from trainer.objective.mismatch import PREFIX
-from trainer.observe.pages.chart import Chart, Curve, Points, legend, number
+from trainer.observe.pages.chart import Chart, Curve, legend, number
 from trainer.observe.pages.render import render
 from trainer.observe.saved_run import SavedRun
 from trainer.observe.transcript import content_text, shortened, tool_calls
 
 TEMPLATE = "report.html.jinja"
 SHOWN_ROLLOUTS = 3
-"""The worst, and as many of the best."""
+"""Number of worst rollouts, and of best ones."""
 MAX_MESSAGE_CHARS = 6000
 STAGES = ("rollout", "reward", "score", "update", "sync")
-"""Of `time/*`, in the order in which a step goes through them."""
+"""Stages in `time/*`, in the order of a step."""
 
 
 def write_report(run: SavedRun, path: Path) -> None:
-    """Raises OSError where the path cannot be written."""
+    """Write the report. Raises OSError if the path cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(report(run), encoding="utf-8")
 
 
 def report(run: SavedRun) -> str:
-    """The page as HTML."""
+    """Return the page as HTML."""
     worst, best = run.extremes(SHOWN_ROLLOUTS)
     alarms = run.alarms()
     return render(
@@ -46,14 +44,18 @@ def report(run: SavedRun) -> str:
         legend=legend,
         stages=stages(run),
         stage_chart=stage_chart(run),
-        rollouts=[("worst", [shown(r) for r in worst]), ("best", [shown(r) for r in best])],
+        rollouts=[("worst", worst), ("best", best)],
+        number=number,
+        clipped=lambda text: shortened(text, MAX_MESSAGE_CHARS),
+        content_text=content_text,
+        tool_calls=tool_calls,
         settings=settings(run.config),
         flow=flow,
     )
 
 
 def facts(run: SavedRun) -> Iterator[str]:
-    """What the run is, in words."""
+    """Yield the key settings of the run."""
     yield str(run.setting("model.path"))
     yield f"{run.setting('algorithm.name')}, correction {run.setting('correction.mode')}"
     yield str(run.setting("model.dtype"))
@@ -67,7 +69,7 @@ def facts(run: SavedRun) -> Iterator[str]:
 
 
 def tiles(run: SavedRun) -> Iterator[tuple[str, str]]:
-    """The numbers that a person asks for first."""
+    """Yield name and value of the headline numbers."""
     last = run.lines[-1]["step"] if run.lines else 0
     yield "updates", f"{last:g} of {run.setting('updates')}"
     rewards = run.values("reward/mean")
@@ -93,125 +95,74 @@ def tiles(run: SavedRun) -> Iterator[tuple[str, str]]:
 
 
 def learning_charts(run: SavedRun) -> Iterator[Chart]:
-    """Whether it learns, and what it does to the text."""
-    series = run.series
-    deviations = dict(series("reward/std"))
-    rewards = series("reward/mean")
-    band = [deviations.get(update, 0.0) for update, _ in rewards]
+    """Yield charts of reward, text and optimization."""
+    deviations = dict(run.series("reward/std"))
+    rewards = run.series("reward/mean")
     yield Chart(
         title="Reward",
         curves=[
-            Curve(name="mean", points=rewards, band=band),
-            *(Curve(name=name, points=series(metric)) for name, metric in run.evaluations()),
+            Curve(name="mean", points=rewards, band=[deviations.get(update, 0.0) for update, _ in rewards]),
+            *curves(run, dict(run.evaluations())),
         ],
         limits=(0.0, None),
         note="band: one standard deviation over the rollouts of the step",
     )
-    yield Chart(
-        title="Length",
-        unit="tokens",
-        curves=[
-            Curve(name="mean", points=series("rollout/sampled_tokens_mean")),
-            Curve(name="longest", points=series("rollout/sampled_tokens_max")),
-        ],
-        limits=(0.0, None),
-    )
-    yield Chart(
-        title="How episodes end",
-        unit="share",
-        curves=[
-            Curve(name=name.replace("_", " "), points=_unless_zero(series(f"rollout/{name}_fraction")))
-            for name in ("completed", "max_turns", "truncated", "context_full", "failed")
-        ],
-        limits=(0.0, 1.0),
-    )
-    yield Chart(title="Turns", curves=[Curve(name="per rollout", points=series("rollout/turns"))], limits=(0.0, None))
-    yield Chart(
-        title="Entropy", unit="nats", curves=[Curve(name="policy", points=series("policy/entropy"))], limits=(0.0, None)
-    )
-    yield Chart(
-        title="Gradient norm",
-        curves=[Curve(name="before clipping", points=series("optim/grad_norm"))],
-        limits=(0.0, None),
-    )
-    yield Chart(
-        title="KL from the reference",
-        unit="nats per rollout",
-        curves=[Curve(name="kl", points=series("objective/kl"))],
-        limits=(0.0, None),
-    )
-    yield Chart(
-        title="Value function",
-        curves=[Curve(name="explained variance", points=series("value/explained_variance"))],
-        limits=(None, 1.0),
-    )
+    lengths = {"mean": "rollout/sampled_tokens_mean", "longest": "rollout/sampled_tokens_max"}
+    yield Chart(title="Length", unit="tokens", curves=curves(run, lengths), limits=(0.0, None))
+    statuses = ("completed", "max_turns", "truncated", "context_full", "failed")
+    ends = curves(run, {name.replace("_", " "): f"rollout/{name}_fraction" for name in statuses})
+    happened = [curve for curve in ends if any(value for _, value in curve.points)]
+    yield Chart(title="How episodes end", unit="share", curves=happened, limits=(0.0, 1.0))
+    for title, unit, name, metric, limits in (
+        ("Turns", "", "per rollout", "rollout/turns", (0.0, None)),
+        ("Entropy", "nats", "policy", "policy/entropy", (0.0, None)),
+        ("Gradient norm", "", "before clipping", "optim/grad_norm", (0.0, None)),
+        ("KL from the reference", "nats per rollout", "kl", "objective/kl", (0.0, None)),
+        ("Value function", "", "explained variance", "value/explained_variance", (None, 1.0)),
+    ):
+        yield Chart(title=title, unit=unit, curves=curves(run, {name: metric}), limits=limits)
 
 
 def mismatch_charts(run: SavedRun) -> Iterator[Chart]:
-    """Engine against trainer on the same tokens, and what correction made of it."""
-
-    def series(name: str) -> Points:
-        return run.series(PREFIX + name)
-
-    alarm = run.setting("correction.alarm_kl")
-    updates = [update for update, _ in series("kl")]
-    yield Chart(
-        title="|kl|",
-        unit="nats per token",
-        is_log=True,
-        curves=[
-            Curve(name="engine against trainer", points=series("kl")),
-            Curve(name="noise floor", points=series("noise_floor_kl"), is_dashed=True),
-            Curve(
-                name="alarm", points=[(u, alarm) for u in (updates[0], updates[-1])] if updates else (), is_dashed=True
-            ),
-        ],
-    )
+    """Yield charts of engine against trainer on the same tokens, and of the correction."""
+    kl = curves(run, {"engine against trainer": PREFIX + "kl"})
+    kl += curves(run, {"noise floor": PREFIX + "noise_floor_kl"}, is_dashed=True)
+    if kl[0].points:
+        threshold = run.setting("correction.alarm_kl")
+        ends = (kl[0].points[0][0], kl[0].points[-1][0])
+        kl.append(Curve(name="alarm", points=[(update, threshold) for update in ends], is_dashed=True))
+    yield Chart(title="|kl|", unit="nats per token", is_log=True, curves=kl)
     yield Chart(
         title="k3",
         unit="nats per token",
         is_log=True,
-        curves=[
-            Curve(name="engine against trainer", points=series("k3_kl")),
-            Curve(name="noise floor", points=series("noise_floor_k3"), is_dashed=True),
-        ],
-        note="noise floor: the trainer against itself in another packing; a floor of zero is drawn at the bottom",
+        curves=curves(run, {"engine against trainer": PREFIX + "k3_kl"})
+        + curves(run, {"noise floor": PREFIX + "noise_floor_k3"}, is_dashed=True),
+        note="noise floor: the trainer against itself in another packing; zero is drawn at the bottom",
     )
-    yield Chart(
-        title="|Δ log π|",
-        unit="nats",
-        is_log=True,
-        curves=[
-            Curve(name="largest", points=series("logp_diff_abs_max")),
-            Curve(name="mean", points=series("logp_diff_abs_mean")),
-        ],
-    )
+    differences = {"largest": PREFIX + "logp_diff_abs_max", "mean": PREFIX + "logp_diff_abs_mean"}
+    yield Chart(title="|Δ log π|", unit="nats", is_log=True, curves=curves(run, differences))
     yield Chart(
         title="Effective sample size",
         unit="share of tokens",
-        curves=[
-            Curve(name="after correction", points=series("ess")),
-            Curve(name="raw", points=series("raw_ess"), is_dashed=True),
-        ],
+        curves=curves(run, {"after correction": PREFIX + "ess"})
+        + curves(run, {"raw": PREFIX + "raw_ess"}, is_dashed=True),
         limits=(0.0, 1.0),
     )
-    yield Chart(
-        title="Clipped weights",
-        unit="share of tokens",
-        curves=[Curve(name="clipped", points=series("clipped_frac"))],
-        limits=(0.0, None),
-    )
-    yield Chart(
-        title="Canary after each sync",
-        unit="nats",
-        is_log=True,
-        curves=[Curve(name="largest |Δ log π|", points=run.series("sync/canary_abs_diff"))],
-    )
+    clipped = curves(run, {"clipped": PREFIX + "clipped_frac"})
+    yield Chart(title="Clipped weights", unit="share of tokens", curves=clipped, limits=(0.0, None))
+    canary = curves(run, {"largest |Δ log π|": "sync/canary_abs_diff"})
+    yield Chart(title="Canary after each sync", unit="nats", is_log=True, curves=canary)
+
+
+def curves(run: SavedRun, metrics: Mapping[str, str], *, is_dashed: bool = False) -> list[Curve]:
+    """Return the curves of metrics given by curve name."""
+    return [Curve(name=name, points=run.series(metric), is_dashed=is_dashed) for name, metric in metrics.items()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """What a stage of the steps took, over the whole run."""
+    """Time of a stage over the whole run."""
 
     name: str
     seconds: float
@@ -220,7 +171,7 @@ class Stage:
 
 
 def stages(run: SavedRun) -> list[Stage]:
-    """In order; what no stage accounts for is `other`."""
+    """Return the stages in order; the remaining time is `other`."""
     total = sum(run.values("time/step"))
     if not total:
         return []
@@ -237,46 +188,6 @@ def stage_chart(run: SavedRun) -> Chart:
     return Chart(
         title="Seconds per step",
         unit="s",
-        curves=[Curve(name=name, points=run.series(f"time/{name}")) for name in STAGES],
+        curves=curves(run, {name: f"time/{name}" for name in STAGES}),
         limits=(0.0, None),
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShownMessage:
-    role: str
-    text: str
-    calls: Sequence[str]
-    errors: Sequence[str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShownRollout:
-    rollout: Rollout
-    reward: str
-    rewards: Mapping[str, str]
-    messages: Sequence[ShownMessage]
-
-
-def shown(rollout: Rollout) -> ShownRollout:
-    return ShownRollout(
-        rollout=rollout,
-        reward=number(rollout.reward),
-        rewards={name: number(value) for name, value in rollout.rewards.items()},
-        messages=[_message(message) for message in rollout.messages],
-    )
-
-
-def _message(message: Message) -> ShownMessage:
-    errors: Any = message.get("tool_call_errors") or ()
-    return ShownMessage(
-        role=str(message["role"]),
-        text=shortened(content_text(message), MAX_MESSAGE_CHARS),
-        calls=[shortened(call, MAX_MESSAGE_CHARS) for call in tool_calls(message)],
-        errors=[str(error) for error in errors],
-    )
-
-
-def _unless_zero(points: Points) -> Points:
-    """The points, or none if nothing ever happened."""
-    return points if any(value for _, value in points) else ()

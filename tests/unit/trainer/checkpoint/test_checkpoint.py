@@ -1,4 +1,4 @@
-"""Checkpoints are whole or not there, whatever kills the process or damages the files."""
+"""Checkpoints under kills, full disks and damaged files: complete, or skipped."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def save(directory: Path, *updates: int, keep: int = 2) -> SavedState:
     return saved
 
 
-def test_a_kill_at_any_moment_leaves_a_whole_checkpoint_at_most_one_behind(tmp_path):
+def test_a_kill_at_any_moment_leaves_a_complete_checkpoint_at_most_one_save_old(tmp_path):
     moments = random.Random(7)
-    processes = multiprocessing.get_context("forkserver")  # imports torch once, not once per kill
-    processes.set_forkserver_preload(["torch._dynamo", "tests.fixtures.saved_state"])  # the first: optimizers do
+    processes = multiprocessing.get_context("forkserver")  # imports torch once, not per kill
+    processes.set_forkserver_preload(["torch._dynamo", "tests.fixtures.saved_state"])  # optimizers import the first
     announced = 0
     for _ in range(KILLS):
         ours, theirs = processes.Pipe(duplex=False)
@@ -66,7 +66,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint_at_most_one_behind(tmp_p
         assert path is not None
         restored = SavedState()
         loaded = checkpoint.load(path, restored)
-        assert loaded.update in (announced, announced + 1)  # the last that was announced, or the one being announced
+        assert loaded.update in (announced, announced + 1)  # the last announced, or the one after it
         assert restored.values() == {float(loaded.update)}
         announced = loaded.update
     assert len(list(tmp_path.glob("step-*"))) <= 4
@@ -81,11 +81,11 @@ def test_old_checkpoints_go_and_latest_points_at_the_newest(tmp_path):
     assert set(manifest["files"]) == {"optimizer.pt", "parameters.safetensors", "state.json"}
 
 
-def test_retention_never_removes_what_was_just_saved_nor_the_last_good_one(tmp_path):
+def test_retention_never_removes_the_checkpoint_just_saved_nor_the_last_good_one(tmp_path):
     save(tmp_path, 20)
-    save(tmp_path, 11, keep=1)  # a run that was resumed from an older checkpoint
+    save(tmp_path, 11, keep=1)  # a run resumed from an older checkpoint
     assert [path.name for path in checkpoint.complete(tmp_path)[0]] == ["step-11"]
-    save(tmp_path, 11, keep=1)  # the same update once more
+    save(tmp_path, 11, keep=1)  # the same update again
     assert [path.name for path in checkpoint.complete(tmp_path)[0]] == ["step-11"]
     (tmp_path / "step-11" / "optimizer.pt").write_bytes(b"")
     save(tmp_path, 12, keep=3)
@@ -93,7 +93,7 @@ def test_retention_never_removes_what_was_just_saved_nor_the_last_good_one(tmp_p
 
 
 @pytest.mark.parametrize("keep", [1, 2])
-def test_a_save_that_fails_leaves_what_was_there(tmp_path, keep, monkeypatch):
+def test_a_failed_save_keeps_the_earlier_checkpoint(tmp_path, keep, monkeypatch):
     saved = save(tmp_path, 1)
     for broken in ("_fingerprint", "_fsync", "_put_in_place"):
         with monkeypatch.context() as patch:
@@ -118,7 +118,7 @@ def test_a_full_disk_is_a_checkpoint_error(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     path, skipped = checkpoint.find("auto", tmp_path)
     assert path == tmp_path / "step-1"
-    assert skipped == []  # what was half written is gone: the next try needs the room
+    assert skipped == []  # the partial save is gone: the next one needs the space
 
 
 FILLS = """
@@ -142,15 +142,15 @@ FILLS = """
     restored = SavedState()
     checkpoint.load(whole[-1], restored)
     print(len(whole), skipped, restored.values() == {float(update - 1)})
-    checkpoint.shutil.rmtree(whole[0])  # somebody makes room for one
+    checkpoint.shutil.rmtree(whole[0])  # free space for one
     saved.fill(update)
     checkpoint.save(directory, TrainerState(step=update, update=update, data_cursor=0), saved, keep=99)
     print([path.name for path in checkpoint.complete(directory)[0]][-1] == f"step-{update}")
 """
 
 
-def test_a_disk_that_runs_full_costs_the_save_and_nothing_else(tmp_path):
-    """On a file system of its own, which is as full as it gets."""
+def test_a_full_disk_fails_the_save_and_damages_nothing(tmp_path):
+    """Save on a small file system until it is full."""
     small = 'mount -t tmpfs -o size=600k none "$1" && exec "$2" -c "$3" "$1"'
     command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", small, "sh", str(tmp_path)]
     probe = subprocess.run([*command, "true", ""], capture_output=True, text=True)
@@ -171,7 +171,7 @@ def test_a_disk_that_runs_full_costs_the_save_and_nothing_else(tmp_path):
 
 def test_a_directory_that_cannot_be_written_is_a_checkpoint_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="cannot be made"):
+    with pytest.raises(CheckpointError, match="cannot be created"):
         save(tmp_path / "file" / "checkpoints", 1)
 
 
@@ -192,7 +192,7 @@ def flip(file: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_checkpoint_is_passed_over_by_name(tmp_path, damage):
+def test_a_damaged_checkpoint_is_skipped_and_named(tmp_path, damage):
     save(tmp_path, 1, 2)
     harm, says = DAMAGE[damage]
     harm(tmp_path / "step-2")
@@ -208,7 +208,7 @@ def test_a_damaged_checkpoint_is_passed_over_by_name(tmp_path, damage):
         checkpoint.find("auto", tmp_path)
 
 
-def test_a_manifest_that_was_cut_anywhere_is_no_manifest(tmp_path):
+def test_a_manifest_truncated_at_any_byte_is_refused(tmp_path):
     save(tmp_path, 1)
     manifest = tmp_path / "step-1" / MANIFEST
     whole = manifest.read_bytes()
@@ -219,8 +219,8 @@ def test_a_manifest_that_was_cut_anywhere_is_no_manifest(tmp_path):
     assert checkpoint.check(tmp_path / "step-1") is None
 
 
-def test_a_clock_that_goes_backwards_changes_no_order(tmp_path):
-    """Which checkpoint is the newest says its update, not the time of its files."""
+def test_a_clock_that_goes_backwards_does_not_change_the_order(tmp_path):
+    """The update number determines the newest checkpoint, not file times."""
     saved = save(tmp_path, 1, 2, 3, keep=3)
     for update in (1, 2, 3):
         for file in [*(tmp_path / f"step-{update}").iterdir(), tmp_path / f"step-{update}"]:
@@ -230,7 +230,7 @@ def test_a_clock_that_goes_backwards_changes_no_order(tmp_path):
     assert [path.name for path in checkpoint.complete(tmp_path)[0]] == ["step-3", "step-4"]
 
 
-def test_a_run_killed_in_its_first_save_starts_anew(tmp_path):
+def test_a_run_killed_in_its_first_save_starts_from_the_beginning(tmp_path):
     save(tmp_path, 1)
     (tmp_path / "step-1").rename(tmp_path / ".partial-step-1")
     path, skipped = checkpoint.find("auto", tmp_path)
@@ -252,12 +252,12 @@ def test_a_pickle_bomb_in_any_file_does_not_go_off(tmp_path, name):
     fired = tmp_path / "fired"
     path = tmp_path / "step-1"
     torch.save({"state": Bomb(fired)}, path / name)
-    if name != MANIFEST:  # an attacker writes the manifest, too
+    if name != MANIFEST:  # an attacker updates the manifest too
         manifest = json.loads((path / MANIFEST).read_text())
         manifest["files"][name] = checkpoint._fingerprint(path / name)
         (path / MANIFEST).write_text(json.dumps(manifest))
     found = checkpoint.check(path)
-    if found is None and name != "state.json":  # nobody reads state.json, it is for people
+    if found is None and name != "state.json":  # the loader never reads state.json
         with pytest.raises(CheckpointError, match="cannot be loaded"):
             checkpoint.load(path, SavedState())
     else:
@@ -276,7 +276,7 @@ WHOLE = {
 
 @settings(max_examples=300, deadline=None)
 @given(manifest=(mutated(WHOLE) | JSON).map(json.dumps) | st.text() | st.just("[" * 100_000))
-def test_any_manifest_is_either_valid_or_named(tmp_path_factory, manifest):
+def test_any_manifest_is_accepted_or_reported(tmp_path_factory, manifest):
     directory = tmp_path_factory.mktemp("fuzz")
     (directory / "step-1").mkdir()
     (directory / "step-1" / MANIFEST).write_text(manifest, errors="replace")

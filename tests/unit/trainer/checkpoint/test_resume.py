@@ -1,4 +1,4 @@
-"""Going on, going back, and beginning another run from a checkpoint; what was changed in between is said."""
+"""Continuing, going back, and forking from a checkpoint, with reports of changed settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from trainer.checkpoint.resume import restore
 from trainer.checkpoint.run_dir import open_run
 from trainer.config.changes import changes, settings_hash
 from trainer.config.schema import AlgorithmConfig, Config
-from trainer.observe.metrics_log import BATCH, MetricsLog
 
 
 def config(**changed: Any) -> Config:
@@ -36,7 +35,7 @@ def resumed(now: Config, checkpoints: Path) -> Any:
     return restore(now, asdict(now), checkpoints, SavedState())[0]
 
 
-def test_the_hash_covers_what_is_trained_and_not_how_the_run_is_called() -> None:
+def test_the_hash_covers_training_settings_but_not_the_name_of_the_run() -> None:
     plain = asdict(Config())
     for same in (
         Config(resume="auto"), Config(run_name="b"), Config(updates=1), Config(run_root="x"), Config(max_hours=1.0)
@@ -45,7 +44,7 @@ def test_the_hash_covers_what_is_trained_and_not_how_the_run_is_called() -> None
     assert settings_hash(asdict(Config(seed=1))) != settings_hash(plain)
 
 
-def test_what_was_changed_is_said(tmp_path: Path) -> None:
+def test_changed_settings_are_reported(tmp_path: Path) -> None:
     save(tmp_path, 4, config())
     now = config(resume="auto", run_name="a", updates=9, token_budget=128)
     now.optimizer.lr = 1e-5
@@ -64,20 +63,20 @@ def test_the_state_of_another_optimizer_is_refused_before_it_is_read(tmp_path: P
         resumed(now, tmp_path)
 
 
-def test_the_number_of_updates_is_a_change_where_the_learning_rate_ends_with_it() -> None:
+def test_the_number_of_updates_counts_as_changed_if_the_schedule_depends_on_it() -> None:
     before, after = Config(updates=4), Config(updates=8)
     assert changes(asdict(before), asdict(after)) == {}
     before.optimizer.schedule = after.optimizer.schedule = "linear"
     assert changes(asdict(before), asdict(after)) == {"updates": (4, 8)}
 
 
-def test_a_setting_that_a_version_has_not_known_is_no_change() -> None:
+def test_a_setting_unknown_to_the_saving_version_is_not_reported() -> None:
     before = asdict(Config())
     del before["token_budget"]
     assert changes(before, asdict(Config())) == {}
 
 
-def test_the_coefficient_of_the_controller_goes_on_unless_the_user_changed_it(tmp_path: Path) -> None:
+def test_the_controllers_coefficient_continues_unless_the_user_changed_it(tmp_path: Path) -> None:
     save(tmp_path, 4, config())
     assert resumed(config(resume="auto", run_name="a"), tmp_path).kl_coef == 0.0712
     now = config(resume="auto", run_name="a")
@@ -89,7 +88,7 @@ def test_the_coefficient_of_the_controller_goes_on_unless_the_user_changed_it(tm
     assert resumed(now, tmp_path).kl_coef == 0.2
 
 
-def test_everything_that_was_counted_comes_back(tmp_path: Path) -> None:
+def test_all_counters_are_restored(tmp_path: Path) -> None:
     state = {"noise_floor": {"a": 1e-9}, "grad_norms": [1.0, 2.5], "skipped_updates": 3, "skipped_in_a_row": 1}
     save(tmp_path, 4, config(), **state)
     found = resumed(config(resume="auto", run_name="a"), tmp_path).state
@@ -99,7 +98,7 @@ def test_everything_that_was_counted_comes_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrong", [{"step": -1}, {"grad_norms": ["a"]}, {"grad_norms": [float("nan")]},
                                    {"noise_floor": 3}, {"kl_coef": float("inf")}, {"wandb_id": 5}])  # fmt: skip
-def test_a_state_that_no_run_has_written_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+def test_an_invalid_state_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
     path = save(tmp_path, 4, config())
     manifest = json.loads((path / checkpoint.MANIFEST).read_text())
     manifest["state"] |= wrong
@@ -107,7 +106,7 @@ def test_a_state_that_no_run_has_written_is_refused(tmp_path: Path, wrong: dict[
     assert "no readable manifest" in str(checkpoint.check(path))
 
 
-def test_of_two_checkpoints_of_one_update_the_newer_one_is_taken(tmp_path: Path) -> None:
+def test_the_newer_of_two_checkpoints_of_one_update_is_taken(tmp_path: Path) -> None:
     """A kill between the two renames of a save leaves both."""
     path = save(tmp_path, 4, config())
     shutil.copytree(path, path.with_name("step-4.replaced"))
@@ -119,7 +118,7 @@ def test_of_two_checkpoints_of_one_update_the_newer_one_is_taken(tmp_path: Path)
     assert found.name == "step-4.replaced"
 
 
-def test_going_back_says_what_lies_ahead(tmp_path: Path) -> None:
+def test_going_back_reports_newer_checkpoints(tmp_path: Path) -> None:
     for update in (2, 4, 6):
         save(tmp_path, update, config())
     found = resumed(config(resume=str(tmp_path / "step-2"), run_name="a"), tmp_path)
@@ -127,7 +126,7 @@ def test_going_back_says_what_lies_ahead(tmp_path: Path) -> None:
     assert any("step-4, step-6 came after step-2" in sentence for sentence in found.warnings)
 
 
-def test_a_checkpoint_of_another_run_is_a_fork_and_needs_a_run_of_its_own(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_run_is_a_fork_and_needs_a_new_run_name(tmp_path: Path) -> None:
     first = config(run_root=str(tmp_path), run_name="a")
     directory, lock = open_run(first, SavedState())
     assert lock is not None
@@ -141,7 +140,7 @@ def test_a_checkpoint_of_another_run_is_a_fork_and_needs_a_run_of_its_own(tmp_pa
     assert found.state.update == 4
     assert sorted((file, file.stat().st_mtime_ns) for file in directory.path.rglob("*")) == before
     with pytest.raises(ConfigError, match="is a checkpoint of another run"):
-        open_run(fork, SavedState())  # the same line again would throw away what the fork has done
+        open_run(fork, SavedState())  # repeating the command would discard the fork's progress
     lock.close()
     back, back_lock = open_run(config(run_root=str(tmp_path), run_name="a", resume=str(path)), SavedState())
     assert back.path == directory.path
@@ -150,8 +149,8 @@ def test_a_checkpoint_of_another_run_is_a_fork_and_needs_a_run_of_its_own(tmp_pa
         held.close()
 
 
-def test_only_shards_are_cut_anew_for_other_ranks(tmp_path: Path) -> None:
-    """How, is in tests/integration/test_reshard.py."""
+def test_only_zero_checkpoints_are_resharded_for_other_ranks(tmp_path: Path) -> None:
+    """tests/integration/test_reshard.py tests the resharding itself."""
     path = save(tmp_path, 4, config())
     two = SavedState(world_size=2)
     checkpoint.load(path, two)
@@ -162,21 +161,3 @@ def test_only_shards_are_cut_anew_for_other_ranks(tmp_path: Path) -> None:
     (path / checkpoint.MANIFEST).write_text(json.dumps(manifest))
     ranks = [SavedState(world_size=size, zero_stage=stage) for size, stage in ((2, 3), (4, 3), (2, 2), (1, 0))]
     assert [checkpoint.is_resharded(path, rank) for rank in ranks] == [False, True, True, True]
-
-
-def test_lines_of_metrics_after_the_checkpoint_are_written_again(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    lines = [
-        {"step": 1, BATCH: 1},
-        {"step": 1, BATCH: 2},
-        {"step": 2, BATCH: 3},
-        {"step": 2, BATCH: 4},
-        {"step": 3, BATCH: 5},
-    ]
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"step": 4, "roll')
-    log = MetricsLog(path, Config().logger, run_config={})
-    log.truncate_after(update=2, batch=3)
-    assert [json.loads(line) for line in path.read_text().splitlines()] == lines[:3]
-    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')  # of a version without batches
-    log.truncate_after(update=2, batch=9)
-    assert len(path.read_text().splitlines()) == 2

@@ -1,4 +1,4 @@
-"""Data: files of every form, columns by other names, an order that is a function of the seed and the cursor."""
+"""Data: file formats, renamed columns, and an order that is a function of seed and cursor."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from rollout.errors import DataError
 from rollout.system.background_loop import BackgroundLoop
 from tests.fixtures.policies import CHAT
 from trainer.config.schema import CurriculumConfig, DataSetConfig
-from trainer.data.columns import rename
-from trainer.data.datasets import load_rows, read_first_row
+from trainer.data.datasets import load_rows, read_first_row, rename
 from trainer.data.prompt_filter import short_enough
 from trainer.data.prompts import ROW_KEY, DataSet, Prompts, load_data_set
 
@@ -31,7 +30,7 @@ def prompts(cursor: int = 0, *, n: int = 10, seed: int = 0, shuffle: bool = True
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """The rows in the format that the suffix says."""
+    """Write rows in the format of the suffix."""
     import datasets
 
     made = datasets.Dataset.from_list(rows)
@@ -128,7 +127,7 @@ def curriculum(n: int = 6, **rule: Any) -> Prompts:
 
 
 def train(order: Prompts, rewards: dict[int, list[float]], steps: int) -> list[int]:
-    """Rows one by one; what was taken."""
+    """Take rows one by one and report their rewards. Returns the taken rows."""
     taken = []
     for _ in range(steps):
         (row,) = order.take(1)
@@ -137,7 +136,7 @@ def train(order: Prompts, rewards: dict[int, list[float]], steps: int) -> list[i
     return taken
 
 
-def test_solved_and_hopeless_rows_rest_for_an_epoch_and_come_back() -> None:
+def test_rows_always_or_never_solved_rest_for_an_epoch_and_come_back() -> None:
     """Row 0 is always solved, row 1 never: both are in epochs 0, 2, 4; the others in every epoch."""
     taken = train(curriculum(), {0: [1.0, 1.0], 1: [0.0, 0.0]}, 6 + 4 + 6 + 4)
     assert sorted(taken[:6]) == list(range(6))
@@ -146,7 +145,7 @@ def test_solved_and_hopeless_rows_rest_for_an_epoch_and_come_back() -> None:
     assert sorted(taken[16:]) == [2, 3, 4, 5]
 
 
-def test_pass_rates_and_the_reward_that_passes_are_settings() -> None:
+def test_pass_rates_and_the_passing_reward_are_settings() -> None:
     order = curriculum(max_pass_rate=0.5, min_pass_rate=-1.0, solved_reward=0.7)
     train(order, {i: [0.8, 0.0] if i < 3 else [0.0] for i in range(6)}, 6)
     assert sorted(order.resting) == ["0:0", "0:1", "0:2"]
@@ -162,14 +161,14 @@ def test_a_curriculum_is_resumed_with_its_state() -> None:
     assert first + train(resumed, rewards, 17) == whole
 
 
-def test_a_curriculum_that_rests_everything_goes_on_when_the_rest_is_over() -> None:
+def test_a_curriculum_in_which_every_row_rests_skips_to_the_end_of_the_rest() -> None:
     order = curriculum(rest_epochs=3)
     taken = train(order, {i: [1.0] for i in range(6)}, 12)
     assert sorted(taken[6:]) == list(range(6))
     assert order.cursor == 6 * 5
 
 
-def test_without_a_curriculum_rows_stay_as_they_are() -> None:
+def test_without_a_curriculum_rows_are_unchanged() -> None:
     order = curriculum(rest_epochs=0)
     (row,) = order.take(1)
     assert ROW_KEY not in row
@@ -230,20 +229,20 @@ def test_a_broken_file_is_named_when_it_is_loaded(tmp_path: Path, text: str) -> 
 # Columns
 
 
-def test_columns_get_the_names_that_are_asked_for() -> None:
+def test_columns_get_the_requested_names() -> None:
     row = {"problem": "1+1", "solution": "2", "level": 3}
     found = rename(row, {"prompt": "problem", "answer": "solution"}, of="d")
     assert found == {"prompt": "1+1", "answer": "2", "level": 3}
 
 
-def test_a_column_inside_of_columns_and_of_json() -> None:
+def test_a_column_nested_in_columns_or_json_is_found() -> None:
     row = {"reward_model": {"ground_truth": "34"}, "extra": '{"index": {"n": 5}}', "a.b": 1}
     found = rename(row, {"answer": "reward_model.ground_truth", "n": "extra.index.n", "c": "a.b"}, of="d")
     assert (found["answer"], found["n"], found["c"]) == ("34", 5, 1)
     assert "reward_model" in found
 
 
-def test_the_prompt_that_was_named_is_the_only_one() -> None:
+def test_a_renamed_prompt_replaces_all_other_prompts() -> None:
     row = {"messages": [{"role": "user", "content": "another"}], "question": "this", "prompt": "old"}
     assert rename(row, {"prompt": "question"}, of="d") == {"prompt": "this"}
 
@@ -256,12 +255,12 @@ def test_the_prompt_that_was_named_is_the_only_one() -> None:
         ("nothing.at.all", "has question, meta"),
     ],
 )
-def test_a_missing_column_is_answered_with_those_that_are_there(column: str, expected: str) -> None:
+def test_a_missing_column_is_reported_with_the_existing_ones(column: str, expected: str) -> None:
     with pytest.raises(DataError, match=expected):
         rename({"question": "q", "meta": {"text": 1}}, {"prompt": column}, of="d")
 
 
-def test_a_data_set_fills_in_what_its_rows_are_asked_for(tmp_path: Path) -> None:
+def test_a_data_set_adds_system_prompt_environment_and_name_to_its_rows(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", [{"q": "why", "a": "because"}])
     data_set = DataSetConfig(
         path=str(path), split="train", columns={"prompt": "q"}, system_prompt="Be kind.", environment="tools"
@@ -283,12 +282,12 @@ def test_a_chat_with_a_system_turn_keeps_it() -> None:
     assert DataSet([{"prompt": chat}], data_set)[0]["messages"] == chat
 
 
-def test_a_wrong_column_is_found_when_the_data_is_loaded() -> None:
+def test_a_wrong_column_is_refused_when_the_data_is_loaded() -> None:
     with pytest.raises(DataError, match="has no column q"):
         DataSet(ROWS, DataSetConfig(path="d", columns={"prompt": "q"}))
 
 
-def test_rows_of_agents_are_not_measured_and_those_of_environments_beside_them_are() -> None:
+def test_prompts_of_agents_are_not_measured_but_others_in_the_mix_are() -> None:
     rows = [{"question": "compute 1+1", "answer": "2"}, {"environment": "agent"},
             {"question": "compute " + "1+" * 2000 + "1", "answer": "2001"}]  # fmt: skip
     mixed = {"calculator": {}, "agent": {"agent": lambda *_: None}}
@@ -303,17 +302,18 @@ def test_rows_of_agents_are_not_measured_and_those_of_environments_beside_them_a
     assert "1 of 3 prompts" in said[0]
 
 
-def test_rows_that_are_left_out_do_not_come() -> None:
+def test_a_subset_holds_only_the_kept_rows() -> None:
     data = DataSet(ROWS, DataSetConfig(path="d", columns={})).subset([0, 2])
     assert [row["question"] for row in data] == ["q0", "q2"]
+    assert [row["question"] for row in data.subset([1])] == ["q2"]
     with pytest.raises(DataError, match=r"data\.max_prompt_tokens"):
         data.subset([])
 
 
-# Rows that are begun before they are trained
+# Rows begun ahead of training
 
 
-def test_rows_that_were_begun_and_not_finished_come_first_after_a_resume() -> None:
+def test_unfinished_rows_come_first_after_a_resume() -> None:
     order = prompts()
     begun = order.begin(6)
     order.finish(place for place, _ in begun[:3])
@@ -325,7 +325,7 @@ def test_rows_that_were_begun_and_not_finished_come_first_after_a_resume() -> No
     assert resumed.unfinished == (3, 5, 6, 7)
 
 
-def test_unfinished_rows_that_were_not_begun_again_stay_unfinished() -> None:
+def test_unfinished_rows_not_begun_again_stay_unfinished() -> None:
     order = prompts()
     order.restore(9, [2, 5, 7])
     order.take(2)

@@ -1,4 +1,4 @@
-"""Ready configs: data sets of the hub by small files with the same columns, experiments by their own commands."""
+"""Shipped configs: hub data sets, on small files with the same columns, and experiments, by their own commands."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trainer.reward_model.data import Lengths, read_comparisons
 FILES = FIXTURES / "data"
 EXPERIMENTS = sorted((CONFIG_DIR / "experiment").glob("*.yaml"))
 READY = {"gsm8k": "numeric", "math": "math", "dapo_math": "math", "xlam": "tool_calls"}
-"""Data group, and the reward group that its file names."""
+"""Reward group by data group, as in the data group's file."""
 
 
 def composed(*overrides: str, config_name: str = "train", config_class: type = Config) -> Any:
@@ -109,7 +109,7 @@ async def test_rows_of_a_hub_data_set_become_prompts_that_are_scored(name: str, 
     assert [rollout.reward for rollout in scored] == list(expected)
 
 
-async def test_tools_of_a_row_are_shown_in_the_form_of_openai(model: str) -> None:
+async def test_tools_of_a_row_are_shown_in_openai_form(model: str) -> None:
     (data,) = training_data(ready("xlam", model, "reward=tool_calls"))
     environment = make_environment("single_turn")
     await environment.reset(data[0])
@@ -135,7 +135,7 @@ def test_preferences_give_prompts_to_ppo_and_comparisons_to_a_reward_model(model
 
 
 def test_held_out_rows_have_the_columns_of_the_training_rows(model: str) -> None:
-    """MATH-500 has a column of its own for answers; problem and solution are those of MATH."""
+    """MATH-500 has an additional answer column; problem and solution are as in MATH."""
     row = {"problem": "1+1", "solution": "\\boxed{2}", "answer": "2", "subject": "x", "level": 1, "unique_id": "y"}
     config = composed("data=math", "environment=single_turn", "reward=math", model)
     (heldout,) = config.heldout_sets().values()
@@ -147,7 +147,7 @@ def test_held_out_rows_have_the_columns_of_the_training_rows(model: str) -> None
 
 
 def commands(file: Path) -> list[list[str]]:
-    """The commands in the comment at the top of an experiment: script and overrides."""
+    """Return the commands in the comment at the top of an experiment, each as script and overrides."""
     head = file.read_text().partition("\ndefaults:")[0]
     found = []
     for line in re.findall(r"^#\s+((?:python|accelerate launch) .*?)(?:\s+\(.*)?$", head, re.M):
@@ -160,7 +160,7 @@ def commands(file: Path) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("file", EXPERIMENTS, ids=lambda file: file.stem)
-def test_an_experiment_begins_with_commands_that_are_accepted(file: Path, tmp_path: Path) -> None:
+def test_the_commands_at_the_top_of_an_experiment_are_accepted(file: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     rows = tmp_path / "rows.jsonl"
     columns = ("prompt", "question", "answer", "problem", "solution", "query", "answers")

@@ -1,4 +1,4 @@
-"""After an engine has died: what is repeated, in which order, how often, and what is not repeated."""
+"""Recovery from dead engines: order and number of restarts, and errors that are not retried."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class World:
             raise error
 
     def dying(self, deaths: int, error: LockstepError) -> Callable[[], str]:
-        """Work during which the engine dies so many times."""
+        """Return work during which the engine dies `deaths` times."""
         left = [deaths]
 
         def work() -> str:
@@ -88,7 +88,7 @@ def test_an_engine_that_dies_too_often_ends_the_run() -> None:
     assert world.recovery.num_restarts == 2
 
 
-def test_an_engine_that_dies_of_getting_the_weights_is_started_once_more() -> None:
+def test_an_engine_that_dies_while_receiving_weights_is_restarted_again() -> None:
     world = World(limit=2, syncs=[SyncError("in sending the weights\nlog")])
     assert world.recovery.attempt(world.dying(1, EngineError("first"))) == "sampled"
     assert world.done == [
@@ -99,14 +99,14 @@ def test_an_engine_that_dies_of_getting_the_weights_is_started_once_more() -> No
     ]
 
 
-def test_deaths_in_recoveries_count_against_the_limit() -> None:
+def test_deaths_during_recovery_count_against_the_limit() -> None:
     world = World(limit=2, syncs=[SyncError("second"), SyncError("third")])
     with pytest.raises(SyncError, match="third"):
         world.recovery.attempt(world.dying(1, EngineError("first")))
     assert world.recovery.num_restarts == 2
 
 
-def test_a_new_engine_that_lives_and_takes_no_weights_ends_the_run() -> None:
+def test_a_live_engine_that_fails_the_weight_sync_ends_the_run() -> None:
     world = World(limit=5)
 
     def push(version: int) -> None:
@@ -118,7 +118,7 @@ def test_a_new_engine_that_lives_and_takes_no_weights_ends_the_run() -> None:
     assert world.recovery.num_restarts == 1
 
 
-def test_what_is_no_error_of_an_engine_ends_a_recovery_too() -> None:
+def test_other_errors_during_recovery_are_raised() -> None:
     for error in (RankLostError("another rank is gone"), ConfigError("sync.address"), ZeroDivisionError()):
         world = World(limit=5, syncs=[error])
         with pytest.raises(type(error)):
@@ -126,7 +126,7 @@ def test_what_is_no_error_of_an_engine_ends_a_recovery_too() -> None:
         assert world.recovery.num_restarts == 1
 
 
-def test_with_a_limit_of_0_nothing_is_started() -> None:
+def test_a_limit_of_0_restarts_nothing() -> None:
     world = World(limit=0)
     with pytest.raises(EngineError):
         world.recovery.attempt(world.dying(1, EngineError("dead")))
@@ -134,7 +134,7 @@ def test_with_a_limit_of_0_nothing_is_started() -> None:
     assert world.done == []
 
 
-def test_an_error_of_an_engine_that_lives_is_not_repeated() -> None:
+def test_an_error_of_a_live_engine_is_not_retried() -> None:
     world = World()
 
     def refuses() -> None:
@@ -145,7 +145,7 @@ def test_an_error_of_an_engine_that_lives_is_not_repeated() -> None:
     assert world.done == []
 
 
-def test_nothing_collective_is_tried_when_a_rank_is_lost() -> None:
+def test_no_collective_is_called_when_a_rank_is_lost() -> None:
     world = World()
     world.rank.together = lambda work: pytest.fail("the lost rank does not come")
     with pytest.raises(RankLostError):

@@ -1,4 +1,4 @@
-"""What an engine beside the trainer may take of the device: planned from a model's shapes, before anything starts."""
+"""Memory of a colocated engine, planned from the model's shape before anything starts."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ def colocated(cache_gib: float | None, path: Path) -> Config:
     return config
 
 
-def test_on_a_gpu_the_engine_gets_its_share_and_the_cache_what_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_gpu_the_cache_gets_the_remaining_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     path = save_tiny_model(tmp_path, tied=True)
     asked = _memory(colocated(2.0, path), RANK)
@@ -37,7 +35,7 @@ def test_on_a_gpu_the_engine_gets_its_share_and_the_cache_what_is_left(
     assert planned["gpu_memory_utilization"] == pytest.approx(planned["kv_cache_gib"] / 8, abs=0.01)
 
 
-def test_on_a_cpu_the_cache_must_be_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_cpu_the_cache_size_is_required(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert _memory(colocated(2.0, tmp_path), RANK) == {"kv_cache_gib": 2.0}
     with pytest.raises(ConfigError, match="set a number of GiB"):

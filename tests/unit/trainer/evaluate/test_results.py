@@ -1,4 +1,4 @@
-"""From rollouts to metrics, tables, files and comparisons."""
+"""Results of rollouts: metrics, tables, files, comparisons."""
 
 from __future__ import annotations
 
@@ -10,8 +10,16 @@ import pytest
 
 from rollout.errors import DataError
 from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
-from trainer.evaluate.results import SetResult, compare, prompt_results, read_results, rollout_facts, write_results
-from trainer.evaluate.tables import comparison_lines, result_lines
+from trainer.evaluate.results import (
+    SetResult,
+    compare,
+    comparison_lines,
+    prompt_results,
+    read_results,
+    result_lines,
+    rollout_facts,
+    write_results,
+)
 
 CALL = EngineCall(prompt_ids=(1,), sampled_ids=(2, 3), sampled_logprobs=(-1.0, -1.0), finish_reason=FinishReason.STOP)
 SETTINGS = {"seed": 0, "eval.temperature": 1.0}
@@ -50,7 +58,7 @@ def test_metrics_of_two_prompts_by_hand() -> None:
     assert metrics["eval/rollouts"] == 4.0
 
 
-def test_a_rollout_that_failed_does_not_pass_and_earns_nothing() -> None:
+def test_a_failed_rollout_does_not_pass_and_has_reward_0() -> None:
     rollouts = [rollout(0, 0, 1.0), rollout(0, 1, 5.0, status=RolloutStatus.FAILED)]
     (prompt,) = prompt_results(rollouts, label_column="environment", pass_reward=None, pass_threshold=1.0)
     assert prompt.rewards == (1.0, 0.0)
@@ -70,7 +78,7 @@ def test_one_reward_function_can_decide_what_passes() -> None:
     assert passed("short", -0.5) == (True,)
 
 
-def test_data_sets_and_environments_have_their_own_numbers() -> None:
+def test_data_sets_and_labels_have_their_own_metrics() -> None:
     mixed = result([[1.0, 1.0], [0.0, 0.0]], name="mine", environments=["tools", "chat"])
     metrics = mixed.metrics()
     assert metrics["eval/mine/tools/reward_mean"] == 1.0
@@ -79,7 +87,7 @@ def test_data_sets_and_environments_have_their_own_numbers() -> None:
     assert [line.split()[:2] for line in table[1:4]] == [["mine", "2"], ["tools", "1"], ["chat", "1"]]
     assert "mean@2" in table[0]
     assert "pass@2" in table[0]
-    assert "one prompt" in table[2], "no interval is invented for one prompt"
+    assert "one prompt" in table[2], "one prompt has no interval"
     assert all(len(line) <= 120 for line in table)
 
 
@@ -107,12 +115,12 @@ def test_a_comparison_is_paired_by_prompt() -> None:
         result([[1.0, 1.0], [0.0, 0.0]], name="elsewhere"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(other: SetResult) -> None:
+def test_unequal_evaluations_are_not_compared(other: SetResult) -> None:
     with pytest.raises(DataError, match="evaluate both"):
         compare([result([[1.0, 1.0], [0.0, 0.0]])], [other])
 
 
-def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
+def test_results_survive_a_round_trip(tmp_path: Path) -> None:
     results = [result([[1.0, 0.0], [1.0, 1.0]], environments=["a", "b"]), result([[0.0, 0.0]], name="other")]
     path = tmp_path / "deep" / "results.json"
     comparisons = compare(results, results)
@@ -121,10 +129,10 @@ def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
     content = json.loads(path.read_text())
     assert content["sets"][0]["metrics"]["eval/pass@2"] == 1.0
     single = content["comparison"]["sets"][1]["reward"]
-    assert single == {"value": 0.0, "low": None, "high": None}, "JSON knows no infinity"
+    assert single == {"value": 0.0, "low": None, "high": None}, "JSON has no infinity"
 
 
-def test_another_way_of_sampling_is_named(tmp_path: Path) -> None:
+def test_results_with_other_sampling_settings_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     write_results(path, [result([[1.0]])], model="m", settings=SETTINGS)
     with pytest.raises(DataError, match=r"eval\.temperature=1\.0, this evaluation with eval\.temperature=0\.5"):
@@ -134,7 +142,7 @@ def test_another_way_of_sampling_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"schema": 9}', '{"schema": 1, "settings": {}, "sets": [{"name": 1}]}']
 )
-def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str) -> None:
+def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "results.json"
     path.write_text(text)
     with pytest.raises(DataError, match=r"eval\.output=|evaluate again"):

@@ -1,4 +1,4 @@
-"""The critic: values of packed rows, one trunk or two."""
+"""The critic: values of packed rows, with a shared or a separate trunk."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_the_policy_is_found_with_and_without_a_critic(saved):
     assert policy_of(module.policy) is module.policy
 
 
-def test_a_path_without_a_model_is_refused(tmp_path):
+def test_a_critic_path_without_a_model_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="critic_path"):
         Critic.from_pretrained(tmp_path / "nowhere")
 

@@ -1,4 +1,4 @@
-"""A critic on disk: transformers reads its values, and a next run goes on from them."""
+"""Saved critics: transformers reads their values, and another run continues from them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from tests.fixtures.distributed import FakeRank
 from tests.unit.trainer.model.test_critic import MODELS, ROWS, give_weight
 from trainer.batch.packing import collate
 from trainer.config.schema import LoraConfig
-from trainer.model.critic import ActorCritic, Critic
-from trainer.model.critic_saving import save_critic
+from trainer.model.critic import ActorCritic, Critic, save_critic
 from trainer.model.policy import Policy
 
 
@@ -30,7 +29,7 @@ def values_of(module: ActorCritic) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ["separate", "shared", "shared with adapters"])
 @pytest.mark.parametrize("name", MODELS)
-def test_transformers_reads_the_values_and_a_next_run_goes_on_from_them(name: str, kind: str, tmp_path: Path) -> None:
+def test_transformers_and_another_run_read_the_saved_values(name: str, kind: str, tmp_path: Path) -> None:
     MODELS[name]().save_pretrained(tmp_path / "policy")
     policy = Policy.from_pretrained(tmp_path / "policy", lora=LoraConfig(rank=2) if "adapters" in kind else None)
     with torch.no_grad():
@@ -57,7 +56,7 @@ def test_transformers_reads_the_values_and_a_next_run_goes_on_from_them(name: st
     torch.testing.assert_close(values_of(again), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_reward_model_gives_its_decoder_and_not_its_head(tmp_path: Path) -> None:
+def test_a_reward_model_provides_its_decoder_but_not_its_head(tmp_path: Path) -> None:
     MODELS["qwen3"]().save_pretrained(tmp_path / "policy")
     reward_model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "policy", num_labels=1)
     reward_model.save_pretrained(tmp_path / "reward")
@@ -65,7 +64,7 @@ def test_a_reward_model_gives_its_decoder_and_not_its_head(tmp_path: Path) -> No
     assert not values_of(module).any(), "V = 0 at step 0"
 
 
-def test_an_architecture_without_a_classifier_of_tokens_writes_nothing(tmp_path: Path) -> None:
+def test_an_architecture_without_a_token_classifier_writes_nothing(tmp_path: Path) -> None:
     config = GraniteConfig(
         vocab_size=512, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
     )

@@ -1,4 +1,4 @@
-"""`model.compile`: compiled layers compute what plain ones do, in every packing; what cannot work is refused."""
+"""`model.compile`: compiled layers equal plain ones in every packing, and unsupported cases are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def compiled() -> Policy:
 
 
 def passes(policy: Policy, packing: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """Logprobs of all rows without and gradients with a backward pass."""
+    """Return logprobs of all rows, and gradients of their sum."""
     logp = torch.zeros(len(ROWS), 20)
     policy.zero_grad()
     for indices in packing:
@@ -40,7 +40,7 @@ def passes(policy: Policy, packing: list[list[int]]) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.slow
-def test_compiled_layers_compute_what_plain_ones_do_in_every_packing(compiled: Policy) -> None:
+def test_compiled_layers_equal_plain_ones_in_every_packing(compiled: Policy) -> None:
     plain = Policy(tiny_qwen3(tied=True))
     assert [name for name, _ in compiled.named_parameters()] == [name for name, _ in plain.named_parameters()]
     stats = torch._dynamo.utils.counters["stats"]
@@ -51,7 +51,7 @@ def test_compiled_layers_compute_what_plain_ones_do_in_every_packing(compiled: P
         assert float((found[1] - expected[1]).norm() / expected[1].norm()) < 1e-5
         graphs.append(stats["unique_graphs"])
     assert graphs[0] > 0, "nothing was compiled"
-    assert graphs[-1] == graphs[0], f"other lengths compiled anew: {graphs}"
+    assert graphs[-1] == graphs[0], f"other lengths were recompiled: {graphs}"
 
 
 def test_a_partitioned_model_and_one_without_layers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The fused head is the plain computation: values and gradients, in every variant it covers."""
+"""The fused head equals the plain computation, in values and gradients, in every variant it covers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ N, D, V = 23, 8, 50
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several tiles and chunks also at this size; V is no multiple of the tile."""
+    """Force several tiles and chunks at this size; V is not a multiple of the tile."""
     monkeypatch.setattr(head, "TILE_K", 16)
+    monkeypatch.setattr(head, "LOGITS_BUDGET_GIB", TINY_BUDGET_GIB)
 
 
 TINY_BUDGET_GIB = 5 * 16 * 8 * 3 / 2**30
@@ -46,7 +47,7 @@ def random_support(targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def plain(hidden, weight, bias, targets, transform, support):
-    """The definition, with full logits."""
+    """Compute the definition, with full logits."""
     logits = torch.nn.functional.linear(hidden, weight, bias) * transform.scale
     if transform.softcap is not None:
         logits = transform.softcap * torch.tanh(logits / transform.softcap)
@@ -87,7 +88,6 @@ def test_values_and_gradients_equal_full_logits_in_float64(bias, softcap, restri
         transform=transform,
         support=support,
         with_entropy=with_entropy,
-        budget_gib=TINY_BUDGET_GIB,
     )
     torch.testing.assert_close(found[0], expected[0], rtol=0, atol=1e-10)
     torch.testing.assert_close(
@@ -114,7 +114,7 @@ def test_logits_are_never_larger_than_one_tile_of_one_chunk():
             return tensor
 
         patch.setattr(torch, "empty", recording_empty)
-        logp, _ = fused_logprobs(x["hidden"], x["weight"], x["targets"], budget_gib=TINY_BUDGET_GIB)
+        logp, _ = fused_logprobs(x["hidden"], x["weight"], x["targets"])
         logp.sum().backward()
     assert 0 < largest <= max(5 * 16, 16 * D)
     assert largest < N * V
@@ -123,7 +123,7 @@ def test_logits_are_never_larger_than_one_tile_of_one_chunk():
 def test_bfloat16_inputs_are_accumulated_in_float32():
     x = inputs(dtype=torch.bfloat16)
     leaves = (x["hidden"], x["weight"])
-    logp, entropy = fused_logprobs(x["hidden"], x["weight"], x["targets"], budget_gib=TINY_BUDGET_GIB)
+    logp, entropy = fused_logprobs(x["hidden"], x["weight"], x["targets"])
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
     expected = plain(*wide, None, x["targets"], LogitTransform(), None)
     assert logp.dtype == torch.float32
@@ -168,7 +168,7 @@ def test_a_target_outside_its_support_has_probability_zero():
 def test_extreme_logits_stay_finite():
     x = inputs(dtype=torch.float32)
     hidden = (x["hidden"].detach() * 1e4).requires_grad_()
-    logp, entropy = fused_logprobs(hidden, x["weight"], x["targets"], budget_gib=TINY_BUDGET_GIB)
+    logp, entropy = fused_logprobs(hidden, x["weight"], x["targets"])
     (logp.sum() + entropy.sum()).backward()
     assert all(torch.isfinite(t).all() for t in (logp, entropy, hidden.grad, x["weight"].grad))
 
@@ -178,7 +178,8 @@ def test_the_result_does_not_depend_on_tiles_and_chunks(monkeypatch):
     results = []
     for tile, budget in ((16, TINY_BUDGET_GIB), (64, 1.0), (1, 1.0)):
         monkeypatch.setattr(head, "TILE_K", tile)
-        found = fused_logprobs(x["hidden"], x["weight"], x["targets"], budget_gib=budget)
+        monkeypatch.setattr(head, "LOGITS_BUDGET_GIB", budget)
+        found = fused_logprobs(x["hidden"], x["weight"], x["targets"])
         results.append((*found, *gradients(*found, (x["hidden"], x["weight"]), True)))
     for other in results[1:]:
         for ours, theirs in zip(results[0], other, strict=True):

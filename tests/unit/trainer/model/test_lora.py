@@ -1,4 +1,4 @@
-"""Adapters: what is trained, what is saved, and what is refused."""
+"""Adapters: trained parameters, saved files, refused settings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 
 def moved(base: Path) -> tuple[Policy, Distributed]:
-    """A policy whose adapters say something."""
+    """Make a policy whose adapters change its output."""
     torch.manual_seed(0)
     policy = Policy.from_pretrained(base, lora=LoraConfig(rank=4, alpha=8))
     distributed = Distributed.start(dtype="float32", max_grad_norm=1.0)
@@ -43,7 +43,7 @@ def moved(base: Path) -> tuple[Policy, Distributed]:
     return policy, distributed
 
 
-def test_training_begins_at_the_model_itself(base: Path) -> None:
+def test_training_begins_at_the_base_model(base: Path) -> None:
     policy = Policy.from_pretrained(base, lora=LoraConfig(rank=4))
     torch.testing.assert_close(logits(policy.causal_lm), logits(AutoModelForCausalLM.from_pretrained(base)))
 
@@ -56,19 +56,19 @@ def test_all_linear_layers_but_the_head_get_adapters(base: Path) -> None:
     assert all("lora_" in name for name in trained)
 
 
-def test_the_saved_model_is_merged_and_the_adapter_beside_it_gives_the_same(base: Path, tmp_path: Path) -> None:
+def test_the_merged_model_and_the_adapter_beside_it_compute_the_same(base: Path, tmp_path: Path) -> None:
     policy, distributed = moved(base)
     assert isinstance(policy.model, PeftModel)
     expected = logits(policy.causal_lm)
     plain = AutoModelForCausalLM.from_pretrained(base)
-    assert (logits(plain) - expected).abs().max() > 0.1, "the adapters change nothing, so nothing is tested"
+    assert (logits(plain) - expected).abs().max() > 0.1, "the adapters change nothing, so the test would prove nothing"
     save_merged(policy.model, tmp_path, distributed)
     torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), expected, rtol=1e-4, atol=1e-4)
     with_adapter = PeftModel.from_pretrained(plain, str(tmp_path / ADAPTER_DIRECTORY))
     torch.testing.assert_close(logits(with_adapter), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_saving_changes_nothing_that_is_trained(base: Path, tmp_path: Path) -> None:
+def test_saving_changes_no_parameter(base: Path, tmp_path: Path) -> None:
     policy, distributed = moved(base)
     assert isinstance(policy.model, PeftModel)
     before = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
@@ -77,8 +77,8 @@ def test_saving_changes_nothing_that_is_trained(base: Path, tmp_path: Path) -> N
         assert torch.equal(parameter, before[name]), name
 
 
-def test_layers_that_are_not_there_and_the_head_are_refused() -> None:
-    with pytest.raises(ConfigError, match="no linear layer named query; there are down_proj"):
+def test_missing_layers_and_the_head_are_refused_as_targets() -> None:
+    with pytest.raises(ConfigError, match="no linear layer named query; it has down_proj"):
         add_adapters(tiny_qwen3(tied=False), LoraConfig(rank=4, target_modules=["q_proj", "query"]))
     with pytest.raises(ConfigError, match="leave lm_head out"):
         add_adapters(tiny_qwen3(tied=False), LoraConfig(rank=4, target_modules=["lm_head"]))

@@ -1,4 +1,4 @@
-"""The memory plan against what is measured: tensors that autograd keeps, and the process's peak."""
+"""The memory plan against measurements: tensors that autograd keeps, and the peak of the process."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from rollout.records import TrainingRow
 from trainer.batch.packing import collate
 from trainer.config.schema import Config, LoraConfig, OptimizerConfig
 from trainer.model.lora import add_adapters
-from trainer.model.memory_plan import GIB, MemoryPlan, ModelShape, activation_bytes, advice, cache_gib_left, memory_plan
+from trainer.model.memory_plan import GIB, MemoryPlan, activation_bytes, advice, cache_gib_left, memory_plan
 from trainer.model.policy import Policy
+from trainer.model.shape import ModelShape
 from trainer.update.optimizer import make_optimizer
 
 TOKENS = 1024
@@ -51,7 +52,7 @@ def pack(tokens: int = TOKENS):
 
 
 def kept_bytes(made: Policy) -> int:
-    """Storages that autograd keeps between forward and backward, without the parameters'."""
+    """Measure the storages that autograd keeps between forward and backward, without the parameters'."""
     own = {parameter.untyped_storage().data_ptr() for parameter in made.parameters()}
     kept: dict[int, int] = {}
 
@@ -68,17 +69,17 @@ def kept_bytes(made: Policy) -> int:
 
 
 @pytest.mark.parametrize("is_half", [False, True], ids=["float32", "bfloat16"])
-def test_activations_are_what_autograd_keeps(is_half: bool) -> None:
+def test_planned_activations_are_what_autograd_keeps(is_half: bool) -> None:
     made = policy()
     with torch.autocast("cpu", torch.bfloat16, enabled=is_half, cache_enabled=False):
         measured = kept_bytes(made)
-    if is_half:  # autocast's copies of weights are kept too; the plan has them among the weights
+    if is_half:  # autograd also keeps autocast's copies of weights, which the plan counts as weights
         measured -= 2 * sum(p.numel() for n, p in made.named_parameters() if ".layers." in n and p.ndim == 2)
     planned = activation_bytes(shape_of(made), TOKENS, compute=2 if is_half else 4, is_checkpointed=False)
     assert planned == pytest.approx(measured, rel=0.33), (planned / measured, planned, measured)
 
 
-def test_a_peak_on_cpu_is_what_was_planned() -> None:
+def test_the_peak_on_cpu_is_as_planned() -> None:
     """Weights, gradients, optimizer and activations of a real update, as the kernel counts them."""
     config = Config(token_budget=TOKENS)
     gc.collect()
@@ -94,7 +95,7 @@ def test_a_peak_on_cpu_is_what_was_planned() -> None:
     measured = _memory("VmHWM") - before
     plan = memory_plan(shape_of(made), config, world_size=1, zero_stage=0, uses_deepspeed=False)
     planned = plan.total - plan.engine_weights - plan.kv_cache  # no engine here
-    # Activations and optimizer state are both there at the second update.
+    # Activations and optimizer state coexist only from the second update on.
     assert planned == pytest.approx(measured, rel=0.35), (planned / measured, plan.table())
 
 
@@ -112,7 +113,7 @@ def planned(made: Policy, *, world_size: int = 1, zero_stage: int = 0, **model) 
     )
 
 
-def test_a_config_with_names_of_its_own_has_a_plan_too() -> None:
+def test_a_config_with_other_field_names_can_be_planned() -> None:
     """GPT-2 says n_head, n_embd and n_inner, which is None for four times the width."""
     made = Policy(GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=512, n_positions=64)))
     shape = shape_of(made)
@@ -121,7 +122,7 @@ def test_a_config_with_names_of_its_own_has_a_plan_too() -> None:
     assert shape.parameters == sum(parameter.numel() for parameter in made.parameters())
 
 
-def test_zero_stages_divide_what_they_say() -> None:
+def test_zero_stages_divide_the_states_that_they_shard() -> None:
     made = policy()
     two, three = (planned(made, world_size=4, zero_stage=stage) for stage in (2, 3))
     size = 4 * shape_of(made).parameters
@@ -135,7 +136,7 @@ def test_zero_stages_divide_what_they_say() -> None:
     assert three.gathered > two.gathered == 0
 
 
-def test_adapters_leave_gradients_and_optimizer_small_and_checkpointing_activations() -> None:
+def test_adapters_shrink_gradients_and_optimizer_and_checkpointing_shrinks_activations() -> None:
     whole, adapted, checkpointed = (
         planned(policy()), planned(policy(lora=4)), planned(policy(), gradient_checkpointing=True),
     )  # fmt: skip
@@ -152,7 +153,7 @@ def test_a_plan_that_does_not_fit_names_overrides_and_one_that_fits_says_nothing
     assert "the device has 0.01" in sentence
 
 
-def test_several_engines_hold_their_weights_and_cache_each() -> None:
+def test_each_of_several_engines_holds_weights_and_a_cache() -> None:
     one, config = planned(policy()), Config()
     config.rollout.num_engines, config.rollout.kv_cache_gib = 3, 4.0
     shape = shape_of(policy())
@@ -164,7 +165,7 @@ def test_several_engines_hold_their_weights_and_cache_each() -> None:
     assert "rollout.kv_cache_gib=2 (" in sentence
 
 
-def test_an_engine_that_sleeps_takes_turns_with_the_update_and_gets_what_is_left() -> None:
+def test_a_sleeping_engine_takes_turns_with_the_update_and_gets_the_remaining_cache() -> None:
     def plan_of(*, sleep_level: int, cache: float | None = 1.0) -> MemoryPlan:
         config = Config()
         config.rollout.engine, config.rollout.sleep_level, config.rollout.kv_cache_gib = "colocated", sleep_level, cache
@@ -175,7 +176,7 @@ def test_an_engine_that_sleeps_takes_turns_with_the_update_and_gets_what_is_left
     assert awake.total == awake.kept + engine + computing
     assert asleep.total == asleep.kept + max(engine, computing)
 
-    for level in (0, 2):  # a cache of what is left just fits
+    for level in (0, 2):  # a cache of the remaining size just fits
         left = cache_gib_left(plan_of(sleep_level=level, cache=None), available=10 * GIB)
         assert plan_of(sleep_level=level, cache=left).total == pytest.approx(0.9 * 10 * GIB, rel=0.01)
     with pytest.raises(ConfigError, match=r"rollout\.kv_cache_gib=null leaves .* Use more ranks"):

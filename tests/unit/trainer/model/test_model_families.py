@@ -1,4 +1,4 @@
-"""Every family of models: what is sent to the engine is what its checkpoint holds, and packed rows score as alone."""
+"""Model families: the weights sent to the engine equal the checkpoint, and packed rows score as each row alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainer.model.policy import Policy
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_sent_has_the_names_and_values_of_the_checkpoint(family: str, tmp_path: Path) -> None:
+def test_sent_weights_have_the_names_and_values_of_the_checkpoint(family: str, tmp_path: Path) -> None:
     path = save_family(family, tmp_path)
     policy = Policy.from_pretrained(path)
     saved = load_file(path / "model.safetensors")
@@ -33,10 +33,10 @@ def test_what_is_sent_has_the_names_and_values_of_the_checkpoint(family: str, tm
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_packed_rows_score_as_the_model_of_transformers_does_and_reach_every_parameter(
+def test_packed_rows_score_as_the_transformers_model_does_and_reach_every_parameter(
     family: str, tmp_path: Path
 ) -> None:
-    """Rows longer than the sliding window, in one pack, against the model by itself with its eager attention."""
+    """Compare rows longer than the sliding window, in one pack, with the plain model under eager attention."""
     path = save_family(family, tmp_path)
     policy = Policy.from_pretrained(path)
     plain = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
@@ -62,11 +62,11 @@ def test_packed_rows_score_as_the_model_of_transformers_does_and_reach_every_par
     assert not without, "parameters without a finite gradient"
 
 
-def test_quantised_weights_are_refused_before_they_are_read(tmp_path: Path) -> None:
+def test_quantized_weights_are_refused_before_they_are_read(tmp_path: Path) -> None:
     config = FAMILIES["qwen3"]()
     config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     config.save_pretrained(tmp_path)  # no weights beside it
-    with pytest.raises(ConfigError, match=r"quantised \(bitsandbytes\).*QLoRA.*model\.lora\.rank=16"):
+    with pytest.raises(ConfigError, match=r"quantized \(bitsandbytes\).*QLoRA.*model\.lora\.rank=16"):
         Policy.from_pretrained(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""The policy: packed rows score as they would alone, deterministically, and unfit models are refused in sentences."""
+"""The policy scores packed rows as if each were alone, and refuses unfit models with a message."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def rows(lengths=LENGTHS) -> list[TrainingRow]:
 
 @torch.no_grad()
 def alone(config: PreTrainedConfig, row: TrainingRow, temperature: float = TEMPERATURE) -> torch.Tensor:
-    """transformers' own forward of one row, eager attention, full logits, log-softmax."""
+    """Score one row with transformers' own forward: eager attention, full logits, log-softmax."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     logp = torch.log_softmax(model(torch.from_numpy(row.ids)[None], use_cache=False).logits[0] / temperature, -1)
@@ -112,7 +112,7 @@ def test_every_attention_path_scores_packs_alike(path):
 
 
 def check_that_rows_cannot_see_each_other(policy: Policy, device: str = "cpu") -> None:
-    """Another row 1 changes the scores of row 1, and not one bit of the others'."""
+    """Assert that changing row 1 changes its scores and not one bit of the others'."""
     changed = rows()
     ids = (changed[1].ids + 1) % VOCAB
     changed[1] = TrainingRow(**({field: getattr(changed[1], field) for field in TrainingRow.__slots__} | {"ids": ids}))
@@ -184,8 +184,8 @@ def test_gradient_checkpointing_changes_no_gradient():
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
-def test_checkpointing_acts_although_models_are_loaded_in_eval_mode(tmp_path):
-    """In eval mode transformers checkpoints nothing, and says nothing."""
+def test_checkpointing_is_active_although_models_are_loaded_in_eval_mode(tmp_path):
+    """transformers silently ignores checkpointing in eval mode."""
     build(qwen3()).model.save_pretrained(tmp_path)
     for made in (Policy, Critic):
         module = made.from_pretrained(tmp_path, gradient_checkpointing=True)
@@ -198,7 +198,7 @@ def test_checkpointing_acts_although_models_are_loaded_in_eval_mode(tmp_path):
         assert len(runs) == 2, f"{made.__name__}: each layer runs again in backward"
 
 
-def test_the_model_inside_still_works_by_itself_on_padded_batches(tmp_path):
+def test_the_wrapped_model_still_works_on_padded_batches(tmp_path):
     policy = build(qwen3()).eval()
     ids = torch.arange(1, 9)[None]
     padded = torch.cat([torch.zeros(1, 3, dtype=torch.int64), ids], 1)
@@ -223,7 +223,7 @@ def test_lora_beside_the_head_trains_and_lora_on_the_head_is_refused():
         Policy(get_peft_model(base, LoraConfig(target_modules=["lm_head"])))
 
 
-def test_a_support_restricts_the_normalisation():
+def test_a_support_restricts_the_normalization():
     packed = collate(rows(), [0])
     own_token_only = (torch.arange(packed.num_targets + 1), packed.target_ids_T)
     restricted = PackedBatch(
@@ -260,7 +260,7 @@ def test_a_head_that_is_not_plain_is_refused():
         Policy(model)
 
 
-def test_logits_that_the_model_changes_behind_the_head_are_noticed():
+def test_a_model_that_changes_logits_after_the_head_is_refused():
     model = AutoModelForCausalLM.from_config(GraniteConfig(**(SIZES | {"logits_scaling": 8.0})))
     forward = model.forward
 

@@ -1,17 +1,12 @@
-"""The console of a run: rows that fit, the time that is left, alarms that begin and end, rollouts, quiet libraries."""
+"""Console of a run: rows, remaining time, alarms, progress bars, rollouts."""
 
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from tests.fixtures.forked_python import forked_python
 from tests.unit.rewards.workers.test_pool import rollout
 from trainer.observe.console import ALARM_AGAIN_EVERY, COLUMNS, Pace, RunConsole, fitting
 from trainer.observe.transcript import MAX_SHOWN_CHARS, shortened, tool_calls
@@ -20,7 +15,7 @@ STEP = {column.key: 0.5 for column in COLUMNS if not column.is_optional}
 
 
 def console(*, width: int | None = None) -> tuple[RunConsole, io.StringIO]:
-    """On a terminal of this width, or in a file."""
+    """Make a console on a terminal of this width, or in a file."""
     run, stream = RunConsole(enabled=True, total_updates=80), io.StringIO()
     run._console = Console(
         file=stream, force_terminal=width is not None, width=width, highlight=False, color_system=None
@@ -29,7 +24,7 @@ def console(*, width: int | None = None) -> tuple[RunConsole, io.StringIO]:
 
 
 class TestRows:
-    def test_in_a_file_a_step_is_one_line_in_which_every_number_has_its_name(self):
+    def test_in_a_file_a_step_is_one_line_of_named_numbers(self):
         run, stream = console()
         run.begin(0)
         run.row({**STEP, "step": 1})
@@ -41,20 +36,20 @@ class TestRows:
         assert "\x1b" not in stream.getvalue()
 
     @pytest.mark.parametrize("width", [40, 80, 120, 200])
-    def test_on_a_terminal_a_row_is_never_wider_than_it(self, width: int):
+    def test_on_a_terminal_a_row_fits_its_width(self, width: int):
         run, stream = console(width=width)
         for update in range(1, 23):
             run.row({**STEP, "step": update})
         lines = stream.getvalue().splitlines()
         assert max(map(len, lines)) <= width
-        assert [i for i, line in enumerate(lines) if "reward" in line] == [0, 21], "the header comes back"
+        assert [i for i, line in enumerate(lines) if "reward" in line] == [0, 21], "the header repeats"
 
-    def test_narrow_terminals_keep_what_matters_most(self):
+    def test_narrow_terminals_keep_the_columns_of_lowest_rank(self):
         columns = [column for column in COLUMNS if not column.is_optional]
         assert [column.name for column in fitting(columns, 30)] == ["reward", "tokens", "kl", "step s"]
         assert fitting(COLUMNS, 1000) == list(COLUMNS)
 
-    def test_columns_of_a_critic_appear_in_runs_that_have_one(self):
+    def test_columns_of_a_critic_appear_only_in_runs_with_one(self):
         run, stream = console(width=200)
         run.row({**STEP, "step": 1, "value/explained_variance": 0.25})
         assert "value ev" in stream.getvalue()
@@ -62,7 +57,7 @@ class TestRows:
 
 
 class TestPace:
-    def test_the_time_left_is_that_of_the_median_update(self):
+    def test_the_pace_is_that_of_the_median_update(self):
         now = [0.0]
         pace = Pace(lambda: now[0])
         assert pace.seconds_per_update is None
@@ -71,7 +66,7 @@ class TestPace:
             pace.reached(update)
         assert pace.seconds_per_update == 10
 
-    def test_steps_of_several_updates_and_of_none(self):
+    def test_steps_may_have_several_updates_or_none(self):
         now = [0.0]
         pace = Pace(lambda: now[0])
         for update, at in ((4, 0), (8, 40), (8, 50)):
@@ -81,7 +76,7 @@ class TestPace:
 
 
 class TestAlarms:
-    def test_an_alarm_is_told_when_it_begins_again_while_it_lasts_and_when_it_is_over(self):
+    def test_an_alarm_is_printed_when_it_begins_while_it_lasts_and_when_it_is_over(self):
         run, stream = console()
         for _ in range(ALARM_AGAIN_EVERY + 2):
             run.alarms(["|kl| is 0.2, above 0.1: sampler and trainer disagree."])
@@ -96,13 +91,13 @@ class TestAlarms:
 
 
 class TestProgress:
-    def test_bars_come_and_go_and_count_rollouts(self):
+    def test_bars_count_rollouts_and_disappear(self):
         run, stream = console(width=100)
         run.begin(3)
         with run.rollouts(2) as arrived:
             arrived(rollout("a"))
             arrived(rollout("b"))
-            arrived(rollout("c"))  # of a refill
+            arrived(rollout("c"))  # from a refill
             progress = run._progress
             assert progress is not None
             task = progress.tasks[run._tasks["rollouts"]]
@@ -112,7 +107,7 @@ class TestProgress:
         assert progress.tasks[run._tasks["updates"]].completed == 4
         run.end()
         run.end()
-        assert "\x1b[?25h" in stream.getvalue(), "the cursor is back"
+        assert "\x1b[?25h" in stream.getvalue(), "the cursor is visible again"
 
     def test_in_a_file_there_are_no_bars(self):
         run, stream = console()
@@ -124,7 +119,7 @@ class TestProgress:
 
 
 class TestRollouts:
-    def test_tool_calls_read_as_code(self):
+    def test_tool_calls_are_shown_as_code(self):
         calls = [
             {"function": {"name": "add", "arguments": {"a": 1, "b": "x"}}},
             {"function": {"name": "add", "arguments": '{"a": 1}'}},
@@ -133,7 +128,7 @@ class TestRollouts:
         assert list(tool_calls({"tool_calls": calls})) == ['add(a=1, b="x")', "add(a=1)", "add({broken)"]
 
     @pytest.mark.parametrize("width", [None, 60])
-    def test_what_a_model_wrote_cannot_act_on_the_terminal(self, width: int | None):
+    def test_model_text_cannot_control_the_terminal(self, width: int | None):
         run, stream = console(width=width)
         run.sample(rollout("\x1b]0;owned\x07 [red]a[/red] \x1b[2J"))
         assert not set("\x1b\x07") & set(stream.getvalue())
@@ -145,50 +140,14 @@ class TestRollouts:
         assert "8,800 characters" in shortened(text)
 
 
-LIBRARIES = """
-    import logging, os, sys, warnings
-    from pathlib import Path
-    from trainer.run.library_logs import ThirdPartyLog
-    libraries = ThirdPartyLog()
-    noisy = logging.getLogger("DeepSpeed")
-    noisy.addHandler(logging.StreamHandler(sys.stdout))
-    logging.getLogger("accelerate").warning("before the file")
-    with libraries.held_output():
-        os.system("echo compiled early")
-    libraries.open(Path(sys.argv[1]), lambda text: print("warned", text))
-    noisy.info("after the file")
-    warnings.warn("deprecated")
-    logging.getLogger("trainer.observe.metrics_log").warning("one of ours")
-    with libraries.output_to_file():
-        os.system("echo compiled")
-    if len(sys.argv) > 2:
-        from rollout.errors import TrainingError
-        with libraries.shown_on_failure():
-            raise TrainingError("it failed")
-"""
-
-
-def test_libraries_talk_to_the_file_and_own_warnings_to_the_console(tmp_path: Path):
-    command = [sys.executable, "-c", textwrap.dedent(LIBRARIES), str(tmp_path / "libraries.log")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout == "warned one of ours\n"
-    assert done.stderr == ""
-    said = (tmp_path / "libraries.log").read_text()
-    for words in ("before the file", "after the file", "deprecated", "one of ours", "compiled\n", "compiled early"):
-        assert words in said, words
-    failed = subprocess.run([*command, "fail"], capture_output=True, text=True, timeout=120)
-    assert "the last lines of" in failed.stderr.split("Traceback")[0]
-    assert "after the file" in failed.stderr.split("Traceback")[0]
-
-
-def test_what_was_held_is_printed_when_the_start_fails():
-    code = """
-        import os
-        from trainer.run.library_logs import ThirdPartyLog
-        with ThirdPartyLog().held_output():
-            os.system("echo no compiler")
-            raise OSError("it failed")
-    """
-    failed = subprocess.run([forked_python(), "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
-    assert failed.stdout == ""
-    assert failed.stderr.startswith("no compiler\n")
+def test_model_text_cannot_style_the_console():
+    console = RunConsole(enabled=True, total_updates=1)
+    stream = io.StringIO()
+    console._console = Console(file=stream, force_terminal=True, soft_wrap=True, highlight=False)
+    console.sample(rollout("[bold red]alarm[/bold red] [link=http://x]y[/link] [/] \\[x"))
+    console.warn("[red]a[/red]")
+    console.say("[link=http://x]y[/link]")
+    shown = stream.getvalue()
+    assert "[bold red]alarm[/bold red] [link=http://x]y[/link] [/]" in shown
+    assert "[red]a[/red]" in shown
+    assert "\x1b]8;" not in shown  # no link

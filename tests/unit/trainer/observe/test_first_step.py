@@ -1,4 +1,4 @@
-"""The print of a run's first step."""
+"""Summary of a run's first step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def summary_of(rollouts: list[Rollout], *, bias: float = 0.25) -> tuple[StepBatc
     return batch, first_step_summary(batch, FakeTrainer(bias=bias)(batch), TOKENIZER)
 
 
-def test_shapes_mask_and_divergence_are_told():
+def test_the_summary_has_shapes_mask_and_divergence():
     batch, lines = summary_of([two_turns(0), two_turns(1, said="there")])
     text = "\n".join(lines)
     num_tokens = sum(map(len, batch.rows))
@@ -39,7 +39,7 @@ def test_the_first_trained_tokens_of_a_row_are_listed_with_both_logprobs():
         assert line.endswith(TEXTS[int(row.ids[position])].replace("\n", "⏎"))
 
 
-def test_model_text_cannot_act_on_the_terminal():
+def test_model_text_cannot_control_the_terminal():
     _, lines = summary_of([two_turns(said="\x1b]0;owned\x07")])
     assert not any(character in line for line in lines for character in "\x1b\x07\n")
 

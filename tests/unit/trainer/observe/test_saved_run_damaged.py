@@ -1,4 +1,4 @@
-"""A run that was killed, or that is writing right now: every tool reads what is whole, and says what is not."""
+"""Killed and running runs: every tool reads the complete data, and reports the damaged."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from rollout.errors import ConfigError, DataError
+from rollout.errors import DataError
 from rollout.records import Rollout
 from rollout.saved_rollouts import read_newest_rollouts, read_rollouts, write_rollouts
 from tests.fixtures.forked_python import forked_python
 from tests.fixtures.paths import ROOT
 from tests.unit.trainer.observe.pages.test_run_report import line, rollout, write_run
-from trainer.config.schema import Config
-from trainer.observe.metrics_log import BATCH, MetricsLog
+from trainer.observe.metrics_log import BATCH
 from trainer.observe.pages.run_report import report
-from trainer.observe.saved_metrics import read_metrics
 from trainer.observe.saved_run import SavedRun
 from trainer.run.hub import last_metrics
 from trainer.tools.saved_step import saved_step
@@ -43,8 +41,8 @@ def tool(*arguments: object) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-class TestRolloutsAreWholeOrNotThere:
-    def test_while_they_are_written_nobody_finds_them(self, tmp_path: Path):
+class TestRolloutFilesAreAtomic:
+    def test_a_file_being_written_is_not_read(self, tmp_path: Path):
         path = tmp_path / "step-000001.jsonl"
 
         def slowly() -> Iterator[Rollout]:
@@ -55,7 +53,7 @@ class TestRolloutsAreWholeOrNotThere:
         assert list(tmp_path.iterdir()) == [path]
         assert read_newest_rollouts(tmp_path) == (path, [rollout(0, 1.0)], [])
 
-    def test_a_failure_leaves_the_older_file_and_nothing_else(self, tmp_path: Path):
+    def test_a_failed_write_leaves_only_the_older_file(self, tmp_path: Path):
         path = tmp_path / "step-000001.jsonl"
         write_rollouts(path, [rollout(0, 1.0)])
 
@@ -68,7 +66,7 @@ class TestRolloutsAreWholeOrNotThere:
         assert list(read_rollouts(path)) == [rollout(0, 1.0)]
         assert list(tmp_path.iterdir()) == [path]
 
-    def test_a_kill_leaves_half_a_file_under_a_name_that_nobody_reads(self, tmp_path: Path):
+    def test_a_kill_leaves_a_partial_file_that_is_not_read(self, tmp_path: Path):
         path = tmp_path / "step-000001.jsonl"
 
         def killed() -> Iterator[Rollout]:
@@ -86,40 +84,8 @@ class TestRolloutsAreWholeOrNotThere:
         assert list(tmp_path.iterdir()) == [path]
 
 
-class TestMetrics:
-    def test_a_torn_last_line_is_left_out(self, tmp_path: Path):
-        path = tmp_path / "metrics.jsonl"
-        for torn in (TORN, "{", TORN + "\n", "\0" * 512):
-            path.write_text(f'{{"step": 1}}\n{{"step": 2, "a": null}}\n{torn}')
-            assert read_metrics(path) == [{"step": 1}, {"step": 2, "a": None}]
-        path.write_text(TORN)
-        assert read_metrics(path) == []
-
-    def test_a_last_line_that_lacks_only_its_end_is_whole(self, tmp_path: Path):
-        path = tmp_path / "metrics.jsonl"
-        path.write_text('{"step": 1}\n{"step": 2}')
-        assert read_metrics(path) == [{"step": 1}, {"step": 2}]
-
-    @pytest.mark.parametrize("damaged", [TORN, "5", "{}", "[]", '"step"', "", "[" * 100_000])
-    def test_a_damaged_line_before_it_is_an_error_with_its_number(self, tmp_path: Path, damaged: str):
-        path = tmp_path / "metrics.jsonl"
-        path.write_text(f'{{"step": 1}}\n{damaged}\n{{"step": 3}}\n')
-        with pytest.raises(DataError, match=r"metrics\.jsonl:2 is not a line of metrics"):
-            read_metrics(path)
-
-    def test_no_file_is_a_sentence(self, tmp_path: Path):
-        with pytest.raises(ConfigError, match="for example runs/latest"):
-            read_metrics(tmp_path / "metrics.jsonl")
-
-    def test_a_run_goes_on_after_any_damage(self, tmp_path: Path):
-        path = tmp_path / "metrics.jsonl"
-        path.write_bytes(b'{"step": 1}\n\xff{"st\n{"step": 2}\n' + TORN.encode())
-        MetricsLog(path, Config().logger, run_config={}).truncate_after(update=2, batch=2)
-        assert read_metrics(path) == [{"step": 1}, {"step": 2}]
-
-
 class TestTools:
-    def test_all_read_a_run_whose_last_line_is_torn(self, run: Path):
+    def test_all_tools_read_a_run_with_a_torn_last_line(self, run: Path):
         with (run / "metrics.jsonl").open("a") as file:
             file.write(TORN)
         status, said = tool("scripts/inspect_run.py", run)
@@ -131,7 +97,7 @@ class TestTools:
         assert saved_step(run, 3).num_steps == 2
         assert last_metrics(run / "metrics.jsonl")["step"] == 3
 
-    def test_all_name_the_line_that_is_damaged_before_it(self, run: Path):
+    def test_all_tools_name_an_earlier_damaged_line(self, run: Path):
         lines = (run / "metrics.jsonl").read_text().splitlines()
         (run / "metrics.jsonl").write_text("\n".join([lines[0], TORN, lines[2]]))
         for script in ("inspect_run", "plot", "report"):
@@ -142,8 +108,8 @@ class TestTools:
             with pytest.raises(DataError, match=r"metrics\.jsonl:2"):
                 read()
 
-    def test_they_go_back_to_the_newest_rollouts_that_are_whole_and_say_so(self, run: Path):
-        """Half files under the final name are of older versions."""
+    def test_tools_fall_back_to_the_newest_complete_rollouts_and_report_it(self, run: Path):
+        """Older versions may have left partial files under the final name."""
         third = run / "rollouts" / "step-000003.jsonl"
         (run / "rollouts" / "step-000004.jsonl").write_text(third.read_text()[:-20])
         (run / "rollouts" / "step-000005.jsonl").write_text("")
@@ -159,13 +125,13 @@ class TestTools:
         assert "step-000004.jsonl:4 is not a saved rollout" in said
         assert "update 3" in said
 
-    def test_a_run_without_rollouts_that_are_whole_has_a_report(self, run: Path):
+    def test_a_run_without_complete_rollouts_has_a_report(self, run: Path):
         (run / "rollouts" / "step-000003.jsonl").write_text(json.dumps({"rollout_id": 0})[:-2])
         page = report(SavedRun.read(run))
         assert "step-000003.jsonl:1 is not a saved rollout" in page
         assert "Rollouts of update" not in page
 
-    def test_rollouts_of_a_step_that_trained_nothing_are_shown(self, run: Path):
+    def test_rollouts_of_an_untrained_step_are_shown(self, run: Path):
         (run / "rollouts" / "step-000003.jsonl").rename(run / "rollouts" / "step-000003-untrained-4.jsonl")
         status, said = tool("scripts/inspect_run.py", run)
         assert status == 0, said

@@ -1,4 +1,4 @@
-"""W&B in offline mode, for real, with its files read back: axis, groups, media, configuration, resume and fork."""
+"""W&B runs in offline mode, with their files read back: axis, groups, media, configuration, resume, fork."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainer.observe.metrics_log import MetricsLog
 from trainer.observe.step_report import StepReport
 from trainer.observe.wandb_media import COLUMNS, distributions, step_media, table_rows
 from trainer.observe.wandb_run import GROUPS, SUMMARIES, Lineage, WandbRun
-from trainer.run.provenance import code_version, provenance
+from trainer.run.provenance import provenance
 
 OFFLINE = LoggerConfig(wandb="offline", group="sweep")
 HOSTILE = "</script><script>alert(1)</script>"
@@ -42,7 +42,7 @@ def step_report(update: int = 3) -> StepReport:
 
 @pytest.fixture(scope="module")
 def logged(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a run that logged two updates, the second with media."""
+    """Return the directory of a run that logged two updates, the second with media."""
     directory = tmp_path_factory.mktemp("runs") / "mine"
     directory.mkdir()
     config = {"optimizer": {"lr": 0.5}, "provenance": provenance()}
@@ -88,7 +88,7 @@ def test_a_table_has_a_row_for_each_rollout(logged: Path):
     assert HOSTILE in table["data"][1][COLUMNS.index("turns")]
 
 
-def test_a_rollout_that_failed_is_in_the_table_and_has_no_advantage():
+def test_an_untrained_rollout_is_in_the_table_without_advantage():
     report = step_report()
     failed = two_turns(7)
     object.__setattr__(report, "rollouts", [*report.rollouts, failed])
@@ -163,7 +163,7 @@ launch(main, check=lambda config: None)
 
 
 def test_a_secret_on_the_command_line_is_in_no_file_of_wandb(tmp_path: Path):
-    """In a process of its own, because W&B reads the command line once."""
+    """Runs in its own process, because W&B reads the command line once."""
     directory = tmp_path / "run"
     directory.mkdir()
     (tmp_path / "log.py").write_text(LOGGING_SCRIPT)
@@ -173,7 +173,7 @@ def test_a_secret_on_the_command_line_is_in_no_file_of_wandb(tmp_path: Path):
         [sys.executable, str(tmp_path / "log.py"), *words, *secrets],
         check=True, timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
-    text = "".join(str(record) for record in wandb_files.records(directory))  # whole, where blocks cut a string in two
+    text = "".join(str(record) for record in wandb_files.records(directory))  # blocks may split a string
     files = [path for path in (directory / "wandb").rglob("*") if path.is_file()]
     assert {".wandb", ".log"} <= {path.suffix for path in files}
     assert SECRET not in text
@@ -182,14 +182,10 @@ def test_a_secret_on_the_command_line_is_in_no_file_of_wandb(tmp_path: Path):
     assert "updates=77 'gateway.api_key=<redacted>'" in command
 
 
-def test_media_that_cannot_be_made_do_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_failing_media_do_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     metrics = MetricsLog(tmp_path / "metrics.jsonl", LoggerConfig(wandb="offline"), run_config={})
     metrics.media(1, lambda: 1 / 0)  # type: ignore[arg-type,return-value]
     metrics.write(1, {"x": 1.0})
     metrics.close()
     assert "ZeroDivisionError" in caplog.text
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["health/logger_errors"] == 1.0
-
-
-def test_code_without_git_has_no_commit(tmp_path: Path):
-    assert code_version(tmp_path) == {"commit": None, "is_changed": None}

@@ -1,4 +1,4 @@
-"""The model card, and that nothing is uploaded unless it was asked for. The hub itself is a stub."""
+"""Model card and upload, with a stub of the hub."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def config(**changes: Any) -> Config:
     made = Config(hub=HubConfig(repo="me/better"))
     made.model.path = "Qwen/Qwen3-0.6B"
     made.data.path = "openai/gsm8k"
-    made.data.heldout_path = "/home/somebody/secret/test.jsonl"
-    made.reward.functions = ["numeric", "/home/somebody/secret/mine.py:brevity"]
+    made.data.heldout_path = "/home/user/secret/test.jsonl"
+    made.reward.functions = ["numeric", "/home/user/secret/mine.py:brevity"]
     for name, value in changes.items():
         setattr(made, name, value)
     return made
 
 
-def test_a_card_says_what_was_trained_on_what_and_how_well_it_does() -> None:
+def test_a_card_has_base_model_data_rewards_and_evaluation() -> None:
     card = hub.model_card(config(updates=7), METRICS)
     _, front, text = card.split("---\n", 2)
     assert yaml.safe_load(front) == {
@@ -54,19 +54,19 @@ def test_a_card_says_what_was_trained_on_what_and_how_well_it_does() -> None:
     assert text.index("pass@1") < text.index("pass@4")
 
 
-def test_a_card_names_no_place_on_this_machine(tmp_path: Path) -> None:
+def test_a_card_contains_no_local_path(tmp_path: Path) -> None:
     made = config()
     made.model.path = str(tmp_path)
     made.data.sources = {"a": DataSetConfig(path=f"{tmp_path}/rows.jsonl"), "b": DataSetConfig(path="org/set")}
     card = hub.model_card(made, {})
-    assert "somebody" not in card
+    assert "home" not in card
     assert str(tmp_path.parent) not in card
     assert "| data | rows.jsonl, org/set |" in card
-    assert "The run made no evaluation." in card
+    assert "The run was not evaluated." in card
 
 
 class StubApi:
-    """What `push` asks of the hub."""
+    """The calls that `push` makes to the hub."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []
@@ -90,7 +90,7 @@ def test_the_directory_of_the_model_is_uploaded_with_its_card(monkeypatch: pytes
     ]
 
 
-def test_an_upload_that_fails_says_where_the_model_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_failed_upload_reports_where_the_model_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     class Offline(StubApi):
         def create_repo(self, repo: str, **options: Any) -> str:
             raise OSError("no route to host")

@@ -1,4 +1,4 @@
-"""Signals in the middle of a save, once and again."""
+"""First and second signals during a save."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SAVES = """
 
 
 def in_a_save(directory: Path, *, echo_s: float) -> subprocess.Popen[str]:
-    """A process that is in the middle of its second save."""
+    """Start a process and return while it is in its second save."""
     process = subprocess.Popen(
         [forked_python(), "-c", textwrap.dedent(SAVES), str(directory), str(echo_s)],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -58,7 +58,7 @@ def test_a_signal_in_a_save_lets_it_finish(tmp_path: Path) -> None:
     assert process.stderr is not None
     assert process.stderr.readline() == "\n"
     assert "finishing this update, then saving" in process.stderr.readline()
-    process.send_signal(signal.SIGTERM)  # what a launcher passes on after the scheduler has told everybody
+    process.send_signal(signal.SIGTERM)  # as passed on by a launcher after the scheduler signaled the group
     _, said = process.communicate(timeout=60)
     assert process.returncode == 0, said
     assert said == ""
@@ -67,14 +67,14 @@ def test_a_signal_in_a_save_lets_it_finish(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("again", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_one_ends_it_at_once(tmp_path: Path, again: signal.Signals) -> None:
+def test_a_second_signal_exits_at_once(tmp_path: Path, again: signal.Signals) -> None:
     process = in_a_save(tmp_path, echo_s=0.1)
     process.send_signal(signal.SIGINT)
     time.sleep(0.3)
     process.send_signal(again)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "ended at once" in said
+    assert "exited at once" in said
     found, skipped = checkpoint.complete(tmp_path)
     assert [path.name for path in found] == ["step-1"]
     assert [sentence.partition(":")[0] for sentence in skipped] == [".partial-step-2"]

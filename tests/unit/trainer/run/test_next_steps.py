@@ -1,4 +1,4 @@
-"""What a run says at its end can be typed, and concerns this run."""
+"""Commands printed at the end of a run."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def steps(**changes: object) -> dict[str, list[str]]:
     return {line.split()[0]: shlex.split(line[14:]) for line in lines}
 
 
-def test_an_evaluation_is_of_the_runs_own_data_and_rewards():
+def test_the_evaluation_uses_the_runs_data_and_rewards():
     assert steps()["evaluate"] == ["python", "scripts/evaluate.py", "model.path=runs/my run/model", *DATA]
 
 
-def test_a_finished_run_goes_on_to_twice_as_many_updates_and_a_stopped_one_to_its_goal():
+def test_a_finished_run_resumes_to_twice_its_updates_and_a_stopped_one_to_its_goal():
     assert steps()["resume"][-3:] == ["run_name=my run", "resume=auto", "updates=10"]
     assert steps(update=3)["resume"][-1] == "updates=5"
     assert "optimizer.lr=1e-4" in steps()["resume"]
@@ -32,7 +32,7 @@ def test_without_held_out_data_no_evaluation_is_offered():
     assert "evaluate" not in steps(has_heldout=False)
 
 
-def test_no_secret_is_repeated():
+def test_secrets_are_redacted():
     lines = next_steps(
         [*WORDS, "gateway.api_key=hunter2", "reward.settings.judge={token: hunter2}"],
         run=RUN, model=RUN / "model", update=5, updates=5, launcher="python", critic=None, has_heldout=True,
@@ -41,6 +41,6 @@ def test_no_secret_is_repeated():
     assert "'gateway.api_key=<redacted>'" in lines
 
 
-def test_a_critic_is_named_where_there_is_one():
+def test_a_critic_is_listed_if_the_run_has_one():
     assert "critic" not in steps()
     assert "critic" in steps(critic=RUN / "critic")

@@ -1,4 +1,4 @@
-"""`profile=true`: which steps are traced, and what is left of them."""
+"""Traces with `profile=true`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.stopwatch import Stopwatch
 
 
 def run(directory: Path, *, steps: int, made: int) -> list[str]:
-    """Some steps of work; returns what was said."""
+    """Profile some steps of work. Returns the printed messages."""
     said: list[str] = []
     profiler = StepProfiler(directory, rank=0, steps=steps, say=said.append)
     for _ in range(made):
@@ -37,7 +37,7 @@ def test_steps_after_the_first_are_traced_with_their_stages(tmp_path: Path, step
     assert "Self CPU" in table
 
 
-def test_nothing_is_written_when_it_is_off_or_there_was_only_one_step(tmp_path: Path):
+def test_nothing_is_written_when_off_or_after_a_single_step(tmp_path: Path):
     assert run(tmp_path / "off", steps=0, made=3) == []
     assert run(tmp_path / "short", steps=1, made=1) == []
     assert list(tmp_path.iterdir()) == []

@@ -18,11 +18,9 @@ from rollout.records import FinishReason, RolloutStatus
 from tests.fixtures.models import tiny_qwen3
 from tests.fixtures.paths import ROOT
 from tests.fixtures.policies import CHAT, TOKENIZER
-from trainer.config.schema import AlgorithmConfig, Config, LoraConfig, ModelConfig, RolloutConfig
+from trainer.config.schema import AlgorithmConfig, Config, RolloutConfig
 from trainer.config.tree import plain, settings, settings_tree
 from trainer.diagnosis.token_classes import TokenTexts
-from trainer.model.memory_plan import ModelShape
-from trainer.model.meta_model import blueprint
 from trainer.tools.dry_run import masked_text
 from trainer.tools.rehearsal import PLACEHOLDER, Rehearsal, rehearse
 from trainer.tools.run_counts import RunArithmetic
@@ -104,27 +102,6 @@ class TestArithmetic:
     def test_a_row_longer_than_the_budget_still_counts_as_a_pack(self):
         config = Config(token_budget=256, rollout=RolloutConfig(prompts_per_step=2, samples_per_prompt=2))
         assert RunArithmetic.of(config, ranks=1).packs == 4
-
-
-class TestBlueprint:
-    @pytest.mark.parametrize(
-        ("algorithm", "critic", "lora"),
-        [("grpo", "separate", 0), ("gae", "separate", 0), ("gae", "shared", 0), ("grpo", "separate", 4)],
-    )  # fmt: skip
-    def test_it_counts_what_the_run_will_train(self, tmp_path: Path, algorithm: str, critic: str, lora: int):
-        from trainer.model.critic import with_critic
-        from trainer.model.policy import Policy
-
-        tiny_qwen3(tied=True).save_pretrained(tmp_path)
-        model = ModelConfig(path=str(tmp_path), critic=critic, lora=LoraConfig(rank=lora))
-        config = Config(model=model, algorithm=AlgorithmConfig(advantage=algorithm))
-        policy = Policy.from_pretrained(tmp_path, dtype="float32", lora=model.lora)
-        module = with_critic(policy, config)
-        planned = blueprint(config)
-        assert ModelShape.of(*planned[:1], planned.policy.model, planned.policy.causal_lm.config) == ModelShape.of(
-            module, policy.model, policy.causal_lm.config
-        )
-        assert all(parameter.is_meta for parameter in planned.module.parameters())
 
 
 class TestSettingsTree:

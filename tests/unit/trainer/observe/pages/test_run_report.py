@@ -1,4 +1,4 @@
-"""The report of a run: what it shows is what the run left, it is safe to open, and it fits a phone and a desk."""
+"""Report of a run: content, safety, layout on phone and desktop."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def run(tmp_path: Path) -> Path:
     )
 
 
-class TestWhatItSays:
+class TestContent:
     def test_numbers_curves_and_settings_are_those_of_the_run(self, run: Path):
         page = html.unescape(report(SavedRun.read(run)))
         for words in (
@@ -91,25 +91,25 @@ class TestWhatItSays:
             assert words in page, words
         assert 'calculator(expression="The answer is 3")' in page
 
-    def test_alarms_are_told_with_the_updates_that_they_lasted(self, run: Path):
+    def test_alarms_are_listed_with_their_updates(self, run: Path):
         kl, match = SavedRun.read(run).alarms()
         assert (kl.first, kl.last) == (4, 5)
         assert "|rollout_correction/kl| is 0.25, above 0.1" in kl.sentence
         assert (match.first, match.last) == (10, 10)
         page = report(SavedRun.read(run))
         assert "updates 4 to 5" in page
-        assert "1 alarm<" in page  # the badge counts those that the last step has
+        assert "1 alarm<" in page  # the badge counts the alarms of the last step
 
-    def test_a_number_that_was_not_finite_is_an_alarm(self, tmp_path: Path):
+    def test_a_non_finite_number_is_an_alarm(self, tmp_path: Path):
         run = write_run(tmp_path / "run", [line(1), line(2, **{"rollout_correction/kl": None})], [])
         (alarm,) = SavedRun.read(run).alarms()
         assert "not finite" in alarm.sentence
 
-    def test_time_adds_up_to_the_whole(self, run: Path):
+    def test_stages_add_up_to_the_total_time(self, run: Path):
         found = {stage.name: stage.seconds for stage in stages(SavedRun.read(run))}
         assert found == {"rollout": 10.0, "update": 5.0, "other": 5.0}
 
-    def test_the_worst_come_with_the_failed_ones_first_and_prompts_are_varied(self, tmp_path: Path):
+    def test_failed_rollouts_are_the_worst_and_prompts_vary(self, tmp_path: Path):
         rollouts = [rollout(i, 1.0 if i >= 5 else 0.0) for i in range(10)]
         rollouts[4] = rollout(4, 0.0, status=RolloutStatus.FAILED, error="boom")
         run = SavedRun.read(write_run(tmp_path / "run", [line(1)], rollouts))
@@ -117,7 +117,7 @@ class TestWhatItSays:
         assert [r.rollout_id for r in worst] == [4, 0, 2]
         assert [r.rollout_id for r in best] == [9, 7, 5]
 
-    def test_a_run_that_is_going_on_has_a_report(self, run: Path):
+    def test_an_active_run_has_a_report(self, run: Path):
         with (run / "metrics.jsonl").open("a") as file:
             file.write('{"step": 11, "rew')
         assert len(SavedRun.read(run).lines) == 10
@@ -126,12 +126,12 @@ class TestWhatItSays:
         page = report(SavedRun.read(write_run(tmp_path / "run", [line(1)], [])))
         assert "Rollouts of update" not in page
 
-    def test_settings_of_another_version_do_no_harm(self, run: Path):
+    def test_settings_of_another_version_are_shown(self, run: Path):
         config = (run / "config.yaml").read_text().replace("token_budget: 999\n", "old_setting: 3\n")
         (run / "config.yaml").write_text(config)
         assert "old_setting" in report(SavedRun.read(run))
 
-    def test_what_is_no_run_is_a_sentence(self, tmp_path: Path, run: Path):
+    def test_a_directory_without_a_run_is_refused(self, tmp_path: Path, run: Path):
         with pytest.raises(ConfigError, match="for example runs/latest"):
             SavedRun.read(tmp_path)
         (run / "metrics.jsonl").write_text("garbage\n{}\n")
@@ -146,12 +146,12 @@ class TestWhatItSays:
 
 
 class TestSafety:
-    def test_it_loads_nothing_and_runs_nothing(self, run: Path):
+    def test_the_page_loads_and_runs_nothing(self, run: Path):
         page = report(SavedRun.read(run))
         assert not re.search(r"""(?:src|href)\s*=|url\(|https?://|@import|<script""", page)
         assert "default-src 'none'; style-src 'unsafe-inline'\"" in page
 
-    def test_text_of_models_data_and_settings_is_text(self, tmp_path: Path):
+    def test_text_of_models_data_and_settings_is_escaped(self, tmp_path: Path):
         rollouts = [rollout(i, 0.0, said=HOSTILE, error=HOSTILE, status=RolloutStatus.FAILED) for i in range(2)]
         config = Config(run_name=HOSTILE)
         config.environment.settings = {"system_prompt": HOSTILE}
@@ -177,12 +177,12 @@ class TestChart:
         assert len(places) == min(len(values), MAX_POINTS)
         assert all(0 <= x <= WIDTH and 0 <= y <= HEIGHT for x, y in places)
 
-    def test_higher_is_drawn_higher_and_later_further_right(self):
+    def test_larger_values_are_higher_and_later_ones_further_right(self):
         (x0, y0), (x1, y1) = self.places(Chart(title="t", curves=[Curve(name="c", points=[(1, 0.2), (2, 0.9)])]))
         assert x0 < x1
         assert y0 > y1
 
-    def test_long_curves_are_means_of_stretches(self):
+    def test_long_curves_are_thinned_to_means(self):
         points = [(float(i), float(i % 2)) for i in range(10 * MAX_POINTS)]
         svg = str(Chart(title="t", curves=[Curve(name="c", points=points)]).svg())
         assert "c 0.5<" in svg
@@ -196,7 +196,7 @@ class TestChart:
 
 
 def themes() -> dict[str, dict[str, str]]:
-    """Colours of the pages by name, for light and for dark."""
+    """Return the colors of the pages by name, for light and dark."""
     style = (ROOT / "trainer" / "observe" / "pages" / "base.css.jinja").read_text()
     light, dark = style.split("@media (prefers-color-scheme: dark)")
     found = {}
@@ -206,7 +206,7 @@ def themes() -> dict[str, dict[str, str]]:
 
 
 def contrast(one: str, other: str) -> float:
-    """WCAG 2.2, section 1.4.3."""
+    """Return the contrast ratio of WCAG 2.2, section 1.4.3."""
 
     def luminance(color: str) -> float:
         channels = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
@@ -218,35 +218,37 @@ def contrast(one: str, other: str) -> float:
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_text_can_be_read_and_curves_can_be_seen(theme: str):
-    colors = themes()[theme]
-    for name in ("text", "soft", "accent", "critical"):
-        assert contrast(colors[name], colors["card"]) >= 4.5, name
-        assert contrast(colors[name], colors["page"]) >= 4.5, name
-    for name in ("ok", "warning", "critical"):
-        assert contrast(colors[name], colors[f"{name}-back"]) >= 4.5, name
-    for name in ("masked", "ok", "warning"):
-        assert contrast(colors[name], colors["card"]) >= 4.5, name
+def test_text_and_curves_have_enough_contrast(theme: str):
+    colors = themes()["light"] | themes()[theme]
+    pairs = [(name, back) for name in ("text", "soft", "accent", "critical") for back in ("card", "page")]
+    pairs += [(name, "card") for name in ("masked", "ok", "warning")]
+    pairs += [(name, f"{name}-back") for name in ("ok", "warning", "critical")]
+    assert [pair for pair in pairs if contrast(*(colors[name] for name in pair)) < 4.5] == []
     series = [name for name in colors if name.startswith("series-")]
     assert len(series) == 6
     assert all(contrast(colors[name], colors["card"]) >= 3 for name in series)
 
 
-def test_both_pages_have_one_look():
+def test_contrast_is_that_of_wcag():
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+    assert contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.01)
+
+
+def test_both_pages_share_the_style():
     for template in ("report.html.jinja", TOKEN_VIEW):
         assert '{% include "base.css.jinja" %}' in (ROOT / "trainer" / "observe" / "pages" / template).read_text()
 
 
 @needs_chromium
 @pytest.mark.parametrize("width", [500, 1280])
-def test_nothing_sticks_out_on_a_phone_or_a_desk(tmp_path: Path, width: int):
-    """500 is the narrowest window that headless Chromium makes; the columns change at 800."""
+def test_nothing_overflows_on_phone_or_desktop(tmp_path: Path, width: int):
+    """Headless Chromium opens no window narrower than 500; the layout changes at 800."""
     lines = [line(update, **{"rollout_correction/kl": 0.5}) for update in range(1, 40)]
     config = Config(run_name=LONG)
     config.environment.settings = {LONG: LONG}
     rollouts = [rollout(i, float(i % 2), said=f"{LONG}\n{LONG}", error=LONG) for i in range(8)]
     page = report(SavedRun.read(write_run(tmp_path / "run", lines, rollouts, config)))
-    page = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page)  # or the measuring could not run
+    page = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page)  # it would block the measuring script
     shown = dom(page.replace("</body>", WIDTHS + "</body>"), tmp_path, width=width)
     title = re.search(r"<title>(.*?)</title>", shown)
     assert title is not None

@@ -1,4 +1,4 @@
-"""A lock that a killed compilation left must not make every later run wait for ever."""
+"""Stale build locks, which would make every later run wait forever."""
 
 import os
 import time
@@ -9,7 +9,7 @@ import pytest
 from trainer.distributed.distributed import drop_stale_build_locks
 
 
-def test_only_locks_that_nobody_can_hold_any_more_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_locks_too_old_to_have_an_owner_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     stale, fresh = tmp_path / "shm_comm" / "lock", tmp_path / "adam" / "lock"
     for lock in (stale, fresh):

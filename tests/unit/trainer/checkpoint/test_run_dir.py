@@ -1,0 +1,90 @@
+"""Run directories: names, locks, saved settings."""
+
+from __future__ import annotations
+
+import multiprocessing
+import subprocess
+import textwrap
+import time
+from multiprocessing.queues import Queue
+from multiprocessing.synchronize import Barrier
+
+import pytest
+
+from rollout.errors import ConfigError
+from tests.fixtures.forked_python import forked_python
+from tests.fixtures.saved_state import SavedState
+from trainer.checkpoint.run_dir import open_run
+from trainer.config.redaction import REDACTED
+from trainer.config.schema import Config, GatewayConfig
+
+
+def test_the_saved_config_holds_no_key(tmp_path):
+    config = Config(run_root=str(tmp_path), run_name="a", gateway=GatewayConfig(api_key="hunter2"))
+    directory, lock = open_run(config, SavedState())
+    assert "hunter2" not in directory.config.read_text()
+    assert REDACTED in directory.config.read_text()
+    assert lock is not None
+    lock.close()
+
+
+def test_only_one_process_runs_in_a_directory(tmp_path):
+    config = Config(run_root=str(tmp_path), run_name="a", resume="auto")
+    _, lock = open_run(config, SavedState())
+    assert lock is not None
+    other = textwrap.dedent(f"""
+        import sys
+        from rollout.errors import ConfigError
+        from tests.fixtures.saved_state import SavedState
+        from trainer.config.schema import Config
+        from trainer.checkpoint.run_dir import open_run
+        try:
+            open_run(Config(run_root={str(tmp_path)!r}, run_name="a", resume="auto"), SavedState())
+        except ConfigError as error:
+            print(error)
+    """)
+    asked = [forked_python(), "-c", other]
+    assert "another process is running" in subprocess.run(asked, capture_output=True, text=True, check=True).stdout
+    lock.close()
+    assert subprocess.run(asked, capture_output=True, text=True, check=True).stdout == ""
+    with pytest.raises(ConfigError, match="exists and is not overwritten"):
+        open_run(Config(run_root=str(tmp_path), run_name="a"), SavedState())
+
+
+def opened(root: str, start: Barrier, results: Queue) -> None:
+    """Open the same run as other processes at the same moment, and stay until all have tried."""
+    start.wait()
+    try:
+        _, lock = open_run(Config(run_root=root, run_name="a"), SavedState())
+        assert lock is not None
+        results.put("opened")
+    except ConfigError as error:
+        lock = None
+        results.put("refused" if "another process" in str(error) or "not overwritten" in str(error) else str(error))
+    start.wait()
+
+
+def test_only_one_of_simultaneous_runs_gets_the_directory(tmp_path):
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(["tests.fixtures.saved_state"])
+    start, results = processes.Barrier(3), processes.Queue()
+    own = [processes.Process(target=opened, args=(str(tmp_path), start, results)) for _ in range(3)]
+    for process in own:
+        process.start()
+    found = sorted(results.get(timeout=60) for _ in own)
+    for process in own:
+        process.join(timeout=60)
+    assert found == ["opened", "refused", "refused"]
+
+
+def test_runs_that_begin_in_the_same_second_get_different_directories(tmp_path, monkeypatch):
+    """So do runs in the repeated hour at the end of daylight saving time."""
+    monkeypatch.setattr(time, "strftime", lambda _: "20261025-023000")
+    names = []
+    for _ in range(3):
+        directory, lock = open_run(Config(run_root=str(tmp_path)), SavedState())
+        assert lock is not None
+        lock.close()
+        names.append(directory.path.name)
+    assert len(set(names)) == 3
+    assert names[1] == f"{names[0]}-2"

@@ -1,0 +1,56 @@
+"""Redirection of library output."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+LIBRARIES = """
+    import logging, os, sys, warnings
+    from pathlib import Path
+    from trainer.run.library_logs import ThirdPartyLog
+    libraries = ThirdPartyLog()
+    noisy = logging.getLogger("DeepSpeed")
+    noisy.addHandler(logging.StreamHandler(sys.stdout))
+    logging.getLogger("accelerate").warning("before the file")
+    with libraries.held_output():
+        os.system("echo compiled early")
+    libraries.open(Path(sys.argv[1]), lambda text: print("warned", text))
+    noisy.info("after the file")
+    warnings.warn("deprecated")
+    logging.getLogger("trainer.observe.metrics_log").warning("one of ours")
+    with libraries.output_to_file():
+        os.system("echo compiled")
+    if len(sys.argv) > 2:
+        from rollout.errors import TrainingError
+        with libraries.shown_on_failure():
+            raise TrainingError("it failed")
+"""
+
+
+def test_library_output_goes_to_the_file_and_own_warnings_to_the_console(tmp_path: Path):
+    command = [sys.executable, "-c", textwrap.dedent(LIBRARIES), str(tmp_path / "libraries.log")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == "warned one of ours\n"
+    assert done.stderr == ""
+    said = (tmp_path / "libraries.log").read_text()
+    for words in ("before the file", "after the file", "deprecated", "one of ours", "compiled\n", "compiled early"):
+        assert words in said, words
+    failed = subprocess.run([*command, "fail"], capture_output=True, text=True, timeout=120)
+    assert "the last lines of" in failed.stderr.split("Traceback")[0]
+    assert "after the file" in failed.stderr.split("Traceback")[0]
+
+
+def test_held_output_is_printed_if_the_start_fails():
+    code = """
+        import os
+        from trainer.run.library_logs import ThirdPartyLog
+        with ThirdPartyLog().held_output():
+            os.system("echo no compiler")
+            raise OSError("it failed")
+    """
+    failed = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
+    assert failed.stdout == ""
+    assert failed.stderr.startswith("no compiler\n")

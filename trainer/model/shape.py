@@ -1,0 +1,110 @@
+"""Sizes of a model, before or after it is loaded, and the arithmetic of an update (`perf/mfu`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig
+
+from trainer.config.schema import Config
+from trainer.model.critic import ActorCritic, Critic
+from trainer.model.decoder import decoder_setup, packable_config
+from trainer.model.lora import add_adapters
+from trainer.model.policy import Policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """Sizes that determine a model's memory and arithmetic."""
+
+    parameters: int
+    """Number of parameters of the trained module, including a critic's."""
+    trained: int
+    """Number of parameters with gradients: with LoRA, the adapters'."""
+    engine_parameters: int
+    """Number of parameters of the policy alone, as the engine holds it."""
+    largest: int
+    """Elements of the largest parameter, usually the embedding."""
+    layers: int
+    hidden: int
+    intermediate: int
+    attention: int
+    """Width of all query heads together."""
+    key_value: int
+    """Width of all key heads together."""
+    vocabulary: int
+    is_tied: bool
+    """True if the head's weight is the embedding."""
+    has_experts: bool
+    """True for mixtures of experts, where a token uses only some of the parameters."""
+
+    @classmethod
+    def of(cls, module: nn.Module, policy: nn.Module, config: PreTrainedConfig) -> ModelShape:
+        """Measure a model. module: all that is trained; policy: the part that samples; config: of the policy."""
+        decoder = config.get_text_config()
+        # Some configs use other names (GPT-2: n_head) and map the common ones to them.
+        text = decoder.to_dict() | {name: getattr(decoder, name) for name in decoder.attribute_map}
+        heads = text["num_attention_heads"]
+        head_dim = text.get("head_dim") or text["hidden_size"] // heads
+        sizes = [_numel(parameter) for parameter in module.parameters()]
+        return cls(
+            parameters=sum(sizes),
+            trained=sum(_numel(parameter) for parameter in module.parameters() if parameter.requires_grad),
+            engine_parameters=sum(_numel(parameter) for parameter in policy.parameters()),
+            largest=max(sizes),
+            layers=text["num_hidden_layers"],
+            hidden=text["hidden_size"],
+            intermediate=text.get("intermediate_size") or 4 * text["hidden_size"],
+            attention=heads * head_dim,
+            key_value=(text.get("num_key_value_heads") or heads) * head_dim,
+            vocabulary=text["vocab_size"],
+            is_tied=bool(config.tie_word_embeddings),
+            has_experts=any(text.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts")),
+        )
+
+
+def planned_shape(config: Config) -> ModelShape:
+    """Measure the modules that a run would train, on the meta device: in milliseconds, without reading weights.
+
+    Raises `ConfigError` where the run itself would: no model at a path, or one that cannot be a policy or critic.
+    """
+    model, setup, trust = config.model, decoder_setup(config), config.model.trust_remote_code
+    with torch.device("meta"):
+        shapes = packable_config(model.path, setting="model.path", trust_remote_code=trust)
+        causal_lm = AutoModelForCausalLM.from_config(shapes, trust_remote_code=trust)
+        policy = Policy(add_adapters(causal_lm, model.lora) if model.lora.rank else causal_lm, **setup)
+        module: nn.Module = policy
+        if config.has_critic and model.critic == "shared":
+            module = ActorCritic.shared(policy)
+        elif config.has_critic:
+            path = model.critic_path or model.path
+            shapes = packable_config(path, setting="model.critic_path", trust_remote_code=trust)
+            decoder = AutoModel.from_config(shapes, trust_remote_code=trust)
+            module = ActorCritic(policy, Critic(decoder, **setup))
+    return ModelShape.of(module, policy.model, policy.causal_lm.config)
+
+
+def update_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
+    """Return the FLOPs that one forward and backward pass over rows of these lengths needs.
+
+    Per token and parameter: 2 forward, 2 backward for the inputs' gradient, and 2 for the parameter's if it is trained
+    (Kaplan et al. 2020, arXiv:2001.08361). Attention has two products, scores and values: per layer, unit of width and
+    pair of tokens 4 forward and 8 backward, of which the causal mask needs half (Chowdhery et al. 2022,
+    arXiv:2204.02311, appendix B).
+
+    Not counted: recomputation under gradient checkpointing, scoring passes. Not covered: mixtures of experts (runs
+    report nothing for them), layers that do not attend to the whole row.
+    """
+    looked_up = 0 if shape.is_tied else shape.vocabulary * shape.hidden  # an untied embedding multiplies nothing
+    is_embedding_trained = shape.trained == shape.parameters
+    per_token = 4.0 * (shape.parameters - looked_up) + 2.0 * (shape.trained - looked_up * is_embedding_trained)
+    pairs = sum(float(length) ** 2 for length in lengths)
+    return per_token * sum(lengths) + 6.0 * shape.layers * shape.attention * pairs
+
+
+def _numel(parameter: nn.Parameter) -> int:
+    """Return the full size of a parameter; under ZeRO-3 only `ds_numel` has it."""
+    return int(vars(parameter).get("ds_numel", parameter.numel()))
