@@ -72,7 +72,7 @@ class AlgorithmFields:
     )
     overlong_penalty: float = setting(1.0, "reward lost by a rollout of the whole horizon", low=0, when=OVERLONG)
     dynamic_sampling: bool = setting(False, "replace groups whose rewards are all equal by new groups")
-    max_refills: int = setting(3, "maximum of replacements of dropped groups per step", low=0, when=REFILLS)
+    max_refills: int = setting(3, "maximum number of replacements of dropped groups per step", low=0, when=REFILLS)
 
 
 def takes(name: str) -> When:

@@ -98,7 +98,7 @@ class DataSetConfig:
 @dataclass
 class CurriculumConfig:
     rest_epochs: int = setting(
-        0, "epochs without a row after its group's pass rate was too low or too high; 0: no curriculum", low=0
+        0, "epochs to leave a row out after its group's pass rate was too low or too high; 0: no curriculum", low=0
     )
     min_pass_rate: float = setting(0.0, "highest pass rate of rows that are too hard", low=0, high=1, when=CURRICULUM)
     max_pass_rate: float = setting(1.0, "lowest pass rate of rows that are solved", low=0, high=1, when=CURRICULUM)
@@ -115,7 +115,7 @@ class DataConfig:
     columns: dict[str, str] = setting(
         {}, "renamed columns, {prompt: question, answer: solution}; `a.b` is column b inside of column a"
     )
-    system_prompt: str | None = setting(None, "system message of prompts that have none; null: none")
+    system_prompt: str | None = setting(None, "system message for prompts without one; null: none")
     sources: dict[str, Any] = setting({}, "data sets by name, mixed by weight, in place of data.path (docs/data.md)")
     shuffle: bool = setting(True, "draw a new permutation per epoch from `seed`; false: file order")
     max_prompt_tokens: int | None = setting(
@@ -143,7 +143,7 @@ class DataConfig:
 class EnvironmentConfig:
     name: str = setting("calculator", "key of rollout.environments.ENVIRONMENTS, or path/to/file.py:ClassName")
     settings: dict[str, Any] = setting({}, "keyword arguments of the environment")
-    max_turns: int = setting(3, "maximum of assistant turns per episode", low=1)
+    max_turns: int = setting(3, "maximum number of assistant turns per episode", low=1)
     history: str = setting(
         "keep",
         "keep: past turns stay as sampled; template: as the chat template renders them (branches where it drops "
@@ -163,14 +163,12 @@ class RewardConfig:
         "where functions of files run; process: a worker that can be killed; thread: the trainer",
         choices=("process", "thread"),
     )
-    workers: int = setting(4, "maximum of reward worker processes", low=1, when=WORKERS)
+    workers: int = setting(4, "maximum number of reward worker processes", low=1, when=WORKERS)
     memory_gib: float = setting(4.0, "private memory limit of a reward worker; 0: none [GiB]", low=0, when=WORKERS)
     on_error: dict[str, Any] = setting(
         {}, "by outcome (timeout, exception, ...): drop (the default), raise, or the reward to use instead"
     )
-    max_error_rate: float = setting(
-        0.5, "largest share of failed recent reward calls before the run ends", low=0, high=1
-    )
+    max_error_rate: float = setting(0.5, "share of failed recent reward calls above which the run ends", low=0, high=1)
     error_window: int = setting(128, "recent reward calls for max_error_rate", low=1)
 
     @property
@@ -183,7 +181,7 @@ class RewardConfig:
 class RolloutConfig:
     engine: str = setting(
         "embedded",
-        "embedded: vLLM in the process of rank 0; colocated: in that of each rank, on its GPU; server: at rollout.urls",
+        "vLLM; embedded: in the process of rank 0; colocated: of each rank, on its GPU; server: at rollout.urls",
         choices=("embedded", "colocated", "server"),
     )
     urls: list[str] = setting([], "engine=server: addresses of the servers, http://<host>:<port>")
@@ -202,9 +200,9 @@ class RolloutConfig:
     replay_support: bool = setting(
         False, "truncated sampling: normalize the trainer's logprobs over the engine's support"
     )
-    max_tokens_per_turn: int = setting(48, "maximum of sampled tokens per assistant turn [tokens]", low=1)
+    max_tokens_per_turn: int = setting(48, "maximum number of sampled tokens per assistant turn [tokens]", low=1)
     max_model_len: int = setting(512, "context of the engine: prompt and completion [tokens]", low=2)
-    max_num_seqs: int = setting(256, "maximum of requests in a batch of the engine", low=1)
+    max_num_seqs: int = setting(256, "maximum number of requests in a batch of the engine", low=1)
     kv_cache_gib: float | None = setting(
         0.25, "KV cache of an engine; null, on GPUs with engine=colocated: by the memory plan [GiB]", above=0
     )
@@ -222,7 +220,7 @@ class RolloutConfig:
     request_timeout_s: float = setting(600.0, "time limit of a request before it is an engine failure [s]", above=0)
     start_timeout_s: float = setting(600.0, "time limit for the start of the engine [s]", above=0)
     engine_restarts: int = setting(
-        2, "restarts of an engine of the run that died, within the step; 0: the run ends", low=0, when=OWN_ENGINES
+        2, "maximum restarts of a failed engine of the run, within the step; 0: the run ends", low=0, when=OWN_ENGINES
     )
     ignore_eos: bool = setting(
         False, "sample past the end of the turn, up to max_tokens_per_turn: responses of a fixed length"
@@ -314,7 +312,7 @@ class OptimizerConfig:
     eps: float = setting(1e-8, "Adam's epsilon", above=0)
     momentum: float = setting(0.95, "momentum of muon and sgd", low=0, high=1, when=MOMENTUM)
     weight_decay: float = setting(0.0, "decoupled weight decay, on matrices only", low=0)
-    max_grad_norm: float = setting(1.0, "largest global gradient norm; 0: no clipping", low=0)
+    max_grad_norm: float = setting(1.0, "global norm to which gradients are clipped; 0: no clipping", low=0)
     schedule: str = setting("constant", "learning rate after warm-up", choices=("constant", "linear", "cosine"))
     warmup_updates: int = setting(0, "updates over which the learning rate rises linearly", low=0)
     final_lr_fraction: float = setting(0.0, "end of linear and cosine, as a fraction of lr", low=0, high=1)
@@ -323,7 +321,7 @@ class OptimizerConfig:
     )
     spike: str = setting(
         "off",
-        "update with a gradient norm far above earlier ones; skip: skip it and dump its batch; dump: only dump",
+        "update with a gradient norm far above earlier ones; skip: skip it, dump its batch; dump: only dump its batch",
         choices=("off", "skip", "dump"),
     )
     spike_factor: float = setting(
@@ -346,7 +344,7 @@ class LoggerConfig:
         "updates between rollout tables, token views and histograms in W&B, starting with the first; 0: never",
         low=0,
     )
-    wandb_rollouts: int = setting(64, "maximum of rollouts per table in W&B", low=0)
+    wandb_rollouts: int = setting(64, "maximum number of rollouts per table in W&B", low=0)
     print_rollouts: int = setting(1, "sample rollouts printed per report", low=0)
     print_rollouts_every: int = setting(10, "updates between printed sample rollouts; 0: never", low=0)
     peak_tflops: float | None = setting(
@@ -378,14 +376,14 @@ class EvalConfig:
     top_k: int = setting(0, "0: off", low=0)
     min_p: float = setting(0.0, "0: off", low=0, high=1)
     max_tokens_per_turn: int | None = setting(
-        None, "maximum of sampled tokens per assistant turn [tokens]; null: rollout.max_tokens_per_turn", low=1
+        None, "maximum number of sampled tokens per assistant turn [tokens]; null: rollout.max_tokens_per_turn", low=1
     )
     pass_threshold: float = setting(1.0, "lowest reward of a rollout that passes")
     pass_reward: str | None = setting(None, "reward function compared with pass_threshold; null: the weighted sum")
     by: str = setting("environment", "column whose values break the results down, in data that has it")
     compare_to: str | None = setting(
         None,
-        "scripts/evaluate.py: model, or JSON file of its evaluation, for a paired comparison",
+        "scripts/evaluate.py: model, or JSON file of its evaluation, to compare with on the same seeds",
         when=EVALUATE_SCRIPT,
     )
     output: str | None = setting(
@@ -442,7 +440,7 @@ class Config:
     )
     profile: bool = setting(False, "trace steps on every rank with torch.profiler, into profile/ of the run directory")
     profile_steps: int = setting(1, "number of traced steps, after the first one", low=1, when=PROFILE)
-    token_budget: int = setting(16384, "maximum of tokens per packed microbatch of a rank", low=1)
+    token_budget: int = setting(16384, "maximum number of tokens per packed microbatch of a rank", low=1)
     share_prefixes: str = setting(
         "auto",
         "compute common prefixes of rows (prompts of groups, histories of branches) once per pack; auto: if attention "
