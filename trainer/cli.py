@@ -147,8 +147,8 @@ def explain(error: Exception, config_class: type = Config) -> str:
         key = match.group(1)
         if QUANTIZED.search(key):
             return (
-                f"{key} is not a setting: base weights are not quantized under adapters (QLoRA), because the engine "
-                "receives whole weights; to save memory set model.dtype=bfloat16 model.lora.rank=16"
+                f"{key} is not a setting: base weights are not quantized under adapters (QLoRA), because the engine is "
+                "sent whole weights; to save memory set model.dtype=bfloat16 model.lora.rank=16"
             )
         if "not in" in text or "Key" in text:
             return f"{key} is not a setting{closest(key, keys)}; `--cfg job` prints all of them"

@@ -284,7 +284,7 @@ def test_a_mistake_on_the_command_line_gets_one_line(argument: str, expected: st
         ("model.lora=null", "leave model.lora out"),
         (
             "model.load_in_4bit=true",
-            "(QLoRA), because the engine receives whole weights; to save memory set model.dtype",
+            "(QLoRA), because the engine is sent whole weights; to save memory set model.dtype",
         ),
         ("model.path=${nothing}", "set model.path=models/calculator"),
     ],
