@@ -1,4 +1,4 @@
-"""Factories of the parts that training, evaluation, replays and servers share, from the configuration."""
+"""Factories from the configuration, shared by training, evaluation, replays and servers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from trainer.model.policy import Policy
 
 
 def load_policy(config: Config) -> Policy:
-    """Load the policy that is trained."""
     return Policy.from_pretrained(
         config.model.path,
-        dtype="float32",  # master weights; mixed precision is the framework's (trainer/distributed/distributed.py)
+        dtype="float32",  # master weights; trainer/distributed/distributed.py chooses the mixed precision
         attn_implementation=config.attention,
         gradient_checkpointing=config.model.gradient_checkpointing,
         is_compiled=config.model.compile,

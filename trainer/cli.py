@@ -1,7 +1,6 @@
-"""From the command line to a checked `Config`, or to one sentence that says what to type instead.
+"""Command line: compose and check a `Config`, or exit with one line per problem that says what to type instead.
 
-Hydra composes and overrides. Its own error reports name internals, so they are rewritten here; the exit status
-of every mistake of the user is 2.
+Hydra composes and overrides. Its error messages name internals, so they are rewritten here.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,10 @@ from trainer.checks.validate import validate
 from trainer.config.hints import closest
 from trainer.config.redaction import redact_words
 from trainer.config.schema import Config, DataSetConfig
+from trainer.setting import declarations
 
-QUANTISED = re.compile(r"4bit|8bit|quant|qlora", re.IGNORECASE)
-"""Names by which other trainers quantise the base weights under adapters."""
+QUANTIZED = re.compile(r"4bit|8bit|quant|qlora", re.IGNORECASE)
+"""Settings of other trainers that quantize the base weights under adapters."""
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
 
 
@@ -42,21 +42,20 @@ def launch(
 ) -> None:
     """Compose the configuration from `sys.argv`, check it, and call `main` with it.
 
-    Args:
-        main: what runs with the checked configuration.
-        config_name: file under configs/.
-        needs_data: whether `main` reads the data files, so that they must be there.
-        config_class: dataclass schema of the configuration.
-        check: raises `ConfigError` for values that do not fit together; None: `validate`, which knows `Config`.
+    Exits with status 2 and one line per problem for a mistake in the configuration, with status 1 and the message for
+    another `LockstepError`.
 
-    Exits with status 2 and one line per problem on a mistake in the configuration, and with status 1 and the
-    sentence of the error when the run fails in a way that Lockstep knows.
+    Args:
+        config_name: file under configs/.
+        needs_data: True if the data files must exist.
+        config_class: dataclass schema of the configuration.
+        check: raises `ConfigError` for conflicting values; None: `validate`, for a `Config`.
     """
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # raise instead of printing, so that the text can be rewritten
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # raise instead of printing, so that messages can be rewritten
     ConfigStore.instance().store(name="schema", node=schema(config_class))
 
     composed: list[DictConfig] = []
-    # Hydra prefixes whatever its task raises with lines of its own, so the task only hands the tree out.
+    # Hydra adds lines to errors of its task, so the task only returns the tree.
     compose = hydra.main(config_path=str(CONFIG_DIR), config_name=config_name, version_base="1.3")(composed.append)
 
     try:
@@ -77,7 +76,7 @@ def launch(
 
 
 def _composed_by(compose: Callable[[], Any]) -> None:
-    """Run Hydra. Raises `ConfigError` for `group=5` and `group=null`, on which Hydra fails with a bare ValueError."""
+    """Run Hydra. Raises `ConfigError` for `group=5` and `group=null`, for which Hydra raises a bare ValueError."""
     try:
         compose()
     except ValueError as error:
@@ -99,17 +98,8 @@ def schema(config_class: type = Config) -> DictConfig:
 
 
 def _free_form(config_class: type) -> tuple[str, ...]:
-    """Settings that are dicts: their keys are the user's own (names of arguments, functions, columns, outcomes)."""
-
-    def walk(prefix: str, node: Any) -> Iterator[str]:
-        for field in dataclasses.fields(node):
-            value = getattr(node, field.name)
-            if dataclasses.is_dataclass(value):
-                yield from walk(f"{prefix}{field.name}.", value)
-            elif isinstance(value, dict):
-                yield f"{prefix}{field.name}"
-
-    return tuple(walk("", config_class()))
+    """Return the settings that are dicts, whose keys the user chooses (arguments, functions, columns, outcomes)."""
+    return tuple(name for name, (_, value) in declarations(config_class()).items() if isinstance(value, dict))
 
 
 def to_config(tree: DictConfig, config_class: type = Config) -> Any:
@@ -127,18 +117,18 @@ def to_config(tree: DictConfig, config_class: type = Config) -> Any:
 
 
 def _data_sets(setting: str, entries: dict[str, Any]) -> dict[str, DataSetConfig]:
-    """Entries as `DataSetConfig`; one that is null is left out. Raises `ConfigError` for what does not fit."""
+    """Convert entries to `DataSetConfig`, without null ones. Raises `ConfigError` for other types."""
     known = [field.name for field in dataclasses.fields(DataSetConfig)]
     found = {}
     for name, entry in entries.items():
         if entry is None:
             continue
         if not isinstance(entry, dict):
-            raise ConfigError(f"{setting}.{name}={entry} is no data set; set {setting}.{name}.path=<file or hub id>")
+            raise ConfigError(f"{setting}.{name}={entry} is not a data set; set {setting}.{name}.path=<file or hub id>")
         for key in entry:
             if key not in known:
                 raise ConfigError(
-                    f"{setting}.{name}.{key} is not a setting{closest(str(key), known)}; there are {', '.join(known)}"
+                    f"{setting}.{name}.{key} is not a setting{closest(str(key), known)}; set one of {', '.join(known)}"
                 )
         try:
             found[name] = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DataSetConfig), entry))
@@ -150,14 +140,14 @@ def _data_sets(setting: str, entries: dict[str, Any]) -> dict[str, DataSetConfig
 
 
 def explain(error: Exception, config_class: type = Config) -> str:
-    """One sentence for Hydra's and OmegaConf's errors, with the closest existing name."""
+    """Return one sentence for an error of Hydra or OmegaConf, with the closest existing name."""
     text = f"{error}\n{error.__cause__ or ''}"
     keys = _all_keys(schema(config_class))
     if match := re.search(r"Could not override '([^']+)'", text):
         key = match.group(1)
-        if QUANTISED.search(key):
+        if QUANTIZED.search(key):
             return (
-                f"{key} is not a setting: base weights are not quantised under adapters (QLoRA), because the engine is "
+                f"{key} is not a setting: base weights are not quantized under adapters (QLoRA), because the engine is "
                 "sent whole weights; to save memory set model.dtype=bfloat16 model.lora.rank=16"
             )
         if "not in" in text or "Key" in text:
@@ -169,8 +159,8 @@ def explain(error: Exception, config_class: type = Config) -> str:
         return f"{match.group(2)}: {_plain(match.group(1))}; {_default_override(match.group(2), config_class)}"
     if match := re.search(r"Error parsing override '([^']+)'|LexerNoViableAltException: (.+)", text):
         return (
-            f"{match.group(1) or match.group(2)} is not key=value; a value with spaces, quotes or brackets is quoted "
-            "twice, for example \"key='a (b)'\""
+            f"{match.group(1) or match.group(2)} is not key=value; quote values with spaces, quotes or brackets twice, "
+            "for example \"key='a (b)'\""
         )
     if match := re.search(r"(?:Could not find|In 'train': Could not find) '([^']+)'", text):
         group, _, option = match.group(1).partition("/")
@@ -182,29 +172,29 @@ def explain(error: Exception, config_class: type = Config) -> str:
 
 
 def _options(group: str) -> list[str]:
-    """Files of a config group, without their suffix; empty if there is no such group."""
+    """Return the file names of a config group without suffix; empty for an unknown group."""
     return sorted(path.stem for path in (CONFIG_DIR / group).glob("*.yaml")) if group else []
 
 
 def _no_such_option(group: str, option: str, options: list[str]) -> str:
-    return f"{group}={option} does not exist{closest(option, options)}; there are: {', '.join(options)}"
+    return f"{group}={option} does not exist{closest(option, options)}; expected one of: {', '.join(options)}"
 
 
 def _plain(text: str) -> str:
-    """OmegaConf's words for a value of the wrong type, without its class names."""
+    """Return OmegaConf's message on a value of the wrong type without class names."""
     if match := re.match(r"Value '(.*)' of type '\w+' could not be converted to (\w+)", text):
         return f"found {match.group(1)}, expected {match.group(2).lower()}"
     if text.endswith("is not Optional"):
         return "found null, expected a value"
     if "ListConfig" in text:
-        return "a list and another kind of value do not fit"
+        return "found a list in place of another type, or the reverse"
     return text
 
 
 def _default_override(key: str, config_class: type) -> str:
-    """What to type for a setting with a value that does not fit; for a section, that it stays."""
+    """Return the override that restores the default of a setting; for a section, its first settings."""
     tree = schema(config_class)
-    while key and key not in _all_keys(tree):  # of a free-form setting
+    while key and key not in _all_keys(tree):  # a key of a dict
         key = key.rpartition(".")[0]
     if not key:
         return "leave it out for the default"

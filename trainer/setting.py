@@ -1,7 +1,6 @@
-"""The declaration of one setting: its default, meaning, range, and the condition under which it has an effect.
+"""Declaration of a setting: default, meaning, range, and the condition under which it has an effect.
 
-Checks (`trainer/checks`), docs/settings.md and the command line read these declarations; none of them repeats one.
-Imports nothing heavy.
+Checks (`trainer/checks`), docs/settings.md and the command line read these declarations. Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ class When:
     """The condition under which a setting has an effect."""
 
     instead: str
-    """Overrides under which it has one, as typed on the command line."""
+    """Overrides that fulfill the condition, as typed on the command line."""
     holds: Callable[[Any], bool]
     """Takes the whole configuration."""
     because: tuple[str, ...] = ()
-    """Settings that decide it, shown with their values; by default those named in `instead`."""
+    """Settings shown as the reason; by default those in `instead`."""
 
     def causes(self) -> tuple[str, ...]:
         return self.because or tuple(re.findall(r"([\w.]+)=", self.instead))
@@ -30,7 +29,7 @@ class When:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """Everything about a setting but its name and type."""
+    """Declaration without name and type."""
 
     default: Any
     description: str
@@ -41,17 +40,17 @@ class Setting:
     high: float | None = None
     """Largest value."""
     above: float | None = None
-    """Every value must be greater."""
+    """Exclusive lower bound."""
     below: float | None = None
-    """Every value must be smaller."""
+    """Exclusive upper bound."""
     length: int | None = None
-    """Number of entries of a list; the bounds are those of each entry."""
+    """Number of entries of a list; bounds apply to each entry."""
     may_be_infinite: bool = False
     when: When | None = None
-    """None: it always has an effect."""
+    """None: always."""
 
     def problem(self, value: Any) -> str | None:
-        """Return what is wrong with a value, as a phrase that follows it, or None."""
+        """Return the problem of a value as a phrase that follows it, or None."""
         if self.choices and value not in self.choices:
             return f"is not one of {', '.join(map(str, self.choices))}"
         if self.length is not None:
@@ -80,17 +79,12 @@ class Setting:
         """The range in words, or an empty text."""
         if self.low is not None and self.high is not None:
             return f"between {self.low} and {self.high}"
-        bounds = {
-            "at least": self.low,
-            "at most": self.high,
-            "greater than": self.above,
-            "less than": self.below,
-        }
+        bounds = {"at least": self.low, "at most": self.high, "greater than": self.above, "less than": self.below}
         return " and ".join(f"{words} {bound}" for words, bound in bounds.items() if bound is not None)
 
 
 def setting(default: Any, description: str, **declared: Any) -> Any:
-    """Return a dataclass field with its declaration. declared: further fields of `Setting`."""
+    """Return a dataclass field with its declaration. declared: other fields of `Setting`."""
     return as_field(Setting(default=default, description=description, **declared))
 
 
@@ -102,7 +96,7 @@ def as_field(declaration: Setting) -> Any:
 
 
 def declarations(settings: Any, prefix: str = "") -> dict[str, tuple[Setting, Any]]:
-    """Return name -> (declaration, value) for every setting of a dataclass instance and of those inside it."""
+    """Return dotted name -> (declaration, value) for every setting of a dataclass instance, nested ones included."""
     found: dict[str, tuple[Setting, Any]] = {}
     for one in fields(settings):
         value = getattr(settings, one.name)
@@ -114,7 +108,7 @@ def declarations(settings: Any, prefix: str = "") -> dict[str, tuple[Setting, An
 
 
 def typed(value: Any) -> str:
-    """Format a value as it is typed on the command line."""
+    """Format a value for the command line."""
     if isinstance(value, list):
         return f"[{','.join(map(typed, value))}]"
     if value is None or isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""Wall-clock seconds of the stages of a step, as metrics `time/<stage>`."""
+"""Wall-clock time of the stages of a step, as metrics `time/<stage>` [s]."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.profiler import record_function
 
 
 class Stopwatch:
-    """Accumulator of the time spent in each stage."""
+    """Accumulator of the time of each stage."""
 
     def __init__(self) -> None:
         self._started = time.perf_counter()

@@ -18,8 +18,8 @@ def algorithm_problems(config: Config) -> Iterator[str]:
     yield from _sampling(config)
     if config.share_prefixes == "always" and config.attention != "packed_rows":
         yield (
-            f"share_prefixes=always with model.attn_implementation={config.attention}, which cannot let a row attend "
-            "to what another one has computed; set model.attn_implementation=packed_rows, or share_prefixes=auto"
+            f"share_prefixes=always needs rows that attend to tokens of other rows, found model.attn_implementation="
+            f"{config.attention}; set model.attn_implementation=packed_rows, or share_prefixes=auto"
         )
 
 
@@ -32,8 +32,8 @@ def _batch(config: Config) -> Iterator[str]:
         )
     if rollout.samples_per_prompt == 1 and algorithm.dynamic_sampling:
         yield (
-            "algorithm.dynamic_sampling=true keeps groups whose rewards differ, and groups of one "
-            "(rollout.samples_per_prompt=1) have no differences; set rollout.samples_per_prompt=8 or "
+            "algorithm.dynamic_sampling=true keeps groups whose rewards differ, which a group of one "
+            "(rollout.samples_per_prompt=1) never has; set rollout.samples_per_prompt=8 or "
             "algorithm.dynamic_sampling=false"
         )
     batch = rollout.prompts_per_step * rollout.samples_per_prompt
@@ -56,12 +56,12 @@ def _advantage(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
     if algorithm.turn_rewards and not ADVANTAGES[algorithm.advantage].takes_turns:
         yield (
-            f"algorithm.turn_rewards=true compares turns within a group, algorithm.advantage={algorithm.advantage} "
-            "whole rollouts; set algorithm.advantage=grpo or algorithm.turn_rewards=false"
+            f"algorithm.turn_rewards=true needs an advantage per turn, found algorithm.advantage={algorithm.advantage} "
+            "for whole rollouts; set algorithm.advantage=grpo or algorithm.turn_rewards=false"
         )
     if config.rollout.ignore_eos and config.environment.max_turns != 1:
         yield (
-            "rollout.ignore_eos=true samples past the end of a turn, so turns cannot be told apart with "
+            "rollout.ignore_eos=true samples past the end of a turn and needs one turn per episode, found "
             f"environment.max_turns={config.environment.max_turns}; set environment.max_turns=1"
         )
 
@@ -72,24 +72,24 @@ def _critic(config: Config) -> Iterator[str]:
     algorithm, model, critic_lr = config.algorithm, config.model, config.optimizer.critic_lr
     if algorithm.turn_discount != 1:
         yield (
-            f"algorithm.turn_discount={algorithm.turn_discount} is for advantages without a critic; "
-            f"algorithm.advantage={algorithm.advantage} discounts per token: set algorithm.turn_discount=1.0 and "
-            "algorithm.gamma"
+            f"algorithm.turn_discount={algorithm.turn_discount} is for advantages without a critic, found "
+            f"algorithm.advantage={algorithm.advantage}; set algorithm.turn_discount=1.0 and algorithm.gamma, a "
+            "discount per token"
         )
     if config.correction.kl_penalty:
         yield (
-            f"correction.kl_penalty={config.correction.kl_penalty} changes the advantage of a rollout, which "
-            f"algorithm.advantage={algorithm.advantage} does not have; set correction.kl_penalty=0"
+            f"correction.kl_penalty={config.correction.kl_penalty} is for advantages without a critic, found "
+            f"algorithm.advantage={algorithm.advantage}; set correction.kl_penalty=0"
         )
     if critic_lr is not None and config.optimizer.name in ("adamw_8bit", "muon"):
         yield (
-            f"optimizer.critic_lr={critic_lr} with optimizer.name={config.optimizer.name}, which has one learning "
-            "rate: it is for adamw, adamw_tf and sgd; set optimizer.critic_lr=null"
+            f"optimizer.critic_lr={critic_lr} is for adamw, adamw_tf and sgd, found optimizer.name="
+            f"{config.optimizer.name}; set optimizer.critic_lr=null"
         )
     if model.critic == "shared" and model.critic_path is not None:
         yield (
-            f"model.critic_path={model.critic_path} is the start of a separate critic, and model.critic=shared has "
-            "none; set model.critic=separate or model.critic_path=null"
+            f"model.critic_path={model.critic_path} initializes a separate critic, found model.critic=shared; set "
+            "model.critic=separate or model.critic_path=null"
         )
 
 
@@ -101,20 +101,19 @@ def _sampling(config: Config) -> Iterator[str]:
     for name, value, full in truncating if not rollout.replay_support else ():
         replay = "rollout.replay_support=true" + ("" if replayable else f" rollout.top_k={MAX_SUPPORT}")
         yield (
-            f"rollout.{name}={value} truncates the sampling distribution, so the engine's logprobs are over another "
-            "support than the trainer's and every importance ratio is biased; "
+            f"rollout.{name}={value} truncates the sampling distribution, so logprobs of engine and trainer have "
+            "different support and every importance ratio is biased; "
             f"set rollout.{name}={full}, or {replay} to train on the engine's support"
         )
     if rollout.replay_support and truncating and not replayable:
         yield (
             f"rollout.replay_support=true needs rollout.top_k in 1 .. {MAX_SUPPORT}, found {rollout.top_k}: the engine "
-            f"returns the logprobs of that many tokens, and only under top_k they are the whole support; "
-            f"set rollout.top_k={MAX_SUPPORT}"
+            f"returns logprobs of top_k tokens, which must be the whole support; set rollout.top_k={MAX_SUPPORT}"
         )
     if rollout.replay_support and not truncating:
         yield (
-            "rollout.replay_support=true has nothing to replay: rollout.top_p=1.0, top_k=0 and min_p=0.0 sample from "
-            f"the whole vocabulary; set rollout.top_k={MAX_SUPPORT} or rollout.replay_support=false"
+            "rollout.replay_support=true is for truncated sampling, found rollout.top_p=1.0, top_k=0 and min_p=0.0; "
+            f"set rollout.top_k={MAX_SUPPORT} or rollout.replay_support=false"
         )
     if rollout.max_tokens_per_turn >= rollout.max_model_len:
         yield (

@@ -1,4 +1,4 @@
-"""Settings of the rollout correction that contradict each other, or that nothing would act on."""
+"""Conflicts between settings of the rollout correction."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.objective.declare import POLICY_LOSSES
 
 
 def correction_problems(config: Config) -> Iterator[str]:
-    """One sentence per contradiction."""
+    """Yield one sentence per conflict."""
     correction = config.correction
     if not correction.low < correction.high:
         yield (
@@ -29,7 +29,7 @@ def correction_problems(config: Config) -> Iterator[str]:
             )
         elif name.endswith("_k1") and not threshold > 1:
             yield (
-                f"correction.rejection.{name}={threshold} bounds a ratio from above, and from below by its inverse: it "
+                f"correction.rejection.{name}={threshold} is an upper bound of a ratio, its inverse the lower one: it "
                 f"must be greater than 1; set correction.rejection.{name}=2.0"
             )
         elif not threshold > 0:
@@ -38,7 +38,7 @@ def correction_problems(config: Config) -> Iterator[str]:
 
 
 def _bypass(config: Config, *, has_weights: bool) -> Iterator[str]:
-    """What needs the trainer's own logprobs from before the update."""
+    """Yield settings that need the trainer's logprobs before the update."""
     correction, algorithm = config.correction, config.algorithm
     updates = algorithm.epochs * algorithm.minibatches
     if updates > 1:
@@ -48,14 +48,13 @@ def _bypass(config: Config, *, has_weights: bool) -> Iterator[str]:
         )
     if has_weights:
         yield (
-            f"correction.mode={correction.mode} would weigh nothing, because with correction.logp_old=bypass the ratio "
-            "of the loss carries the mismatch; set correction=bypass, or correction.logp_old=recompute"
+            f"correction.mode={correction.mode} has no effect with correction.logp_old=bypass, where the ratio of the "
+            "loss carries the mismatch; set correction=bypass, or correction.logp_old=recompute"
         )
     if not POLICY_LOSSES[algorithm.loss].has_ratio:
         yield (
-            "correction.logp_old=bypass lets the ratio of the loss carry the mismatch, but algorithm.loss="
-            f"{algorithm.loss} has no ratio: nothing would be corrected; set correction.logp_old=recompute, or "
-            "algorithm.loss=ppo_clip"
+            "correction.logp_old=bypass corrects the mismatch by the ratio of the loss, but algorithm.loss="
+            f"{algorithm.loss} has no ratio; set correction.logp_old=recompute, or algorithm.loss=ppo_clip"
         )
     if algorithm.kl_coef and algorithm.kl_place == "reward":
         yield (

@@ -1,4 +1,4 @@
-"""Settings of data and evaluation that do not go together, data files that are not there, rows that lack a column."""
+"""Conflicts between settings of data and evaluation, and missing data files."""
 
 from __future__ import annotations
 
@@ -6,33 +6,26 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainer.checks import first_row
 from trainer.checks.declared import value_problems
-from trainer.checks.names import is_local
+from trainer.checks.names import lacks_model
 from trainer.config.hints import closest
 from trainer.config.paths import file_exists
 from trainer.config.schema import Config
 from trainer.data.datasets import is_file
 
 NAME = re.compile(r"[\w-]+")
-"""Of a data set: a part of metric names."""
+"""Name of a data set, a part of metric names."""
 WITHOUT_PROMPTS = ("agent", "verifiers", "trl_rollout")
 """Environments that write their own prompts."""
 
 
-def first_row_problems(config: Config, *, trains: bool) -> Iterator[str]:
-    """What the first rows of local files lack. trains: whether training data is asked for."""
-    trained = config.data.training_sets().values() if trains else ()
-    yield from first_row.problems(config, (*trained, *config.heldout_sets().values()))
-
-
 def data_problems(config: Config) -> Iterator[str]:
-    """How data sets are named, mixed and read; whether their files are there is asked by `data_file_problems`."""
+    """Yield one sentence per problem of the names, entries and columns of data sets."""
     data, environment = config.data, config.environment
     for setting, sets in (("data.sources", data.sources), ("eval.sets", config.eval.sets)):
         for name, data_set in sets.items():
             if not NAME.fullmatch(name):
-                yield f"{setting}: the name {name!r} is made of other things than letters, digits, _ and -"
+                yield f"{setting}: the name {name!r} must consist of letters, digits, _ and -"
             if not data_set.path:
                 yield f"{setting}.{name} has no path; set {setting}.{name}.path=<file or hub id>"
             if data_set.environment is not None and environment.name != "mixed":
@@ -46,13 +39,13 @@ def data_problems(config: Config) -> Iterator[str]:
     if curriculum.rest_epochs and not curriculum.min_pass_rate < curriculum.max_pass_rate:
         yield (
             f"data.curriculum.min_pass_rate={curriculum.min_pass_rate} and max_pass_rate={curriculum.max_pass_rate} "
-            "leave nothing to train on; set data.curriculum.min_pass_rate=0.0 data.curriculum.max_pass_rate=1.0"
+            "leave no rows to train on; set data.curriculum.min_pass_rate=0.0 data.curriculum.max_pass_rate=1.0"
         )
     if data.system_prompt is not None:
         for name in ("prompt_column", "system_prompt"):
             if environment.settings.get(name) is not None:
                 yield (
-                    f"data.system_prompt and environment.settings.{name} are both set, and only one can be read; set "
+                    f"data.system_prompt and environment.settings.{name} are both set, expected one of them; set "
                     f"environment.settings.{name}=null (data.columns={{prompt: <column>}} names the prompt)"
                 )
     if data.max_prompt_tokens is not None and environment.name in WITHOUT_PROMPTS:
@@ -63,7 +56,7 @@ def data_problems(config: Config) -> Iterator[str]:
 
 
 def evaluation_problems(config: Config) -> Iterator[str]:
-    """What is evaluated, how it is sampled, and what it is compared with."""
+    """Yield one sentence per conflict of `eval`."""
     settings = config.eval
     for name, value in (("every", settings.every), ("before_training", settings.before_training)):
         if value and not config.heldout_sets():
@@ -73,8 +66,8 @@ def evaluation_problems(config: Config) -> Iterator[str]:
             )
     if settings.samples_per_prompt > 1 and settings.temperature == 0:
         yield (
-            f"eval.samples_per_prompt={settings.samples_per_prompt} at eval.temperature=0 samples the same greedy "
-            "answer again and again; set eval.temperature=1.0, or eval.samples_per_prompt=1"
+            f"eval.samples_per_prompt={settings.samples_per_prompt} at eval.temperature=0 repeats one greedy answer; "
+            "set eval.temperature=1.0, or eval.samples_per_prompt=1"
         )
     names = [spec.rpartition(":")[2] for spec in config.reward.functions]
     if settings.pass_reward is not None and settings.pass_reward not in names:
@@ -87,19 +80,19 @@ def evaluation_problems(config: Config) -> Iterator[str]:
         return
     if other.endswith(".json") and not file_exists(other):
         yield f"eval.compare_to={other} does not exist (looked in {Path.cwd()}); write it with eval.output={other}"
-    elif not other.endswith(".json") and is_local(other) and not file_exists(f"{other}/config.json"):
+    elif not other.endswith(".json") and lacks_model(other):
         yield f"eval.compare_to={other} has no config.json; expected a model, or the JSON file of an evaluation"
 
 
 def data_file_problems(config: Config, *, trains: bool) -> Iterator[str]:
-    """Files that are not there. trains: whether training data is asked for."""
+    """Yield one sentence per missing file. trains: True if training data is needed."""
     paths = {f"eval.sets.{name}.path": data_set.path for name, data_set in config.eval.sets.items()}
     if trains and config.data.sources:
         paths |= {f"data.sources.{name}.path": source.path for name, source in config.data.sources.items()}
     elif trains:
         paths["data.path"] = config.data.path
     elif not config.heldout_sets():
-        yield "there is no held-out data; set data.heldout_path=<file or hub id>"
+        yield "no held-out data is set; set data.heldout_path=<file or hub id>"
     if config.data.heldout_path is not None:
         paths["data.heldout_path"] = config.data.heldout_path
     for name, path in paths.items():

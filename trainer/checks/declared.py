@@ -1,4 +1,4 @@
-"""Checks that derive from the declarations of settings (`trainer/setting.py`): values, and settings without effect."""
+"""Checks from the declarations of settings (`trainer/setting.py`): values, and settings without effect."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.setting import declarations, typed
 
 
 def value_problems(settings: Any, prefix: str = "") -> Iterator[str]:
-    """Yield one sentence per value that its declaration rules out. settings: a dataclass of settings."""
+    """Yield one sentence per value outside of its declared range or choices. settings: a dataclass of settings."""
     for name, (declared, value) in declarations(settings, prefix).items():
         if value is None or (problem := declared.problem(value)) is None:
             continue
@@ -21,13 +21,13 @@ def value_problems(settings: Any, prefix: str = "") -> Iterator[str]:
 
 
 def choices_hold(settings: Any) -> bool:
-    """Return True if every setting with choices is one of them; checks of conflicts rely on it."""
+    """Return True if every setting with choices has one of them; checks of conflicts rely on it."""
     found = declarations(settings).values()
     return all(value is None or not declared.choices or value in declared.choices for declared, value in found)
 
 
 def null_problems(config: Config) -> Iterator[str]:
-    """Yield one sentence per setting that the chosen loss or advantage takes, is null, and must not be."""
+    """Yield one sentence per null setting that the chosen loss or advantage needs."""
     algorithm = config.algorithm
     for kind, declared in (("loss", POLICY_LOSSES[algorithm.loss]), ("advantage", ADVANTAGES[algorithm.advantage])):
         for name, argument in declared.arguments.items():
@@ -39,10 +39,7 @@ def null_problems(config: Config) -> Iterator[str]:
 
 
 def unused_problems(config: Config) -> Iterator[str]:
-    """Yield one sentence per setting of training that was changed and has no effect.
-
-    Only changes from the defaults of the schema are refused, so a preset may repeat a default.
-    """
+    """Yield one sentence per setting that differs from the default of the schema and has no effect in training."""
     found = declarations(config)
     for name, (declared, value) in found.items():
         when = declared.when

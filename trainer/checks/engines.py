@@ -1,4 +1,4 @@
-"""Where engines are, and how they are reached."""
+"""Conflicts between settings of engines, and invalid addresses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXAMPLE = "rollout.urls=[http://127.0.0.1:8000]"
 def engine_problems(config: Config) -> Iterator[str]:
     settings = config.rollout
     if settings.engine == "server" and not settings.urls:
-        yield f"rollout.engine=server needs the addresses of its servers; set {EXAMPLE}"
+        yield f"rollout.engine=server needs addresses of servers; set {EXAMPLE}"
     if settings.engine != "server" and settings.urls:
         yield (
             f"rollout.urls={settings.urls} is for rollout.engine=server, found rollout.engine={settings.engine}; "
@@ -22,27 +22,26 @@ def engine_problems(config: Config) -> Iterator[str]:
         )
     if settings.engine == "colocated" and settings.sleep_level and settings.max_staleness:
         yield (
-            f"rollout.max_staleness={settings.max_staleness} samples while the trainer computes, and rollout.engine="
-            "colocated sleeps then; set rollout.sleep_level=0, or rollout.max_staleness=0"
+            f"rollout.max_staleness={settings.max_staleness} samples while the trainer computes, when rollout.engine="
+            "colocated sleeps; set rollout.sleep_level=0, or rollout.max_staleness=0"
         )
     if settings.kv_cache_gib is None and settings.engine != "colocated":
         yield (
-            f"rollout.kv_cache_gib=null takes what the trainer leaves of its GPU, with rollout.engine=colocated; found "
-            f"rollout.engine={settings.engine}: set rollout.kv_cache_gib to a number of GiB"
+            f"rollout.kv_cache_gib=null is for rollout.engine=colocated, found rollout.engine={settings.engine}; set "
+            "rollout.kv_cache_gib=4, or another number of GiB"
         )
     for url in settings.urls:
-        problem = _url_problem(url)
-        if problem is not None:
+        if (problem := _url_problem(url)) is not None:
             yield f"rollout.urls: {url} {problem}; expected http://<host>:<port>, as in {EXAMPLE}"
     twice = sorted({url for url in settings.urls if settings.urls.count(url) > 1})
     if twice:
-        yield f"rollout.urls names {', '.join(twice)} twice; name every server once"
+        yield f"rollout.urls names {', '.join(twice)} twice, expected every server once; set rollout.urls without it"
     if config.sync.address is not None:
         yield from _address_problems(config.sync.address, settings.urls)
     if settings.api_key_env is None and not is_loopback(config.server.host):
         yield (
-            f"server.host={config.server.host} would let everybody who reaches it replace the weights of a server "
-            "without a key; set rollout.api_key_env=LOCKSTEP_ENGINE_KEY, or server.host=127.0.0.1"
+            f"server.host={config.server.host} without a key lets every client that reaches it replace the weights of "
+            "the server; set rollout.api_key_env=LOCKSTEP_ENGINE_KEY, or server.host=127.0.0.1"
         )
 
 
@@ -53,13 +52,13 @@ def _url_problem(url: str) -> str | None:
     except ValueError as error:
         return f"cannot be read ({error})"
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        return "is no address of a server"
+        return "is not an http(s) address"
     if port is None:
         return "has no port"
     if parts.path.strip("/") or parts.query or parts.fragment:
         return "has more than host and port"
     if parts.username or parts.password:
-        return "has a user or a password, which would be logged; keys belong into the environment"
+        return "has a user or a password, which would be logged; keys belong in the environment"
     return None
 
 

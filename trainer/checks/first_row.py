@@ -1,35 +1,35 @@
-"""Whether the first row of each local data set has what environment and rewards read, before anything heavy starts.
+"""Columns in the first row of local data sets that environment and rewards read.
 
-Environments and rewards of the user's own files, and rows of the hub, are not known here; they are seen when they are
-used.
+Not covered: environments and rewards of user files, and data of the hub.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rewards.functions.built_in import FUNCTIONS
 from rollout.environments.prompt import PROMPT_COLUMNS, PromptReader
 from rollout.errors import DataError
+from trainer.config.paths import file_exists
 from trainer.config.schema import Config, DataSetConfig
 from trainer.data.datasets import is_file, read_first_row, rename
 
 READ_A_PROMPT = ("single_turn", "reverse", "tools", "user", "calculator", "chain", "subagents")
-"""Environments that begin with the row's prompt, whatever their settings are."""
+"""Environments that begin with the row's prompt for all of their settings."""
 
 
-def problems(config: Config, data_sets: Iterable[DataSetConfig]) -> Iterator[str]:
-    """One sentence per thing that the first row of one of these data sets lacks."""
+def first_row_problems(config: Config, *, trains: bool) -> Iterator[str]:
+    """Yield one sentence per column missing in the first row of a data set. trains: True to check training data."""
+    trained = config.data.training_sets().values() if trains else ()
     seen: set[tuple[str, str]] = set()
-    for data_set in data_sets:
+    for data_set in (*trained, *config.heldout_sets().values()):
         place = (data_set.path, str(data_set.columns))
-        if not is_file(data_set.path) or not Path(data_set.path).expanduser().is_file() or place in seen:
-            continue  # a missing file is reported by name
+        if not is_file(data_set.path) or not file_exists(data_set.path) or place in seen:
+            continue  # `data_file_problems` reports a missing file
         seen.add(place)
-        # Whoever sets data.path alone still has the demo's held-out data, without having asked for any.
+        # With data.path alone, the held-out data is still that of the demo.
         is_heldout = data_set.path == config.data.heldout_path
         also = "; or set data.heldout_path=null for no held-out data" if is_heldout else ""
         try:
@@ -65,7 +65,7 @@ def _row_problems(row: Mapping[str, Any], data_set: DataSetConfig, config: Confi
 
 
 def _reference_column(function: str, settings: Mapping[str, Any]) -> str | None:
-    """Column of the row that a built-in reward reads; None: it reads none, or it is the user's own."""
+    """Return the column that a built-in reward reads; None for other rewards."""
     if function == "demo_answer":
         return "answer"
     if function not in FUNCTIONS or not _has_column(function):
@@ -74,5 +74,5 @@ def _reference_column(function: str, settings: Mapping[str, Any]) -> str | None:
 
 
 def _has_column(function: str) -> bool:
-    """Whether a built-in can be told by a setting which column it reads."""
+    """Return True if the built-in has a setting for the column that it reads."""
     return "column" in inspect.signature(FUNCTIONS[function]).parameters

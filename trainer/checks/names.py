@@ -1,4 +1,4 @@
-"""Settings that name something: models, directories, reward functions, environments."""
+"""Problems of settings that name models, directories, reward functions and environments."""
 
 from __future__ import annotations
 
@@ -22,49 +22,46 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def model_problems(config: Config) -> Iterator[str]:
-    """Models that are directories must be there; hub ids are seen when they are loaded."""
+    """Yield one sentence per missing model directory; hub ids are checked when they are loaded."""
     for name in ("reference_path", "critic_path"):
         path = getattr(config.model, name)
-        if path is not None and is_local(path) and not file_exists(f"{path}/config.json"):
+        if path is not None and lacks_model(path):
             yield (
-                f"model.{name}={path} has no config.json; point it at a directory that `save_pretrained` "
-                f"wrote, or set model.{name}=null for model.path"
+                f"model.{name}={path} has no config.json; set it to a directory written by `save_pretrained`, or set "
+                f"model.{name}=null for model.path"
             )
-    if is_local(config.model.path) and not file_exists(f"{config.model.path}/config.json"):
+    if lacks_model(config.model.path):
         task = Path(config.model.path).name
-        make = (
-            f"run `python scripts/make_demo_model.py --task {task}`"
-            if task in ("calculator", "chain", "reverse")
-            else "point it at a directory that `save_pretrained` wrote"
-        )
+        is_demo = task in ("calculator", "chain", "reverse")
+        make = f"run `python scripts/make_demo_model.py --task {task}`" if is_demo else "expected a saved model"
         yield f"model.path={config.model.path} has no config.json; {make}, or set model.path=<directory or hub id>"
 
 
 def run_problems(config: Config) -> Iterator[str]:
-    """The run directory, what is resumed, and where the model goes."""
+    """Yield one sentence per problem of the run directory, the resumed checkpoint and the hub repository."""
     repo = config.hub.repo
     if repo is not None and not HUB_ID.fullmatch(repo):
-        yield f"hub.repo={repo} is no repository id; set hub.repo=<user or organisation>/<name>, or hub.repo=null"
-    # The path of an empty text is this directory.
+        yield f"hub.repo={repo} is not a repository id; set hub.repo=<user or organization>/<name>, or hub.repo=null"
+    # An empty path would be the current directory.
     if config.resume not in ("never", "auto") and not (config.resume and path_exists(config.resume)):
         yield f"resume={config.resume} is neither never, auto nor a checkpoint directory; set resume=auto"
     if config.resume == "auto" and config.run_name is None:
-        yield "resume=auto does not know which run to continue; set run_name=<name of the directory under runs/>"
+        yield "resume=auto needs the name of the run; set run_name=<name of the directory under runs/>"
     yield from run_name_problems(config.run_name)
 
 
 def run_name_problems(name: str | None) -> Iterator[str]:
-    """What is wrong with the name of a run directory; null is a name of its own."""
+    """Yield the problem of the name of a run directory; null has none."""
     if name is None:
         return
-    if not name.strip():  # taken for null, resume=auto would silently begin a new run
-        yield "run_name= is empty, as from a shell variable that is not set; set run_name=my-run, or leave it out"
+    if not name.strip():  # with resume=auto it would silently start a new run
+        yield "run_name= is empty, as from an unset shell variable; set run_name=my-run, or leave it out"
     elif os.sep in name or name in (".", "..", "latest"):
         yield f"run_name={name} must be a plain directory name; set run_name=my-run"
 
 
 def reward_problems(config: Config) -> Iterator[str]:
-    """How rewards are combined, and what happens to those that fail."""
+    """Yield one sentence per problem of reward weights, functions and policies for errors."""
     for outcome, policy in config.reward.on_error.items():
         if outcome not in ERRORS:
             hint = closest(str(outcome), [str(known) for known in ERRORS])
@@ -72,7 +69,7 @@ def reward_problems(config: Config) -> Iterator[str]:
                 f"reward.on_error: {outcome} is not one of {', '.join(ERRORS)}{hint}; set reward.on_error.timeout=drop"
             )
         is_number = isinstance(policy, int | float) and not isinstance(policy, bool)
-        is_number = is_number and abs(policy) <= sys.float_info.max  # which an integer of many digits is not
+        is_number = is_number and abs(policy) <= sys.float_info.max  # refuses integers beyond floats
         if policy not in ("drop", "raise") and not is_number:
             yield (
                 f"reward.on_error.{outcome}={policy} is neither drop, raise nor a number; "
@@ -91,14 +88,14 @@ def reward_problems(config: Config) -> Iterator[str]:
 
 
 def reward_name_problems(config: Config) -> Iterator[str]:
-    """Names of reward functions, and settings of built-ins; what a user's own file holds is seen when it is loaded."""
+    """Yield one sentence per problem of names of reward functions and settings of built-ins; not of user files."""
     names = [*FUNCTIONS, MODEL]
     settings = config.reward.settings
     short = [spec.rpartition(":")[2] for spec in config.reward.functions]
     for name in sorted({name for name in short if short.count(name) > 1}):
         once = ",".join(dict.fromkeys(config.reward.functions))
         yield (
-            f"two of reward.functions are named {name}, and metrics and settings go by name; set "
+            f"two of reward.functions are named {name}, expected unique names for metrics and settings; set "
             f"reward.functions=[{once}] if it is one function, or give one of the two another name"
         )
     for name in sorted(set(settings) - set(short)):
@@ -126,7 +123,7 @@ def reward_name_problems(config: Config) -> Iterator[str]:
 
 
 def reward_model_problems(config: Config) -> Iterator[str]:
-    """Where a reward model is."""
+    """Yield the problem of the path of a reward model."""
     settings = config.reward.settings.get(MODEL, {})
     if MODEL not in config.reward.functions or not isinstance(settings, dict):
         return
@@ -136,7 +133,7 @@ def reward_model_problems(config: Config) -> Iterator[str]:
             "reward.functions=[model] needs a model; set reward.settings.model.path=<directory or hub id>, for example "
             "runs/<name>/model of scripts/train_reward_model.py"
         )
-    elif is_local(str(path)) and not file_exists(f"{path}/config.json"):
+    elif lacks_model(str(path)):
         yield (
             f"reward.settings.model.path={path} has no config.json; train a reward model there with `python "
             "scripts/train_reward_model.py run_name=<name>`, or set reward.settings.model.path=<directory or hub id>"
@@ -144,7 +141,7 @@ def reward_model_problems(config: Config) -> Iterator[str]:
 
 
 def environment_problems(config: Config) -> Iterator[str]:
-    """The environment's name, and settings that it refuses itself."""
+    """Yield the problem of the environment's name or settings."""
     name = config.environment.name
     if ":" not in name and name not in ENVIRONMENTS:
         yield (
@@ -158,6 +155,7 @@ def environment_problems(config: Config) -> Iterator[str]:
         yield str(error)
 
 
-def is_local(path: str) -> bool:
-    """Whether a model path can only mean a directory: hub ids look like 'name' or 'organisation/name'."""
-    return path.startswith(("/", ".", "~", "models/")) or path.count("/") > 1 or path_exists(path)
+def lacks_model(path: str) -> bool:
+    """Return True if a path without a model cannot be a hub id, which has the form 'name' or 'organization/name'."""
+    is_local = not path or path.startswith(("/", ".", "~", "models/")) or path.count("/") > 1 or path_exists(path)
+    return is_local and not file_exists(f"{path}/config.json")

@@ -1,4 +1,4 @@
-"""What does not go together with rollouts made ahead (`rollout.max_staleness`)."""
+"""Conflicts of settings with stale rollouts (`rollout.max_staleness`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trainer.objective.correction_modes import CORRECTION_MODES
 
 
 def asynchrony_problems(config: Config) -> Iterator[str]:
-    """One sentence per contradiction."""
+    """Yield one sentence per conflict."""
     rollout, correction = config.rollout, config.correction
     staleness = rollout.max_staleness
     if not staleness:
@@ -18,13 +18,13 @@ def asynchrony_problems(config: Config) -> Iterator[str]:
     if staleness < updates:
         yield (
             f"rollout.max_staleness={staleness} is less than the algorithm.epochs x algorithm.minibatches = {updates} "
-            "updates of one step, so whatever is sampled ahead would be too old; "
-            f"set rollout.max_staleness={updates}, or 0 for none ahead"
+            "updates of one step, so rollouts sampled ahead would be too old; "
+            f"set rollout.max_staleness={updates}, or rollout.max_staleness=0"
         )
     if correction.logp_old == "bypass":
         yield (
-            f"rollout.max_staleness={staleness} needs the trainer's logprobs beside those of the older weights that "
-            "sampled, and correction.logp_old=bypass takes the one for the other; set correction.logp_old=recompute"
+            f"rollout.max_staleness={staleness} needs old logprobs by the trainer beside those of the sampling "
+            "weights, found correction.logp_old=bypass; set correction.logp_old=recompute"
         )
     if CORRECTION_MODES[correction.mode].control is None:
         yield (
@@ -33,13 +33,13 @@ def asynchrony_problems(config: Config) -> Iterator[str]:
         )
     if config.sync.pause == "abort":
         yield (
-            f"sync.pause=abort gives up what rollout.max_staleness={staleness} keeps in flight at every update; "
-            "set sync.pause=keep"
+            f"sync.pause=abort aborts the requests in flight of rollout.max_staleness={staleness} at every update; set "
+            "sync.pause=keep"
         )
     environment = config.environment
     agents = environment.name == "agent" or "agent" in environment.settings.get("environments", {})
     if agents and config.gateway.port and config.eval.every:
         yield (
-            f"gateway.port={config.gateway.port} is taken by the rollouts in flight when an evaluation begins; "
+            f"gateway.port={config.gateway.port} is in use by rollouts in flight when an evaluation begins; "
             "set gateway.port=0 for any free port, or eval.every=0"
         )

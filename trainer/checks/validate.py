@@ -1,15 +1,6 @@
-"""Checks of a configuration before anything heavy starts: every problem is one sentence with the override that helps.
+"""Checks of a configuration. Reports all problems at once, each as one sentence with an override that fixes it.
 
-    declared.py      values that their declaration rules out, and settings of training without effect
-    algorithm.py     the algorithm and sampling
-    correction.py    the rollout correction
-    staleness.py     rollouts made ahead
-    engines.py       where engines are, and how they are reached
-    names.py         models, directories, reward functions, environments
-    data.py          data sets, their files and first rows, evaluation
-
-Settings that the launcher or the installation rules out: `trainer/config/launcher.py`. Nothing heavy is imported; all
-problems are reported at once.
+`trainer/config/launcher.py` checks the launcher and the installation. Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -17,9 +8,10 @@ from __future__ import annotations
 from rollout.errors import ConfigError
 from trainer.checks.algorithm import algorithm_problems
 from trainer.checks.correction import correction_problems
-from trainer.checks.data import data_file_problems, data_problems, evaluation_problems, first_row_problems
+from trainer.checks.data import data_file_problems, data_problems, evaluation_problems
 from trainer.checks.declared import choices_hold, null_problems, unused_problems, value_problems
 from trainer.checks.engines import engine_problems
+from trainer.checks.first_row import first_row_problems
 from trainer.checks.names import (
     environment_problems,
     model_problems,
@@ -49,7 +41,7 @@ def validate(config: Config, *, needs_data: bool = True, trains: bool = True) ->
         if needs_data:
             problems += [*data_file_problems(config, trains=trains), *reward_model_problems(config)]
             problems += run_problems(config)
-    if not problems:  # asked last, because an environment may load the user's files
+    if not problems:  # last, because an environment may load user files
         problems += environment_problems(config)
     if not problems and needs_data:
         problems += first_row_problems(config, trains=trains)

@@ -1,1 +1,1 @@
-"""Settings: their schema, and what is derived from it."""
+"""Schema of the settings, and values derived from it."""

@@ -1,7 +1,7 @@
-"""Settings of `algorithm`: those of every algorithm, and those that policy losses and advantages declare themselves.
+"""Settings of `algorithm`: common ones, and those declared by policy losses and advantages.
 
-A loss or advantage declares its settings where it is defined (`trainer/objective/declare.py`); they become fields of
-`AlgorithmConfig` under the same names.
+Losses and advantages declare their settings (`trainer/objective/declare.py`); these become fields of `AlgorithmConfig`
+under the same names.
 """
 
 from __future__ import annotations
@@ -30,36 +30,31 @@ from trainer.setting import When, as_field, setting
 
 @dataclass
 class AlgorithmFields:
-    """Settings of every algorithm; `AlgorithmConfig` adds those of losses and advantages."""
+    """Settings of every algorithm."""
 
-    name: str = setting("grpo", "label of the preset, for logs only")
+    name: str = setting("grpo", "name of the preset, for logs only")
     advantage: str = setting("grpo", "advantage estimator", choices=tuple(ADVANTAGES))
     loss: str = setting("ppo_clip", "policy loss per token", choices=tuple(POLICY_LOSSES))
     normalizer: str = setting("token", "denominator of the loss, counted over all ranks", choices=tuple(NORMALIZERS))
     turn_rewards: bool = setting(
-        False, "credit per turn: rewards that the environment reports as outcome `turn_rewards` (docs/algorithms.md)"
+        False, "credit per turn, from the outcome `turn_rewards` of the environment (docs/algorithms.md)"
     )
-    turn_discount: float = setting(1.0, "factor of a turn's reward one turn earlier", low=0, high=1, when=TURN_REWARDS)
+    turn_discount: float = setting(1.0, "discount of rewards per turn", low=0, high=1, when=TURN_REWARDS)
     epochs: int = setting(1, "passes over a rollout batch", low=1)
     minibatches: int = setting(1, "optimizer steps per pass; must divide prompts_per_step x samples_per_prompt", low=1)
     value_coef: float = setting(0.5, "weight of the value loss", low=0, when=CRITIC)
     value_clip: float | None = setting(
-        0.2,
-        "distance that a value may move in an update before it gets no gradient [reward]; null: any",
-        above=0,
-        when=CRITIC,
+        0.2, "clip range of values around those before the update [reward]; null: none", above=0, when=CRITIC
     )
     entropy_coef: float = setting(0.0, "weight of the entropy bonus", low=0)
-    kl_coef: float = setting(
-        0.0, "weight of the KL divergence from the frozen reference; 0: no reference is loaded", low=0
-    )
+    kl_coef: float = setting(0.0, "weight of the KL from the frozen reference; 0: no reference is loaded", low=0)
     kl_target: float | None = setting(
-        None, "KL per rollout that kl_coef is adapted to [nats]; null: kl_coef is fixed", above=0, when=ADAPTED_KL
+        None, "KL per rollout to which kl_coef adapts [nats]; null: kl_coef is fixed", above=0, when=ADAPTED_KL
     )
     kl_horizon: int = setting(10000, "rollouts over which kl_coef changes by at most 20 %", low=1, when=TRACKED_KL)
     kl_place: str = setting(
         "loss",
-        "loss: a term of the loss; reward: a penalty per token in the advantages",
+        "loss: a term of the loss; reward: a penalty per token in advantages",
         choices=("loss", "reward"),
         when=KL_PLACED,
     )
@@ -68,24 +63,20 @@ class AlgorithmFields:
     )
     max_completion_tokens: int | None = setting(
         None,
-        "horizon H of dr_grpo and of overlong shaping [tokens]; null: environment.max_turns x "
-        "rollout.max_tokens_per_turn",
+        "horizon H of dr_grpo and overlong shaping [tokens]; null: environment.max_turns x rollout.max_tokens_per_turn",
         low=1,
         when=HORIZON,
     )
     overlong_buffer: float = setting(
-        0.0,
-        "share of the horizon at its end in which the reward falls linearly by overlong_penalty; 0: off",
-        low=0,
-        high=1,
+        0.0, "last share of the horizon, in which the reward falls linearly by overlong_penalty; 0: off", low=0, high=1
     )
-    overlong_penalty: float = setting(1.0, "reward that a rollout of the whole horizon loses", low=0, when=OVERLONG)
-    dynamic_sampling: bool = setting(False, "drop groups whose rewards are all equal and sample others for them")
-    max_refills: int = setting(3, "replacements of dropped groups per step, at most", low=0, when=REFILLS)
+    overlong_penalty: float = setting(1.0, "reward lost by a rollout of the whole horizon", low=0, when=OVERLONG)
+    dynamic_sampling: bool = setting(False, "replace groups whose rewards are all equal by new groups")
+    max_refills: int = setting(3, "maximum number of replacements of dropped groups per step", low=0, when=REFILLS)
 
 
 def takes(name: str) -> When:
-    """Return the condition that the chosen loss or advantage takes a setting."""
+    """Return the condition that the loss or advantage of the configuration takes a setting."""
     losses = [loss for loss, declared in POLICY_LOSSES.items() if name in declared.arguments]
     advantages = [advantage for advantage, declared in ADVANTAGES.items() if name in declared.arguments]
     kind, names = ("loss", losses) if losses else ("advantage", advantages)

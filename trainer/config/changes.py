@@ -1,7 +1,7 @@
-"""Which settings a run was changed in when it was resumed, and what a checkpoint's hash of them covers.
+"""Settings that training depends on: their changes on resume, and their hash in a checkpoint.
 
-Settings are nested mappings, as `config.yaml` holds them. Those that cannot change what is trained are left out: names
-and places, how often something is logged, saved or evaluated, and limits on time.
+Settings are nested mappings, as in `config.yaml`. Training does not depend on names, paths, time limits, and intervals
+of logs, checkpoints and evaluations.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ HARMLESS = (
     *("eval", "gateway", "data.heldout_path", "data.heldout_split", "algorithm.name", "updates"),
     *("dry_run", "profile", "profile_steps"),
 )
-"""Settings, or groups of them, that training does not depend on; for `updates` see `changes`."""
+"""Settings and groups that training does not depend on; for `updates` see `changes`."""
 
 
 def settings_hash(settings: Mapping[str, Any]) -> str:
-    """SHA-256 of everything that training depends on."""
+    """Return the SHA-256 of the settings that training depends on."""
     return hashlib.sha256(json.dumps(flat(settings), sort_keys=True, default=str).encode()).hexdigest()
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Setting -> (value in the checkpoint, value now), of those that training depends on.
+    """Return setting -> (value in the checkpoint, value now) for changed settings that training depends on.
 
-    `updates` is one of them where the learning rate ends with it. A setting that only one of the two has is of another
-    version of Lockstep, and no change of the user's.
+    `updates` counts if the learning rate schedule depends on it. A setting on one side only belongs to another version
+    of Lockstep and is not a change.
     """
     old, new = flat(before), flat(after)
     if new.get("optimizer.schedule") != "constant":
@@ -37,7 +37,7 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tu
 
 
 def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Setting with dots -> value, of those that training depends on."""
+    """Return dotted name -> value for settings that training depends on."""
     return {name: value for name, value in _leaves(settings) if not _is_harmless(name)}
 
 

@@ -1,4 +1,4 @@
-"""Conditions under which settings count, each with the overrides that fulfill it."""
+"""Conditions under which settings have an effect, each with overrides that fulfill it."""
 
 from __future__ import annotations
 
@@ -60,4 +60,4 @@ WORKERS = When(
 )
 PROFILE = When(instead="profile=true", holds=lambda c: c.profile)
 EVALUATE_SCRIPT = When(instead="it for scripts/evaluate.py", holds=lambda c: False)
-HUB = When(instead="hub.repo=<user or organisation>/<name>", holds=lambda c: c.hub.repo is not None)
+HUB = When(instead="hub.repo=<user or organization>/<name>", holds=lambda c: c.hub.repo is not None)

@@ -1,4 +1,4 @@
-"""The word that somebody may have meant."""
+"""Suggestions for misspelled names."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import difflib
 
 
 def closest(word: str, words: list[str] | tuple[str, ...]) -> str:
-    """' (did you mean x?)' or nothing."""
+    """Return " (did you mean 'x'?)" for a similar word, else an empty text."""
     match = difflib.get_close_matches(word, words, n=1)
     return f" (did you mean {match[0]!r}?)" if match else ""

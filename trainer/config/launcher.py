@@ -1,7 +1,7 @@
-"""Settings that do not go with how the run was launched, or with what is installed.
+"""Conflicts of settings with the launcher or the installation.
 
-`trainer/update/optimizer.py` and `trainer/model/decoder.py` raise the same sentences where only they can know (a
-DeepSpeed file of the user's own), but by then the engine has started.
+`trainer/update/optimizer.py` and `trainer/model/decoder.py` raise the same messages for settings in a user's DeepSpeed
+file, which only they know, after the engine has started.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ NO_BITSANDBYTES = (
     "optimizer.name=adamw"
 )
 MUON_UNDER_ZERO = (
-    "optimizer.name=muon orthogonalises whole matrices, and ZeRO gives every rank flat pieces of them; "
+    "optimizer.name=muon orthogonalizes whole matrices, but ZeRO gives every rank flat pieces of them; "
     "launch with configs/accelerate/ddp.yaml, or set optimizer.name=adamw"
 )
 COMPILE_UNDER_ZERO3 = (
-    "model.compile=true does not work under ZeRO-3, which gathers the weights of each layer from hooks inside of it; "
+    "model.compile=true does not work under ZeRO-3, which gathers the weights of each layer in hooks; "
     "launch with configs/accelerate/zero2.yaml, or set model.compile=false"
 )
 
 
 def launch_problems(config: Config) -> Iterator[str]:
-    """One sentence per contradiction."""
+    """Yield one sentence per conflict."""
     if config.optimizer.name == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
         yield NO_BITSANDBYTES
     if config.optimizer.name == "muon" and launched_zero_stage():
@@ -37,7 +37,7 @@ def launch_problems(config: Config) -> Iterator[str]:
 
 
 def launched_zero_stage() -> int:
-    """ZeRO stage that `accelerate launch` was told; 0 without it, or where a DeepSpeed file of the user says it."""
+    """Return the ZeRO stage given to `accelerate launch`; 0 without one or with a DeepSpeed file of the user."""
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() != "true":
         return 0
     return int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "0"))

@@ -1,19 +1,13 @@
-"""Whether a path that somebody wrote is there. A name that no file can have (too long, an unknown ~user) is not."""
+"""Existence of paths given by users; False for names that no file can have (too long, an unknown ~user)."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import os.path
 
 
 def file_exists(path: str) -> bool:
-    try:
-        return Path(path).expanduser().is_file()
-    except (OSError, RuntimeError, ValueError):
-        return False
+    return os.path.isfile(os.path.expanduser(path))
 
 
 def path_exists(path: str) -> bool:
-    try:
-        return Path(path).expanduser().exists()
-    except (OSError, RuntimeError, ValueError):
-        return False
+    return os.path.exists(os.path.expanduser(path))

@@ -1,8 +1,7 @@
-"""Secrets out of configurations and command lines before they are logged or printed.
+"""Redaction of secrets in configurations and command lines that are logged or printed.
 
-Covered: values under names that say what they are (`api_key`, `token`, `secret`, `password`, ...), at any depth; values
-that look like keys of known services wherever they stand; user and password in URLs. Not covered: a secret under an
-innocent name that looks like a word.
+Covered: values under the names of secrets (`api_key`, `token`, `secret`, `password`, ...) at any depth; values in the
+format of keys of known services; user and password in URLs. Not covered: other values under other names.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ _URL = re.compile(r"(?<=://)[^/\s:@]+:[^/\s@]+(?=@)")
 
 
 def redact(value: Any, name: str = "") -> Any:
-    """A copy of a configuration (mappings, lists, plain values) in which every secret is `REDACTED`.
+    """Return a copy of mappings, lists and plain values in which every secret is `REDACTED`.
 
-    Names of environment variables (`api_key_env`) stay: they are no secrets.
+    Names of environment variables (`api_key_env`) are not secret.
     """
     if isinstance(value, Mapping):
         return {key: redact(item, str(key)) for key, item in value.items()}
@@ -46,7 +45,7 @@ def redact(value: Any, name: str = "") -> Any:
 
 
 def redact_words(words: Sequence[str]) -> list[str]:
-    """A command line in which every secret is `REDACTED`, as `key=value` and inside of `key={name: value}`."""
+    """Return a command line in which every secret is `REDACTED`, in `key=value` and in `key={name: value}`."""
     return [_redact_word(word) for word in words]
 
 
@@ -66,7 +65,7 @@ def _redact_word(word: str) -> str:
 
 
 def _typed(value: Any) -> str:
-    """A value as Hydra reads it. Texts are quoted: some would be read as something else, or not at all."""
+    """Format a value for Hydra. Texts are quoted, because Hydra would parse some as another type."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {_typed(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):

@@ -1,10 +1,10 @@
-"""Every setting of a run: its name, type, default, range, meaning and unit, and the condition under which it counts.
+"""Settings of a run: name, type, default, range, meaning, unit, and the condition under which each has an effect.
 
-The YAML files under `configs/` only choose values. Checks, docs/settings.md and the command line derive from these
-declarations (`trainer/setting.py`); conflicts between settings are checked in `trainer/checks/`.
+The YAML files under `configs/` choose values. Checks, docs/settings.md and the command line derive from these
+declarations (`trainer/setting.py`); `trainer/checks/` finds conflicts between settings.
 
-Nothing heavy is imported here, so that a mistake is found before anything heavy starts. Strings with a fixed set of
-values carry it as `choices` (Hydra refuses `Literal` in structured configs).
+Imports nothing heavy, so that mistakes are found before torch is loaded. Strings with a fixed set of values declare
+`choices`, because Hydra does not support `Literal` in structured configs.
 """
 
 from __future__ import annotations
@@ -42,18 +42,14 @@ from trainer.setting import setting
 OPTIMIZERS = ("adamw", "adamw_tf", "adamw_8bit", "muon", "sgd")
 ATTENTIONS = ("auto", "packed_rows", "flash_attention_2", "flash_attention_3", "sdpa", "eager")
 MIN_NORMS = 8
-"""Fewest gradient norms that a median for spikes is taken of."""
+"""Minimum number of gradient norms for the median that detects spikes."""
 
 
 @dataclass
 class LoraConfig:
-    rank: int = setting(
-        0, "rank of the low-rank adapters that are trained in place of the weights; 0: no adapters", low=0
-    )
+    rank: int = setting(0, "rank of low-rank adapters, trained in place of the weights; 0: no adapters", low=0)
     alpha: float = setting(32.0, "adapters are scaled by alpha / rank", when=LORA)
-    target_modules: list[str] | None = setting(
-        None, "names of the linear layers that get adapters; null: all but the head", when=LORA
-    )
+    target_modules: list[str] | None = setting(None, "linear layers with adapters; null: all but the head", when=LORA)
 
 
 @dataclass
@@ -61,62 +57,52 @@ class ModelConfig:
     path: str = setting("models/calculator", "directory or hub id of the policy, for `from_pretrained`")
     dtype: str = setting(
         "float32",
-        "dtype of the computation and of the engine; bfloat16: master weights, gradients and optimizer stay float32",
+        "dtype of computation and engine; bfloat16: master weights, gradients and optimizer stay float32",
         choices=("float32", "bfloat16"),
     )
     attn_implementation: str = setting(
         "auto",
-        "attention of the trainer; auto: FlashAttention varlen on CUDA, packed_rows (SDPA row by row) elsewhere",
+        "attention in the trainer; auto: FlashAttention varlen on CUDA, packed_rows (SDPA row by row) elsewhere",
         choices=ATTENTIONS,
     )
     critic: str = setting(
         "separate",
-        "algorithm.advantage=gae: a critic with a decoder of its own, or a value head on the policy's trunk",
+        "separate: a critic with its own decoder; shared: a value head on the policy's trunk",
         choices=("separate", "shared"),
         when=CRITIC,
     )
     critic_path: str | None = setting(
-        None,
-        "what a separate critic starts from: a model, a reward model, or a run's critic/; null: model.path",
-        when=CRITIC,
+        None, "initial separate critic: a model, a reward model, or a run's critic/; null: model.path", when=CRITIC
     )
-    reference_path: str | None = setting(
-        None, "frozen reference of algorithm.kl_coef; null: model.path", when=REFERENCE
-    )
+    reference_path: str | None = setting(None, "frozen reference for the KL term; null: model.path", when=REFERENCE)
     gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass to save memory")
     compile: bool = setting(False, "torch.compile the layers of the trained models; not under ZeRO-3")
-    trust_remote_code: bool = setting(False, "run code that ships with the model, in trainer and engine alike")
+    trust_remote_code: bool = setting(False, "run code that ships with the model, in trainer and engine")
     lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 @dataclass
 class DataSetConfig:
-    """One entry of data.sources or eval.sets. Those are dicts of anything to Hydra, so that `data.sources.new.path=...`
-    needs no more words; `trainer/cli.py` reads their entries as this."""
+    """Entry of data.sources or eval.sets. Hydra sees dicts, so that `data.sources.new.path=...` needs no `+`;
+    `trainer/cli.py` converts their entries."""
 
     path: str = setting("", "JSONL, JSON, CSV or parquet file, or a hub data set id")
     subset: str | None = setting(None, "configuration of a hub data set that has several")
     split: str | None = setting(None, "split of a hub data set; null: data.split, in eval.sets data.heldout_split")
     columns: dict[str, str] | None = setting(None, "see data.columns; null: the same")
     system_prompt: str | None = setting(None, "see data.system_prompt; null: the same")
-    environment: str | None = setting(None, "environment.name=mixed: the environment of all its rows")
+    environment: str | None = setting(None, "environment of all its rows, with environment.name=mixed")
     weight: float = setting(1.0, "data.sources: share of the prompts, relative to the other sources", above=0)
 
 
 @dataclass
 class CurriculumConfig:
     rest_epochs: int = setting(
-        0,
-        "epochs that a row is left out of after its group was outside of the pass rates below; 0: no curriculum",
-        low=0,
+        0, "epochs to leave a row out after its group's pass rate was too low or too high; 0: no curriculum", low=0
     )
-    min_pass_rate: float = setting(
-        0.0, "at this pass rate or below a row is too hard for now", low=0, high=1, when=CURRICULUM
-    )
-    max_pass_rate: float = setting(
-        1.0, "at this pass rate or above a row is solved for now", low=0, high=1, when=CURRICULUM
-    )
-    solved_reward: float = setting(1.0, "a rollout passes with at least this reward", when=CURRICULUM)
+    min_pass_rate: float = setting(0.0, "highest pass rate of rows that are too hard", low=0, high=1, when=CURRICULUM)
+    max_pass_rate: float = setting(1.0, "lowest pass rate of rows that are solved", low=0, high=1, when=CURRICULUM)
+    solved_reward: float = setting(1.0, "lowest reward of a rollout that passes", when=CURRICULUM)
 
 
 @dataclass
@@ -127,24 +113,24 @@ class DataConfig:
     heldout_path: str | None = setting(None, "file or hub id for evaluation; null: no evaluation data")
     heldout_split: str = setting("test", "split of a hub data set for evaluation")
     columns: dict[str, str] = setting(
-        {}, "columns under other names, {prompt: question, answer: solution}; `a.b` is column b inside of column a"
+        {}, "renamed columns, {prompt: question, answer: solution}; `a.b` is column b inside of column a"
     )
-    system_prompt: str | None = setting(None, "system turn before the prompts of rows that bring none; null: none")
-    sources: dict[str, Any] = setting(
-        {}, "several data sets by name, mixed by weight, in place of data.path (docs/data.md)"
-    )
+    system_prompt: str | None = setting(None, "system message for prompts without one; null: none")
+    sources: dict[str, Any] = setting({}, "data sets by name, mixed by weight, in place of data.path (docs/data.md)")
     shuffle: bool = setting(True, "draw a new permutation per epoch from `seed`; false: file order")
-    max_prompt_tokens: int | None = setting(None, "rows with longer prompts are left out, visibly [tokens]", low=1)
+    max_prompt_tokens: int | None = setting(
+        None, "rows with longer prompts are left out, with a report [tokens]", low=1
+    )
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
 
     def training_sets(self) -> dict[str, DataSetConfig]:
-        """By name, with everything filled in that they inherit; data.path has an empty name."""
+        """Return the training sets by name, with inherited settings; the name of data.path is empty."""
         if not self.sources:
             return {"": self.complete(DataSetConfig(path=self.path, subset=self.subset), self.split)}
         return {name: self.complete(source, self.split) for name, source in self.sources.items()}
 
     def complete(self, data_set: DataSetConfig, split: str) -> DataSetConfig:
-        """With what it inherits."""
+        """Return the data set with its inherited settings."""
         return replace(
             data_set,
             split=data_set.split or split,
@@ -157,10 +143,11 @@ class DataConfig:
 class EnvironmentConfig:
     name: str = setting("calculator", "key of rollout.environments.ENVIRONMENTS, or path/to/file.py:ClassName")
     settings: dict[str, Any] = setting({}, "keyword arguments of the environment")
-    max_turns: int = setting(3, "assistant turns per episode at most", low=1)
+    max_turns: int = setting(3, "maximum number of assistant turns per episode", low=1)
     history: str = setting(
         "keep",
-        "keep: past turns stay as sampled; template: follow the chat template (branches where it drops reasoning)",
+        "keep: past turns stay as sampled; template: as the chat template renders them (branches where it drops "
+        "reasoning)",
         choices=("keep", "template"),
     )
 
@@ -173,20 +160,16 @@ class RewardConfig:
     timeout_s: float = setting(30.0, "wall-clock limit of one reward call [s]", above=0)
     isolation: str = setting(
         "process",
-        "where functions of files run; process: a worker that can be killed; thread: the trainer itself",
+        "where functions of files run; process: a worker that can be killed; thread: the trainer",
         choices=("process", "thread"),
     )
-    workers: int = setting(4, "worker processes for rewards, at most", low=1, when=WORKERS)
-    memory_gib: float = setting(
-        4.0, "private memory of one reward worker, at most; 0: no limit [GiB]", low=0, when=WORKERS
-    )
+    workers: int = setting(4, "maximum number of reward worker processes", low=1, when=WORKERS)
+    memory_gib: float = setting(4.0, "private memory limit of a reward worker; 0: none [GiB]", low=0, when=WORKERS)
     on_error: dict[str, Any] = setting(
-        {}, "by outcome (timeout, exception, ...): drop (the default), raise, or the reward to count instead"
+        {}, "by outcome (timeout, exception, ...): drop (the default), raise, or the reward to use instead"
     )
-    max_error_rate: float = setting(
-        0.5, "the run ends when more than this share of recent reward calls failed", low=0, high=1
-    )
-    error_window: int = setting(128, "reward calls that max_error_rate looks back on", low=1)
+    max_error_rate: float = setting(0.5, "share of failed recent reward calls above which the run ends", low=0, high=1)
+    error_window: int = setting(128, "recent reward calls for max_error_rate", low=1)
 
     @property
     def uses_workers(self) -> bool:
@@ -198,101 +181,86 @@ class RewardConfig:
 class RolloutConfig:
     engine: str = setting(
         "embedded",
-        "embedded: vLLM in the process of rank 0; colocated: in that of every rank, on its GPU; server: vLLM servers "
-        "at rollout.urls",
+        "vLLM; embedded: in the process of rank 0; colocated: of each rank, on its GPU; server: at rollout.urls",
         choices=("embedded", "colocated", "server"),
     )
     urls: list[str] = setting([], "engine=server: addresses of the servers, http://<host>:<port>")
     api_key_env: str | None = setting(
-        "LOCKSTEP_ENGINE_KEY", "environment variable with the key of the servers; null: they are open to everybody"
+        "LOCKSTEP_ENGINE_KEY", "environment variable with the key of the servers; null: no key, open to all clients"
     )
     silence_timeout_s: float = setting(
-        60.0,
-        "engine=server: a server that answers nothing for this long while requests wait is taken for dead [s]",
-        above=0,
-        when=SERVERS,
+        60.0, "time without any answer to waiting requests before a server counts as dead [s]", above=0, when=SERVERS
     )
     prompts_per_step: int = setting(16, "prompts per rollout batch, over all ranks", low=1)
     samples_per_prompt: int = setting(8, "rollouts per prompt (the group size G)", low=1)
-    temperature: float = setting(1.0, "sampling temperature; the trainer divides logits by the same", above=0)
+    temperature: float = setting(1.0, "sampling temperature; the trainer divides logits by it too", above=0)
     top_p: float = setting(1.0, "nucleus; below 1 changes the sampling distribution", low=0, high=1)
     top_k: int = setting(0, "0: off", low=0)
     min_p: float = setting(0.0, "0: off", low=0, high=1)
     replay_support: bool = setting(
-        False, "truncated sampling: normalise the trainer's logprobs over the tokens the engine sampled from, too"
+        False, "truncated sampling: normalize the trainer's logprobs over the engine's support"
     )
-    max_tokens_per_turn: int = setting(48, "sampled tokens per assistant turn at most [tokens]", low=1)
+    max_tokens_per_turn: int = setting(48, "maximum number of sampled tokens per assistant turn [tokens]", low=1)
     max_model_len: int = setting(512, "context of the engine: prompt and completion [tokens]", low=2)
-    max_num_seqs: int = setting(256, "requests the engine batches at once", low=1)
+    max_num_seqs: int = setting(256, "maximum number of requests in a batch of the engine", low=1)
     kv_cache_gib: float | None = setting(
-        0.25, "KV cache of an engine; null, on GPUs with engine=colocated: what the memory plan leaves [GiB]", above=0
+        0.25, "KV cache of an engine; null, on GPUs with engine=colocated: by the memory plan [GiB]", above=0
     )
-    num_engines: int = setting(
-        1, "engine=embedded on a CPU: engines, among which the cores are shared out", low=1, when=EMBEDDED
-    )
+    num_engines: int = setting(1, "number of engines on a CPU, which share the cores", low=1, when=EMBEDDED)
     compile_engine: bool = setting(
-        False,
-        "engines on a CPU: compile the model when they start, with a C++ compiler, in up to a minute (on GPUs vLLM "
-        "always does)",
+        False, "compile CPU engines at start: up to a minute, needs a C++ compiler (on GPUs vLLM always compiles)"
     )
     sleep_level: int = setting(
         2,
-        "engine=colocated, while the trainer computes: 2 frees the engine's weights and cache, 1 moves its weights to "
-        "main memory, 0 keeps both (a CPU engine pauses, and frees nothing)",
+        "while the trainer computes: 2 frees the engine's weights and cache, 1 moves the weights to main memory, "
+        "0 keeps both (a CPU engine frees nothing)",
         choices=(0, 1, 2),
         when=COLOCATED,
     )
-    request_timeout_s: float = setting(
-        600.0, "a request without an answer for this long is an engine failure [s]", above=0
-    )
-    start_timeout_s: float = setting(600.0, "limit for the engine to become ready [s]", above=0)
+    request_timeout_s: float = setting(600.0, "time limit of a request before it is an engine failure [s]", above=0)
+    start_timeout_s: float = setting(600.0, "time limit for the start of the engine [s]", above=0)
     engine_restarts: int = setting(
-        2,
-        "times that an engine of the run's own that died is started again, and the step goes on; 0: the run ends",
-        low=0,
-        when=OWN_ENGINES,
+        2, "maximum restarts of a failed engine of the run, within the step; 0: the run ends", low=0, when=OWN_ENGINES
     )
     ignore_eos: bool = setting(
-        False, "sample past the end of the turn, up to max_tokens_per_turn: responses of one fixed length"
+        False, "sample past the end of the turn, up to max_tokens_per_turn: responses of a fixed length"
     )
     max_staleness: int = setting(
         0,
-        "0: rollouts are sampled by the weights they train; k: while the trainer works, by weights at most k updates "
-        "old (docs/asynchrony.md)",
+        "0: rollouts are sampled by current weights; k: during training, by weights at most k updates old "
+        "(docs/asynchrony.md)",
         low=0,
     )
     stragglers: str = setting(
         "wait",
-        "max_staleness: a step waits for groups that the next one could not train any more, or goes on and drops them",
+        "groups that will be too old for the next step; wait: the step waits for them; drop: it drops them",
         choices=("wait", "drop"),
         when=AHEAD,
     )
-    mask_truncated: bool = setting(False, "do not train rollouts that ended on a length limit (they still count)")
+    mask_truncated: bool = setting(False, "do not train rollouts that hit a length limit (they still count)")
 
 
 @dataclass
 class SyncConfig:
     pause: str = setting(
         "auto",
-        "running requests during a sync are drained (wait), continued by the new weights (keep) or given up (abort); "
-        "auto: keep with rollout.max_staleness, else wait",
+        "running requests during a sync finish first (wait), continue with the new weights (keep) or are aborted "
+        "(abort); auto: keep with rollout.max_staleness, else wait",
         choices=("auto", "wait", "keep", "abort"),
     )
-    bucket_mib: float = setting(512.0, "parameters gathered and sent at once, at most [MiB]", above=0)
+    bucket_mib: float = setting(512.0, "maximum size of parameters gathered and sent at once [MiB]", above=0)
     canary_threshold: float | None = setting(
-        None, "largest |logp engine - logp trainer| of the canary; null: by the engine's dtype [nats]", above=0
+        None, "largest |logp engine - logp trainer| of the canary [nats]; null: by the engine's dtype", above=0
     )
     canary_share: float | None = setting(
         None,
-        "most of the time that canaries may take (0.01: the next one when the cost of the last is a hundredth of the "
-        "time since; 0: one after the first sync); null: one after every sync",
+        "largest share of time for canaries (0: only one, after the first sync); null: one after every sync",
         low=0,
         high=1,
     )
-    timeout_s: float = setting(300.0, "deadline of each phase of a sync, on all ranks [s]", above=0)
+    timeout_s: float = setting(300.0, "time limit of each phase of a sync, on all ranks [s]", above=0)
     address: str | None = setting(
-        None,
-        "engine=server: this machine's address, where servers fetch the weights; null: the one that reaches them",
+        None, "address of this machine from which servers fetch the weights; null: the one that reaches them"
     )
 
 
@@ -304,72 +272,62 @@ class CorrectionConfig:
         choices=tuple(CORRECTION_MODES),
     )
     high: float = setting(
-        2.0,
-        "upper bound of the weight: truncated to it, or masked above it",
-        above=0,
-        may_be_infinite=True,
-        when=WEIGHTS,
+        2.0, "upper bound of weights, truncated to it or masked above", above=0, may_be_infinite=True, when=WEIGHTS
     )
-    low: float = setting(0.0, "lower bound of the weight: raised to it, or masked below it", low=0, when=WEIGHTS)
+    low: float = setting(0.0, "lower bound of weights, raised to it or masked below", low=0, when=WEIGHTS)
     batch_normalize: bool = setting(False, "divide the weights by their mean over the step", when=WEIGHTS)
     rejection: dict[str, float] = setting(
         {},
-        "criterion: threshold; tokens that fail one leave the loss and its denominator "
-        "(trainer/objective/rejection.py)",
+        "criterion: threshold; tokens that fail one leave loss and denominator (trainer/objective/correction_modes.py)",
     )
     logp_old: str = setting(
         "recompute",
-        "recompute: proximal logprobs by the trainer; bypass: the engine's own (one update per batch)",
+        "old logprobs; recompute: by the trainer; bypass: the engine's (one update per batch)",
         choices=("recompute", "bypass"),
     )
     kl_penalty: float = setting(
-        0.0, "advantage lost per nat by which a token's logp_samp - logp_old is above its mean over the step", low=0
+        0.0, "advantage lost per nat of logp_samp - logp_old above its mean over the step", low=0
     )
     noise_floor_every: int = setting(
-        10,
-        "updates between measurements of the trainer against itself in another packing, the first one included; 0: off",
-        low=0,
-        when=MEASURED,
+        10, "updates between measurements of the noise floor, starting with the first; 0: off", low=0, when=MEASURED
     )
-    alarm_kl: float = setting(0.1, "alarm when |kl| is above [nats]", may_be_infinite=True, when=MEASURED)
-    alarm_ess: float = setting(0.3, "alarm when the effective sample size is below", when=MEASURED)
+    alarm_kl: float = setting(0.1, "alarm if |kl| is above [nats]", may_be_infinite=True, when=MEASURED)
+    alarm_ess: float = setting(0.3, "alarm if the effective sample size is below", when=MEASURED)
     alarm_k3: float = setting(
-        10.0, "alarm when k3_kl is above this many times the noise floor", above=0, may_be_infinite=True, when=MEASURED
+        10.0, "alarm if k3_kl is above this multiple of the noise floor", above=0, may_be_infinite=True, when=MEASURED
     )
 
 
 @dataclass
 class OptimizerConfig:
     name: str = setting("adamw", "optimizer (trainer/update/optimizer.py)", choices=OPTIMIZERS)
-    lr: float = setting(3e-4, "learning rate at its highest", above=0)
+    lr: float = setting(3e-4, "peak learning rate", above=0)
     critic_lr: float | None = setting(
         None,
-        "learning rate of a critic at its highest, on the same schedule (adamw, adamw_tf, sgd); null: lr",
+        "peak learning rate of a critic, on the same schedule (adamw, adamw_tf, sgd); null: lr",
         above=0,
         when=CRITIC,
     )
     betas: list[float] = setting([0.9, 0.95], "Adam's moment decays", length=2, low=0, below=1)
     eps: float = setting(1e-8, "Adam's epsilon", above=0)
-    momentum: float = setting(0.95, "of muon and sgd", low=0, high=1, when=MOMENTUM)
+    momentum: float = setting(0.95, "momentum of muon and sgd", low=0, high=1, when=MOMENTUM)
     weight_decay: float = setting(0.0, "decoupled weight decay, on matrices only", low=0)
-    max_grad_norm: float = setting(1.0, "gradients are scaled down to this global norm; 0: off", low=0)
+    max_grad_norm: float = setting(1.0, "global norm to which gradients are clipped; 0: no clipping", low=0)
     schedule: str = setting("constant", "learning rate after warm-up", choices=("constant", "linear", "cosine"))
     warmup_updates: int = setting(0, "updates over which the learning rate rises linearly", low=0)
-    final_lr_fraction: float = setting(0.0, "where linear and cosine end, as a fraction of lr", low=0, high=1)
+    final_lr_fraction: float = setting(0.0, "end of linear and cosine, as a fraction of lr", low=0, high=1)
     max_skipped_updates: int = setting(
-        5,
-        "updates skipped in a row, for a loss or gradient that is not finite or a spike, after which the run ends",
-        low=1,
+        5, "consecutive updates skipped for a spike or a non-finite loss or gradient before the run ends", low=1
     )
     spike: str = setting(
         "off",
-        "update whose gradient norm is far above those before; skip: not made, its batch dumped; dump: made and dumped",
+        "update with a gradient norm far above earlier ones; skip: skip it, dump its batch; dump: only dump its batch",
         choices=("off", "skip", "dump"),
     )
     spike_factor: float = setting(
-        10.0, "spike: a norm above this many times the median of those before it", low=1, when=SPIKES
+        10.0, "gradient norm of a spike, as a multiple of the median of earlier ones", low=1, when=SPIKES
     )
-    spike_window: int = setting(64, "spike: updates that the median looks back on", low=MIN_NORMS, when=SPIKES)
+    spike_window: int = setting(64, "recent updates for the median of gradient norms", low=MIN_NORMS, when=SPIKES)
 
 
 @dataclass
@@ -378,21 +336,21 @@ class LoggerConfig:
     project: str = setting("lockstep", "W&B project", when=WANDB)
     entity: str | None = setting(None, "W&B entity", when=WANDB)
     wandb_id: str | None = setting(
-        None, "W&B run to go on with; null: that of the run which is resumed, a new one for a fork", when=WANDB
+        None, "W&B run to continue; null: that of a resumed run, a new one for a fork", when=WANDB
     )
-    group: str | None = setting(None, "W&B group, for runs that belong together", when=WANDB)
+    group: str | None = setting(None, "W&B group of related runs", when=WANDB)
     wandb_media_every: int = setting(
         10,
-        "updates between tables of rollouts, token views and histograms in W&B, the first one included; 0: never",
+        "updates between rollout tables, token views and histograms in W&B, starting with the first; 0: never",
         low=0,
     )
-    wandb_rollouts: int = setting(64, "rollouts per table in W&B, at most", low=0)
+    wandb_rollouts: int = setting(64, "maximum number of rollouts per table in W&B", low=0)
     print_rollouts: int = setting(1, "sample rollouts printed per report", low=0)
     print_rollouts_every: int = setting(10, "updates between printed sample rollouts; 0: never", low=0)
     peak_tflops: float | None = setting(
         None,
-        "what one device can compute in model.dtype, for perf/mfu (bfloat16: H100 SXM 989, A100 312) [10¹² FLOP/s]; "
-        "null: not reported, nor for mixtures of experts",
+        "peak of one device in model.dtype, for perf/mfu (bfloat16: H100 SXM 989, A100 312) [10¹² FLOP/s]; null: not "
+        "reported, nor for mixtures of experts",
         above=0,
     )
     save_rollouts: bool = setting(True, "write all rollouts of each step as JSONL into the run directory")
@@ -400,99 +358,93 @@ class LoggerConfig:
 
 @dataclass
 class CheckpointConfig:
-    every: int = setting(20, "updates between checkpoints; 0: only at the end and when interrupted", low=0)
-    keep: int = setting(2, "checkpoints kept; older ones go after a new one is published", low=1)
+    every: int = setting(20, "updates between checkpoints; 0: only at the end and on interruption", low=0)
+    keep: int = setting(2, "checkpoints kept; older ones are deleted after a new one is published", low=1)
 
 
 @dataclass
 class EvalConfig:
-    every: int = setting(
-        0, "updates between evaluations on the held-out data; another one follows the last update; 0: never", low=0
-    )
+    every: int = setting(0, "updates between evaluations on held-out data, also after the last update; 0: never", low=0)
     before_training: bool = setting(False, "evaluate before the first update and after the last one")
     sets: dict[str, Any] = setting(
-        {}, "further held-out data by name; its metrics are eval/<name>/... (docs/evaluation.md)"
+        {}, "further held-out data by name, with metrics eval/<name>/... (docs/evaluation.md)"
     )
-    prompts: int | None = setting(128, "the first so many prompts of each data set; null: all", low=1)
+    prompts: int | None = setting(128, "number of prompts from the start of each data set; null: all", low=1)
     samples_per_prompt: int = setting(1, "rollouts per held-out prompt, n of pass@k and mean@n", low=1)
     temperature: float = setting(0.0, "0: greedy", low=0)
     top_p: float = setting(1.0, "nucleus", low=0, high=1)
     top_k: int = setting(0, "0: off", low=0)
     min_p: float = setting(0.0, "0: off", low=0, high=1)
     max_tokens_per_turn: int | None = setting(
-        None, "sampled tokens per assistant turn at most [tokens]; null: rollout.max_tokens_per_turn", low=1
+        None, "maximum number of sampled tokens per assistant turn [tokens]; null: rollout.max_tokens_per_turn", low=1
     )
-    pass_threshold: float = setting(1.0, "a rollout passes with at least this reward")
-    pass_reward: str | None = setting(None, "reward function that decides whether it passes; null: the weighted sum")
-    by: str = setting("environment", "column by whose values results are broken down, in data that has it")
+    pass_threshold: float = setting(1.0, "lowest reward of a rollout that passes")
+    pass_reward: str | None = setting(None, "reward function compared with pass_threshold; null: the weighted sum")
+    by: str = setting("environment", "column whose values break the results down, in data that has it")
     compare_to: str | None = setting(
         None,
-        "scripts/evaluate.py: a model, or the JSON file of its evaluation, to compare with on the same seeds",
+        "scripts/evaluate.py: model, or JSON file of its evaluation, to compare with on the same seeds",
         when=EVALUATE_SCRIPT,
     )
     output: str | None = setting(
-        None,
-        "scripts/evaluate.py: JSON file for the results; the rollouts go beside it, as .jsonl",
-        when=EVALUATE_SCRIPT,
+        None, "scripts/evaluate.py: JSON file for results, with rollouts beside it as .jsonl", when=EVALUATE_SCRIPT
     )
 
 
 @dataclass
 class HubConfig:
-    repo: str | None = setting(None, "hub repository that the trained model is uploaded to at the end; null: none")
-    private: bool = setting(True, "a repository that is made for it can be seen by its owner only", when=HUB)
+    repo: str | None = setting(None, "hub repository to upload the trained model to; null: none")
+    private: bool = setting(True, "make a new repository private", when=HUB)
 
 
 @dataclass
 class GatewayConfig:
-    host: str = setting("127.0.0.1", "address the gateway listens on; others than loopback can be reached by others")
-    port: int = setting(0, "port of the gateway; 0: any that is free", low=0, high=65535)
-    api_key: str | None = setting(None, "key that clients send; null: a random one for each run")
-    model_name: str | None = setting(None, "name of the model for clients; null: the last part of model.path")
-    max_request_mib: float = setting(64.0, "larger requests are refused [MiB]", above=0)
+    host: str = setting("127.0.0.1", "address of the gateway; other machines can reach it unless it is loopback")
+    port: int = setting(0, "port of the gateway; 0: any free port", low=0, high=65535)
+    api_key: str | None = setting(None, "key of clients; null: a random one for each run")
+    model_name: str | None = setting(None, "model name for clients; null: the last part of model.path")
+    max_request_mib: float = setting(64.0, "maximum size of a request [MiB]", above=0)
 
 
 @dataclass
 class ServerConfig:
-    host: str = setting("127.0.0.1", "address a server listens on; others than loopback can be reached by others")
+    host: str = setting("127.0.0.1", "address of a server; other machines can reach it unless it is loopback")
     port: int = setting(8000, "port of the server", low=1, high=65535)
-    vllm_args: list[str] = setting([], "further arguments of vLLM's server, for example [--tensor-parallel-size,2]")
+    vllm_args: list[str] = setting([], "further arguments for vLLM's server, for example [--tensor-parallel-size,2]")
 
 
 @dataclass
 class Config:
-    seed: int = setting(0, "of data order, sampling and initialisation", low=0, high=2**32 - 1)
+    seed: int = setting(0, "seed of data order, sampling and initialization", low=0, high=2**32 - 1)
     updates: int = setting(80, "optimizer updates of the whole run", low=1)
     run_root: str = setting("runs", "directory that holds run directories")
     run_name: str | None = setting(None, "name of the run directory; null: experiment name and time")
-    dry_run: bool = setting(False, "say what the run would do (settings, counts, memory, two rows) and end; no engine")
+    dry_run: bool = setting(
+        False, "print a plan of the run (settings, counts, memory, two rows) and exit, without an engine"
+    )
     resume: str = setting(
         "never",
-        "never, auto (latest checkpoint of run_name), or the path of a checkpoint, with which a new run_name is a fork",
+        "never, auto (latest checkpoint of run_name), or the path of a checkpoint; with a new run_name it is a fork",
     )
     max_hours: float = setting(
-        0.0, "the run saves and ends after the update during which so much time is over; 0: no limit [h]", low=0
+        0.0, "wall-clock limit; checkpoint and exit after the current update; 0: none [h]", low=0
     )
     step_timeout_s: float = setting(
-        1800.0,
-        "stacks of a rank are written to logs/ when one step, save or evaluation takes longer; 0: never [s]",
-        low=0,
+        1800.0, "time limit of a step, save or evaluation before stacks are written to logs/; 0: none [s]", low=0
     )
     on_step_timeout: str = setting(
         "report",
-        "report: write the stacks and wait on; end: write them and end the run",
+        "report: write the stacks and continue; end: write them and end the run",
         choices=("report", "end"),
         when=STEP_LIMIT,
     )
-    profile: bool = setting(
-        False, "trace steps with torch's profiler, on every rank, into profile/ of the run directory"
-    )
-    profile_steps: int = setting(1, "profile: steps that are traced, after the first one", low=1, when=PROFILE)
-    token_budget: int = setting(16384, "tokens per packed microbatch on one rank, at most", low=1)
+    profile: bool = setting(False, "trace steps on every rank with torch.profiler, into profile/ of the run directory")
+    profile_steps: int = setting(1, "number of traced steps, after the first one", low=1, when=PROFILE)
+    token_budget: int = setting(16384, "maximum number of tokens per packed microbatch of a rank", low=1)
     share_prefixes: str = setting(
         "auto",
-        "compute what rows begin with once per pack (prompts of groups, histories of branches); auto: where attention "
-        "is packed_rows; always: have it so",
+        "compute common prefixes of rows (prompts of groups, histories of branches) once per pack; auto: if attention "
+        "is packed_rows; always: use packed_rows",
         choices=("auto", "always", "never"),
     )
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -512,7 +464,7 @@ class Config:
     server: ServerConfig = field(default_factory=ServerConfig)
 
     def heldout_sets(self) -> dict[str, DataSetConfig]:
-        """Held-out data sets by name, with everything filled in that they inherit; data.heldout_path has no name."""
+        """Return the held-out sets by name, with inherited settings; the name of data.heldout_path is empty."""
         split = self.data.heldout_split
         sets = {name: self.data.complete(data_set, split) for name, data_set in self.eval.sets.items()}
         if self.data.heldout_path is None:
@@ -522,28 +474,28 @@ class Config:
 
     @property
     def has_critic(self) -> bool:
-        """True if advantages come from a learned value."""
+        """True if the advantage estimator needs a critic."""
         return ADVANTAGES[self.algorithm.advantage].needs_critic
 
     @property
     def needs_greedy(self) -> bool:
-        """True if advantages need the greedy answer to each prompt."""
+        """True if the advantage estimator needs the greedy answer to each prompt."""
         return ADVANTAGES[self.algorithm.advantage].needs_greedy
 
     @property
     def attention(self) -> str:
-        """What attention the trainer is to use: model.attn_implementation, unless that leaves it open."""
+        """model.attn_implementation; packed_rows in place of auto with share_prefixes=always."""
         is_open = self.model.attn_implementation == "auto" and self.share_prefixes == "always"
         return "packed_rows" if is_open else self.model.attn_implementation
 
     @property
     def pause_mode(self) -> str:
-        """wait, keep or abort."""
+        """sync.pause with auto resolved."""
         if self.sync.pause != "auto":
             return self.sync.pause
         return "keep" if self.rollout.max_staleness else "wait"
 
     @property
     def horizon(self) -> int:
-        """Longest completion of a rollout, over all of its turns [tokens]."""
+        """Maximum completion length of a rollout over all of its turns [tokens]."""
         return self.algorithm.max_completion_tokens or (self.environment.max_turns * self.rollout.max_tokens_per_turn)

@@ -1,4 +1,4 @@
-"""A resolved configuration as people look through it: a tree, in which what differs from the defaults stands out."""
+"""Tree of a resolved configuration that highlights changes from the defaults."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from trainer.config.schema import Config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class ResolvedSetting:
     path: tuple[str, ...]
     value: Any
     default: Any
-    """Of the schema; the value itself where the schema does not know the setting (another version's file)."""
+    """Default of the schema; the value itself for a setting of another version."""
 
     @property
     def is_changed(self) -> bool:
@@ -32,27 +32,27 @@ class Setting:
 
 
 def plain(config: Config) -> dict[str, Any]:
-    """All settings as nested dicts, without secrets."""
+    """Return all settings as nested dicts, without secrets."""
     return redact(OmegaConf.to_container(OmegaConf.structured(config)))
 
 
-def settings(values: Mapping[str, Any]) -> list[Setting]:
-    """Every setting of nested dicts such as `plain` returns, in order."""
+def settings(values: Mapping[str, Any]) -> list[ResolvedSetting]:
+    """Return every setting of nested dicts from `plain`, in order."""
     return list(_walk((), values, plain(Config())))
 
 
-def _walk(path: tuple[str, ...], values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator[Setting]:
+def _walk(path: tuple[str, ...], values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator[ResolvedSetting]:
     for name, value in values.items():
         default = defaults.get(name, value)
         # A dict whose default has keys is a section; an empty default is a free-form setting.
         if isinstance(value, Mapping) and isinstance(default, Mapping) and default:
             yield from _walk((*path, name), value, default)
         else:
-            yield Setting(path=(*path, name), value=value, default=default)
+            yield ResolvedSetting(path=(*path, name), value=value, default=default)
 
 
 def settings_tree(values: Mapping[str, Any]) -> Tree:
-    """For a terminal. Values of the user's are text: nothing in them is read as markup."""
+    """Return the tree for a terminal. Values are plain text, without markup."""
     tree = Tree(Text.assemble(("settings", "bold"), ("  bold: not the default of the schema", "dim")))
     branches: dict[tuple[str, ...], Tree] = {(): tree}
     for setting in settings(values):
@@ -69,5 +69,5 @@ def settings_tree(values: Mapping[str, Any]) -> Tree:
 
 
 def flow(value: Any) -> str:
-    """A value in one line, as it can be typed: null, true, [a, b]."""
+    """Format a value as one line of YAML: null, true, [a, b]."""
     return yaml.safe_dump(value, default_flow_style=True, width=10_000, sort_keys=False).removesuffix("...\n").strip()

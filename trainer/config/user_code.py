@@ -1,4 +1,4 @@
-"""Which Python files of the user a configuration names: they are run, which is what naming them means, and said so."""
+"""Python files of the user that a configuration names, and that a run therefore executes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from trainer.config.schema import Config
 
 SPEC = re.compile(r"\S.*\.py:\w+")
-"""path/to/file.py:name, or several names with commas."""
+"""path/to/file.py:name, or several names separated by commas."""
 
 
 def code_of_files(config: Config) -> list[str]:
-    """The `path/to/file.py:name` of reward functions, environments, tools and agents, in the order of the settings."""
+    """Return the `path/to/file.py:name` of reward functions, environments, tools and agents, in order of settings."""
     named = [*config.reward.functions, config.environment.name, *_texts(config.environment.settings)]
     return list(dict.fromkeys(text for text in named if SPEC.match(text)))
 

@@ -1,1 +1,1 @@
-"""What each token is trained with: advantages, returns, old log-probabilities, weights."""
+"""Training targets per token: advantages, returns, old logprobs, correction weights."""

@@ -1,4 +1,4 @@
-"""The rollout correction of one step: a weight per trained token, and the tokens that stay in the loss mask.
+"""Rollout correction of one step: the weight of each trained token, and the loss mask.
 
 Dimensions: `_N` trained tokens of the step, `_T` trained tokens of a microbatch.
 """
@@ -18,19 +18,19 @@ from trainer.objective.correction import CorrectionResult, correction_weights, t
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepCorrection:
-    """Weights between engine and trainer."""
+    """Importance weights between engine and trainer."""
 
     settings: CorrectionConfig
     weights_N: Tensor | None
-    """None with `FromUpdate`: each microbatch computes the weights of its own tokens."""
+    """None with `FromUpdate`: each microbatch computes its own weights."""
     keep_N: Tensor
-    """bool: False for tokens that left the loss mask (rejected, or of a masked rollout), and so the denominators."""
+    """bool: False for tokens outside of the loss mask and its denominators (rejected, or of a masked rollout)."""
     result: CorrectionResult | None = None
-    """The weights with everything that metrics need; None where it follows after the update."""
+    """Weights with the tensors for metrics; None if it is known only after the update."""
 
     @classmethod
     def of(cls, batch: StepBatch, old: OldPolicy, settings: CorrectionConfig) -> StepCorrection:
-        """Compute the correction before the update, as far as π_old is known."""
+        """Return the correction, as far as π_old is known before the update."""
         keep_N = torch.from_numpy(batch.is_kept_S)[batch.rollout_N]
         if old.logp_N is None:
             return cls(settings=settings, weights_N=None, keep_N=keep_N)
@@ -44,22 +44,19 @@ class StepCorrection:
         )
 
     def weights_at(self, index_T: Tensor, old_T: Tensor, sampling_T: Tensor) -> Tensor:
-        """Return (T,) weights of a microbatch. old_T, sampling_T: its logprobs by π_old and by the engine."""
+        """Return (T,) weights of a microbatch. old_T, sampling_T: its logprobs under π_old and of the engine."""
         if self.weights_N is not None:
             return self.weights_N[index_T].to(old_T.device, old_T.dtype)
         bounds = (self.settings.low, self.settings.high)
         return token_weights(old_T, sampling_T, mode=self.settings.mode, bounds=bounds)
 
     def measured(self, batch: StepBatch, trained_N: Tensor) -> CorrectionResult:
-        """Return weights, raw ratios and rejection for the metrics of a step, after the update.
-
-        trained_N: the trainer's logprobs of the trained tokens before the update (`OldPolicy.by_trainer`).
-        """
+        """Return the correction for the metrics, after the update. trained_N: `OldPolicy.by_trainer`."""
         if self.result is not None:
             return self.result
         if self.weights_N is None:
             return _weights(batch, trained_N, self.settings, mode=self.settings.mode)
-        # Bypass: the ratio of the loss is the weight, known since the update's own forward pass.
+        # Bypass: the ratio of the loss is the weight, known since the forward pass of the update.
         return _weights(batch, trained_N, self.settings, mode="off").uncontrolled()
 
 

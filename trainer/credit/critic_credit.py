@@ -1,7 +1,4 @@
-"""Targets of a step with a critic: rewards per token, GAE, the KL controller, and their metrics.
-
-The pure parts of PPO (`token_rewards`, `advantages/critic`, `kl_control`, `ppo_metrics`) meet settings and a batch
-here.
+"""Targets of a step with a critic: rewards per token, GAE, the adapted KL coefficient, and their metrics.
 
 Dimensions: `_S` rollouts of the step, `_N` trained tokens of the step.
 """
@@ -17,14 +14,14 @@ from trainer.config.schema import AlgorithmConfig
 from trainer.credit.correction import StepCorrection
 from trainer.credit.targets import Logprobs, Targets
 from trainer.objective.advantages.critic import Credit
-from trainer.objective.kl_control import AdaptiveKl, FixedKl, KlController
+from trainer.objective.kl_control import adapted_kl_coef
 from trainer.objective.ppo_metrics import objective_metrics, value_metrics
 from trainer.objective.token_rewards import TurnRewards, token_rewards
 
 
 class CriticTargets(NamedTuple):
     targets: Targets
-    """Advantages over the whole step; each optimizer step computes its own."""
+    """Advantages over the whole step; `for_rollouts` gives those of an optimizer step."""
     next_kl_coef: float
     metrics: dict[str, float]
 
@@ -32,15 +29,10 @@ class CriticTargets(NamedTuple):
 def critic_targets(
     batch: StepBatch, logprobs: Logprobs, correction: StepCorrection, algorithm: AlgorithmConfig, *, kl_coef: float
 ) -> CriticTargets:
-    """Return the targets of a step.
-
-    Args:
-        logprobs: with values.
-        kl_coef: weight of the KL penalty on this step's tokens.
-    """
+    """Return the targets of a step. logprobs: with values. kl_coef: weight of the KL penalty in this step."""
     old_N, values_N, ref_N = logprobs.old.logp_N, logprobs.values_N, logprobs.ref_N
-    assert old_N is not None, "a critic needs the logprobs of the policy before the update"
-    assert values_N is not None, "the critic scores the same tokens in the same pass"
+    assert old_N is not None, "a critic needs logprobs before the update"
+    assert values_N is not None
     in_reward = ref_N is not None and algorithm.kl_place == "reward"
     rewards = token_rewards(
         TurnRewards(torch.from_numpy(batch.turn_rewards_K), batch.turn_rollout_K, batch.turn_index_K),
@@ -66,19 +58,18 @@ def critic_targets(
         credit=credit,
     ).for_rollouts(torch.arange(batch.num_rollouts), algorithm)
     next_kl_coef = kl_coef
-    if in_reward and batch.num_rollouts:
-        kl = float(rewards.kl_S.double().mean())
-        next_kl_coef = kl_controller(algorithm).next(kl_coef, kl=kl, num_episodes=batch.num_rollouts)
+    if in_reward and algorithm.kl_target is not None and batch.num_rollouts:
+        next_kl_coef = adapted_kl_coef(
+            kl_coef,
+            kl=float(rewards.kl_S.double().mean()),
+            num_episodes=batch.num_rollouts,
+            target=algorithm.kl_target,
+            horizon=algorithm.kl_horizon,
+        )
     metrics = objective_metrics(
         torch.from_numpy(batch.rewards_S), rewards.kl_S, rewards.penalty_T, old_N, batch.rollout_N, kl_coef=kl_coef
     )
-    if ref_N is None:  # a KL of 0 would look like a measurement
+    if ref_N is None:  # a KL of 0 would read as a measurement
         metrics = {name: value for name, value in metrics.items() if not name.startswith("objective/kl")}
     assert targets.returns_N is not None
     return CriticTargets(targets, next_kl_coef, metrics | value_metrics(values_N, targets.returns_N, correction.keep_N))
-
-
-def kl_controller(algorithm: AlgorithmConfig) -> KlController:
-    if algorithm.kl_target is None:
-        return FixedKl()
-    return AdaptiveKl(target=algorithm.kl_target, horizon=algorithm.kl_horizon)

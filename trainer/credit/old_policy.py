@@ -1,11 +1,11 @@
-"""π_old, the proximal policy of an update: its log-probabilities come from one of three places.
+"""π_old, the proximal policy of an update, with its logprobs from one of three sources.
 
-| form         | log π_old of a token                     | when                                                      |
-|--------------|------------------------------------------|-----------------------------------------------------------|
-| `Recomputed` | a pass of the trainer before the update  | the default of several updates per batch, and where a     |
-|              |                                          | weight, an advantage or a mask depends on all tokens      |
-| `FromEngine` | the engine's sampling logprob            | `correction.logp_old=bypass`                              |
-| `FromUpdate` | the update's own first forward pass      | one update per batch, and nothing else needs it before    |
+| form         | source of log π_old                     | used                                                       |
+|--------------|-----------------------------------------|------------------------------------------------------------|
+| `Recomputed` | a pass of the trainer before the update | with several updates per batch, or where a weight, an      |
+|              |                                         | advantage or a mask depends on all tokens                  |
+| `FromEngine` | the engine's sampling logprobs          | with `correction.logp_old=bypass`                          |
+| `FromUpdate` | the first forward pass of the update    | otherwise                                                  |
 
 Dimensions: `_N` trained tokens of the step, `_T` trained tokens of a microbatch.
 """
@@ -22,22 +22,22 @@ from trainer.objective.correction_modes import CORRECTION_MODES, Granularity
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recomputed:
-    """log π_old by a pass of the trainer, with the weights before the update."""
+    """Logprobs by a pass of the trainer with the weights before the update."""
 
     logp_N: Tensor
 
     def at(self, index_T: Tensor, logp_T: Tensor) -> Tensor:
-        """Return (T,) log π_old. index_T: places among the tokens of the step. logp_T: log π_θ of these tokens."""
+        """Return (T,) log π_old. index_T: indices of tokens of the step. logp_T: log π_θ of these tokens."""
         return self.logp_N[index_T].to(logp_T.device, logp_T.dtype)
 
     def by_trainer(self, seen_N: Tensor) -> Tensor:
-        """Return (N,) logprobs by the trainer before the update. seen_N: those of the update's first forward pass."""
+        """Return (N,) the trainer's logprobs before the update. seen_N: those of the update's first forward pass."""
         return self.logp_N
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FromEngine:
-    """log π_old as the engine sampled: the ratio of the loss carries the mismatch between engine and trainer."""
+    """Logprobs of the engine: the ratio of the loss carries the mismatch between engine and trainer."""
 
     logp_N: Tensor
 
@@ -50,7 +50,7 @@ class FromEngine:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FromUpdate:
-    """log π_old of the update's first forward pass, whose weights are still those of π_old."""
+    """Logprobs of the update's first forward pass, whose weights are still those of π_old."""
 
     logp_N: None = None
 
@@ -65,11 +65,11 @@ OldPolicy = Recomputed | FromEngine | FromUpdate
 
 
 def form_of(config: Config) -> type[OldPolicy]:
-    """Return the form that a configuration asks for.
+    """Return the form for a configuration.
 
-    `FromUpdate` needs no pass of its own. It is exact where a rollout batch gets one update, and nothing before the
-    loss is made from the logprobs of all tokens: sequence weights, their mean, rejection (it changes the denominators),
-    advantages with a KL penalty, a critic.
+    `FromUpdate` saves a pass. It is exact if a rollout batch gets one update and nothing before the loss needs the
+    logprobs of all tokens: sequence weights, their mean, rejection (it changes the denominators), advantages with a KL
+    penalty, a critic.
     """
     algorithm, correction = config.algorithm, config.correction
     if correction.logp_old == "bypass":

@@ -10,10 +10,9 @@ KL penalties inside advantages are per token, and come after the estimator:
     A_t = A_t + c (mean d − d_t),  d = logp_samp − logp_old     `correction.kl_penalty` ("KL Divergence Analysis",
                                                                 jphme, gist, 2026)
 
-After, because inside a group they would be divided by the group's deviation: a group whose task rewards are equal would
-then train on nothing but its KL noise, scaled up to 1. On policy the expected gradient of the first is −β times that of
-KL(π ‖ π_ref) at each visited position; its effect on later positions is left out (discount 0), which also makes it
-independent of how a rollout branches into rows.
+Before the estimator they would be divided by the group's deviation: a group of equal task rewards would train on KL
+noise scaled up to 1. On policy the expected gradient of the first is −β times that of KL(π ‖ π_ref) at each visited
+position; effects on later positions are left out (discount 0), so it does not depend on the rows of a rollout.
 
 Dimensions: `_S` rollouts of the step, `_K` their turns, `_N` trained tokens of the step.
 """
@@ -46,22 +45,21 @@ class Logprobs:
     ref_N: Tensor | None = None
     """Under the frozen reference; None without one."""
     values_N: Tensor | None = None
-    """The critic's value of the state before each token, from the pass that gave the logprobs; None without a
-    critic."""
+    """The critic's value of the state before each token; None without a critic."""
     repacked_N: Tensor | None = None
-    """The trainer's own in another packing; None where the noise floor is not due."""
+    """The trainer's logprobs in another packing; None where the noise floor is not due."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Targets:
-    """Targets per trained token of the step. All detached, on CPU."""
+    """Targets per trained token of the step. Detached, on CPU."""
 
     advantages_N: Tensor
     old: OldPolicy
     correction: StepCorrection
     ref_logp_N: Tensor | None = None
     credit: Credit | None = None
-    """With a critic: inputs of the advantages and returns of each optimizer step."""
+    """With a critic: inputs of advantages and returns of each optimizer step."""
     returns_N: Tensor | None = None
     """With a critic: targets of the values."""
 
@@ -70,7 +68,7 @@ class Targets:
         return self.correction.keep_N
 
     def for_rollouts(self, rollouts: Tensor, algorithm: AlgorithmConfig) -> Targets:
-        """Return the targets of an optimizer step on these rollouts (indices): a critic's advantages are its own."""
+        """Return the targets of an optimizer step on these rollouts (indices); with a critic it computes its own."""
         if self.credit is None:
             return self
         chosen_N = torch.isin(self.credit.rollout_N, rollouts)
@@ -82,22 +80,14 @@ def rollout_targets(
     batch: StepBatch, logprobs: Logprobs, correction: StepCorrection, config: Config
 ) -> tuple[Targets, dict[str, float]]:
     """Return the targets of an algorithm without a critic, and metrics of its advantages."""
-    advantages_N, metrics = token_advantages(batch, logprobs, correction, config)
-    targets = Targets(advantages_N=advantages_N, old=logprobs.old, correction=correction, ref_logp_N=logprobs.ref_N)
-    return targets, metrics
-
-
-def token_advantages(
-    batch: StepBatch, logprobs: Logprobs, correction: StepCorrection, config: Config
-) -> tuple[Tensor, dict[str, float]]:
-    """Return (N,) float32 advantages of the tokens' rollouts, or turns, less the configured KL penalties; and
-    metrics."""
     if config.algorithm.turn_rewards:
         advantages_N, metrics = turn_advantages(batch, config.algorithm)
     else:
         advantages_S, metrics = rollout_advantages(batch, config.algorithm)
         advantages_N = advantages_S[batch.rollout_N]
-    return penalized(advantages_N.float(), batch, logprobs, correction, config), metrics
+    advantages_N = penalized(advantages_N.float(), batch, logprobs, correction, config)
+    targets = Targets(advantages_N=advantages_N, old=logprobs.old, correction=correction, ref_logp_N=logprobs.ref_N)
+    return targets, metrics
 
 
 def rollout_advantages(batch: StepBatch, algorithm: AlgorithmConfig) -> Advantages:
@@ -114,8 +104,7 @@ def rollout_advantages(batch: StepBatch, algorithm: AlgorithmConfig) -> Advantag
 
 
 def turn_advantages(batch: StepBatch, algorithm: AlgorithmConfig) -> tuple[Tensor, dict[str, float]]:
-    """Return (N,) float64: the discounted rewards from the token's turn on, compared with the same turn of the
-    group."""
+    """Return (N,) float64 advantages: returns of the token's turn, against the same turn of the group."""
     rollout_K, turn_K = batch.turn_rollout_K, batch.turn_index_K
     returns_K = discounted_returns(torch.from_numpy(batch.turn_rewards_K), rollout_K, gamma=algorithm.turn_discount)
     group_K = torch.from_numpy(batch.group_S)[rollout_K]
@@ -130,7 +119,7 @@ def _estimate(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advantages
 
 
 def _flat_fraction(advantages_K: Tensor, group_K: Tensor) -> float:
-    """Return the share of the prompts' groups in which no turn has an advantage."""
+    """Return the share of groups in which no turn has an advantage."""
     groups, index_K = torch.unique(group_K, return_inverse=True)
     if not len(groups):
         return 0.0
@@ -140,9 +129,9 @@ def _flat_fraction(advantages_K: Tensor, group_K: Tensor) -> float:
 def penalized(
     advantages_N: Tensor, batch: StepBatch, logprobs: Logprobs, correction: StepCorrection, config: Config
 ) -> Tensor:
-    """Subtract the KL penalties of the head of this module."""
+    """Return advantages with the KL penalties of the module docstring."""
     old_N = logprobs.old.logp_N
-    if old_N is None:  # no penalty is configured then (`old_policy.form_of`)
+    if old_N is None:  # implies that no penalty is configured (`old_policy.form_of`)
         return advantages_N
     if logprobs.ref_N is not None and config.algorithm.kl_place == "reward":
         advantages_N = advantages_N - config.algorithm.kl_coef * (old_N - logprobs.ref_N)
@@ -158,10 +147,10 @@ def penalized(
 
 
 def reference_metrics(old_N: Tensor, ref_N: Tensor | None, batch: StepBatch) -> dict[str, float]:
-    """Return the distance from the reference before the update; empty without a reference.
+    """Return the KL from the reference before the update; empty without a reference.
 
     `objective/kl`: mean over rollouts of Σ_t (logp_old − logp_ref), the cost in PPO's reward. `policy/ref_kl` and
-    `policy/ref_kl_k3`: means over tokens of the same difference and of its k3 estimate, which is never negative.
+    `policy/ref_kl_k3`: means over tokens of the same difference and of its k3 estimate.
     """
     if ref_N is None or not len(old_N):
         return {}

@@ -1,1 +1,1 @@
-"""The mathematics of the objective: tensors in, tensors out, no settings."""
+"""Mathematics of the objective: tensors in, tensors out, no `Config`."""

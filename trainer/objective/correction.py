@@ -1,21 +1,18 @@
-"""Rollout correction: importance weights for tokens that the engine sampled and the trainer trains.
+"""Rollout correction: importance weights between the sampling and the old policy.
 
-The engine samples from π_samp, the trainer computes π_old with the same weights (or newer ones), and the two differ by
-kernels, precision and staleness. Tokens are therefore weighted with the importance ratio
+The engine samples from π_samp, the trainer computes π_old with the same or newer weights; the two differ by kernels,
+precision and staleness. Tokens are therefore weighted with the importance ratio
 
     log ρ_t = logp_old − logp_samp,     ρ = exp(log ρ clamped to ±20),     detached
 
-in a granularity (token; sequence: the geometric mean exp(mean_t log ρ_t) over all trained tokens of the rollout; or
-sequence product) and under a control (truncate: ρ clamped into the bounds; mask: 0 outside the bounds).
-`trainer/objective/correction_modes.py` names the combinations and their sources.
+in a granularity (token, sequence, sequence product) and under a control (truncate, mask);
+`trainer/objective/correction_modes.py` defines the combinations and names their sources.
 
-Two ways of leaving tokens out differ:
+A *weight mask* sets weights to 0, and the token stays in every denominator of the loss. *Rejection* removes the token
+from the loss mask, and so from the denominators.
 
-* a *weight mask* sets weights to 0; the token stays in every denominator of the loss normalisation;
-* *rejection* takes the token out of the loss mask, and so out of the denominators.
-
-In `bypass` mode (π_old := π_samp, one update per rollout batch) log ρ is 0 everywhere and the ratio of the policy loss
-carries the mismatch itself: use mode `off` or `none` there, a second weight would correct nothing.
+In `bypass` mode (π_old := π_samp, one update per rollout batch) log ρ is 0 and the ratio of the policy loss carries the
+mismatch; correction weights would all be 1.
 
 Dimensions: `_T` trained tokens, `_S` rollouts.
 """
@@ -28,35 +25,32 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rollout.errors import ConfigError, EvidenceError
+from rollout.errors import EvidenceError
 from trainer.objective.correction_modes import CORRECTION_MODES, Control, Granularity
 from trainer.objective.kl import bounded
 from trainer.objective.per_rollout import rollout_count, rollout_mean, rollout_sum
-from trainer.objective.rejection import ratio_bounds, rejection_mask
-
-DEFAULT_BOUNDS = (0.0, 2.0)
+from trainer.objective.rejection import rejection_mask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CorrectionResult:
-    """Weights and loss mask of a step's trained tokens. All tensors are detached."""
+    """Weights and loss mask of a step's trained tokens, detached."""
 
     weights_T: Tensor
-    """Factor of the policy loss of each token."""
+    """Factor of each token's policy loss."""
     raw_weights_T: Tensor
-    """The same ratios before control and before batch normalization."""
+    """Ratios before control and batch normalization."""
     controlled_weights_T: Tensor
-    """The same ratios after control, before batch normalization: metrics of the applied weights are taken from them."""
+    """Ratios after control, before batch normalization; metrics of the applied weights use them."""
     clipped_T: Tensor
-    """bool: control changed or removed the weight of this token."""
+    """bool: True where control changed the weight."""
     keep_T: Tensor
-    """bool: False where a rejection criterion took the token out of the loss mask."""
+    """bool: False for rejected tokens."""
     metrics: dict[str, float]
     """Shares of rejected tokens and rollouts; empty without rejection criteria."""
 
     def uncontrolled(self) -> CorrectionResult:
-        """Return the same with the raw ratios as the applied weights: in bypass mode the ratio of the loss applies
-        them."""
+        """Return the result with the raw ratios as applied weights: in bypass mode the loss applies them."""
         return replace(self, controlled_weights_T=self.raw_weights_T, clipped_T=torch.zeros_like(self.clipped_T))
 
 
@@ -66,9 +60,9 @@ def correction_weights(
     rollout_T: Tensor,
     num_rollouts: int,
     *,
-    mode: str = "token_truncate",
-    bounds: float | tuple[float, float] = DEFAULT_BOUNDS,
-    rejection: Mapping[str, float | tuple[float, float]] | None = None,
+    mode: str,
+    bounds: tuple[float, float],
+    rejection: Mapping[str, float] | None = None,
     batch_normalize: bool = False,
 ) -> CorrectionResult:
     """Return weights and keep mask for the trained tokens of a step, in the dtype of `logp_old_T`.
@@ -78,26 +72,22 @@ def correction_weights(
         logp_samp_T: engine's logprobs.
         rollout_T: int64 rollout of each token, in 0..num_rollouts−1.
         mode: a key of `CORRECTION_MODES`.
-        bounds: τ, meaning [0, τ], or (low, high); both ends are inside.
-        rejection: criterion → threshold, see `REJECTION_CRITERIA`; a token must pass all of them. Weights are
-            computed over all tokens first, so rejection of a token does not change the sequence ratio of its rollout.
+        bounds: (low, high), both inside.
+        rejection: criterion → threshold (`REJECTION_CRITERIA`); a token must pass all. Weights are computed over all
+            tokens first, so rejecting a token does not change the sequence ratio of its rollout.
         batch_normalize: divide the weights by their mean over the step (token granularity: over tokens; sequence
-            granularities: over rollouts that have tokens), before rejection, as verl does. A step whose weights are
-            all 0 stays 0.
+            granularities: over rollouts that have tokens), before rejection, as verl does. Weights that are all 0
+            stay 0.
 
     Raises:
-        ConfigError: unknown names or impossible bounds.
-        EvidenceError: logprobs that are not finite or do not fit each other.
+        EvidenceError: logprobs that are not finite or whose shapes differ.
     """
-    if mode not in CORRECTION_MODES:
-        raise ConfigError(f"unknown correction mode {mode!r}; expected one of: {', '.join(CORRECTION_MODES)}")
     chosen = CORRECTION_MODES[mode]
-    low, high = ratio_bounds(bounds, "correction bounds", low_default=lambda _: 0.0)
     _check_evidence(logp_old_T, logp_samp_T, rollout_T)
     with torch.no_grad():
         log_ratio_T = (logp_old_T - logp_samp_T).detach()
         raw_T = _raw_weights(log_ratio_T, rollout_T, num_rollouts, chosen.granularity)
-        controlled_T, clipped_T = _controlled(raw_T, chosen.control, low, high)
+        controlled_T, clipped_T = _controlled(raw_T, chosen.control, *bounds)
         weights_T = controlled_T
         if batch_normalize and chosen.control is not None:
             weights_T = _normalized(controlled_T, rollout_T, num_rollouts, chosen.granularity)
@@ -114,11 +104,7 @@ def correction_weights(
 
 @torch.no_grad()
 def token_weights(logp_old_T: Tensor, logp_samp_T: Tensor, *, mode: str, bounds: tuple[float, float]) -> Tensor:
-    """Return (T,) the weights of `correction_weights` for modes in which the weight of a token depends on no other
-    token.
-
-    mode: `off`, `none`, or one of token granularity. For use inside a microbatch.
-    """
+    """Return (T,) the weights of a microbatch. mode: `off`, `none`, or one of token granularity."""
     chosen = CORRECTION_MODES[mode]
     assert chosen.granularity is Granularity.TOKEN, f"{mode} needs all tokens of a rollout"
     ratio_T = bounded(logp_old_T - logp_samp_T).exp()
@@ -126,7 +112,7 @@ def token_weights(logp_old_T: Tensor, logp_samp_T: Tensor, *, mode: str, bounds:
 
 
 def _controlled(raw_T: Tensor, control: Control | None, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """Return weights within the bounds, and bool True for those that control changed or removed."""
+    """Return weights within the bounds, and bool True where control changed them."""
     if control is None:
         return torch.ones_like(raw_T), torch.zeros_like(raw_T, dtype=torch.bool)
     clipped_T = (raw_T < low) | (raw_T > high)
@@ -135,7 +121,7 @@ def _controlled(raw_T: Tensor, control: Control | None, low: float, high: float)
 
 
 def _raw_weights(log_ratio_T: Tensor, rollout_T: Tensor, num_rollouts: int, granularity: Granularity) -> Tensor:
-    """Return exp(clamp(log ρ)) per token, in the granularity asked for."""
+    """Return exp(clamp(log ρ)) per token in the given granularity."""
     if granularity is Granularity.SEQUENCE:
         log_ratio_T = rollout_mean(log_ratio_T, rollout_T, num_rollouts)[rollout_T]
     elif granularity is Granularity.SEQUENCE_PRODUCT:
@@ -160,11 +146,8 @@ def kl_penalized_advantages(
 ) -> Tensor:
     """Return A_t + coef · (mean d − d_t) with d = logp_samp − logp_train, detached.
 
-    The penalty of "KL Divergence Analysis" (jphme, gist, 2026). The mean runs over the kept tokens of the whole step,
-    so the penalties sum to 0 over them: tokens on which the trainer agrees less than average with the sampler lose
-    advantage, the others gain it. Prompt and tool tokens have no entry here and get none.
-
-    keep_T: bool, False for tokens that left the loss mask (rejected, or of a masked rollout).
+    The penalty of "KL Divergence Analysis" (jphme, gist, 2026). The mean runs over the tokens of the step in the loss
+    mask (`keep_T`), so the penalties sum to 0 over them: tokens with d above the mean lose advantage, others gain it.
     """
     diff_T = (logp_samp_T - logp_train_T).detach()
     kept_T = diff_T.double()[keep_T]

@@ -1,4 +1,4 @@
-"""Names of the rollout correction: modes of its weights, and criteria of rejection. Imports nothing heavy.
+"""Names of the weight modes and rejection criteria of the rollout correction. Imports nothing heavy.
 
 Sources: modes and the sequence ratio as a geometric mean, ms-swift docs, "Training-Inference-Mismatch"; truncated
 importance sampling, Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training";
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
 
 class Granularity(StrEnum):
     TOKEN = "token"
-    """ρ_t: low variance, biased as soon as a rollout has more than one token."""
+    """ρ_t: low variance, biased for rollouts of more than one token."""
     SEQUENCE = "sequence"
-    """exp(mean_t log ρ_t), the geometric mean, the same for all tokens of the rollout."""
+    """exp(mean_t log ρ_t), the geometric mean over the rollout."""
     SEQUENCE_PRODUCT = "sequence_product"
-    """exp(Σ_t log ρ_t): unbiased, but the weight that bounds retain collapses with length. Never a default."""
+    """exp(Σ_t log ρ_t): unbiased, but the weight within the bounds collapses with length. Never a default."""
 
 
 class Control(StrEnum):
     TRUNCATE = "truncate"
-    """Clamp into the bounds: every token keeps some weight."""
+    """ρ clamped into the bounds."""
     MASK = "mask"
     """0 outside the bounds, ρ inside."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectionMode:
-    """A named combination. `control=None`: all weights are 1, and the raw ratios are only measured."""
+    """Combination of granularity and control; without control all weights are 1."""
 
     granularity: Granularity = Granularity.TOKEN
     control: Control | None = None
@@ -55,10 +55,10 @@ CORRECTION_MODES: dict[str, CorrectionMode] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RejectionCriterion:
-    """A divergence per token, reduced over the rollout (or not: `token`), that must lie within a threshold."""
+    """Divergence per token, reduced over the rollout, that must lie within a threshold."""
 
     level: str
-    """token, seq_sum, seq_mean or seq_max."""
+    """token (no reduction), seq_sum, seq_mean or seq_max."""
     divergence: Callable[[Tensor], Tensor]
 
 
@@ -68,10 +68,8 @@ REJECTION_CRITERIA: dict[str, RejectionCriterion] = {
     for divergence in (k1, k2, k3)
     if (level, divergence) != ("seq_max", k1)
 }
-"""verl's names: token_k1..3, seq_sum_k1..3, seq_mean_k1..3, seq_max_k2..3 (a maximum of the signed k1 would bound one
-side only).
+"""token_k1..3, seq_sum_k1..3, seq_mean_k1..3, seq_max_k2..3 (a maximum of the signed k1 would bound one side only).
 
-Thresholds, also as verl has them. k1: bounds of the *ratio*, (low, high) or a single high, which means (1/high, high);
-kept where log(low) <= k1 <= log(high). Since k1 = −log ρ, these bound 1/ρ; symmetric bounds bound both alike.
-k2, k3: one upper bound of the divergence itself, in nats; kept where k <= bound.
+Thresholds, as in verl. k1: upper bound of the *ratio*, its inverse the lower one; kept where |k1| <= log(threshold).
+k2, k3: upper bound of the divergence [nats]; kept where k <= threshold.
 """

@@ -1,4 +1,4 @@
-"""Declarations of policy losses and advantages: what each needs, and which settings it takes.
+"""Declarations of policy losses and advantages: requirements and settings.
 
 A loss is one file in `losses/`, an advantage one file in `advantages/`. Its settings are its keyword arguments, each
 annotated with a `Setting`; they become fields of `algorithm` under the same names:
@@ -8,8 +8,8 @@ annotated with a `Setting`; they become fields of `algorithm` under the same nam
         ...
 
 The schema, the checks, docs/settings.md, the tests of gradient equality and the training loop find it by its name.
-Neither folder imports torch when it is loaded, so that settings are checked before anything heavy starts: use methods
-of tensors, and import `Tensor` under `TYPE_CHECKING`.
+Settings are checked before torch is imported, so neither folder imports it at load time: use methods of tensors, and
+import `Tensor` under `TYPE_CHECKING`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Argument:
-    """A setting as an argument of a function."""
+    """Type and declaration of a setting."""
 
     type: Any
     setting: Setting
@@ -47,12 +47,12 @@ class Declared:
     arguments: Mapping[str, Argument]
 
     def __call__(self, *inputs: Any, **settings: Any) -> Any:
-        """Call the function; settings that are not given have their declared defaults."""
+        """Call the function, with declared defaults for missing settings."""
         defaults = {name: argument.setting.default for name, argument in self.arguments.items()}
         return self.function(*inputs, **defaults | settings)
 
     def configured(self, settings: object) -> Callable[..., Any]:
-        """Return the function with its settings bound. settings: has them as attributes (`Config.algorithm`)."""
+        """Return the function with its settings bound. settings: `Config.algorithm`."""
         return partial(self.function, **self.values(settings))
 
     def values(self, settings: object) -> dict[str, Any]:
@@ -61,18 +61,18 @@ class Declared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLoss(Declared):
-    """A policy loss: `LossInputs` and settings -> `LossOutputs`."""
+    """Policy loss: `LossInputs` and settings -> `LossOutputs`."""
 
-    has_ratio: bool
+    has_ratio: bool = True
     """True if the loss weights tokens by π_θ / π_old."""
-    sequence_log_ratio: Callable[..., Any] | None
-    """For losses with one ratio per rollout, which no microbatch sees alone: log ratios (T,), advantages (T,) and
-    settings -> (T,) values, whose mean over the rollout is `LossInputs.seq_log_ratio_S`."""
-    has_sequence_ratio: Callable[..., bool]
+    sequence_log_ratio: Callable[..., Any] | None = None
+    """For losses with one ratio per rollout, whose tokens may lie in several microbatches: log ratios (T,), advantages
+    (T,) and settings -> (T,) values, whose mean over the rollout is `LossInputs.seq_log_ratio_S`."""
+    has_sequence_ratio: Callable[..., bool] = lambda **settings: True
     """Settings -> False where the loss does not use it."""
 
     def sequence_values(self, settings: object) -> Callable[..., Any] | None:
-        """Return `sequence_log_ratio` with its settings bound, or None if the loss needs none."""
+        """Return `sequence_log_ratio` with its settings bound, or None if it is not used."""
         if self.sequence_log_ratio is None or not self.has_sequence_ratio(**self.values(settings)):
             return None
         return partial(self.sequence_log_ratio, **self.values(settings))
@@ -80,20 +80,20 @@ class PolicyLoss(Declared):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advantage(Declared):
-    """An advantage estimator: `AdvantageInputs` and settings -> `Advantages`.
+    """Advantage estimator: `AdvantageInputs` and settings -> `Advantages`.
 
     With a critic: `Credit`, chosen tokens and settings -> `TokenAdvantages`.
     """
 
-    compares_group: bool
-    """True if a rollout is compared with the others of its group: in a group of one its advantage is 0."""
-    needs_greedy: bool
+    compares_group: bool = False
+    """True if it compares a rollout with the others of its group: in a group of one the advantage is 0."""
+    needs_greedy: bool = False
     """True if the baseline is the reward of the greedy answer to the same prompt."""
-    needs_critic: bool
+    needs_critic: bool = False
     """True if a critic is trained."""
-    takes_turns: bool
+    takes_turns: bool = True
     """True if it can compare turns in place of rollouts (`algorithm.turn_rewards`)."""
-    kl_in_reward: bool
+    kl_in_reward: bool = False
     """True if its source puts the KL penalty into the reward (`algorithm.kl_place`)."""
 
 
@@ -103,62 +103,32 @@ ADVANTAGES: dict[str, Advantage] = {}
 """By name; filled when `trainer.objective.advantages` is imported."""
 
 
-def policy_loss(
-    *,
-    has_ratio: bool = True,
-    sequence_log_ratio: Callable[..., Any] | None = None,
-    has_sequence_ratio: Callable[..., bool] = lambda **settings: True,
-) -> Callable[[Function], Function]:
-    """Declare a policy loss under the name of its function. Arguments: see `PolicyLoss`."""
+def policy_loss(**needs: Any) -> Callable[[Function], Function]:
+    """Declare a policy loss under the name of its function. needs: fields of `PolicyLoss`."""
+    return _declare(PolicyLoss, POLICY_LOSSES, needs)
 
+
+def advantage(**needs: Any) -> Callable[[Function], Function]:
+    """Declare an advantage under the name of its function. needs: fields of `Advantage`."""
+    return _declare(Advantage, ADVANTAGES, needs)
+
+
+def _declare(kind: type, registry: dict[str, Any], needs: dict[str, Any]) -> Callable[[Function], Function]:
     def declare(function: Function) -> Function:
-        POLICY_LOSSES[function.__name__] = PolicyLoss(
-            function=function,
-            arguments=_arguments(function),
-            has_ratio=has_ratio,
-            sequence_log_ratio=sequence_log_ratio,
-            has_sequence_ratio=has_sequence_ratio,
-        )
-        return function
-
-    return declare
-
-
-def advantage(
-    *,
-    compares_group: bool = False,
-    needs_greedy: bool = False,
-    needs_critic: bool = False,
-    takes_turns: bool = True,
-    kl_in_reward: bool = False,
-) -> Callable[[Function], Function]:
-    """Declare an advantage under the name of its function. Arguments: see `Advantage`."""
-
-    def declare(function: Function) -> Function:
-        ADVANTAGES[function.__name__] = Advantage(
-            function=function,
-            arguments=_arguments(function),
-            compares_group=compares_group,
-            needs_greedy=needs_greedy,
-            needs_critic=needs_critic,
-            takes_turns=takes_turns,
-            kl_in_reward=kl_in_reward,
-        )
+        registry[function.__name__] = kind(function=function, arguments=_arguments(function), **needs)
         return function
 
     return declare
 
 
 def import_all(package: str, path: Sequence[str]) -> None:
-    """Import every module of a package, so that each declares what it holds."""
+    """Import every module of a package, so that its declarations run."""
     for module in pkgutil.iter_modules(path):
         importlib.import_module(f"{package}.{module.name}")
 
 
 def declared_arguments() -> dict[str, Argument]:
-    """Return every setting of all losses and advantages by name.
-
-    A setting that several take may be None if one of them takes None.
+    """Return every setting of all losses and advantages by name. It may be None if any of its functions takes None.
 
     Raises:
         TypeError: two functions declare one name differently.
@@ -168,14 +138,14 @@ def declared_arguments() -> dict[str, Argument]:
         for name, argument in declared.arguments.items():
             known = found.setdefault(name, argument)
             if known.setting != argument.setting:
-                raise TypeError(f"setting algorithm.{name} is declared twice, and differently; share one Setting")
+                raise TypeError(f"setting algorithm.{name} has two different declarations; share one Setting")
             if argument.may_be_none:
                 found[name] = argument
     return found
 
 
 def _arguments(function: Callable[..., Any]) -> dict[str, Argument]:
-    """The keyword-only arguments that are annotated with a `Setting`. Raises TypeError for one that is not."""
+    """Return the keyword-only arguments. Raises TypeError for one that is not annotated with a `Setting`."""
     found = {}
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:

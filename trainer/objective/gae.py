@@ -1,7 +1,7 @@
 """Generalized advantage estimation (GAE), and returns over turns.
 
-Values exist at trained tokens only. The successor of a token is the next *trained* token of its rollout: a tool result
-or user turn in between was not a decision of the policy. The last token has no successor and no bootstrap.
+The successor of a token is the next *trained* token of its rollout: tool results and user turns in between are not
+decisions of the policy. The last token has no successor and no bootstrap.
 
     δ_t = r_t + γ V_next(t) − V_t        A_t = δ_t + γ λ A_next(t)        return_t = A_t + V_t
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class GaeResult(NamedTuple):
     advantages: Tensor
     returns: Tensor
-    """Advantages plus values: the targets of the value function, before any whitening."""
+    """Advantages plus values, before any whitening: the targets of the value function."""
 
 
 def gae(rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, *, gamma: float, lam: float) -> GaeResult:
@@ -33,17 +33,8 @@ def gae(rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, *, gamma: float,
         rewards_BT, values_BT: read where `mask_BT` is true; other entries (padding, even NaN) have no effect.
         mask_BT: bool, the trained tokens; may have holes and be empty.
         gamma, lam: discount and λ, both in [0, 1].
-
-    Raises:
-        ValueError: shapes that differ, or coefficients outside [0, 1].
     """
-    if not rewards_BT.shape == values_BT.shape == mask_BT.shape or rewards_BT.ndim != 2:
-        raise ValueError(
-            f"gae: rewards {tuple(rewards_BT.shape)}, values {tuple(values_BT.shape)} and mask {tuple(mask_BT.shape)} "
-            "must have one shape (B, T)"
-        )
-    if not (0 <= gamma <= 1 and 0 <= lam <= 1):
-        raise ValueError(f"gae: gamma is {gamma} and lam {lam}, expected both in [0, 1]")
+    assert rewards_BT.shape == values_BT.shape == mask_BT.shape, "gae: expected three tensors of one shape (B, T)"
     mask_BT = mask_BT.bool()
     rewards_BT = rewards_BT.masked_fill(~mask_BT, 0.0)
     values_BT = values_BT.masked_fill(~mask_BT, 0.0)
@@ -53,7 +44,7 @@ def gae(rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, *, gamma: float,
     for t in range(values_BT.shape[1] - 1, -1, -1):
         delta_B = rewards_BT[:, t] + gamma * next_value_B - values_BT[:, t]
         advantage_B = delta_B + gamma * lam * next_advantage_B
-        # At an untrained token the successor stays what it was: the hole is skipped.
+        # An untrained token keeps the successor of the token after it: the hole is skipped.
         next_value_B = values_BT[:, t].where(mask_BT[:, t], next_value_B)
         next_advantage_B = advantage_B.where(mask_BT[:, t], next_advantage_B)
         advantages_BT[:, t] = advantage_B.masked_fill(~mask_BT[:, t], 0.0)
@@ -69,11 +60,10 @@ def gae_flat(
     lam: float,
     turn_T: Tensor | None = None,
 ) -> GaeResult:
-    """Return (T,) advantages and returns of the trained tokens of any number of whole rollouts.
+    """Return (T,) advantages and returns of the trained tokens of whole rollouts, which may be mixed.
 
-    Within a rollout tokens follow each other in flat order or, given `turn_T` (the call that sampled each token), by
-    turn and then in flat order: rows of a rollout may then come in any order, and hold turns that interleave. Tokens of
-    different rollouts may be mixed.
+    Within a rollout tokens are in flat order or, given `turn_T` (the call that sampled each token), sorted by turn and
+    then in flat order: rows of a rollout may then come in any order and hold interleaved turns.
     """
     place_T = rollout_T.new_ones(len(rollout_T)).cumsum(0) - 1
     order_T = place_T if turn_T is None else turn_T.argsort(stable=True)

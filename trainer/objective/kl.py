@@ -6,10 +6,10 @@ For tokens sampled from p and a log ratio x = log q − log p at the sampled tok
     k2 = ½ x²           biased, never negative
     k3 = eˣ − x − 1     unbiased, never negative
 
-Source: J. Schulman, "Approximating KL divergence" (2020). In the loss, p is the policy and q the reference. The right
-value does not imply the right gradient: on policy the gradient of k1 has mean 0, that of k2 is the gradient of
-KL(p ‖ q), that of k3 the gradient of KL(q ‖ p). `unbiased` multiplies k3 by the importance ratio π_θ/π_old and lets the
-gradient through both, which gives value and gradient of KL(p ‖ q) for tokens sampled from π_old (DeepSeek-V3.2, 2025,
+Source: J. Schulman, "Approximating KL divergence" (2020). In the loss, p is the policy and q the reference. An unbiased
+value does not imply an unbiased gradient: on policy the gradient of k1 has mean 0, that of k2 is the gradient of
+KL(p ‖ q), that of k3 the gradient of KL(q ‖ p). `unbiased` multiplies k3 by the importance ratio π_θ/π_old and
+differentiates both, which gives value and gradient of KL(p ‖ q) for tokens sampled from π_old (DeepSeek-V3.2, 2025,
 section on the unbiased KL estimate).
 """
 
@@ -31,7 +31,7 @@ def bounded(log_ratio_T: Tensor) -> Tensor:
 
 
 def k1(log_ratio_T: Tensor) -> Tensor:
-    """Return −x: log p − log q. Either sign."""
+    """Return −x."""
     return -log_ratio_T
 
 
@@ -41,8 +41,8 @@ def k2(log_ratio_T: Tensor) -> Tensor:
 
 
 def k3(log_ratio_T: Tensor) -> Tensor:
-    """Return eˣ − x − 1, never negative. expm1, because near 0 the terms cancel."""
-    return log_ratio_T.expm1() - log_ratio_T
+    """Return eˣ − x − 1."""
+    return log_ratio_T.expm1() - log_ratio_T  # expm1: near 0 the terms cancel
 
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
@@ -51,22 +51,15 @@ KL_TERMS = (*KL_ESTIMATORS, "unbiased")
 
 
 def kl_term(name: str, logp_T: Tensor, ref_logp_T: Tensor, old_logp_T: Tensor) -> Tensor:
-    """Return (T,) estimates per token of KL(policy ‖ reference), with gradient; a loss adds them times its coefficient.
+    """Return (T,) estimates of KL(policy ‖ reference) with a gradient for `logp_T` only.
 
     The gradient of k1, k2 and k3 is 0 where |logp_ref − logp| exceeds `LOG_RATIO_BOUND`.
 
     Args:
         name: one of `KL_TERMS`.
-        logp_T: policy logprobs with gradient.
-        ref_logp_T: reference logprobs, detached here.
-        old_logp_T: policy logprobs at the start of the update, detached here; only `unbiased` reads them.
-
-    Raises:
-        ValueError: unknown name.
+        old_logp_T: policy logprobs at the start of the update; only `unbiased` reads them.
     """
     log_ratio_T = bounded(ref_logp_T.detach() - logp_T)
     if name == "unbiased":
         return bounded(logp_T - old_logp_T.detach()).exp() * k3(log_ratio_T)
-    if name not in KL_ESTIMATORS:
-        raise ValueError(f"unknown KL term {name!r}; expected one of: {', '.join(KL_TERMS)}")
     return KL_ESTIMATORS[name](log_ratio_T)

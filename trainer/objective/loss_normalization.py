@@ -1,4 +1,4 @@
-"""Loss normalization: one denominator per optimizer step, however the step is partitioned.
+"""Loss normalization: one denominator per optimizer step, independent of ranks and microbatches.
 
     loss = Σ_t c_t · l_t / D        over all trained tokens of the step, on all ranks
 
@@ -9,12 +9,12 @@
 | `token`        | 1          | N_tok        | DAPO (Yu et al. 2025); the intent of BNPO, but globally     |
 | `sequence_sum` | 1          | N_seq        |                                                             |
 
-N_seq counts the rollouts delivered to the step, also those of which every token is masked or rejected: otherwise the
-weight of a rollout would depend on the fate of the others. N_tok and |T_s| count tokens of the loss mask, over all rows
-of a rollout and all ranks, after rejection; correction weights of 0 do not change them. D = 0 (nothing was delivered,
-or everything is masked under `token`) gives loss 0 with zero gradients, not NaN.
+N_seq counts all rollouts delivered to the step, also those whose tokens are all masked or rejected: otherwise the
+weight of a rollout would depend on the masks of others. N_tok and |T_s| count tokens of the loss mask, over all rows of
+a rollout and all ranks, after rejection; correction weights of 0 do not change them. D = 0 (no rollouts, or all tokens
+masked under `token`) gives loss 0 with zero gradients, not NaN.
 
-Source: "Reinforcement Learning Loss Normalization" (note); where its text and code disagree, the table above counts.
+Source: "Reinforcement Learning Loss Normalization" (note); where its text and code disagree, the table above holds.
 Dimensions: `_T` trained tokens of a microbatch, `_S` rollouts of the step.
 """
 
@@ -34,9 +34,9 @@ class StepCounts:
     """Counts of an optimizer step over ranks, microbatches and packs, taken once before the first backward."""
 
     num_rollouts: int
-    """Delivered rollouts, with or without trained tokens."""
+    """N_seq."""
     num_tokens: int
-    """Tokens of the loss mask."""
+    """N_tok."""
     max_completion_length: int
     """H [tokens]; only `dr_grpo` reads it."""
 
@@ -63,22 +63,14 @@ NORMALIZERS: dict[str, Normalizer] = {
 def loss_coefficients(
     name: str, rollout_T: Tensor, tokens_per_rollout_S: Tensor, counts: StepCounts, *, dtype: torch.dtype
 ) -> Tensor:
-    """Return (T,) the factor of each token's loss, c_t / D: the sum over all tokens of the step is the loss.
+    """Return (T,) c_t / D for the tokens of a microbatch.
 
     A caller whose framework averages gradients over P ranks multiplies by P.
 
     Args:
         name: a key of `NORMALIZERS`.
-        rollout_T: rollout of each token of this microbatch.
-        tokens_per_rollout_S: |T_s| over all rows of the rollout, on all ranks, after rejection.
-        counts: of the whole step.
-        dtype: of the result.
-
-    Raises:
-        ValueError: unknown name.
+        tokens_per_rollout_S: |T_s|.
     """
-    if name not in NORMALIZERS:
-        raise ValueError(f"unknown normalization {name!r}; expected one of: {', '.join(NORMALIZERS)}")
     normalizer = NORMALIZERS[name]
     denominator = normalizer.denominator(counts)
     scale = 1.0 / denominator if denominator else 0.0
@@ -89,5 +81,5 @@ def loss_coefficients(
 
 
 def normalized_loss(loss_T: Tensor, coefficient_T: Tensor) -> Tensor:
-    """Return the share of this microbatch in the loss of the step; 0 with zero gradients if it holds no tokens."""
+    """Return the microbatch's share of the loss of the step; 0 with zero gradients if it holds no tokens."""
     return (loss_T * coefficient_T).sum()

@@ -1,12 +1,12 @@
 """Mismatch between sampler and trainer: the metrics `rollout_correction/*`.
 
-Notation: d = logp_samp − logp_train per trained token; ρ = exp(−d), its log clamped to ±20 before exp; w the weights
-that correction applied (before batch normalization). "Mean" is over trained tokens, "over rollouts" over rollouts that
-have any. Sums are float64, over all tokens of the step, which every rank holds.
+Notation: d = logp_samp − logp_train per trained token; ρ = exp(−d), its log clamped to ±20 before exp; w the applied
+correction weights before batch normalization. "Mean" is over trained tokens, "over rollouts" over rollouts with trained
+tokens. Sums are float64, over all tokens of the step, which every rank holds.
 
 Sources: "KL Divergence Analysis" (jphme, gist, 2026); ms-swift docs, "Training-Inference-Mismatch"; verl's
 `rollout_corr_helper`. `kl` has the sign of their code (it estimates KL(π_rollout ‖ π_θ)); the formula on the ms-swift
-page has the opposite one.
+page has the opposite sign.
 
 Undefined metrics are left out, never NaN: all of them without trained tokens; `pearson` if one side does not vary;
 `version_*` and `stale_*` if no token carries a weight version; `kl_*_unforced` if every token is forced.
@@ -28,11 +28,10 @@ from trainer.objective.per_rollout import rollout_count, rollout_mean, rollout_s
 PREFIX = "rollout_correction/"
 
 FORCED_LOGPROB = -0.01
-"""A token is called forced if its sampling logprob is at least this ("KL Divergence Analysis", jphme, gist, 2026). A
-diagnostic, never a mask for training."""
+"""Smallest sampling logprob of a forced token ("KL Divergence Analysis", jphme, gist, 2026). For metrics only."""
 
 LENGTH_BUCKETS = (64, 256, 1024, 4096, 16384)
-"""Upper ends (inclusive, trained tokens per rollout) of the buckets of `weight_removed`; one more is open."""
+"""Inclusive upper ends [trained tokens per rollout] of the buckets of `weight_removed`; the last bucket is open."""
 
 UNKNOWN_VERSION = -1
 """Weight version of a token for which the engine reported none."""
@@ -48,14 +47,14 @@ def mismatch_metrics(
     version_T: Tensor | None = None,
     current_version: int = 0,
 ) -> dict[str, float]:
-    """Return the metrics, with their prefix; empty without tokens.
+    """Return the metrics with their prefix; empty without tokens.
 
     Args:
-        logp_train_T, logp_samp_T: logprobs of the same sampled tokens before rejection, detached here.
+        logp_train_T, logp_samp_T: logprobs of the same tokens before rejection.
         rollout_T: rollout of each token, in 0..num_rollouts−1.
-        correction: weights of these tokens; None means that all applied weights are 1.
+        correction: weights of these tokens; None: all 1.
         version_T: weight version that sampled each token, or `UNKNOWN_VERSION`.
-        current_version: version of the weights that are trained; the lag is its distance to `version_T`.
+        current_version: version of the trained weights; the lag is its distance to `version_T`.
     """
     num_tokens = len(logp_train_T)
     if not num_tokens:
@@ -96,9 +95,9 @@ def mismatch_metrics(
 
 
 def noise_floor(logp_a_T: Tensor, logp_b_T: Tensor) -> dict[str, float]:
-    """Return `noise_floor_kl` and `noise_floor_k3`: the trainer against itself, the same tokens scored in two packings.
+    """Return `noise_floor_kl` and `noise_floor_k3`: the trainer's logprobs of the same tokens in two packings.
 
-    Below these, `kl` and `k3_kl` carry no information. Empty without tokens.
+    `kl` and `k3_kl` below these carry no information. Empty without tokens.
     """
     if not len(logp_a_T):
         return {}
@@ -111,15 +110,15 @@ def _mean(x: Tensor) -> float:
 
 
 def _chi2(log_ratio: Tensor) -> float:
-    """E[ρ²] − 1, from ρ − 1, so that nothing cancels where the mismatch is 1e-6."""
+    """Return E[ρ²] − 1, from ρ − 1, so that nothing cancels at a mismatch of 1e-6."""
     ratio_minus_1 = torch.expm1(log_ratio)
     return _mean(ratio_minus_1.square()) + 2 * _mean(ratio_minus_1)
 
 
 def _weight_metrics(weight_T: Tensor) -> dict[str, float]:
-    """Mean, population standard deviation, extremes and effective sample size; ess is 0 when all weights are 0.
+    """Return mean, population standard deviation, extremes and effective sample size; ess is 0 for weights of 0.
 
-    Moments are those of w − 1: weights crowd around 1.
+    Moments are computed from w − 1, because weights are close to 1.
     """
     mean_minus_1, mean_square = _mean(weight_T - 1), _mean((weight_T - 1).square())
     mean, largest = 1 + mean_minus_1, float(weight_T.max())
@@ -134,7 +133,7 @@ def _weight_metrics(weight_T: Tensor) -> dict[str, float]:
 
 
 def _pearson(train_T: Tensor, samp_T: Tensor) -> dict[str, float]:
-    """Correlation of the two logprobs over tokens."""
+    """Return the correlation of the two logprobs over tokens."""
     train_mean, samp_mean = _mean(train_T), _mean(samp_T)
     train_square, samp_square = _mean(train_T.square()), _mean(samp_T.square())
     train_variance, samp_variance = train_square - train_mean**2, samp_square - samp_mean**2
@@ -148,7 +147,7 @@ def _pearson(train_T: Tensor, samp_T: Tensor) -> dict[str, float]:
 def _perplexities(
     train_T: Tensor, samp_T: Tensor, diff_T: Tensor, rollout_T: Tensor, num_rollouts: int
 ) -> dict[str, float]:
-    """Perplexities: per rollout first, then over rollouts that have trained tokens."""
+    """Return perplexities: means per rollout, then over rollouts with trained tokens."""
     has_tokens_S = rollout_count(rollout_T, num_rollouts) > 0
 
     def per_rollout(x_T: Tensor) -> Tensor:
@@ -170,7 +169,7 @@ def _perplexities(
 
 
 def _weight_removed(raw_T: Tensor, removed_T: Tensor, rollout_T: Tensor, num_rollouts: int) -> dict[str, float]:
-    """Share of the raw weight that control took away, by length of the rollout; only buckets that have any."""
+    """Return the share of the raw weight removed by control, per bucket of rollout lengths that has any."""
     tokens_S = rollout_count(rollout_T, num_rollouts)
     raw_S, removed_S = (rollout_sum(x_T, rollout_T, num_rollouts) for x_T in (raw_T, removed_T))
     metrics: dict[str, float] = {}

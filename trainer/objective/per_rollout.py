@@ -1,9 +1,8 @@
 """Counts, sums, means and maxima per rollout.
 
 Tensors of the objective are flat: `_T` has one entry per trained token, `_S` one per rollout of the optimizer step, and
-`rollout_T` holds the rollout of each token. A rollout may have several rows (branches), so its tokens can lie in
-several microbatches and on several ranks; statistics per rollout are therefore taken over all tokens of the step, which
-every rank holds.
+`rollout_T` holds the rollout of each token. The rows (branches) of a rollout can lie in several microbatches and on
+several ranks, so statistics per rollout are taken over all tokens of the step, which every rank holds.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def rollout_max(x_T: Tensor, rollout_T: Tensor, num_rollouts: int) -> Tensor:
 def rollout_mean(x_T: Tensor, rollout_T: Tensor, num_rollouts: int) -> Tensor:
     """Return (S,) means over the tokens of each rollout; 0 for a rollout without tokens.
 
-    Sums are float64, so that the order of the tokens does not show in float32 results.
+    Sums are float64, so that float32 results do not depend on the order of the tokens.
     """
     sums_S = rollout_sum(x_T.double(), rollout_T, num_rollouts)
     return (sums_S / rollout_count(rollout_T, num_rollouts).clamp(min=1)).to(x_T.dtype)

@@ -1,10 +1,10 @@
-"""What PPO reports about a rollout batch, before it is trained on: `objective/*`, `ppo/value|returns/*`, `value/*`.
+"""PPO's metrics of a rollout batch before the update: `objective/*`, `ppo/value|returns/*`, `value/*`.
 
-The guard rail against reward hacking is to read three numbers side by side: `objective/score` rises, `objective/kl`
-stays near its target, `rollout/sampled_tokens_mean` does not drift.
+To detect reward hacking, compare three of them: `objective/score` rises, `objective/kl` stays near its target,
+`rollout/sampled_tokens_mean` does not drift.
 
-Source: P12 of the PPO page, after lm-human-preferences. All statistics are over kept tokens (or rollouts) of the step.
-Dimensions: `_T` trained tokens of the step, `_S` rollouts.
+Source: github.com/openai/lm-human-preferences, `lm_human_preferences/train_policy.py`. All statistics are over kept
+tokens (or rollouts) of the step. Dimensions: `_T` trained tokens of the step, `_S` rollouts.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from trainer.objective.whitening import moments
 def objective_metrics(
     scores_S: Tensor, kl_S: Tensor, penalty_T: Tensor, logp_T: Tensor, rollout_T: Tensor, *, kl_coef: float
 ) -> dict[str, float]:
-    """Means over episodes: the KL and what it costs, the score, and their sum, which is what is maximised.
+    """Return means over episodes: KL, score, KL penalty, and the sum of the last two, which PPO maximizes.
 
-    `objective/entropy` is the mean over episodes of −log π of the sampled tokens, a one-sample estimate; the exact
+    `objective/entropy` is the mean over episodes of −Σ log π of the sampled tokens, a one-sample estimate; the exact
     entropy per token is `ppo/policy/entropy`.
     """
     num_rollouts = len(scores_S)
@@ -40,7 +40,7 @@ def objective_metrics(
 
 
 def value_metrics(values_T: Tensor, returns_T: Tensor, keep_T: Tensor) -> dict[str, float]:
-    """Statistics of values and returns, and how much of the returns the values explain."""
+    """Return mean and variance of values and returns, and the explained variance."""
     if not bool(keep_T.any()):
         return {}
     values, returns = moments(values_T, keep_T), moments(returns_T, keep_T)
@@ -54,10 +54,7 @@ def value_metrics(values_T: Tensor, returns_T: Tensor, keep_T: Tensor) -> dict[s
 
 
 def explained_variance(values_T: Tensor, returns_T: Tensor, keep_T: Tensor) -> Tensor:
-    """1 − Var[R − V] / Var[R]: 1 is perfect, 0 what any constant gets, below it values are worse than none.
-
-    0 for returns that are all equal, which leave nothing to explain.
-    """
+    """Return 1 − Var[R − V] / Var[R]: 1 is perfect, 0 that of a constant, below 0 worse; 0 for equal returns."""
     residual = moments(returns_T - values_T, keep_T).variance
     total = moments(returns_T, keep_T).variance
     return torch.where(

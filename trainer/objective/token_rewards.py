@@ -1,13 +1,13 @@
-"""Rewards per token for PPO: what a turn earned where the turn ends, a KL penalty everywhere.
+"""Rewards per token for PPO: a KL penalty on every token, the reward of a turn on its last one.
 
     r_t = −β (log π_t − log π_ref,t)  +  reward of the turn, at its last trained token
 
-Without `algorithm.turn_rewards` the whole score is the last turn's. The penalty is against the frozen reference, from
-logprobs at the start of the update, once per rollout batch. (Seed 003's example adds β · kl, of the policy against its
-own earlier self: its sign and its reference are both wrong; the code it describes does what stands here.)
+Without `algorithm.turn_rewards` the whole score belongs to the last turn. The penalty is against the frozen reference,
+from logprobs at the start of the update, once per rollout batch. (The example in "The N Implementation Details of RLHF
+with PPO", Hugging Face blog, 2023, adds β · kl against an earlier policy; sign and reference are wrong there. The code
+that it describes, github.com/openai/lm-human-preferences, computes the formula above.)
 
-Everything is flat, one entry per trained token of the step, in any order; `turn_T` orders the calls of a rollout.
-Dimensions: `_T` trained tokens, `_S` rollouts, `_K` turns of all rollouts.
+Dimensions: `_T` trained tokens of the step, in any order, `_S` rollouts, `_K` turns of all rollouts.
 """
 
 from __future__ import annotations
@@ -21,19 +21,17 @@ from trainer.objective.per_rollout import rollout_sum
 
 
 class TurnRewards(NamedTuple):
-    """What each turn earned."""
-
     reward_K: Tensor
     rollout_K: Tensor
     """int64"""
     turn_K: Tensor
-    """int64 call of the rollout."""
+    """int64 index of the call within the rollout."""
 
 
 class TokenRewards(NamedTuple):
     rewards_T: Tensor
     penalty_T: Tensor
-    """−β kl alone: the part of the reward that no turn earned."""
+    """−β kl alone."""
     kl_S: Tensor
     """Sum over the rollout's tokens of log π − log π_ref [nats]."""
 
@@ -48,11 +46,10 @@ def token_rewards(
     num_rollouts: int,
     kl_coef: float,
 ) -> TokenRewards:
-    """Rewards of all trained tokens; a turn with no trained token before its end keeps its reward to itself.
+    """Return the rewards of all trained tokens; the reward of a turn with no trained token before its end is dropped.
 
     Args:
-        turns: of each rollout.
-        logp_T, ref_logp_T: at the temperature that was sampled with, both.
+        logp_T, ref_logp_T: logprobs at the sampling temperature.
         rollout_T: int64 rollout of each token.
         turn_T: int64 call that sampled the token; within a call tokens are in flat order.
     """
@@ -66,9 +63,9 @@ def token_rewards(
 
 
 def last_token(rollout_K: Tensor, turn_K: Tensor, rollout_T: Tensor, turn_T: Tensor) -> Tensor:
-    """(K,) flat index of the last token that a rollout had sampled when a turn ended; −1: it had none.
+    """Return (K,) the flat index of the last trained token up to the end of each turn; −1 if there is none.
 
-    Usually the turn's own last one, and of an earlier turn where nothing of this one is trained.
+    Where no token of the turn is trained, it belongs to an earlier turn of the rollout.
     """
     if not len(rollout_T):
         return torch.full_like(rollout_K, -1)

@@ -1,15 +1,9 @@
-"""Credit by turn: rewards that belong to turns of a rollout instead of the whole.
+"""Credit per turn: discounted returns of turns, compared with the same turn of the group, spread over tokens.
 
-A turn is one engine call. Turns of all rollouts are flat, `_K`; those of a rollout are in the order in which they
-happened.
-
-    returns_K = discounted_returns(rewards_K, rollout_K, gamma=...)           what follows from a turn
-    advantages_K, metrics = ADVANTAGES["grpo"](returns_K, turn_groups(...))   against the same turn of the group
-    advantages_T = spread_turns(advantages_K, ...)                            to the tokens
-
-Comparing with the same turn of the other rollouts of the group follows Zeng et al. 2025 ("Reinforcing multi-turn
-reasoning in LLM agents via turn-level credit assignment"). A turn that only one rollout of the group reached has
-nobody to be compared with, and gets 0.
+A turn is one engine call. Turns of all rollouts are flat, `_K`; those of a rollout are in the order of the calls. The
+comparison with the same turn of the other rollouts of the group follows Zeng et al. 2025 ("Reinforcing multi-turn
+reasoning in LLM agents via turn-level credit assignment"). A turn that only one rollout of the group reached gets 0.
+`trainer/credit/targets.py` combines these functions.
 """
 
 from __future__ import annotations
@@ -21,19 +15,20 @@ from trainer.objective.gae import gae_flat
 
 
 def discounted_returns(rewards_K: Tensor, rollout_K: Tensor, *, gamma: float) -> Tensor:
-    """(K,) Σ_{j ≥ k} gamma^(j−k) r_j over the turns of the same rollout."""
+    """Return (K,) Σ_{j ≥ k} gamma^(j−k) r_j over the turns of the same rollout."""
     return gae_flat(rewards_K, torch.zeros_like(rewards_K), rollout_K, gamma=gamma, lam=1.0).returns
 
 
 def turn_groups(group_K: Tensor, turn_K: Tensor) -> Tensor:
-    """(K,) int64 group numbers such that two turns share one if prompt group and turn index agree."""
+    """Return (K,) int64 group numbers: two turns share one if their prompt group and turn index are the same."""
     return torch.unique(torch.stack([group_K, turn_K], dim=1), dim=0, return_inverse=True)[1]
 
 
 def spread_turns(values_K: Tensor, rollout_K: Tensor, turn_K: Tensor, rollout_T: Tensor, turn_T: Tensor) -> Tensor:
-    """(T,) the value of each token's turn.
+    """Return (T,) the value of each token's turn.
 
-    Raises ValueError when a token's turn is not among the K, or is there twice.
+    Raises:
+        ValueError: a turn is given twice, or a token's turn is missing.
     """
     stride = int(torch.cat([turn_K, turn_T]).max()) + 1 if len(turn_K) + len(turn_T) else 1
     sorted_K, order_K = torch.sort(rollout_K * stride + turn_K)

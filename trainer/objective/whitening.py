@@ -2,11 +2,11 @@
 
     w = (x − mean) · rsqrt(var + 1e-8)        with the population variance
 
-over every entry that the mask keeps. PPO whitens rewards with their mean kept (`shift_mean=False`: their level says how
-good the policy is) and advantages without it.
+over the entries that the mask keeps. PPO keeps the mean of rewards (`shift_mean=False`: their level measures the
+policy) and removes that of advantages.
 
 Source: "The N Implementation Details of RLHF with PPO" (Hugging Face blog, 2023), "per-minibatch reward and advantage
-whitening"; the sample variance, which `torch.var` computes by default, is the bug that it warns of.
+whitening"; it warns of the sample variance, torch.var's default.
 """
 
 from __future__ import annotations
@@ -21,27 +21,23 @@ VARIANCE_EPS = 1e-8
 
 
 class Moments(NamedTuple):
-    """Moments of all kept entries: float64 scalars, 0 without entries."""
+    """Mean and population variance: float64 scalars, 0 without entries."""
 
     mean: Tensor
     variance: Tensor
-    """Population variance: the mean squared deviation."""
 
 
 def moments(x: Tensor, mask: Tensor | None = None) -> Moments:
-    """Return mean and population variance of `x` where `mask` is true (None: everywhere), in float64.
-
-    Two passes, because E[x²] − E[x]² cancels for rewards with a large mean. Any shape; entries outside the mask have no
-    effect, even NaN.
-    """
+    """Return the moments of `x`, of any shape, where `mask` is true (None: everywhere). NaN outside has no effect."""
     kept = (x if mask is None else x[mask.bool()]).double()
     count = max(kept.numel(), 1)
     mean = kept.sum() / count
+    # Two passes, because E[x²] − E[x]² cancels for rewards with a large mean.
     return Moments(mean, (kept - mean).square().sum() / count)
 
 
 def standardize(x: Tensor, statistics: Moments, *, shift_mean: bool) -> Tensor:
-    """Scale `x` to variance 1 and, if `shift_mean`, mean 0, else the mean it had; in the dtype of `x`."""
+    """Return `x` scaled to variance 1, with mean 0 if `shift_mean`, else its own; in the dtype of `x`."""
     mean, variance = statistics
     whitened = (x.double() - mean) * (variance + VARIANCE_EPS).rsqrt()
     return (whitened if shift_mean else whitened + mean).to(x.dtype)

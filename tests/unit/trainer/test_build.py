@@ -1,4 +1,4 @@
-"""Parts of a run that are made from the configuration."""
+"""Factories of the parts of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trainer.build import make_rewards
 from trainer.config.schema import AlgorithmConfig, Config
 
 
-def test_rewards_are_shaped_by_the_settings_of_the_algorithm() -> None:
+def test_settings_of_the_algorithm_shape_rewards() -> None:
     config = Config(
         algorithm=AlgorithmConfig(turn_rewards=True, overlong_buffer=0.5, overlong_penalty=2.0, max_completion_tokens=8)
     )

@@ -1,4 +1,4 @@
-"""Settings: every file composes, every mistake is one sentence with what to type instead, before torch is imported."""
+"""Command line: every config file composes; every mistake gets one sentence with a fix, before torch is imported."""
 
 import json
 import subprocess
@@ -34,7 +34,7 @@ def composed(*overrides: str) -> Config:
 
 @pytest.fixture
 def complete(tmp_path: Path) -> tuple[str, ...]:
-    """Overrides under which the files that a run reads exist."""
+    """Return overrides with which all files of a run exist."""
     (tmp_path / "config.json").write_text("{}")
     data = tmp_path / "rows.jsonl"
     data.write_text('{"question": "1+1", "answer": "2"}\n')
@@ -47,29 +47,28 @@ NEEDS_A_SETTING = {
     "trl_rollout": "rollout_func=path",
     "verifiers": "env_id=<id",
 }
-"""Environments that are somebody's own, and the override that names it."""
+"""Environments that need a setting of the user, and the start of its override."""
 
 
 @pytest.mark.parametrize("path", [path for path in GROUP_FILES if path.name not in NEEDS_A_SETTING], ids=str)
 def test_every_config_file_composes_and_validates(
     path: Path, complete: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a row with the columns of all ready data sets; tests/unit/trainer/data/test_ready_data.py has each by
-    itself."""
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)  # optional packages: as if installed
+    """On a row with the columns of all ready data sets; tests/unit/trainer/data/test_ready_data.py tests each alone."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)  # optional packages count as installed
     columns = ("question", "answer", "prompt", "problem", "solution", "query", "answers")
     rows = tmp_path / "all.jsonl"
     rows.write_text(json.dumps(dict.fromkeys(columns, "1") | {"reward_model": {"ground_truth": "1"}}) + "\n")
-    heldout = f"data.heldout_path={rows}"  # of experiments that evaluate
+    heldout = f"data.heldout_path={rows}"  # for experiments with evaluation
     config = composed(f"{path.parent}={path.name}", *complete, f"data.path={rows}", heldout)
     if "model" in config.reward.settings:
         config.reward.settings["model"]["path"] = config.model.path
     validate(config)
 
 
-def test_no_file_under_configs_is_left_out() -> None:
-    """Groups and train.yaml are composed here, the launch files are read by Accelerate in test_packaging.py, and the
-    experiments of test_ready_data.py compose train_reward_model.yaml."""
+def test_every_file_under_configs_has_a_test() -> None:
+    """This module composes groups and train.yaml, test_packaging.py reads the launch files with Accelerate, and
+    test_ready_data.py composes train_reward_model.yaml."""
     found = {path.relative_to(CONFIG_DIR) for path in CONFIG_DIR.rglob("*.yaml")}
     groups = {path.with_suffix(".yaml") for path in GROUP_FILES}
     launch_files = {path for path in found if path.parent.name == "accelerate"}
@@ -77,7 +76,7 @@ def test_no_file_under_configs_is_left_out() -> None:
 
 
 @pytest.mark.parametrize(("name", "override"), NEEDS_A_SETTING.items())
-def test_an_environment_without_what_it_runs_names_the_override(
+def test_an_environment_without_its_required_setting_names_the_override(
     name: str, override: str, complete: tuple[str, ...]
 ) -> None:
     with pytest.raises(ConfigError, match=f"set environment.settings.{override}"):
@@ -135,7 +134,7 @@ def test_defaults_are_the_schema_or_a_group_value(complete: tuple[str, ...]) -> 
         (["sync.canary_threshold=0"], ["set sync.canary_threshold=null"]),
         (["logger.peak_tflops=0"], ["set logger.peak_tflops=null"]),
         (["environment.name=calculater"], ["did you mean 'calculator'"]),
-        (["environment.settings.colour=red"], ["environment calculator", "'colour'"]),
+        (["environment.settings.color=red"], ["environment calculator", "'color'"]),
         (["reward.functions=[a,b]", "reward.weights=[1.0]"], ["reward.weights=null"]),
         (["algorithm=dapo", "rollout.samples_per_prompt=1"], ["algorithm.dynamic_sampling=false"]),
         (["algorithm.overlong_buffer=32"], ["must be between 0 and 1; set algorithm.overlong_buffer=0.0"]),
@@ -143,7 +142,7 @@ def test_defaults_are_the_schema_or_a_group_value(complete: tuple[str, ...]) -> 
         (["algorithm.kl_estimator=k4"], ["k3", "unbiased"]),
         (["model.reference_path=models/nothing", "algorithm.kl_coef=1"], ["model.reference_path=null"]),
         (["correction.kl_penalty=0.1", "correction.logp_old=bypass"], ["correction.logp_old=recompute"]),
-        (["correction.logp_old=bypass"], ["correction.mode=token_truncate would weigh nothing", "correction=bypass"]),
+        (["correction.logp_old=bypass"], ["correction.mode=token_truncate has no effect", "correction=bypass"]),
         (["correction=bypass", "correction.rejection={token_k3: 0.1}"], ["'correction.rejection={}'"]),
         (["algorithm=rloo", "correction=bypass"], ["set correction.logp_old=recompute, or algorithm.loss=ppo_clip"]),
         (
@@ -155,6 +154,12 @@ def test_defaults_are_the_schema_or_a_group_value(complete: tuple[str, ...]) -> 
         (["correction.rejection={token_k2: 0}"], ["set correction.rejection.token_k2=0.01"]),
         (["algorithm.clip_low=null"], ["algorithm.loss=ppo_clip needs a value; set algorithm.clip_low=0.2"]),
         (["algorithm.dual_clip=0.5"], ["must be greater than 1; set algorithm.dual_clip=null"]),
+        (["algorithm.clip_low=-0.1"], ["set algorithm.clip_low=0.2"]),
+        (["algorithm.normalizer=mean"], ["is not one of grpo, dr_grpo, token"]),
+        (["algorithm=sapo", "algorithm.tau_positive=0"], ["must be greater than 0; set algorithm.tau_positive=1.0"]),
+        (["algorithm=clipped_tis", "algorithm.importance_sampling_level=batch"], ["is not one of token, sequence"]),
+        (["algorithm=ppo", "algorithm.gamma=1.5"], ["must be between 0 and 1; set algorithm.gamma=1.0"]),
+        (["correction.mode=token"], ["is not one of token_truncate, token_mask"]),
         (["algorithm=ppo", "model.critic=shared", "model.critic_path=m/n"], ["model.critic=separate"]),
         (["algorithm=ppo", "model.critic_path=models/nothing"], ["set model.critic_path=null"]),
         (["rollout.max_tokens_per_turn=512"], ["rollout.max_model_len=2048"]),
@@ -185,7 +190,7 @@ def test_defaults_are_the_schema_or_a_group_value(complete: tuple[str, ...]) -> 
         (["resume="], ["resume= is neither never, auto nor a checkpoint"]),
         (["run_name="], ["run_name= is empty", "set run_name=my-run"]),
         (["resume=auto", "run_name='  '"], ["run_name= is empty", "set run_name=my-run"]),
-        (["hub.repo=mine"], ["set hub.repo=<user or organisation>/<name>"]),
+        (["hub.repo=mine"], ["set hub.repo=<user or organization>/<name>"]),
         (["model.path=models/nothing"], ["model.path=<directory or hub id>"]),
         (["data.path=nowhere.jsonl"], ["data.path=<file or hub id>"]),
         (["optimizer.lr=0"], ["optimizer.lr=0.0 must be greater than 0", "set optimizer.lr=0.0003"]),
@@ -214,7 +219,7 @@ def test_defaults_are_the_schema_or_a_group_value(complete: tuple[str, ...]) -> 
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
-def test_a_contradiction_names_the_override_that_ends_it(
+def test_a_problem_is_reported_with_an_override_that_fixes_it(
     overrides: list[str], names: list[str], complete: tuple[str, ...]
 ) -> None:
     with pytest.raises(ConfigError) as error:
@@ -223,7 +228,7 @@ def test_a_contradiction_names_the_override_that_ends_it(
         assert name in str(error.value)
 
 
-def test_held_out_data_that_does_not_fit_the_own_data_can_be_left_out(
+def test_held_out_data_without_the_columns_of_the_users_data_can_be_left_out(
     complete: tuple[str, ...], tmp_path: Path
 ) -> None:
     own = tmp_path / "own.jsonl"
@@ -234,7 +239,7 @@ def test_held_out_data_that_does_not_fit_the_own_data_can_be_left_out(
         validate(composed(*overrides, f"data.heldout_path={tmp_path}/rows.jsonl"))
 
 
-def test_a_truncated_support_is_accepted_when_it_is_replayed(complete: tuple[str, ...]) -> None:
+def test_truncated_sampling_is_accepted_with_replay_support(complete: tuple[str, ...]) -> None:
     validate(composed(*complete, "rollout.top_k=20", "rollout.top_p=0.9", "rollout.replay_support=true"))
 
 
@@ -255,7 +260,7 @@ def test_all_problems_are_reported_at_once(complete: tuple[str, ...]) -> None:
         ("nonsense", "nonsense is not key=value"),
     ],
 )
-def test_the_command_line_answers_a_mistake_in_one_line(argument: str, expected: str) -> None:
+def test_a_mistake_on_the_command_line_gets_one_line(argument: str, expected: str) -> None:
     done = subprocess.run(
         [sys.executable, "scripts/train.py", argument], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
@@ -268,8 +273,8 @@ def test_the_command_line_answers_a_mistake_in_one_line(argument: str, expected:
 @pytest.mark.parametrize(
     ("argument", "expected"),
     [
-        ("rollout=5", "rollout=5 does not exist; there are: colocated, embedded, server"),
-        ("model=null", "model=null does not exist; there are: calculator"),
+        ("rollout=5", "rollout=5 does not exist; expected one of: colocated, embedded, server"),
+        ("model=null", "model=null does not exist; expected one of: calculator"),
         ("=3", "expected key=value"),
         ('run_name="abc', 'run_name="abc is not key=value'),
         ("model.path=null", "model.path: found null, expected a value; set model.path=models/calculator"),
@@ -284,7 +289,7 @@ def test_the_command_line_answers_a_mistake_in_one_line(argument: str, expected:
         ("model.path=${nothing}", "set model.path=models/calculator"),
     ],
 )
-def test_a_value_of_the_wrong_kind_names_what_fits(
+def test_a_value_of_the_wrong_type_gets_one_line_with_a_fix(
     argument: str, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", argument])
@@ -312,7 +317,7 @@ def test_a_mistake_is_found_before_torch_is_imported(complete: tuple[str, ...]) 
 
 
 def test_settings_of_a_reward_are_checked_before_the_environment_is_loaded(complete: tuple[str, ...]) -> None:
-    """Tools of an environment bring transformers, which takes seconds."""
+    """The environment may import transformers, which takes seconds."""
     code = (
         "import sys; sys.argv = ['train.py', 'reward.settings.demo_answer.foo=1']\n"
         "from trainer.cli import launch\n"
@@ -325,7 +330,7 @@ def test_settings_of_a_reward_are_checked_before_the_environment_is_loaded(compl
     assert done.stdout.split() == ["2", "[]"]
 
 
-def test_a_setting_of_a_file_can_be_taken_back(complete: tuple[str, ...]) -> None:
+def test_a_setting_of_a_config_file_can_be_removed(complete: tuple[str, ...]) -> None:
     overrides = ("experiment=hh_ppo", "data=calculator", *complete, "reward.functions=[exact_match]", "eval.every=0")
     with pytest.raises(ConfigError, match=r"reward\.settings\.model is for a function that is not among"):
         validate(composed(*overrides))

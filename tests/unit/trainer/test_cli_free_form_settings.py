@@ -1,4 +1,4 @@
-"""Settings that are dicts, whose keys are the user's own: every way of writing one on the command line and in YAML."""
+"""Settings that are dicts with keys of the user, on the command line and in YAML."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ ENTRIES = {
     "eval.sets": ("mine", {"path": "rows.jsonl"}),
     "eval.sets.mine.columns": ("prompt", "question"),
 }
-"""A key and a value for each."""
+"""Key and value of an entry of each setting."""
 
 
 def flow(value: Any) -> str:
-    """As it is typed: Hydra reads {a: b} as YAML does."""
+    """Format a value for the command line: Hydra reads {a: b} as YAML does."""
     return yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("\n").removesuffix("\n...")
 
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch):
-    """What a script gets from a command line, which is not checked any further."""
+    """Return a function from a command line to the unchecked configuration of a script."""
 
     def of(*words: str, check=lambda config: None) -> Config:
         monkeypatch.setattr(sys, "argv", ["train.py", *words])
@@ -65,7 +65,7 @@ def launched(monkeypatch: pytest.MonkeyPatch):
 
 
 def entry(config: Config, setting: str) -> Any:
-    """The dict behind a dotted name."""
+    """Return the dict with a dotted name."""
     node: Any = config
     for name in setting.split("."):
         node = node[name] if isinstance(node, dict) else getattr(node, name)
@@ -77,13 +77,13 @@ def expected(setting: str) -> dict[str, Any]:
     return {key: DataSetConfig(**value) if setting in ("data.sources", "eval.sets") else value}
 
 
-def test_every_setting_that_is_a_dict_is_tried():
+def test_every_setting_that_is_a_dict_has_an_entry():
     assert set(DICTS) == set(ENTRIES)
 
 
 @pytest.mark.parametrize("setting", DICTS)
 @pytest.mark.parametrize("plus", ["", "+", "++"])
-def test_a_key_of_ones_own_is_set_with_and_without_a_plus(setting: str, plus: str, launched):
+def test_a_key_of_the_user_is_set_with_and_without_a_plus(setting: str, plus: str, launched):
     key, value = ENTRIES[setting]
     assert entry(launched(f"{plus}{setting}.{key}={flow(value)}"), setting) == expected(setting)
 
@@ -106,7 +106,7 @@ def test_the_dict_is_set_in_a_file(setting: str, launched, tmp_path: Path):
     assert entry(config, setting) == expected(setting)
 
 
-def test_what_an_error_counts_can_stand_in_a_file_of_rewards(launched, tmp_path: Path):
+def test_policies_for_errors_can_be_set_in_a_reward_file(launched, tmp_path: Path):
     (tmp_path / "reward").mkdir()
     (tmp_path / "reward/strict.yaml").write_text("functions: [numeric]\non_error: {timeout: raise, crashed: -1.0}\n")
     config = launched(f"--config-dir={tmp_path}", "reward=strict", "reward.on_error.crashed=drop")
@@ -125,7 +125,7 @@ def test_what_an_error_counts_can_stand_in_a_file_of_rewards(launched, tmp_path:
     ],
     ids=lambda value: value[:30],
 )  # fmt: skip
-def test_a_policy_that_does_not_exist_gets_a_sentence(
+def test_an_unknown_policy_for_errors_gets_one_sentence(
     word: str, sentence: str, launched, capsys: pytest.CaptureFixture[str]
 ):
     with pytest.raises(SystemExit) as stop:

@@ -1,4 +1,4 @@
-"""Bypass: the engine's logprobs are the old ones, and the ratio of the loss carries the mismatch; beside decoupled."""
+"""Mismatch of a step in the ratio of the loss with bypass, and in the correction weights without it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class NoEngine:
 
 
 def step(logp_old: str) -> tuple[Policy, torch.Tensor, StepReport, int]:
-    """Policy, gradient, report and forward passes of one step."""
+    """Return policy, gradient, report and number of forward passes of one step."""
     torch.manual_seed(0)
     policy = Policy(tiny_qwen3(tied=True))
     passes = []
@@ -60,7 +60,7 @@ def step(logp_old: str) -> tuple[Policy, torch.Tensor, StepReport, int]:
     return policy, distributed.gradient, report, len(passes)
 
 
-def test_the_ratio_of_the_loss_is_between_trainer_and_engine_and_nothing_else_weighs() -> None:
+def test_with_bypass_the_ratio_of_the_loss_carries_the_mismatch_and_weights_are_one() -> None:
     policy, gradient, report, passes = step("bypass")
     samp_N = report.batch.sampling_logprobs_N
     a_N = torch.tensor([-0.5, 0.5, -0.5, 0.5])[report.batch.rollout_N] * 2**0.5
@@ -79,7 +79,7 @@ def test_the_ratio_of_the_loss_is_between_trainer_and_engine_and_nothing_else_we
     assert report.metrics["rollout_correction/kl"] == pytest.approx(diff, rel=1e-5)
 
 
-def test_decoupled_the_ratio_of_the_loss_is_one_and_weights_carry_the_mismatch() -> None:
+def test_without_bypass_weights_carry_the_mismatch_and_the_ratio_of_the_loss_is_one() -> None:
     policy, gradient, report, _ = step("recompute")
     a_N = torch.tensor([-0.5, 0.5, -0.5, 0.5])[report.batch.rollout_N] * 2**0.5
     weights_N = (report.logp_train_N - report.batch.sampling_logprobs_N).exp().clamp(max=2.0)

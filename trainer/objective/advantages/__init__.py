@@ -1,9 +1,9 @@
 """Advantage estimators: pure functions, one file each, declared as in `trainer/objective/declare.py`.
 
-Estimators without a critic take `AdvantageInputs` and return one advantage per rollout, in the dtype of the rewards and
-computed in float64. Statistics are per rollout, never per row or token: a rollout that was split into branches, or is
-long, counts once. A group whose rewards are all equal gets exactly 0 from every estimator with a group baseline;
-otherwise rounding divided by eps would act as a signal. Such groups are counted in `reward/zero_std_fraction`.
+Estimators without a critic take `AdvantageInputs` and return one advantage per rollout, computed in float64, in the
+dtype of the rewards. Statistics are per rollout: a rollout counts once, whatever its length and branches. A group of
+equal rewards gets exactly 0 from every estimator with a group baseline; otherwise rounding divided by eps would act as
+a signal. `reward/zero_std_fraction` is the share of such groups.
 """
 
 from trainer.objective.declare import ADVANTAGES, import_all

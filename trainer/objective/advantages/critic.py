@@ -3,10 +3,9 @@
     scores, log π, log π_ref ─► reward per token ─► (whitened) ─► GAE with V_old ─► returns = A + V_old
                                                                        └─► advantages (whitened)
 
-Whitening belongs to the optimizer step: its statistics are those of the minibatch, and since whitened rewards change
-the advantages, GAE is computed again for each minibatch. Returns come from the advantages before they are whitened,
-because values are in the unit of rewards ("The N Implementation Details of RLHF with PPO", Hugging Face blog, 2023,
-"per-minibatch reward and advantage whitening").
+Whitening uses the statistics of the minibatch. Whitened rewards change the advantages, so GAE runs again for each
+minibatch. Returns come from the advantages before whitening, because values are in the unit of rewards ("The N
+Implementation Details of RLHF with PPO", Hugging Face blog, 2023, "per-minibatch reward and advantage whitening").
 
 Dimensions: `_N` trained tokens of the step.
 """
@@ -25,17 +24,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Credit:
-    """Inputs of the advantages of any part of a step. Detached, on CPU, the same on every rank."""
+    """Inputs of the advantages of a step. Detached, on CPU, the same on every rank."""
 
     rewards_N: "Tensor"
-    """Reward of each token: the score where the rollout ends, less the KL penalty
-    (trainer/objective/token_rewards.py)."""
+    """By trainer/objective/token_rewards.py."""
     values_N: "Tensor"
-    """Values of the critic at the start of the update."""
+    """Values at the start of the update."""
     rollout_N: "Tensor"
     turns_N: "Tensor"
     keep_N: "Tensor"
-    """bool: tokens of the loss mask; only they enter statistics."""
+    """bool: tokens of the loss mask; only these enter statistics."""
 
 
 class TokenAdvantages(NamedTuple):
@@ -64,11 +62,8 @@ def gae(
 ) -> TokenAdvantages:
     """Σ_l (γλ)^l δ_{t+l}, δ_t = r_t + γ V_{t+1} − V_t, over the trained tokens of the rollout.
 
-    Schulman et al. 2015 (arXiv 1506.02438), equation 16. 0 outside the chosen tokens; returns are advantages plus
-    values.
-
-    A token that left the loss mask is still a decision on the way, so GAE passes through it; it has no part in the
-    statistics of whitening.
+    Schulman et al. 2015 (arXiv 1506.02438), equation 16. 0 outside the chosen tokens. GAE passes through tokens that
+    left the loss mask, because they are decisions of the rollout; whitening leaves them out of its statistics.
 
     Args:
         chosen_N: bool, all trained tokens of the rollouts of this optimizer step.

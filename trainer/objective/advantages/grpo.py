@@ -16,8 +16,8 @@ def grpo(
 ) -> Advantages:
     """(r − mean of the group) / (std of the group + eps), or without the division.
 
-    Section 4.1.2 of the paper. ddof = 1 is the sample deviation that running code divides by (torch's default, TRL's
-    and verl's); the paper does not say. A group of one, or of equal rewards: 0.
+    Section 4.1.2 of the paper, which does not specify ddof; 1, the sample deviation, is the default of torch, TRL and
+    verl. A group of one, or of equal rewards: 0.
     """
     groups = GroupStatistics.of(inputs)
     centered_S = groups.rewards_S - groups.mean_S
@@ -30,8 +30,8 @@ def grpo(
 def dr_grpo(inputs: AdvantageInputs) -> Advantages:
     """r − mean of the group.
 
-    "Understanding R1-Zero-like training": dividing by the standard deviation favors questions that are nearly always or
-    nearly never solved.
+    "Understanding R1-Zero-like training": the division by the standard deviation favors questions that are nearly
+    always or nearly never solved.
     """
     groups = GroupStatistics.of(inputs)
     return groups.finish((groups.rewards_S - groups.mean_S).masked_fill(groups.is_flat_S, 0.0), inputs)

@@ -1,4 +1,4 @@
-"""GRPO for pass@k (Tang et al. 2025, arXiv 2503.19595): only the best rollout of a group is trained."""
+"""GRPO for pass@k (Tang et al. 2025, arXiv 2503.19595): trains only the best rollout of a group."""
 
 import math
 from typing import Annotated
@@ -16,7 +16,7 @@ def grpo_passk(
     advantage_ddof: Annotated[int, DDOF],
     advantage_eps: Annotated[float, EPS],
 ) -> Advantages:
-    """The lead of the best rollout over the second best, over (std + eps) if asked for; 0 for the others.
+    """Best reward − second best for the best rollout, or that / (std of the group + eps); 0 for the others.
 
     Estimates the gradient of E[max of the group] with a leave-one-out baseline ("Optimizing language models for
     inference time objectives using reinforcement learning"); the division by the standard deviation is verl's (its

@@ -24,14 +24,16 @@ EPS = Setting(default=1e-6, description="added to the standard deviation that ad
 class AdvantageInputs:
     """Rewards of a step.
 
-    Raises ValueError for shapes that differ, `RewardError` for a reward that is not finite.
+    Raises:
+        ValueError: shapes that differ.
+        RewardError: a reward that is not finite.
     """
 
     rewards_S: Tensor
     group_S: Tensor
-    """int64; rollouts of one prompt share a number, in any order."""
+    """int64 group of each rollout, in any order."""
     greedy_rewards_S: Tensor | None = None
-    """Reward of the greedy answer to the same prompt; given where the estimator needs it."""
+    """Reward of the greedy answer to the same prompt, for estimators with `needs_greedy`."""
 
     def __post_init__(self) -> None:
         if self.rewards_S.ndim != 1 or self.rewards_S.shape != self.group_S.shape:
@@ -55,7 +57,7 @@ class Advantages(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GroupStatistics:
-    """Rewards in float64, with the statistics of each rollout's group."""
+    """Rewards in float64, and statistics of each rollout's group."""
 
     rewards_S: Tensor
     index_S: Tensor
@@ -86,7 +88,7 @@ class GroupStatistics:
         )
 
     def std(self, ddof: int) -> Tensor:
-        """Return, per rollout, the standard deviation of its group's rewards; 0 for a group of at most ddof rewards."""
+        """Return (S,) the standard deviation of the rewards of each rollout's group; 0 for at most ddof rewards."""
         squares_G = rollout_sum((self.rewards_S - self.mean_S).square(), self.index_S, self.num_groups)
         return (squares_G[self.index_S] / (self.size_S - ddof).clamp(min=1)).sqrt()
 

@@ -1,4 +1,4 @@
-"""REINFORCE++ (Hu 2025), with and without the baseline of the group."""
+"""REINFORCE++ (Hu 2025, arXiv 2501.03262), with and without a group baseline."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def reinforce_plus_plus(inputs: AdvantageInputs, *, advantage_eps: Annotated[float, EPS]) -> Advantages:
     """(r − mean of the step) / (std of the step + eps), ddof 1: no group baseline.
 
-    Implementations whiten over tokens; here a rollout counts once, whatever its length.
+    Other implementations whiten over tokens; here a rollout counts once, whatever its length.
     """
     groups = GroupStatistics.of(inputs)
     return groups.finish(_whitened(groups.rewards_S, advantage_eps), inputs)
@@ -28,7 +28,7 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs, *, advantage_eps: Anno
 
 
 def _whitened(values_S: "Tensor", eps: float) -> "Tensor":
-    """Whiten over all rollouts of the step, sample deviation; all 0 if they are all equal."""
+    """Whiten over all rollouts of the step with the sample deviation; equal values become 0."""
     if len(values_S) == 0 or bool((values_S == values_S[0]).all()):
         return values_S.new_zeros(values_S.shape)
     return (values_S - values_S.mean()) / (values_S.std() + eps)

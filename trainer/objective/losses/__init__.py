@@ -1,9 +1,7 @@
-"""Policy losses: pure functions `LossInputs` → `LossOutputs`, one file each, declared as in
-`trainer/objective/declare.py`.
+"""Policy losses: pure functions, one file each, declared as in `trainer/objective/declare.py`.
 
-A loss is not concerned with rejection and masks (tokens that are not trained are not in its inputs), normalization
-(`trainer/objective/loss_normalization.py`), the KL term (`trainer/objective/kl.py`) or the entropy bonus. The loss of a
-microbatch is
+The inputs hold only tokens of the loss mask. Normalization (`trainer/objective/loss_normalization.py`), the KL term
+(`trainer/objective/kl.py`) and the entropy bonus are separate. The loss of a microbatch is
 
     Σ_t coefficient_t · (loss_t + β kl_t − entropy_coef · entropy_t)
 """

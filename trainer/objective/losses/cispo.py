@@ -21,8 +21,8 @@ def cispo(
 ) -> LossOutputs:
     """l = −sg[clip(r, 1 − clip_low, 1 + clip_high)] A logp, r = π_θ / π_old per token.
 
-    Every token keeps a gradient, however far it moved. Equations 4 and 5 of the paper, which leaves the lower bound
-    open (`None`) and tunes the upper one; 1 + clip_high = 5 is the cap that ScaleRL (Khatri et al. 2025) found robust.
+    Every token keeps a gradient. Equations 4 and 5 of the paper, which has no lower bound (`None`) and tunes the upper
+    one; ScaleRL (Khatri et al. 2025) found 1 + clip_high = 5 robust.
     """
     ratio_T = token_ratio(inputs).detach()
     low = 0.0 if clip_low is None else 1 - clip_low

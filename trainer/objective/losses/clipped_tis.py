@@ -17,9 +17,7 @@ from trainer.objective.losses.inputs import (
 from trainer.setting import Setting
 
 LEVEL = Setting(
-    default="token",
-    description="clipped_tis: one ratio per token, or one per rollout",
-    choices=("token", "sequence"),
+    default="token", description="clipped_tis: one ratio per token or per rollout", choices=("token", "sequence")
 )
 
 
@@ -28,21 +26,13 @@ LEVEL = Setting(
     has_sequence_ratio=lambda *, importance_sampling_level, **_: importance_sampling_level == "sequence",
 )
 def clipped_tis(
-    inputs: LossInputs,
-    *,
-    clip_high: Annotated[float, CLIP_HIGH],
-    importance_sampling_level: Annotated[str, LEVEL],
+    inputs: LossInputs, *, clip_high: Annotated[float, CLIP_HIGH], importance_sampling_level: Annotated[str, LEVEL]
 ) -> LossOutputs:
     """l = −sg[min(r, 1 + clip_high)] A logp; with the correction weight ρ, the gradient is −min(r, 1 + ε) ρ A ∇logp.
 
     Level `token`: r = π_θ / π_old. Level `sequence`: r is the geometric mean ratio of the rollout (the source says
     "averaged over the sequence"; the code it describes averages the log ratio).
-
-    Raises:
-        ValueError: another level.
     """
-    if importance_sampling_level not in ("token", "sequence"):
-        raise ValueError(f"importance sampling level {importance_sampling_level!r}; expected token or sequence")
     ratio_T = (
         token_ratio(inputs)
         if importance_sampling_level == "token"

@@ -1,5 +1,4 @@
-"""GMPO (Zhao et al. 2025, "Geometric-Mean Policy Optimization", arXiv 2507.20673): the geometric mean of clipped
-ratios."""
+"""GMPO (Zhao et al. 2025, "Geometric-Mean Policy Optimization", arXiv 2507.20673)."""
 
 import math
 from typing import TYPE_CHECKING, Annotated
@@ -32,9 +31,8 @@ def gmpo(
 ) -> LossOutputs:
     """l_t = −s A_t, s = (Π_t clip(r_t))^(1/|y|), the geometric mean of the clipped token ratios of the rollout.
 
-    Equation 4 of the paper: a token is clipped on the side on which the surrogate would gain, so A > 0 bounds r above
-    and A < 0 below; the paper's bounds are e^±0.4. With the `grpo` normalizer the gradient is A s mean_t(∇logp_t) over
-    the tokens that are not clipped.
+    Equation 4 of the paper: A > 0 bounds r above, A < 0 below; the paper's bounds are e^±0.4. With the `grpo`
+    normalizer the gradient is A s mean_t(∇logp_t) over the tokens that are not clipped.
     """
     log_ratio_T = inputs.logp_T - inputs.old_logp_T.detach()
     bounded_T = clipped_log_ratio(log_ratio_T, inputs.advantages_T, clip_low=clip_low, clip_high=clip_high)

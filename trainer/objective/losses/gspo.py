@@ -22,10 +22,10 @@ def gspo(
 ) -> LossOutputs:
     """l_t = −min(s A_t, clip(s, 1 − clip_low, 1 + clip_high) A_t), s the geometric mean ratio of the rollout.
 
-    s = (π_θ(y) / π_old(y))^(1/|y|), which moves little: the paper's experiments have clip_low = 3e-4 and
-    clip_high = 4e-4. With the `grpo` normalizer and one advantage and weight per rollout, the gradient is
-    A s mean_t ∇logp_t: GSPO. Advantages or weights that differ between tokens make it s mean_t(w_t A_t ∇logp_t):
-    GSPO-token, of which GSPO is the special case (the paper's section 4.3).
+    s = (π_θ(y) / π_old(y))^(1/|y|) moves little: the paper's experiments have clip_low = 3e-4 and clip_high = 4e-4.
+    With the `grpo` normalizer and one advantage and weight per rollout, the gradient is A s mean_t ∇logp_t: GSPO. With
+    advantages or weights per token it is s mean_t(w_t A_t ∇logp_t): GSPO-token, of which GSPO is the special case (the
+    paper's section 4.3).
     """
     ratio_T = sequence_ratio(inputs, inputs.logp_T - inputs.old_logp_T)
     loss_T, metrics = clipped_surrogate(ratio_T, inputs.advantages_T, clip_low=clip_low, clip_high=clip_high)

@@ -1,7 +1,6 @@
-"""Inputs and outputs of a policy loss, and the parts that several losses share.
+"""Inputs and outputs of a policy loss, and functions that several losses share.
 
-Dimensions: `_T` trained tokens of a microbatch, flat and without padding, of the loss mask only (rejected tokens are
-not in it); `_S` rollouts of the optimizer step.
+Dimensions: `_T` tokens of the loss mask in a microbatch, flat and without padding; `_S` rollouts of the optimizer step.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 CLIP_LOW = Setting(
     default=0.2,
-    description="lower clip of the importance ratio: 1 - clip_low; null: none (cispo only)",
+    description="lower clip of the importance ratio: 1 - clip_low; null, for cispo only: none",
     above=0,
     below=1,
 )
@@ -28,24 +27,20 @@ CLIP_HIGH = Setting(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossInputs:
-    """One microbatch.
-
-    Raises ValueError for shapes that differ.
-    """
+    """One microbatch. Raises ValueError for shapes that differ."""
 
     logp_T: Tensor
-    """log π_θ of the sampled token, with gradient."""
+    """log π_θ, with gradient."""
     old_logp_T: Tensor
-    """log π_old, at the start of the update. No gradient."""
+    """log π_old."""
     advantages_T: Tensor
     rollout_T: Tensor
     """int64, 0..num_rollouts−1."""
     num_rollouts: int
     weights_T: Tensor | None = None
-    """Weights of the rollout correction, multiplied onto every token's loss; None means 1."""
+    """Weights of the rollout correction, factors of each token's loss; None: 1."""
     seq_log_ratio_S: Tensor | None = None
-    """Per rollout, the mean of the loss's `sequence_log_ratio` over all its tokens, which may lie in several
-    microbatches. Made by `sequence_log_ratio` from the whole step."""
+    """Mean of the loss's `sequence_log_ratio` over all tokens of each rollout, in all microbatches."""
 
     def __post_init__(self) -> None:
         shapes = {
@@ -68,23 +63,19 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossOutputs:
-    """Losses per token, to be summed with the coefficients of `trainer/objective/loss_normalization.py`."""
-
     loss_T: Tensor
-    """Minimized; includes the correction weights."""
+    """With the correction weights; the loss is its sum with the coefficients of `loss_normalization.py`."""
     metrics: dict[str, Tensor]
     """Sums over the tokens of this microbatch, detached: add them over microbatches and ranks, then divide by N_tok."""
 
 
 def token_ratio(inputs: LossInputs) -> Tensor:
-    """Return (T,) π_θ / π_old of each token, with gradient; its log is clamped to ±20, outside which the gradient is
-    0."""
+    """Return (T,) π_θ / π_old with gradient; its log is clamped to ±20, with gradient 0 outside."""
     return bounded(inputs.logp_T - inputs.old_logp_T.detach()).exp()
 
 
 def plain_log_ratio(log_ratio_T: Tensor, advantages_T: Tensor, **settings: object) -> Tensor:
-    """Return log ratios as they are, for losses whose ratio of a rollout is the geometric mean of its tokens'
-    ratios."""
+    """Return the log ratios, for losses whose ratio of a rollout is the geometric mean of its tokens' ratios."""
     return log_ratio_T
 
 
@@ -92,29 +83,24 @@ def sequence_ratio(inputs: LossInputs, log_ratio_T: Tensor) -> Tensor:
     """Return (T,) the ratio s of the token's rollout; the gradient with respect to logp_t is s ∂log_ratio_t/∂logp_t.
 
     The value is s = exp(mean_t log_ratio_t) for every token of the rollout. Differentiating s itself would give
-    s / |T_s| to each of its tokens, in whichever microbatch they are. Giving each token s for itself alone
-    (GSPO-token: sg[s] · r_t / sg[r_t]) has the same sum over the tokens of a rollout when they share advantage and
-    weight, and needs nothing from other microbatches but the value of s.
+    s / |T_s| to each of its tokens, in all microbatches. The gradient s for each token alone (GSPO-token:
+    sg[s] · r_t / sg[r_t]) has the same sum over the tokens of a rollout when they share advantage and weight, and needs
+    only the value of s from other microbatches.
 
-    Args:
-        log_ratio_T: values of the loss's `sequence_log_ratio`, with gradient.
-
-    Raises:
-        ValueError: `seq_log_ratio_S` is missing.
+    log_ratio_T: values of the loss's `sequence_log_ratio`, with gradient.
     """
-    if inputs.seq_log_ratio_S is None:
-        raise ValueError("a loss with one ratio per rollout needs seq_log_ratio_S, from all tokens of the step")
+    assert inputs.seq_log_ratio_S is not None, "a loss with one ratio per rollout needs seq_log_ratio_S"
     value_T = bounded(inputs.seq_log_ratio_S.detach()).exp()[inputs.rollout_T]
     return value_T * (log_ratio_T - log_ratio_T.detach()).exp()
 
 
 def weighted(loss_T: Tensor, inputs: LossInputs) -> Tensor:
-    """Multiply losses by the (detached) correction weights."""
+    """Return the losses times the detached correction weights."""
     return loss_T if inputs.weights_T is None else loss_T * inputs.weights_T.detach()
 
 
 def common_metrics(inputs: LossInputs, ratio_T: Tensor) -> dict[str, Tensor]:
-    """Return the sums over tokens that every loss reports."""
+    """Return the metrics of every loss."""
     log_ratio_T = (inputs.logp_T - inputs.old_logp_T).detach()
     return {
         "policy/ratio_mean": ratio_T.detach().sum(),
@@ -123,5 +109,5 @@ def common_metrics(inputs: LossInputs, ratio_T: Tensor) -> dict[str, Tensor]:
 
 
 def count(mask_T: Tensor) -> Tensor:
-    """Return the number of true entries as a float, to be added up with other sums."""
+    """Return the number of true entries as a float."""
     return mask_T.sum().float()

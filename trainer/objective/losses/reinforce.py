@@ -6,6 +6,6 @@ from trainer.objective.losses.inputs import LossInputs, LossOutputs, common_metr
 
 @policy_loss(has_ratio=False)
 def reinforce(inputs: LossInputs) -> LossOutputs:
-    """l = −A logp. Without a ratio: after the first update of a rollout batch it is off policy."""
+    """l = −A logp. Without a ratio, updates after the first one of a rollout batch are off policy."""
     loss_T = -inputs.advantages_T * inputs.logp_T
     return LossOutputs(loss_T=weighted(loss_T, inputs), metrics=common_metrics(inputs, token_ratio(inputs)))

@@ -20,14 +20,9 @@ def sapo(
 ) -> LossOutputs:
     """l = −(4/τ) σ(τ (r − 1)) A, τ by the sign of A.
 
-    At r = 1 the derivative of the gate with respect to r is 1, as that of the unclipped surrogate; it decays on both
-    sides, faster with larger τ, which negative advantages get because they spread to many unsampled tokens.
-
-    Raises:
-        ValueError: temperatures that are not positive.
+    At r = 1 the derivative of the gate with respect to r is 1, as for the unclipped surrogate; it decays on both sides,
+    faster with larger τ. τ is larger for negative advantages, because they raise the logits of many unsampled tokens.
     """
-    if not (tau_positive > 0 and tau_negative > 0):
-        raise ValueError(f"tau_positive is {tau_positive} and tau_negative {tau_negative}, expected both above 0")
     ratio_T = token_ratio(inputs)
     tau_T = ratio_T.detach().new_full(ratio_T.shape, tau_negative)
     tau_T = tau_T.masked_fill(inputs.advantages_T > 0, tau_positive)

@@ -1,4 +1,4 @@
-"""Settings that a run would do nothing with are refused, each with the override under which it counts."""
+"""Changed settings without effect are refused with the override under which they have one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.config.schema import Config
 from trainer.objective.declare import declared_arguments
 from trainer.setting import declarations
 
-__all__ = ["complete"]  # the fixture: overrides under which the files that a run reads exist
+__all__ = ["complete"]  # a fixture
 
 REFUSED = [
     ("model.critic=shared", "does nothing with algorithm.advantage=grpo; set algorithm=ppo, or model.critic=separate"),
@@ -63,7 +63,7 @@ REFUSED = [
     ("data.curriculum.max_pass_rate=0.9", "set data.curriculum.rest_epochs=1"),
     ("reward.isolation=thread reward.workers=8", "reward.isolation=thread; set reward.isolation=process"),
     ("logger.project=mine", "logger.wandb=off; set logger=wandb"),
-    ("hub.private=false", "hub.repo=null; set hub.repo=<user or organisation>/<name>"),
+    ("hub.private=false", "hub.repo=null; set hub.repo=<user or organization>/<name>"),
     ("eval.output=a.json", "does nothing in training; set it for scripts/evaluate.py, or eval.output=null"),
 ]
 COUNTS = [
@@ -87,7 +87,7 @@ COUNTS = [
 
 
 @pytest.mark.parametrize(("words", "sentence"), REFUSED, ids=lambda value: value.split()[-1])
-def test_a_setting_that_does_nothing_names_what_makes_it_count(
+def test_a_setting_without_effect_is_refused_with_an_override_that_gives_it_one(
     words: str, sentence: str, complete: tuple[str, ...]
 ) -> None:
     with pytest.raises(ConfigError) as error:
@@ -97,7 +97,7 @@ def test_a_setting_that_does_nothing_names_what_makes_it_count(
 
 
 @pytest.mark.parametrize("words", COUNTS)
-def test_a_setting_that_counts_is_accepted(words: str) -> None:
+def test_a_setting_with_an_effect_is_accepted(words: str) -> None:
     assert not list(unused_problems(composed(*words.split())))
 
 
@@ -105,14 +105,14 @@ CONDITIONAL = {name: declared for name, (declared, _) in declarations(Config()).
 
 
 @pytest.mark.parametrize("name", CONDITIONAL)
-def test_the_offered_overrides_make_the_setting_count(name: str) -> None:
+def test_the_suggested_overrides_fulfill_the_condition(name: str) -> None:
     when = CONDITIONAL[name].when
     if when.instead.startswith("it for") or " with " in when.instead:  # not an override alone
         return
-    assert when.holds(composed(*when.instead.replace("<user or organisation>/<name>", "me/it").split()))
+    assert when.holds(composed(*when.instead.replace("<user or organization>/<name>", "me/it").split()))
 
 
-def test_every_condition_refuses_something_above() -> None:
+def test_every_condition_is_covered_by_a_refused_setting() -> None:
     changed = {word.partition("=")[0] for words, _ in REFUSED for word in words.split()}
     conditions = {id(declared.when): declared.when.instead for declared in CONDITIONAL.values()}
     tried = {id(CONDITIONAL[name].when) for name in changed & CONDITIONAL.keys()}
@@ -130,7 +130,7 @@ def test_defaults_are_never_refused() -> None:
     assert not list(unused_problems(Config()))
 
 
-def test_an_evaluation_may_say_where_its_results_go(complete: tuple[str, ...], tmp_path) -> None:
+def test_an_evaluation_accepts_a_path_for_its_results(complete: tuple[str, ...], tmp_path) -> None:
     config = composed(*complete, f"data.heldout_path={tmp_path}/rows.jsonl", f"eval.output={tmp_path}/results.json")
     validate(config, trains=False)
 
@@ -145,6 +145,6 @@ PAGE_RUNS = [
 
 
 @pytest.mark.parametrize("words", PAGE_RUNS, ids=" ".join)
-def test_no_command_of_a_page_sets_something_that_does_nothing(words: list[str]) -> None:
+def test_every_setting_in_a_command_of_a_page_has_an_effect(words: list[str]) -> None:
     overrides = [word.replace("$lr", "1e-3") for word in words if "=" in word and not word.endswith("=...")]
     assert not list(unused_problems(composed(*overrides)))

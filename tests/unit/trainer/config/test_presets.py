@@ -1,4 +1,4 @@
-"""Presets and choices: every name that a setting offers exists, and the page on algorithms lists every preset."""
+"""Presets and choices of settings name existing losses, advantages and attentions."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ PRESETS = {file.stem: yaml.safe_load(file.read_text()) for file in (ROOT / "conf
 GROUP_BASED = {name: values for name, values in PRESETS.items() if not ADVANTAGES[values["advantage"]].needs_critic}
 
 
-def test_choices_of_the_attention_name_what_the_decoder_has() -> None:
+def test_choices_of_the_attention_include_those_of_the_decoder() -> None:
     assert {AUTO, PACKED_ROWS} < set(config.ATTENTIONS)
 
 
-def test_a_setting_of_a_loss_or_an_advantage_is_a_setting_of_the_algorithm() -> None:
+def test_every_setting_of_a_loss_or_advantage_is_a_setting_of_the_algorithm() -> None:
     names = {field.name for field in fields(AlgorithmConfig)}
     for declared in (*POLICY_LOSSES.values(), *ADVANTAGES.values()):
         assert set(declared.arguments) <= names
 
 
-def test_a_preset_says_its_own_name_and_its_paper() -> None:
+def test_every_preset_has_its_name_and_a_header() -> None:
     for name, values in PRESETS.items():
         assert values["name"] == name
         assert (ROOT / f"configs/algorithm/{name}.yaml").read_text().startswith("#")
 
 
 @pytest.mark.parametrize("preset", sorted(GROUP_BASED))
-def test_every_preset_has_an_advantage_and_a_loss(preset: str) -> None:
+def test_every_preset_gives_finite_advantages_and_has_a_loss(preset: str) -> None:
     settings = AlgorithmConfig(**PRESETS[preset])
     call = EngineCall(prompt_ids=(1,), sampled_ids=(2,), sampled_logprobs=(-1.0,), finish_reason=FinishReason.STOP)
     rollouts = [Rollout(rollout_id=i, group_id=i // 2, calls=(call,), reward=float(i)) for i in range(4)]
@@ -51,7 +51,7 @@ def test_every_preset_has_an_advantage_and_a_loss(preset: str) -> None:
     assert settings.loss in POLICY_LOSSES
 
 
-def test_settings_of_the_advantage_reach_it() -> None:
+def test_settings_reach_the_advantage() -> None:
     call = EngineCall(prompt_ids=(1,), sampled_ids=(2,), sampled_logprobs=(-1.0,), finish_reason=FinishReason.STOP)
     rollouts = [Rollout(rollout_id=i, group_id=0, calls=(call,), reward=float(i)) for i in range(3)]
     batch = StepBatch.of(rollouts, mask_truncated=False)

@@ -50,7 +50,7 @@ def test_secrets_on_a_command_line_are_redacted(word: str, shown: str):
     assert redact_words([word]) == [shown]
 
 
-def test_other_words_of_a_command_line_are_unchanged():
+def test_words_without_secrets_are_unchanged():
     words = [
         "train.py",
         "--cfg",

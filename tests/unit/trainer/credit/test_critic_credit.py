@@ -1,4 +1,4 @@
-"""Credit of whole steps: minibatches of their own, masked tokens, multi-turn rollouts; settings that do not fit."""
+"""Targets with a critic: minibatches, masked tokens, multi-turn rollouts, conflicting settings."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from trainer.checks.declared import unused_problems
 from trainer.checks.validate import validate
 from trainer.config.schema import AlgorithmConfig, Config, CorrectionConfig
 from trainer.credit.correction import StepCorrection
-from trainer.credit.critic_credit import CriticTargets, critic_targets, kl_controller
+from trainer.credit.critic_credit import CriticTargets, critic_targets
 from trainer.credit.old_policy import Recomputed
 from trainer.credit.targets import Logprobs
 from trainer.objective.advantages import ADVANTAGES
 from trainer.objective.advantages.critic import Credit
 from trainer.objective.gae import gae
-from trainer.objective.kl_control import AdaptiveKl, FixedKl
 from trainer.objective.whitening import moments, standardize
 
 assign = ADVANTAGES["gae"]
@@ -70,7 +69,7 @@ def test_returns_come_from_advantages_before_they_are_whitened():
     torch.testing.assert_close(plain, white)
 
 
-def test_masked_tokens_carry_credit_on_but_are_not_counted():
+def test_masked_tokens_pass_credit_on_but_do_not_enter_statistics():
     keep = torch.tensor([True, False, True, True, True, True])
     whole, masked = credit([3, 3]), credit([3, 3], keep=keep)
     chosen = torch.ones(6, dtype=torch.bool)
@@ -79,7 +78,7 @@ def test_masked_tokens_carry_credit_on_but_are_not_counted():
     assert float(advantages[keep].mean()) == pytest.approx(0, abs=1e-6)
 
 
-def test_every_epoch_visits_every_rollout_once_in_an_order_of_its_own():
+def test_every_epoch_visits_every_rollout_once_in_its_own_order():
     from trainer.update.updater import Updater
 
     config = Config(algorithm=AlgorithmConfig(advantage="gae", epochs=3, minibatches=4))
@@ -90,7 +89,7 @@ def test_every_epoch_visits_every_rollout_once_in_an_order_of_its_own():
     assert len({tuple(epoch) for epoch in epochs}) == 3
 
 
-# A step with settings
+# A whole step
 
 
 def batch(*, turn_rewards: tuple[float, ...] | None = None):
@@ -128,7 +127,7 @@ def test_the_next_value_across_a_tool_result_is_that_of_the_next_trained_token()
     torch.testing.assert_close(result.targets.advantages_N, torch.tensor([-0.25, 0.5, 0.25, 0.1, -0.7]))
 
 
-def test_the_penalty_the_controller_and_the_metrics_of_a_step():
+def test_the_kl_penalty_its_adapted_coefficient_and_the_metrics_of_a_step():
     result = assigned(gae_lambda=1.0, kl_coef=0.1, kl_place="reward", kl_target=1.0, kl_horizon=100)
     # kl per token: 0.5, 0, −2; the penalty is −0.1 of it
     torch.testing.assert_close(result.targets.credit.rewards_N, torch.tensor([-0.05, 0.0, 0.2 + 1.0, 0.0, -0.5]))
@@ -137,36 +136,32 @@ def test_the_penalty_the_controller_and_the_metrics_of_a_step():
     assert result.metrics["objective/non_score_reward"] == pytest.approx(0.075)
     assert result.metrics["objective/score_total"] == pytest.approx(0.325)
     assert result.next_kl_coef == pytest.approx(0.1 * (1 - 0.2 * 2 / 100))
+    assert assigned(kl_coef=0.1, kl_place="reward").next_kl_coef == 0.1, "without a target"
 
 
 def test_a_turns_reward_is_paid_where_the_turn_ends():
-    """The first turn reports 0.6 of the rollout's 1.0; what is left belongs to the last turn."""
+    """The first turn reports 0.6 of the rollout's 1.0; the last turn gets the rest."""
     whole = assigned(gae_lambda=1.0)
     split = assigned(gae_lambda=1.0, turn_rewards=(0.6,))
     torch.testing.assert_close(whole.targets.credit.rewards_N, torch.tensor([0.0, 0.0, 1.0, 0.0, -0.5]))
     torch.testing.assert_close(split.targets.credit.rewards_N, torch.tensor([0.0, 0.6, 0.4, 0.0, -0.5]))
-    # reward-to-go less the value: what came before the last turn is no credit of its token
+    # reward-to-go less the value: the last turn gets no credit for earlier rewards
     torch.testing.assert_close(split.targets.advantages_N, torch.tensor([0.5, 0.75, -0.35, -0.6, -0.7]))
     assert split.metrics["objective/score"] == whole.metrics["objective/score"]
 
 
-def test_without_a_reference_no_kl_is_claimed():
+def test_without_a_reference_no_kl_is_reported():
     result = assigned()
     assert "objective/kl" not in result.metrics
     assert result.next_kl_coef == 0.0
     assert result.metrics["objective/score"] == pytest.approx(0.25)
 
 
-def test_an_optimizer_step_on_some_rollouts_has_targets_of_its_own():
+def test_an_optimizer_step_on_some_rollouts_has_its_own_targets():
     settings = AlgorithmConfig(advantage="gae", gae_lambda=1.0, whiten_advantages=False)
     own = assigned(gae_lambda=1.0).targets.for_rollouts(torch.tensor([1]), settings)
     assert own.returns_N is not None
     torch.testing.assert_close(own.returns_N, torch.tensor([0.0, 0.0, 0.0, -0.5, -0.5]))
-
-
-def test_the_controller_is_the_one_that_settings_ask_for():
-    assert kl_controller(AlgorithmConfig()) == FixedKl()
-    assert kl_controller(AlgorithmConfig(kl_target=6, kl_horizon=10000)) == AdaptiveKl(target=6, horizon=10000)
 
 
 # Settings
@@ -182,7 +177,7 @@ def test_the_controller_is_the_one_that_settings_ask_for():
         ({"minibatches": 7}, "set algorithm.minibatches=8"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused_with_the_override_that_helps(change, sentence):
+def test_conflicting_settings_are_refused_with_an_override_that_works(change, sentence):
     config = Config(algorithm=AlgorithmConfig(advantage="gae", **change))
     with pytest.raises(ConfigError, match=sentence):
         validate(config, needs_data=False)
@@ -194,7 +189,7 @@ def test_a_kl_target_without_a_kl_in_the_reward_is_refused():
     assert problem.endswith("algorithm.kl_coef=0.15, or algorithm.kl_target=null")
 
 
-def test_fixed_length_responses_are_for_one_turn():
+def test_fixed_length_responses_require_one_turn():
     config = Config()
     config.rollout.ignore_eos = True
     with pytest.raises(ConfigError, match=r"environment\.max_turns=1"):

@@ -1,4 +1,4 @@
-"""The three forms of the old policy: the update's own forward pass gives the gradient of a pass before it."""
+"""Forms of the old policy: the first forward pass of the update gives the gradient of a pass before it."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_one_pass_gives_the_gradient_of_two(policy, batch, correction, algorithm
     distributed = FakeRank(policy)
     updater = Updater(policy, distributed, made)
     old_N = updater.scorer.score(batch)
-    # The engine's logprobs are off by so much that bounds cut some of them.
+    # Large enough a mismatch for the bounds to clip some weights.
     noise_N = 0.15 * torch.randn(len(old_N), generator=torch.Generator().manual_seed(1))
     batch = sampled_with(batch, old_N - noise_N)
     advantages_N = torch.tensor([-1.0, 1.0, -0.5, 2.0])[batch.rollout_N]
@@ -105,12 +105,12 @@ def test_one_pass_gives_the_gradient_of_two(policy, batch, correction, algorithm
     ],
     ids=str,
 )
-def test_what_needs_all_old_logprobs_first_has_a_pass_of_its_own(correction, algorithm):
+def test_settings_that_need_all_old_logprobs_recompute_them_first(correction, algorithm):
     bypasses = correction.get("logp_old") == "bypass"
     assert form_of(config(correction, **algorithm)) is (FromEngine if bypasses else Recomputed)
 
 
-def test_only_the_logprobs_of_the_trainer_count_as_the_trainers() -> None:
+def test_trainer_logprobs_are_recomputed_ones_or_those_of_the_update() -> None:
     old_N, seen_N = torch.tensor([-1.0, -2.0]), torch.tensor([-3.0, -4.0])
     assert Recomputed(old_N).by_trainer(seen_N) is old_N
     assert FromEngine(old_N).by_trainer(seen_N) is seen_N

@@ -1,4 +1,4 @@
-"""Advantages against numbers worked out by hand."""
+"""Advantages by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.objective.advantages.inputs import AdvantageInputs, Advantages
 from trainer.objective.turn_credit import discounted_returns, spread_turns, turn_groups
 
 REWARDS = [1.0, 0.1, 0.0, 0.1, 0.5, 0.1]
-GROUPS = [7, 3, 7, 3, 7, 3]  # numbers of groups are names; rollouts of a group need not be neighbours
+GROUPS = [7, 3, 7, 3, 7, 3]  # group numbers are labels; rollouts of a group need not be adjacent
 
 
 ROLLOUT_LEVEL = sorted(name for name, declared in ADVANTAGES.items() if not declared.needs_critic)
@@ -47,7 +47,7 @@ def test_grpo_eps_is_added_to_the_deviation():
     assert advantages("grpo", advantage_eps=0.5)[0] == pytest.approx(0.5)
 
 
-def test_dr_grpo_only_centres():
+def test_dr_grpo_only_centers():
     assert advantages("dr_grpo") == pytest.approx([0.5, 0.0, -0.5, 0.0, 0.0, 0.0])
 
 
@@ -61,7 +61,7 @@ def test_reinforce_plus_plus_whitens_over_the_step():
     assert advantages("reinforce_plus_plus", advantage_eps=0.0) == pytest.approx([(r - mean) / std for r in REWARDS])
 
 
-def test_reinforce_plus_plus_baseline_whitens_the_centred_rewards():
+def test_reinforce_plus_plus_baseline_whitens_the_centered_rewards():
     std = statistics.stdev([0.5, 0.0, -0.5, 0.0, 0.0, 0.0])
     found = advantages("reinforce_plus_plus_baseline", advantage_eps=0.0)
     assert found == pytest.approx([0.5 / std, 0.0, -0.5 / std, 0.0, 0.0, 0.0])
@@ -72,25 +72,25 @@ def test_remax_subtracts_the_greedy_reward():
     assert found == pytest.approx([0.5, 0.1, -0.5, 0.1, 0.0, 0.1])
 
 
-def test_grpo_passk_gives_the_best_its_lead_over_the_second():
+def test_grpo_passk_gives_the_best_rollout_its_lead_over_the_second():
     assert advantages("grpo_passk", advantage_std=False) == pytest.approx([0.5, 0, 0, 0, 0, 0])
     assert advantages("grpo_passk", advantage_eps=0.0) == pytest.approx([1.0, 0, 0, 0, 0, 0])
 
 
-def test_grpo_passk_gives_nothing_when_two_are_best():
+def test_grpo_passk_gives_zero_to_a_tie():
     assert advantages("grpo_passk", [1.0, 1.0, 0.0], [0, 0, 0]) == [0.0] * 3
 
 
 @pytest.mark.parametrize("name", sorted(set(ROLLOUT_LEVEL) - {"remax", "reinforce_plus_plus"}))
 def test_a_group_of_equal_rewards_gets_exactly_zero(name):
-    """0.1 is not a binary fraction: mean and deviation of such rewards are rounding, which eps would blow up."""
+    """0.1 is not a binary fraction: centered rewards and their deviation are rounding, which eps would amplify."""
     found = advantages(name, [0.1] * 7 + [0.0, 1.0], [0] * 7 + [1, 1])
     assert found[:7] == [0.0] * 7
     assert found[8] > 0
 
 
 @pytest.mark.parametrize("name", sorted(set(ROLLOUT_LEVEL) - {"remax"}))
-def test_a_rollout_without_anybody_to_compare_with_gets_zero(name):
+def test_a_group_of_one_gets_zero(name):
     assert advantages(name, [3.0], [0]) == [0.0]
 
 
@@ -103,7 +103,7 @@ def test_groups_of_zero_variance_are_counted(name):
 
 
 @pytest.mark.parametrize("name", ROLLOUT_LEVEL)
-def test_no_rollouts_is_fine(name):
+def test_a_step_without_rollouts_has_no_advantages(name):
     options = {"greedy_rewards_S": torch.zeros(0)} if name == "remax" else {}
     found = estimate(name, torch.zeros(0), torch.zeros(0, dtype=torch.long), **options)
     assert found.advantages_S.shape == (0,)
@@ -116,7 +116,7 @@ REWARD_LISTS = st.lists(st.tuples(st.integers(0, 3), st.floats(-10, 10, width=32
 @given(
     rollouts=REWARD_LISTS, order=st.randoms(use_true_random=False), name=st.sampled_from(["grpo", "rloo", "grpo_passk"])
 )
-def test_order_of_rollouts_does_not_matter(rollouts, order, name):
+def test_advantages_do_not_depend_on_the_order_of_rollouts(rollouts, order, name):
     shuffled = list(range(len(rollouts)))
     order.shuffle(shuffled)
     groups, rewards = [g for g, _ in rollouts], [r for _, r in rollouts]
@@ -126,7 +126,7 @@ def test_order_of_rollouts_does_not_matter(rollouts, order, name):
 
 
 @given(rollouts=REWARD_LISTS)
-def test_centred_advantages_sum_to_zero_in_every_group_and_do_not_see_a_shift(rollouts):
+def test_centered_advantages_sum_to_zero_in_every_group_and_ignore_a_shift(rollouts):
     groups, rewards = [g for g, _ in rollouts], [r for _, r in rollouts]
     found = advantages("dr_grpo", rewards, groups)
     for group in set(groups):
@@ -134,8 +134,8 @@ def test_centred_advantages_sum_to_zero_in_every_group_and_do_not_see_a_shift(ro
     assert advantages("dr_grpo", [r + 1 for r in rewards], groups) == pytest.approx(found, abs=1e-5)
 
 
-def test_remax_refuses_rewards_without_greedy_ones():
-    with pytest.raises(ValueError, match="needs greedy_rewards_S"):
+def test_remax_requires_greedy_rewards():
+    with pytest.raises(AssertionError, match="needs greedy_rewards_S"):
         advantages("remax")
 
 
@@ -151,7 +151,7 @@ def test_rewards_and_groups_of_different_length_are_refused():
 
 
 def test_advantages_are_computed_in_float64():
-    """Rewards with a large offset: the float32 mean of these is off by a third."""
+    """The float32 mean of these rewards with a large offset is wrong by a third."""
     found = estimate("dr_grpo", torch.tensor([1e7, 1e7 + 1, 1e7 + 3]), torch.tensor([0, 0, 0])).advantages_S
     assert found.tolist() == pytest.approx([-4 / 3, -1 / 3, 5 / 3], abs=1e-6)
 

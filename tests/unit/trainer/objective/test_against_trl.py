@@ -1,8 +1,8 @@
-"""The same microbatch through TRL's GRPO loss and ours: equal losses and equal gradients, where both define them.
+"""Losses and gradients of one microbatch equal those of TRL's GRPO loss.
 
-TRL sees padded rows with masks, we see flat tokens. Its trainer is built without model or data; only the method that
-computes logprobs is replaced, by the logprobs of the test. TRL normalises within one microbatch on one process, so one
-microbatch is all that can be compared; across microbatches the two differ on purpose (see the partition test).
+TRL takes padded rows with masks, Lockstep flat tokens. TRL's trainer is built without model or data, and its method
+that computes logprobs returns those of the test. TRL normalizes within one microbatch of one process, so only one
+microbatch can be compared; across microbatches the two differ by design (test_partition_invariance.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROWS, COLUMNS, H = 5, 8, 16
 
 
 class Batch:
-    """Random logprobs of padded rows; the last row is masked whole, and row 1 has a tool result in its middle."""
+    """Random logprobs of padded rows; the last row is fully masked, and row 1 has a tool result in its middle."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(3)
@@ -50,12 +50,12 @@ class Batch:
 
 
 def trl_loss(batch: Batch, **settings: Any) -> tuple[Tensor, Tensor]:
-    """(loss, its gradient with respect to the padded logprobs)."""
+    """Return the loss and its gradient with respect to the padded logprobs."""
     logp = batch.logp.clone().requires_grad_()
 
     class Peer(grpo_trainer.GRPOTrainer):
         def __init__(self) -> None:
-            """Nothing: no model, no data."""
+            """Skip model and data."""
 
         def _get_per_token_logps_and_entropies(self, *args, **kwargs):
             return logp, torch.zeros_like(logp), None
@@ -173,8 +173,8 @@ def test_loss_and_gradient_equal_trl(theirs, ours):
 
 @pytest.mark.parametrize(("loss_type", "normalizer"), [("grpo", "grpo"), ("luspo", "sequence_sum")])
 def test_sequence_level_loss_and_gradient_equal_trl_when_weights_are_per_rollout(loss_type, normalizer):
-    """With a weight per token TRL averages the weights of a rollout before they meet the gradient; ours stay with
-    their tokens (GSPO-token). With one weight per rollout the two are the same."""
+    """TRL averages the weights of a rollout before the gradient, Lockstep applies them per token (GSPO-token). With one
+    weight per rollout the two are equal."""
     batch = Batch()
     batch.ratio = batch.ratio[:, :1].expand(ROWS, COLUMNS)
     their_loss, their_gradient = trl_loss(batch, loss_type=loss_type, **SEQUENCE)
@@ -185,7 +185,7 @@ def test_sequence_level_loss_and_gradient_equal_trl_when_weights_are_per_rollout
 
 
 def test_group_advantages_equal_trl():
-    """`(rewards - mean) / (nanstd + 1e-4)` over groups of neighbours, as in its `_generate_and_score_completions`."""
+    """`(rewards - mean) / (nanstd + 1e-4)` over adjacent rewards, as in TRL's `_generate_and_score_completions`."""
     rewards = torch.tensor([1.0, 0.0, 0.5, 0.25, 3.0, -1.0, 0.0, 1.0], dtype=torch.float64)
     grouped = rewards.view(-1, 4)
     std = grpo_trainer.nanstd(grouped, dim=1).repeat_interleave(4)

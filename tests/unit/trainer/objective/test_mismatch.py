@@ -1,4 +1,4 @@
-"""Mismatch metrics against plain Python loops over the formulas, whatever the order of the tokens."""
+"""Mismatch metrics against plain Python loops over their formulas, for any order of the tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def correction(**options) -> CorrectionResult:
         torch.tensor(SAMP, dtype=torch.float64),
         torch.tensor(ROLLOUT),
         4,
-        **options,
+        **{"bounds": (0.0, 2.0)} | options,
     )
 
 
@@ -50,7 +50,7 @@ def mean(values) -> float:
 
 
 def expected_metrics(weights: list[float], raw: list[float], clipped: list[bool]) -> dict[str, float]:
-    """The table of the objective, word by word."""
+    """Return the metrics of docs/correction.md by their formulas."""
     d = [s - t for s, t in zip(SAMP, TRAIN, strict=True)]
     rho = [math.exp(-x) for x in d]
 
@@ -107,11 +107,11 @@ def expected_metrics(weights: list[float], raw: list[float], clipped: list[bool]
 @pytest.mark.parametrize(
     "options",
     [
-        {"mode": "token_truncate", "bounds": 1.2},
+        {"mode": "token_truncate", "bounds": (0.0, 1.2)},
         {"mode": "token_mask", "bounds": (0.7, 1.6)},
         {"mode": "token_mask", "bounds": (50.0, 60.0)},
-        {"mode": "sequence_truncate", "bounds": 1.1},
-        {"mode": "sequence_mask", "bounds": 1.1, "batch_normalize": True},
+        {"mode": "sequence_truncate", "bounds": (0.0, 1.1)},
+        {"mode": "sequence_mask", "bounds": (0.0, 1.1), "batch_normalize": True},
         {"mode": "off"},
     ],
     ids=str,
@@ -125,12 +125,12 @@ def test_every_metric_equals_its_formula(options):
 
 
 def test_shared_metrics_have_the_values_of_verl_and_ms_swift():
-    """Numbers worked out from the formulas of verl's `compute_offpolicy_metrics` and ms-swift's
+    """Numbers computed from the formulas of verl's `compute_offpolicy_metrics` and ms-swift's
     `_compute_rollout_offpolicy_metrics`, for rollouts with d = (-0.5, 1.0) and (-0.4)."""
     train = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64)
     samp = torch.tensor([-1.5, -1.0, -0.9], dtype=torch.float64)
     rollout = torch.tensor([0, 0, 1])
-    weights = correction_weights(train, samp, rollout, 2, mode="token_truncate", bounds=1.2)
+    weights = correction_weights(train, samp, rollout, 2, mode="token_truncate", bounds=(0.0, 1.2))
     found = mismatch_metrics(train, samp, rollout, 2, correction=weights)
     shared = {
         "kl": 0.0333333333,  # verl; ms-swift's Megatron trainer has the other sign
@@ -158,8 +158,9 @@ def test_without_correction_weights_are_one_and_raw_is_the_token_ratio():
     assert metrics_of() == pytest.approx(expected_metrics([1.0] * 6, ratios, [False] * 6), rel=1e-9, abs=1e-12)
 
 
-def test_kl_is_positive_when_the_sampler_is_surer_of_its_tokens_than_the_trainer():
-    """Seed 001's formula has the other sign; its code, seed 000 and verl have this one."""
+def test_kl_is_positive_when_the_sampler_has_higher_logprobs_than_the_trainer():
+    """The formula in the ms-swift docs ("Training-Inference-Mismatch") has the other sign; the code of ms-swift, "KL
+    Divergence Analysis" (jphme, gist, 2026) and verl have this one."""
     found = mismatch_metrics(torch.tensor([-2.0]), torch.tensor([-1.5]), torch.tensor([0]), 1)
     assert found[PREFIX + "kl"] == pytest.approx(0.5)
     assert found[PREFIX + "log_ppl_diff"] == pytest.approx(0.5)
@@ -167,7 +168,7 @@ def test_kl_is_positive_when_the_sampler_is_surer_of_its_tokens_than_the_trainer
     assert found[PREFIX + "training_ppl"] > found[PREFIX + "rollout_ppl"]
 
 
-def test_agreement_is_exact():
+def test_equal_logprobs_give_exact_zeros_and_ones():
     logp_T = -torch.rand(100, generator=torch.Generator().manual_seed(0))
     found = mismatch_metrics(logp_T, logp_T, torch.zeros(100, dtype=torch.long), 1)
     for name in ("kl", "kl_v2", "k3_kl", "chi2_token", "chi2_seq", "is_weight_std", "logp_diff_abs_max"):
@@ -177,8 +178,8 @@ def test_agreement_is_exact():
     assert found[PREFIX + "pearson"] == pytest.approx(1.0, abs=1e-12)
 
 
-def test_a_tiny_mismatch_is_measured_and_not_lost_to_rounding():
-    """float32 engines differ by 1e-6: the quadratic metrics are then 1e-12, below the rounding of 1."""
+def test_a_mismatch_of_1e_6_is_not_lost_to_rounding():
+    """float32 engines differ by 1e-6; the quadratic metrics are then 1e-12, below the rounding of 1."""
     train_T = torch.full((1000,), -1.0, dtype=torch.float64)
     sign_T = torch.where(torch.arange(1000) % 2 == 0, 1.0, -1.0).double()
     found = mismatch_metrics(train_T, train_T + 1e-6 * sign_T, torch.arange(1000) % 7, 7)
@@ -203,17 +204,17 @@ def test_undefined_metrics_are_left_out():
     assert all(math.isfinite(value) for value in found.values())
 
 
-def test_a_disagreement_beyond_all_bounds_stays_finite():
+def test_metrics_of_logprobs_600_nats_apart_are_finite():
     found = mismatch_metrics(torch.tensor([-600.0, -0.1]), torch.tensor([-0.1, -600.0]), torch.tensor([0, 1]), 2)
     assert all(math.isfinite(value) for value in found.values())
 
 
-def test_weight_removed_is_counted_by_the_length_of_the_rollout():
+def test_weight_removed_is_reported_by_the_length_of_the_rollout():
     long = LENGTH_BUCKETS[0] + 1
     ratio_T = torch.cat([torch.full((long,), 4.0), torch.tensor([4.0, 1.0])]).double()
     rollout_T = torch.cat([torch.zeros(long, dtype=torch.long), torch.ones(2, dtype=torch.long)])
     samp_T = torch.full_like(ratio_T, -5.0)
-    result = correction_weights(samp_T + ratio_T.log(), samp_T, rollout_T, 2, mode="token_truncate", bounds=3.0)
+    result = correction_weights(samp_T + ratio_T.log(), samp_T, rollout_T, 2, mode="token_truncate", bounds=(0.0, 3.0))
     found = mismatch_metrics(samp_T + ratio_T.log(), samp_T, rollout_T, 2, correction=result)
     removed = {name: value for name, value in found.items() if "weight_removed" in name}
     assert removed == pytest.approx(
@@ -276,13 +277,13 @@ def test_a_healthy_step_raises_no_alarm():
         (PREFIX + "kl", math.nan, "is nan"),
     ],
 )
-def test_each_alarm_says_what_is_wrong(name, value, sentence):
+def test_each_alarm_names_its_metric_and_threshold(name, value, sentence):
     (alarm,) = alarms(HEALTHY | {name: value}, AlarmThresholds())
     assert sentence in alarm
     assert name in alarm
 
 
-def test_older_weights_are_no_rounding_and_too_much_of_them_is_named():
+def test_stale_tokens_have_no_noise_alarm_and_their_kl_alarm_names_the_staleness():
     stale = HEALTHY | {PREFIX + "version_lag_max": 2.0}
     assert alarms(stale | {PREFIX + "k3_kl": 4.1e-3}, AlarmThresholds()) == []
     (alarm,) = alarms(stale | {PREFIX + "kl": 0.11}, AlarmThresholds())

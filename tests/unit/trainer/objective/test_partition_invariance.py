@@ -1,8 +1,7 @@
 """The gradient of an optimizer step is the same for every partition of its tokens into ranks and microbatches.
 
-A toy policy (softmax over a linear map of random features); every declared loss with every normalizer, against one
-microbatch that holds everything. What is compared is gradients: to 1e-10 in float64, in float32 to 1e-6 of the largest
-one.
+A toy policy (softmax over a linear map of random features) with every declared loss and normalizer, against one
+microbatch of all tokens. Gradients agree to 1e-10 in float64 and to 1e-6 of the largest one in float32.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ LOSSES = [
     ("clipped_tis_sequence", POLICY_LOSSES["clipped_tis"], {"importance_sampling_level": "sequence"}),
     ("ppo_dual_clip", POLICY_LOSSES["ppo_clip"], {"dual_clip": 1.1}),
 ]
-NUM_ROLLOUTS = 6  # the last two have no trained token at all
+NUM_ROLLOUTS = 6  # the last two have no trained tokens
 LENGTHS = (9, 1, 5, 3, 0, 0)
 VOCABULARY, WIDTH = 7, 4
 
 
 class ToyStep:
-    """One optimizer step of a toy policy: all its trained tokens, and what was recorded about them."""
+    """One optimizer step of a toy policy: its trained tokens with their records."""
 
     def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float64) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -71,7 +70,7 @@ class ToyStep:
         return logp.gather(1, self.targets_T[tokens, None])[:, 0], -(logp.exp() * logp).sum(dim=1)
 
     def gradient(self, loss_function, options: dict, normalizer: str, ranks: list[list[Tensor]]) -> Tensor:
-        """The gradient after averaging over ranks, each rank accumulating its microbatches."""
+        """Return the gradient averaged over ranks, each of which accumulates its microbatches."""
         kept_rollout_T = self.rollout_T[self.kept]
         counts = StepCounts(num_rollouts=NUM_ROLLOUTS, num_tokens=len(self.kept), max_completion_length=16)
         tokens_per_rollout_S = rollout_count(kept_rollout_T, NUM_ROLLOUTS)
@@ -107,7 +106,7 @@ class ToyStep:
 
 
 def partition(tokens: Tensor, ranks: int, microbatches: int, seed: int) -> list[list[Tensor]]:
-    """Every token to a random microbatch of a random rank, in random order; some stay empty."""
+    """Assign tokens to random microbatches of random ranks, in random order; some stay empty."""
     generator = torch.Generator().manual_seed(seed)
     tokens = tokens[torch.randperm(len(tokens), generator=generator)]
     places = torch.randint(ranks * microbatches, (len(tokens),), generator=generator)

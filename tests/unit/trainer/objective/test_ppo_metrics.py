@@ -1,4 +1,4 @@
-"""PPO's metrics of a rollout batch."""
+"""PPO metrics of a rollout batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewards per token: the KL penalty everywhere, the reward of a turn at its end."""
+"""Rewards per token: the KL penalty on every token, the reward of a turn on its last one."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from trainer.objective.token_rewards import TurnRewards, last_token, token_rewar
 
 
 def scores(*values: float) -> TurnRewards:
-    """One turn per rollout."""
+    """Return the rewards of rollouts of one turn."""
     count = len(values)
     return TurnRewards(torch.tensor(values), torch.arange(count), torch.zeros(count, dtype=torch.int64))
 
 
-def test_kl_costs_and_the_score_is_added_on_the_last_token():
+def test_the_kl_is_subtracted_and_the_score_is_added_on_the_last_token():
     logp = torch.tensor([-1.0, -2.0, -3.0])
     reference = torch.tensor([-1.5, -2.0, -2.0])
     zeros = torch.zeros(3, dtype=torch.int64)
@@ -30,7 +30,7 @@ def test_policy_equal_to_the_reference_has_no_kl():
     assert result.rewards_T.tolist() == [0, 1, 0, 0, 1, 1]
 
 
-def test_the_last_token_of_a_turn_is_found_wherever_its_row_lies():
+def test_the_last_token_of_a_turn_is_found_for_any_order_of_rows():
     rollout = torch.tensor([1, 1, 0, 0, 1])
     turn = torch.tensor([3, 3, 0, 1, 0])
     rollout_K, turn_K = torch.tensor([0, 0, 1, 1, 2]), torch.tensor([0, 1, 0, 3, 0])
@@ -38,7 +38,7 @@ def test_the_last_token_of_a_turn_is_found_wherever_its_row_lies():
     assert last_token(rollout_K, turn_K, rollout[:0], turn[:0]).tolist() == [-1] * 5
 
 
-def test_a_turn_without_trained_tokens_pays_the_last_one_before_it():
+def test_the_reward_of_a_turn_without_trained_tokens_goes_to_the_last_token_before_it():
     rollout, turn = torch.tensor([0, 0, 1]), torch.tensor([1, 1, 0])
     rollout_K, turn_K = torch.tensor([0, 0, 0, 1]), torch.tensor([0, 1, 2, 0])
     assert last_token(rollout_K, turn_K, rollout, turn).tolist() == [-1, 1, 1, 2]

@@ -1,4 +1,4 @@
-"""Whitening against the array that the blog post prints."""
+"""Whitening against the array printed in the blog post."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def whiten(x: torch.Tensor, mask: torch.Tensor | None = None, *, shift_mean: boo
     return whitened if mask is None else whitened.masked_fill(~mask, 0.0)
 
 
-def test_whitening_gives_the_published_array_and_not_that_of_the_sample_variance():
+def test_whitening_gives_the_published_array_with_the_population_variance():
     torch.testing.assert_close(whiten(REWARDS, shift_mean=False), WHITENED, rtol=0, atol=1e-5)
     assert moments(REWARDS).variance == pytest.approx(0.2 / 3)
 
@@ -31,14 +31,14 @@ def test_whitened_advantages_have_mean_zero_and_population_variance_one():
     assert float(x.var(unbiased=False)) == pytest.approx(1, abs=1e-8)
 
 
-def test_masked_entries_have_no_part_in_whitening_and_come_out_as_zero():
+def test_masked_entries_have_no_effect_on_whitening():
     mask = torch.tensor([True, False, True, True, False])
     x = torch.tensor([1.0, torch.nan, 4.0, -2.0, 1e30])
     torch.testing.assert_close(whiten(x, mask)[mask], whiten(x[mask]))
     assert whiten(x, mask)[~mask].tolist() == [0.0, 0.0]
 
 
-def test_equal_entries_become_zero_or_stay_and_nothing_gives_nothing():
+def test_equal_entries_become_zero_or_keep_their_mean_and_empty_input_stays_empty():
     x = torch.full((4,), 2.5)
     assert whiten(x).tolist() == [0.0] * 4
     assert whiten(x, shift_mean=False).tolist() == [2.5] * 4

@@ -1,4 +1,4 @@
-"""Policy losses against numbers worked out by hand, and gradients against autograd through the written formula."""
+"""Policy losses by hand, and their gradients against autograd through the papers' objectives."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ cispo, clipped_tis, gmpo, gspo, ppo_clip, reinforce, sapo = (
 
 
 def inputs_for(ratios, advantages, *, rollouts=None, weights=None, old=-1.0) -> LossInputs:
-    """Tokens whose ratio to the old policy is the one given."""
+    """Return tokens with the given ratios to the old policy."""
     rollouts = list(range(len(ratios))) if rollouts is None else rollouts
     logp_T = torch.tensor([old + math.log(r) for r in ratios], dtype=torch.float64, requires_grad=True)
     old_T = torch.full((len(ratios),), old, dtype=torch.float64)
@@ -34,7 +34,7 @@ def inputs_for(ratios, advantages, *, rollouts=None, weights=None, old=-1.0) -> 
 
 
 def whole_step(logp_T, old_T, advantages_T, rollout_T, num_rollouts, *, weights_T=None) -> LossInputs:
-    """One microbatch that holds every token of its rollouts."""
+    """Return one microbatch with all tokens of its rollouts."""
     return LossInputs(
         logp_T=logp_T,
         old_logp_T=old_T,
@@ -142,13 +142,13 @@ def test_clipped_tis_sequence_level_uses_the_geometric_mean_of_the_rollout():
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_every_loss_is_policy_gradient_on_policy(name):
-    """At π_θ = π_old the gradient of all of them is −w A ∇logp."""
+    """At π_θ = π_old the gradient of every loss is −w A ∇logp."""
     inputs = inputs_for([1.0] * 4, [1.0, -2.0, 0.5, 0.0], rollouts=[0, 0, 1, 2], weights=[1.0, 2.0, 0.0, 1.0])
     assert gradient(inputs, POLICY_LOSSES[name](inputs).loss_T) == pytest.approx([-1.0, 4.0, 0.0, 0.0])
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_every_loss_keeps_dtype_and_takes_no_tokens(name):
+def test_every_loss_keeps_the_dtype_and_accepts_an_empty_microbatch(name):
     for dtype in (torch.float32, torch.float64):
         empty = torch.zeros(0, dtype=dtype)
         inputs = whole_step(empty.clone().requires_grad_(), empty, empty, empty.long(), 3)
@@ -160,7 +160,7 @@ def test_every_loss_keeps_dtype_and_takes_no_tokens(name):
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_every_loss_stays_finite_when_the_policy_has_run_away(name):
+def test_every_loss_is_finite_for_logprobs_300_nats_apart(name):
     inputs = whole_step(
         torch.tensor([-0.1, -300.0], requires_grad=True),
         torch.tensor([-300.0, -0.1]),
@@ -244,11 +244,11 @@ def test_gmpo_gradient_is_that_of_the_papers_objective():
 @pytest.mark.parametrize(
     ("name", "settings"), [("gspo", {}), ("gmpo", {}), ("clipped_tis", {"importance_sampling_level": "sequence"})]
 )
-def test_a_loss_with_one_ratio_per_rollout_refuses_to_guess_it_from_a_microbatch(name, settings):
+def test_a_loss_with_one_ratio_per_rollout_requires_it_from_the_whole_step(name, settings):
     inputs = inputs_for([1.1, 0.9], [1.0, -1.0])
     alone = replace(inputs, seq_log_ratio_S=None)
     POLICY_LOSSES[name](inputs, **settings)
-    with pytest.raises(ValueError, match="needs seq_log_ratio_S, from all tokens of the step"):
+    with pytest.raises(AssertionError, match="needs seq_log_ratio_S"):
         POLICY_LOSSES[name](alone, **settings)
 
 
@@ -261,17 +261,3 @@ def test_inputs_of_different_length_are_refused_with_their_shapes():
             rollout_T=torch.zeros(3, dtype=torch.long),
             num_rollouts=1,
         )
-
-
-@pytest.mark.parametrize(
-    ("loss", "options", "message"),
-    [
-        (ppo_clip, {"clip_low": -0.1}, "clip_low is -0.1"),
-        (ppo_clip, {"dual_clip": 0.9}, "dual_clip is 0.9, expected above 1"),
-        (sapo, {"tau_positive": 0.0}, "tau_positive is 0.0"),
-        (clipped_tis, {"importance_sampling_level": "batch"}, "expected token or sequence"),
-    ],
-)
-def test_impossible_options_are_refused(loss, options, message):
-    with pytest.raises(ValueError, match=message):
-        loss(inputs_for([1.0], [1.0]), **options)
