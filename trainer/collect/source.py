@@ -1,12 +1,11 @@
-"""The rollouts of one step, by the weights of this step: sampled, scored, and where the algorithm says so, refilled.
+"""Synchronous rollouts, sampled by the weights of their step.
 
-    prompts ─► sample ─► score ─► drop groups that say nothing ─► greedy answers (ReMax)
+    prompts ─► sample ─► score ─► drop groups without spread ─► greedy answers (ReMax)
                  ▲                          │
                  └─ other prompts for them ◄┘   `dynamic_sampling`, at most `max_refills` times
 
-Only rank 0 has an engine. It does all of this alone, and tells the others how far the data has been read, so ranks
-cannot decide differently. Everything is a function of the seed, the step and the data cursor.
-`trainer/collect/async_source.py` does the same while the trainer works.
+Rank 0 does all of this alone and broadcasts the data cursor, so ranks cannot decide differently. Everything is a
+function of the seed, the step and the cursor. `trainer/collect/async_source.py` samples while the trainer works.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from trainer.stopwatch import Stopwatch
 
 
 class RolloutSource(ABC):
-    """Where a step gets its rollouts from."""
+    """Source of the rollouts of a step."""
 
     def __init__(
         self,
@@ -43,7 +42,7 @@ class RolloutSource(ABC):
         rewards: RewardSet,
         prompts: Prompts,
     ) -> None:
-        """sampler: None on ranks without an engine."""
+        """sampler: None on ranks that do not sample."""
         self._config = config
         self._distributed = distributed
         self._loop = loop
@@ -56,21 +55,21 @@ class RolloutSource(ABC):
     def collect(
         self, step: int, version: int, watch: Stopwatch, on_rollout: OnRollout = lambda rollout: None
     ) -> Collected:
-        """The rollouts of this step; a collective. Raises the error of rank 0 on all ranks.
+        """Return the rollouts of this step; a collective. Raises the error of rank 0 on all ranks.
 
-        version: of the weights that the engine has, and that the rollouts are going to train.
+        version: weights of the engine, which the rollouts will train.
         """
 
     @abstractmethod
     def forget(self) -> None:
-        """After a failed `collect`, or between two: give up what is in flight; its prompts are sampled again."""
+        """Cancel rollouts in flight, after a failed `collect` or between two; their prompts are sampled again."""
 
     @abstractmethod
     def close(self) -> None:
-        """End what is still in flight."""
+        """End rollouts in flight."""
 
     def _forget_metrics(self) -> None:
-        """What was counted about rollouts that nobody will see."""
+        """Drop the metrics of rollouts that are sampled again."""
         self._rewards.take_metrics()
         if self._sampler is not None:
             self._sampler.take_metrics()
@@ -82,10 +81,10 @@ class _Sampled(NamedTuple):
 
 
 class Collector(RolloutSource):
-    """Makes the rollouts of a step when they are asked for, so that all of them come from the weights of this step."""
+    """Synchronous source: all rollouts of a step come from its weights."""
 
     _before: tuple[int, dict[str, int]] | None = None
-    """Cursor and resting rows at the beginning of a `collect` that has not come to its end."""
+    """Cursor and resting rows before an unfinished `collect`."""
 
     def collect(
         self, step: int, version: int, watch: Stopwatch, on_rollout: OnRollout = lambda rollout: None
@@ -106,7 +105,7 @@ class Collector(RolloutSource):
         self._forget_metrics()
 
     def close(self) -> None:
-        """Nothing is in flight between two steps."""
+        """Do nothing: no rollout is in flight between two steps."""
 
     def _collect(self, sampler: Sampler, step: int, watch: Stopwatch, on_rollout: OnRollout) -> Collected:
         sampled = self._sample_groups(sampler, step, watch, on_rollout)
@@ -120,7 +119,7 @@ class Collector(RolloutSource):
         return replace(collected, metrics={**metrics, **collected.metrics})
 
     def _sample_groups(self, sampler: Sampler, step: int, watch: Stopwatch, on_rollout: OnRollout) -> list[_Sampled]:
-        """Groups until enough of them are kept, or the refills are used up. A group's id is its place in the list."""
+        """Sample groups until enough are kept or the refills are used up. A group's id is its index in the list."""
         settings, algorithm = self._config.rollout, self._config.algorithm
         groups: list[_Sampled] = []
         for _ in range(1 + algorithm.max_refills if algorithm.dynamic_sampling else 1):
@@ -149,7 +148,7 @@ class Collector(RolloutSource):
         return groups
 
     def _greedy_answers(self, sampler: Sampler, rows: Sequence[Row], step: int, watch: Stopwatch) -> list[Rollout]:
-        """One rollout per row at temperature 0, scored: ReMax's baseline. Never trained."""
+        """Sample and score one rollout per row at temperature 0, ReMax's baseline, which is never trained."""
         with watch.stage("rollout"):
             sampled = self._loop.run(
                 sampler.collect(

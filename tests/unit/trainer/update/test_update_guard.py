@@ -1,4 +1,4 @@
-"""Which optimizer steps are made, and what is kept of those that are not."""
+"""Skipped optimizer steps, spikes of the gradient norm, and dumps of batches."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ def test_what_is_not_finite_is_skipped_and_named(value: float) -> None:
     assert (judge.skipped, judge.in_a_row, list(judge.norms)) == (2, 0, [1.0])
 
 
-def test_so_many_in_a_row_end_the_run() -> None:
+def test_repeated_skips_end_the_run() -> None:
     judge = guard(max_skipped_updates=2)
     for _ in range(3):
         bad = judge.judge({}, math.nan)
-        judge.end_if_hopeless(7, bad)
+        judge.raise_after_repeated_skips(7, bad)
         judge.judge({}, 1.0)
     bad = judge.judge({}, math.nan)
-    judge.end_if_hopeless(7, bad)
+    judge.raise_after_repeated_skips(7, bad)
     bad = judge.judge({}, math.nan)
     with pytest.raises(TrainingError, match=r"update 7 was skipped 2 times in a row.*optimizer\.lr"):
-        judge.end_if_hopeless(7, bad)
+        judge.raise_after_repeated_skips(7, bad)
 
 
 def test_a_spike_is_far_above_the_median_of_what_was_made() -> None:
