@@ -8,8 +8,8 @@
                                               └─► optimizer steps    update
                                                      └─► weights in the engine    push_weights
 
-Every rank runs the same lines. Ranks without an engine have no rollouts until `_share`, after which all ranks hold all
-rows; each then scores and trains the part that `trainer/batch/assignment.py` assigns to it.
+Every rank runs the same lines. Only rank 0 has rollouts until `_share`; then all ranks hold all rows, and each scores
+and trains the part that `trainer/batch/assignment.py` assigns to it.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from trainer.update.updater import Updater
 T = TypeVar("T")
 
 MAX_EMPTY_STEPS = 5
-"""Steps in a row without one trainable rollout before the run ends: the cause then lies upstream and stays."""
+"""Number of consecutive steps without a trainable rollout after which the run ends, because the cause persists."""
 
 
 class Trainer:
-    """The parts of a training step, and the state that lasts from step to step."""
+    """Stages of a training step, and the state between steps."""
 
     def __init__(
         self,
@@ -58,11 +58,7 @@ class Trainer:
         sync: WeightSync,
         recovery: Recovery | None = None,
     ) -> None:
-        """
-        Args:
-            reference: None if the algorithm has no KL term.
-            recovery: None: the death of an engine ends the step.
-        """
+        """reference: None without a KL term. recovery: None if the death of an engine ends the step."""
         self._config = config
         self._distributed = distributed
         self._updater = updater
@@ -73,15 +69,15 @@ class Trainer:
         self._old_policy = form_of(config)
         self._empty_steps = 0
         self.noise_floor: Mapping[str, float] = {}
-        """Metrics of the trainer against itself, as last measured; empty before the first time."""
+        """Metrics of the last measured noise floor; empty before the first."""
         self.num_steps = 0
         """Number of rollout batches done; enters the sampling seeds."""
         self.kl_coef = config.algorithm.kl_coef
-        """Weight of the KL penalty in the reward; a controller changes it from step to step."""
+        """Weight of the KL penalty in the reward; a controller may change it after each step."""
 
     @property
     def version(self) -> int:
-        """Version of the weights: the number of optimizer updates that made them."""
+        """Version of the weights: the number of optimizer updates done."""
         return self._updater.num_updates
 
     def step(self, on_rollout: OnRollout = lambda rollout: None) -> StepReport:
@@ -123,7 +119,7 @@ class Trainer:
         )
 
     def push_weights(self) -> SyncReport:
-        """Send the weights of this update to the engines, and verify that they compute with them; a collective."""
+        """Send the current weights to the engines and verify them there; a collective."""
         return self._with_engines(lambda: self._sync.push(self.version))
 
     def _counters(self) -> Mapping[str, float]:
@@ -131,20 +127,20 @@ class Trainer:
         return {BATCH: float(self.num_steps), "rollout/engine_restarts": float(restarts)}
 
     def _with_engines(self, act: Callable[[], T]) -> T:
-        """Call `act`, which may fail because an engine dies."""
+        """Call `act`, and recover from the death of an engine."""
         return act() if self._recovery is None else self._recovery.attempt(act)
 
     # The stages
 
     def _collect(self, watch: Stopwatch, on_rollout: OnRollout) -> Collected:
-        """Sample and score the rollouts of this step, then let colocated engines sleep."""
+        """Sample rollouts with their rewards, then put colocated engines to sleep."""
         collected = self._with_engines(lambda: self._rollouts.collect(self.num_steps, self.version, watch, on_rollout))
         with watch.stage("sync"):
             self._with_engines(self._sync.sleep)
         return collected
 
     def _share(self, collected: Collected) -> StepBatch:
-        """Turn the rollouts that are trained into rows, the same on every rank."""
+        """Make rows of the trained rollouts, the same on every rank."""
         batch = self._distributed.together(
             lambda: StepBatch.of(
                 collected.trained,
@@ -167,7 +163,7 @@ class Trainer:
         return batch
 
     def _score(self, batch: StepBatch) -> Logprobs:
-        """Score the trained tokens by policy, critic and reference before the update, as far as the update needs it."""
+        """Score the trained tokens with policy, critic and reference, as far as the update needs it."""
         scorer, form = self._updater.scorer, self._old_policy
         trained_N = values_N = repacked_N = None
         if self._config.has_critic:
@@ -187,7 +183,7 @@ class Trainer:
     def _assign_credit(
         self, batch: StepBatch, logprobs: Logprobs, correction: StepCorrection
     ) -> tuple[Targets, Mapping[str, float]]:
-        """Give each token its advantage: that of its rollout or turn, or with a critic its own."""
+        """Assign advantages to tokens: per rollout, per turn, or with a critic per token."""
         if not self._config.has_critic:
             return rollout_targets(batch, logprobs, correction, self._config)
         assigned = critic_targets(batch, logprobs, correction, self._config.algorithm, kl_coef=self.kl_coef)
