@@ -32,8 +32,7 @@ from trainer.distributed.distributed import Distributed
 from trainer.engines.recovery import Recovery
 from trainer.objective.mismatch import noise_floor
 from trainer.observe.metrics_log import BATCH
-from trainer.observe.step_metrics import step_metrics
-from trainer.observe.step_report import StepReport
+from trainer.observe.step_metrics import StepReport, step_metrics
 from trainer.score.reference import Reference
 from trainer.stopwatch import Stopwatch
 from trainer.update.updater import Updater

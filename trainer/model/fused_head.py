@@ -121,26 +121,12 @@ class FusedHead(nn.Linear):
         self.bias = linear.bias
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]: must stay callable as the plain head
-        self,
-        input: torch.Tensor,
-        target_ids_N: torch.Tensor | None = None,
-        *,
-        transform: LogitTransform = IDENTITY,
-        support: tuple[torch.Tensor, torch.Tensor] | None = None,
-        with_entropy: bool = True,
+        self, input: torch.Tensor, target_ids_N: torch.Tensor | None = None, **settings: Any
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Return plain logits without targets; else logprob_N and entropy_N, as `fused_logprobs`."""
+        """Return plain logits without targets; else logprob_N and entropy_N by `fused_logprobs` with its settings."""
         if target_ids_N is None:
             return F.linear(input, self.weight, self.bias)
-        return fused_logprobs(
-            input,
-            self.weight,
-            target_ids_N,
-            bias_V=self.bias,
-            transform=transform,
-            support=support,
-            with_entropy=with_entropy,
-        )
+        return fused_logprobs(input, self.weight, target_ids_N, bias_V=self.bias, **settings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -201,24 +187,8 @@ class _FusedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden_ND, weight_VD, bias_V, target_ids_N, lse_N, entropy_N, exp_NV, sum_N = ctx.saved_tensors
-        grad_logprob_N, grad_entropy_N = grads
-        if grad_logprob_N is None:
-            grad_logprob_N = torch.zeros_like(lse_N)
-        tiles = _Tiles(hidden_ND, weight_VD, bias_V, ctx.transform, ctx.support, ctx.rounded_to)
-        with torch.autocast(hidden_ND.device.type, enabled=False):
-            grad_hidden, grad_weight, grad_bias = _gradients(
-                tiles,
-                target_ids_N,
-                lse_N,
-                entropy_N,
-                grad_logprob_N,
-                grad_entropy_N if ctx.with_entropy else None,
-                exp_NV=exp_NV,
-                sum_N=sum_N,
-                needs=ctx.needs_input_grad[:3],
-            )
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+        with torch.autocast(ctx.saved_tensors[0].device.type, enabled=False):
+            return *_gradients(ctx, *grads), None, None, None, None
 
 
 def _autocast_dtype(hidden_ND: torch.Tensor, weight_VD: torch.Tensor) -> torch.dtype | None:
@@ -344,25 +314,20 @@ def _normalize(
 
 
 def _gradients(
-    tiles: _Tiles,
-    target_ids_N: torch.Tensor,
-    lse_N: torch.Tensor,
-    entropy_N: torch.Tensor,
-    grad_logprob_N: torch.Tensor,
-    grad_entropy_N: torch.Tensor | None,
-    *,
-    exp_NV: torch.Tensor | None,
-    sum_N: torch.Tensor,
-    needs: tuple[bool, bool, bool],
+    ctx: Any, grad_logprob_N: torch.Tensor | None, grad_entropy_N: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Compute gradients of hidden states, weight and bias, each None if not needed.
 
     Recomputes the logits unless `_normalize` has kept their exponentials. Sums are in the wide dtype: over tiles for
     hidden states, over chunks for a tile of the weight, which is rounded to the weight's dtype once.
     """
-    needs_hidden, needs_weight, needs_bias = needs
-    hidden_ND, weight_VD, bias_V = tiles.hidden_ND, tiles.weight_VD, tiles.bias_V
-    transform = tiles.transform
+    hidden_ND, weight_VD, bias_V, target_ids_N, lse_N, entropy_N, exp_NV, sum_N = ctx.saved_tensors
+    needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+    transform: LogitTransform = ctx.transform
+    tiles = _Tiles(hidden_ND, weight_VD, bias_V, transform, ctx.support, ctx.rounded_to)
+    hidden_ND = tiles.hidden_ND
+    grad_logprob_N = torch.zeros_like(lse_N) if grad_logprob_N is None else grad_logprob_N
+    grad_entropy_N = grad_entropy_N if ctx.with_entropy else None
     grad_hidden = torch.zeros(hidden_ND.shape, dtype=tiles.dtype, device=hidden_ND.device) if needs_hidden else None
     grad_weight = torch.empty_like(weight_VD) if needs_weight else None
     grad_bias = torch.empty_like(bias_V) if needs_bias and bias_V is not None else None

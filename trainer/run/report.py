@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 
 from rollout.records import Rollout
 from rollout.saved_rollouts import write_rollouts
@@ -13,11 +14,11 @@ from trainer.credit.targets import Targets
 from trainer.evaluate.evaluator import Evaluation, comparable_settings
 from trainer.evaluate.results import result_lines, write_results
 from trainer.model.shape import update_flops
-from trainer.observe.alarms import K3_NEGLIGIBLE, AlarmThresholds, alarms
+from trainer.observe.alarms import AlarmThresholds, alarms
 from trainer.observe.console import RunConsole
 from trainer.observe.first_step import first_step_summary
 from trainer.observe.metrics_log import MetricsLog
-from trainer.observe.step_report import StepReport
+from trainer.observe.step_metrics import StepReport
 from trainer.observe.wandb_media import step_media
 from trainer.run.assembly import Parts
 from trainer.update.batch_dumps import Attempt, write_dump
@@ -38,20 +39,11 @@ class Reporter:
     def step(self, report: StepReport, evaluation: Mapping[str, float], *, before: int, checkpoint_s: float) -> None:
         """Report one step.
 
-        Args:
-            evaluation: metrics of an evaluation after the step.
-            before: update before the step.
-            checkpoint_s: seconds of the checkpoint before the step; 0 without one.
+        evaluation: metrics of an evaluation after the step. before: update before the step. checkpoint_s: seconds of
+        the checkpoint before the step; 0 without one.
         """
         is_first = self._parts.trainer.num_steps == 1
-        correction = self._config.correction
-        thresholds = AlarmThresholds(
-            kl=correction.alarm_kl,
-            ess=correction.alarm_ess,
-            k3_over_noise_floor=correction.alarm_k3,
-            k3_negligible=K3_NEGLIGIBLE[self._config.model.dtype],
-        )
-        sentences = alarms(report.metrics, thresholds)
+        sentences = alarms(report.metrics, AlarmThresholds.of(lambda name: attrgetter(name)(self._config)))
         costs = {"time/checkpoint": checkpoint_s} if checkpoint_s else {}
         health = {"health/alarms": float(len(sentences))}
         self._metrics.write(report.update, {**report.metrics, **evaluation, **costs, **self._mfu(report), **health})
@@ -87,7 +79,7 @@ class Reporter:
         self._save_rollouts(f"evaluations/{path.stem}.jsonl", evaluation.rollouts)
 
     def metrics(self, update: int, metrics: Mapping[str, float]) -> None:
-        """Write metrics that belong to no step."""
+        """Write metrics outside a step."""
         self._metrics.write(update, metrics)
 
     @property

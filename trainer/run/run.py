@@ -14,7 +14,7 @@ from trainer.config.schema import Config
 from trainer.config.user_code import code_of_files
 from trainer.distributed.distributed import Distributed
 from trainer.observe.console import RunConsole
-from trainer.observe.step_report import StepReport
+from trainer.observe.step_metrics import StepReport
 from trainer.run.assembly import Parts, assemble
 from trainer.run.heartbeat import Heartbeat, WallTime
 from trainer.run.interrupt import Interrupt

@@ -19,7 +19,7 @@ from trainer.collect.groups import Collected
 from trainer.config.schema import AlgorithmConfig, Config
 from trainer.credit.correction import StepCorrection
 from trainer.credit.targets import Targets, rollout_targets
-from trainer.observe.step_report import StepReport
+from trainer.observe.step_metrics import StepReport
 from trainer.step import MAX_EMPTY_STEPS, Trainer
 from trainer.stopwatch import Stopwatch
 from trainer.update.updater import Updated

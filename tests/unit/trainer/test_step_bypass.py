@@ -13,7 +13,7 @@ from tests.unit.trainer.update.test_updater import close, expected_gradient, rol
 from trainer.collect.source import Collected
 from trainer.config.schema import AlgorithmConfig, Config
 from trainer.model.policy import Policy
-from trainer.observe.step_report import StepReport
+from trainer.observe.step_metrics import StepReport
 from trainer.step import Trainer
 from trainer.stopwatch import Stopwatch
 from trainer.update.updater import Updater
