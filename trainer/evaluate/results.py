@@ -17,7 +17,6 @@ from trainer.evaluate.estimates import Estimate
 
 SCHEMA = 1
 """Version of the JSON file."""
-
 NOTE = "value [95 % interval]; pass@k: Wilson over prompts, means and differences: normal over prompts"
 """Last line of a table."""
 
@@ -86,7 +85,6 @@ class SetResult:
 
     def metrics(self) -> dict[str, float]:
         """Return `eval/*`, or `eval/<name>/*`: values, bounds of their 95 % intervals, and facts."""
-        prefix = f"eval/{self.name}/" if self.name else "eval/"
         reward = self.rewards()
         found = {
             "reward_mean": reward.value,
@@ -100,7 +98,7 @@ class SetResult:
         parts = self.by_label()
         for label, part in parts.items() if len(parts) > 1 else ():
             found |= {f"{label}/reward_mean": part.rewards().value, f"{label}/pass@1": part.pass_rates()[1].value}
-        return {f"{prefix}{name}": value for name, value in found.items() if math.isfinite(value)}
+        return {_prefix(self.name) + name: value for name, value in found.items() if math.isfinite(value)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +114,15 @@ class PairedComparison:
     better: int
     """Number of prompts on which the second model has the higher mean reward."""
     worse: int
+
+    def metrics(self) -> dict[str, float]:
+        """Return `eval/difference/*`, or `eval/<name>/difference/*`."""
+        found = {"reward_mean": self.reward, **{f"pass@{k}": rate for k, rate in self.pass_rates.items()}}
+        return {f"{_prefix(self.name)}difference/{name}": estimate.value for name, estimate in found.items()}
+
+
+def _prefix(name: str) -> str:
+    return f"eval/{name}/" if name else "eval/"
 
 
 def prompt_results(
@@ -256,12 +263,12 @@ def read_results(path: Path, settings: Mapping[str, Any]) -> list[SetResult]:
                 name=item["name"],
                 prompts=tuple(
                     PromptResult(
-                        prompt=prompt["prompt"],
-                        label=prompt["label"],
-                        rewards=tuple(map(float, prompt["rewards"])),
-                        passed=tuple(map(bool, prompt["passed"])),
+                        prompt=found["prompt"],
+                        label=found["label"],
+                        rewards=tuple(map(float, found["rewards"])),
+                        passed=tuple(map(bool, found["passed"])),
                     )
-                    for prompt in item["prompts"]
+                    for found in item["prompts"]
                 ),
                 facts=item["facts"],
             )
