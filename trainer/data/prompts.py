@@ -42,9 +42,7 @@ class DataSet:
         self, rows: Any, settings: DataSetConfig, *, name: str | None = None, kept: np.ndarray | None = None
     ) -> None:
         """rows: anything with a length and integer indices. name: written into each row; None for a single data set.
-        kept: indices of the rows to use; None: all.
-
-        Raises `DataError` if the first row lacks a column that `settings` names.
+        kept: indices of the rows to use; None: all. Raises `DataError` if the first row lacks a column of `settings`.
         """
         self._rows = rows
         self._kept = np.arange(len(rows)) if kept is None else kept

@@ -25,15 +25,12 @@ from torch.nn import functional as F
 LOGITS_BUDGET_GIB = 0.25
 """Memory for the logits of one tile and their intermediates. More is not faster: matrix products reach full speed at a
 few hundred tokens."""
-
 TILE_K = 4096
 """Vocabulary entries of a tile. At 4,096 the passes over a row of logits stay in a CPU core's cache, and each kernel
 still fills a GPU."""
-
 _EXCLUDED = -1e30
 """Logit of a token outside the support. Finite, so that a tile without supported tokens gives no NaN; its exponential
 is 0 as soon as the running maximum is a real logit."""
-
 _BUFFERS = 3
 """Arrays of a tile's size that exist at a time: logits, probabilities, slope of the softcap."""
 
@@ -84,9 +81,7 @@ def fused_logprobs(
 
     Args:
         hidden_ND: hidden states at the positions that predict the targets.
-        weight_VD: weight of the head.
         target_ids_N: int64, in [0, V).
-        bias_V: bias of the head, if any.
         transform: from the head's output to the logits that were sampled from.
         support: offsets (N + 1,) and token ids, int64; token n was drawn from `ids[offsets[n]:offsets[n + 1]]` and π
             is normalized over these alone. A target outside its support has log-probability -inf.
