@@ -10,7 +10,7 @@ Shape legend: _S delivered rollouts of the step, _K their turns, _N trained toke
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import pairwise
 
@@ -31,10 +31,6 @@ ROW_ARRAYS = {
     "versions": np.int32,
     "turns": np.int32,
 }
-BATCH_ARRAYS = (
-    *("rollout_ids", "group_S", "rewards_S", "is_kept_S", "greedy_rewards_S", "num_turns_S"),
-    "turn_rewards_K",
-)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -135,12 +131,16 @@ class StepBatch:
 
 def encode(batch: StepBatch) -> bytes:
     """Serialize a batch for `decode` as safetensors, which runs no code when it is read."""
-    return safetensors.numpy.save(_row_arrays(batch.rows) | {name: getattr(batch, name) for name in BATCH_ARRAYS})
+    return safetensors.numpy.save(_row_arrays(batch.rows) | {name: getattr(batch, name) for name in _batch_arrays()})
 
 
 def decode(payload: bytes) -> StepBatch:
     arrays = safetensors.numpy.load(payload)
-    return StepBatch(rows=tuple(_rows(arrays)), **{name: arrays[name] for name in BATCH_ARRAYS})
+    return StepBatch(rows=tuple(_rows(arrays)), **{name: arrays[name] for name in _batch_arrays()})
+
+
+def _batch_arrays() -> list[str]:
+    return [field.name for field in fields(StepBatch) if field.name != "rows"]
 
 
 def _row_arrays(rows: Sequence[TrainingRow]) -> dict[str, np.ndarray]:
@@ -165,20 +165,19 @@ def _rows(arrays: dict[str, np.ndarray]) -> list[TrainingRow]:
     trained = np.concatenate([[0], np.cumsum(arrays["loss_mask"])])[bounds]
     sizes = arrays.get("support_sizes")
     support_bounds = None if sizes is None else np.concatenate([[0], np.cumsum(sizes)])
-    rows = []
-    for i, (start, end) in enumerate(pairwise(bounds)):
-        support = None
-        if support_bounds is not None:
-            offsets = support_bounds[trained[i] : trained[i + 1] + 1]
-            support = SamplingSupport(
-                offsets=offsets - offsets[0], token_ids=arrays["support_ids"][offsets[0] : offsets[-1]]
-            )
-        rows.append(
-            TrainingRow(
-                **{name: arrays[name][start:end] for name in ROW_ARRAYS},
-                rollout_id=int(arrays["row_rollout"][i]),
-                group_id=int(arrays["row_group"][i]),
-                support=support,
-            )
+
+    def support(i: int) -> SamplingSupport | None:
+        if support_bounds is None:
+            return None
+        offsets = support_bounds[trained[i] : trained[i + 1] + 1]
+        return SamplingSupport(offsets=offsets - offsets[0], token_ids=arrays["support_ids"][offsets[0] : offsets[-1]])
+
+    return [
+        TrainingRow(
+            **{name: arrays[name][start:end] for name in ROW_ARRAYS},
+            rollout_id=int(arrays["row_rollout"][i]),
+            group_id=int(arrays["row_group"][i]),
+            support=support(i),
         )
-    return rows
+        for i, (start, end) in enumerate(pairwise(bounds))
+    ]

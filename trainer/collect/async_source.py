@@ -98,7 +98,7 @@ class Producer(RolloutSource):
         if self._sampler is not None:
             self._loop.run(self._cancel())
         self._prompts.restore(self._prompts.cursor, self._prompts.unfinished)
-        self._forget_metrics()
+        self._take_metrics()  # of rollouts that are sampled again
 
     def close(self) -> None:
         """Cancel groups in flight. Their prompts stay `unfinished`, so that a resumed run samples them again."""
@@ -128,7 +128,7 @@ class Producer(RolloutSource):
                 [work.task for work in self._works if not work.is_complete], return_when=asyncio.FIRST_COMPLETED
             )
         self._remove(batch)
-        return self._collected(sampler, batch, silent, num_too_old=len(too_old))
+        return self._collected(batch, silent, num_too_old=len(too_old))
 
     # Groups in flight
 
@@ -198,9 +198,7 @@ class Producer(RolloutSource):
             [row], samples_per_prompt=count, sampling=sampling, step=0, first_group=place, run=self._run_episode
         )
 
-    def _collected(
-        self, sampler: Sampler, batch: Sequence[_Work], silent: Sequence[_Work], *, num_too_old: int
-    ) -> Collected:
+    def _collected(self, batch: Sequence[_Work], silent: Sequence[_Work], *, num_too_old: int) -> Collected:
         for work in (*silent, *batch):
             group = work.task.result().group
             self._prompts.learn(work.row, [rollout.reward for rollout in group if rollout.is_trainable])
@@ -210,9 +208,7 @@ class Producer(RolloutSource):
         collected = Collected.of([result.group for result in results], dropped, greedy, self._config)
         group_size, num_complete = self._config.rollout.samples_per_prompt, len(self._complete())
         metrics = {
-            **self._rewards.take_metrics(),
-            **sampler.take_metrics(),
-            **self._prompts.metrics(),
+            **self._take_metrics(),
             **collected.metrics,
             "rollout/inflight": float(group_size * (len(self._works) - num_complete)),
             "rollout/queue": float(group_size * num_complete),

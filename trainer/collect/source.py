@@ -14,7 +14,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import NamedTuple
 
 from rewards.composition import RewardSet
 from rollout.engine.protocol import Sampling
@@ -68,16 +67,10 @@ class RolloutSource(ABC):
     def close(self) -> None:
         """End rollouts in flight."""
 
-    def _forget_metrics(self) -> None:
-        """Drop the metrics of rollouts that are sampled again."""
-        self._rewards.take_metrics()
-        if self._sampler is not None:
-            self._sampler.take_metrics()
-
-
-class _Sampled(NamedTuple):
-    row: Row
-    group: Group
+    def _take_metrics(self) -> dict[str, float]:
+        """Return the metrics of rewards and sampling since the last call, and of the data."""
+        sampled = self._sampler.take_metrics() if self._sampler is not None else {}
+        return {**self._rewards.take_metrics(), **sampled, **self._prompts.metrics()}
 
 
 class Collector(RolloutSource):
@@ -102,28 +95,29 @@ class Collector(RolloutSource):
         if self._before is not None:
             self._prompts.cursor, self._prompts.resting = self._before
             self._before = None
-        self._forget_metrics()
+        self._take_metrics()  # of rollouts that are sampled again
 
     def close(self) -> None:
         """Do nothing: no rollout is in flight between two steps."""
 
     def _collect(self, sampler: Sampler, step: int, watch: Stopwatch, on_rollout: OnRollout) -> Collected:
         sampled = self._sample_groups(sampler, step, watch, on_rollout)
-        kept = [one for one in sampled if is_kept(one.group, self._config)]
-        dropped = [one.group for one in sampled if not is_kept(one.group, self._config)]
+        kept = [(row, group) for row, group in sampled if is_kept(group, self._config)]
+        dropped = [group for _, group in sampled if not is_kept(group, self._config)]
         greedy = []
         if self._config.needs_greedy:
-            greedy = self._greedy_answers(sampler, [one.row for one in kept], step, watch)
-        collected = Collected.of([one.group for one in kept], dropped, greedy, self._config)
-        metrics = {**self._rewards.take_metrics(), **sampler.take_metrics(), **self._prompts.metrics()}
-        return replace(collected, metrics={**metrics, **collected.metrics})
+            greedy = self._greedy_answers(sampler, [row for row, _ in kept], step, watch)
+        collected = Collected.of([group for _, group in kept], dropped, greedy, self._config)
+        return replace(collected, metrics={**self._take_metrics(), **collected.metrics})
 
-    def _sample_groups(self, sampler: Sampler, step: int, watch: Stopwatch, on_rollout: OnRollout) -> list[_Sampled]:
+    def _sample_groups(
+        self, sampler: Sampler, step: int, watch: Stopwatch, on_rollout: OnRollout
+    ) -> list[tuple[Row, Group]]:
         """Sample groups until enough are kept or the refills are used up. A group's id is its index in the list."""
         settings, algorithm = self._config.rollout, self._config.algorithm
-        groups: list[_Sampled] = []
+        groups: list[tuple[Row, Group]] = []
         for _ in range(1 + algorithm.max_refills if algorithm.dynamic_sampling else 1):
-            missing = settings.prompts_per_step - sum(is_kept(one.group, self._config) for one in groups)
+            missing = settings.prompts_per_step - sum(is_kept(group, self._config) for _, group in groups)
             if not missing:
                 break
             rows = self._prompts.take(missing)
@@ -141,10 +135,10 @@ class Collector(RolloutSource):
             with watch.stage("reward"):
                 scored = self._loop.run(self._rewards.score(sampled))
             by_group = groupby(scored, key=lambda rollout: rollout.group_id)
-            new = [_Sampled(row, tuple(found)) for row, (_, found) in zip(rows, by_group, strict=True)]
-            for one in new:
-                self._prompts.learn(one.row, [rollout.reward for rollout in one.group if rollout.is_trainable])
-            groups += new
+            for row, (_, found) in zip(rows, by_group, strict=True):
+                group = tuple(found)
+                self._prompts.learn(row, [rollout.reward for rollout in group if rollout.is_trainable])
+                groups.append((row, group))
         return groups
 
     def _greedy_answers(self, sampler: Sampler, rows: Sequence[Row], step: int, watch: Stopwatch) -> list[Rollout]:

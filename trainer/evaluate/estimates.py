@@ -10,6 +10,7 @@ interval of the mean over prompts). Not covered: fewer than about 20 prompts, fo
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -78,18 +79,14 @@ def proportion(values: Sequence[float], *, trials_per_value: int) -> Estimate:
 
 def mean(values: Sequence[float]) -> Estimate:
     """Return the mean over prompts with its normal interval, ± 1.96 s / √n; unbounded for a single prompt."""
-    value = math.fsum(values) / len(values)
+    value = statistics.fmean(values)
     half = Z_95 * standard_error(values)
     return Estimate(value=value, low=value - half, high=value + half)
 
 
 def standard_error(values: Sequence[float]) -> float:
     """Return the standard error of the mean, from the sample variance; infinite for a single prompt."""
-    n = len(values)
-    if n < 2:
-        return math.inf
-    value = math.fsum(values) / n
-    return math.sqrt(math.fsum((x - value) ** 2 for x in values) / (n - 1) / n)
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
 
 
 def paired_difference(first: Sequence[float], second: Sequence[float]) -> Estimate:

@@ -53,8 +53,8 @@ def table_rows(report: StepReport) -> list[list[Any]]:
             report.update,
             rollout.rollout_id,
             rollout.group_id,
-            prompt_text(rollout),
-            transcript(rollout),
+            _lines(rollout.messages[: _first_turn(rollout)]),
+            _lines(rollout.messages[_first_turn(rollout) :]),
             rollout.reward,
             json.dumps(dict(rollout.rewards)),
             advantages.get(rollout.rollout_id),
@@ -95,17 +95,8 @@ def distributions(report: StepReport) -> Mapping[str, np.ndarray]:
     }
 
 
-def prompt_text(rollout: Rollout) -> str:
-    """Return the messages before the model's first turn."""
-    return _lines(rollout.messages[: _first_turn(rollout)])
-
-
-def transcript(rollout: Rollout) -> str:
-    """Return the messages from the model's first turn on."""
-    return _lines(rollout.messages[_first_turn(rollout) :])
-
-
 def _first_turn(rollout: Rollout) -> int:
+    """Return the number of messages before the model's first one."""
     roles = [message["role"] for message in rollout.messages]
     return roles.index("assistant") if "assistant" in roles else len(roles)
 
