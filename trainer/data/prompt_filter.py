@@ -33,10 +33,7 @@ def make_prompts(
                 for data_set in (data if distributed.is_main else ())
             ]
         )
-        kept = distributed.broadcast(kept)
-        data = distributed.together(
-            lambda: [data_set.subset(indices) for data_set, indices in zip(data, kept, strict=True)]
-        )
+        data = [one.subset(indices) for one, indices in zip(data, distributed.broadcast(kept), strict=True)]
     return Prompts(
         data,
         seed=config.seed,

@@ -126,11 +126,10 @@ def run(config: Config) -> None:
     other = settings.compare_to
     console = RunConsole(enabled=True, total_updates=0)
     sampled_with = comparable_settings(config)
-    # Refuse an unsuitable file before an engine starts.
-    before = (
-        read_results(Path(other).expanduser(), sampled_with) if other is not None and other.endswith(".json") else None
-    )
-    if other is not None and before is None:
+    before: Sequence[SetResult] | None = None
+    if other is not None and other.endswith(".json"):
+        before = read_results(Path(other).expanduser(), sampled_with)
+    elif other is not None:
         before = _evaluate_model(replace(config, model=replace(config.model, path=other)), console).results
     evaluation = _evaluate_model(config, console)
     for rollout in evaluation.rollouts[: config.logger.print_rollouts]:

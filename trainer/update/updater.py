@@ -34,6 +34,9 @@ from trainer.update.batch_dumps import Attempt
 from trainer.update.schedule import learning_rate
 from trainer.update.update_guard import UpdateGuard
 
+PPO_NAMES = {"approxkl": "policy/approx_kl", "clipfrac": "policy/clip_frac", "entropy": "policy/entropy"}
+"""Names of metrics in the PPO literature, reported with a critic."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Updated:
@@ -74,7 +77,15 @@ class Updater:
         made: list[dict[str, float]] = []
         skipped: list[dict[str, float]] = []
         seen_N = torch.full((batch.layout.num_tokens,), torch.nan)
-        lr = self._learning_rate()  # one for all epochs and minibatches of a rollout batch
+        settings = self._config.optimizer
+        lr = learning_rate(  # one for all epochs and minibatches of a rollout batch
+            self.num_updates,
+            peak=settings.lr,
+            schedule=settings.schedule,
+            warmup_updates=settings.warmup_updates,
+            total_updates=self._config.updates,
+            final_fraction=settings.final_lr_fraction,
+        )
         for rollouts in self._minibatches(batch.num_rollouts):
             if len(rollouts):
                 own = targets.for_rollouts(torch.from_numpy(rollouts), self._config.algorithm)
@@ -118,7 +129,9 @@ class Updater:
             """Run forward and backward of this rank's share; return its sums and the plan's metrics."""
             share = self.scorer.plan(batch, rows, token_budget=token_budget)
             sums: dict[str, float] = {}
-            packs = [*share.microbatches[self._distributed.rank], *self._reducing_microbatch]
+            packs = list(share.microbatches[self._distributed.rank])
+            if self._distributed.world_size > 1 and not self._distributed.uses_deepspeed:
+                packs.append(())  # DDP reduces in it, so that all others may run out of memory: see `TokenBudget`
             for number, pack in enumerate(packs):
                 packed = self.scorer.packed(batch, pack)
                 forward = partial(self._microbatch_loss, packed, targets, counts, tokens_S, seq_log_ratio_S)
@@ -162,20 +175,15 @@ class Updater:
             name: total if name == "policy/loss" else total / max(counts.num_tokens, 1)
             for name, total in step_sums.items()
         }
+        ppo = {f"ppo/policy/{name}": means[found] for name, found in PPO_NAMES.items() if found in means}
         return {
             **means,
-            **self._ppo_names(means),
+            **(ppo if self._has_critic else {}),
             "optim/grad_norm": grad_norm,
             "optim/lr": lr,
             **share_metrics,
             "perf/token_budget": float(budget.tokens),
         }
-
-    @property
-    def _reducing_microbatch(self) -> tuple[tuple[int, ...], ...]:
-        """Empty pack in which DDP reduces, so that all others may run out of memory (trainer/score/token_budget.py)."""
-        is_ddp = self._distributed.world_size > 1 and not self._distributed.uses_deepspeed
-        return ((),) if is_ddp else ()
 
     def _microbatch_loss(
         self,
@@ -278,21 +286,3 @@ class Updater:
                 continue
             order = np.random.default_rng([self._config.seed, self.num_updates, epoch]).permutation(num_rollouts)
             yield from np.array_split(order, algorithm.minibatches)
-
-    def _ppo_names(self, means: dict[str, float]) -> dict[str, float]:
-        """Return the policy's metrics under their names in the PPO literature."""
-        if not self._has_critic:
-            return {}
-        names = {"approxkl": "policy/approx_kl", "clipfrac": "policy/clip_frac", "entropy": "policy/entropy"}
-        return {f"ppo/policy/{ours}": means[name] for ours, name in names.items() if name in means}
-
-    def _learning_rate(self) -> float:
-        settings = self._config.optimizer
-        return learning_rate(
-            self.num_updates,
-            peak=settings.lr,
-            schedule=settings.schedule,
-            warmup_updates=settings.warmup_updates,
-            total_updates=self._config.updates,
-            final_fraction=settings.final_lr_fraction,
-        )
