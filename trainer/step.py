@@ -96,6 +96,8 @@ class Trainer:
         if logprobs.repacked_N is not None:
             self.noise_floor = noise_floor(trained_N, logprobs.repacked_N)
         measured = correction.measured(batch, trained_N)
+        restarts = self._recovery.num_restarts if self._recovery else 0
+        counters = {BATCH: float(self.num_steps), "rollout/engine_restarts": float(restarts)}
         return StepReport(
             update=self.version,
             metrics=step_metrics(
@@ -107,7 +109,7 @@ class Trainer:
                 version=version,
                 noise_floor=self.noise_floor,
                 settings=self._config.correction,
-                stages=(self._counters(), credit_metrics, updated.metrics, synced.metrics()),
+                stages=(counters, credit_metrics, updated.metrics, synced.metrics()),
                 watch=watch,
             ),
             rollouts=collected.rollouts,
@@ -120,10 +122,6 @@ class Trainer:
     def push_weights(self) -> SyncReport:
         """Send the current weights to the engines and verify them there; a collective."""
         return self._with_engines(lambda: self._sync.push(self.version))
-
-    def _counters(self) -> Mapping[str, float]:
-        restarts = self._recovery.num_restarts if self._recovery else 0
-        return {BATCH: float(self.num_steps), "rollout/engine_restarts": float(restarts)}
 
     def _with_engines(self, act: Callable[[], T]) -> T:
         """Call `act`, and recover from the death of an engine."""

@@ -32,11 +32,9 @@ class Bundle:
 
 
 def plan_bundles(rows: Sequence[np.ndarray], *, num_ranks: int, token_budget: int) -> Plan:
-    """Assign every row to a rank and a microbatch, rows with a common prefix together. Deterministic.
+    """Assign every row to a rank and a microbatch as `plan`, but rows with a common prefix together.
 
-    Args:
-        rows: ids of all rows of one optimizer step, over all ranks.
-        token_budget: largest number of tokens computed in a pack. A longer row has its own.
+    token_budget: largest number of tokens computed in a pack.
     """
     order = by_ids(rows)
     lengths = [len(rows[i]) for i in order]

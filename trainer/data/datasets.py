@@ -142,7 +142,7 @@ def _find(row: Mapping[str, Any], path: str, name: str, of: str) -> Any:
     value: Any = row
     for part in path.split("."):
         if isinstance(value, str):
-            value = _json(value)
+            value = json_or_text(value)
         if not isinstance(value, Mapping) or part not in value:
             there = list(value) if isinstance(value, Mapping) else []
             close = difflib.get_close_matches(part, there, n=1)
@@ -156,7 +156,8 @@ def _find(row: Mapping[str, Any], path: str, name: str, of: str) -> Any:
     return value
 
 
-def _json(text: str) -> Any:
+def json_or_text(text: str) -> Any:
+    """Return parsed JSON, or the text itself if it is something else."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

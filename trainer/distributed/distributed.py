@@ -185,9 +185,9 @@ class Distributed:
 
     @contextlib.contextmanager
     def accumulate(self, *, is_last: bool) -> Iterator[Callable[[torch.Tensor], None]]:
-        """Enclose forward and backward of one microbatch; yields the function that backpropagates the loss.
+        """Enclose one microbatch, with equally many on all ranks, of which the last reduces gradients over ranks.
 
-        The last microbatch reduces gradients over ranks. All ranks must run the same number of them.
+        Yields the function that backpropagates the loss.
         """
         if self.uses_deepspeed:
             self.module.set_gradient_accumulation_boundary(is_last)  # type: ignore[operator]
@@ -199,10 +199,7 @@ class Distributed:
                 yield lambda loss: loss.backward()
 
     def gradient_norm(self) -> float:
-        """Return the global gradient norm before clipping, equal on all ranks; a collective.
-
-        Infinite if any rank has a non-finite gradient.
-        """
+        """Return the global gradient norm before clipping; infinite if any rank's is not finite; a collective."""
         if self.zero_stage:
             from deepspeed.runtime.utils import combine_grad_norm_groups
 

@@ -20,7 +20,7 @@ from trainer.config.schema import Config
 
 
 def start_engine(config: Config, *, loop: BackgroundLoop, log_path: Path) -> EnginePool:
-    """Start or connect to the engines of a single process; the ranks of a run use trainer/engines/run_engines.py.
+    """Start or connect to the engines of a process that is not a rank of a run (those: run_engines.py).
 
     Raises `EngineError` if vLLM does not start (with the end of its log), or a server cannot be reached.
     """
@@ -28,7 +28,7 @@ def start_engine(config: Config, *, loop: BackgroundLoop, log_path: Path) -> Eng
 
 
 def start_members(config: Config, *, loop: BackgroundLoop, log_path: Path) -> Sequence[SyncedEngine]:
-    """Start the members of the pool that `start_engine` returns."""
+    """Start or connect to the members of a pool."""
     if config.rollout.engine == "server":
         return connect_servers(config, loop=loop)
     number = config.rollout.num_engines

@@ -141,9 +141,10 @@ def prompt_results(
     for samples in by_prompt.values():
         example = samples[0].example
         label = example.get(label_column)
+        text = json.dumps(dict(example), sort_keys=True, default=str)
         results.append(
             PromptResult(
-                prompt=digest(example),
+                prompt=hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).hexdigest(),
                 label=None if label is None else str(label),
                 rewards=tuple(rollout.reward if rollout.is_trainable else 0.0 for rollout in samples),
                 passed=tuple(map(passed, samples)),
@@ -167,16 +168,10 @@ def rollout_facts(rollouts: Sequence[Rollout]) -> dict[str, float]:
     return facts
 
 
-def digest(example: Mapping[str, Any]) -> str:
-    text = json.dumps(dict(example), sort_keys=True, default=str)
-    return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).hexdigest()
-
-
 def compare(first: Sequence[SetResult], second: Sequence[SetResult]) -> list[PairedComparison]:
     """Compare paired by prompt on every set that both have, second minus first.
 
-    Raises:
-        DataError: no common set, or a set with other prompts or another number of samples.
+    Raises `DataError` without a common set, or for a set with other prompts or another number of samples.
     """
     before = {result.name: result for result in first}
     pairs = [(before[result.name], result) for result in second if result.name in before]
@@ -224,10 +219,7 @@ def write_results(
     comparisons: Sequence[PairedComparison] = (),
     compared_to: str | None = None,
 ) -> None:
-    """Write metrics and every prompt's samples as one JSON object.
-
-    settings: `comparable_settings`; evaluations with other settings are not comparable.
-    """
+    """Write metrics and every prompt's samples as one JSON object. settings: see `comparable_settings`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {
         "schema": SCHEMA,
@@ -249,11 +241,7 @@ def write_results(
 
 
 def read_results(path: Path, settings: Mapping[str, Any]) -> list[SetResult]:
-    """Read a file of `write_results`.
-
-    Raises:
-        DataError: another kind of file, or samples drawn with other settings.
-    """
+    """Read a file of `write_results`. Raises `DataError` for other files, and for samples with other settings."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["schema"] != SCHEMA:

@@ -79,10 +79,7 @@ class Critic(nn.Module):
         trust_remote_code: bool = False,
         **setup: Unpack[DecoderSetup],
     ) -> Critic:
-        """Load a critic with its head (`save_critic`), or the decoder of a policy or reward model under a new head.
-
-        Raises `ConfigError` without a loadable decoder whose rows can be packed.
-        """
+        """Load a critic with its head (`save_critic`), or the decoder of a policy or reward model under a new head."""
         config = packable_config(path, setting="model.critic_path", trust_remote_code=trust_remote_code)
         head = None
         if is_critic(config):

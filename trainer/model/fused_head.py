@@ -168,9 +168,12 @@ class _FusedLogprobs(torch.autograd.Function):
         support: _Support | None,
         with_entropy: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        rounded_to = _autocast_dtype(hidden_ND, weight_VD)
+        # Autocast rounds the operands of products, except float64.
+        device, rounded_to = hidden_ND.device.type, None
+        if torch.is_autocast_enabled(device) and torch.float64 not in (hidden_ND.dtype, weight_VD.dtype):
+            rounded_to = torch.get_autocast_dtype(device)
         tiles = _Tiles(hidden_ND, weight_VD, bias_V, transform, support, rounded_to)
-        with torch.autocast(hidden_ND.device.type, enabled=False):
+        with torch.autocast(device, enabled=False):
             lse_N, target_logit_N, entropy_N, exp_NV, sum_N = _normalize(tiles, target_ids_N, with_entropy)
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, target_ids_N, lse_N, entropy_N, exp_NV, sum_N)
         ctx.transform, ctx.support, ctx.with_entropy, ctx.rounded_to = transform, support, with_entropy, rounded_to
@@ -184,14 +187,6 @@ class _FusedLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         with torch.autocast(ctx.saved_tensors[0].device.type, enabled=False):
             return *_gradients(ctx, *grads), None, None, None, None
-
-
-def _autocast_dtype(hidden_ND: torch.Tensor, weight_VD: torch.Tensor) -> torch.dtype | None:
-    """Return the dtype to which autocast rounds operands; None without autocast and for float64, which it leaves."""
-    device = hidden_ND.device.type
-    if not torch.is_autocast_enabled(device) or torch.float64 in (hidden_ND.dtype, weight_VD.dtype):
-        return None
-    return torch.get_autocast_dtype(device)
 
 
 class _Tiles:

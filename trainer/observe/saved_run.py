@@ -109,10 +109,7 @@ class SavedRun:
         return sorted([*spans, *running.values()], key=lambda span: (span.first, span.sentence))
 
     def extremes(self, count: int) -> tuple[list[Rollout], list[Rollout]]:
-        """Return the worst and the best rollouts of the newest saved step, each at most `count`, disjoint.
-
-        Failed rollouts rank below all others. Among equal rewards, different prompts come first.
-        """
+        """Return at most `count` worst and best rollouts of the newest saved step. Failed ones rank lowest."""
         ranked = sorted(self.rollouts, key=_rank)
         worst, best = ranked[: len(ranked) // 2], ranked[len(ranked) // 2 :][::-1]
         return _varied(worst, count), _varied(best, count)

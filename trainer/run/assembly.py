@@ -81,9 +81,11 @@ def assemble(
     chat = make_chat(config)
     prompts = make_prompts(config, distributed, loop, chat, say=console.say)
     sampler = make_sampler(config, engine=engines.pool, chat=chat) if engines.pool else None
-    evaluates = sampler is not None and (config.eval.every or config.eval.before_training)
+    evaluates = config.eval.every or config.eval.before_training
     evaluator = distributed.together(
-        lambda: Evaluator(config, sampler=sampler, rewards=rewards, loop=loop, chat=chat) if evaluates else None
+        lambda: (
+            Evaluator(config, sampler=sampler, rewards=rewards, loop=loop, chat=chat) if sampler and evaluates else None
+        )
     )
     make_source: Callable[..., RolloutSource] = Producer if config.rollout.max_staleness else Collector
     rollouts = make_source(

@@ -23,9 +23,8 @@ CARD = "README.md"
 
 
 def push(model: Path, config: Config, metrics: Mapping[str, float]) -> str:
-    """Write the card beside the weights, upload the directory, and return the address.
+    """Upload weights and card, and return the address. metrics: last value of each metric of the run.
 
-    metrics: last value of each metric of the run.
     Raises `HubError` if the hub refuses or cannot be reached; the local model is unchanged.
     """
     repo = config.hub.repo

@@ -35,14 +35,10 @@ NOT_IN_LAYERS = ("embed", "wte", "wpe", "head", "score")
 
 
 def make_optimizer(module: nn.Module, config: OptimizerConfig, *, is_sharded: bool = False) -> torch.optim.Optimizer:
-    """Make the configured optimizer over the parameters that require gradients.
+    """Make the configured optimizer over the parameters of an unprepared module that require gradients.
 
-    Args:
-        module: before it is prepared; under ZeRO-3 its parameters may already be partitions.
-        is_sharded: True if ranks hold parts of the optimizer's state (ZeRO).
-
-    Raises:
-        ConfigError: `adamw_8bit` without bitsandbytes or a GPU; `muon` on sharded state.
+    is_sharded: True if ranks hold parts of the optimizer's state (ZeRO). Raises `ConfigError` for `adamw_8bit` without
+    bitsandbytes or a GPU, and for `muon` on sharded state.
     """
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     critic_scale = (config.critic_lr or config.lr) / config.lr
@@ -77,10 +73,7 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig, *, is_sharded: bo
 def parameter_groups(
     named: Iterable[tuple[str, nn.Parameter]], weight_decay: float, *, critic_scale: float
 ) -> list[dict[str, Any]]:
-    """Group parameters into matrices, which decay, and others, which do not; a critic's separately.
-
-    critic_scale: learning rate of a critic relative to the policy's.
-    """
+    """Group parameters by decay (matrices only) and learning rate: a critic's is `critic_scale` times the policy's."""
     groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
     for name, parameter in named:
         scale = critic_scale if name.startswith(CRITIC_PREFIX) else 1.0

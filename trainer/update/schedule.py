@@ -32,8 +32,5 @@ def learning_rate(
 
 
 def is_due(every: int, *, before: int, after: int) -> bool:
-    """True if going from update `before` to `after` reached or passed a multiple of `every`; never for 0.
-
-    A rollout batch makes several updates, or none if no rollout can be trained: then nothing is due again.
-    """
+    """True if the updates after `before`, which may be several or none, reached a multiple of `every`; never for 0."""
     return every > 0 and after // every > before // every
