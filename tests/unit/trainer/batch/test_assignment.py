@@ -74,6 +74,6 @@ def test_tight_packings_are_found_where_even_ones_do_not_fit():
     assert result.packing_ratio == 1.0
 
 
-def test_no_rank_is_refused():
+def test_a_plan_needs_at_least_one_rank():
     with pytest.raises(ValueError, match="num_ranks must be at least 1"):
         plan([1], num_ranks=0, token_budget=1)

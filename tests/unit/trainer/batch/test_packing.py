@@ -55,7 +55,7 @@ def test_no_target_is_predicted_from_another_row():
     assert (row_of_position[packed.target_index_T] == row_of_position[packed.target_index_T + 1]).all()
 
 
-def test_evidence_stays_with_its_own_token():
+def test_sampling_logprobs_stay_with_their_tokens():
     packed = collate(ROWS, [0, 1, 2])
     torch.testing.assert_close(packed.sampling_logprobs_T, torch.tensor([-0.2, -0.3, -0.1, -0.1, -0.4]))
 

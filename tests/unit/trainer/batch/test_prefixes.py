@@ -60,7 +60,7 @@ COMPUTED = {
 
 
 @pytest.mark.parametrize("what", ALIKE)
-def test_what_rows_begin_with_is_computed_once(what: str) -> None:
+def test_a_shared_prefix_is_computed_once(what: str) -> None:
     stretches = shared(ALIKE[what])
     assert len(stretches.ids) == sum(stretches.lengths) == COMPUTED[what]
     assert_paths(stretches, ALIKE[what])
@@ -125,7 +125,7 @@ def test_a_group_stays_together_unless_ranks_would_wait() -> None:
     assert len(first) == len(second) == 2
 
 
-def test_rows_that_share_nothing_are_planned_as_ever() -> None:
+def test_rows_without_shared_prefixes_get_the_plain_plan() -> None:
     rows = [random_ids(seed, 20 + 7 * seed) for seed in range(12)]
     partition = {"num_ranks": 2, "token_budget": 120}
     ours, plain = plan_bundles(rows, **partition), plan([len(row) for row in rows], **partition)
@@ -224,7 +224,7 @@ def policy() -> Policy:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_shared_prefixes_give_the_gradient_of_rows_apart(preset: str, policy: Policy, batch: StepBatch) -> None:
+def test_shared_prefixes_give_the_gradient_of_separate_rows(preset: str, policy: Policy, batch: StepBatch) -> None:
     assert_equal_gradients(policy, batch, preset)
 
 
@@ -250,7 +250,7 @@ def test_checkpointed_layers_keep_the_gradient(batch: StepBatch) -> None:
 
 
 @pytest.mark.parametrize("long_stretch", [0, 1000])
-def test_both_ways_of_attention_to_a_prefix_keep_the_gradient(
+def test_recomputed_and_masked_prefixes_give_the_same_gradient(
     long_stretch: float, policy: Policy, batch: StepBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a whole causal row, of which the prefix is dropped, and with a mask."""
@@ -258,7 +258,7 @@ def test_both_ways_of_attention_to_a_prefix_keep_the_gradient(
     assert_equal_gradients(policy, batch, "grpo")
 
 
-def test_attention_that_takes_no_prefixes_gets_whole_rows(batch: StepBatch) -> None:
+def test_attention_without_support_for_prefixes_gets_whole_rows(batch: StepBatch) -> None:
     policy = Policy(gpt2(), attn_implementation="sdpa")
     _, metrics = gradient(policy, batch, settings_with("grpo", share="auto"))
     assert metrics["perf/shared_tokens_frac"] == 0.0

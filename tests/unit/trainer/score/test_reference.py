@@ -49,13 +49,13 @@ def move(policy: Policy) -> None:
                 parameter += 0.05
 
 
-def test_nothing_is_loaded_without_a_coefficient(model_dir: Path) -> None:
+def test_without_a_kl_coefficient_no_reference_is_loaded(model_dir: Path) -> None:
     policy = Policy.from_pretrained(model_dir)
     settings = config(Path("/nowhere"), kl_coef=0.0)
     assert make_reference(settings, FakeRank(policy), policy) is None
 
 
-def test_a_copy_agrees_with_the_policy_until_the_policy_moves(model_dir: Path, batch: StepBatch) -> None:
+def test_a_copy_agrees_with_the_policy_until_an_update(model_dir: Path, batch: StepBatch) -> None:
     policy = Policy.from_pretrained(model_dir)
     reference = make_reference(config(model_dir, 0.1), FakeRank(policy), policy)
     assert reference is not None
@@ -67,7 +67,7 @@ def test_a_copy_agrees_with_the_policy_until_the_policy_moves(model_dir: Path, b
 
 
 @pytest.mark.parametrize("critic", ["separate", "shared"])
-def test_beside_a_critic_the_kl_of_an_unchanged_policy_is_exactly_zero(
+def test_with_a_critic_the_kl_of_an_unchanged_policy_is_exactly_zero(
     model_dir: Path, batch: StepBatch, critic: str
 ) -> None:
     settings = config(model_dir, 0.1)

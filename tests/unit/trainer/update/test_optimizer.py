@@ -41,7 +41,7 @@ def prepared(name: str, settings: OptimizerConfig | None = None) -> tuple[Distri
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_restored_optimizer_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
+def test_a_restored_optimizer_continues_bit_for_bit(name: str, tmp_path: Path) -> None:
     distributed, whole = prepared(name)
     for seed in range(2):
         update(distributed, whole, seed)
@@ -62,7 +62,7 @@ def test_a_restored_optimizer_goes_on_bit_for_bit(name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_settings_that_were_changed_count_after_a_restart(name: str, tmp_path: Path) -> None:
+def test_changed_settings_are_used_after_a_restart(name: str, tmp_path: Path) -> None:
     distributed, whole = prepared(name)
     update(distributed, whole, 0)
     distributed.save_state(tmp_path)
@@ -122,14 +122,14 @@ def test_only_matrices_decay() -> None:
             assert group["weight_decay"] == (0.1 if parameter.ndim >= 2 else 0.0)
 
 
-def test_with_adapters_only_they_are_optimised() -> None:
+def test_only_adapters_are_optimized_if_there_are_any() -> None:
     made = Policy(add_adapters(tiny_qwen3(tied=True), LoraConfig(rank=2)))
     optimised = {id(p) for group in make_optimizer(made, OptimizerConfig()).param_groups for p in group["params"]}
     adapters = {id(p) for name, p in made.named_parameters() if "lora_" in name}
     assert optimised == adapters != set()
 
 
-def test_what_cannot_work_is_refused_with_an_override() -> None:
+def test_impossible_optimizers_are_refused_with_an_override() -> None:
     with pytest.raises(ConfigError, match=r"adamw_8bit .* set optimizer\.name=adamw"):
         make_optimizer(policy(), OptimizerConfig(name="adamw_8bit"))  # bitsandbytes or a GPU is not there
     with pytest.raises(ConfigError, match=r"muon .* configs/accelerate/ddp\.yaml"):

@@ -122,7 +122,7 @@ def test_tokens_whose_weight_is_masked_stay_in_the_denominator(policy: Policy, b
     assert close(found, expected)
 
 
-def test_batch_normalised_weights_reach_the_gradient(policy: Policy, batch: StepBatch) -> None:
+def test_batch_normalized_weights_reach_the_gradient(policy: Policy, batch: StepBatch) -> None:
     made = config()
     logprobs = scored(random_logp(batch, 1))
     found = {}
@@ -134,7 +134,7 @@ def test_batch_normalised_weights_reach_the_gradient(policy: Policy, batch: Step
     assert close(found[True] * mean, found[False])
 
 
-def test_masked_rollouts_train_nothing_but_are_delivered(policy: Policy) -> None:
+def test_masked_rollouts_are_not_trained_but_count_in_the_denominator(policy: Policy) -> None:
     batch = StepBatch.of(rollouts(), mask_truncated=True)
     made = config(normalizer="sequence_sum")
     targets, _, a_N = targets_of(batch, made, scored(random_logp(batch, 1)), mode="off")
@@ -145,7 +145,7 @@ def test_masked_rollouts_train_nothing_but_are_delivered(policy: Policy) -> None
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "unbiased"])
-def test_the_kl_term_is_part_of_the_loss_and_not_weighted(estimator: str, policy: Policy, batch: StepBatch) -> None:
+def test_the_kl_term_of_the_loss_has_no_correction_weights(estimator: str, policy: Policy, batch: StepBatch) -> None:
     made = config(kl_coef=0.5, kl_estimator=estimator)
     old_N, ref_N = random_logp(batch, 1), random_logp(batch, 2)
     targets, weights, a_N = targets_of(batch, made, scored(old_N, ref_N), mode="token_truncate")
