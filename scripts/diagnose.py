@@ -4,7 +4,7 @@
     python scripts/diagnose.py model.path=... data.path=...         any model, with the settings of training
     python scripts/diagnose.py --html view.html                     every token in one page
     python scripts/diagnose.py --rollouts runs/latest               rollouts that a run saved; needs no engine
-    python scripts/diagnose.py --break retokenise                   a deliberately broken pipeline
+    python scripts/diagnose.py --break retokenize                   a deliberately broken pipeline
     python scripts/diagnose.py --json                               for programs; exit status 0: ok, 1: not ok
 
 The numbers are explained in docs/diagnosis.md. Settings: trainer/config/schema.py, as for scripts/train.py.

@@ -45,7 +45,7 @@ class Severity(IntEnum):
 class Cause(StrEnum):
     """Named cause, in the order of precedence. The values are part of the JSON format and of the command line."""
 
-    RETOKENIZE = "retokenise"
+    RETOKENIZE = "retokenize"
     """Sampled turns went through text: trained ids differ from sampled ids."""
     MISSING_FINAL = "missing_final"
     """Sampled tokens at the end of a turn are not trained."""

@@ -17,7 +17,7 @@ from trainer.diagnosis.evidence import Evidence, ScoredTokens, by_class, by_turn
 
 FORMAT = 1
 """Version of the JSON; an incompatible change increments it."""
-REEXAMINED = ("alignment", "retokenisation")
+REEXAMINED = ("alignment", "retokenization")
 """Cases that show the rollouts of another case again."""
 SEVERITY_STYLE = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.CRITICAL: "bold red"}
 PRINTED_WORST = 5

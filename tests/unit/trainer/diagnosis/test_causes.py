@@ -94,5 +94,5 @@ def test_the_command_line_learns_the_variants_without_torch():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
     assert [str(variant) for variant in VARIANTS] == [
-        *("retokenise", "missing_final", "shift", "dropout", "stale_weights")
+        *("retokenize", "missing_final", "shift", "dropout", "stale_weights")
     ]

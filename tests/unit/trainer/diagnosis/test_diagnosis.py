@@ -111,7 +111,7 @@ class TestConsole:
             "turn 1",
             "special",
             "noise floor  kl_v1",
-            "retokenisation  ",
+            "retokenization  ",
         ):
             assert part in text
         assert lines[-1].startswith("verdict      critical (dropout)  saved_rollouts: the trainer contradicts itself")

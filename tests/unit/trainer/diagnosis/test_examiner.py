@@ -34,7 +34,7 @@ def cause_of(diagnosis: Diagnosis) -> Cause | None:
 def test_a_right_pipeline_is_ok_and_has_no_cause():
     diagnosis = examine(ROLLOUTS, FakeTrainer(), engine=FakeEngine())
     assert (diagnosis.finding.severity, diagnosis.finding.cause) == (Severity.OK, None)
-    assert [case.name for case in diagnosis.cases] == ["saved_rollouts", "alignment", "retokenisation"]
+    assert [case.name for case in diagnosis.cases] == ["saved_rollouts", "alignment", "retokenization"]
     assert all(case.evidence.match.is_exact for case in diagnosis.cases)
 
 
