@@ -46,8 +46,6 @@ PENDING = (
 EXCEPTIONS = (
     ("scripts/check_prose.py", "", "lists the words that it refuses"),
     ("tests/unit/project/test_prose.py", "", "shows texts that are refused"),
-    ("", "retokenise", "a value of the command line and of the JSON of a diagnosis"),
-    ("", "retokenisation", "the same"),
     ("trainer/diagnosis/cases.py", "colours", "a prompt, with which the numbers of docs/diagnosis.md were measured"),
     ("trainer/diagnosis/cases.py", "nobody", "the same"),
 )

@@ -53,7 +53,7 @@ def _url_problem(url: str) -> str | None:
     except ValueError as error:
         return f"cannot be read ({error})"
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        return "is no address of a server"
+        return "is not the address of a server"
     if port is None:
         return "has no port"
     if parts.path.strip("/") or parts.query or parts.fragment:

@@ -1,4 +1,4 @@
-"""Bypass: the engine's logprobs are the old ones, and the ratio of the loss carries the mismatch; beside decoupled."""
+"""Bypass (the engine's logprobs are the old ones) and decoupled correction: gradient, weights, forward passes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class NoEngine:
 
 
 def step(logp_old: str) -> tuple[Policy, torch.Tensor, StepReport, int]:
-    """Policy, gradient, report and forward passes of one step."""
+    """Run one step; return policy, gradient, report and number of forward passes."""
     torch.manual_seed(0)
     policy = Policy(tiny_qwen3(tied=True))
     passes = []
@@ -60,7 +60,7 @@ def step(logp_old: str) -> tuple[Policy, torch.Tensor, StepReport, int]:
     return policy, distributed.gradient, report, len(passes)
 
 
-def test_the_ratio_of_the_loss_is_between_trainer_and_engine_and_nothing_else_weighs() -> None:
+def test_under_bypass_the_ratio_of_the_loss_is_between_trainer_and_engine() -> None:
     policy, gradient, report, passes = step("bypass")
     samp_N = report.batch.sampling_logprobs_N
     a_N = torch.tensor([-0.5, 0.5, -0.5, 0.5])[report.batch.rollout_N] * 2**0.5
@@ -70,8 +70,8 @@ def test_the_ratio_of_the_loss_is_between_trainer_and_engine_and_nothing_else_we
         return -torch.minimum(ratio_N * a_N, ratio_N.clamp(0.8, 1.2) * a_N).mean()
 
     assert close(gradient, expected_gradient(policy, report.batch, loss))
-    assert passes == 1, "one pack, and no pass to score it before"
-    for name in ("ess", "is_weight_mean", "is_weight_max"):  # the ratio is what weighs
+    assert passes == 1, "one pack, without a pass to score it first"
+    for name in ("ess", "is_weight_mean", "is_weight_max"):  # the ratio is the weight
         prefix = "rollout_correction/"
         assert report.metrics[prefix + name] == report.metrics[f"{prefix}raw_{name}"] != 1.0
     assert report.metrics["policy/ratio_mean"] != 1.0
@@ -79,7 +79,7 @@ def test_the_ratio_of_the_loss_is_between_trainer_and_engine_and_nothing_else_we
     assert report.metrics["rollout_correction/kl"] == pytest.approx(diff, rel=1e-5)
 
 
-def test_decoupled_the_ratio_of_the_loss_is_one_and_weights_carry_the_mismatch() -> None:
+def test_under_recompute_the_ratio_of_the_loss_is_one_and_weights_carry_the_mismatch() -> None:
     policy, gradient, report, _ = step("recompute")
     a_N = torch.tensor([-0.5, 0.5, -0.5, 0.5])[report.batch.rollout_N] * 2**0.5
     weights_N = (report.logp_train_N - report.batch.sampling_logprobs_N).exp().clamp(max=2.0)

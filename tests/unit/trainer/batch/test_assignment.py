@@ -1,4 +1,4 @@
-"""Plans: every row once, equal numbers of microbatches, even work, the same on every rank."""
+"""Plans: every row once, equal numbers of microbatches, even work, equal results on all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches from which nothing can be learned: an update is made of them, or none, and every number stays finite."""
+"""Batches without a learning signal: with or without an update, every number is finite."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainer.update.updater import Updater
 
 
 def update(policy: Policy, batch: StepBatch) -> tuple[dict[str, float], torch.Tensor, int]:  # noqa: F811
-    """Metrics, the gradient, and the number of updates, of a batch on its way through the trainer."""
+    """Return metrics, gradient and number of updates of a batch."""
     distributed = FakeRank(policy)
     made = config(advantage="grpo", loss="ppo_clip", kl_coef=0.0)
     updater = Updater(policy, distributed, made)

@@ -1,4 +1,4 @@
-"""Packs: the shift between inputs and targets, look-up by step-wide index, budgets, dummies."""
+"""Packs: the shift between inputs and targets, lookup by index in the step, budgets, dummies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.batch.packing import StepLayout, collate, pack
 
 
 def row(ids: list[int], trained: list[int], *, rollout_id: int = 0, supports: list[list[int]] | None = None):
-    """A row in which the tokens at positions `trained` are trained; evidence of token p is derived from p."""
+    """Return a row with these trained positions; logprob, version and turn of token p are functions of p."""
     mask = np.zeros(len(ids), dtype=bool)
     mask[trained] = True
     positions = np.arange(len(ids))

@@ -1,4 +1,4 @@
-"""Rows that begin alike: what is computed of them, which stay together, and that the gradient is that of rows apart."""
+"""Shared prefixes: computed tokens, plans that keep rows together, and gradients equal to those of separate rows."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ def test_every_row_is_a_path_through_the_stretches(rows: list[list[int]]) -> Non
 
 @pytest.fixture(scope="module")
 def _every_token_counts():
-    """Every common token counts, so that small rows share."""
+    """Lower the threshold so that short rows share prefixes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trainer.batch.prefixes.MIN_SHARED", 1)
         yield
 
 
 def assert_paths(stretches: Any, rows: list[np.ndarray]) -> None:
-    """Each row's places hold its ids at its positions, and what attention sees before a stretch is its row's."""
+    """The places of each row hold its ids at its positions, and the prefix of a stretch is its row's."""
     starts = np.cumsum([0, *stretches.lengths])
     for row, place in zip(rows, stretches.places, strict=True):
         np.testing.assert_array_equal(stretches.ids[place], row)
@@ -149,7 +149,7 @@ def call(prompt: np.ndarray, seed: int, length: int, alike: int = 0) -> EngineCa
 
 
 def rollouts() -> list[Rollout]:
-    """Two groups: samples of one prompt, two that begin with the same words, two that are equal, two that branch."""
+    """Return two groups: samples of one prompt, among them two with a common beginning, two equal, two that branch."""
     made = []
     for rollout_id in range(8):
         prompt = random_ids(rollout_id // 4, 30)
@@ -172,12 +172,12 @@ def batch() -> StepBatch:
 
 
 def gradient(module: Any, batch: StepBatch, config: Config) -> tuple[torch.Tensor, dict[str, float]]:
-    """float64, of everything that the module trains, of the update that `config` makes of the batch."""
+    """Return the float64 gradient of all trained parameters, and the metrics, of one update."""
     distributed = FakeRank(module)
     updater = Updater(module, distributed, config)
     noise = torch.from_numpy(np.random.default_rng(1).normal(size=(3, batch.layout.num_tokens))).float()
     base_N = torch.full((batch.layout.num_tokens,), -5.0)
-    # Off-policy on purpose: ratios must differ from 1, or clipping and sequence levels would not be seen.
+    # Off-policy on purpose: ratios must differ from 1, or clipping and sequence ratios would have no effect.
     logprobs = Logprobs(
         old=Recomputed(base_N + 0.5 * noise[0]),
         ref_N=base_N + 0.2 * noise[1],
@@ -212,7 +212,7 @@ def assert_equal_gradients(module: Any, batch: StepBatch, preset: str, *, tolera
 
 
 def gpt2(seed: int = 0) -> GPT2LMHeadModel:
-    """In float64 throughout: the norms of newer families round to float32, whatever they are given."""
+    """Return a model in float64 throughout: the norms of newer families round to float32."""
     torch.manual_seed(seed)
     config = GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=512, n_positions=128, initializer_range=0.2)
     return GPT2LMHeadModel(config).double()
@@ -253,7 +253,7 @@ def test_checkpointed_layers_keep_the_gradient(batch: StepBatch) -> None:
 def test_recomputed_and_masked_prefixes_give_the_same_gradient(
     long_stretch: float, policy: Policy, batch: StepBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a whole causal row, of which the prefix is dropped, and with a mask."""
+    """Attention recomputes the prefix as part of a causal row, or uses a mask."""
     monkeypatch.setattr("trainer.model.packed_attention.LONG_STRETCH", long_stretch)
     assert_equal_gradients(policy, batch, "grpo")
 

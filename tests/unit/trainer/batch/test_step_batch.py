@@ -25,7 +25,7 @@ def rollout(
 
 
 def over_ranks(batch: StepBatch) -> StepBatch:
-    """The batch as another rank receives it."""
+    """Return the batch as another rank receives it."""
     return decode(encode(batch))
 
 
@@ -87,7 +87,7 @@ def test_sampling_support_survives_serialization() -> None:
 
 
 def test_a_step_in_which_only_some_rows_have_a_support_is_refused() -> None:
-    """Dropping the supports that are there would train those rows over the whole vocabulary, without a word."""
+    """Without the error those rows would silently be trained over the whole vocabulary."""
     support = SamplingSupport(offsets=np.array([0, 2, 3, 6]), token_ids=np.array([10, 4, 11, 12, 5, 6], dtype=np.int32))
     with pytest.raises(EvidenceError, match="1 of 2 rows carry the sampling support"):
         StepBatch.of([rollout(0, support=support), rollout(1)], mask_truncated=False)

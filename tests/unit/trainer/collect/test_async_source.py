@@ -1,4 +1,4 @@
-"""Rollouts made ahead: what is begun when, what is trained in which order, what is too old, how it ends."""
+"""Asynchronous rollouts: when groups begin, in which order they are trained, staleness, errors, the end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BATCH, GROUP = 3, 2
 
 
 class Sampler:
-    """Groups that take as long as the test says, by the weights of `version`."""
+    """Source of groups with durations set by the test, sampled by the weights of `version`."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -91,7 +91,7 @@ class Rewards:
 
 
 class Run:
-    """A producer and what surrounds it in a run; `train` is one step."""
+    """A producer with its collaborators; `train` is one step."""
 
     def __init__(self, loop: BackgroundLoop, *, max_staleness: int = 1, reward=lambda rollout: 0.0, **settings: Any):
         config = Config(updates=settings.pop("updates", 1000))
@@ -119,7 +119,7 @@ class Run:
         return self.producer.collect(0, self.sampler.version, Stopwatch(), self.shown.append)
 
     def train(self) -> list[int]:
-        """Places of the groups that the step trained."""
+        """Run one step; return the places of the groups that it trained."""
         collected = self.collect()
         self.sampler.version += self.updates_per_step
         return sorted({rollout.group_id for rollout in collected.trained})
@@ -135,7 +135,7 @@ class Run:
         self.loop.run(now())
 
     def settle(self) -> None:
-        """Until everything that is not held is complete."""
+        """Wait until all groups that are not held are complete."""
         deadline = time.monotonic() + 10
         while any(not w.is_complete and w.place not in self.sampler.held for w in self.producer._works):
             assert time.monotonic() < deadline
@@ -151,7 +151,7 @@ def loop() -> Iterator[BackgroundLoop]:
 def test_the_next_batch_is_sampled_while_this_one_is_trained(loop: BackgroundLoop) -> None:
     run = Run(loop)
     assert run.train() == [0, 1, 2]
-    run.settle()  # the trainer is busy; nobody asks for rollouts
+    run.settle()  # the trainer is busy and does not collect
     assert run.sampler.begun == [0, 1, 2, 3, 4, 5]
     assert all(work.is_complete for work in run.producer._works)
     assert run.train() == [3, 4, 5]
@@ -219,7 +219,7 @@ def test_a_complete_group_is_as_old_as_its_oldest_token(
 
 
 async def _begin_again(run: Run) -> asyncio.Task:
-    """As if its first request had reached the engine only now."""
+    """Simulate a first request that reaches the engine only now."""
     producer = run.producer
     return asyncio.get_running_loop().create_task(producer._make(run.sampler, 0, {"n": 0}))  # type: ignore[arg-type]
 

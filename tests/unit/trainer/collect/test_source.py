@@ -1,4 +1,4 @@
-"""Collecting the rollouts of a step: refills, greedy baselines; the same decisions on every rank."""
+"""Synchronous rollouts: refills, greedy baselines, the same decisions on every rank, repeated steps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rollout(rollout_id: int, group_id: int, *, length: int = 3, example: Any = N
 
 
 class FakeSampler:
-    """Rollouts without an engine; remembers what it was asked for."""
+    """Sampler without an engine that records its requests."""
 
     def __init__(self, length: Callable[[int], int] = lambda rollout_id: 3) -> None:
         self.asked: list[dict[str, Any]] = []
@@ -50,7 +50,7 @@ class FakeSampler:
 
 
 class FakeRewards:
-    """`reward(rollout)`; None makes the rollout fail."""
+    """Rewards by a function; None makes the rollout fail."""
 
     def __init__(self, reward: Callable[[Rollout], float | None]) -> None:
         self._reward = reward
@@ -121,7 +121,7 @@ def test_a_curriculum_gets_the_rewards_of_every_group() -> None:
     settings.data.curriculum.rest_epochs = 1
     made, prompts = collector(settings, FakeSampler(), only_odd_prompts_vary)
     collected = collect(made)
-    assert prompts.resting == {"0:0": 2, "0:2": 2}, "of row 1 one passed, of rows 0 and 2 none"
+    assert prompts.resting == {"0:0": 2, "0:2": 2}, "one rollout of row 1 passed, and none of rows 0 and 2"
     assert collected.metrics["data/resting_rows"] == 2
 
 
@@ -253,11 +253,11 @@ def test_a_failed_step_is_sampled_again_from_the_same_rows() -> None:
     assert prompts.cursor == cursor
     assert collect(made).rollouts == expected.rollouts
     made.forget()
-    assert prompts.cursor == first, "what was collected stays collected"
+    assert prompts.cursor == first, "a completed step is not taken back"
 
 
 class DyingSampler(FakeSampler):
-    """Its engine dies in the second batch that it is asked for."""
+    """Sampler whose engine dies in the second request."""
 
     async def collect(self, *arguments: Any, **settings: Any):
         collected = await super().collect(*arguments, **settings)

@@ -1,4 +1,4 @@
-"""Where servers are is checked before anything starts; how a server is started is what the docs and the run expect."""
+"""Checks of server addresses before anything starts, and the command that starts a server."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_valid_settings_have_no_problems():
         (config(URL, engine="colocated"), "found rollout.engine=colocated; set rollout.engine=server"),
         (config(engine="colocated", rollout__max_staleness=1), "set rollout.sleep_level=0, or rollout.max_staleness=0"),
         (config(engine="embedded", rollout__kv_cache_gib=None), "found rollout.engine=embedded: set"),
-        (config("10.0.0.7:8000"), "is no address of a server"),
+        (config("10.0.0.7:8000"), "is not the address of a server"),
         (config("http://10.0.0.7"), "has no port"),
         (config("http://10.0.0.7:http"), "cannot be read"),
         (config("http://10.0.0.7:8000/v1"), "has more than host and port"),
@@ -90,12 +90,12 @@ def test_a_host_that_resolves_to_loopback_unintentionally_is_refused(monkeypatch
     for host in ("127.0.0.1", "localhost", "0.0.0.0"):
         check_host(host)
     with pytest.raises(ConfigError, match=r"server\.host=127\.0\.1\.1 is loopback .*`ip -4 addr`"):
-        check_host("127.0.1.1")  # what Debian writes into /etc/hosts, and `hostname -i` prints
+        check_host("127.0.1.1")  # Debian writes it into /etc/hosts, and `hostname -i` prints it
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(socket.AF_INET, 2, 17, "", ("127.0.1.1", 9))])
     with pytest.raises(ConfigError, match=r"server\.host=node-3 is loopback"):
         check_host("node-3")
     monkeypatch.undo()
-    with pytest.raises(ConfigError, match=r"is no address of this machine"):
+    with pytest.raises(ConfigError, match=r"is not an address of this machine"):
         check_host("127.0.1.1 10.0.0.3")  # `hostname -i` on a machine with several
 
 

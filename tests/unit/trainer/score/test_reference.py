@@ -1,4 +1,4 @@
-"""The frozen reference: nothing without a coefficient, a copy that never moves, or the policy without its adapters."""
+"""The frozen reference: absent without a coefficient, a copy, or the policy without its adapters."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def score(policy: Policy, batch: StepBatch) -> torch.Tensor:
 
 
 def move(policy: Policy) -> None:
-    """What an optimizer does to trained parameters, only worse."""
+    """Change all trained parameters, as a large optimizer step would."""
     with torch.no_grad():
         for parameter in policy.parameters():
             if parameter.requires_grad:
@@ -109,7 +109,7 @@ def test_with_adapters_the_reference_is_the_policy_without_them(model_dir: Path,
 
 @pytest.fixture
 def bfloat16_process() -> Iterator[Distributed]:
-    """Accelerate keeps one precision per process; the one before is forgotten here, and this one afterwards."""
+    """Reset Accelerate's precision, of which it keeps one per process, before and after the test."""
     AcceleratorState._reset_state(reset_partial_state=True)
     yield Distributed.start(dtype="bfloat16", max_grad_norm=0.0)
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -1,4 +1,4 @@
-"""When memory runs out: the budget is halved, it is said, and the gradient is the one there would have been."""
+"""When memory runs out: the budget is halved and reported, and the gradient does not change."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ UPDATES = {"grpo": {}, "gspo": {"loss": "gspo", "normalizer": "grpo"}}
 
 @contextmanager
 def room_for(policy: Policy, tokens: int, *, in_backward: bool) -> Iterator[list[int]]:
-    """An allocator that is full when a pack has more tokens; yields the sizes of all packs."""
+    """Raise out-of-memory errors for packs with more tokens; yield the sizes of all packs."""
     seen: list[int] = []
 
     def too_large(size: int) -> None:

@@ -1,4 +1,4 @@
-"""Optimizers by name: what each one is given, what they do, and that their state survives a checkpoint bit for bit."""
+"""Optimizers by name: their parameters, their steps, and their state across a checkpoint, bit for bit."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_muon_takes_the_matrices_of_layers_and_adamw_the_rest() -> None:
 
 
 def test_muons_step_is_orthogonal() -> None:
-    """All singular values of its first step are near each other, whatever those of the gradient are."""
+    """All singular values of its first step are similar, for any gradient."""
     made = policy()
     distributed = Distributed.start(dtype="float32", max_grad_norm=0.0)
     distributed.prepare(made, make_optimizer(made, OptimizerConfig(name="muon")))
@@ -124,13 +124,13 @@ def test_only_matrices_decay() -> None:
 
 def test_only_adapters_are_optimized_if_there_are_any() -> None:
     made = Policy(add_adapters(tiny_qwen3(tied=True), LoraConfig(rank=2)))
-    optimised = {id(p) for group in make_optimizer(made, OptimizerConfig()).param_groups for p in group["params"]}
+    optimized = {id(p) for group in make_optimizer(made, OptimizerConfig()).param_groups for p in group["params"]}
     adapters = {id(p) for name, p in made.named_parameters() if "lora_" in name}
-    assert optimised == adapters != set()
+    assert optimized == adapters != set()
 
 
 def test_impossible_optimizers_are_refused_with_an_override() -> None:
     with pytest.raises(ConfigError, match=r"adamw_8bit .* set optimizer\.name=adamw"):
-        make_optimizer(policy(), OptimizerConfig(name="adamw_8bit"))  # bitsandbytes or a GPU is not there
+        make_optimizer(policy(), OptimizerConfig(name="adamw_8bit"))  # without bitsandbytes or a GPU
     with pytest.raises(ConfigError, match=r"muon .* configs/accelerate/ddp\.yaml"):
         make_optimizer(policy(), OptimizerConfig(name="muon"), is_sharded=True)

@@ -1,4 +1,4 @@
-"""Learning rates at the places where schedules go wrong: the first, the last, the end of the warm-up."""
+"""Learning rates of the first and the last update and at the end of the warm-up, and periodic actions."""
 
 import pytest
 import torch
@@ -58,5 +58,5 @@ def test_steps_of_several_updates_do_not_miss_a_periodic_action() -> None:
     """16 updates a step and a checkpoint every 20: after the second step, not only after the fifth."""
     due = [after for after in range(16, 97, 16) if is_due(20, before=after - 16, after=after)]
     assert due == [32, 48, 64, 80]  # each passes 20, 40, 60, 80; 96 passes none
-    assert not is_due(20, before=40, after=40), "a step without an update makes nothing due a second time"
+    assert not is_due(20, before=40, after=40), "after a step without an update nothing is due again"
     assert not is_due(0, before=0, after=7)

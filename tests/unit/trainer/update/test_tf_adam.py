@@ -11,7 +11,7 @@ from trainer.update.tf_adam import tf_epsilon
 
 
 def tensorflow_adam(gradients, lr, beta1, beta2, epsilon):
-    """The update that TensorFlow documents, in plain Python."""
+    """Return the update that TensorFlow documents, in plain Python."""
     x = m = v = 0.0
     for t, g in enumerate(gradients, 1):
         m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g

@@ -17,7 +17,7 @@ EPSILON, LR, EPOCHS = 1e-5, 1e-4, 2
 
 
 def ratios_after_training(optimizer_class) -> torch.Tensor:
-    """(T,) π_new / π_old of the batch after two epochs of four minibatches."""
+    """Return (T,) π_new / π_old of the batch after two epochs of four minibatches."""
     torch.manual_seed(0)
     config = GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=512, n_positions=64)
     policy = Policy(GPT2LMHeadModel(config))

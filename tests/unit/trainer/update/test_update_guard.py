@@ -57,14 +57,14 @@ def test_a_spike_is_judged_against_the_median_of_updates_that_were_made() -> Non
     for policy_name, skipped in (("off", False), ("skip", True), ("dump", False)):
         judge = guard(spike=policy_name, spike_factor=4.0)
         assert not any(judge.judge({}, norm).reason for norm in usual[: MIN_NORMS - 1])
-        assert judge.judge({}, 100.0).reason is None, "too few to say what is usual"
+        assert judge.judge({}, 100.0).reason is None, "too few norms for a median"
         judge.norms.clear()
         judge.norms.extend(usual)
         assert judge.judge({}, 3.9).reason is None
         found = judge.judge({}, 4.1)
         assert (found.reason is not None) == (policy_name != "off")
         assert found.is_skipped == skipped
-        assert (4.1 in judge.norms) != skipped, "what was not made says nothing about what is usual"
+        assert (4.1 in judge.norms) != skipped, "norms of skipped updates are not in the median"
 
 
 def test_the_median_is_taken_over_a_window() -> None:

@@ -1,4 +1,4 @@
-"""What the update makes of weights, rejection, masks, KL and entropy: gradients against the formula on plain logits."""
+"""Gradients of the update with weights, rejection, masks, KL and entropy, against formulas on plain logits."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def gradient(policy: Policy, batch: StepBatch, made: Config, targets: Targets) -
 
 
 def expected_gradient(policy: Policy, batch: StepBatch, loss: Callable[[Tensor], Tensor]) -> Tensor:
-    """Of a loss of (N,) logprobs that are taken from the plain logits, row by row."""
+    """Return the gradient of a loss of (N,) logprobs from plain logits, row by row."""
     logp = []
     for row in batch.rows:
         ids = torch.from_numpy(row.ids)
@@ -170,7 +170,7 @@ def test_kl_in_the_reward_is_a_penalty_on_each_token(policy: Policy, batch: Step
 
 
 def test_the_entropy_bonus_raises_entropy(policy: Policy, batch: StepBatch) -> None:
-    """Without advantages nothing else is left in the gradient: a step along it must raise the entropy."""
+    """Without advantages the gradient is only that of the entropy: a step along it must raise the entropy."""
     made = config(entropy_coef=1.0)
     targets, _, _ = targets_of(batch, made, scored(random_logp(batch, 1)), mode="off")
     targets = replace(targets, advantages_N=torch.zeros_like(targets.advantages_N))
