@@ -16,7 +16,6 @@ from typing import Any
 
 from rewards.composition import RewardSet
 from rollout.chat.chat import Chat
-from rollout.engine.protocol import Sampling
 from rollout.records import Rollout
 from rollout.sampler.sampler import Sampler
 from rollout.saved_rollouts import write_rollouts
@@ -70,7 +69,14 @@ class Evaluator:
         self._sampler = sampler
         self._rewards = rewards
         self._loop = loop
-        self._sampling = evaluation_sampling(config, chat)
+        self._sampling = replace(
+            make_sampling(config, chat, temperature=config.eval.temperature),
+            max_tokens=config.eval.max_tokens_per_turn or config.rollout.max_tokens_per_turn,
+            top_p=config.eval.top_p,
+            top_k=config.eval.top_k,
+            min_p=config.eval.min_p,
+            is_trained=False,
+        )
         self._data = heldout_data(config)
 
     def evaluate(self) -> Evaluation:
@@ -100,18 +106,6 @@ class Evaluator:
             )
         )
         return self._loop.run(self._rewards.score(rollouts, in_metrics=False, is_shaped=False))
-
-
-def evaluation_sampling(config: Config, chat: Chat) -> Sampling:
-    settings = config.eval
-    return replace(
-        make_sampling(config, chat, temperature=settings.temperature),
-        max_tokens=settings.max_tokens_per_turn or config.rollout.max_tokens_per_turn,
-        top_p=settings.top_p,
-        top_k=settings.top_k,
-        min_p=settings.min_p,
-        is_trained=False,
-    )
 
 
 def comparable_settings(config: Config) -> dict[str, Any]:

@@ -80,10 +80,8 @@ def model_card(config: Config, metrics: Mapping[str, float]) -> str:
 
 def last_metrics(path: Path) -> dict[str, float]:
     """Return the last value of every metric in metrics.jsonl; empty without a file. Raises `DataError`."""
-    found: dict[str, float] = {}
-    for line in read_metrics(path) if path.is_file() else ():
-        found |= {name: value for name, value in line.items() if value is not None}
-    return found
+    lines = read_metrics(path) if path.is_file() else ()
+    return {name: value for line in lines for name, value in line.items() if value is not None}
 
 
 def _evaluation(config: Config, metrics: Mapping[str, float]) -> str:
