@@ -19,7 +19,7 @@ from harness.steps import make_rollouts, trainer_step
 
 from trainer.config.schema import Config, OptimizerConfig
 from trainer.model.policy import Policy
-from trainer.observe.step_report import StepReport
+from trainer.observe.step_metrics import StepReport
 
 
 def main() -> None:

@@ -8,8 +8,8 @@
                                               └─► optimizer steps    update
                                                      └─► weights in the engine    push_weights
 
-Every rank runs the same lines. Ranks without an engine have no rollouts until `_share`, after which all ranks hold all
-rows; each then scores and trains the part that `trainer/batch/assignment.py` assigns to it.
+Every rank runs the same lines. Only rank 0 has rollouts until `_share`; then all ranks hold all rows, and each scores
+and trains the part that `trainer/batch/assignment.py` assigns to it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from trainer.distributed.distributed import Distributed
 from trainer.engines.recovery import Recovery
 from trainer.objective.mismatch import noise_floor
 from trainer.observe.metrics_log import BATCH
-from trainer.observe.step_metrics import step_metrics
-from trainer.observe.step_report import StepReport
+from trainer.observe.step_metrics import StepReport, step_metrics
 from trainer.score.reference import Reference
 from trainer.stopwatch import Stopwatch
 from trainer.update.updater import Updater
@@ -41,11 +40,11 @@ from trainer.update.updater import Updater
 T = TypeVar("T")
 
 MAX_EMPTY_STEPS = 5
-"""Steps in a row without one trainable rollout before the run ends: the cause then lies upstream and stays."""
+"""Number of consecutive steps without a trainable rollout after which the run ends, because the cause persists."""
 
 
 class Trainer:
-    """The parts of a training step, and the state that lasts from step to step."""
+    """Stages of a training step, and the state between steps."""
 
     def __init__(
         self,
@@ -58,11 +57,7 @@ class Trainer:
         sync: WeightSync,
         recovery: Recovery | None = None,
     ) -> None:
-        """
-        Args:
-            reference: None if the algorithm has no KL term.
-            recovery: None: the death of an engine ends the step.
-        """
+        """reference: None without a KL term. recovery: None if the death of an engine ends the step."""
         self._config = config
         self._distributed = distributed
         self._updater = updater
@@ -73,15 +68,15 @@ class Trainer:
         self._old_policy = form_of(config)
         self._empty_steps = 0
         self.noise_floor: Mapping[str, float] = {}
-        """Metrics of the trainer against itself, as last measured; empty before the first time."""
+        """Metrics of the last measured noise floor; empty before the first."""
         self.num_steps = 0
         """Number of rollout batches done; enters the sampling seeds."""
         self.kl_coef = config.algorithm.kl_coef
-        """Weight of the KL penalty in the reward; a controller changes it from step to step."""
+        """Weight of the KL penalty in the reward; a controller may change it after each step."""
 
     @property
     def version(self) -> int:
-        """Version of the weights: the number of optimizer updates that made them."""
+        """Version of the weights: the number of optimizer updates done."""
         return self._updater.num_updates
 
     def step(self, on_rollout: OnRollout = lambda rollout: None) -> StepReport:
@@ -101,6 +96,8 @@ class Trainer:
         if logprobs.repacked_N is not None:
             self.noise_floor = noise_floor(trained_N, logprobs.repacked_N)
         measured = correction.measured(batch, trained_N)
+        restarts = self._recovery.num_restarts if self._recovery else 0
+        counters = {BATCH: float(self.num_steps), "rollout/engine_restarts": float(restarts)}
         return StepReport(
             update=self.version,
             metrics=step_metrics(
@@ -112,7 +109,7 @@ class Trainer:
                 version=version,
                 noise_floor=self.noise_floor,
                 settings=self._config.correction,
-                stages=(self._counters(), credit_metrics, updated.metrics, synced.metrics()),
+                stages=(counters, credit_metrics, updated.metrics, synced.metrics()),
                 watch=watch,
             ),
             rollouts=collected.rollouts,
@@ -123,28 +120,24 @@ class Trainer:
         )
 
     def push_weights(self) -> SyncReport:
-        """Send the weights of this update to the engines, and verify that they compute with them; a collective."""
+        """Send the current weights to the engines and verify them there; a collective."""
         return self._with_engines(lambda: self._sync.push(self.version))
 
-    def _counters(self) -> Mapping[str, float]:
-        restarts = self._recovery.num_restarts if self._recovery else 0
-        return {BATCH: float(self.num_steps), "rollout/engine_restarts": float(restarts)}
-
     def _with_engines(self, act: Callable[[], T]) -> T:
-        """Call `act`, which may fail because an engine dies."""
+        """Call `act`, and recover from the death of an engine."""
         return act() if self._recovery is None else self._recovery.attempt(act)
 
     # The stages
 
     def _collect(self, watch: Stopwatch, on_rollout: OnRollout) -> Collected:
-        """Sample and score the rollouts of this step, then let colocated engines sleep."""
+        """Sample rollouts with their rewards, then put colocated engines to sleep."""
         collected = self._with_engines(lambda: self._rollouts.collect(self.num_steps, self.version, watch, on_rollout))
         with watch.stage("sync"):
             self._with_engines(self._sync.sleep)
         return collected
 
     def _share(self, collected: Collected) -> StepBatch:
-        """Turn the rollouts that are trained into rows, the same on every rank."""
+        """Make rows of the trained rollouts, the same on every rank."""
         batch = self._distributed.together(
             lambda: StepBatch.of(
                 collected.trained,
@@ -167,7 +160,7 @@ class Trainer:
         return batch
 
     def _score(self, batch: StepBatch) -> Logprobs:
-        """Score the trained tokens by policy, critic and reference before the update, as far as the update needs it."""
+        """Score the trained tokens with policy, critic and reference, as far as the update needs it."""
         scorer, form = self._updater.scorer, self._old_policy
         trained_N = values_N = repacked_N = None
         if self._config.has_critic:
@@ -187,7 +180,7 @@ class Trainer:
     def _assign_credit(
         self, batch: StepBatch, logprobs: Logprobs, correction: StepCorrection
     ) -> tuple[Targets, Mapping[str, float]]:
-        """Give each token its advantage: that of its rollout or turn, or with a critic its own."""
+        """Assign advantages to tokens: per rollout, per turn, or with a critic per token."""
         if not self._config.has_critic:
             return rollout_targets(batch, logprobs, correction, self._config)
         assigned = critic_targets(batch, logprobs, correction, self._config.algorithm, kl_coef=self.kl_coef)

@@ -23,7 +23,7 @@ from harness.workloads import WORKLOADS, Workload
 from trainer.checks.validate import validate
 from trainer.cli import CONFIG_DIR, schema, to_config
 from trainer.config.schema import Config
-from trainer.observe.step_report import StepReport
+from trainer.observe.step_metrics import StepReport
 from trainer.run.run import run
 
 MAX_ENGINES = 4

@@ -13,7 +13,7 @@ from trainer.collect.source import Collected
 from trainer.config.schema import Config
 from trainer.distributed.distributed import Distributed
 from trainer.model.policy import Policy
-from trainer.observe.step_report import StepReport
+from trainer.observe.step_metrics import StepReport
 from trainer.step import Trainer
 from trainer.update.optimizer import make_optimizer
 from trainer.update.updater import Updater

@@ -1,45 +1,42 @@
-"""Which rank trains which rows, in which microbatch: even work everywhere, no row dropped.
+"""Assignment of rows to ranks and microbatches: even work everywhere, no row dropped.
 
-Because losses are divided by one denominator of the whole step (spec: normalisation), rows may go to any rank and any
-microbatch without changing the update. What is balanced is time: a row of twice the length costs more than twice as
-much, and since ranks wait for each other in every microbatch (ZeRO-3 gathers parameters collectively), not only the
-totals of ranks must be even but also the packs that run at the same time.
+Losses are divided by one denominator of the whole step (trainer/objective/loss_normalization.py), so rows may go to any
+rank and microbatch without changing the update. The plan balances time: a row of twice the length costs more than twice
+as much, and ranks wait for each other in every microbatch (ZeRO-3 gathers parameters collectively), so both the totals
+of ranks and the packs that run at the same time must be even.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from trainer.batch.packing import num_oversized, pack
-
-CostModel = Literal["attention-aware", "tokens"]
+from trainer.batch.packing import pack
 
 ATTENTION_CROSSOVER = 24_576
-"""Tokens at which a row's causal attention costs as much as everything else. A layer spends 24 d² flops a token on its
+"""Row length at which causal attention costs as much as everything else. Per token a layer spends 24 d² FLOPs on its
 weights (12 d² parameters, as in most decoders) and 2 d L on attention to half of L tokens: equal at L = 12 d, taken
-here at d = 2048. Twice or half of it moves a plan little."""
+here at d = 2048. Twice or half of it changes a plan little."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """An assignment of rows. Every rank has the same number of microbatches; empty ones are for dummy packs."""
+    """Assignment of rows. Every rank has the same number of microbatches; empty ones run dummy packs."""
 
     microbatches: tuple[tuple[tuple[int, ...], ...], ...]
     """`microbatches[rank][m]` holds row indices."""
     packing_ratio: float
-    """Tokens over the room for them: ranks × microbatches × token budget. 1 is full; more if rows exceed the budget."""
+    """Tokens over ranks × microbatches × token budget. 1 is full; above 1 if rows exceed the budget."""
     rank_imbalance: float
     """Cost of the busiest rank over the mean of ranks. 1 is even."""
     step_imbalance: float
-    """Cost if ranks wait for the slowest one in every microbatch, over the mean of ranks. 1 is even."""
+    """`cost` over the mean of ranks. 1 is even."""
     num_oversized: int
-    """Rows longer than the token budget, each in a microbatch of its own."""
+    """Number of rows above the token budget, each in its own microbatch; they may need more memory than planned."""
     cost: float
     """Time of all microbatches if ranks wait for the slowest one in each, in the unit of `row_cost`."""
     shared_fraction: float = 0.0
-    """Share of the tokens of rows that are not computed, because another row of the pack has them too."""
+    """Share of tokens that are not computed, because another row of the pack has them too."""
 
     @property
     def num_microbatches(self) -> int:
@@ -56,9 +53,9 @@ class Plan:
         }
 
 
-def row_cost(length: int, cost: CostModel = "attention-aware") -> float:
-    """Time of a row, in units of the time of a token without attention."""
-    return length * (1 + length / ATTENTION_CROSSOVER) if cost == "attention-aware" else float(length)
+def row_cost(length: int) -> float:
+    """Return the time of a row, in units of the time of a token without attention."""
+    return length * (1 + length / ATTENTION_CROSSOVER)
 
 
 def plan(
@@ -66,28 +63,24 @@ def plan(
     *,
     num_ranks: int,
     token_budget: int,
-    cost: CostModel = "attention-aware",
     costs: Sequence[float] | None = None,
 ) -> Plan:
-    """Assign every row to a rank and a microbatch. Deterministic: ranks that call it with equal arguments agree.
+    """Assign every row to a rank and a microbatch. Deterministic, so that all ranks agree.
 
-    The number of packs is the least that first-fit decreasing finds, rounded up to a multiple of the ranks. Rows are
-    spread over them longest processing time first (Graham 1969: at most 4/3 of the optimum), within the token budget.
-    Packs of similar cost then form a microbatch, each going to the rank that has the least so far.
+    First-fit decreasing gives the number of packs, rounded up to a multiple of the ranks. Rows are spread over them
+    longest processing time first (Graham 1969: at most 4/3 of the optimum), within the token budget. Packs of similar
+    cost then form a microbatch, and each goes to the rank with the least work so far.
 
     Args:
-        row_lengths: of all rows of one optimizer step, over all ranks. May be empty: one microbatch of dummies.
-        num_ranks: that share the rows.
+        row_lengths: tokens of all rows of one optimizer step, over all ranks; none gives one microbatch of dummies.
         token_budget: largest number of tokens in a pack.
-        cost: what a row takes, see `row_cost`.
-        costs: what each takes, where it is no plain row (trainer/batch/prefix_bundles.py).
+        costs: by default `row_cost` of each; other ones for bundles (trainer/batch/prefix_bundles.py).
 
-    Raises:
-        ValueError: num_ranks or token_budget below 1.
+    Raises `ValueError` if num_ranks or token_budget is below 1.
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks must be at least 1, found {num_ranks}")
-    costs = costs or [row_cost(length, cost) for length in row_lengths]
+    costs = costs or [row_cost(length) for length in row_lengths]
     dense = pack(row_lengths, token_budget)
     num_microbatches = max(1, -(-len(dense) // num_ranks))
     packs = _spread(row_lengths, costs, num_microbatches * num_ranks, token_budget)
@@ -112,7 +105,7 @@ def plan(
         packing_ratio=sum(row_lengths) / (num_ranks * num_microbatches * token_budget),
         rank_imbalance=max(totals) / mean if mean else 1.0,
         step_imbalance=slowest / mean if mean else 1.0,
-        num_oversized=num_oversized(row_lengths, token_budget),
+        num_oversized=sum(length > token_budget for length in row_lengths),
         cost=slowest,
     )
 
@@ -120,7 +113,7 @@ def plan(
 def _spread(
     row_lengths: Sequence[int], costs: Sequence[float], num_packs: int, token_budget: int
 ) -> list[list[int]] | None:
-    """Rows into `num_packs` packs, costliest first, each to the cheapest pack with room; None if there is no room."""
+    """Put each row, costliest first, into the cheapest of `num_packs` packs with room; None if there is no room."""
     packs: list[list[int]] = [[] for _ in range(num_packs)]
     tokens, totals = [0] * num_packs, [0.0] * num_packs
     for i in sorted(range(len(row_lengths)), key=lambda i: (-costs[i], i)):

@@ -1,11 +1,10 @@
-"""Several training rows as one flat sequence, with what is trained and what predicts it.
+"""Packs: several training rows as one flat sequence without padding.
 
 This is the one place where targets are shifted against inputs: the hidden state at position p - 1 predicts the token
 at position p. `PackedBatch.target_index_T` holds the p - 1, every other `_T` tensor belongs to the token at p.
 
-Rows are told apart by their lengths (`cu_seqlens`), never by comparing ids with a padding token, which may equal a
-token that was sampled. There is no padding. Where rows share what they begin with (trainer/batch/prefixes.py), a pack
-holds it once, and of each row the stretch behind it.
+Row boundaries come from lengths (`cu_seqlens`), never from a padding token, which may equal a sampled token. If rows
+share a prefix (trainer/batch/prefixes.py), a pack holds it once, and the stretch of each row after it.
 
 Shape legend: _L tokens of the pack, _R rows of the pack, _T trained tokens of the pack, _S rollouts of the step,
 _N trained tokens of the step.
@@ -13,7 +12,7 @@ _N trained tokens of the step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -24,36 +23,45 @@ from rollout.records import TrainingRow
 from trainer.batch.prefixes import Prefix, shared, whole
 
 DUMMY_LENGTH = 2
-"""Tokens of a dummy pack: the shortest row in which a token attends to another one."""
+"""Shortest row in which a token attends to another one."""
+
+
+def whole_row(ids: Sequence[int]) -> TrainingRow:
+    """Return a row in which every token but the first counts as sampled, to score a plain sequence."""
+    length = len(ids)
+    return TrainingRow(
+        ids=np.asarray(ids, dtype=np.int64),
+        loss_mask=np.arange(length) > 0,
+        sampling_logprobs=np.zeros(length, dtype=np.float32),
+        versions=np.full(length, -1, dtype=np.int32),
+        turns=np.zeros(length, dtype=np.int32),
+    )
+
+
+DUMMY = replace(whole_row([0] * DUMMY_LENGTH), loss_mask=np.zeros(DUMMY_LENGTH, dtype=bool))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLayout:
-    """Where the trained tokens of each row lie among all trained tokens of one optimizer step.
+    """Places of each row's trained tokens among all trained tokens of a step.
 
-    It depends on the rows and their order alone, not on ranks or packs, so that a per-token tensor of the step
-    (advantages, weights, old logprobs) can be computed on any rank and looked up by `PackedBatch.token_index_T`.
+    They depend only on the rows and their order, not on ranks or packs. So a per-token tensor of the step (advantages,
+    weights, old logprobs) can be computed on any rank and looked up by `PackedBatch.token_index_T`.
     """
 
     token_start: np.ndarray
     """(rows + 1,) int64: row i holds the trained tokens `[token_start[i], token_start[i + 1])` of the step."""
     rollout_index: np.ndarray
-    """(rows,) int64: index into `rollout_ids` of the rollout that the row belongs to."""
-    rollout_ids: tuple[int, ...]
-    """`rollout_id` of every rollout of the step; their order is the order of `_S` tensors."""
+    """(rows,) int64 rollout of each row: index into `_S` tensors."""
 
     @classmethod
     def of(cls, rows: Sequence[TrainingRow], rollout_ids: Sequence[int] | None = None) -> StepLayout:
-        """Lay out the rows of a whole step.
+        """Lay out all rows of a step, in the order on which all ranks agree.
 
-        Args:
-            rows: all rows of the step, in the order that every rank agrees on.
-            rollout_ids: all rollouts of the step, also those without rows; by default in order of their first row.
-
-        Raises:
-            EvidenceError: a row belongs to a rollout that is not among `rollout_ids`.
+        rollout_ids: ids of all rollouts, in the order of `_S` tensors, including those without rows; by default in the
+        order of their first row. Raises `EvidenceError` if a row has another rollout.
         """
-        ids = tuple(dict.fromkeys(row.rollout_id for row in rows) if rollout_ids is None else rollout_ids)
+        ids = dict.fromkeys(row.rollout_id for row in rows) if rollout_ids is None else rollout_ids
         index_of = {rollout_id: index for index, rollout_id in enumerate(ids)}
         unknown = sorted({row.rollout_id for row in rows} - index_of.keys())
         if unknown:
@@ -63,12 +71,11 @@ class StepLayout:
         return cls(
             token_start=np.concatenate([[0], np.cumsum([row.num_trained for row in rows], dtype=np.int64)]),
             rollout_index=np.array([index_of[row.rollout_id] for row in rows], dtype=np.int64),
-            rollout_ids=ids,
         )
 
     @property
     def num_tokens(self) -> int:
-        """N: trained tokens of the step."""
+        """N."""
         return int(self.token_start[-1])
 
 
@@ -81,27 +88,24 @@ class PackedBatch:
     position_ids: torch.Tensor
     """(L,) position of each token within its own row."""
     cu_seqlens: torch.Tensor
-    """(R + 1,) int32: row r is `[cu_seqlens[r], cu_seqlens[r + 1])`; of a row that shares, its stretch."""
+    """(R + 1,) int32: row r, or its stretch after a shared prefix, is `[cu_seqlens[r], cu_seqlens[r + 1])`."""
     row_lengths: tuple[int, ...]
-    """R lengths, for code that must not wait for the device to learn them."""
+    """The same as R lengths on the host, for code that must not wait for the device."""
     prefixes: tuple[Prefix, ...] | None = None
-    """What each stretch continues; None: nothing is shared, and every stretch is a whole row."""
+    """Prefix that each stretch continues; None if every stretch is a whole row."""
     target_index_T: torch.Tensor
     """(T,) position in the pack whose hidden state predicts the trained token."""
     target_ids_T: torch.Tensor
     """(T,) the trained tokens."""
     sampling_logprobs_T: torch.Tensor
-    """(T,) float32: log-probability that the engine sampled the token with."""
-    versions_T: torch.Tensor
-    """(T,) weight version that sampled the token, -1 if unknown."""
-    turns_T: torch.Tensor
-    """(T,) index of the engine call that sampled the token."""
+    """(T,) float32 logprobs of the engine."""
     rollout_T: torch.Tensor
-    """(T,) rollout of the token: index into `_S` tensors of the step."""
+    """(T,) rollout of each token: index into `_S` tensors."""
     token_index_T: torch.Tensor
-    """(T,) the token's place among the trained tokens of the step: index into `_N` tensors."""
+    """(T,) place of each token among the trained tokens of the step: index into `_N` tensors."""
     support_offsets: torch.Tensor | None = None
-    """(T + 1,): token t was drawn from `support_ids[support_offsets[t]:support_offsets[t + 1]]`. None: from all."""
+    """(T + 1,): token t was drawn from `support_ids[support_offsets[t]:support_offsets[t + 1]]`; None: from the whole
+    vocabulary."""
     support_ids: torch.Tensor | None = None
 
     @property
@@ -112,40 +116,36 @@ class PackedBatch:
     def num_rows(self) -> int:
         return len(self.row_lengths)
 
-    @property
-    def num_targets(self) -> int:
-        return len(self.target_ids_T)
-
     def to(self, device: torch.device | str) -> PackedBatch:
         tensors = {f.name: value for f in fields(self) if isinstance(value := getattr(self, f.name), torch.Tensor)}
         return replace(self, **{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
 
 
 def collate(
-    rows: Sequence[TrainingRow] | Mapping[int, TrainingRow],
+    rows: Sequence[TrainingRow],
     indices: Sequence[int],
     layout: StepLayout | None = None,
     *,
     share_prefixes: bool = False,
     device: torch.device | str = "cpu",
 ) -> PackedBatch:
-    """Make one pack of `rows[i] for i in indices`, with their trained tokens in that order.
+    """Pack `rows[i] for i in indices`, with their trained tokens in that order.
 
     Args:
-        rows: by their index in the step. A rank that holds only its own rows passes a mapping, and the layout.
-        indices: the rows of this pack; none gives a dummy pack (`dummy`).
+        rows: all rows of the step.
+        indices: rows of this pack. None of them gives a dummy pack, one short row in which nothing is trained: a rank
+            with fewer microbatches than the others runs it forward and backward, because ZeRO-3 gathers parameters
+            collectively and every rank must make the same passes. It adds exact zeros to the gradient.
         layout: of the whole step; by default that of `rows`.
-        share_prefixes: hold what rows begin with once, for attention that knows of it (`packed_rows`).
-        device: where the tensors go.
+        share_prefixes: hold common prefixes once, for attention that supports it (`packed_rows`).
+        device: device of the tensors.
 
     Raises:
         EvidenceError: only some rows of the pack carry a sampling support, or a support does not fit its row.
     """
     if not indices:
-        return dummy(device=device)
-    if layout is None:
-        assert not isinstance(rows, Mapping), "part of the rows does not tell where they lie in the step: pass a layout"
-        layout = StepLayout.of(rows)
+        rows, indices, layout = [DUMMY], [0], None
+    layout = layout or StepLayout.of(rows)
     chosen = [rows[i] for i in indices]
     stretches = (shared if share_prefixes else whole)([row.ids for row in chosen])
     targets = [np.flatnonzero(row.loss_mask) for row in chosen]
@@ -167,8 +167,6 @@ def collate(
         ),
         target_ids_T=_int64(trained("ids")),
         sampling_logprobs_T=torch.from_numpy(trained("sampling_logprobs").astype(np.float32)),
-        versions_T=_int64(trained("versions")),
-        turns_T=_int64(trained("turns")),
         rollout_T=_int64(np.repeat(layout.rollout_index[list(indices)], counts)),
         token_index_T=_int64(
             np.concatenate([layout.token_start[i] + np.arange(n) for i, n in zip(indices, counts, strict=True)])
@@ -179,45 +177,17 @@ def collate(
     return batch.to(device)
 
 
-def dummy(*, device: torch.device | str = "cpu") -> PackedBatch:
-    """One short row in which nothing is trained.
-
-    A rank with fewer microbatches than the others runs it forward and backward, because ZeRO-3 gathers parameters
-    collectively: every rank must make the same passes. It adds exact zeros to the gradient.
-    """
-    empty = torch.zeros(0, dtype=torch.int64)
-    batch = PackedBatch(
-        ids=torch.zeros(DUMMY_LENGTH, dtype=torch.int64),
-        position_ids=torch.arange(DUMMY_LENGTH),
-        cu_seqlens=torch.tensor([0, DUMMY_LENGTH], dtype=torch.int32),
-        row_lengths=(DUMMY_LENGTH,),
-        target_index_T=empty,
-        target_ids_T=empty,
-        sampling_logprobs_T=torch.zeros(0),
-        versions_T=empty,
-        turns_T=empty,
-        rollout_T=empty,
-        token_index_T=empty,
-    )
-    return batch.to(device)
-
-
 def pack(row_lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    """Put rows into as few packs of at most `token_budget` tokens as first-fit decreasing finds.
+    """Return the row indices of packs of at most `token_budget` tokens, by first-fit decreasing. Deterministic.
 
-    First-fit decreasing needs at most 11/9 of the optimal number of packs, plus one (Dósa 2007). Deterministic. A
-    row longer than the budget gets a pack of its own (`num_oversized` counts them).
-
-    Returns:
-        Row indices of each pack; together they are every row exactly once.
+    It needs at most 11/9 of the optimal number of packs, plus one (Dósa 2007). A row longer than the budget gets a pack
+    of its own.
     """
     if token_budget < 1:
         raise ValueError(f"token_budget must be at least 1, found {token_budget}")
-    order = sorted(range(len(row_lengths)), key=lambda i: (-row_lengths[i], i))
     packs: list[list[int]] = []
     room: list[int] = []
-    for i in order:
-        length = row_lengths[i]
+    for i, length in sorted(enumerate(row_lengths), key=lambda row: (-row[1], row[0])):
         slot = next((p for p, free in enumerate(room) if free >= length), None)
         if slot is None:
             packs.append([i])
@@ -228,13 +198,8 @@ def pack(row_lengths: Sequence[int], token_budget: int) -> list[list[int]]:
     return packs
 
 
-def num_oversized(row_lengths: Sequence[int], token_budget: int) -> int:
-    """Rows that exceed the token budget on their own; each runs alone and may need more memory than planned."""
-    return sum(length > token_budget for length in row_lengths)
-
-
 def _support(chosen: Sequence[TrainingRow], counts: Sequence[int]) -> tuple[np.ndarray, np.ndarray] | None:
-    """CSR over the trained tokens of all chosen rows, or None if no row was sampled with truncation."""
+    """Return offsets and ids over the trained tokens of all rows, or None if no row was sampled with truncation."""
     relevant = [(row, count) for row, count in zip(chosen, counts, strict=True) if count]
     supports = [row.support for row, _ in relevant if row.support is not None]
     if not supports:

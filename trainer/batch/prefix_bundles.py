@@ -1,8 +1,8 @@
-"""Which rows stay together when work is shared out, so that what they begin with is computed once.
+"""Bundles: rows that stay in one pack, so that their common prefix is computed once.
 
-A bundle is a run of rows in the order of their ids. The longer the run, the less is computed in all; the shorter, the
-more evenly ranks can share. So plans are made with bundles of several sizes, and the one that takes the least time is
-taken. With rows that share nothing every bundle is a row, and the plan is that of `trainer/batch/assignment.py`.
+A bundle is a run of rows in the order of their ids. Longer runs compute less in all, shorter ones divide more evenly
+over ranks. So `plan_bundles` tries several sizes and takes the fastest plan. If rows share nothing, every bundle is one
+row, and the plan is that of `trainer/batch/assignment.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trainer.batch.assignment import Plan, plan, row_cost
 from trainer.batch.prefixes import by_ids, num_shared
 
 PARTS_PER_RANK = (1, 2, 4, 8)
-"""Sizes of bundles that are tried: at most this fraction of what a rank would compute."""
+"""Divisors of a rank's fair share of tokens that give the tried limits of a bundle."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,18 +26,15 @@ class Bundle:
 
     rows: tuple[int, ...]
     num_tokens: int
-    """That are computed."""
+    """Number of tokens computed after prefix sharing."""
     cost: float
-    """In the unit of `row_cost`."""
+    """Time in the unit of `row_cost`."""
 
 
 def plan_bundles(rows: Sequence[np.ndarray], *, num_ranks: int, token_budget: int) -> Plan:
-    """Assign every row to a rank and a microbatch, rows that begin alike together. Deterministic.
+    """Assign every row to a rank and a microbatch as `plan`, but rows with a common prefix together.
 
-    Args:
-        rows: ids of all rows of one optimizer step, over all ranks.
-        num_ranks: that share the rows.
-        token_budget: largest number of tokens that are computed in a pack. A row that is longer has one of its own.
+    token_budget: largest number of tokens computed in a pack.
     """
     order = by_ids(rows)
     lengths = [len(rows[i]) for i in order]
@@ -61,7 +58,7 @@ def plan_bundles(rows: Sequence[np.ndarray], *, num_ranks: int, token_budget: in
 
 
 def _bundles(order: Sequence[int], lengths: Sequence[int], overlaps: Sequence[int], *, limit: int) -> list[Bundle]:
-    """Runs of at most `limit` computed tokens, or one row; `lengths` and `overlaps` are in the order of ids."""
+    """Divide rows into runs of at most `limit` computed tokens, or one row; all arguments are in the order of ids."""
     bundles = []
     start = 0
     while start < len(order):
@@ -69,7 +66,7 @@ def _bundles(order: Sequence[int], lengths: Sequence[int], overlaps: Sequence[in
         while end < len(order) and overlaps[end] and num_tokens + lengths[end] - overlaps[end] <= limit:
             num_tokens += lengths[end] - overlaps[end]
             end += 1
-        if end < len(order) and overlaps[end]:  # the limit ends the run: cut it where least is computed again
+        if end < len(order) and overlaps[end]:  # the limit ends the run: cut where the least is recomputed
             end = min(range(start + (end - start + 1) // 2, end + 1), key=lambda i: (overlaps[i], -i))
         behind = range(start + 1, end)
         bundles.append(
@@ -84,7 +81,7 @@ def _bundles(order: Sequence[int], lengths: Sequence[int], overlaps: Sequence[in
 
 
 def _of_rows(of_bundles: Plan, bundles: Sequence[Bundle], *, num_tokens: int) -> Plan:
-    """The plan with the rows in place of their bundles."""
+    """Replace bundles by their rows."""
     computed = sum(bundle.num_tokens for bundle in bundles)
     return replace(
         of_bundles,

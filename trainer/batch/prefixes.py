@@ -1,14 +1,11 @@
-"""Rows that begin alike, and what is left to compute of each when the beginning is in the pack already.
+"""Shared prefixes: each common beginning of rows is in a pack once, and a row adds only its stretch, the rest.
 
-In a causal model the hidden state of a token depends on the tokens up to it and on nothing behind them. So rows of a
-group, which hold one prompt, and branches of a rollout, which hold one history, can share the states of what they have
-in common: they are computed once, each row attends to them, and their gradient is the sum of what the rows send back.
-It is the gradient of rows that are computed apart, up to rounding.
+In a causal model the hidden state of a token depends only on the tokens up to it. So rows of a group (one prompt) and
+branches of a rollout (one history) can share the states of their common prefix: they are computed once, each row
+attends to them, and their gradient is the sum over the rows. It equals the gradient of separate rows up to rounding.
 
-    rows in the order of their ids ─► what a row shares with the one before it, it shares with no other one more of
-                                   ─► its stretch: the tokens behind that, which continue the stretches of rows before
-
-Nothing says what a prompt is: token ids are compared, so equal beginnings of samples are shared as well.
+In the order of their ids, no earlier row shares more with a row than the one directly before it. Token ids are
+compared, so equal beginnings of samples are shared as well as prompts.
 """
 
 from __future__ import annotations
@@ -19,36 +16,35 @@ from dataclasses import dataclass
 import numpy as np
 
 MIN_SHARED = 16
-"""Shared tokens below which rows stay apart: the opening of a chat template is not worth another attention call."""
+"""Prefix length below which nothing is shared: the opening of a chat template is not worth another attention call."""
 
 Prefix = tuple[tuple[int, int], ...]
-"""What comes before a stretch, in order: (index of an earlier stretch, how many tokens from its start)."""
+"""Parts before a stretch, in order: (index of an earlier stretch, number of tokens from its start)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Stretches:
-    """The tokens of a pack as they are computed. A row is a path: prefix and stretch, or a prefix alone."""
+    """Tokens of a pack as they are computed. A row is a path: prefix and stretch, or a prefix alone."""
 
     ids: np.ndarray
     """(L,) int64."""
     position_ids: np.ndarray
-    """(L,) int64 position of each token in its row."""
+    """(L,) int64 positions of tokens in their rows."""
     lengths: tuple[int, ...]
     prefixes: tuple[Prefix, ...]
     """One per stretch; empty for a stretch that begins its row."""
     places: tuple[np.ndarray, ...]
-    """Of each row, in the order given: where its tokens lie in the pack."""
+    """Positions in the pack of each row's tokens, in the order given."""
 
 
 def by_ids(rows: Sequence[np.ndarray]) -> list[int]:
-    """Indices of rows in the order of their ids: each one shares with the one before it what it shares with any before
-    it. Rows are (length,) arrays of ids."""
+    """Return the indices of rows, (length,) arrays of ids, in the order of their ids."""
     # Most significant byte first, so that bytes compare as ids do.
     return sorted(range(len(rows)), key=lambda i: (rows[i].astype(">i8").tobytes(), i))
 
 
 def num_shared(before: np.ndarray, row: np.ndarray) -> int:
-    """Tokens at the start of a row that need no computation after `before`, its neighbour in the order of ids."""
+    """Return the number of tokens that a row shares with `before`, its predecessor in the order of ids."""
     length = min(len(before), len(row))
     differs = before[:length] != row[:length]
     common = int(differs.argmax()) if differs.any() else length
@@ -56,7 +52,7 @@ def num_shared(before: np.ndarray, row: np.ndarray) -> int:
 
 
 def whole(rows: Sequence[np.ndarray]) -> Stretches:
-    """Rows one after the other, nothing shared."""
+    """Concatenate rows without sharing."""
     starts = np.concatenate([[0], np.cumsum([len(row) for row in rows])])
     return Stretches(
         ids=np.concatenate(rows),
@@ -68,7 +64,7 @@ def whole(rows: Sequence[np.ndarray]) -> Stretches:
 
 
 def shared(rows: Sequence[np.ndarray]) -> Stretches:
-    """Rows in the order of their ids, each without what it shares with the one before it."""
+    """Concatenate rows in the order of their ids, each without the prefix that it shares with its predecessor."""
     ids: list[np.ndarray] = []
     positions: list[np.ndarray] = []
     prefixes: list[Prefix] = []
@@ -96,7 +92,7 @@ def shared(rows: Sequence[np.ndarray]) -> Stretches:
 
 
 def _cut(path: Prefix, length: int) -> Prefix:
-    """The first `length` tokens of a path."""
+    """Return the first `length` tokens of a path."""
     kept = []
     for stretch, tokens in path:
         if length <= 0:

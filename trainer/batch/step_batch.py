@@ -1,8 +1,8 @@
 """All rollouts of one step as training rows, the same on every rank.
 
-The rank that drives the engines makes the rows; all ranks get all of them. Rows are small (about 20 bytes a token), and
-in exchange everything that is counted or normalized over the step (denominators, advantages, correction weights and
-their metrics) is computed by the same code on the same numbers everywhere. No partition of the work can change it.
+The rank that drives the engines makes the rows and broadcasts them. They are small (about 20 bytes a token), and so all
+ranks compute everything that is counted or normalized over the step (denominators, advantages, correction weights and
+their metrics) from the same numbers. No partition of the work can change it.
 
 Shape legend: _S delivered rollouts of the step, _K their turns, _N trained tokens of the step.
 """
@@ -10,7 +10,7 @@ Shape legend: _S delivered rollouts of the step, _K their turns, _N trained toke
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import pairwise
 
@@ -31,26 +31,20 @@ ROW_ARRAYS = {
     "versions": np.int32,
     "turns": np.int32,
 }
-BATCH_ARRAYS = (
-    *("rollout_ids", "group_S", "rewards_S", "is_kept_S", "greedy_rewards_S", "num_turns_S"),
-    "turn_rewards_K",
-)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepBatch:
-    """Rows and rollouts of one step. Failed rollouts are not in it: they are counted elsewhere and never trained."""
+    """Rows and rollouts of one step, without failed rollouts, which are never trained."""
 
     rows: tuple[TrainingRow, ...]
     rollout_ids: np.ndarray  # (S,) int64, ascending
     group_S: np.ndarray  # (S,) int64
     rewards_S: np.ndarray  # (S,) float64
-    is_kept_S: np.ndarray  # (S,) bool: False: masked, for instance because it was truncated
-    greedy_rewards_S: np.ndarray  # (S,) float64: of the greedy answer to the same prompt; NaN: none was sampled
-    num_turns_S: np.ndarray  # (S,) int64: engine calls, also those without trained tokens
-    turn_rewards_K: (
-        np.ndarray
-    )  # (K,) float64: of the turns of all rollouts in order; those of a rollout add up to its reward
+    is_kept_S: np.ndarray  # (S,) bool; False: masked, for instance because it was truncated
+    greedy_rewards_S: np.ndarray  # (S,) float64 reward of the greedy answer to the same prompt; NaN: not sampled
+    num_turns_S: np.ndarray  # (S,) int64 engine calls, also those without trained tokens
+    turn_rewards_K: np.ndarray  # (K,) float64, turns of all rollouts in order; those of a rollout add up to its reward
 
     @classmethod
     def of(
@@ -64,13 +58,12 @@ class StepBatch:
         """Make the rows of the trainable rollouts of a step.
 
         Args:
-            mask_truncated: keep rollouts that ended on a length limit out of the loss mask.
+            mask_truncated: True masks rollouts that ended on a length limit.
             greedy_rewards: by group id.
             with_turn_rewards: False gives the last turn the whole reward.
 
         Raises:
-            EvidenceError: only some rows carry the support they were sampled from; the ratios of the others would be
-                over another one.
+            EvidenceError: only some rows carry their sampling support; the ratios of the others would be over another.
         """
         greedy = greedy_rewards or {}
         delivered = sorted((r for r in rollouts if r.is_trainable), key=lambda rollout: rollout.rollout_id)
@@ -123,12 +116,12 @@ class StepBatch:
 
     @cached_property
     def turn_rollout_K(self) -> torch.Tensor:
-        """(K,) int64 rollout of each turn."""
+        """(K,) int64 rollouts of turns."""
         return torch.from_numpy(np.repeat(np.arange(self.num_rollouts), self.num_turns_S))
 
     @cached_property
     def turn_index_K(self) -> torch.Tensor:
-        """(K,) int64 which turn of its rollout it is."""
+        """(K,) int64 numbers of turns within their rollouts."""
         return torch.from_numpy(np.concatenate([np.zeros(0, int), *map(np.arange, self.num_turns_S)]))
 
     def _trained(self, name: str) -> torch.Tensor:
@@ -137,13 +130,17 @@ class StepBatch:
 
 
 def encode(batch: StepBatch) -> bytes:
-    """Return a batch as bytes for `decode`: arrays only, nothing that runs when it is read (safetensors)."""
-    return safetensors.numpy.save(_row_arrays(batch.rows) | {name: getattr(batch, name) for name in BATCH_ARRAYS})
+    """Serialize a batch for `decode` as safetensors, which runs no code when it is read."""
+    return safetensors.numpy.save(_row_arrays(batch.rows) | {name: getattr(batch, name) for name in _batch_arrays()})
 
 
 def decode(payload: bytes) -> StepBatch:
     arrays = safetensors.numpy.load(payload)
-    return StepBatch(rows=tuple(_rows(arrays)), **{name: arrays[name] for name in BATCH_ARRAYS})
+    return StepBatch(rows=tuple(_rows(arrays)), **{name: arrays[name] for name in _batch_arrays()})
+
+
+def _batch_arrays() -> list[str]:
+    return [field.name for field in fields(StepBatch) if field.name != "rows"]
 
 
 def _row_arrays(rows: Sequence[TrainingRow]) -> dict[str, np.ndarray]:
@@ -166,22 +163,21 @@ def _row_arrays(rows: Sequence[TrainingRow]) -> dict[str, np.ndarray]:
 def _rows(arrays: dict[str, np.ndarray]) -> list[TrainingRow]:
     bounds = np.concatenate([[0], np.cumsum(arrays["row_lengths"])])
     trained = np.concatenate([[0], np.cumsum(arrays["loss_mask"])])[bounds]
-    with_support = "support_sizes" in arrays
-    support_bounds = np.concatenate([[0], np.cumsum(arrays["support_sizes"])]) if with_support else None
-    rows = []
-    for i, (start, end) in enumerate(pairwise(bounds)):
-        support = None
-        if support_bounds is not None:
-            offsets = support_bounds[trained[i] : trained[i + 1] + 1]
-            support = SamplingSupport(
-                offsets=offsets - offsets[0], token_ids=arrays["support_ids"][offsets[0] : offsets[-1]]
-            )
-        rows.append(
-            TrainingRow(
-                **{name: arrays[name][start:end] for name in ROW_ARRAYS},
-                rollout_id=int(arrays["row_rollout"][i]),
-                group_id=int(arrays["row_group"][i]),
-                support=support,
-            )
+    sizes = arrays.get("support_sizes")
+    support_bounds = None if sizes is None else np.concatenate([[0], np.cumsum(sizes)])
+
+    def support(i: int) -> SamplingSupport | None:
+        if support_bounds is None:
+            return None
+        offsets = support_bounds[trained[i] : trained[i + 1] + 1]
+        return SamplingSupport(offsets=offsets - offsets[0], token_ids=arrays["support_ids"][offsets[0] : offsets[-1]])
+
+    return [
+        TrainingRow(
+            **{name: arrays[name][start:end] for name in ROW_ARRAYS},
+            rollout_id=int(arrays["row_rollout"][i]),
+            group_id=int(arrays["row_group"][i]),
+            support=support(i),
         )
-    return rows
+        for i, (start, end) in enumerate(pairwise(bounds))
+    ]

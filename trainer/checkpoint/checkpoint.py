@@ -134,7 +134,7 @@ def save(
                 "world_size": distributed.world_size,
                 "zero_stage": distributed.zero_stage,
                 "config_hash": None if config is None else settings_hash(config),
-                "versions": {package: _version(package) for package in RECORDED_VERSIONS},
+                "versions": {package: installed_version(package) or "not installed" for package in RECORDED_VERSIONS},
                 "files": {str(file.relative_to(temporary)): _fingerprint(file) for file in _files(temporary)},
             }
             (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2))
@@ -293,11 +293,11 @@ def _cause(error: Exception, directory: Path) -> str:
     return f"{str(error).partition(chr(10))[0]} ({free / 2**20:.1f} MiB are free in {directory})"
 
 
-def _version(package: str) -> str:
+def installed_version(package: str) -> str | None:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
-        return "not installed"
+        return None
 
 
 def _files(directory: Path) -> list[Path]:

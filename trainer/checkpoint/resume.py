@@ -44,9 +44,8 @@ def restore(
 ) -> tuple[Resumed | None, list[str]]:
     """Load the checkpoint that `config.resume` selects into the prepared module and optimizer; a collective.
 
-    settings: the configuration in the form that checkpoints store.
-    Returns None for a new run, and a message on each skipped checkpoint.
-    Raises `CheckpointError` on all ranks if the selected checkpoint cannot be loaded.
+    settings: the configuration as checkpoints store it. Returns None for a new run, and a message on each skipped
+    checkpoint. Raises `CheckpointError` on all ranks if the selected checkpoint cannot be loaded.
     """
     path, skipped = distributed.together(lambda: checkpoint.find(config.resume, checkpoints))
     messages = [f"checkpoint skipped: {message}" for message in skipped]

@@ -54,9 +54,8 @@ class RunDirectory:
 def open_run(config: Config, distributed: Distributed) -> tuple[RunDirectory, IO[str] | None]:
     """Create or reopen the directory of this run; a collective.
 
-    Returns the directory and, on rank 0, the open lock file, which the process must keep open.
-    Raises `ConfigError` on all ranks if the name is taken and the run is not resumed, or if another process holds the
-    lock.
+    Returns the directory and, on rank 0, the lock file, which the process must keep open. Raises `ConfigError` on all
+    ranks if the name is taken and the run is not resumed, or if another process holds the lock.
     """
     lock: IO[str] | None = None
 

@@ -1,18 +1,17 @@
-"""Rollouts made ahead, while the trainer works on earlier ones: `rollout.max_staleness` >= 1.
+"""Asynchronous rollouts, sampled while the trainer works on earlier ones: `rollout.max_staleness` >= 1.
 
     trainer   collect v7 │ score, update, sync │ collect v8 │ score, update, sync │ collect v9 ...
                  ▲                    │             ▲
     groups    ═══╪════════════════════╪═════════════╡ trained by the update after version 8
                  └─ begun at v7       └─ new weights arrive while it is sampled: its tokens carry v7 and v8
 
-Groups are begun in `collect` and nowhere else, so what a checkpoint saves between two steps stands still. In between
-their episodes go on in the background loop, and each group is scored as soon as it is complete.
+Groups begin only in `collect`, so the state that a checkpoint saves between two steps does not move. Between steps
+their episodes continue in the background loop, and each group is scored as soon as it is complete.
 
-Staleness is bounded where groups are begun (back-pressure): at most 1 + S batches are begun and not yet trained, S
-being the batches of updates that fit into `max_staleness`. Trained in the order in which they were begun, none would
-be too old. A group may overtake an older one that is not complete, as long as the older one can still be trained in
-time; `rollout.stragglers` says what happens when it cannot: the step waits for it, or goes on without it. A group that
-is too old is dropped whole, and counted.
+Staleness is bounded where groups begin (back-pressure): at most 1 + S batches are begun and untrained, where S batches
+of updates fit into `max_staleness`. Trained in the order of their beginning, none would be too old. A group may
+overtake an older incomplete one as long as that one can still be trained in time; if it cannot, `rollout.stragglers`
+decides between waiting for it and training without it. A group that is too old is dropped whole, and counted.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ from trainer.data.prompts import Row
 from trainer.stopwatch import Stopwatch
 
 GROUPS_SCORED_AT_ONCE = 4
-"""Each scores up to 16 rollouts at once (`rewards.composition.FaultTolerance.concurrency`)."""
+"""Groups in scoring; each scores up to 16 rollouts at once (`rewards.composition.FaultTolerance.concurrency`)."""
 END_S = 10.0
-"""For episodes to end when they are cancelled; a tool that holds on is left to the end of the process."""
+"""Time for cancelled episodes to end [s]; a tool that does not return is left to the end of the process."""
 
 
 class _Complete(NamedTuple):
     group: Group
     greedy: Sequence[Rollout]
-    """The greedy answer to its prompt, where the advantage needs it."""
+    """Greedy answer to its prompt; empty if the advantage does not need it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -50,7 +49,7 @@ class _Work:
     """A group from its beginning until it is trained or dropped."""
 
     place: int
-    """Of its prompt in the data, and its group id."""
+    """Place of its prompt in the data; also its group id."""
     row: Row
     begun: int
     """Version of the engine's weights at its beginning: none of its tokens is older."""
@@ -62,7 +61,7 @@ class _Work:
 
     @property
     def oldest_version(self) -> int:
-        """Of its tokens; of what is still in flight a lower bound."""
+        """Version of its oldest token; a lower bound if it is incomplete."""
         if not self.is_complete:
             return self.begun
         trained = [rollout for rollout in self.task.result().group if rollout.is_trainable]
@@ -71,7 +70,7 @@ class _Work:
 
 
 class Producer(RolloutSource):
-    """Keeps groups in flight. Its state is touched in the background loop, during `collect`."""
+    """Asynchronous source. Its state changes only in the background loop, during `collect`."""
 
     def __init__(self, config: Config, **parts: Any) -> None:
         """parts: see `RolloutSource`."""
@@ -83,12 +82,12 @@ class Producer(RolloutSource):
         self._shared = AsyncExitStack()
         self._run_episode: RunEpisode | None = None
         self._works: list[_Work] = []
-        """Begun and neither trained nor dropped, in the order in which they were begun."""
+        """Groups that are neither trained nor dropped, in the order of their beginning."""
 
     def collect(
         self, step: int, version: int, watch: Stopwatch, on_rollout: OnRollout = lambda rollout: None
     ) -> Collected:
-        """See `RolloutSource`. Seeds depend on the place of a prompt in the data, not on the step."""
+        """As `RolloutSource.collect`. Seeds depend on the place of a prompt in the data, not on the step."""
         sampler = self._sampler
         with watch.stage("wait"):
             return self._distributed.together(
@@ -97,17 +96,18 @@ class Producer(RolloutSource):
 
     def forget(self) -> None:
         if self._sampler is not None:
-            self._loop.run(self._give_up())
+            self._loop.run(self._cancel())
         self._prompts.restore(self._prompts.cursor, self._prompts.unfinished)
-        self._forget_metrics()
+        self._take_metrics()  # of rollouts that are sampled again
 
     def close(self) -> None:
-        """Give up what is in flight. Its prompts stay `unfinished`, so that a resumed run takes them again."""
+        """Cancel groups in flight. Their prompts stay `unfinished`, so that a resumed run samples them again."""
         if self._sampler is not None:
-            self._loop.run(self._end())
+            self._loop.run(self._cancel())
+            self._loop.run(self._shared.aclose())
 
     async def _collect(self, sampler: Sampler, version: int, on_rollout: OnRollout) -> Collected:
-        """The first failure of any group is raised here, where results are looked at."""
+        """Wait for a batch. Raises the first failure of any group."""
         if self._run_episode is None:
             self._run_episode = await self._shared.enter_async_context(sampler.open(self._sampling))
         too_old = [work for work in self._works if work.oldest_version < version - self._max_staleness]
@@ -128,15 +128,15 @@ class Producer(RolloutSource):
                 [work.task for work in self._works if not work.is_complete], return_when=asyncio.FIRST_COMPLETED
             )
         self._remove(batch)
-        return self._collected(sampler, batch, silent, num_too_old=len(too_old))
+        return self._collected(batch, silent, num_too_old=len(too_old))
 
-    # What is in flight
+    # Groups in flight
 
     def _complete(self) -> list[_Work]:
         return [work for work in self._works if work.is_complete]
 
     def _room(self, version: int) -> int:
-        """Groups that may be begun now."""
+        """Return the number of groups that may begin now."""
         steps_left = math.ceil((self._config.updates - version) / self._updates_per_step)
         steps_ahead = min(1 + self._max_staleness // self._updates_per_step, max(steps_left, 1))
         return steps_ahead * self._batch - len(self._works)
@@ -144,11 +144,12 @@ class Producer(RolloutSource):
     def _begin(self, sampler: Sampler, count: int, version: int) -> None:
         for place, row in self._prompts.begin(max(count, 0)):
             task = asyncio.get_running_loop().create_task(self._make(sampler, place, row))
-            task.add_done_callback(_look_at)
+            # Else asyncio logs the failures of groups that were dropped or cancelled, whose results are not read.
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())
             self._works.append(_Work(place=place, row=row, begun=version, task=task))
 
     def _remove(self, works: Sequence[_Work]) -> Sequence[_Work]:
-        """For good: what is still in flight is cancelled, and the prompts are finished."""
+        """Remove groups for good: cancel those in flight and mark their prompts as finished."""
         for work in works:
             work.task.cancel()
             self._works.remove(work)
@@ -156,10 +157,10 @@ class Producer(RolloutSource):
         return works
 
     def _ready(self, version: int, *, num_silent: int) -> list[_Work] | None:
-        """The groups that this step trains, the oldest first, or None while it has to wait."""
+        """Return the groups that this step trains, oldest first; None if it must wait."""
         batch = self._complete()[: self._batch]
         if len(batch) < self._batch:
-            # As many groups as a synchronous step would have sampled before it gave up.
+            # Number of groups that a synchronous step would have sampled before it gave up.
             limit = self._batch * (1 + self._config.algorithm.max_refills)
             return batch if num_silent + len(batch) >= limit else None
         if self._config.rollout.stragglers == "wait":
@@ -170,21 +171,17 @@ class Producer(RolloutSource):
                     return None
         return batch
 
-    async def _give_up(self) -> None:
+    async def _cancel(self) -> None:
         for work in self._works:
             work.task.cancel()
         if self._works:
             await asyncio.wait([work.task for work in self._works], timeout=END_S)
         self._works.clear()
 
-    async def _end(self) -> None:
-        await self._give_up()
-        await self._shared.aclose()
-
     # One group
 
     async def _make(self, sampler: Sampler, place: int, row: Row) -> _Complete:
-        """A group, sampled and scored, and beside it the greedy answer that ReMax compares it with."""
+        """Sample and score a group, and the greedy answer to its prompt if the advantage needs it."""
         sampled = [self._sample(sampler, place, row, self._sampling, self._config.rollout.samples_per_prompt)]
         if self._config.needs_greedy:
             sampled.append(self._sample(sampler, place, row, replace(self._sampling, temperature=0.0), 1))
@@ -201,9 +198,7 @@ class Producer(RolloutSource):
             [row], samples_per_prompt=count, sampling=sampling, step=0, first_group=place, run=self._run_episode
         )
 
-    def _collected(
-        self, sampler: Sampler, batch: Sequence[_Work], silent: Sequence[_Work], *, num_too_old: int
-    ) -> Collected:
+    def _collected(self, batch: Sequence[_Work], silent: Sequence[_Work], *, num_too_old: int) -> Collected:
         for work in (*silent, *batch):
             group = work.task.result().group
             self._prompts.learn(work.row, [rollout.reward for rollout in group if rollout.is_trainable])
@@ -213,9 +208,7 @@ class Producer(RolloutSource):
         collected = Collected.of([result.group for result in results], dropped, greedy, self._config)
         group_size, num_complete = self._config.rollout.samples_per_prompt, len(self._complete())
         metrics = {
-            **self._rewards.take_metrics(),
-            **sampler.take_metrics(),
-            **self._prompts.metrics(),
+            **self._take_metrics(),
             **collected.metrics,
             "rollout/inflight": float(group_size * (len(self._works) - num_complete)),
             "rollout/queue": float(group_size * num_complete),
@@ -224,14 +217,8 @@ class Producer(RolloutSource):
         return replace(collected, metrics=metrics)
 
 
-def _look_at(task: asyncio.Task[Any]) -> None:
-    """Asyncio logs failures that nobody looked at: of groups that were dropped, or given up at the end."""
-    if not task.cancelled():
-        task.exception()
-
-
 async def _all(coroutines: Sequence[Coroutine[Any, Any, list[Rollout]]]) -> list[list[Rollout]]:
-    """Results in order. The first failure cancels the others and is raised as it is."""
+    """Return results in order. The first failure cancels the others and is raised unwrapped."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(coroutine) for coroutine in coroutines]

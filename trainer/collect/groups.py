@@ -1,4 +1,4 @@
-"""What becomes of a group between its rewards and its training: baselines, which groups go on."""
+"""Groups between rewards and training: dynamic sampling, greedy baselines, their metrics."""
 
 from __future__ import annotations
 
@@ -17,35 +17,31 @@ Group = Sequence[Rollout]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
-    """The rollouts of one step. Of this rank's engine; empty on ranks without one."""
+    """Rollouts of one step; empty on ranks that do not sample."""
 
     rollouts: tuple[Rollout, ...] = ()
-    """All that were sampled to be trained, failed ones and those of dropped groups among them."""
+    """All sampled rollouts except greedy ones, including failed ones and those of dropped groups."""
     trained: tuple[Rollout, ...] = ()
-    """Those that go on."""
+    """Rollouts of kept groups."""
     greedy_rewards: Mapping[int, float] = field(default_factory=dict)
-    """By group id; empty unless the advantage needs them."""
+    """Rewards of greedy answers by group id; empty unless the advantage needs them."""
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(
         cls, kept: Sequence[Group], dropped: Sequence[Group], greedy: Sequence[Rollout], config: Config
     ) -> Collected:
-        """
-        Args:
-            kept, dropped: groups that are trained, and those that say nothing.
-            greedy: the greedy answer to the prompt of each kept group, where the advantage needs them.
-        """
+        """Combine groups that are trained and groups without spread. greedy: one answer per kept group, if needed."""
         trained = [rollout for group in kept for rollout in group]
         others = [rollout for group in dropped for rollout in group]
         metrics: dict[str, float] = {}
         if config.algorithm.dynamic_sampling:
             groups = (*kept, *dropped)
-            num_telling = sum(has_spread(group, by_turn=config.algorithm.turn_rewards) for group in groups)
+            num_with_spread = sum(has_spread(group, by_turn=config.algorithm.turn_rewards) for group in groups)
             metrics |= {
                 "rollout/refill_factor": (len(trained) + len(others)) / max(len(trained), 1),
                 "rollout/dropped_groups": float(len(dropped)),
-                "reward/zero_std_fraction": 1 - num_telling / len(groups),
+                "reward/zero_std_fraction": 1 - num_with_spread / len(groups),
             }
         baselines: dict[int, float] = {}
         if config.needs_greedy:
@@ -66,15 +62,12 @@ class Collected:
 
 
 def is_kept(group: Group, config: Config) -> bool:
-    """Whether the group is trained: under dynamic sampling only where it says something."""
+    """True if the group is trained: under dynamic sampling, if its rewards differ."""
     return not config.algorithm.dynamic_sampling or has_spread(group, by_turn=config.algorithm.turn_rewards)
 
 
 def has_spread(group: Group, *, by_turn: bool = False) -> bool:
-    """Whether the group can say anything: two of its rollouts are trainable and differ in reward.
-
-    by_turn: or in what one of their turns got.
-    """
+    """True if two trainable rollouts differ in reward; by_turn: in the reward of some turn."""
     trainable = [rollout for rollout in group if rollout.is_trainable]
     if not by_turn:
         return len({rollout.reward for rollout in trainable}) > 1
@@ -82,7 +75,7 @@ def has_spread(group: Group, *, by_turn: bool = False) -> bool:
 
 
 def _with_baseline(rollout: Rollout, greedy_rewards: Mapping[int, float]) -> Rollout:
-    """The rollout; FAILED where its baseline is missing, because its advantage is unknown, not zero."""
+    """Mark the rollout as FAILED if its baseline is missing, because its advantage is unknown, not zero."""
     if rollout.group_id in greedy_rewards or not rollout.is_trainable:
         return rollout
     return replace(rollout, status=RolloutStatus.FAILED, error="the greedy answer to its prompt failed: no baseline")

@@ -1,12 +1,11 @@
-"""The rollouts of one step, by the weights of this step: sampled, scored, and where the algorithm says so, refilled.
+"""Synchronous rollouts, sampled by the weights of their step.
 
-    prompts ─► sample ─► score ─► drop groups that say nothing ─► greedy answers (ReMax)
+    prompts ─► sample ─► score ─► drop groups without spread ─► greedy answers (ReMax)
                  ▲                          │
                  └─ other prompts for them ◄┘   `dynamic_sampling`, at most `max_refills` times
 
-Only rank 0 has an engine. It does all of this alone, and tells the others how far the data has been read, so ranks
-cannot decide differently. Everything is a function of the seed, the step and the data cursor.
-`trainer/collect/async_source.py` does the same while the trainer works.
+Rank 0 does all of this alone and broadcasts the data cursor, so ranks cannot decide differently. Everything is a
+function of the seed, the step and the cursor. `trainer/collect/async_source.py` samples while the trainer works.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import NamedTuple
 
 from rewards.composition import RewardSet
 from rollout.engine.protocol import Sampling
@@ -30,7 +28,7 @@ from trainer.stopwatch import Stopwatch
 
 
 class RolloutSource(ABC):
-    """Where a step gets its rollouts from."""
+    """Source of the rollouts of a step."""
 
     def __init__(
         self,
@@ -43,7 +41,7 @@ class RolloutSource(ABC):
         rewards: RewardSet,
         prompts: Prompts,
     ) -> None:
-        """sampler: None on ranks without an engine."""
+        """sampler: None on ranks that do not sample."""
         self._config = config
         self._distributed = distributed
         self._loop = loop
@@ -56,36 +54,30 @@ class RolloutSource(ABC):
     def collect(
         self, step: int, version: int, watch: Stopwatch, on_rollout: OnRollout = lambda rollout: None
     ) -> Collected:
-        """The rollouts of this step; a collective. Raises the error of rank 0 on all ranks.
+        """Return the rollouts of this step; a collective. Raises the error of rank 0 on all ranks.
 
-        version: of the weights that the engine has, and that the rollouts are going to train.
+        version: weights of the engine, which the rollouts will train.
         """
 
     @abstractmethod
     def forget(self) -> None:
-        """After a failed `collect`, or between two: give up what is in flight; its prompts are sampled again."""
+        """Cancel rollouts in flight, after a failed `collect` or between two; their prompts are sampled again."""
 
     @abstractmethod
     def close(self) -> None:
-        """End what is still in flight."""
+        """End rollouts in flight."""
 
-    def _forget_metrics(self) -> None:
-        """What was counted about rollouts that nobody will see."""
-        self._rewards.take_metrics()
-        if self._sampler is not None:
-            self._sampler.take_metrics()
-
-
-class _Sampled(NamedTuple):
-    row: Row
-    group: Group
+    def _take_metrics(self) -> dict[str, float]:
+        """Return the metrics of rewards and sampling since the last call, and of the data."""
+        sampled = self._sampler.take_metrics() if self._sampler is not None else {}
+        return {**self._rewards.take_metrics(), **sampled, **self._prompts.metrics()}
 
 
 class Collector(RolloutSource):
-    """Makes the rollouts of a step when they are asked for, so that all of them come from the weights of this step."""
+    """Synchronous source: all rollouts of a step come from its weights."""
 
     _before: tuple[int, dict[str, int]] | None = None
-    """Cursor and resting rows at the beginning of a `collect` that has not come to its end."""
+    """Cursor and resting rows before an unfinished `collect`."""
 
     def collect(
         self, step: int, version: int, watch: Stopwatch, on_rollout: OnRollout = lambda rollout: None
@@ -103,28 +95,29 @@ class Collector(RolloutSource):
         if self._before is not None:
             self._prompts.cursor, self._prompts.resting = self._before
             self._before = None
-        self._forget_metrics()
+        self._take_metrics()  # of rollouts that are sampled again
 
     def close(self) -> None:
-        """Nothing is in flight between two steps."""
+        """Do nothing: no rollout is in flight between two steps."""
 
     def _collect(self, sampler: Sampler, step: int, watch: Stopwatch, on_rollout: OnRollout) -> Collected:
         sampled = self._sample_groups(sampler, step, watch, on_rollout)
-        kept = [one for one in sampled if is_kept(one.group, self._config)]
-        dropped = [one.group for one in sampled if not is_kept(one.group, self._config)]
+        kept = [(row, group) for row, group in sampled if is_kept(group, self._config)]
+        dropped = [group for _, group in sampled if not is_kept(group, self._config)]
         greedy = []
         if self._config.needs_greedy:
-            greedy = self._greedy_answers(sampler, [one.row for one in kept], step, watch)
-        collected = Collected.of([one.group for one in kept], dropped, greedy, self._config)
-        metrics = {**self._rewards.take_metrics(), **sampler.take_metrics(), **self._prompts.metrics()}
-        return replace(collected, metrics={**metrics, **collected.metrics})
+            greedy = self._greedy_answers(sampler, [row for row, _ in kept], step, watch)
+        collected = Collected.of([group for _, group in kept], dropped, greedy, self._config)
+        return replace(collected, metrics={**self._take_metrics(), **collected.metrics})
 
-    def _sample_groups(self, sampler: Sampler, step: int, watch: Stopwatch, on_rollout: OnRollout) -> list[_Sampled]:
-        """Groups until enough of them are kept, or the refills are used up. A group's id is its place in the list."""
+    def _sample_groups(
+        self, sampler: Sampler, step: int, watch: Stopwatch, on_rollout: OnRollout
+    ) -> list[tuple[Row, Group]]:
+        """Sample groups until enough are kept or the refills are used up. A group's id is its index in the list."""
         settings, algorithm = self._config.rollout, self._config.algorithm
-        groups: list[_Sampled] = []
+        groups: list[tuple[Row, Group]] = []
         for _ in range(1 + algorithm.max_refills if algorithm.dynamic_sampling else 1):
-            missing = settings.prompts_per_step - sum(is_kept(one.group, self._config) for one in groups)
+            missing = settings.prompts_per_step - sum(is_kept(group, self._config) for _, group in groups)
             if not missing:
                 break
             rows = self._prompts.take(missing)
@@ -142,14 +135,14 @@ class Collector(RolloutSource):
             with watch.stage("reward"):
                 scored = self._loop.run(self._rewards.score(sampled))
             by_group = groupby(scored, key=lambda rollout: rollout.group_id)
-            new = [_Sampled(row, tuple(found)) for row, (_, found) in zip(rows, by_group, strict=True)]
-            for one in new:
-                self._prompts.learn(one.row, [rollout.reward for rollout in one.group if rollout.is_trainable])
-            groups += new
+            for row, (_, found) in zip(rows, by_group, strict=True):
+                group = tuple(found)
+                self._prompts.learn(row, [rollout.reward for rollout in group if rollout.is_trainable])
+                groups.append((row, group))
         return groups
 
     def _greedy_answers(self, sampler: Sampler, rows: Sequence[Row], step: int, watch: Stopwatch) -> list[Rollout]:
-        """One rollout per row at temperature 0, scored: ReMax's baseline. Never trained."""
+        """Sample and score one rollout per row at temperature 0, ReMax's baseline, which is never trained."""
         with watch.stage("rollout"):
             sampled = self._loop.run(
                 sampler.collect(

@@ -122,16 +122,11 @@ def _no_rows(path: str) -> DataError:
 
 
 def rename(row: Mapping[str, Any], columns: Mapping[str, str], *, of: str) -> dict[str, Any]:
-    """Return a copy of the row with renamed columns.
+    """Return a copy of the row with renamed columns. of: name of the data set, for errors.
 
-    Args:
-        row: as in the data set.
-        columns: maps new names to columns. A nested column is a path, `reward_model.ground_truth`; text on the way is
-            parsed as JSON. Other columns stay; the old names of renamed ones go.
-        of: name of the data set, for errors.
-
-    Raises:
-        DataError: no such column; the message lists those of the row.
+    `columns` maps new names to columns. A nested column is a path, `reward_model.ground_truth`; text on the way is
+    parsed as JSON. Other columns stay; the old names of renamed ones go. Raises `DataError` without such a column, and
+    lists those of the row.
     """
     found = {name: _find(row, path, name, of) for name, path in columns.items()}
     kept = {name: value for name, value in row.items() if name not in columns.values()}
@@ -147,7 +142,7 @@ def _find(row: Mapping[str, Any], path: str, name: str, of: str) -> Any:
     value: Any = row
     for part in path.split("."):
         if isinstance(value, str):
-            value = _json(value)
+            value = json_or_text(value)
         if not isinstance(value, Mapping) or part not in value:
             there = list(value) if isinstance(value, Mapping) else []
             close = difflib.get_close_matches(part, there, n=1)
@@ -161,7 +156,8 @@ def _find(row: Mapping[str, Any], path: str, name: str, of: str) -> Any:
     return value
 
 
-def _json(text: str) -> Any:
+def json_or_text(text: str) -> Any:
+    """Return parsed JSON, or the text itself if it is something else."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -33,10 +33,7 @@ def make_prompts(
                 for data_set in (data if distributed.is_main else ())
             ]
         )
-        kept = distributed.broadcast(kept)
-        data = distributed.together(
-            lambda: [data_set.subset(indices) for data_set, indices in zip(data, kept, strict=True)]
-        )
+        data = [one.subset(indices) for one, indices in zip(data, distributed.broadcast(kept), strict=True)]
     return Prompts(
         data,
         seed=config.seed,
@@ -55,9 +52,9 @@ def short_enough(
     max_tokens: int,
     say: Callable[[str], None],
 ) -> list[int]:
-    """Return the indices of rows whose first prompt, as an episode would send it, has at most `max_tokens` tokens.
+    """Return the indices of rows whose first prompt has at most `max_tokens` tokens, and report the dropped ones.
 
-    Rows of environments that run themselves are kept. Reports the number of dropped rows, and the first of them.
+    Rows of environments that run themselves are kept.
     """
 
     async def lengths() -> list[int]:

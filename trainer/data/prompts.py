@@ -38,26 +38,22 @@ MIX_BLOCK = 1000
 class DataSet:
     """A data set with the columns that environments and rewards read."""
 
-    def __init__(
-        self, rows: Any, settings: DataSetConfig, *, name: str | None = None, kept: np.ndarray | None = None
-    ) -> None:
-        """rows: anything with a length and integer indices. name: written into each row; None for a single data set.
-        kept: indices of the rows to use; None: all.
+    def __init__(self, rows: Any, settings: DataSetConfig, *, name: str | None = None) -> None:
+        """rows: a `datasets.Dataset`. name: written into each row; None for a single data set.
 
-        Raises `DataError` if the first row lacks a column that `settings` names.
+        Raises `DataError` if the first row lacks a column of `settings`.
         """
         self._rows = rows
-        self._kept = np.arange(len(rows)) if kept is None else kept
         self._settings = settings
         self.name = name
         self[0]
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._rows)
 
     def __getitem__(self, index: int) -> Row:
         settings = self._settings
-        row = rename(self._rows[int(self._kept[index])], settings.columns or {}, of=settings.path)
+        row = rename(self._rows[index], settings.columns or {}, of=settings.path)
         if settings.system_prompt is not None:
             row["messages"] = list(PromptReader(system=settings.system_prompt).messages(row))
         if settings.environment is not None:
@@ -72,7 +68,7 @@ class DataSet:
             raise DataError(
                 f"data set {self._settings.path}: no prompt has at most data.max_prompt_tokens tokens; raise it"
             )
-        return DataSet(self._rows, self._settings, name=self.name, kept=self._kept[np.asarray(kept)])
+        return DataSet(self._rows.select(kept), self._settings, name=self.name)
 
 
 def load_data_set(settings: DataSetConfig, *, name: str | None = None) -> DataSet:

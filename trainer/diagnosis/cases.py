@@ -58,10 +58,7 @@ class Case:
 
 
 async def sample_cases(config: Config, *, engine: Engine, chat: Chat) -> list[Case]:
-    """Sample all cases with the run's settings. Deterministic for a given seed.
-
-    Raises `EngineError` if the engine dies, `DataError` if the run's data cannot be read.
-    """
+    """Sample all cases with the run's settings, deterministically. Raises `EngineError` and `DataError`."""
     sampling = make_sampling(config, chat, temperature=config.rollout.temperature)
     text, single, multi, trained = await asyncio.gather(
         _plain_text(config, engine, chat, sampling),

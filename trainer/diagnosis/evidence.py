@@ -90,13 +90,13 @@ class TokenMatch:
     """Numbers of tokens in rows and record. Rows are exact by construction (docs/tokens.md): no tolerance is needed."""
 
     sampled: int
-    """In the record."""
+    """Number in the record."""
     trained: int
-    """In the rows."""
+    """Number in the rows."""
     same_id: int
     """Trained tokens with the id that the engine sampled at that place of the turn."""
     same: int
-    """Of these, tokens with the engine's logprob too."""
+    """Trained tokens that also have the engine's logprob."""
     lost_ends: int = 0
     """Sampled tokens missing at the end of turns whose beginning is right."""
 

@@ -42,9 +42,9 @@ class Examiner:
     """None for saved rollouts."""
 
     def examine(self, cases: Sequence[Case], variant: Cause | None = None) -> Diagnosis:
-        """Diagnose the cases, then show the rollouts of the last one under both names of `REEXAMINED`.
+        """Diagnose the cases, with a deliberate fault if `variant` names one, which the evidence alone must reveal.
 
-        variant: a deliberate fault of the pipeline; the reported cause still comes from the evidence alone.
+        The rollouts of the last case are shown again under both names of `REEXAMINED`.
         """
         texts = TokenTexts(self.chat.tokenizer)
         with damaged_policy(variant, self.policy):
@@ -107,13 +107,7 @@ class Examiner:
 def diagnose_step(
     rollouts: Sequence[Rollout], batch: StepBatch, logp_train_N: Tensor, texts: TokenTexts, config: Config
 ) -> Diagnosis:
-    """Diagnose rollouts of a training step from the step's own numbers. Nothing is scored again: no noise floor.
-
-    Args:
-        rollouts: trainable rollouts of the step; others of the batch are left out.
-        batch: rows of the step.
-        logp_train_N: (N,) the trainer's logprobs of all trained tokens of the batch.
-    """
+    """Diagnose trainable rollouts of a training step from the step's own logprobs, without a noise floor."""
     chosen = {rollout.rollout_id for rollout in rollouts}
     is_chosen = np.array([row.rollout_id in chosen for row in batch.rows], dtype=bool)
     is_chosen_N = torch.from_numpy(np.repeat(is_chosen, np.diff(batch.layout.token_start)))

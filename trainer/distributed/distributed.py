@@ -43,7 +43,6 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 STALE_LOCK_S = 900.0
-
 LR_SCALE = "lr_scale"
 """Key of an optimizer's parameter group: factor of the learning rate in `Distributed.step`."""
 COLLECTIVE_TIMEOUT = timedelta(hours=2)
@@ -134,10 +133,8 @@ class Distributed:
         return self.module
 
     def prepare_frozen(self, module: nn.Module) -> nn.Module:
-        """Prepare a module for evaluation only: on the device, in the trained module's precision, sharded under ZeRO-3.
-
-        Under ZeRO-3 every forward pass is a collective: it gathers parameters on all ranks.
-        """
+        """Prepare a module for evaluation only: on the device, in the trained module's precision, sharded under ZeRO-3,
+        where every forward pass is a collective."""
         module.requires_grad_(False).eval()
         if self.zero_stage == 3:
             import deepspeed
@@ -188,9 +185,9 @@ class Distributed:
 
     @contextlib.contextmanager
     def accumulate(self, *, is_last: bool) -> Iterator[Callable[[torch.Tensor], None]]:
-        """Enclose forward and backward of one microbatch; the last one reduces gradients over ranks.
+        """Enclose one microbatch, with equally many on all ranks, of which the last reduces gradients over ranks.
 
-        Yields the function that backpropagates the loss. All ranks must run the same number of microbatches.
+        Yields the function that backpropagates the loss.
         """
         if self.uses_deepspeed:
             self.module.set_gradient_accumulation_boundary(is_last)  # type: ignore[operator]
@@ -202,10 +199,7 @@ class Distributed:
                 yield lambda loss: loss.backward()
 
     def gradient_norm(self) -> float:
-        """Return the global norm of the accumulated gradients before clipping; a collective.
-
-        Equal on all ranks. Infinite if any rank has a non-finite gradient.
-        """
+        """Return the global gradient norm before clipping; infinite if any rank's is not finite; a collective."""
         if self.zero_stage:
             from deepspeed.runtime.utils import combine_grad_norm_groups
 
@@ -221,10 +215,7 @@ class Distributed:
         return norm if int(self.sum(is_finite)) == self.world_size else math.inf
 
     def step(self, lr: float, grad_norm: float) -> None:
-        """Clip, update the parameters with this learning rate, clear the gradients.
-
-        grad_norm: finite result of `gradient_norm`.
-        """
+        """Clip, update the parameters, clear the gradients. grad_norm: finite result of `gradient_norm`."""
         for group in self._optimizer.param_groups:
             group["lr"] = lr * group.get(LR_SCALE, 1.0)
         if self.uses_deepspeed:
@@ -281,8 +272,7 @@ class Distributed:
         return [buffer[: int(size)].numpy().tobytes() for buffer, size in zip(buffers, sizes, strict=True)]
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the entries of every rank's flat tensor, in rank order, on every rank, on the device they came
-        from."""
+        """Return the concatenated flat tensors of all ranks, in rank order, on the tensor's device."""
         if self._control is None:
             return tensor
         payloads = self.gather_bytes(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
@@ -308,7 +298,7 @@ class Distributed:
         return json.loads(self.broadcast_bytes(json.dumps(value).encode() if self.is_main else b""))
 
     def together(self, work: Callable[[], T]) -> T:
-        """Run `work` on every rank; if it fails on one, raise the same error on all, so that no rank waits forever."""
+        """Run `work` on every rank; if it fails on one, raise the same error on all, so that none waits forever."""
         result: T | None = None
         failure: Exception | None = None
         try:
@@ -349,10 +339,8 @@ class Distributed:
     def load_state(self, directory: Path) -> None:
         """Read state that `save_state` wrote on the same number of ranks; a collective.
 
-        Keeps the optimizer's current settings (decay, betas, ...), which are the user's: the saved state contains the
-        old ones.
-
-        Raises `CheckpointError` if the checkpoint is of another launch config or has other parameters.
+        Keeps the user's current optimizer settings (decay, betas, ...); the saved state contains the old ones. Raises
+        `CheckpointError` if the checkpoint is of another launch config or has other parameters.
         """
         settings = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
         self._read_state(directory)
@@ -389,10 +377,8 @@ class Distributed:
     ) -> None:
         """Write a transformers model inside the trained module, for `from_pretrained`; a collective.
 
-        Args:
-            directory: created if missing.
-            prefix: name of the model inside the module, with a trailing dot.
-            edit: maps the model's whole state dict on rank 0 to the one that is written.
+        prefix: name of the model inside the module, with a trailing dot. edit: maps its whole state dict on rank 0 to
+        the one that is written.
         """
         # Under ZeRO-3 rank 0 gathers the parameters; the others get None.
         state: dict[str, torch.Tensor] | None = self._accelerator.get_state_dict(self.module)  # type: ignore[assignment]
@@ -424,9 +410,8 @@ def skip_deepspeed_builds() -> None:
 def choose_interface(environment: MutableMapping[str, str]) -> None:
     """Set gloo's interface to the one that reaches rank 0's machine, unless the user has set one.
 
-    Gloo's default is the interface that the host name resolves to, else loopback, on which ranks of several machines
-    wait for each other until a timeout. Raises `ConfigError` if rank 0's address resolves to loopback on several
-    machines.
+    Gloo's default is the interface of the host name, else loopback, on which ranks of several machines wait for each
+    other until a timeout. Raises `ConfigError` if rank 0's address resolves to loopback on several machines.
     """
     master = environment.get("MASTER_ADDR", "")
     if not master or is_loopback(master) or environment.get("GLOO_SOCKET_IFNAME"):

@@ -42,10 +42,7 @@ def fill_whole(module: nn.Module, optimizer: torch.optim.Optimizer, trained: Seq
 
 
 def fill_shards(engine: Any, zero_stage: int, read: Read) -> None:
-    """Restore this rank's shards under ZeRO-2 or ZeRO-3; a collective.
-
-    engine: DeepSpeed's, before its first step.
-    """
+    """Restore the shards of a DeepSpeed engine under ZeRO-2 or ZeRO-3, before its first step; a collective."""
     sharded: Any = engine.optimizer
     is_stage_3 = zero_stage == 3
     if is_stage_3:

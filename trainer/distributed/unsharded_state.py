@@ -77,11 +77,7 @@ class _Place(NamedTuple):
 
 
 def open_state(directory: Path, *, trained: Sequence[str], zero_stage: int) -> Read:
-    """Open a checkpoint for reading its trained parameters.
-
-    Args:
-        trained: their names, in the optimizer's order.
-        zero_stage: stage that the checkpoint was written with; 0 without DeepSpeed.
+    """Open a checkpoint of this ZeRO stage (0: none) for reading parameters, named in the optimizer's order.
 
     Raises `CheckpointError` for other parameters; whatever torch and safetensors raise for damaged files.
     """

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True, kw_only=True)
 class Recovery:
-    """Retry loop around work with the engines. Every rank has one, and all call it together."""
+    """Retry loop around work with the engines; all ranks call it together."""
 
     engines: Engines
     distributed: Distributed
@@ -40,8 +40,8 @@ class Recovery:
     def attempt(self, act: Callable[[], T]) -> T:
         """Call `act`, which must raise the same error on all ranks, and repeat it after each restart.
 
-        Raises the error of `act`, or of sending weights to a new engine, if no engine has died, the limit is reached,
-        or a rank is lost.
+        Raises the error of `act`, or of sending weights to a new engine, if no engine died, at the limit, or if a rank
+        is lost.
         """
         is_restarted = False
         while True:

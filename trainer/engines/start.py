@@ -1,4 +1,4 @@
-"""Start of embedded engines and connection to servers, as the configuration says."""
+"""Start of embedded engines, and connections to servers."""
 
 from __future__ import annotations
 
@@ -20,18 +20,15 @@ from trainer.config.schema import Config
 
 
 def start_engine(config: Config, *, loop: BackgroundLoop, log_path: Path) -> EnginePool:
-    """Start the engines of a process on its own: vLLM in it, or connections to servers.
+    """Start or connect to the engines of a process that is not a rank of a run (those: run_engines.py).
 
-    The ranks of a run start theirs in `trainer/engines/run_engines.py`.
-
-    Raises:
-        EngineError: vLLM does not start (with the end of its log), or a server cannot be reached.
+    Raises `EngineError` if vLLM does not start (with the end of its log), or a server cannot be reached.
     """
     return EnginePool(start_members(config, loop=loop, log_path=log_path))
 
 
 def start_members(config: Config, *, loop: BackgroundLoop, log_path: Path) -> Sequence[SyncedEngine]:
-    """Start the members of the pool of `start_engine`."""
+    """Start or connect to the members of a pool."""
     if config.rollout.engine == "server":
         return connect_servers(config, loop=loop)
     number = config.rollout.num_engines
@@ -93,7 +90,7 @@ def connect_servers(config: Config, *, loop: BackgroundLoop) -> list[ServerEngin
 
 
 def engine_key(variable: str | None) -> str | None:
-    """Return the key of the servers. Raises `ConfigError` if it should be in the environment and is not."""
+    """Return the key of the servers. Raises `ConfigError` if the environment variable is not set."""
     if variable is None:
         return None
     if not os.environ.get(variable):
@@ -106,7 +103,7 @@ def engine_key(variable: str | None) -> str | None:
 
 
 def embedded_engine(config: Config, *, loop: BackgroundLoop, log_path: Path, **placed: Any) -> EmbeddedEngine:
-    """Start one engine. placed: settings of `EmbeddedEngine` that are not the configuration's."""
+    """Start one engine. placed: further settings of `EmbeddedEngine`, which override the configuration's."""
     settings = config.rollout
     return EmbeddedEngine(
         config.model.path,

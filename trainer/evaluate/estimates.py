@@ -10,6 +10,7 @@ interval of the mean over prompts). Not covered: fewer than about 20 prompts, fo
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,10 +34,8 @@ class Estimate:
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
     """Return the unbiased estimate, from n >= k samples, of the probability that at least one of k samples passes.
 
-    1 - C(n - c, k) / C(n, k), as a product, which neither overflows nor cancels (Chen et al. 2021, section 2.1).
-
-    Raises:
-        ValueError: k is not in 1 .. num_samples, or num_passed not in 0 .. num_samples.
+    1 - C(n - c, k) / C(n, k), as a product, which neither overflows nor cancels (Chen et al. 2021, section 2.1). Raises
+    `ValueError` if k is not in 1 .. num_samples, or num_passed not in 0 .. num_samples.
     """
     if not 0 <= num_passed <= num_samples:
         raise ValueError(f"num_passed: expected 0 to {num_samples}, found {num_passed}")
@@ -57,11 +56,8 @@ def proportion(values: Sequence[float], *, trials_per_value: int) -> Estimate:
 
     Wilson's formula needs a number of independent trials: n_eff = p (1 - p) / (s² / n), with s² the variance over the n
     prompts (the design effect of survey statistics, Kish 1965). That is n if each prompt is 0 or 1, and more if several
-    samples inform each value, but at most n x `trials_per_value`. If all values are 0, or all 1, n is used.
-
-    Args:
-        values: one per prompt; at least one.
-        trials_per_value: independent trials behind each value: samples // k for pass@k.
+    samples inform each value, but at most n x `trials_per_value` (independent trials behind each value: samples // k
+    for pass@k). If all values are 0, or all 1, n is used.
     """
     n = len(values)
     p = min(1.0, math.fsum(values) / n)
@@ -78,23 +74,16 @@ def proportion(values: Sequence[float], *, trials_per_value: int) -> Estimate:
 
 def mean(values: Sequence[float]) -> Estimate:
     """Return the mean over prompts with its normal interval, ± 1.96 s / √n; unbounded for a single prompt."""
-    value = math.fsum(values) / len(values)
+    value = statistics.fmean(values)
     half = Z_95 * standard_error(values)
     return Estimate(value=value, low=value - half, high=value + half)
 
 
 def standard_error(values: Sequence[float]) -> float:
     """Return the standard error of the mean, from the sample variance; infinite for a single prompt."""
-    n = len(values)
-    if n < 2:
-        return math.inf
-    value = math.fsum(values) / n
-    return math.sqrt(math.fsum((x - value) ** 2 for x in values) / (n - 1) / n)
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
 
 
 def paired_difference(first: Sequence[float], second: Sequence[float]) -> Estimate:
-    """Return the mean of second - first over the same prompts in the same order.
-
-    Difficulty common to both cancels, so the interval is narrower than that of two separate means.
-    """
+    """Return the mean of second - first over the same prompts: common difficulty cancels, so the interval narrows."""
     return mean([b - a for a, b in zip(first, second, strict=True)])

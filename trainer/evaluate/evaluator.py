@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from rewards.composition import RewardSet
 from rollout.chat.chat import Chat
-from rollout.engine.protocol import Sampling
 from rollout.records import Rollout
 from rollout.sampler.sampler import Sampler
 from rollout.saved_rollouts import write_rollouts
@@ -39,6 +39,11 @@ from trainer.observe.console import RunConsole
 
 EVALUATION_STEP = 2**31 - 1
 """Step in sampling seeds, constant so that prompts get the same seeds in every evaluation."""
+COMPARED = (
+    *("seed", "environment.name", "environment.max_turns", "reward.functions", "eval.samples_per_prompt"),
+    *("eval.temperature", "eval.top_p", "eval.top_k", "eval.min_p", "eval.pass_threshold", "eval.pass_reward"),
+)
+"""Settings that must be equal for a comparison: sampling, and the definition of a pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +69,14 @@ class Evaluator:
         self._sampler = sampler
         self._rewards = rewards
         self._loop = loop
-        self._sampling = evaluation_sampling(config, chat)
+        self._sampling = replace(
+            make_sampling(config, chat, temperature=config.eval.temperature),
+            max_tokens=config.eval.max_tokens_per_turn or config.rollout.max_tokens_per_turn,
+            top_p=config.eval.top_p,
+            top_k=config.eval.top_k,
+            min_p=config.eval.min_p,
+            is_trained=False,
+        )
         self._data = heldout_data(config)
 
     def evaluate(self) -> Evaluation:
@@ -96,35 +108,10 @@ class Evaluator:
         return self._loop.run(self._rewards.score(rollouts, in_metrics=False, is_shaped=False))
 
 
-def evaluation_sampling(config: Config, chat: Chat) -> Sampling:
-    settings = config.eval
-    return replace(
-        make_sampling(config, chat, temperature=settings.temperature),
-        max_tokens=settings.max_tokens_per_turn or config.rollout.max_tokens_per_turn,
-        top_p=settings.top_p,
-        top_k=settings.top_k,
-        min_p=settings.min_p,
-        is_trained=False,
-    )
-
-
 def comparable_settings(config: Config) -> dict[str, Any]:
-    """Return the settings that must be equal for a comparison: sampling, and what counts as passed."""
-    settings, sampling = config.eval, config.rollout
-    return {
-        "seed": config.seed,
-        "environment.name": config.environment.name,
-        "environment.max_turns": config.environment.max_turns,
-        "reward.functions": list(config.reward.functions),
-        "eval.samples_per_prompt": settings.samples_per_prompt,
-        "eval.temperature": settings.temperature,
-        "eval.top_p": settings.top_p,
-        "eval.top_k": settings.top_k,
-        "eval.min_p": settings.min_p,
-        "eval.max_tokens_per_turn": settings.max_tokens_per_turn or sampling.max_tokens_per_turn,
-        "eval.pass_threshold": settings.pass_threshold,
-        "eval.pass_reward": settings.pass_reward,
-    }
+    """Return the settings that must be equal for a comparison."""
+    max_tokens = config.eval.max_tokens_per_turn or config.rollout.max_tokens_per_turn
+    return {name: attrgetter(name)(config) for name in COMPARED} | {"eval.max_tokens_per_turn": max_tokens}
 
 
 def run(config: Config) -> None:
@@ -133,11 +120,10 @@ def run(config: Config) -> None:
     other = settings.compare_to
     console = RunConsole(enabled=True, total_updates=0)
     sampled_with = comparable_settings(config)
-    # Refuse an unsuitable file before an engine starts.
-    before = (
-        read_results(Path(other).expanduser(), sampled_with) if other is not None and other.endswith(".json") else None
-    )
-    if other is not None and before is None:
+    before: Sequence[SetResult] | None = None
+    if other is not None and other.endswith(".json"):
+        before = read_results(Path(other).expanduser(), sampled_with)
+    elif other is not None:
         before = _evaluate_model(replace(config, model=replace(config.model, path=other)), console).results
     evaluation = _evaluate_model(config, console)
     for rollout in evaluation.rollouts[: config.logger.print_rollouts]:
@@ -161,7 +147,9 @@ def run(config: Config) -> None:
         )
         write_rollouts(path.with_suffix(".jsonl"), evaluation.rollouts)
         console.say(f"results        {path}\nrollouts       {path.with_suffix('.jsonl')}")
-    print(json.dumps(_with_differences(evaluation.metrics, comparisons)))
+    print(
+        json.dumps(evaluation.metrics | {name: value for item in comparisons for name, value in item.metrics().items()})
+    )
 
 
 def _evaluate_model(config: Config, console: RunConsole) -> Evaluation:
@@ -177,14 +165,3 @@ def _evaluate_model(config: Config, console: RunConsole) -> Evaluation:
         finally:
             rewards.close()
             loop.run(engine.close())
-
-
-def _with_differences(metrics: Mapping[str, float], comparisons: Sequence[PairedComparison]) -> dict[str, float]:
-    """Add the differences to the other model to the metrics."""
-    found = dict(metrics)
-    for item in comparisons:
-        prefix = f"eval/{item.name}/" if item.name else "eval/"
-        found[f"{prefix}difference/reward_mean"] = item.reward.value
-        for k, rate in item.pass_rates.items():
-            found[f"{prefix}difference/pass@{k}"] = rate.value
-    return found

@@ -17,7 +17,6 @@ from trainer.evaluate.estimates import Estimate
 
 SCHEMA = 1
 """Version of the JSON file."""
-
 NOTE = "value [95 % interval]; pass@k: Wilson over prompts, means and differences: normal over prompts"
 """Last line of a table."""
 
@@ -86,7 +85,6 @@ class SetResult:
 
     def metrics(self) -> dict[str, float]:
         """Return `eval/*`, or `eval/<name>/*`: values, bounds of their 95 % intervals, and facts."""
-        prefix = f"eval/{self.name}/" if self.name else "eval/"
         reward = self.rewards()
         found = {
             "reward_mean": reward.value,
@@ -100,7 +98,7 @@ class SetResult:
         parts = self.by_label()
         for label, part in parts.items() if len(parts) > 1 else ():
             found |= {f"{label}/reward_mean": part.rewards().value, f"{label}/pass@1": part.pass_rates()[1].value}
-        return {f"{prefix}{name}": value for name, value in found.items() if math.isfinite(value)}
+        return {_prefix(self.name) + name: value for name, value in found.items() if math.isfinite(value)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +114,15 @@ class PairedComparison:
     better: int
     """Number of prompts on which the second model has the higher mean reward."""
     worse: int
+
+    def metrics(self) -> dict[str, float]:
+        """Return `eval/difference/*`, or `eval/<name>/difference/*`."""
+        found = {"reward_mean": self.reward, **{f"pass@{k}": rate for k, rate in self.pass_rates.items()}}
+        return {f"{_prefix(self.name)}difference/{name}": estimate.value for name, estimate in found.items()}
+
+
+def _prefix(name: str) -> str:
+    return f"eval/{name}/" if name else "eval/"
 
 
 def prompt_results(
@@ -134,9 +141,10 @@ def prompt_results(
     for samples in by_prompt.values():
         example = samples[0].example
         label = example.get(label_column)
+        text = json.dumps(dict(example), sort_keys=True, default=str)
         results.append(
             PromptResult(
-                prompt=digest(example),
+                prompt=hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).hexdigest(),
                 label=None if label is None else str(label),
                 rewards=tuple(rollout.reward if rollout.is_trainable else 0.0 for rollout in samples),
                 passed=tuple(map(passed, samples)),
@@ -160,16 +168,10 @@ def rollout_facts(rollouts: Sequence[Rollout]) -> dict[str, float]:
     return facts
 
 
-def digest(example: Mapping[str, Any]) -> str:
-    text = json.dumps(dict(example), sort_keys=True, default=str)
-    return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).hexdigest()
-
-
 def compare(first: Sequence[SetResult], second: Sequence[SetResult]) -> list[PairedComparison]:
     """Compare paired by prompt on every set that both have, second minus first.
 
-    Raises:
-        DataError: no common set, or a set with other prompts or another number of samples.
+    Raises `DataError` without a common set, or for a set with other prompts or another number of samples.
     """
     before = {result.name: result for result in first}
     pairs = [(before[result.name], result) for result in second if result.name in before]
@@ -217,10 +219,7 @@ def write_results(
     comparisons: Sequence[PairedComparison] = (),
     compared_to: str | None = None,
 ) -> None:
-    """Write metrics and every prompt's samples as one JSON object.
-
-    settings: `comparable_settings`; evaluations with other settings are not comparable.
-    """
+    """Write metrics and every prompt's samples as one JSON object. settings: see `comparable_settings`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {
         "schema": SCHEMA,
@@ -242,11 +241,7 @@ def write_results(
 
 
 def read_results(path: Path, settings: Mapping[str, Any]) -> list[SetResult]:
-    """Read a file of `write_results`.
-
-    Raises:
-        DataError: another kind of file, or samples drawn with other settings.
-    """
+    """Read a file of `write_results`. Raises `DataError` for other files, and for samples with other settings."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["schema"] != SCHEMA:
@@ -256,12 +251,12 @@ def read_results(path: Path, settings: Mapping[str, Any]) -> list[SetResult]:
                 name=item["name"],
                 prompts=tuple(
                     PromptResult(
-                        prompt=prompt["prompt"],
-                        label=prompt["label"],
-                        rewards=tuple(map(float, prompt["rewards"])),
-                        passed=tuple(map(bool, prompt["passed"])),
+                        prompt=found["prompt"],
+                        label=found["label"],
+                        rewards=tuple(map(float, found["rewards"])),
+                        passed=tuple(map(bool, found["passed"])),
                     )
-                    for prompt in item["prompts"]
+                    for found in item["prompts"]
                 ),
                 facts=item["facts"],
             )

@@ -34,24 +34,15 @@ from trainer.model.policy import Policy
 
 
 class ValueHead(nn.Module):
-    """A linear layer from hidden states to values, initialized to zero so that V = 0 at step 0.
-
-    GAE would turn random first values into noise in the advantages. Source: "The N Implementation Details of RLHF with
-    PPO" (Hugging Face blog, 2023), "Value head layer initialization".
-    """
+    """A linear layer from hidden states to values, zero at first: GAE would turn random values into noise in the
+    advantages ("The N Implementation Details of RLHF with PPO", Hugging Face blog, 2023, "Value head layer
+    initialization")."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
         self.linear = nn.Linear(hidden_size, 1)
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
-
-    @classmethod
-    def of(cls, linear: nn.Linear) -> ValueHead:
-        """Wrap a trained layer, sharing its parameters."""
-        head = cls(linear.in_features)
-        head.linear = linear
-        return head
 
     def forward(self, hidden_TD: Tensor) -> Tensor:
         """Return (T,) values in float32 or wider: returns are sums, which half precision rounds away."""
@@ -88,19 +79,17 @@ class Critic(nn.Module):
         trust_remote_code: bool = False,
         **setup: Unpack[DecoderSetup],
     ) -> Critic:
-        """Load a critic written by `save_critic` with its head, or the decoder of a policy or reward model under a new
-        head.
-
-        Raises:
-            ConfigError: nothing loadable at the path, or not a decoder whose rows can be packed.
-        """
+        """Load a critic with its head (`save_critic`), or the decoder of a policy or reward model under a new head."""
         config = packable_config(path, setting="model.critic_path", trust_remote_code=trust_remote_code)
         head = None
         if is_critic(config):
             model = AutoModelForTokenClassification.from_pretrained(
                 path, dtype=dtype, trust_remote_code=trust_remote_code
             )
-            decoder, head = model.base_model, ValueHead.of(model.get_submodule(head_name(model)))
+            decoder, linear = model.base_model, model.get_submodule(head_name(model))
+            assert isinstance(linear, nn.Linear)
+            head = ValueHead(linear.in_features)
+            head.linear = linear
         else:
             decoder = AutoModel.from_pretrained(path, dtype=dtype, trust_remote_code=trust_remote_code)
         return cls(decoder, head, is_compiled=is_compiled, **setup)
@@ -140,10 +129,7 @@ class ActorCritic(nn.Module):
     def forward(
         self, packed: PackedBatch, *, temperature: float = 1.0, with_entropy: bool = True, with_values: bool = False
     ) -> tuple[Tensor, ...]:
-        """Return logp_T and entropy_T as `Policy.forward`, and with `with_values` also values_T.
-
-        A pack without trained tokens gives empty tensors whose backward still reaches every parameter.
-        """
+        """Return logp_T and entropy_T as `Policy.forward`, and with `with_values` also values_T."""
         hidden_LD = self.policy.hidden_states(packed)
         scored = self.policy.score(hidden_LD, packed, temperature=temperature, with_entropy=with_entropy)
         if not with_values:
@@ -179,11 +165,9 @@ def policy_of(module: nn.Module) -> Policy:
 def save_critic(module: ActorCritic, directory: Path, distributed: Distributed) -> bool:
     """Write decoder and value head as a token classifier with one label; a collective.
 
-    `AutoModelForTokenClassification.from_pretrained(path)(ids).logits[0, t, 0]` is then V after `ids[:t + 1]`, in any
-    program that has transformers (in eval mode: those classes have dropout), and `model.critic_path` can load it. A
-    shared trunk is written whole, with adapters merged.
-
-    Returns False, and writes nothing, for architectures without a token classifier.
+    `AutoModelForTokenClassification.from_pretrained(path)(ids).logits[0, t, 0]` is then V after `ids[:t + 1]` (in eval
+    mode: those classes have dropout), and `model.critic_path` can load it. A shared trunk is written whole, with
+    adapters merged. Returns False, and writes nothing, for architectures without a token classifier.
     """
     from rollout.weights.source import ZeroSource  # here: it imports vLLM, which takes seconds
 

@@ -31,7 +31,7 @@ PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
 """Layer types that mix tokens only through attention, which respects rows. Recurrent layers carry state across."""
 
 _RANDOM = ("dropout", "drop_rate", "pdrop", "layerdrop", "jitter")
-"""Substrings of the config fields and module attributes that make a forward pass random."""
+"""Substrings of config fields and module attributes that make a forward pass random."""
 
 
 class DecoderSetup(TypedDict, total=False):
@@ -47,7 +47,6 @@ class DecoderSetup(TypedDict, total=False):
 
 
 def decoder_setup(config: Config) -> DecoderSetup:
-    """Return the setup that the configuration asks for."""
     return {
         "attn_implementation": config.attention,
         "gradient_checkpointing": config.model.gradient_checkpointing,
@@ -56,14 +55,9 @@ def decoder_setup(config: Config) -> DecoderSetup:
 
 
 def packable_config(path: str | Path, *, setting: str, trust_remote_code: bool) -> PreTrainedConfig:
-    """Load a model's config, before its weights are read.
+    """Load a model's config, before its weights are read. setting: name of the path's setting, for the error.
 
-    Args:
-        path: directory or hub name.
-        setting: name of the setting that holds the path, for the error.
-
-    Raises:
-        ConfigError: no config can be loaded, or the architecture cannot keep rows apart.
+    Raises `ConfigError` if no config can be loaded, or the architecture cannot keep rows apart.
     """
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -83,10 +77,9 @@ def prepare(
     gradient_checkpointing: bool = False,
     compute_dtype: torch.dtype | str | None = None,
 ) -> None:
-    """Set a model up for packs, in place. Leaves it in train mode, which without randomness equals eval mode.
+    """Set a model up for packs, in place, and leave it in train mode, which without randomness equals eval mode.
 
-    Raises:
-        ConfigError: rows cannot be kept apart in a pack of this model.
+    Raises `ConfigError` if rows cannot be kept apart in a pack of this model.
     """
     refuse_unpackable(model)
     packed_attention.register()
@@ -101,10 +94,8 @@ def prepare(
 def compile_layers(model: nn.Module) -> None:
     """Compile each layer by itself, in place. Parameter names stay, and equal layers share one compilation.
 
-    Pack lengths are symbolic, so a new length does not recompile. Attention and the fused head are not compiled.
-
-    Raises:
-        ConfigError: ZeRO-3 has partitioned the weights, or transformers marks no layers in this model.
+    Pack lengths are symbolic, so a new length does not recompile. Attention and the fused head are not compiled. Raises
+    `ConfigError` if ZeRO-3 has partitioned the weights, or transformers marks no layers in this model.
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
@@ -192,10 +183,9 @@ def refuse_unpackable(model: PreTrainedModel) -> None:
 
 
 def choose_attention(requested: str, model: PreTrainedModel, compute_dtype: torch.dtype | str | None) -> str:
-    """Resolve the requested attention to an implementation; compute_dtype: see `DecoderSetup`.
+    """Resolve the requested attention to an implementation. compute_dtype: see `DecoderSetup`.
 
-    Raises:
-        ConfigError: unknown name, or FlashAttention without half precision.
+    Raises `ConfigError` for an unknown name, or FlashAttention without half precision.
     """
     if requested not in ATTENTIONS:
         raise ConfigError(f"attn_implementation={requested}: expected one of {', '.join(ATTENTIONS)}")

@@ -25,15 +25,12 @@ from torch.nn import functional as F
 LOGITS_BUDGET_GIB = 0.25
 """Memory for the logits of one tile and their intermediates. More is not faster: matrix products reach full speed at a
 few hundred tokens."""
-
 TILE_K = 4096
 """Vocabulary entries of a tile. At 4,096 the passes over a row of logits stay in a CPU core's cache, and each kernel
 still fills a GPU."""
-
 _EXCLUDED = -1e30
 """Logit of a token outside the support. Finite, so that a tile without supported tokens gives no NaN; its exponential
 is 0 as soon as the running maximum is a real logit."""
-
 _BUFFERS = 3
 """Arrays of a tile's size that exist at a time: logits, probabilities, slope of the softcap."""
 
@@ -84,9 +81,7 @@ def fused_logprobs(
 
     Args:
         hidden_ND: hidden states at the positions that predict the targets.
-        weight_VD: weight of the head.
         target_ids_N: int64, in [0, V).
-        bias_V: bias of the head, if any.
         transform: from the head's output to the logits that were sampled from.
         support: offsets (N + 1,) and token ids, int64; token n was drawn from `ids[offsets[n]:offsets[n + 1]]` and π
             is normalized over these alone. A target outside its support has log-probability -inf.
@@ -121,26 +116,12 @@ class FusedHead(nn.Linear):
         self.bias = linear.bias
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]: must stay callable as the plain head
-        self,
-        input: torch.Tensor,
-        target_ids_N: torch.Tensor | None = None,
-        *,
-        transform: LogitTransform = IDENTITY,
-        support: tuple[torch.Tensor, torch.Tensor] | None = None,
-        with_entropy: bool = True,
+        self, input: torch.Tensor, target_ids_N: torch.Tensor | None = None, **settings: Any
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Return plain logits without targets; else logprob_N and entropy_N, as `fused_logprobs`."""
+        """Return plain logits without targets; else logprob_N and entropy_N by `fused_logprobs` with its settings."""
         if target_ids_N is None:
             return F.linear(input, self.weight, self.bias)
-        return fused_logprobs(
-            input,
-            self.weight,
-            target_ids_N,
-            bias_V=self.bias,
-            transform=transform,
-            support=support,
-            with_entropy=with_entropy,
-        )
+        return fused_logprobs(input, self.weight, target_ids_N, bias_V=self.bias, **settings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -187,9 +168,12 @@ class _FusedLogprobs(torch.autograd.Function):
         support: _Support | None,
         with_entropy: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        rounded_to = _autocast_dtype(hidden_ND, weight_VD)
+        # Autocast rounds the operands of products, except float64.
+        device, rounded_to = hidden_ND.device.type, None
+        if torch.is_autocast_enabled(device) and torch.float64 not in (hidden_ND.dtype, weight_VD.dtype):
+            rounded_to = torch.get_autocast_dtype(device)
         tiles = _Tiles(hidden_ND, weight_VD, bias_V, transform, support, rounded_to)
-        with torch.autocast(hidden_ND.device.type, enabled=False):
+        with torch.autocast(device, enabled=False):
             lse_N, target_logit_N, entropy_N, exp_NV, sum_N = _normalize(tiles, target_ids_N, with_entropy)
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, target_ids_N, lse_N, entropy_N, exp_NV, sum_N)
         ctx.transform, ctx.support, ctx.with_entropy, ctx.rounded_to = transform, support, with_entropy, rounded_to
@@ -201,32 +185,8 @@ class _FusedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden_ND, weight_VD, bias_V, target_ids_N, lse_N, entropy_N, exp_NV, sum_N = ctx.saved_tensors
-        grad_logprob_N, grad_entropy_N = grads
-        if grad_logprob_N is None:
-            grad_logprob_N = torch.zeros_like(lse_N)
-        tiles = _Tiles(hidden_ND, weight_VD, bias_V, ctx.transform, ctx.support, ctx.rounded_to)
-        with torch.autocast(hidden_ND.device.type, enabled=False):
-            grad_hidden, grad_weight, grad_bias = _gradients(
-                tiles,
-                target_ids_N,
-                lse_N,
-                entropy_N,
-                grad_logprob_N,
-                grad_entropy_N if ctx.with_entropy else None,
-                exp_NV=exp_NV,
-                sum_N=sum_N,
-                needs=ctx.needs_input_grad[:3],
-            )
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
-
-
-def _autocast_dtype(hidden_ND: torch.Tensor, weight_VD: torch.Tensor) -> torch.dtype | None:
-    """Return the dtype to which autocast rounds operands; None without autocast and for float64, which it leaves."""
-    device = hidden_ND.device.type
-    if not torch.is_autocast_enabled(device) or torch.float64 in (hidden_ND.dtype, weight_VD.dtype):
-        return None
-    return torch.get_autocast_dtype(device)
+        with torch.autocast(ctx.saved_tensors[0].device.type, enabled=False):
+            return *_gradients(ctx, *grads), None, None, None, None
 
 
 class _Tiles:
@@ -344,25 +304,20 @@ def _normalize(
 
 
 def _gradients(
-    tiles: _Tiles,
-    target_ids_N: torch.Tensor,
-    lse_N: torch.Tensor,
-    entropy_N: torch.Tensor,
-    grad_logprob_N: torch.Tensor,
-    grad_entropy_N: torch.Tensor | None,
-    *,
-    exp_NV: torch.Tensor | None,
-    sum_N: torch.Tensor,
-    needs: tuple[bool, bool, bool],
+    ctx: Any, grad_logprob_N: torch.Tensor | None, grad_entropy_N: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Compute gradients of hidden states, weight and bias, each None if not needed.
 
     Recomputes the logits unless `_normalize` has kept their exponentials. Sums are in the wide dtype: over tiles for
     hidden states, over chunks for a tile of the weight, which is rounded to the weight's dtype once.
     """
-    needs_hidden, needs_weight, needs_bias = needs
-    hidden_ND, weight_VD, bias_V = tiles.hidden_ND, tiles.weight_VD, tiles.bias_V
-    transform = tiles.transform
+    hidden_ND, weight_VD, bias_V, target_ids_N, lse_N, entropy_N, exp_NV, sum_N = ctx.saved_tensors
+    needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+    transform: LogitTransform = ctx.transform
+    tiles = _Tiles(hidden_ND, weight_VD, bias_V, transform, ctx.support, ctx.rounded_to)
+    hidden_ND = tiles.hidden_ND
+    grad_logprob_N = torch.zeros_like(lse_N) if grad_logprob_N is None else grad_logprob_N
+    grad_entropy_N = grad_entropy_N if ctx.with_entropy else None
     grad_hidden = torch.zeros(hidden_ND.shape, dtype=tiles.dtype, device=hidden_ND.device) if needs_hidden else None
     grad_weight = torch.empty_like(weight_VD) if needs_weight else None
     grad_bias = torch.empty_like(bias_V) if needs_bias and bias_V is not None else None

@@ -41,8 +41,7 @@ def is_adapted(model: nn.Module) -> TypeGuard[PeftModel]:
 def add_adapters(model: PreTrainedModel, settings: LoraConfig) -> PeftModel:
     """Insert trainable adapters into the model and freeze everything else.
 
-    Raises:
-        ConfigError: `target_modules` names no linear layer, or the head.
+    Raises `ConfigError` if `target_modules` names something that is not a linear layer, or the head.
     """
     import peft
 

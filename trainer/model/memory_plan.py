@@ -76,10 +76,7 @@ class MemoryPlan:
 def memory_plan(
     shape: ModelShape, config: Config, *, world_size: int, zero_stage: int, uses_deepspeed: bool
 ) -> MemoryPlan:
-    """Plan the memory of one rank.
-
-    uses_deepspeed: True if DeepSpeed keeps float32 masters; otherwise the weights are the masters.
-    """
+    """Plan the memory of one rank. uses_deepspeed: it keeps float32 masters; otherwise the weights are the masters."""
     is_half = config.model.dtype == "bfloat16"
     compute = BFLOAT16 if is_half else FLOAT32
 
@@ -119,10 +116,7 @@ def memory_plan(
 
 
 def cache_gib_left(plan: MemoryPlan, *, available: int) -> float:
-    """Return the KV cache that a plan without one leaves to an engine on the trainer's GPU [GiB].
-
-    Raises `ConfigError` if less than `MIN_CACHE_GIB` is left.
-    """
+    """Return the memory that a plan leaves to the KV cache [GiB]. Raises `ConfigError` below `MIN_CACHE_GIB`."""
     left = USABLE * available - plan.kept - plan.engine_weights - (0 if plan.engine_sleeps else plan._computing)
     if left < MIN_CACHE_GIB * GIB:
         raise ConfigError(

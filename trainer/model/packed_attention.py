@@ -73,10 +73,7 @@ def packed_rows_attention(
     """Compute attention; the signature is the one that transformers calls.
 
     Args:
-        module: the attention layer.
-        query: (1, heads, L, head_dim).
-        key: (1, kv_heads, L, head_dim).
-        value: (1, kv_heads, L, head_dim).
+        query: (1, heads, L, head_dim); key and value: (1, kv_heads, L, head_dim).
         attention_mask: `no_mask()` for packs; bool or None for plain batches.
         packed: the pack, of which only `row_lengths` and `prefixes` are read. The whole object is passed because a
             compiled layer would be recompiled for each tuple of lengths. None: a plain batch, which goes to

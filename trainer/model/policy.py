@@ -17,14 +17,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
-import numpy as np
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rollout.errors import ConfigError
-from rollout.records import TrainingRow
-from trainer.batch.packing import PackedBatch, collate
+from trainer.batch.packing import PackedBatch, collate, whole_row
 from trainer.config.schema import LoraConfig
 from trainer.model import decoder
 from trainer.model.fused_head import FusedHead, LogitTransform
@@ -33,13 +31,7 @@ from trainer.model.lora import add_adapters, is_adapted
 if TYPE_CHECKING:
     from peft import PeftModel
 
-PROBE = TrainingRow(
-    ids=np.arange(4),
-    loss_mask=np.arange(4) > 0,
-    sampling_logprobs=np.zeros(4, dtype=np.float32),
-    versions=np.zeros(4, dtype=np.int32),
-    turns=np.zeros(4, dtype=np.int32),
-)
+PROBE = whole_row(range(4))
 """Row on which the fused head is compared with the model's own forward."""
 
 
@@ -49,15 +41,9 @@ class Policy(nn.Module):
     def __init__(
         self, model: PreTrainedModel | PeftModel, *, is_compiled: bool = False, **setup: Unpack[decoder.DecoderSetup]
     ) -> None:
-        """Wrap a loaded model. `policy.model` stays usable by itself: saving, generation, plain logits.
+        """Wrap a loaded model, with or without adapters. `policy.model` stays usable by itself: saving, generation.
 
-        Args:
-            model: with or without adapters.
-            is_compiled: compile the layers (`decoder.compile_layers`).
-            setup: see `decoder.DecoderSetup`.
-
-        Raises:
-            ConfigError: rows cannot be kept apart in a pack of this model, or its head cannot be fused.
+        Raises `ConfigError` if rows cannot be kept apart in a pack of this model, or its head cannot be fused.
         """
         super().__init__()
         self.model = model
@@ -82,9 +68,7 @@ class Policy(nn.Module):
     ) -> Policy:
         """Load weights from a directory or a hub name, and add the adapters that `lora` asks for.
 
-        Raises:
-            ConfigError: nothing loadable at the path, or the model cannot be a policy. Raised before weights are read
-                if the config already shows it.
+        Raises `ConfigError` without a loadable model that can be a policy, before weights are read if possible.
         """
         decoder.packable_config(path, setting="model.path", trust_remote_code=trust_remote_code)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -101,17 +85,13 @@ class Policy(nn.Module):
     def forward(
         self, packed: PackedBatch, *, temperature: float = 1.0, with_entropy: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Score the trained tokens of a pack.
+        """Return logp_T and entropy_T of the trained tokens of a pack, in nats, float32 or wider.
 
-        Args:
-            packed: on the model's device.
-            temperature: sampling temperature, which divides the logits ("The N Implementation Details of RLHF with
-                PPO", Hugging Face blog, 2023: "Scale the logits by sampling temperature").
-            with_entropy: False returns zeros for the entropy.
+        They are normalized over `packed.support_ids` if given. A pack without trained tokens gives empty tensors whose
+        backward still reaches every parameter.
 
-        Returns:
-            logp_T and entropy_T in nats, float32 or wider, normalized over `packed.support_ids` if given. A pack
-            without trained tokens gives empty tensors whose backward still reaches every parameter.
+        temperature: sampling temperature, which divides the logits ("The N Implementation Details of RLHF with PPO",
+        Hugging Face blog, 2023: "Scale the logits by sampling temperature"). with_entropy: False returns zeros for it.
         """
         return self.score(self.hidden_states(packed), packed, temperature=temperature, with_entropy=with_entropy)
 
@@ -164,11 +144,8 @@ class Policy(nn.Module):
 
 
 def fused_head(model: PreTrainedModel) -> FusedHead:
-    """Return the model's head as a `FusedHead` that shares its parameters.
-
-    Raises:
-        ConfigError: the head is not one plain linear layer.
-    """
+    """Return the model's head as a `FusedHead` with its parameters. Raises `ConfigError` unless it is a plain linear
+    layer."""
     head = model.get_output_embeddings()
     if isinstance(head, FusedHead):
         return head

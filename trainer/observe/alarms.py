@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from trainer.objective.mismatch import PREFIX
 
@@ -28,6 +29,16 @@ class AlarmThresholds:
     """No alarm if k3_kl is below, whatever the noise floor [nats per token]. See `K3_NEGLIGIBLE`."""
     token_match_rate: float = 1.0
     """Alarm if the share of trained positions with the engine's own id and logprob is below."""
+
+    @classmethod
+    def of(cls, setting: Callable[[str], Any]) -> AlarmThresholds:
+        """Return the thresholds of a run; `setting` returns the value of `group.name`."""
+        return cls(
+            kl=setting("correction.alarm_kl"),
+            ess=setting("correction.alarm_ess"),
+            k3_over_noise_floor=setting("correction.alarm_k3"),
+            k3_negligible=K3_NEGLIGIBLE[setting("model.dtype")],
+        )
 
 
 def alarms(metrics: Mapping[str, float], thresholds: AlarmThresholds) -> list[str]:

@@ -20,12 +20,7 @@ SHOWN_TOKENS = 12
 
 
 def first_step_summary(batch: StepBatch, logp_train_N: torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return lines for the console: plain text, with model text escaped.
-
-    Args:
-        batch: the first step.
-        logp_train_N: (N,) the trainer's logprobs of the trained tokens, in the order of `batch.layout`.
-    """
+    """Return lines for the console: plain text, with model text escaped. logp_train_N: the trainer's logprobs."""
     num_tokens, num_trained = sum(map(len, batch.rows)), batch.layout.num_tokens
     if not num_trained:
         return [f"first step: {batch.num_rollouts} rollouts, no trained tokens"]

@@ -65,11 +65,8 @@ class MetricsLog:
                 self._wandb.log(step, make())
 
     def truncate_after(self, *, update: int, batch: int) -> None:
-        """Drop the lines of rollout batches after a resumed one, which will be written again.
-
-        Lines are compared by batch, because a batch that trained nothing has the update of the one before it; lines of
-        older versions, which have no batch, by update.
-        """
+        """Drop the lines after a resumed batch. A batch that trained nothing has the update of the one before it, so
+        lines are compared by batch, and by update only if an older version wrote them without it."""
         if not self._path.exists():
             return
         kept = []

@@ -17,7 +17,7 @@ from rollout.errors import ConfigError
 from rollout.records import Rollout
 from rollout.saved_rollouts import read_newest_rollouts
 from trainer.checkpoint.run_dir import RunDirectory
-from trainer.observe.alarms import K3_NEGLIGIBLE, AlarmThresholds, alarms
+from trainer.observe.alarms import AlarmThresholds, alarms
 from trainer.observe.metrics_log import read_metrics
 
 
@@ -89,12 +89,7 @@ class SavedRun:
 
     def alarms(self) -> list[AlarmSpan]:
         """Recompute every alarm of the run from its metrics and the thresholds of its configuration."""
-        thresholds = AlarmThresholds(
-            kl=self.setting("correction.alarm_kl"),
-            ess=self.setting("correction.alarm_ess"),
-            k3_over_noise_floor=self.setting("correction.alarm_k3"),
-            k3_negligible=K3_NEGLIGIBLE[self.setting("model.dtype")],
-        )
+        thresholds = AlarmThresholds.of(self.setting)
         spans: list[AlarmSpan] = []
         running: dict[str, AlarmSpan] = {}
         for line in self.lines:
@@ -114,10 +109,7 @@ class SavedRun:
         return sorted([*spans, *running.values()], key=lambda span: (span.first, span.sentence))
 
     def extremes(self, count: int) -> tuple[list[Rollout], list[Rollout]]:
-        """Return the worst and the best rollouts of the newest saved step, each at most `count`, disjoint.
-
-        Failed rollouts rank below all others. Among equal rewards, different prompts come first.
-        """
+        """Return at most `count` worst and best rollouts of the newest saved step. Failed ones rank lowest."""
         ranked = sorted(self.rollouts, key=_rank)
         worst, best = ranked[: len(ranked) // 2], ranked[len(ranked) // 2 :][::-1]
         return _varied(worst, count), _varied(best, count)

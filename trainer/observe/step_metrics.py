@@ -1,8 +1,9 @@
-"""The metrics of one step, assembled from its parts: `reward/*`, `rollout/*`, `environment/*`, `perf/*` and others."""
+"""Report of one step and its metrics: `reward/*`, `rollout/*`, `environment/*`, `perf/*` and those of the stages."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
@@ -20,6 +21,23 @@ from trainer.stopwatch import Stopwatch
 
 IDLE_STAGES = ("rollout", "reward", "wait")
 """Stages of a step in which the trainer computes nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """One step, after its weights are in the engine."""
+
+    update: int
+    """Number of optimizer updates done."""
+    metrics: Mapping[str, float]
+    rollouts: Sequence[Rollout]
+    """Rollouts of this rank's engine; empty on ranks without one."""
+    batch: StepBatch
+    logp_train_N: Tensor
+    """The trainer's logprobs of the trained tokens, with the weights that sampled them."""
+    advantages_N: Tensor
+    weights_N: Tensor
+    """Correction weights."""
 
 
 def step_metrics(
@@ -40,14 +58,11 @@ def step_metrics(
     Args:
         trained_N: the trainer's logprobs of the trained tokens before the update.
         correction: the correction as it was applied.
-        version: version of the weights before the update.
+        version: of the weights before the update.
         noise_floor: as last measured.
-        stages: metrics that the stages returned themselves; those about rollouts give way to `rollout_metrics`.
+        stages: metrics of the stages, which `rollout_metrics` may overwrite.
     """
-    metrics: dict[str, float] = {}
-    for stage in stages:
-        metrics |= stage
-    metrics |= rollout_metrics(collected, batch)
+    metrics = {name: value for stage in stages for name, value in stage.items()} | rollout_metrics(collected, batch)
     if settings.mode != "none" and batch.layout.num_tokens:
         metrics |= mismatch_metrics(
             trained_N,
@@ -65,7 +80,7 @@ def step_metrics(
 
 
 def rollout_metrics(collected: Collected, batch: StepBatch) -> dict[str, float]:
-    """Return counts and means of everything that was sampled, and of the rows; without an engine only of the rows."""
+    """Return counts and means over rollouts and rows; on ranks without rollouts only over rows."""
     metrics = {
         "rollout/delivered": float(batch.num_rollouts),
         "rollout/trained_tokens": float(batch.layout.num_tokens),
@@ -83,7 +98,7 @@ def rollout_metrics(collected: Collected, batch: StepBatch) -> dict[str, float]:
 
 
 def _reward_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Over all rollouts that have a reward, also of groups that dynamic sampling drops."""
+    """Return metrics over all rollouts with a reward, including groups that dynamic sampling drops."""
     scored = [rollout for rollout in rollouts if rollout.is_trainable]
     if not scored:
         return {}
@@ -108,7 +123,7 @@ def _sampling_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def token_metrics(rollouts: Sequence[Rollout], batch: StepBatch) -> dict[str, float]:
-    """Whether the rows that are trained hold what the engine sampled: of the batch, after its journey over ranks."""
+    """Return the agreement of the trained rows, after their transfer over ranks, with the engine's answers."""
     rows: dict[int, list[TrainingRow]] = {}
     for row in batch.rows:
         rows.setdefault(row.rollout_id, []).append(row)
@@ -118,13 +133,13 @@ def token_metrics(rollouts: Sequence[Rollout], batch: StepBatch) -> dict[str, fl
 
 
 def outcome_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Mean per rollout of every number that environments report."""
+    """Return the mean over rollouts of every number that environments report."""
     names = sorted({name for r in rollouts for name, value in r.outcome.items() if isinstance(value, (int, float))})
     return {f"environment/{name}": float(np.mean([r.outcome.get(name, 0) for r in rollouts])) for name in names}
 
 
 def throughput(metrics: Mapping[str, float]) -> dict[str, float]:
-    """`perf/*` from counts and times; what was sampled per second only where it was sampled."""
+    """Return `perf/*` from counts and times; rates of sampling only if this rank has rollouts."""
     trained_s = metrics["time/score"] + metrics["time/update"]
     rates = {"perf/trained_tokens_per_s": metrics["rollout/trained_tokens"] / trained_s}
     if sampled := metrics.get("rollout/sampled_tokens"):

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from rollout.records import Message, Rollout, RolloutStatus
 from rollout.system.terminal_text import terminal_safe
+from trainer.data.datasets import json_or_text
 
 MAX_SHOWN_CHARS = 1200
 """Length above which a message loses its middle."""
@@ -80,20 +81,12 @@ def tool_calls(message: Mapping[str, Any]) -> Iterator[str]:
     """Yield the calls of a message in the form of code."""
     for call in message.get("tool_calls") or ():
         function = call["function"]
-        arguments = _parsed(function["arguments"])
+        arguments = function["arguments"]
+        if isinstance(arguments, str):
+            arguments = json_or_text(arguments)
         if isinstance(arguments, Mapping):
             arguments = ", ".join(f"{name}={json.dumps(value)}" for name, value in arguments.items())
         yield f"{function['name']}({arguments})"
-
-
-def _parsed(arguments: Any) -> Any:
-    """Parse arguments given as JSON text; the model's text may be invalid JSON."""
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        return json.loads(arguments)
-    except ValueError:
-        return arguments
 
 
 def shortened(text: str, limit: int = MAX_SHOWN_CHARS) -> str:

@@ -1,10 +1,10 @@
-"""What W&B shows beside curves: a table of rollouts, the token view of some of them, histograms."""
+"""W&B media: a table of rollouts, the token view of some of them, histograms."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -16,14 +16,12 @@ from trainer.diagnosis.token_classes import TokenTexts
 from trainer.objective.kl import bounded
 from trainer.objective.per_rollout import rollout_mean
 from trainer.observe.pages.token_view import token_view
+from trainer.observe.step_metrics import StepReport
 from trainer.observe.transcript import content_text, tool_calls
-
-if TYPE_CHECKING:
-    from trainer.observe.step_report import StepReport
 
 BINS = 64
 VIEWED_ROLLOUTS = 16
-"""Rollouts in a token view: a page of some hundred kilobytes."""
+"""Number of rollouts in a token view: a page of some hundred kilobytes."""
 COLUMNS = (
     *("update", "rollout", "group", "prompt", "turns", "reward", "rewards", "advantage", "tokens", "num_turns"),
     *("status", "finish", "error"),
@@ -31,7 +29,7 @@ COLUMNS = (
 
 
 def step_media(report: StepReport, config: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Media of one step, by the name that they are logged under."""
+    """Return the media of one step by name."""
     import wandb  # here: see trainer/observe/wandb_run.py
 
     rows: list[Any] = table_rows(report)[: config.logger.wandb_rollouts]
@@ -48,15 +46,15 @@ def step_media(report: StepReport, config: Config, tokenizer: PreTrainedTokenize
 
 
 def table_rows(report: StepReport) -> list[list[Any]]:
-    """One row per rollout, in the order of `COLUMNS`."""
+    """Return one row per rollout, in the order of `COLUMNS`."""
     advantages = mean_advantages(report)
     return [
         [
             report.update,
             rollout.rollout_id,
             rollout.group_id,
-            prompt_text(rollout),
-            transcript(rollout),
+            _lines(rollout.messages[: _first_turn(rollout)]),
+            _lines(rollout.messages[_first_turn(rollout) :]),
             rollout.reward,
             json.dumps(dict(rollout.rewards)),
             advantages.get(rollout.rollout_id),
@@ -71,7 +69,7 @@ def table_rows(report: StepReport) -> list[list[Any]]:
 
 
 def mean_advantages(report: StepReport) -> dict[int, float]:
-    """Mean advantage over the trained tokens of each rollout, by rollout id; one that is not trained has none."""
+    """Return the mean advantage over each rollout's trained tokens, by rollout id; untrained ones are absent."""
     batch = report.batch
     if not batch.layout.num_tokens:
         return {}
@@ -85,7 +83,7 @@ def mean_advantages(report: StepReport) -> dict[int, float]:
 
 
 def distributions(report: StepReport) -> Mapping[str, np.ndarray]:
-    """What histograms are drawn of: over trained tokens, and over rollouts."""
+    """Return the values of each histogram: over trained tokens, or over rollouts."""
     log_ratio_N = bounded(report.logp_train_N.double() - report.batch.sampling_logprobs_N.double())
     return {
         "log_ratio": log_ratio_N.numpy(),
@@ -97,17 +95,8 @@ def distributions(report: StepReport) -> Mapping[str, np.ndarray]:
     }
 
 
-def prompt_text(rollout: Rollout) -> str:
-    """What was said before the model's first turn."""
-    return _lines(rollout.messages[: _first_turn(rollout)])
-
-
-def transcript(rollout: Rollout) -> str:
-    """Everything from the model's first turn on."""
-    return _lines(rollout.messages[_first_turn(rollout) :])
-
-
 def _first_turn(rollout: Rollout) -> int:
+    """Return the number of messages before the model's first one."""
     roles = [message["role"] for message in rollout.messages]
     return roles.index("assistant") if "assistant" in roles else len(roles)
 

@@ -23,11 +23,6 @@ from trainer.config.schema import LoggerConfig
 log = logging.getLogger(__name__)
 
 AXIS = "update"
-GROUPS = (
-    *("reward", "rollout", "rollout_correction", "policy", "value", "ppo", "objective", "optim", "sync"),
-    *("perf", "time", "eval", "environment", "data", "health"),
-)
-"""Prefixes of metrics; W&B shows a section for each."""
 SUMMARIES = {
     "reward/mean": "max",
     "eval/reward_mean": "max",
@@ -89,8 +84,7 @@ class WandbRun:
         self._run = run or wandb.init(resume="allow", **arguments)
         self.url: str | None = self._run.url if settings.wandb == "online" else None
         self._run.define_metric(AXIS, hidden=True)
-        for group in GROUPS:
-            self._run.define_metric(f"{group}/*", step_metric=AXIS)
+        self._run.define_metric("*", step_metric=AXIS)
         for name, summary in SUMMARIES.items():
             self._run.define_metric(name, step_metric=AXIS, summary=summary)
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from rewards import RewardSet
 from rollout.chat.chat import Chat
-from rollout.sampler.sampler import Sampler
 from rollout.system.background_loop import BackgroundLoop
 from rollout.weights.sync import WeightSync
 from trainer.build import load_policy, make_chat, make_rewards, make_sampler, make_sampling
@@ -82,7 +81,12 @@ def assemble(
     chat = make_chat(config)
     prompts = make_prompts(config, distributed, loop, chat, say=console.say)
     sampler = make_sampler(config, engine=engines.pool, chat=chat) if engines.pool else None
-    evaluator = distributed.together(lambda: _make_evaluator(config, sampler, rewards, loop, chat))
+    evaluates = config.eval.every or config.eval.before_training
+    evaluator = distributed.together(
+        lambda: (
+            Evaluator(config, sampler=sampler, rewards=rewards, loop=loop, chat=chat) if sampler and evaluates else None
+        )
+    )
     make_source: Callable[..., RolloutSource] = Producer if config.rollout.max_staleness else Collector
     rollouts = make_source(
         config,
@@ -168,15 +172,7 @@ def _show_memory_plan(shape: ModelShape, config: Config, distributed: Distribute
 
 
 def _load_reward_models(rewards: RewardSet, engines: Engines, distributed: Distributed) -> None:
-    """Load reward models on the rank that scores, whole, also under ZeRO-3."""
+    """Load whole reward models on the rank that scores, also under ZeRO-3."""
     if engines.pool is not None:
         with distributed.whole_models():
             rewards.load()
-
-
-def _make_evaluator(
-    config: Config, sampler: Sampler | None, rewards: RewardSet, loop: BackgroundLoop, chat: Chat
-) -> Evaluator | None:
-    if sampler is None or not (config.eval.every or config.eval.before_training):
-        return None
-    return Evaluator(config, sampler=sampler, rewards=rewards, loop=loop, chat=chat)

@@ -23,9 +23,8 @@ CARD = "README.md"
 
 
 def push(model: Path, config: Config, metrics: Mapping[str, float]) -> str:
-    """Write the card beside the weights, upload the directory, and return the address.
+    """Upload weights and card, and return the address. metrics: last value of each metric of the run.
 
-    metrics: last value of each metric of the run.
     Raises `HubError` if the hub refuses or cannot be reached; the local model is unchanged.
     """
     repo = config.hub.repo
@@ -81,10 +80,8 @@ def model_card(config: Config, metrics: Mapping[str, float]) -> str:
 
 def last_metrics(path: Path) -> dict[str, float]:
     """Return the last value of every metric in metrics.jsonl; empty without a file. Raises `DataError`."""
-    found: dict[str, float] = {}
-    for line in read_metrics(path) if path.is_file() else ():
-        found |= {name: value for name, value in line.items() if value is not None}
-    return found
+    lines = read_metrics(path) if path.is_file() else ()
+    return {name: value for line in lines for name, value in line.items() if value is not None}
 
 
 def _evaluation(config: Config, metrics: Mapping[str, float]) -> str:

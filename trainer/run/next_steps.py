@@ -28,12 +28,8 @@ def next_steps(
 ) -> str:
     """Return lines of a name and a path or command each.
 
-    Args:
-        words: command line of the run without the script. Its secrets are redacted.
-        update: last update done, of `updates`.
-        launcher: command in front of scripts/train.py.
-        critic: path of the trained critic, if any.
-        has_heldout: True if the run has held-out data, which an evaluation needs.
+    words: command line of the run without the script, of which secrets are redacted. launcher: command in front of
+    scripts/train.py. has_heldout: True if the run has held-out data, which an evaluation needs.
     """
     goal = updates if update < updates else 2 * updates
     own = [word for word in redact_words(words) if not word.startswith(NOT_REPEATED)]

@@ -6,12 +6,12 @@ import platform
 import shlex
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from trainer.checkpoint.checkpoint import installed_version
 from trainer.config.redaction import redact_words
 
 PACKAGES = (
@@ -21,10 +21,7 @@ PACKAGES = (
 
 
 def provenance() -> dict[str, Any]:
-    """Return command without secrets, commit, packages, Python, machine type and devices; no host or user name.
-
-    Unknown parts are None.
-    """
+    """Return command without secrets, commit, packages, Python, machine and devices, but no host or user name."""
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
         "command": shlex.join(redact_words(sys.argv)),
@@ -34,13 +31,6 @@ def provenance() -> dict[str, Any]:
         "platform": f"{platform.system()} {platform.machine()}",
         "devices": devices or ["cpu"],
     }
-
-
-def installed_version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def code_version(root: Path) -> dict[str, Any]:

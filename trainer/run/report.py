@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 
 from rollout.records import Rollout
 from rollout.saved_rollouts import write_rollouts
@@ -13,11 +14,11 @@ from trainer.credit.targets import Targets
 from trainer.evaluate.evaluator import Evaluation, comparable_settings
 from trainer.evaluate.results import result_lines, write_results
 from trainer.model.shape import update_flops
-from trainer.observe.alarms import K3_NEGLIGIBLE, AlarmThresholds, alarms
+from trainer.observe.alarms import AlarmThresholds, alarms
 from trainer.observe.console import RunConsole
 from trainer.observe.first_step import first_step_summary
 from trainer.observe.metrics_log import MetricsLog
-from trainer.observe.step_report import StepReport
+from trainer.observe.step_metrics import StepReport
 from trainer.observe.wandb_media import step_media
 from trainer.run.assembly import Parts
 from trainer.update.batch_dumps import Attempt, write_dump
@@ -32,29 +33,16 @@ class Reporter:
         self._config = parts.config
         self._directory = directory
         self._console = console
-        self._metrics = metrics
+        self.log = metrics
         parts.updater.dump = self._dump
 
     def step(self, report: StepReport, evaluation: Mapping[str, float], *, before: int, checkpoint_s: float) -> None:
-        """Report one step.
-
-        Args:
-            evaluation: metrics of an evaluation after the step.
-            before: update before the step.
-            checkpoint_s: seconds of the checkpoint before the step; 0 without one.
-        """
+        """Report one step. before: update before it. checkpoint_s: seconds of the checkpoint before it; 0 without."""
         is_first = self._parts.trainer.num_steps == 1
-        correction = self._config.correction
-        thresholds = AlarmThresholds(
-            kl=correction.alarm_kl,
-            ess=correction.alarm_ess,
-            k3_over_noise_floor=correction.alarm_k3,
-            k3_negligible=K3_NEGLIGIBLE[self._config.model.dtype],
-        )
-        sentences = alarms(report.metrics, thresholds)
+        sentences = alarms(report.metrics, AlarmThresholds.of(lambda name: attrgetter(name)(self._config)))
         costs = {"time/checkpoint": checkpoint_s} if checkpoint_s else {}
         health = {"health/alarms": float(len(sentences))}
-        self._metrics.write(report.update, {**report.metrics, **evaluation, **costs, **self._mfu(report), **health})
+        self.log.write(report.update, {**report.metrics, **evaluation, **costs, **self._mfu(report), **health})
         if is_first:
             for line in first_step_summary(report.batch, report.logp_train_N, self._parts.chat.tokenizer):
                 self._console.say(line)
@@ -66,7 +54,7 @@ class Reporter:
         settings = self._config.logger
         every = settings.wandb_media_every
         if every and (is_due(every, before=before, after=report.update) or is_first):
-            self._metrics.media(report.update, lambda: step_media(report, self._config, self._parts.chat.tokenizer))
+            self.log.media(report.update, lambda: step_media(report, self._config, self._parts.chat.tokenizer))
         if is_due(settings.print_rollouts_every, before=before, after=report.update) or is_first:
             for rollout in report.rollouts[: settings.print_rollouts]:
                 self._console.sample(rollout)
@@ -77,7 +65,7 @@ class Reporter:
         for line in result_lines(evaluation.results):
             self._console.say(line)
         path = self._directory.evaluations / f"update-{update:06d}.json"
-        with self._metrics.tolerating("saving an evaluation"):
+        with self.log.tolerating("saving an evaluation"):
             write_results(
                 path,
                 evaluation.results,
@@ -86,20 +74,9 @@ class Reporter:
             )
         self._save_rollouts(f"evaluations/{path.stem}.jsonl", evaluation.rollouts)
 
-    def metrics(self, update: int, metrics: Mapping[str, float]) -> None:
-        """Write metrics that belong to no step."""
-        self._metrics.write(update, metrics)
-
-    @property
-    def wandb_id(self) -> str | None:
-        return self._metrics.wandb_id
-
-    def close(self) -> None:
-        self._metrics.close()
-
     def _save_rollouts(self, name: str, rollouts: Sequence[Rollout]) -> None:
         if self._config.logger.save_rollouts:
-            with self._metrics.tolerating("saving rollouts"):
+            with self.log.tolerating("saving rollouts"):
                 write_rollouts(self._directory.path / name, rollouts)
 
     def _mfu(self, report: StepReport) -> dict[str, float]:
@@ -117,6 +94,6 @@ class Reporter:
         """Keep the batch of an optimizer step that the guard objected to. A full disk does not end the run."""
         done = "skipped" if attempt.number else "made"
         self._console.warn(f"update {attempt.update} {done}: {attempt.reason}")
-        with self._metrics.tolerating("dumping a batch"):
+        with self.log.tolerating("dumping a batch"):
             path = write_dump(self._directory.dumps, attempt, batch, targets)
             self._console.warn(f"its batch is in {path}; python scripts/replay.py {shlex.quote(str(path))}")

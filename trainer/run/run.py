@@ -14,7 +14,7 @@ from trainer.config.schema import Config
 from trainer.config.user_code import code_of_files
 from trainer.distributed.distributed import Distributed
 from trainer.observe.console import RunConsole
-from trainer.observe.step_report import StepReport
+from trainer.observe.step_metrics import StepReport
 from trainer.run.assembly import Parts, assemble
 from trainer.run.heartbeat import Heartbeat, WallTime
 from trainer.run.interrupt import Interrupt
@@ -26,10 +26,7 @@ from trainer.update.schedule import is_due
 
 
 def run(config: Config, on_step: Callable[[StepReport], None] = lambda report: None) -> None:
-    """Train as configured. Raises `LockstepError` on every rank when the run cannot go on.
-
-    on_step: called on every rank after a step, its logs and checkpoints.
-    """
+    """Train as configured. Raises `LockstepError` on all ranks. on_step: called on all ranks after step and logs."""
     libraries = ThirdPartyLog()
     with libraries.held_output():  # DeepSpeed and the transports of a cluster print while ranks meet
         distributed = Distributed.start(dtype=config.model.dtype, max_grad_norm=config.optimizer.max_grad_norm)
@@ -99,7 +96,7 @@ class Life:
             if settings.eval.before_training and not trainer.num_steps:
                 evaluation = self._evaluate(parts, 0)
                 if self._reporter is not None:
-                    self._reporter.metrics(0, evaluation)
+                    self._reporter.log.write(0, evaluation)
             self._console.begin(trainer.version)
             while trainer.version < settings.updates and not self._must_stop():
                 before = trainer.version
@@ -122,7 +119,7 @@ class Life:
             self._profiler.close()
             self._console.end()
             if self._reporter is not None:
-                self._reporter.close()
+                self._reporter.log.close()
             parts.close_collection()
             self._heartbeat.close()
             parts.engines.close()
@@ -152,7 +149,7 @@ class Life:
     def _save(self, parts: Parts) -> None:
         self._heartbeat.beat("checkpoint", update=parts.trainer.version)
         started = time.perf_counter()
-        save_state(parts, self._directory, wandb_id=self._reporter.wandb_id if self._reporter else None)
+        save_state(parts, self._directory, wandb_id=self._reporter.log.wandb_id if self._reporter else None)
         self._checkpoint_s = time.perf_counter() - started
 
     def _must_stop(self) -> bool:

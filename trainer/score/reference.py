@@ -1,7 +1,7 @@
-"""The frozen reference policy: the model that the run began with, as a copy, or the policy without its adapters.
+"""The frozen reference policy: a copy of the initial model, or the policy with its LoRA adapters disabled.
 
-Loaded only when `algorithm.kl_coef` is not 0. A copy is sharded like the policy under ZeRO-3, and whole on every rank
-otherwise. A policy with LoRA adapters needs no copy: with the adapters switched off it is the reference.
+It exists only if `algorithm.kl_coef` is not 0. A copy is sharded like the policy under ZeRO-3, and whole on every rank
+otherwise.
 """
 
 from __future__ import annotations
@@ -21,27 +21,25 @@ from trainer.score.scorer import Scorer
 
 
 class Reference:
-    """log π_ref of the trained tokens of a step."""
+    """Scorer of log π_ref."""
 
     def __init__(self, scorer: Scorer, frozen: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
-        """frozen: entered while scoring; what the scorer's module computes inside it is the reference."""
+        """frozen: context in which the scorer's module computes the reference."""
         self._scorer = scorer
         self._frozen = frozen
 
     def score(self, batch: StepBatch) -> Tensor:
-        """(N,) logprobs; a collective."""
+        """Return the (N,) logprobs of the trained tokens of a step; a collective."""
         with self._frozen():
             return self._scorer.score(batch)
 
 
 def make_reference(config: Config, distributed: Distributed, module: nn.Module) -> Reference | None:
-    """The reference that the configuration asks for; a collective under ZeRO-3.
+    """Make the configured reference; a collective under ZeRO-3. module: policy from `Distributed.prepare`.
 
     It computes as the policy does, so that the KL of an unchanged policy is exactly 0: in bfloat16 over float32 weights
-    where the policy does so under autocast (residuals and norms stay float32 there), in bfloat16 throughout where
-    DeepSpeed has cast the policy.
-
-    module: the policy, as `Distributed.prepare` returned it.
+    like the policy under autocast (residuals and norms stay float32 there), in bfloat16 throughout if DeepSpeed has
+    cast the policy.
     """
     if not config.algorithm.kl_coef:
         return None

@@ -1,7 +1,6 @@
-"""Log-probabilities of a step's rows under one model, the work shared by all ranks.
+"""Log-probabilities of a step's rows under one model, computed by all ranks together.
 
-Used for the policy before it is updated, for the reference, and for the policy a second time in another packing,
-which shows how much of a difference is only rounding.
+Used for the policy before its update, for the reference, and for the policy in another packing (the noise floor).
 
 Shape legend: _N trained tokens of the step.
 """
@@ -25,7 +24,7 @@ from trainer.score.token_budget import TokenBudget
 
 
 class Scorer:
-    """One model and how its rows are packed."""
+    """One model with the packing of its rows."""
 
     def __init__(
         self,
@@ -36,7 +35,7 @@ class Scorer:
         token_budget: int,
         share_prefixes: str = "auto",
     ) -> None:
-        """module: a policy, as `Distributed.prepare` or `prepare_frozen` returned it. share_prefixes: the setting."""
+        """module: policy from `Distributed.prepare` or `prepare_frozen`. share_prefixes: the setting."""
         self._module = module
         self._distributed = distributed
         self._temperature = temperature
@@ -44,35 +43,36 @@ class Scorer:
         self.budget = TokenBudget(token_budget, distributed)
 
     def plan(self, batch: StepBatch, rows: Sequence[int], *, token_budget: int | None = None) -> Plan:
-        """Which rank computes which of these rows, in which pack."""
+        """Assign rows (indices) to ranks and packs."""
         num_ranks, budget = self._distributed.world_size, token_budget or self.budget.tokens
         if self._shares_prefixes:
             share = plan_bundles([batch.rows[row].ids for row in rows], num_ranks=num_ranks, token_budget=budget)
         else:
             share = plan([len(batch.rows[row]) for row in rows], num_ranks=num_ranks, token_budget=budget)
-        of_batch = tuple(tuple(tuple(rows[i] for i in pack) for pack in packs) for packs in share.microbatches)
-        return replace(share, microbatches=of_batch)
+        return replace(
+            share,
+            microbatches=tuple(tuple(tuple(rows[i] for i in pack) for pack in packs) for packs in share.microbatches),
+        )
 
     def packed(self, batch: StepBatch, pack: Sequence[int]) -> PackedBatch:
-        """The rows of a pack that `plan` made, on the device."""
+        """Collate the rows of a pack from `plan`, on the device."""
         return collate(
             batch.rows, pack, batch.layout, share_prefixes=self._shares_prefixes, device=self._distributed.device
         )
 
     def score(self, batch: StepBatch, rows: Sequence[int] | None = None, *, token_budget: int | None = None) -> Tensor:
-        """(N,) float32 logprobs of the trained tokens of these rows (by default all), 0 elsewhere; a collective."""
+        """Return (N,) float32 logprobs of trained tokens, 0 outside of `rows` (default: all); a collective."""
         chosen = range(len(batch.rows)) if rows is None else rows
         return self._run(batch, chosen, token_budget, with_values=False)[0]
 
     def score_with_values(self, batch: StepBatch) -> tuple[Tensor, Tensor]:
-        """(N,) logprobs and values of all trained tokens, from one pass of a module with a critic; a collective."""
+        """Return (N,) logprobs and values, from one pass of a module with a critic; a collective."""
         logp_N, values_N = self._run(batch, range(len(batch.rows)), None, with_values=True)
         return logp_N, values_N
 
     def _run(
         self, batch: StepBatch, rows: Sequence[int], token_budget: int | None, *, with_values: bool
     ) -> tuple[Tensor, ...]:
-        """(N,) logprobs, and with a critic values, of the trained tokens of these rows."""
         arguments = {"with_values": True} if with_values else {}
 
         def forward(packed: PackedBatch) -> list[Tensor]:
@@ -94,5 +94,5 @@ class Scorer:
         return tuple(self._distributed.sum(outputs_N))
 
     def score_repacked(self, batch: StepBatch) -> Tensor:
-        """(N,) the same as `score`, with every row in as small a pack as there is: about one row each; a collective."""
+        """Score with the smallest possible packs, about one row each; a collective."""
         return self.score(batch, token_budget=max(map(len, batch.rows), default=1))

@@ -1,14 +1,14 @@
-"""The token budget of a pack, halved when memory runs out, and the work done again: same gradient.
+"""The token budget of a pack, which is halved when memory runs out.
 
-A step that runs out of memory is repeated whole, from cleared gradients. Because losses are divided by one denominator
-of the step, smaller packs change nothing but the time. The budget stays halved for the rest of the run.
+The step is then repeated whole, from cleared gradients. Because losses are divided by one denominator of the step,
+smaller packs give the same gradient. The budget stays halved for the rest of the run.
 
 Covered: forward and backward, of updates and of scoring, in one process and under DDP. After each forward and each
-backward all ranks learn over the control group whether memory ran out on one of them, and all give up together; what
-DDP reduces, it reduces in an empty microbatch behind the last one, which no rank enters before all have room.
-Not covered: ZeRO (DeepSpeed). Its forward and backward consist of collectives; a rank that fails inside of one leaves
-the others waiting there, and no agreement can reach them. That rank ends with a sentence, and the launcher ends the
-others. Nor memory that runs out in the optimizer's step: parameters may be changed by then.
+backward all ranks agree over the control group if memory ran out on one of them, and stop together. DDP reduces in an
+empty microbatch after the last one, which no rank enters before all others have succeeded.
+Not covered: ZeRO (DeepSpeed). Its forward and backward consist of collectives; a rank that fails inside one leaves the
+others waiting there, where no agreement reaches them. That rank ends with a message, and the launcher ends the others.
+Memory that runs out in the optimizer's step: parameters may be changed by then.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from trainer.distributed.distributed import Distributed
 T = TypeVar("T")
 
 CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
-"""What PyTorch's RuntimeError says when the CPU's memory is used up; on GPUs there is an exception of its own."""
+"""Text of PyTorch's RuntimeError when the CPU's memory is used up; GPUs raise `torch.OutOfMemoryError`."""
 
 
 class MemoryRanOut(Exception):
-    """On some rank; raised on all of them by `TokenBudget.agreed` and answered by `TokenBudget.attempt`."""
+    """Memory ran out on some rank; `TokenBudget.agreed` raises it on all, `TokenBudget.attempt` handles it."""
 
 
 class TokenBudget:
-    """Largest number of tokens in a pack, as far as is known."""
+    """Largest number of tokens in a pack, as far as known."""
 
     def __init__(self, tokens: int, distributed: Distributed) -> None:
         self.tokens = tokens
         self._distributed = distributed
         self.warn: Callable[[str], None] = logging.getLogger(__name__).warning
-        """Told of every halving."""
+        """Called with a message at every halving."""
 
     def attempt(
         self,
@@ -50,16 +50,15 @@ class TokenBudget:
         at_most: int | None = None,
         discard: Callable[[], None] = lambda: None,
     ) -> T:
-        """`work(token budget)`, done again with half the budget for as long as memory runs out; a collective.
+        """Call `work(token budget)`, again with half the budget as long as memory runs out; a collective.
 
         Args:
-            work: must put everything that can run out of memory into `agreed`.
-            row_lengths: of the rows that `work` packs; the longest one is the least that a budget can be.
-            at_most: a budget for this work alone, if it is smaller.
-            discard: clears what an attempt that failed has left.
+            work: must wrap everything that can run out of memory in `agreed`.
+            row_lengths: of the rows that `work` packs; the longest one is the smallest possible budget.
+            at_most: smaller budget for this work alone.
+            discard: clears the remains of a failed attempt.
 
-        Raises:
-            TrainingError: on all ranks, if packs of one row are too large; on one rank under DeepSpeed.
+        Raises `TrainingError` on all ranks if packs of one row are too large; on one rank under DeepSpeed.
         """
         while True:
             budget = self.tokens if at_most is None else min(at_most, self.tokens)
@@ -67,7 +66,7 @@ class TokenBudget:
                 return work(budget)
             except MemoryRanOut:
                 pass
-            # Here the exception is gone, and with its traceback the tensors of the attempt.
+            # Here the exception is released, and with its traceback the tensors of the attempt.
             discard()
             gc.collect()
             if torch.cuda.is_available():
@@ -75,7 +74,7 @@ class TokenBudget:
             self.tokens = self._smaller(min(budget, sum(row_lengths)), max(row_lengths, default=1))
 
     def agreed(self, work: Callable[[], T]) -> T:
-        """`work()`; if memory runs out in it on any rank, `MemoryRanOut` on all of them."""
+        """Call `work()`; raise `MemoryRanOut` on all ranks if memory runs out on any."""
         result: T | None = None
         ran_out = False
         try:
@@ -84,17 +83,15 @@ class TokenBudget:
             if not is_out_of_memory(error):
                 raise
             if self._distributed.uses_deepspeed:
+                cause = str(error).partition("\n")[0]
                 raise TrainingError(
-                    f"out of memory in a pack of at most {self.tokens} tokens: {_first_line(error)}. Under DeepSpeed "
+                    f"out of memory in a pack of at most {self.tokens} tokens: {cause}. Under DeepSpeed "
                     f"the step cannot be repeated; set token_budget={max(self.tokens // 2, 1)} and resume=auto"
                 ) from error
             ran_out = True
-        # Under DeepSpeed nobody would listen.
-        if self._distributed.world_size == 1 or self._distributed.uses_deepspeed:
-            any_ran_out = ran_out
-        else:
-            any_ran_out = bool(self._distributed.sum(torch.tensor([float(ran_out)])).item())
-        if any_ran_out:
+        if not self._distributed.uses_deepspeed:  # there, the failed rank has ended
+            ran_out = bool(self._distributed.sum(torch.tensor([float(ran_out)])).item())
+        if ran_out:
             raise MemoryRanOut
         return result  # type: ignore[return-value]
 
@@ -107,7 +104,7 @@ class TokenBudget:
             )
         smaller = max(largest_pack // 2, longest_row)
         self.warn(
-            f"out of memory with token_budget={self.tokens}; from here on it is {smaller}, and the work is done again "
+            f"out of memory with token_budget={self.tokens}; from now on it is {smaller}, and the work is repeated "
             f"(set token_budget={smaller} to begin with it)"
         )
         return smaller
@@ -115,7 +112,3 @@ class TokenBudget:
 
 def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or CPU_ALLOCATOR in str(error)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]

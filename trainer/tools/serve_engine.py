@@ -81,7 +81,7 @@ def check_host(host: str) -> None:
     try:
         address = address_towards(host)
     except SyncError as error:
-        raise ConfigError(f"server.host={host} is no address of this machine: {error}") from error
+        raise ConfigError(f"server.host={host} is not an address of this machine: {error}") from error
     if is_loopback(address):
         raise ConfigError(
             f"server.host={host} is loopback on this machine, where no other one reaches it; give the address of its "

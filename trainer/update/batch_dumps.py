@@ -1,10 +1,10 @@
-"""Dumps of optimizer steps that were refused or stood out: everything that is needed to run them again.
+"""Dumps of skipped or suspicious optimizer steps, with everything that a replay needs.
 
-    dumps/update-000012-try-1/batch.safetensors     rows and rollouts of the whole step, all ranks'
+    dumps/update-000012-try-1/batch.safetensors     rows and rollouts of the whole step, from all ranks
                               targets.safetensors   targets of each trained token
                               attempt.json          rollouts, learning rate, sums, gradient norm, reason
 
-Reading a dump runs no code. `scripts/replay.py` runs the step again, with the weights of the checkpoint before it.
+Reading a dump runs no code. `scripts/replay.py` repeats the step with the weights of the checkpoint before it.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from trainer.credit.targets import Targets
 from trainer.objective.advantages.critic import Credit
 
 BATCH, TARGETS, ATTEMPT = "batch.safetensors", "targets.safetensors", "attempt.json"
-_OF_CREDIT = "credit."
+_CREDIT = "credit."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One optimizer step, as it was tried."""
+    """One attempted optimizer step."""
 
     update: int
-    """Number of the update that it would have been; the weights are of the one before."""
+    """Number of the attempted update; the weights are those of the one before."""
     number: int
-    """0: it was made; else how many were skipped in a row, this one included."""
+    """0 if the step was made; else the number of skipped steps in a row, including this one."""
     rollouts: tuple[int, ...]
-    """Indices of the rollouts of the batch that the step is on."""
+    """Indices of the rollouts in the batch."""
     lr: float
     is_first: bool
-    """Whether it was the first optimizer step on its batch."""
+    """True for the first optimizer step on its batch."""
     reason: str
     sums: Mapping[str, float]
-    """Of the loss and what is measured beside it, over the step."""
+    """Sums over the step of loss and metrics."""
     grad_norm: float
 
     @property
@@ -57,7 +57,7 @@ class Attempt:
 
 
 def write_dump(root: Path, attempt: Attempt, batch: StepBatch, targets: Targets) -> Path:
-    """Write a directory below `root`; one of the same name, from before the run was resumed, gives way."""
+    """Write a directory below `root`, and replace one of the same name from before a resume."""
     directory = root / attempt.name
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
@@ -70,7 +70,7 @@ def write_dump(root: Path, attempt: Attempt, batch: StepBatch, targets: Targets)
 
 
 def read_dump(directory: Path, settings: CorrectionConfig) -> tuple[Attempt, StepBatch, Targets]:
-    """Read a dump; settings: of the run. Raises `DataError` for another or a damaged directory."""
+    """Read a dump. settings: of its run. Raises `DataError` if the directory is not an intact dump."""
     try:
         values = json.loads((directory / ATTEMPT).read_text())
         sums = {str(name): float(value) for name, value in values["sums"].items()}
@@ -94,15 +94,15 @@ def _tensors(targets: Targets) -> dict[str, torch.Tensor]:
         "returns_N": targets.returns_N,
     }
     if targets.credit is not None:
-        tensors |= {f"{_OF_CREDIT}{field.name}": getattr(targets.credit, field.name) for field in fields(Credit)}
+        tensors |= {f"{_CREDIT}{field.name}": getattr(targets.credit, field.name) for field in fields(Credit)}
     return {name: tensor.clone() for name, tensor in tensors.items() if tensor is not None}
 
 
 def _targets(tensors: dict[str, torch.Tensor], settings: CorrectionConfig) -> Targets:
     old_N, weights_N = tensors.pop("old_logp_N", None), tensors.pop("weights_N", None)
     form = FromEngine if settings.logp_old == "bypass" else Recomputed
-    own = {name: tensor for name, tensor in tensors.items() if not name.startswith(_OF_CREDIT)}
-    credit = {name.removeprefix(_OF_CREDIT): tensor for name, tensor in tensors.items() if name not in own}
+    own = {name: tensor for name, tensor in tensors.items() if not name.startswith(_CREDIT)}
+    credit = {name.removeprefix(_CREDIT): tensor for name, tensor in tensors.items() if name not in own}
     return Targets(
         old=FromUpdate() if old_N is None else form(old_N),
         correction=StepCorrection(settings=settings, weights_N=weights_N, keep_N=own.pop("keep_N")),
@@ -112,5 +112,5 @@ def _targets(tensors: dict[str, torch.Tensor], settings: CorrectionConfig) -> Ta
 
 
 def _number(value: float) -> Any:
-    """JSON has no infinities; their names are what `float` reads."""
+    """Return the name of a non-finite value, because JSON has none; `float` reads it."""
     return value if math.isfinite(value) else str(value)

@@ -1,15 +1,15 @@
 """Optimizers by name, over the trained parameters of a module.
 
-| name | what |
-|---|---|
-| `adamw` | PyTorch's fused AdamW |
-| `adamw_tf` | the same with TensorFlow's place for epsilon (trainer/update/tf_adam.py) |
-| `adamw_8bit` | moments in 8 bits, from bitsandbytes: a quarter of AdamW's memory; CUDA only |
-| `muon` | orthogonalised momentum for the matrices of the layers (Jordan et al. 2024), AdamW for all else |
-| `sgd` | with momentum; for tests and comparisons |
+| name         | optimizer                                                                                         |
+|--------------|---------------------------------------------------------------------------------------------------|
+| `adamw`      | PyTorch's fused AdamW                                                                             |
+| `adamw_tf`   | the same with TensorFlow's place for epsilon (trainer/update/tf_adam.py)                          |
+| `adamw_8bit` | bitsandbytes' AdamW with 8-bit moments: a quarter of AdamW's memory; CUDA only                    |
+| `muon`       | orthogonalized momentum for matrices of layers (Jordan et al. 2024), AdamW for all other ones     |
+| `sgd`        | SGD with momentum; for tests and comparisons                                                      |
 
-Weight decay acts on matrices only: norms, biases and other vectors are never decayed. Each optimizer keeps all of its
-state in its `state_dict`, so that a resumed run goes on bit for bit.
+Weight decay acts on matrices only, never on norms, biases and other vectors. Each optimizer keeps all of its state in
+its `state_dict`, so a resumed run continues bit for bit.
 """
 
 from __future__ import annotations
@@ -26,23 +26,19 @@ from rollout.errors import ConfigError
 from trainer.config.launcher import MUON_UNDER_ZERO, NO_BITSANDBYTES
 from trainer.config.schema import OPTIMIZERS, OptimizerConfig
 from trainer.distributed.distributed import LR_SCALE
-from trainer.update.tf_adam import tf_epsilon
+from trainer.update.tf_adam import TFAdamW
 
 CRITIC_PREFIX = "critic."
-"""Of the names of a critic's parameters, in `trainer.model.critic.ActorCritic`."""
+"""Prefix of a critic's parameters in `trainer.model.critic.ActorCritic`."""
 NOT_IN_LAYERS = ("embed", "wte", "wpe", "head", "score")
-"""Parts of the names of matrices that are no map between hidden states, to which Muon's theory does not apply."""
+"""Name parts of matrices that do not map between hidden states, to which Muon's theory does not apply."""
 
 
 def make_optimizer(module: nn.Module, config: OptimizerConfig, *, is_sharded: bool = False) -> torch.optim.Optimizer:
-    """The optimizer that the configuration names, over parameters that require gradients.
+    """Make the configured optimizer over the parameters of an unprepared module that require gradients.
 
-    Args:
-        module: before it is prepared; under ZeRO-3 its parameters may already be partitions.
-        is_sharded: whether ranks hold parts of the optimizer's state (ZeRO).
-
-    Raises:
-        ConfigError: `adamw_8bit` without bitsandbytes; `muon` on sharded state.
+    is_sharded: True if ranks hold parts of the optimizer's state (ZeRO). Raises `ConfigError` for `adamw_8bit` without
+    bitsandbytes or a GPU, and for `muon` on sharded state.
     """
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     critic_scale = (config.critic_lr or config.lr) / config.lr
@@ -57,11 +53,10 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig, *, is_sharded: bo
     if config.name == "muon":
         if is_sharded:
             raise ConfigError(MUON_UNDER_ZERO)
-        hidden = {name for name, parameter in named if parameter.ndim == 2 and _is_in_layer(name)}
-        of_muon = [pair for pair in named if pair[0] in hidden]
-        others = [pair for pair in named if pair[0] not in hidden]
+        hidden = {n: p for n, p in named if p.ndim == 2 and not any(part in n for part in NOT_IN_LAYERS)}
+        others = [(n, p) for n, p in named if n not in hidden]
         muon = torch.optim.Muon(
-            parameter_groups(of_muon, config.weight_decay, critic_scale=critic_scale),
+            parameter_groups(hidden.items(), config.weight_decay, critic_scale=critic_scale),
             lr=config.lr,
             momentum=config.momentum,
             adjust_lr_fn="match_rms_adamw",  # steps of AdamW's size, so that one learning rate serves both
@@ -78,35 +73,20 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig, *, is_sharded: bo
 def parameter_groups(
     named: Iterable[tuple[str, nn.Parameter]], weight_decay: float, *, critic_scale: float
 ) -> list[dict[str, Any]]:
-    """Parameters as matrices, which decay, and the rest, which does not; those of a critic apart.
-
-    critic_scale: what the learning rate of a critic is, relative to that of the policy.
-    """
+    """Group parameters by decay (matrices only) and learning rate: a critic's is `critic_scale` times the policy's."""
     groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
     for name, parameter in named:
         scale = critic_scale if name.startswith(CRITIC_PREFIX) else 1.0
-        groups.setdefault((scale, _num_dimensions(parameter) >= 2), []).append(parameter)
+        shape = vars(parameter).get("ds_shape", parameter.shape)  # ZeRO-3 leaves parameters empty
+        groups.setdefault((scale, len(shape) >= 2), []).append(parameter)
     return [
         {"params": parameters, "weight_decay": weight_decay if is_matrix else 0.0, LR_SCALE: scale}
         for (scale, is_matrix), parameters in groups.items()
     ]
 
 
-class TFAdamW(torch.optim.AdamW):
-    """AdamW that adds epsilon where TensorFlow does. The number of the step comes from its own state."""
-
-    def __init__(self, groups: Sequence[dict[str, Any]], *, eps: float, **settings: Any) -> None:
-        super().__init__([{**group, "tf_eps": eps} for group in groups], eps=eps, **settings)
-
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        for group in self.param_groups:
-            done = next((int(self.state[p]["step"]) for p in group["params"] if p in self.state), 0)
-            group["eps"] = tf_epsilon(group["tf_eps"], group["betas"][1], done + 1)
-        return super().step(closure)
-
-
 class Together(torch.optim.Optimizer):
-    """Several optimizers, each over its own parameters, as one."""
+    """One optimizer from several with their own parameters."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         self.parts = list(parts)
@@ -114,7 +94,7 @@ class Together(torch.optim.Optimizer):
         self._share_groups()
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        assert closure is None, "nothing here evaluates the loss again"
+        assert closure is None, "closures are not supported"
         for part in self.parts:
             part.step()
         return None
@@ -128,12 +108,8 @@ class Together(torch.optim.Optimizer):
         self._share_groups()
 
     def _share_groups(self) -> None:
-        """The groups seen from outside are the parts' own, so that a learning rate set there reaches them."""
+        """Expose the parts' own groups, so that a learning rate set there reaches them."""
         self.param_groups = list(chain.from_iterable(part.param_groups for part in self.parts))
-
-
-def _is_in_layer(name: str) -> bool:
-    return not any(part in name for part in NOT_IN_LAYERS)
 
 
 def _adamw_8bit(groups: list[dict[str, Any]], adam: dict[str, Any]) -> torch.optim.Optimizer:
@@ -144,8 +120,3 @@ def _adamw_8bit(groups: list[dict[str, Any]], adam: dict[str, Any]) -> torch.opt
     import bitsandbytes  # type: ignore[import-not-found]  # optional, for GPUs
 
     return bitsandbytes.optim.AdamW8bit(groups, **adam)
-
-
-def _num_dimensions(parameter: nn.Parameter) -> int:
-    """ZeRO-3 leaves parameters with no elements of their own; their true shape is in ds_shape."""
-    return len(vars(parameter).get("ds_shape", parameter.shape))

@@ -1,4 +1,4 @@
-"""What follows from an update's number alone, so that nothing about it needs saving: learning rate, and what is due."""
+"""Functions of the number of an update, which need no saved state: learning rate, and periodic actions."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import math
 def learning_rate(
     update: int, *, peak: float, schedule: str, warmup_updates: int, total_updates: int, final_fraction: float
 ) -> float:
-    """Learning rate of update 0, 1, ... of `total_updates`.
+    """Return the learning rate of update 0, 1, ... of `total_updates`.
 
-    Rises linearly over `warmup_updates` (the first update already moves), then stays (`constant`), or falls along a
-    line (`linear`) or a half cosine (`cosine`), which end in `final_fraction x peak` one update after the last: so that
-    a fall to zero leaves no update that does not move, as in lm-human-preferences and in transformers.
+    It rises linearly over `warmup_updates`, of which the first already moves, then stays (`constant`), or falls along a
+    line (`linear`) or a half cosine (`cosine`) to `final_fraction x peak`, reached one update after the last. So with a
+    fall to zero the last update still moves, as in lm-human-preferences and in transformers.
 
     Raises ValueError for another schedule.
     """
@@ -32,8 +32,5 @@ def learning_rate(
 
 
 def is_due(every: int, *, before: int, after: int) -> bool:
-    """Whether going from update `before` to `after` reached or passed a multiple of `every`; 0 is never.
-
-    A rollout batch makes several updates, or none when no rollout can be trained: then nothing is due again.
-    """
+    """True if the updates after `before`, which may be several or none, reached a multiple of `every`; never for 0."""
     return every > 0 and after // every > before // every

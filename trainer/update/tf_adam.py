@@ -13,14 +13,25 @@ because all of them read eps at each step.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+class TFAdamW(torch.optim.AdamW):
+    """AdamW that adds epsilon where TensorFlow does. The step number comes from its own state."""
+
+    def __init__(self, groups: Sequence[dict[str, Any]], *, eps: float, **settings: Any) -> None:
+        super().__init__([{**group, "tf_eps": eps} for group in groups], eps=eps, **settings)
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        for group in self.param_groups:
+            done = next((int(self.state[p]["step"]) for p in group["params"] if p in self.state), 0)
+            group["eps"] = tf_epsilon(group["tf_eps"], group["betas"][1], done + 1)
+        return super().step(closure)
 
 
 def tf_epsilon(epsilon: float, beta2: float, step: int) -> float:
-    """Return the eps with which PyTorch's Adam is TensorFlow's with `epsilon` at step t, counted from 1.
-
-    Raises:
-        ValueError: steps counted from 0.
-    """
-    if step < 1:
-        raise ValueError(f"Adam's step is {step}, expected 1 for the first")
+    """Return the eps with which PyTorch's Adam is TensorFlow's with `epsilon` at step t, counted from 1."""
     return epsilon / math.sqrt(1 - beta2**step)

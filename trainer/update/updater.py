@@ -1,8 +1,8 @@
 """Update of the policy on the rows of a step: minibatches, packs, microbatches, one denominator.
 
-The targets of a token (advantage, correction weight, old logprob) are tensors over all trained tokens of the step
-(`Targets`); a microbatch looks its tokens up by `PackedBatch.token_index_T`. So the numbers a token is trained with
-do not depend on where it was packed, and only sums of per-token losses meet the framework.
+`Targets` holds advantages, correction weights and old logprobs of all trained tokens of the step; a microbatch selects
+its own by `PackedBatch.token_index_T`. So a token's targets do not depend on its pack, and only sums of per-token
+losses reach the framework.
 
 Dimensions: _S rollouts of the step, _N trained tokens of the step, _T trained tokens of a microbatch.
 """
@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rollout.records import TrainingRow
-from trainer.batch.packing import PackedBatch, collate
+from trainer.batch.packing import PackedBatch, collate, whole_row
 from trainer.batch.step_batch import StepBatch
 from trainer.config.schema import Config
 from trainer.credit.old_policy import FromEngine
@@ -35,19 +34,22 @@ from trainer.update.batch_dumps import Attempt
 from trainer.update.schedule import learning_rate
 from trainer.update.update_guard import UpdateGuard
 
+PPO_NAMES = {"approxkl": "policy/approx_kl", "clipfrac": "policy/clip_frac", "entropy": "policy/entropy"}
+"""Names of metrics in the PPO literature, reported with a critic."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Updated:
-    """The outcome of the optimizer steps on one rollout batch."""
+    """Outcome of the optimizer steps on one rollout batch."""
 
     metrics: Mapping[str, float]
-    """Means over the optimizer steps that were made (of those that were skipped, if all were)."""
+    """Means over the optimizer steps that were made, or over the skipped ones if all were."""
     logp_N: Tensor
-    """Logprobs that the trained tokens had in their first forward pass of the update."""
+    """Logprobs of the trained tokens in their first forward pass of the update."""
 
 
 class Updater:
-    """The policy, how it is scored, and how it is changed."""
+    """The trained module with its optimizer steps and its scorer."""
 
     def __init__(self, module: nn.Module, distributed: Distributed, config: Config) -> None:
         self._module = module
@@ -65,17 +67,25 @@ class Updater:
             share_prefixes=config.share_prefixes,
         )
         self.num_updates = 0
-        """Optimizer steps done; the version of the weights."""
+        """Number of optimizer steps done; the version of the weights."""
         self.guard = UpdateGuard(config.optimizer)
         self.dump: Callable[[Attempt, StepBatch, Targets], None] = lambda attempt, batch, targets: None
-        """Keeps the batch of an optimizer step that the guard objects to; called on every rank."""
+        """Callback that saves the batch of an optimizer step that the guard objects to; called on every rank."""
 
     def update(self, batch: StepBatch, targets: Targets) -> Updated:
         """Run all epochs and minibatches of one rollout batch; a collective."""
         made: list[dict[str, float]] = []
         skipped: list[dict[str, float]] = []
         seen_N = torch.full((batch.layout.num_tokens,), torch.nan)
-        lr = self._learning_rate()  # one for all epochs and minibatches of a rollout batch
+        settings = self._config.optimizer
+        lr = learning_rate(  # one for all epochs and minibatches of a rollout batch
+            self.num_updates,
+            peak=settings.lr,
+            schedule=settings.schedule,
+            warmup_updates=settings.warmup_updates,
+            total_updates=self._config.updates,
+            final_fraction=settings.final_lr_fraction,
+        )
         for rollouts in self._minibatches(batch.num_rollouts):
             if len(rollouts):
                 own = targets.for_rollouts(torch.from_numpy(rollouts), self._config.algorithm)
@@ -89,7 +99,7 @@ class Updater:
         return Updated(metrics=means, logp_N=seen_N)
 
     def logprobs(self, ids: Sequence[int]) -> list[float]:
-        """log π(ids[i] | ids[:i]) at temperature 1 for i ≥ 1, by the trainer's own forward; a collective."""
+        """Return log π(ids[i] | ids[:i]) at temperature 1 for i ≥ 1, by the trainer's own forward; a collective."""
         packed = collate([whole_row(ids)], [0], device=self._distributed.device)
         with torch.no_grad():
             logp_T, *_ = self._module(packed, temperature=1.0, with_entropy=False)
@@ -100,14 +110,14 @@ class Updater:
     def optimizer_step(
         self, batch: StepBatch, targets: Targets, rollouts: np.ndarray, seen_N: Tensor, *, lr: float, is_first: bool
     ) -> dict[str, float]:
-        """One step on these rollouts (indices), or none if the guard objects; a collective.
+        """Make one step on these rollouts (indices), unless the guard objects; a collective.
 
         Args:
             targets: of these rollouts.
-            seen_N: (N,) takes the logprobs of tokens that have none yet.
-            is_first: whether θ is still what the old logprobs are of.
+            seen_N: (N,) logprobs so far; the NaN of tokens in this step are replaced by their logprobs.
+            is_first: True if the old logprobs are still those of θ.
 
-        Raises `TrainingError` on all ranks after too many in a row that were skipped.
+        Raises `TrainingError` on all ranks after too many skipped steps in a row.
         """
         chosen = np.isin(batch.layout.rollout_index, rollouts)
         rows = np.flatnonzero(chosen).tolist()
@@ -116,10 +126,12 @@ class Updater:
         budget = self.scorer.budget
 
         def gradients(token_budget: int) -> tuple[dict[str, float], dict[str, float]]:
-            """Forward and backward of this rank's share; sums over it, and how even the shares are."""
+            """Run forward and backward of this rank's share; return its sums and the plan's metrics."""
             share = self.scorer.plan(batch, rows, token_budget=token_budget)
             sums: dict[str, float] = {}
-            packs = [*share.microbatches[self._distributed.rank], *self._reducing_microbatch]
+            packs = list(share.microbatches[self._distributed.rank])
+            if self._distributed.world_size > 1 and not self._distributed.uses_deepspeed:
+                packs.append(())  # DDP reduces in it, so that all others may run out of memory: see `TokenBudget`
             for number, pack in enumerate(packs):
                 packed = self.scorer.packed(batch, pack)
                 forward = partial(self._microbatch_loss, packed, targets, counts, tokens_S, seq_log_ratio_S)
@@ -139,46 +151,39 @@ class Updater:
         names = sorted(sums)
         totals = self._distributed.sum(torch.tensor([sums[name] for name in names], dtype=torch.float64)).tolist()
         grad_norm = self._distributed.gradient_norm()
-        judgement = self.guard.judge(dict(zip(names, totals, strict=True)), grad_norm)
-        if judgement.reason is not None:
+        step_sums = dict(zip(names, totals, strict=True))
+        judgment = self.guard.judge(step_sums, grad_norm)
+        if judgment.reason is not None:
             attempt = Attempt(
                 update=self.num_updates + 1,
                 number=self.guard.in_a_row,
                 rollouts=tuple(rollouts.tolist()),
                 lr=lr,
                 is_first=is_first,
-                reason=judgement.reason,
-                sums=dict(zip(names, totals, strict=True)),
+                reason=judgment.reason,
+                sums=step_sums,
                 grad_norm=grad_norm,
             )
             self.dump(attempt, batch, targets)
-        if judgement.is_skipped:
+        if judgment.is_skipped:
             self._distributed.discard_gradients()
-            self.guard.end_if_hopeless(self.num_updates + 1, judgement)
+            self.guard.raise_after_repeated_skips(self.num_updates + 1, judgment)
         else:
             self._distributed.step(lr, grad_norm)
             self.num_updates += 1
         means = {
             name: total if name == "policy/loss" else total / max(counts.num_tokens, 1)
-            for name, total in zip(names, totals, strict=True)
+            for name, total in step_sums.items()
         }
-        return (
-            means
-            | self._ppo_names(means)
-            | {
-                "optim/grad_norm": grad_norm,
-                "optim/lr": lr,
-                **share_metrics,
-                "perf/token_budget": float(budget.tokens),
-            }
-        )
-
-    @property
-    def _reducing_microbatch(self) -> tuple[tuple[int, ...], ...]:
-        """An empty pack in which DDP reduces, so that all others may run out of memory
-        (trainer/score/token_budget.py)."""
-        is_ddp = self._distributed.world_size > 1 and not self._distributed.uses_deepspeed
-        return ((),) if is_ddp else ()
+        ppo = {f"ppo/policy/{name}": means[found] for name, found in PPO_NAMES.items() if found in means}
+        return {
+            **means,
+            **(ppo if self._has_critic else {}),
+            "optim/grad_norm": grad_norm,
+            "optim/lr": lr,
+            **share_metrics,
+            "perf/token_budget": float(budget.tokens),
+        }
 
     def _microbatch_loss(
         self,
@@ -188,7 +193,7 @@ class Updater:
         tokens_S: Tensor,
         seq_log_ratio_S: Tensor | None,
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """This microbatch's share of the loss of the optimizer step, its logprobs, and its sums for metrics."""
+        """Return this microbatch's share of the step's loss, its logprobs, and its sums for metrics."""
         algorithm = self._config.algorithm
         logp_T, entropy_T, values_T = self._forward(packed)
         index_T = packed.token_index_T.cpu()
@@ -237,7 +242,7 @@ class Updater:
         return loss, logp_T, metrics
 
     def _forward(self, packed: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """logp_T, entropy_T and, of a module with a critic, values_T; of another one they are 0."""
+        """Return logp_T, entropy_T and values_T, which are 0 without a critic."""
         temperature = self._config.rollout.temperature
         if not self._has_critic:
             logp_T, entropy_T = self._module(packed, temperature=temperature, with_entropy=True)
@@ -245,7 +250,7 @@ class Updater:
         return self._module(packed, temperature=temperature, with_entropy=True, with_values=True)
 
     def _counts(self, batch: StepBatch, targets: Targets, rollouts: np.ndarray) -> tuple[StepCounts, Tensor]:
-        """Denominators of this optimizer step, from the whole of it; every rank counts the same."""
+        """Return the denominators and tokens per rollout of this optimizer step, equal on all ranks."""
         kept_S = rollout_count(batch.rollout_N[targets.keep_N], batch.num_rollouts)
         counts = StepCounts(
             num_rollouts=len(rollouts),
@@ -257,14 +262,14 @@ class Updater:
     def _sequence_log_ratio(
         self, batch: StepBatch, targets: Targets, rows: Sequence[int], *, is_first: bool
     ) -> Tensor | None:
-        """Return (S,) for losses with one ratio per rollout; before the first update of a batch θ is θ_old."""
+        """Return the (S,) log ratio for losses with one per rollout; in the first update of a batch θ is θ_old."""
         if self._sequence_values is None:
             return None
         kept, old_N = targets.keep_N, targets.old.logp_N
         if is_first and not isinstance(targets.old, FromEngine):
             log_ratio_N = torch.zeros(batch.layout.num_tokens)
         else:
-            assert old_N is not None, "only the first update of a batch takes its own logprobs for the old ones"
+            assert old_N is not None, "only the first update of a batch may use its own logprobs as the old ones"
             log_ratio_N = self.scorer.score(batch, rows) - old_N
         values = self._sequence_values(log_ratio_N[kept], targets.advantages_N[kept])
         ratio_S = rollout_mean(values, batch.rollout_N[kept], batch.num_rollouts)
@@ -273,7 +278,7 @@ class Updater:
     # Partition of the work
 
     def _minibatches(self, num_rollouts: int) -> Iterator[np.ndarray]:
-        """Rollout indices of each optimizer step: a fresh permutation per epoch, cut into equal parts."""
+        """Yield the rollout indices of each optimizer step: a permutation per epoch, cut into equal parts."""
         algorithm = self._config.algorithm
         for epoch in range(algorithm.epochs):
             if algorithm.minibatches == 1:
@@ -281,33 +286,3 @@ class Updater:
                 continue
             order = np.random.default_rng([self._config.seed, self.num_updates, epoch]).permutation(num_rollouts)
             yield from np.array_split(order, algorithm.minibatches)
-
-    def _ppo_names(self, means: dict[str, float]) -> dict[str, float]:
-        """The policy's numbers under the names that the literature on PPO knows them by."""
-        if not self._has_critic:
-            return {}
-        names = {"approxkl": "policy/approx_kl", "clipfrac": "policy/clip_frac", "entropy": "policy/entropy"}
-        return {f"ppo/policy/{ours}": means[name] for ours, name in names.items() if name in means}
-
-    def _learning_rate(self) -> float:
-        settings = self._config.optimizer
-        return learning_rate(
-            self.num_updates,
-            peak=settings.lr,
-            schedule=settings.schedule,
-            warmup_updates=settings.warmup_updates,
-            total_updates=self._config.updates,
-            final_fraction=settings.final_lr_fraction,
-        )
-
-
-def whole_row(ids: Sequence[int]) -> TrainingRow:
-    """A row in which every token but the first counts as sampled, to score a plain sequence."""
-    length = len(ids)
-    return TrainingRow(
-        ids=np.asarray(ids, dtype=np.int64),
-        loss_mask=np.arange(length) > 0,
-        sampling_logprobs=np.zeros(length, dtype=np.float32),
-        versions=np.full(length, -1, dtype=np.int32),
-        turns=np.zeros(length, dtype=np.int32),
-    )

@@ -13,7 +13,7 @@ from tests.unit.trainer.update.test_updater import close, expected_gradient, rol
 from trainer.collect.source import Collected
 from trainer.config.schema import AlgorithmConfig, Config
 from trainer.model.policy import Policy
-from trainer.observe.step_report import StepReport
+from trainer.observe.step_metrics import StepReport
 from trainer.step import Trainer
 from trainer.stopwatch import Stopwatch
 from trainer.update.updater import Updater
@@ -70,8 +70,8 @@ def test_with_bypass_the_ratio_of_the_loss_carries_the_mismatch_and_weights_are_
         return -torch.minimum(ratio_N * a_N, ratio_N.clamp(0.8, 1.2) * a_N).mean()
 
     assert close(gradient, expected_gradient(policy, report.batch, loss))
-    assert passes == 1, "one pack, and no pass to score it before"
-    for name in ("ess", "is_weight_mean", "is_weight_max"):  # the ratio is what weighs
+    assert passes == 1, "one pack, without a pass to score it first"
+    for name in ("ess", "is_weight_mean", "is_weight_max"):  # the ratio is the weight
         prefix = "rollout_correction/"
         assert report.metrics[prefix + name] == report.metrics[f"{prefix}raw_{name}"] != 1.0
     assert report.metrics["policy/ratio_mean"] != 1.0

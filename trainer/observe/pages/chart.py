@@ -84,7 +84,7 @@ class _Axis:
         if high <= low:
             padding = abs(low) * 0.1
             low, high = (low, low + 1) if whole or not low else (low - padding, high + padding)
-        step = _round_up((high - low) / 5)
+        step = round_up((high - low) / 5)
         if whole:
             step = max(1.0, step)
         else:
@@ -119,7 +119,8 @@ def number(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
-def _round_up(step: float) -> float:
+def round_up(step: float) -> float:
+    """Return the next 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(step))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= step * (1 - 1e-9))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -160,28 +159,11 @@ def curves(run: SavedRun, metrics: Mapping[str, str], *, is_dashed: bool = False
     return [Curve(name=name, points=run.series(metric), is_dashed=is_dashed) for name, metric in metrics.items()]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
-    """Time of a stage over the whole run."""
-
-    name: str
-    seconds: float
-    share: float
-    color: int
-
-
-def stages(run: SavedRun) -> list[Stage]:
-    """Return the stages in order; the remaining time is `other`."""
-    total = sum(run.values("time/step"))
-    if not total:
-        return []
+def stages(run: SavedRun) -> dict[str, float]:
+    """Return the seconds of each stage over the run, in order; the remaining time is `other`."""
     seconds = {name: sum(run.values(f"time/{name}")) for name in STAGES}
-    seconds["other"] = max(0.0, total - sum(seconds.values()))
-    return [
-        Stage(name=name, seconds=value, share=value / total, color=index)
-        for index, (name, value) in enumerate(seconds.items())
-        if value
-    ]
+    seconds["other"] = max(0.0, sum(run.values("time/step")) - sum(seconds.values()))
+    return {name: value for name, value in seconds.items() if value}
 
 
 def stage_chart(run: SavedRun) -> Chart:

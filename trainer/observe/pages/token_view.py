@@ -7,7 +7,6 @@ the data is JSON in which no character can end the script element, and the scrip
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch import Tensor
 from trainer.diagnosis.diagnosis import CaseReport, Diagnosis
 from trainer.diagnosis.evidence import ScoredTokens
 from trainer.diagnosis.token_classes import CLASSES
+from trainer.observe.pages.chart import round_up
 from trainer.observe.pages.render import render
 
 TEMPLATE = "token_view.html.jinja"
@@ -61,8 +61,7 @@ def color_scale(cases: Sequence[CaseReport]) -> float:
     """Return the |d| of full color [nats]: the 95th percentile, rounded up to 1, 2 or 5 times a power of ten."""
     diffs = np.concatenate([np.zeros(1), *(case.scored.diff_N.abs().numpy() for case in cases)])
     wanted = max(float(np.quantile(diffs, 0.95)), SMALLEST_SCALE)
-    power = 10.0 ** math.floor(math.log10(wanted))
-    return next(float(f"{step * power:.6g}") for step in (1, 2, 5, 10) if step * power >= wanted * (1 - 1e-9))
+    return float(f"{round_up(wanted):.6g}")
 
 
 def _rollouts(cases: Sequence[CaseReport]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Batches from which nothing can be learned: an update is made of them, or none, and every number stays finite."""
+"""Batches without a learning signal: with or without an update, every number is finite."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainer.update.updater import Updater
 
 
 def update(policy: Policy, batch: StepBatch) -> tuple[dict[str, float], torch.Tensor, int]:  # noqa: F811
-    """Metrics, the gradient, and the number of updates, of a batch on its way through the trainer."""
+    """Return metrics, gradient and number of updates of a batch."""
     distributed = FakeRank(policy)
     made = config(advantage="grpo", loss="ppo_clip", kl_coef=0.0)
     updater = Updater(policy, distributed, made)
@@ -36,7 +36,7 @@ def assert_finite(metrics: dict[str, float]) -> None:
     assert {name: value for name, value in metrics.items() if not math.isfinite(value)} == {}
 
 
-def test_identical_rewards_move_nothing(policy: Policy) -> None:  # noqa: F811
+def test_identical_rewards_give_a_zero_gradient(policy: Policy) -> None:  # noqa: F811
     same = [replace(rollout, reward=1.0) for rollout in rollouts()]
     metrics, gradient, updates = update(policy, StepBatch.of(same, mask_truncated=False))
     assert_finite(metrics)
@@ -45,7 +45,7 @@ def test_identical_rewards_move_nothing(policy: Policy) -> None:  # noqa: F811
     assert metrics["reward/zero_std_fraction"] == 1.0
 
 
-def test_an_empty_completion_is_not_trained_and_its_group_goes_on(policy: Policy) -> None:  # noqa: F811
+def test_an_empty_completion_is_not_trained_but_its_group_is(policy: Policy) -> None:  # noqa: F811
     silent = EngineCall(prompt_ids=(5, 6), sampled_ids=(), sampled_logprobs=(), finish_reason=FinishReason.STOP)
     first, *others = rollouts()
     given = [replace(first, calls=(silent,)), *others]
@@ -59,7 +59,7 @@ def test_an_empty_completion_is_not_trained_and_its_group_goes_on(policy: Policy
 
 
 @pytest.mark.parametrize("mask_truncated", [True, False])
-def test_a_batch_of_truncated_rollouts(policy: Policy, mask_truncated: bool) -> None:  # noqa: F811
+def test_a_batch_of_masked_rollouts_gives_finite_numbers(policy: Policy, mask_truncated: bool) -> None:  # noqa: F811
     cut = [replace(rollout, status=RolloutStatus.TRUNCATED) for rollout in rollouts()]
     metrics, gradient, updates = update(policy, StepBatch.of(cut, mask_truncated=mask_truncated))
     assert_finite(metrics)

@@ -1,4 +1,4 @@
-"""Packs: the shift between inputs and targets, look-up by step-wide index, budgets, dummies."""
+"""Packs: the shift between inputs and targets, lookup by index in the step, budgets, dummies."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from rollout.errors import EvidenceError
 from rollout.records import SamplingSupport, TrainingRow
-from trainer.batch.packing import StepLayout, collate, dummy, num_oversized, pack
+from trainer.batch.packing import StepLayout, collate, pack
 
 
 def row(ids: list[int], trained: list[int], *, rollout_id: int = 0, supports: list[list[int]] | None = None):
-    """A row in which the tokens at positions `trained` are trained; evidence of token p is derived from p."""
+    """Return a row with these trained positions; logprob, version and turn of token p are functions of p."""
     mask = np.zeros(len(ids), dtype=bool)
     mask[trained] = True
     positions = np.arange(len(ids))
@@ -55,11 +55,9 @@ def test_no_target_is_predicted_from_another_row():
     assert (row_of_position[packed.target_index_T] == row_of_position[packed.target_index_T + 1]).all()
 
 
-def test_evidence_stays_with_its_own_token():
+def test_sampling_logprobs_stay_with_their_tokens():
     packed = collate(ROWS, [0, 1, 2])
     torch.testing.assert_close(packed.sampling_logprobs_T, torch.tensor([-0.2, -0.3, -0.1, -0.1, -0.4]))
-    assert packed.versions_T.tolist() == [102, 103, 101, 101, 104]
-    assert packed.turns_T.tolist() == [1, 1, 0, 0, 2]
 
 
 def test_positions_restart_and_boundaries_come_from_lengths():
@@ -87,18 +85,11 @@ def test_token_index_is_the_same_in_every_partition():
 
 
 def test_rollout_index_counts_rollouts_and_not_rows():
-    assert StepLayout.of(ROWS).rollout_ids == (7, 5)
     assert collate(ROWS, [0, 1, 2]).rollout_T.tolist() == [0, 0, 1, 0, 0]
     layout = StepLayout.of(ROWS, rollout_ids=[4, 5, 6, 7])  # rollouts without rows keep their place
     assert collate(ROWS, [0, 1, 2], layout).rollout_T.tolist() == [3, 3, 1, 3, 3]
     with pytest.raises(EvidenceError, match="rollouts \\[7\\]"):
         StepLayout.of(ROWS, rollout_ids=[5])
-
-
-def test_a_rank_that_holds_only_its_own_rows_collates_the_same():
-    layout = StepLayout.of(ROWS)
-    own = collate({2: ROWS[2]}, [2], layout)
-    assert own.token_index_T.tolist() == collate(ROWS, [2]).token_index_T.tolist() == [3, 4]
 
 
 def test_support_is_restricted_to_trained_tokens_in_their_order():
@@ -122,10 +113,10 @@ def test_support_of_only_some_rows_is_refused():
 
 
 def test_a_dummy_pack_trains_nothing():
-    for packed in (dummy(), collate(ROWS, [])):
-        assert packed.num_targets == 0
-        assert packed.num_rows == 1
-        assert packed.num_tokens == len(packed.position_ids) == sum(packed.row_lengths)
+    packed = collate(ROWS, [], StepLayout.of(ROWS))
+    assert len(packed.target_ids_T) == len(packed.token_index_T) == len(packed.rollout_T) == 0
+    assert packed.row_lengths == (2,)
+    assert packed.num_tokens == len(packed.position_ids) == 2
 
 
 @given(st.lists(st.integers(1, 60), max_size=40), st.integers(1, 50))
@@ -135,7 +126,6 @@ def test_packing_loses_no_row_and_keeps_the_budget(lengths, budget):
     assert sorted(i for members in packs for i in members) == list(range(len(lengths)))
     for members in packs:
         assert sum(lengths[i] for i in members) <= budget or len(members) == 1
-    assert num_oversized(lengths, budget) == sum(length > budget for length in lengths)
     assert packs == pack(lengths, budget)
 
 

@@ -1,4 +1,4 @@
-"""Rows that begin alike: what is computed of them, which stay together, and that the gradient is that of rows apart."""
+"""Shared prefixes: computed tokens, plans that keep rows together, and gradients equal to those of separate rows."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ COMPUTED = {
 
 
 @pytest.mark.parametrize("what", ALIKE)
-def test_what_rows_begin_with_is_computed_once(what: str) -> None:
+def test_a_shared_prefix_is_computed_once(what: str) -> None:
     stretches = shared(ALIKE[what])
     assert len(stretches.ids) == sum(stretches.lengths) == COMPUTED[what]
     assert_paths(stretches, ALIKE[what])
@@ -77,14 +77,14 @@ def test_every_row_is_a_path_through_the_stretches(rows: list[list[int]]) -> Non
 
 @pytest.fixture(scope="module")
 def _every_token_counts():
-    """Every common token counts, so that small rows share."""
+    """Lower the threshold so that short rows share prefixes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trainer.batch.prefixes.MIN_SHARED", 1)
         yield
 
 
 def assert_paths(stretches: Any, rows: list[np.ndarray]) -> None:
-    """Each row's places hold its ids at its positions, and what attention sees before a stretch is its row's."""
+    """The places of each row hold its ids at its positions, and the prefix of a stretch is its row's."""
     starts = np.cumsum([0, *stretches.lengths])
     for row, place in zip(rows, stretches.places, strict=True):
         np.testing.assert_array_equal(stretches.ids[place], row)
@@ -125,7 +125,7 @@ def test_a_group_stays_together_unless_ranks_would_wait() -> None:
     assert len(first) == len(second) == 2
 
 
-def test_rows_that_share_nothing_are_planned_as_ever() -> None:
+def test_rows_without_shared_prefixes_get_the_plain_plan() -> None:
     rows = [random_ids(seed, 20 + 7 * seed) for seed in range(12)]
     partition = {"num_ranks": 2, "token_budget": 120}
     ours, plain = plan_bundles(rows, **partition), plan([len(row) for row in rows], **partition)
@@ -149,7 +149,7 @@ def call(prompt: np.ndarray, seed: int, length: int, alike: int = 0) -> EngineCa
 
 
 def rollouts() -> list[Rollout]:
-    """Two groups: samples of one prompt, two that begin with the same words, two that are equal, two that branch."""
+    """Return two groups: samples of one prompt, among them two with a common beginning, two equal, two that branch."""
     made = []
     for rollout_id in range(8):
         prompt = random_ids(rollout_id // 4, 30)
@@ -172,12 +172,12 @@ def batch() -> StepBatch:
 
 
 def gradient(module: Any, batch: StepBatch, config: Config) -> tuple[torch.Tensor, dict[str, float]]:
-    """float64, of everything that the module trains, of the update that `config` makes of the batch."""
+    """Return the float64 gradient of all trained parameters, and the metrics, of one update."""
     distributed = FakeRank(module)
     updater = Updater(module, distributed, config)
     noise = torch.from_numpy(np.random.default_rng(1).normal(size=(3, batch.layout.num_tokens))).float()
     base_N = torch.full((batch.layout.num_tokens,), -5.0)
-    # Off-policy on purpose: ratios must differ from 1, or clipping and sequence levels would not be seen.
+    # Off-policy on purpose: ratios must differ from 1, or clipping and sequence ratios would have no effect.
     logprobs = Logprobs(
         old=Recomputed(base_N + 0.5 * noise[0]),
         ref_N=base_N + 0.2 * noise[1],
@@ -212,7 +212,7 @@ def assert_equal_gradients(module: Any, batch: StepBatch, preset: str, *, tolera
 
 
 def gpt2(seed: int = 0) -> GPT2LMHeadModel:
-    """In float64 throughout: the norms of newer families round to float32, whatever they are given."""
+    """Return a model in float64 throughout: the norms of newer families round to float32."""
     torch.manual_seed(seed)
     config = GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=512, n_positions=128, initializer_range=0.2)
     return GPT2LMHeadModel(config).double()
@@ -224,7 +224,7 @@ def policy() -> Policy:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_shared_prefixes_give_the_gradient_of_rows_apart(preset: str, policy: Policy, batch: StepBatch) -> None:
+def test_shared_prefixes_give_the_gradient_of_separate_rows(preset: str, policy: Policy, batch: StepBatch) -> None:
     assert_equal_gradients(policy, batch, preset)
 
 
@@ -250,15 +250,15 @@ def test_checkpointed_layers_keep_the_gradient(batch: StepBatch) -> None:
 
 
 @pytest.mark.parametrize("long_stretch", [0, 1000])
-def test_both_ways_of_attention_to_a_prefix_keep_the_gradient(
+def test_recomputed_and_masked_prefixes_give_the_same_gradient(
     long_stretch: float, policy: Policy, batch: StepBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a whole causal row, of which the prefix is dropped, and with a mask."""
+    """Attention recomputes the prefix as part of a causal row, or uses a mask."""
     monkeypatch.setattr("trainer.model.packed_attention.LONG_STRETCH", long_stretch)
     assert_equal_gradients(policy, batch, "grpo")
 
 
-def test_attention_that_takes_no_prefixes_gets_whole_rows(batch: StepBatch) -> None:
+def test_attention_without_support_for_prefixes_gets_whole_rows(batch: StepBatch) -> None:
     policy = Policy(gpt2(), attn_implementation="sdpa")
     _, metrics = gradient(policy, batch, settings_with("grpo", share="auto"))
     assert metrics["perf/shared_tokens_frac"] == 0.0

@@ -25,7 +25,7 @@ def rollout(
 
 
 def over_ranks(batch: StepBatch) -> StepBatch:
-    """The batch as another rank receives it."""
+    """Return the batch as another rank receives it."""
     return decode(encode(batch))
 
 
@@ -56,7 +56,7 @@ def test_every_rank_gets_the_same_batch() -> None:
         assert (row.rollout_id, row.group_id) == (own.rollout_id, own.group_id)
 
 
-def test_rows_survive_the_journey() -> None:
+def test_rows_survive_serialization() -> None:
     batch = over_ranks(StepBatch.of([rollout(0)], mask_truncated=False))
     (row,) = batch.rows
     assert row.ids.tolist() == [1, 2, 3, 10, 11, 12]
@@ -65,19 +65,19 @@ def test_rows_survive_the_journey() -> None:
     assert row.versions.tolist() == [-1, -1, -1, 7, 7, 7]
 
 
-def test_failed_rollouts_are_not_delivered() -> None:
+def test_failed_rollouts_are_not_in_the_batch() -> None:
     batch = StepBatch.of([rollout(0, status=RolloutStatus.FAILED), rollout(1)], mask_truncated=False)
     assert batch.rollout_ids.tolist() == [1]
     assert len(batch.rows) == 1
 
 
-def test_truncated_rollouts_are_masked_only_when_asked() -> None:
+def test_truncated_rollouts_are_masked_only_if_configured() -> None:
     rollouts = [rollout(0, status=RolloutStatus.TRUNCATED), rollout(1)]
     assert StepBatch.of(rollouts, mask_truncated=False).is_kept_S.tolist() == [True, True]
     assert StepBatch.of(rollouts, mask_truncated=True).is_kept_S.tolist() == [False, True]
 
 
-def test_sampling_support_survives_the_journey() -> None:
+def test_sampling_support_survives_serialization() -> None:
     support = SamplingSupport(offsets=np.array([0, 2, 3, 6]), token_ids=np.array([10, 4, 11, 12, 5, 6], dtype=np.int32))
     batch = over_ranks(StepBatch.of([rollout(0, support=support), rollout(1, support=support)], mask_truncated=False))
     for row in batch.rows:
@@ -87,7 +87,7 @@ def test_sampling_support_survives_the_journey() -> None:
 
 
 def test_a_step_in_which_only_some_rows_have_a_support_is_refused() -> None:
-    """Dropping the supports that are there would train those rows over the whole vocabulary, without a word."""
+    """Without the error those rows would silently be trained over the whole vocabulary."""
     support = SamplingSupport(offsets=np.array([0, 2, 3, 6]), token_ids=np.array([10, 4, 11, 12, 5, 6], dtype=np.int32))
     with pytest.raises(EvidenceError, match="1 of 2 rows carry the sampling support"):
         StepBatch.of([rollout(0, support=support), rollout(1)], mask_truncated=False)
@@ -101,6 +101,6 @@ def test_an_empty_step_is_an_empty_batch() -> None:
 
 
 @pytest.mark.parametrize("bad", [b"", b"\x00" * 20])
-def test_bytes_that_are_no_batch_are_refused(bad: bytes) -> None:
+def test_bytes_of_something_else_are_refused(bad: bytes) -> None:
     with pytest.raises(Exception, match=r"(?i)header|buffer|deserializ"):
         decode(bad)

@@ -1,4 +1,4 @@
-"""Rollouts made ahead: what is begun when, what is trained in which order, what is too old, how it ends."""
+"""Asynchronous rollouts: when groups begin, in which order they are trained, staleness, errors, the end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BATCH, GROUP = 3, 2
 
 
 class Sampler:
-    """Groups that take as long as the test says, by the weights of `version`."""
+    """Source of groups with durations set by the test, sampled by the weights of `version`."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -91,7 +91,7 @@ class Rewards:
 
 
 class Run:
-    """A producer and what surrounds it in a run; `train` is one step."""
+    """A producer with its collaborators; `train` is one step."""
 
     def __init__(self, loop: BackgroundLoop, *, max_staleness: int = 1, reward=lambda rollout: 0.0, **settings: Any):
         config = Config(updates=settings.pop("updates", 1000))
@@ -119,7 +119,7 @@ class Run:
         return self.producer.collect(0, self.sampler.version, Stopwatch(), self.shown.append)
 
     def train(self) -> list[int]:
-        """Places of the groups that the step trained."""
+        """Run one step; return the places of the groups that it trained."""
         collected = self.collect()
         self.sampler.version += self.updates_per_step
         return sorted({rollout.group_id for rollout in collected.trained})
@@ -135,7 +135,7 @@ class Run:
         self.loop.run(now())
 
     def settle(self) -> None:
-        """Until everything that is not held is complete."""
+        """Wait until all groups that are not held are complete."""
         deadline = time.monotonic() + 10
         while any(not w.is_complete and w.place not in self.sampler.held for w in self.producer._works):
             assert time.monotonic() < deadline
@@ -151,7 +151,7 @@ def loop() -> Iterator[BackgroundLoop]:
 def test_the_next_batch_is_sampled_while_this_one_is_trained(loop: BackgroundLoop) -> None:
     run = Run(loop)
     assert run.train() == [0, 1, 2]
-    run.settle()  # the trainer is busy; nobody asks for rollouts
+    run.settle()  # the trainer is busy and does not collect
     assert run.sampler.begun == [0, 1, 2, 3, 4, 5]
     assert all(work.is_complete for work in run.producer._works)
     assert run.train() == [3, 4, 5]
@@ -160,7 +160,7 @@ def test_the_next_batch_is_sampled_while_this_one_is_trained(loop: BackgroundLoo
 
 
 @pytest.mark.parametrize(("max_staleness", "minibatches", "batches"), [(1, 1, 2), (3, 1, 4), (2, 2, 2), (5, 2, 3)])
-def test_back_pressure_bounds_what_is_begun(
+def test_back_pressure_bounds_the_groups_in_flight(
     loop: BackgroundLoop, max_staleness: int, minibatches: int, batches: int
 ) -> None:
     run = Run(loop, max_staleness=max_staleness, minibatches=minibatches)
@@ -184,7 +184,7 @@ def test_a_straggler_is_overtaken_while_there_is_time_and_then_waited_for(loop: 
     assert collected.metrics["rollout/stale_dropped"] == 0
 
 
-def test_a_straggler_that_is_not_waited_for_is_dropped_with_its_group_and_counted(loop: BackgroundLoop) -> None:
+def test_a_straggler_that_becomes_too_old_is_dropped_with_its_group_and_counted(loop: BackgroundLoop) -> None:
     run = Run(loop, stragglers="drop")
     run.hold(0)
     assert run.train() == [1, 2, 3]
@@ -219,14 +219,14 @@ def test_a_complete_group_is_as_old_as_its_oldest_token(
 
 
 async def _begin_again(run: Run) -> asyncio.Task:
-    """As if its first request had reached the engine only now."""
+    """Simulate a first request that reaches the engine only now."""
     producer = run.producer
     return asyncio.get_running_loop().create_task(producer._make(run.sampler, 0, {"n": 0}))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("stragglers", ["wait", "drop"])
 @pytest.mark.parametrize("max_staleness", [1, 2, 4])
-def test_whatever_the_durations_nothing_is_too_old_nothing_twice_and_groups_are_whole(
+def test_for_any_durations_groups_are_whole_trained_once_and_not_too_old(
     loop: BackgroundLoop, max_staleness: int, stragglers: str
 ) -> None:
     run = Run(loop, max_staleness=max_staleness, stragglers=stragglers)
@@ -252,7 +252,7 @@ def test_whatever_the_durations_nothing_is_too_old_nothing_twice_and_groups_are_
     assert stragglers == "drop" or num_dropped == 0
 
 
-def test_an_engine_that_dies_with_work_in_flight_ends_the_next_step_with_its_own_sentence(
+def test_an_engine_that_dies_between_steps_ends_the_next_step_with_its_error(
     loop: BackgroundLoop,
 ) -> None:
     run = Run(loop)
@@ -266,7 +266,7 @@ def test_an_engine_that_dies_with_work_in_flight_ends_the_next_step_with_its_own
         run.collect()
 
 
-def test_after_a_death_what_was_in_flight_is_begun_again_and_every_prompt_is_trained_once(loop: BackgroundLoop) -> None:
+def test_after_a_recovery_groups_in_flight_begin_again_and_every_prompt_is_trained_once(loop: BackgroundLoop) -> None:
     run = Run(loop)
     run.hold(4)
     run.sampler.failing[4] = EngineError("cannot sample: the engine is dead")
@@ -299,7 +299,7 @@ def test_a_failure_is_raised_while_the_step_waits_for_others(loop: BackgroundLoo
     assert run.sampler.cancelled == [0, 2, 3, 4, 5]
 
 
-def test_what_is_not_trained_is_begun_again_by_a_resumed_run(loop: BackgroundLoop) -> None:
+def test_a_resumed_run_begins_untrained_groups_again(loop: BackgroundLoop) -> None:
     run = Run(loop, max_staleness=2)
     run.hold(1)
     trained = [*run.train(), *run.train()]
@@ -317,7 +317,7 @@ def test_what_is_not_trained_is_begun_again_by_a_resumed_run(loop: BackgroundLoo
     assert sorted([*trained, *resumed.prompts.unfinished]) == list(range(resumed.prompts.cursor))
 
 
-def test_nothing_is_begun_that_the_run_will_not_train(loop: BackgroundLoop) -> None:
+def test_groups_beyond_the_last_update_do_not_begin(loop: BackgroundLoop) -> None:
     run = Run(loop, max_staleness=3, updates=2)
     assert run.train() + run.train() == list(range(6))
     assert run.prompts.unfinished == ()
@@ -337,7 +337,7 @@ def test_groups_without_spread_are_replaced(loop: BackgroundLoop) -> None:
     assert len(collected.rollouts) == GROUP * (3 + collected.metrics["rollout/dropped_groups"])
 
 
-def test_data_that_says_nothing_ends_the_step_instead_of_the_data(loop: BackgroundLoop) -> None:
+def test_data_without_spread_ends_the_step_at_the_limit_of_refills(loop: BackgroundLoop) -> None:
     run = Run(loop, dynamic_sampling=True, max_refills=2)
     collected = run.collect()
     assert collected.trained == ()
@@ -363,7 +363,7 @@ def test_the_state_of_the_queue_is_measured_and_progress_is_shown(loop: Backgrou
     assert len({rollout.rollout_id for rollout in run.shown}) >= 2 * BATCH * GROUP - GROUP
 
 
-def test_a_rank_without_an_engine_has_nothing_and_waits_for_nobody() -> None:
+def test_a_rank_without_an_engine_collects_nothing_and_does_not_wait() -> None:
     producer = Producer(
         Config(), distributed=FakeRank(), loop=None, sampler=None, sampling=Sampling(max_tokens=8),  # type: ignore[arg-type]
         rewards=None, prompts=Prompts([[{}]], seed=0, shuffle=False),  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Collecting the rollouts of a step: refills, greedy baselines; the same decisions on every rank."""
+"""Synchronous rollouts: refills, greedy baselines, the same decisions on every rank, repeated steps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rollout(rollout_id: int, group_id: int, *, length: int = 3, example: Any = N
 
 
 class FakeSampler:
-    """Rollouts without an engine; remembers what it was asked for."""
+    """Sampler without an engine that records its requests."""
 
     def __init__(self, length: Callable[[int], int] = lambda rollout_id: 3) -> None:
         self.asked: list[dict[str, Any]] = []
@@ -50,7 +50,7 @@ class FakeSampler:
 
 
 class FakeRewards:
-    """`reward(rollout)`; None makes the rollout fail."""
+    """Rewards by a function; None makes the rollout fail."""
 
     def __init__(self, reward: Callable[[Rollout], float | None]) -> None:
         self._reward = reward
@@ -107,7 +107,7 @@ def only_odd_prompts_vary(found: Rollout) -> float:
     return float(found.example["n"] % 2 and found.rollout_id % 2)
 
 
-def test_without_dynamic_sampling_every_group_goes_on() -> None:
+def test_without_dynamic_sampling_every_group_is_trained() -> None:
     made, prompts = collector(config(), FakeSampler(), only_odd_prompts_vary)
     collected = collect(made)
     assert collected.trained == collected.rollouts
@@ -116,12 +116,12 @@ def test_without_dynamic_sampling_every_group_goes_on() -> None:
     assert "rollout/refill_factor" not in collected.metrics
 
 
-def test_a_curriculum_hears_the_rewards_of_every_group() -> None:
+def test_a_curriculum_gets_the_rewards_of_every_group() -> None:
     settings = config()
     settings.data.curriculum.rest_epochs = 1
     made, prompts = collector(settings, FakeSampler(), only_odd_prompts_vary)
     collected = collect(made)
-    assert prompts.resting == {"0:0": 2, "0:2": 2}, "of row 1 one passed, of rows 0 and 2 none"
+    assert prompts.resting == {"0:0": 2, "0:2": 2}, "one rollout of row 1 passed, and none of rows 0 and 2"
     assert collected.metrics["data/resting_rows"] == 2
 
 
@@ -139,7 +139,7 @@ def test_groups_with_equal_rewards_are_replaced_by_other_prompts() -> None:
     assert collected.metrics["reward/zero_std_fraction"] == 0.5
 
 
-def test_refills_end_at_the_cap_and_the_step_is_smaller() -> None:
+def test_at_the_limit_of_refills_the_step_is_smaller() -> None:
     made, prompts = collector(config(dynamic_sampling=True, max_refills=1), FakeSampler(), only_odd_prompts_vary)
     collected = collect(made)
     assert sorted({found.example["n"] for found in collected.trained}) == [1, 3]
@@ -154,7 +154,7 @@ def test_a_step_in_which_nothing_varies_trains_nothing() -> None:
     assert collected.metrics["reward/zero_std_fraction"] == 1.0
 
 
-def test_a_resumed_run_collects_what_the_whole_one_did() -> None:
+def test_a_resumed_run_collects_the_same_rollouts() -> None:
     settings = config(dynamic_sampling=True, max_refills=5)
     whole, _ = collector(settings, FakeSampler(), only_odd_prompts_vary)
     collect(whole, 0)
@@ -177,13 +177,13 @@ def test_a_rank_without_an_engine_follows_the_cursor_of_rank_0() -> None:
     assert other == (0, cursor) == (0, 6)
 
 
-def test_failed_rollouts_are_no_spread() -> None:
+def test_failed_rollouts_do_not_count_as_spread() -> None:
     one, two = replace(rollout(0, 0), reward=1.0), replace(rollout(1, 0), reward=0.0)
     assert has_spread([one, two])
     assert not has_spread([one, replace(two, status=RolloutStatus.FAILED)])
 
 
-def test_turns_that_differ_are_spread_where_turns_are_credited() -> None:
+def test_with_turn_rewards_differing_turns_count_as_spread() -> None:
     one, two = rollout(0, 0), rollout(1, 0)
     calls = (*one.calls, *one.calls)
     one = replace(one, calls=calls, reward=1.0, outcome={"turn_rewards": [1.0, 0.0]})
@@ -240,7 +240,7 @@ def test_the_greedy_answer_is_shaped_as_the_rollouts_that_it_is_compared_with() 
     assert {found.reward for found in collected.trained} == {0.5}
 
 
-def test_a_step_that_failed_is_forgotten_and_sampled_again_from_the_same_rows() -> None:
+def test_a_failed_step_is_sampled_again_from_the_same_rows() -> None:
     made, prompts = collector(config(dynamic_sampling=True, max_refills=3), FakeSampler(), only_odd_prompts_vary)
     expected = collect(made)
     first, cursor = prompts.cursor, 0
@@ -253,11 +253,11 @@ def test_a_step_that_failed_is_forgotten_and_sampled_again_from_the_same_rows() 
     assert prompts.cursor == cursor
     assert collect(made).rollouts == expected.rollouts
     made.forget()
-    assert prompts.cursor == first, "what was collected stays collected"
+    assert prompts.cursor == first, "a completed step is not taken back"
 
 
 class DyingSampler(FakeSampler):
-    """Its engine dies in the second batch that it is asked for."""
+    """Sampler whose engine dies in the second request."""
 
     async def collect(self, *arguments: Any, **settings: Any):
         collected = await super().collect(*arguments, **settings)

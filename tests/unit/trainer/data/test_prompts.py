@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -303,7 +304,7 @@ def test_prompts_of_agents_are_not_measured_but_others_in_the_mix_are() -> None:
 
 
 def test_a_subset_holds_only_the_kept_rows() -> None:
-    data = DataSet(ROWS, DataSetConfig(path="d", columns={})).subset([0, 2])
+    data = DataSet(Dataset.from_list(ROWS), DataSetConfig(path="d", columns={})).subset([0, 2])
     assert [row["question"] for row in data] == ["q0", "q2"]
     assert [row["question"] for row in data.subset([1])] == ["q2"]
     with pytest.raises(DataError, match=r"data\.max_prompt_tokens"):

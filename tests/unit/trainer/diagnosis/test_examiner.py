@@ -40,7 +40,7 @@ def test_a_right_pipeline_is_ok_and_has_no_cause():
 
 @pytest.mark.parametrize("variant", ROW_VARIANTS)
 @pytest.mark.parametrize("engine", [FakeEngine(), None], ids=["with an engine", "without"])
-def test_broken_rows_are_detected_and_named(variant, engine):
+def test_each_damage_to_rows_is_detected_and_named(variant, engine):
     """Dropout and stale weights need a model: tests/integration/test_diagnosis.py."""
     diagnosis = examine(ROLLOUTS, FakeTrainer(), variant, engine=engine)
     assert (diagnosis.finding.severity, diagnosis.finding.cause) == (Severity.CRITICAL, variant)
@@ -126,7 +126,7 @@ class TestRetokenizationNote:
             "100.0% of sampled tokens would survive decode and encode (0 of 1 turns would change)"
         )
 
-    def test_nothing_sampled_gives_no_note(self):
+    def test_without_sampled_tokens_there_is_no_note(self):
         assert retokenization_note([], TEXTS) == ""
 
 

@@ -1,4 +1,4 @@
-"""Where servers are is checked before anything starts; how a server is started is what the docs and the run expect."""
+"""Checks of server addresses before anything starts, and the command that starts a server."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def config(*urls: str, engine: str = "server", **changes: Any) -> Config:
     return made
 
 
-def test_good_settings_pass():
+def test_valid_settings_have_no_problems():
     assert list(engine_problems(Config())) == []
     assert list(engine_problems(config(URL, "https://engine-2:8443/"))) == []
     assert list(engine_problems(config("http://[::1]:8000", sync__address="127.0.0.1"))) == []
@@ -86,16 +86,16 @@ def test_a_server_is_started_on_loopback_and_guarded(monkeypatch: pytest.MonkeyP
     assert "rollout.server.guard.RequireKey" not in command(config(rollout__api_key_env=None))
 
 
-def test_a_host_that_is_loopback_by_accident_is_refused_and_by_intent_is_not(monkeypatch: pytest.MonkeyPatch):
+def test_a_host_that_resolves_to_loopback_unintentionally_is_refused(monkeypatch: pytest.MonkeyPatch):
     for host in ("127.0.0.1", "localhost", "0.0.0.0"):
         check_host(host)
     with pytest.raises(ConfigError, match=r"server\.host=127\.0\.1\.1 is loopback .*`ip -4 addr`"):
-        check_host("127.0.1.1")  # what Debian writes into /etc/hosts, and `hostname -i` prints
+        check_host("127.0.1.1")  # Debian writes it into /etc/hosts, and `hostname -i` prints it
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(socket.AF_INET, 2, 17, "", ("127.0.1.1", 9))])
     with pytest.raises(ConfigError, match=r"server\.host=node-3 is loopback"):
         check_host("node-3")
     monkeypatch.undo()
-    with pytest.raises(ConfigError, match=r"is no address of this machine"):
+    with pytest.raises(ConfigError, match=r"is not an address of this machine"):
         check_host("127.0.1.1 10.0.0.3")  # `hostname -i` on a machine with several
 
 
@@ -111,7 +111,7 @@ def test_gloo_takes_the_interface_that_reaches_rank_0(monkeypatch: pytest.Monkey
         assert environment == given
 
 
-def test_an_address_of_rank_0_that_is_loopback_here_is_refused_where_there_are_other_machines(
+def test_a_loopback_address_of_rank_0_is_refused_with_several_machines(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr("trainer.distributed.distributed.address_towards", lambda host: "127.0.1.1")
@@ -121,7 +121,7 @@ def test_an_address_of_rank_0_that_is_loopback_here_is_refused_where_there_are_o
     choose_interface({**several, "WORLD_SIZE": "8"})
 
 
-def test_several_engines_are_refused_where_they_would_share_a_core_or_a_gpu(monkeypatch: pytest.MonkeyPatch):
+def test_several_engines_that_would_share_a_core_or_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 5})
     check_cores(2)
     (problem,) = value_problems(config(engine="embedded", rollout__num_engines=0))

@@ -70,7 +70,7 @@ def test_a_dead_engine_gets_the_weights_before_it_samples_again(error: LockstepE
     assert done == ["forget", "reconnect", "push 7"]
 
 
-def test_all_ranks_repeat_what_one_rank_s_engine_ended() -> None:
+def test_all_ranks_repeat_work_if_one_rank_s_engine_died() -> None:
     def attempt(rank: FakeRank) -> tuple[str, int, list[str]]:
         world = World(rank=rank)
         sample = world.dying(rank.is_main, EngineError("dead"))

@@ -20,7 +20,7 @@ from transformers import (
 
 from rollout.errors import ConfigError
 from rollout.records import TrainingRow
-from trainer.batch.packing import PackedBatch, collate, dummy
+from trainer.batch.packing import PackedBatch, collate
 from trainer.model.critic import Critic
 from trainer.model.policy import Policy
 
@@ -157,7 +157,7 @@ def test_gradients_do_not_depend_on_packs_in_float64(partition):
 
 def test_a_dummy_pack_reaches_every_parameter_with_zeros():
     policy = build(qwen3(tie_word_embeddings=False), gradient_checkpointing=True).train()
-    logp_T, entropy_T = policy(dummy())
+    logp_T, entropy_T = policy(collate(rows(), []))
     (logp_T.sum() + entropy_T.sum()).backward()
     for name, parameter in policy.named_parameters():
         assert parameter.grad is not None, name
@@ -225,14 +225,14 @@ def test_lora_beside_the_head_trains_and_lora_on_the_head_is_refused():
 
 def test_a_support_restricts_the_normalization():
     packed = collate(rows(), [0])
-    own_token_only = (torch.arange(packed.num_targets + 1), packed.target_ids_T)
+    own_token_only = (torch.arange(len(packed.target_ids_T) + 1), packed.target_ids_T)
     restricted = PackedBatch(
         **(
             {name: getattr(packed, name) for name in PackedBatch.__slots__}
             | {"support_offsets": own_token_only[0], "support_ids": own_token_only[1]}
         )
     )
-    torch.testing.assert_close(score(build(qwen3()), restricted), torch.zeros(packed.num_targets))
+    torch.testing.assert_close(score(build(qwen3()), restricted), torch.zeros(len(packed.target_ids_T)))
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from tests.fixtures.made_up_model import TOKENIZER, FakeTrainer, step_batch, two
 from tests.fixtures.paths import ROOT
 from trainer.config.schema import Config, LoggerConfig
 from trainer.observe.metrics_log import MetricsLog
-from trainer.observe.step_report import StepReport
+from trainer.observe.step_metrics import StepReport
 from trainer.observe.wandb_media import COLUMNS, distributions, step_media, table_rows
-from trainer.observe.wandb_run import GROUPS, SUMMARIES, Lineage, WandbRun
+from trainer.observe.wandb_run import SUMMARIES, Lineage, WandbRun
 from trainer.run.provenance import provenance
 
 OFFLINE = LoggerConfig(wandb="offline", group="sweep")
@@ -63,9 +63,11 @@ def test_the_step_is_the_update(logged: Path):
     assert rows[3]["media/rollouts"]["nrows"] == 2, "numbers and media of an update are one row"
 
 
-def test_every_group_has_its_axis_and_some_metrics_their_summary(logged: Path):
+def test_all_metrics_have_the_update_as_axis_and_some_a_summary(logged: Path):
     defined = wandb_files.defined_metrics(logged)
-    assert {f"{group}/*" for group in GROUPS} <= defined.keys()
+    assert defined["*"].step_metric == "update"
+    axes = {name: metric.step_metric for name, metric in defined.items() if metric.step_metric}
+    assert axes.keys() >= {"reward/mean", "rollout_correction/kl"}
     assert defined["reward/mean"].summary.max
     assert defined["rollout/token_match_rate"].summary.min
     assert SUMMARIES.keys() <= defined.keys()

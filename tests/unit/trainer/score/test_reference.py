@@ -1,4 +1,4 @@
-"""The frozen reference: nothing without a coefficient, a copy that never moves, or the policy without its adapters."""
+"""The frozen reference: absent without a coefficient, a copy, or the policy without its adapters."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ def score(policy: Policy, batch: StepBatch) -> torch.Tensor:
 
 
 def move(policy: Policy) -> None:
-    """What an optimizer does to trained parameters, only worse."""
+    """Change all trained parameters, as a large optimizer step would."""
     with torch.no_grad():
         for parameter in policy.parameters():
             if parameter.requires_grad:
                 parameter += 0.05
 
 
-def test_nothing_is_loaded_without_a_coefficient(model_dir: Path) -> None:
+def test_without_a_kl_coefficient_no_reference_is_loaded(model_dir: Path) -> None:
     policy = Policy.from_pretrained(model_dir)
     settings = config(Path("/nowhere"), kl_coef=0.0)
     assert make_reference(settings, FakeRank(policy), policy) is None
 
 
-def test_a_copy_agrees_with_the_policy_until_the_policy_moves(model_dir: Path, batch: StepBatch) -> None:
+def test_a_copy_agrees_with_the_policy_until_an_update(model_dir: Path, batch: StepBatch) -> None:
     policy = Policy.from_pretrained(model_dir)
     reference = make_reference(config(model_dir, 0.1), FakeRank(policy), policy)
     assert reference is not None
@@ -67,7 +67,7 @@ def test_a_copy_agrees_with_the_policy_until_the_policy_moves(model_dir: Path, b
 
 
 @pytest.mark.parametrize("critic", ["separate", "shared"])
-def test_beside_a_critic_the_kl_of_an_unchanged_policy_is_exactly_zero(
+def test_with_a_critic_the_kl_of_an_unchanged_policy_is_exactly_zero(
     model_dir: Path, batch: StepBatch, critic: str
 ) -> None:
     settings = config(model_dir, 0.1)
@@ -109,7 +109,7 @@ def test_with_adapters_the_reference_is_the_policy_without_them(model_dir: Path,
 
 @pytest.fixture
 def bfloat16_process() -> Iterator[Distributed]:
-    """Accelerate keeps one precision per process; the one before is forgotten here, and this one afterwards."""
+    """Reset Accelerate's precision, of which it keeps one per process, before and after the test."""
     AcceleratorState._reset_state(reset_partial_state=True)
     yield Distributed.start(dtype="bfloat16", max_grad_norm=0.0)
     AcceleratorState._reset_state(reset_partial_state=True)

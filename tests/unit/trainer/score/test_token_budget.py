@@ -1,4 +1,4 @@
-"""When memory runs out: the budget is halved, it is said, and the gradient is the one there would have been."""
+"""When memory runs out: the budget is halved and reported, and the gradient does not change."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ UPDATES = {"grpo": {}, "gspo": {"loss": "gspo", "normalizer": "grpo"}}
 
 @contextmanager
 def room_for(policy: Policy, tokens: int, *, in_backward: bool) -> Iterator[list[int]]:
-    """An allocator that is full when a pack has more tokens; yields the sizes of all packs."""
+    """Raise out-of-memory errors for packs with more tokens; yield the sizes of all packs."""
     seen: list[int] = []
 
     def too_large(size: int) -> None:
@@ -67,7 +67,7 @@ def made_targets(batch: StepBatch, made) -> Targets:
 
 @pytest.mark.parametrize("name", UPDATES)
 @pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
-def test_the_gradient_is_the_one_of_a_step_with_enough_memory(
+def test_a_repeated_step_gives_the_gradient_of_a_step_with_enough_memory(
     name: str, in_backward: bool, policy: Policy, batch: StepBatch
 ) -> None:
     made = config(**UPDATES[name])
@@ -84,7 +84,7 @@ def test_the_gradient_is_the_one_of_a_step_with_enough_memory(
     assert metrics["perf/microbatches"] > plain["perf/microbatches"]
 
 
-def test_what_a_failed_attempt_accumulated_is_cleared(policy: Policy, batch: StepBatch) -> None:
+def test_gradients_of_a_failed_attempt_are_cleared(policy: Policy, batch: StepBatch) -> None:
     """The second pack fails in the first attempt: the gradient of the first one must not be counted twice."""
     made = config()
     made.token_budget = 40
@@ -104,7 +104,7 @@ def test_what_a_failed_attempt_accumulated_is_cleared(policy: Policy, batch: Ste
     assert float((found - expected).norm() / expected.norm()) < 1e-5
 
 
-def test_the_halving_is_said_with_the_override_and_lasts(policy: Policy, batch: StepBatch) -> None:
+def test_a_halved_budget_is_reported_with_its_override_and_stays(policy: Policy, batch: StepBatch) -> None:
     made = config()
     updater = Updater(policy, FakeRank(policy), made)
     said: list[str] = []
@@ -118,7 +118,7 @@ def test_the_halving_is_said_with_the_override_and_lasts(policy: Policy, batch: 
     assert max(packs[len(first) :]) <= 40
 
 
-def test_scoring_backs_off_too(policy: Policy, batch: StepBatch) -> None:
+def test_scoring_halves_the_budget_too(policy: Policy, batch: StepBatch) -> None:
     scorer = Scorer(policy, FakeRank(policy), temperature=1.0, token_budget=4096)
     expected = scorer.score(batch)
     with room_for(policy, 30, in_backward=False):
@@ -127,7 +127,7 @@ def test_scoring_backs_off_too(policy: Policy, batch: StepBatch) -> None:
     assert LONGEST_ROW <= scorer.budget.tokens <= 30
 
 
-def test_a_single_row_that_does_not_fit_ends_with_what_to_lower(policy: Policy, batch: StepBatch) -> None:
+def test_a_single_row_that_does_not_fit_ends_the_run_with_overrides(policy: Policy, batch: StepBatch) -> None:
     made = config()
     with (
         room_for(policy, 20, in_backward=False),
@@ -136,7 +136,7 @@ def test_a_single_row_that_does_not_fit_ends_with_what_to_lower(policy: Policy, 
         gradient(policy, batch, made, made_targets(batch, made))
 
 
-def test_a_rank_with_room_gives_up_with_the_one_that_has_none() -> None:
+def test_all_ranks_repeat_the_step_if_one_runs_out_of_memory() -> None:
     def tried(rank: FakeRank) -> list[int]:
         budget = TokenBudget(100, rank)
         budget.warn = lambda sentence: None
@@ -157,7 +157,7 @@ def test_a_rank_with_room_gives_up_with_the_one_that_has_none() -> None:
     assert on_ranks(2, tried) == [[100, 60], [100, 60]]
 
 
-def test_deepspeed_ends_with_a_sentence(policy: Policy) -> None:
+def test_under_deepspeed_the_run_ends_with_an_override(policy: Policy) -> None:
     def full() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nlong story")
 
@@ -166,7 +166,7 @@ def test_deepspeed_ends_with_a_sentence(policy: Policy) -> None:
         budget.attempt(lambda tokens: budget.agreed(full), [10, 20])
 
 
-def test_other_errors_are_not_taken_for_a_lack_of_memory(policy: Policy) -> None:
+def test_other_errors_are_raised_unchanged(policy: Policy) -> None:
     def broken() -> None:
         raise RuntimeError("shapes do not fit")
 
@@ -175,7 +175,7 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory(policy: Policy) -> None
         budget.attempt(lambda tokens: budget.agreed(broken), [10])
 
 
-def test_the_cpu_allocators_own_words_are_known() -> None:
+def test_the_error_of_the_cpu_allocator_is_recognized() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60, dtype=torch.uint8)
     assert is_out_of_memory(caught.value)

@@ -1,4 +1,4 @@
-"""Optimizers by name: what each one is given, what they do, and that their state survives a checkpoint bit for bit."""
+"""Optimizers by name: their parameters, their steps, and their state across a checkpoint, bit for bit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def prepared(name: str, settings: OptimizerConfig | None = None) -> tuple[Distri
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_restored_optimizer_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
+def test_a_restored_optimizer_continues_bit_for_bit(name: str, tmp_path: Path) -> None:
     distributed, whole = prepared(name)
     for seed in range(2):
         update(distributed, whole, seed)
@@ -62,7 +62,7 @@ def test_a_restored_optimizer_goes_on_bit_for_bit(name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_settings_that_were_changed_count_after_a_restart(name: str, tmp_path: Path) -> None:
+def test_changed_settings_are_used_after_a_restart(name: str, tmp_path: Path) -> None:
     distributed, whole = prepared(name)
     update(distributed, whole, 0)
     distributed.save_state(tmp_path)
@@ -99,7 +99,7 @@ def test_muon_takes_the_matrices_of_layers_and_adamw_the_rest() -> None:
 
 
 def test_muons_step_is_orthogonal() -> None:
-    """All singular values of its first step are near each other, whatever those of the gradient are."""
+    """All singular values of its first step are similar, for any gradient."""
     made = policy()
     distributed = Distributed.start(dtype="float32", max_grad_norm=0.0)
     distributed.prepare(made, make_optimizer(made, OptimizerConfig(name="muon")))
@@ -122,15 +122,15 @@ def test_only_matrices_decay() -> None:
             assert group["weight_decay"] == (0.1 if parameter.ndim >= 2 else 0.0)
 
 
-def test_with_adapters_only_they_are_optimised() -> None:
+def test_only_adapters_are_optimized_if_there_are_any() -> None:
     made = Policy(add_adapters(tiny_qwen3(tied=True), LoraConfig(rank=2)))
-    optimised = {id(p) for group in make_optimizer(made, OptimizerConfig()).param_groups for p in group["params"]}
+    optimized = {id(p) for group in make_optimizer(made, OptimizerConfig()).param_groups for p in group["params"]}
     adapters = {id(p) for name, p in made.named_parameters() if "lora_" in name}
-    assert optimised == adapters != set()
+    assert optimized == adapters != set()
 
 
-def test_what_cannot_work_is_refused_with_an_override() -> None:
+def test_impossible_optimizers_are_refused_with_an_override() -> None:
     with pytest.raises(ConfigError, match=r"adamw_8bit .* set optimizer\.name=adamw"):
-        make_optimizer(policy(), OptimizerConfig(name="adamw_8bit"))  # bitsandbytes or a GPU is not there
+        make_optimizer(policy(), OptimizerConfig(name="adamw_8bit"))  # without bitsandbytes or a GPU
     with pytest.raises(ConfigError, match=r"muon .* configs/accelerate/ddp\.yaml"):
         make_optimizer(policy(), OptimizerConfig(name="muon"), is_sharded=True)

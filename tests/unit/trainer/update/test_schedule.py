@@ -1,4 +1,4 @@
-"""Learning rates at the places where schedules go wrong: the first, the last, the end of the warm-up."""
+"""Learning rates of the first and the last update and at the end of the warm-up, and periodic actions."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def test_cosine_passes_half_way_at_half_time() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_these_are_the_schedules_of_transformers(schedule: str) -> None:
+def test_schedules_equal_those_of_transformers(schedule: str) -> None:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     theirs = get_scheduler(schedule, optimizer, num_warmup_steps=0, num_training_steps=7)
     for update in range(7):
@@ -41,7 +41,7 @@ def test_these_are_the_schedules_of_transformers(schedule: str) -> None:
         theirs.step()
 
 
-def test_a_schedule_by_another_name_is_none() -> None:
+def test_an_unknown_schedule_is_refused() -> None:
     with pytest.raises(ValueError, match="'constnat'; expected constant, linear or cosine"):
         lr(1, "constnat")
 
@@ -54,9 +54,9 @@ def test_updates_past_the_end_stay_at_the_end() -> None:
     assert lr(50) == 0.0
 
 
-def test_what_is_due_every_few_updates_is_not_missed_by_steps_of_several() -> None:
+def test_steps_of_several_updates_do_not_miss_a_periodic_action() -> None:
     """16 updates a step and a checkpoint every 20: after the second step, not only after the fifth."""
     due = [after for after in range(16, 97, 16) if is_due(20, before=after - 16, after=after)]
     assert due == [32, 48, 64, 80]  # each passes 20, 40, 60, 80; 96 passes none
-    assert not is_due(20, before=40, after=40), "a step without an update makes nothing due a second time"
+    assert not is_due(20, before=40, after=40), "after a step without an update nothing is due again"
     assert not is_due(0, before=0, after=7)

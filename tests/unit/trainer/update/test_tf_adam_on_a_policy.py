@@ -1,4 +1,5 @@
-"""PyTorch's Adam against TensorFlow's on one recorded batch, as seed 003 compares them: the first moves further."""
+"""PyTorch's Adam moves a policy further than TensorFlow's on one recorded batch ("The N Implementation Details of RLHF
+with PPO", Hugging Face blog, 2023)."""
 
 from __future__ import annotations
 
@@ -10,13 +11,13 @@ from trainer.batch.packing import collate
 from trainer.model.policy import Policy
 from trainer.objective.losses.inputs import LossInputs
 from trainer.objective.losses.ppo_clip import ppo_clip
-from trainer.update.optimizer import TFAdamW
+from trainer.update.tf_adam import TFAdamW
 
 EPSILON, LR, EPOCHS = 1e-5, 1e-4, 2
 
 
 def ratios_after_training(optimizer_class) -> torch.Tensor:
-    """(T,) π_new / π_old of the batch after two epochs of four minibatches."""
+    """Return (T,) π_new / π_old of the batch after two epochs of four minibatches."""
     torch.manual_seed(0)
     config = GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=512, n_positions=64)
     policy = Policy(GPT2LMHeadModel(config))
@@ -26,7 +27,7 @@ def ratios_after_training(optimizer_class) -> torch.Tensor:
         old_T, _ = policy(whole, temperature=0.7)
         old = [policy(pack, temperature=0.7)[0] for pack in packs]
     generator = torch.Generator().manual_seed(1)
-    advantages = [torch.randn(pack.num_targets, generator=generator) for pack in packs]
+    advantages = [torch.randn(len(pack.target_ids_T), generator=generator) for pack in packs]
     optimizer = optimizer_class(
         [{"params": list(policy.parameters())}], lr=LR, betas=(0.9, 0.999), eps=EPSILON, weight_decay=0.0
     )

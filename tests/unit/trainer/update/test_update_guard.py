@@ -1,4 +1,4 @@
-"""Which optimizer steps are made, and what is kept of those that are not."""
+"""Skipped optimizer steps, spikes of the gradient norm, and dumps of batches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def guard(**settings: object) -> UpdateGuard:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_skipped_and_named(value: float) -> None:
+def test_non_finite_sums_and_norms_are_skipped_and_named(value: float) -> None:
     judge = guard()
     found = judge.judge({"policy/loss": 1.0, "policy/entropy": value}, 1.0)
     assert found.is_skipped
@@ -39,35 +39,35 @@ def test_what_is_not_finite_is_skipped_and_named(value: float) -> None:
     assert (judge.skipped, judge.in_a_row, list(judge.norms)) == (2, 0, [1.0])
 
 
-def test_so_many_in_a_row_end_the_run() -> None:
+def test_repeated_skips_end_the_run() -> None:
     judge = guard(max_skipped_updates=2)
     for _ in range(3):
         bad = judge.judge({}, math.nan)
-        judge.end_if_hopeless(7, bad)
+        judge.raise_after_repeated_skips(7, bad)
         judge.judge({}, 1.0)
     bad = judge.judge({}, math.nan)
-    judge.end_if_hopeless(7, bad)
+    judge.raise_after_repeated_skips(7, bad)
     bad = judge.judge({}, math.nan)
     with pytest.raises(TrainingError, match=r"update 7 was skipped 2 times in a row.*optimizer\.lr"):
-        judge.end_if_hopeless(7, bad)
+        judge.raise_after_repeated_skips(7, bad)
 
 
-def test_a_spike_is_far_above_the_median_of_what_was_made() -> None:
+def test_a_spike_is_judged_against_the_median_of_updates_that_were_made() -> None:
     usual = [1.0, 1.2, 0.8, 1.1, 0.9, 1.0, 5.0, 1.0]
     for policy_name, skipped in (("off", False), ("skip", True), ("dump", False)):
         judge = guard(spike=policy_name, spike_factor=4.0)
         assert not any(judge.judge({}, norm).reason for norm in usual[: MIN_NORMS - 1])
-        assert judge.judge({}, 100.0).reason is None, "too few to say what is usual"
+        assert judge.judge({}, 100.0).reason is None, "too few norms for a median"
         judge.norms.clear()
         judge.norms.extend(usual)
         assert judge.judge({}, 3.9).reason is None
         found = judge.judge({}, 4.1)
         assert (found.reason is not None) == (policy_name != "off")
         assert found.is_skipped == skipped
-        assert (4.1 in judge.norms) != skipped, "what was not made says nothing about what is usual"
+        assert (4.1 in judge.norms) != skipped, "norms of skipped updates are not in the median"
 
 
-def test_the_median_looks_back_on_a_window() -> None:
+def test_the_median_is_taken_over_a_window() -> None:
     judge = guard(spike="skip", spike_window=MIN_NORMS)
     judge.norms.extend([1.0] * MIN_NORMS + [100.0] * MIN_NORMS)
     assert not judge.judge({}, 900.0).is_skipped
@@ -77,7 +77,7 @@ def targets(batch: StepBatch) -> Targets:  # noqa: F811
     return targets_of(batch, Config(), scored(random_logp(batch, 1), random_logp(batch, 2)), mode="off")[0]
 
 
-def test_a_broken_update_is_counted_dumped_and_not_made(batch: StepBatch, policy: Policy) -> None:  # noqa: F811
+def test_a_non_finite_update_is_counted_and_dumped_but_not_made(batch: StepBatch, policy: Policy) -> None:  # noqa: F811
     distributed = FakeRank(policy)
     updater = Updater(policy, distributed, config())
     dumped: list[Attempt] = []
@@ -96,7 +96,7 @@ def test_a_broken_update_is_counted_dumped_and_not_made(batch: StepBatch, policy
     assert metrics["health/skipped_updates"] == 1
 
 
-def test_a_merged_batch_survives_the_way_through_bytes(batch: StepBatch) -> None:  # noqa: F811
+def test_a_batch_survives_serialization(batch: StepBatch) -> None:  # noqa: F811
     again = decode(encode(batch))
     assert encode(again) == encode(batch)
     assert torch.equal(again.sampling_logprobs_N, batch.sampling_logprobs_N)
@@ -108,7 +108,7 @@ ATTEMPT = Attempt(
 )  # fmt: skip
 
 
-def test_a_dump_is_read_back_as_it_was(batch: StepBatch, tmp_path) -> None:  # noqa: F811
+def test_a_dump_is_read_back_unchanged(batch: StepBatch, tmp_path) -> None:  # noqa: F811
     given = targets(batch)
     some = torch.zeros(batch.layout.num_tokens)
     credit = Credit(

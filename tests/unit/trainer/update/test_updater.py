@@ -1,4 +1,4 @@
-"""What the update makes of weights, rejection, masks, KL and entropy: gradients against the formula on plain logits."""
+"""Gradients of the update with weights, rejection, masks, KL and entropy, against formulas on plain logits."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def gradient(policy: Policy, batch: StepBatch, made: Config, targets: Targets) -
 
 
 def expected_gradient(policy: Policy, batch: StepBatch, loss: Callable[[Tensor], Tensor]) -> Tensor:
-    """Of a loss of (N,) logprobs that are taken from the plain logits, row by row."""
+    """Return the gradient of a loss of (N,) logprobs from plain logits, row by row."""
     logp = []
     for row in batch.rows:
         ids = torch.from_numpy(row.ids)
@@ -122,7 +122,7 @@ def test_tokens_whose_weight_is_masked_stay_in_the_denominator(policy: Policy, b
     assert close(found, expected)
 
 
-def test_batch_normalised_weights_reach_the_gradient(policy: Policy, batch: StepBatch) -> None:
+def test_batch_normalized_weights_reach_the_gradient(policy: Policy, batch: StepBatch) -> None:
     made = config()
     logprobs = scored(random_logp(batch, 1))
     found = {}
@@ -134,7 +134,7 @@ def test_batch_normalised_weights_reach_the_gradient(policy: Policy, batch: Step
     assert close(found[True] * mean, found[False])
 
 
-def test_masked_rollouts_train_nothing_but_are_delivered(policy: Policy) -> None:
+def test_masked_rollouts_are_not_trained_but_count_in_the_denominator(policy: Policy) -> None:
     batch = StepBatch.of(rollouts(), mask_truncated=True)
     made = config(normalizer="sequence_sum")
     targets, _, a_N = targets_of(batch, made, scored(random_logp(batch, 1)), mode="off")
@@ -145,7 +145,7 @@ def test_masked_rollouts_train_nothing_but_are_delivered(policy: Policy) -> None
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "unbiased"])
-def test_the_kl_term_is_part_of_the_loss_and_not_weighted(estimator: str, policy: Policy, batch: StepBatch) -> None:
+def test_the_kl_term_of_the_loss_has_no_correction_weights(estimator: str, policy: Policy, batch: StepBatch) -> None:
     made = config(kl_coef=0.5, kl_estimator=estimator)
     old_N, ref_N = random_logp(batch, 1), random_logp(batch, 2)
     targets, weights, a_N = targets_of(batch, made, scored(old_N, ref_N), mode="token_truncate")
@@ -170,7 +170,7 @@ def test_kl_in_the_reward_is_a_penalty_on_each_token(policy: Policy, batch: Step
 
 
 def test_the_entropy_bonus_raises_entropy(policy: Policy, batch: StepBatch) -> None:
-    """Without advantages nothing else is left in the gradient: a step along it must raise the entropy."""
+    """Without advantages the gradient is only that of the entropy: a step along it must raise the entropy."""
     made = config(entropy_coef=1.0)
     targets, _, _ = targets_of(batch, made, scored(random_logp(batch, 1)), mode="off")
     targets = replace(targets, advantages_N=torch.zeros_like(targets.advantages_N))

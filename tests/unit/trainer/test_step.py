@@ -1,0 +1,282 @@
+"""`Trainer.step` over hand-made collaborators: order of stages, report, numbers, and errors of engines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rollout.errors import EngineError, SyncError, TrainingError
+from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
+from tests.fixtures.distributed import FakeRank
+from trainer.batch.step_batch import StepBatch
+from trainer.collect.groups import Collected
+from trainer.config.schema import AlgorithmConfig, Config
+from trainer.credit.correction import StepCorrection
+from trainer.credit.targets import Targets, rollout_targets
+from trainer.observe.step_metrics import StepReport
+from trainer.step import MAX_EMPTY_STEPS, Trainer
+from trainer.stopwatch import Stopwatch
+from trainer.update.updater import Updated
+
+UPDATES = 2
+"""Optimizer steps of one rollout batch."""
+
+
+def rollout(rollout_id: int, length: int, reward: float) -> Rollout:
+    call = EngineCall(
+        prompt_ids=(1, 2),
+        sampled_ids=(5,) * length,
+        sampled_logprobs=(-1.0,) * length,
+        finish_reason=FinishReason.STOP,
+    )
+    return Rollout(rollout_id=rollout_id, group_id=0, calls=(call,), reward=reward)
+
+
+class World:
+    """Updater, rollout source, weight sync and reference of a step. All note their calls in `calls`."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.failing: str | None = None
+        """First word of the call that fails."""
+        self.rollouts = (rollout(0, 2, 1.0), rollout(1, 3, 0.0))
+        self.num_updates = 4
+        self.weight = 0.5
+        """The one weight of the policy: logprobs are 1 below it."""
+        self.targets: Targets
+        self.scorer = self
+        self.trainer: Trainer
+
+    def note(self, call: str) -> None:
+        self.calls.append(call)
+        if call.split()[0] == self.failing:
+            raise SyncError("the engine is dead") if self.failing == "push" else EngineError("the engine is dead")
+
+    # Source
+
+    def collect(self, step: int, version: int, watch: Stopwatch, on_rollout: Callable[[Rollout], None]) -> Collected:
+        self.note(f"collect step {step} version {version}")
+        for found in self.rollouts:
+            on_rollout(found)
+        return Collected(rollouts=self.rollouts, trained=self.rollouts, metrics={"data/epoch": 0.25})
+
+    # Updater and its scorer
+
+    def score(self, batch: StepBatch) -> Tensor:
+        self.note("score")
+        return torch.full((batch.layout.num_tokens,), self.weight - 1)
+
+    def score_repacked(self, batch: StepBatch) -> Tensor:
+        self.note("score again")
+        return torch.full((batch.layout.num_tokens,), self.weight - 1.25)
+
+    def update(self, batch: StepBatch, targets: Targets) -> Updated:
+        self.note("update")
+        self.targets = targets
+        seen_N = torch.full((batch.layout.num_tokens,), self.weight - 1)
+        self.num_updates += UPDATES
+        self.weight += 1.0
+        return Updated(metrics={"policy/loss": 0.125}, logp_N=seen_N)
+
+    # Weight sync
+
+    def sleep(self) -> None:
+        self.note("sleep")
+
+    def push(self, version: int) -> World:
+        self.note(f"push version {version} after {self.trainer.num_steps} steps")
+        return self
+
+    def metrics(self) -> dict[str, float]:
+        return {"sync/version": float(self.num_updates)}
+
+
+class Reference:
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def score(self, batch: StepBatch) -> Tensor:
+        self._world.note("score reference")
+        return torch.full((batch.layout.num_tokens,), -0.75)
+
+
+class Rank(FakeRank):
+    """The first of two ranks, which notes what it shares."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world_size=2)
+        self._world = world
+
+    def broadcast_bytes(self, payload: bytes) -> bytes:
+        self._world.note("share")
+        return payload
+
+
+class Retries:
+    """Recovery that repeats work once."""
+
+    num_restarts = 0
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def attempt(self, act: Callable[[], Any]) -> Any:
+        try:
+            return act()
+        except (EngineError, SyncError):
+            self.num_restarts += 1
+            self._world.failing = None
+            return act()
+
+
+def trainer(world: World, *, retries: bool = False) -> Trainer:
+    config = Config(algorithm=AlgorithmConfig(advantage="rloo", minibatches=UPDATES, kl_coef=0.1))
+    config.correction.high = 1.5
+    world.trainer = Trainer(
+        config,
+        distributed=Rank(world),
+        updater=world,  # type: ignore[arg-type]
+        rollouts=world,  # type: ignore[arg-type]
+        reference=Reference(world),  # type: ignore[arg-type]
+        sync=world,  # type: ignore[arg-type]
+        recovery=Retries(world) if retries else None,  # type: ignore[arg-type]
+    )
+    return world.trainer
+
+
+def noted(world: World, call: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def with_note(*arguments: Any, **settings: Any) -> Any:
+        world.note(call)
+        return function(*arguments, **settings)
+
+    return with_note
+
+
+def test_the_stages_of_a_step_run_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    monkeypatch.setattr(StepCorrection, "of", noted(world, "correct", StepCorrection.of))
+    monkeypatch.setattr("trainer.step.rollout_targets", noted(world, "assign credit", rollout_targets))
+    trainer(world).step()
+    assert world.calls == [
+        "collect step 0 version 4",
+        "sleep",
+        "share",
+        "score",
+        "score again",
+        "score reference",
+        "correct",
+        "assign credit",
+        "update",
+        "push version 6 after 0 steps",
+    ]
+
+
+def test_the_update_gets_advantages_weights_and_logprobs_of_the_step() -> None:
+    world = World()
+    trainer(world).step()
+    assert world.targets.advantages_N.tolist() == [1.0, 1.0, -1.0, -1.0, -1.0]
+    assert world.targets.old.logp_N is not None
+    assert world.targets.old.logp_N.tolist() == [-0.5] * 5
+    assert world.targets.correction.weights_N is not None
+    assert world.targets.correction.weights_N.tolist() == [1.5] * 5, "exp(-0.5 + 1) is truncated"
+    assert world.targets.ref_logp_N is not None
+    assert world.targets.ref_logp_N.tolist() == [-0.75] * 5
+
+
+def test_the_report_holds_the_step() -> None:
+    world, arrived = World(), []
+    report = trainer(world).step(arrived.append)
+    assert isinstance(report, StepReport)
+    assert report.update == 4 + UPDATES
+    assert report.rollouts == world.rollouts == tuple(arrived)
+    assert report.batch.rollout_ids.tolist() == [0, 1]
+    assert report.logp_train_N.tolist() == [-0.5] * 5, "logprobs before the update"
+    assert report.advantages_N.tolist() == [1.0, 1.0, -1.0, -1.0, -1.0]
+    assert report.weights_N.tolist() == [1.5] * 5
+    expected = {
+        "rollout/batch": 1.0,
+        "rollout/engine_restarts": 0.0,
+        "reward/mean": 0.5,
+        "data/epoch": 0.25,
+        "policy/loss": 0.125,
+        "policy/ref_kl": 0.25,
+        "sync/version": 6.0,
+        "rollout_correction/kl": -0.5,
+        "rollout_correction/noise_floor_kl": -0.25,
+    }
+    assert {name: report.metrics[name] for name in expected} == pytest.approx(expected)
+    assert {"time/score", "time/update", "time/sync", "time/step"} <= report.metrics.keys()
+    assert all(math.isfinite(value) for value in report.metrics.values())
+
+
+def test_a_step_counts_after_its_sync_and_the_sync_sends_the_new_version() -> None:
+    world = World()
+    made = trainer(world)
+    made.step()
+    assert (made.num_steps, made.version) == (1, 6)
+    made.step()
+    assert (made.num_steps, made.version) == (2, 8)
+    with_numbers = [call for call in world.calls if "version" in call]
+    assert with_numbers == [
+        "collect step 0 version 4",
+        "push version 6 after 0 steps",
+        "collect step 1 version 6",
+        "push version 8 after 1 steps",
+    ]
+
+
+def test_a_failed_sync_does_not_count_the_step() -> None:
+    world = World()
+    world.failing = "push"
+    made = trainer(world)
+    with pytest.raises(SyncError):
+        made.step()
+    assert made.num_steps == 0
+
+
+@pytest.mark.parametrize("stage", ["collect", "sleep"])
+def test_an_engine_error_before_the_update_leaves_weights_and_numbers_alone(stage: str) -> None:
+    world = World()
+    world.failing = stage
+    made = trainer(world)
+    with pytest.raises(EngineError, match="the engine is dead"):
+        made.step()
+    assert (world.weight, made.version, made.num_steps) == (0.5, 4, 0)
+    assert made.noise_floor == {}
+    world.failing = None
+    made.step()
+    assert "collect step 0 version 4" in world.calls[1:], "the same step is collected again"
+
+
+@pytest.mark.parametrize("stage", ["collect", "sleep", "push"])
+def test_a_recovered_engine_repeats_its_stage_but_not_the_update(stage: str) -> None:
+    world = World()
+    world.failing = stage
+    report = trainer(world, retries=True).step()
+    stages = [call.split()[0] for call in world.calls]
+    assert stages.count(stage) == 2
+    assert stages.count("update") == 1
+    assert report.metrics["rollout/engine_restarts"] == 1
+
+
+def test_repeated_steps_without_a_trainable_rollout_end_the_run() -> None:
+    world = World()
+    good = world.rollouts
+    world.rollouts = tuple(replace(found, status=RolloutStatus.FAILED) for found in good)
+    made = trainer(world)
+    for _ in range(2):
+        for _ in range(MAX_EMPTY_STEPS - 1):
+            made.step()
+        failed, world.rollouts = world.rollouts, good
+        made.step()
+        world.rollouts = failed
+    for _ in range(MAX_EMPTY_STEPS - 1):
+        made.step()
+    with pytest.raises(TrainingError, match=r"5 steps in a row had no trainable rollout; look at `error`"):
+        made.step()
