@@ -1,15 +1,15 @@
-"""Rollouts per second with rollouts made ahead against a synchronous run, on the demo with a slow tool.
+"""Rollouts per second with asynchronous rollouts, compared with a synchronous run, on the demo with a slow tool.
 
     python benchmarks/asynchrony.py [--updates 20] [--staleness 1] [--max-delay 2.0] [--seeds 0] [--json]
 
-Whole runs of scripts/train.py on the calculator, each of whose answers takes between 0 and `--max-delay` seconds:
-synchronous, ahead with stragglers waited for, ahead with stragglers dropped. Rollouts per second are trained rollouts
-over the time of the steps (`time/step`), the first ones left out, in which the engine starts and nothing is ahead yet.
-Beside the ratio: the share of the step in which the trainer waits, the version lag of trained tokens, what was dropped,
-and the reward in each quarter of the run.
+Runs scripts/train.py on the calculator, each of whose answers takes between 0 and `--max-delay` seconds: synchronous,
+ahead with stragglers waited for, ahead with stragglers dropped. Rollouts per second are trained rollouts over the time
+of the steps (`time/step`), without the first steps, in which the engine starts and the lead builds up. Also reported:
+the share of the step in which the trainer waits, the version lag of trained tokens, the share of dropped rollouts, and
+the reward in each quarter of the run.
 
-The clock is the wall's, because waiting is what is measured. Not measured: a trainer and an engine on different GPUs;
-on a CPU both compute on the same cores, so that waiting is hidden, and sampling only in part.
+The clock is wall time, because the benchmark measures waiting. Not measured: a trainer and an engine on different GPUs.
+On a CPU both share the cores, so asynchrony hides waiting, but sampling only in part.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from harness.results import Row, argument_parser, report
 
 ROOT = Path(__file__).resolve().parents[1]
 WARM_UP = 3
-"""Updates that are left out of times."""
+"""Number of first updates that are left out of times."""
 QUARTERS = 4
 
 Metrics = dict[str, float]
-"""Of one update."""
+"""Metrics of one update."""
 
 
 def sides(staleness: int) -> dict[str, list[str]]:
@@ -44,7 +44,7 @@ def sides(staleness: int) -> dict[str, list[str]]:
 
 
 def run(overrides: list[str], args: Namespace, seed: int) -> list[Metrics]:
-    """A run of its own process, in a directory that is not kept."""
+    """Train in a process of its own and a temporary directory; return its metrics."""
     with tempfile.TemporaryDirectory(prefix="lockstep-asynchrony-") as root:
         own = ["environment=slow_calculator", f"environment.settings.max_delay_s={args.max_delay}"]
         own += [f"updates={args.updates}", f"seed={seed}", f"run_root={root}", "run_name=run"]
@@ -59,7 +59,7 @@ def rollouts_per_s(lines: Sequence[Metrics]) -> float:
 
 
 def summary(name: str, runs: Sequence[list[Metrics]]) -> Row:
-    """One row: means over the updates of all runs (seeds)."""
+    """Return a row of means over the updates of all runs (seeds)."""
     steady = [line for lines in runs for line in lines[WARM_UP:]]
     lines = [line for lines in runs for line in lines]
     dropped = sum(line.get("rollout/stale_dropped", 0.0) for line in lines)
@@ -79,7 +79,7 @@ def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--updates", type=int, default=20)
     parser.add_argument("--staleness", type=int, default=1)
-    parser.add_argument("--max-delay", type=float, default=2.0, help="of one answer of the tool, at most [s]")
+    parser.add_argument("--max-delay", type=float, default=2.0, help="longest delay of a tool answer [s]")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     args = parser.parse_args()
     if args.quick:

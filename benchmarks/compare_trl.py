@@ -1,18 +1,18 @@
-"""End to end against TRL 1.16: trained tokens per second of whole updates, ours over theirs.
+"""Trained tokens per second of whole updates, Lockstep's over those of TRL 1.16.
 
     python benchmarks/compare_trl.py [--json] [--quick] [--updates 6] [--ranks 2] [--workloads multi_lognormal ...]
     python benchmarks/compare_trl.py --curve 30 --workloads multi_equal      reward over wall time, both sides
 
-The same model, data, batch (16 prompts x 8 samples), sampling, reward and update on the same cores. Both trainers are
-alive at the same time and take turns, update by update, so that each meets the same machine (`harness/turns.py`). A
-trained token is one that the policy sampled; what tools answer and what is padding does not count. Settings of each
-side: `harness/lockstep_side.py`, `harness/trl_side.py`; what is trained: `harness/workloads.py`.
+Both sides have the same model, data, batch (16 prompts x 8 samples), sampling, reward, update and cores. Both trainers
+run at the same time and take turns, update by update, so that other load affects them alike (`harness/turns.py`). A
+trained token is one that the policy sampled; tool answers and padding do not count. Settings of each side:
+`harness/lockstep_side.py`, `harness/trl_side.py`; workloads: `harness/workloads.py`.
 
-The rate per CPU second, of all processes of a side, stands beside the rate: what else runs on the machine disturbs it
-less, but it does not show which side uses the cores better.
+The rate per CPU second of all processes of a side is less sensitive to other load, but does not show which side uses
+the cores better.
 
-`multi_turn_ratio` is of several turns with log-normal lengths, `single_turn_ratio` of one turn with equal lengths.
-Models that are missing are made first (one to three minutes, once).
+`multi_turn_ratio` belongs to several turns with log-normal lengths, `single_turn_ratio` to one turn with equal lengths.
+Missing models are made first (one to three minutes, once).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def cores() -> int:
 def measure(
     workload: Workload, *, updates: int, engine: str, threads: int, ranks: int, run_root: str
 ) -> dict[str, list[dict[str, Any]]]:
-    """What each side says about each of its updates; the first one holds the start-up and is left out of rates."""
+    """Return the report of each update of each side. The first one includes the startup, and rates leave it out."""
     here, logs = Path(__file__).parent / "harness", ROOT / "runs" / "benchmarks"
     common = [workload.name, "--updates", str(updates + 1), "--ranks", str(ranks)]
     environment = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
@@ -69,7 +69,7 @@ def measure(
 
 
 def summary(workload: Workload, said: dict[str, list[dict[str, Any]]]) -> tuple[list[dict[str, object]], float]:
-    """A row per side, and the ratio of their rates. Rates are of all measured updates together."""
+    """Return a row per side, and the ratio of their rates over all measured updates."""
     rows, rates = [], {}
     for side in SIDES:
         turns = said[side][1:]
@@ -92,7 +92,7 @@ def summary(workload: Workload, said: dict[str, list[dict[str, Any]]]) -> tuple[
 
 
 def curve(turns: list[dict[str, Any]]) -> list[tuple[float, float]]:
-    """(seconds of updates so far, mean reward of the update), start-up left out."""
+    """Return (cumulative seconds, mean reward) of each update without the startup."""
     seconds = accumulate(turn["seconds"] for turn in turns[1:])
     return [(round(at, 2), round(turn["reward"], 3)) for at, turn in zip(seconds, turns[1:], strict=True)]
 
@@ -101,12 +101,16 @@ def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--updates", type=int, default=6, help="measured updates per side and workload")
-    parser.add_argument("--curve", type=int, metavar="UPDATES", help="so many updates instead, and their rewards")
     parser.add_argument(
-        "--ranks", type=int, default=1, help="processes of each trainer; Lockstep's have an engine each"
+        "--curve", type=int, metavar="UPDATES", help="measure this number of updates and record the reward of each"
     )
-    parser.add_argument("--threads", type=int, help="compute threads of each rank; else the cores, shared out")
-    parser.add_argument("--peer-engine", choices=PEER_ENGINES, default="transformers", help="what TRL generates with")
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="processes of each trainer; with several, each of Lockstep's has an engine"
+    )
+    parser.add_argument("--threads", type=int, help="compute threads of each rank (default: all cores, split evenly)")
+    parser.add_argument(
+        "--peer-engine", choices=PEER_ENGINES, default="transformers", help="engine of TRL's generation"
+    )
     args = parser.parse_args()
     threads = args.threads or max(1, cores() // args.ranks)
     names = list(HEADLINES.values()) if args.quick else args.workloads

@@ -1,13 +1,12 @@
-"""How time and memory of an update grow: with row length, batch, group size, vocabulary and ranks.
+"""Growth of an update's time and memory with row length, batch, group size, vocabulary and ranks.
 
     python benchmarks/growth.py [--only length vocabulary ...] [--threads 1]
 
-Each point is a whole `Trainer.step` on rollouts that are there already (as in benchmarks/update.py), in a process of
-its own, because the high-water mark of a process never goes down. Reported is the fitted exponent k of value ∝ size^k:
-for the time of a step, and for the memory above what the process held before. 1 is linear growth. Ranks share one
-batch: -1 says that each of them does its part and nothing else.
+Each point is a whole `Trainer.step` on prepared rollouts (as in benchmarks/update.py), in a process of its own, because
+the peak memory of a process never decreases. Reports the fitted exponent k of value ∝ size^k, for the time of a step
+and for the memory that it adds. 1 is linear growth. Ranks share one batch: with -1 the work is split without overhead.
 
-The time is the CPU time of the second step (the first one allocates), of the rank that computes longest.
+The time is the CPU time of the second step (the first one allocates), on the slowest rank.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ QUICK: dict[str, tuple[int, ...]] = {
 
 
 def point(sizes: dict[str, int], threads: int) -> dict[str, float]:
-    """Seconds of a step, and GiB above what this process held before it made the model."""
+    """Measure a step: seconds, GiB added since before the model was made, and trained tokens per second."""
     torch.set_num_threads(threads)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     config = Config(token_budget=sizes["budget"], optimizer=OptimizerConfig(lr=1e-6))
@@ -77,19 +76,19 @@ def point(sizes: dict[str, int], threads: int) -> dict[str, float]:
 
 
 def in_own_process(sizes: dict[str, int], threads: int) -> dict[str, float]:
-    """`point` in a fork, which begins with the imports done."""
+    """Run `point` in a fork, which inherits the imports."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=lambda: sender.send(point(sizes, threads)))
     process.start()
-    sender.close()  # so that a process that dies ends the waiting
+    sender.close()  # otherwise `recv` would wait forever if the process dies
     result = receiver.recv()
     process.join()
     return result
 
 
 def on_ranks(sizes: dict[str, int], ranks: int) -> dict[str, float]:
-    """`point` under `accelerate launch`, DDP over gloo, a thread per rank."""
+    """Run `point` under `accelerate launch`: DDP over gloo, one thread per rank."""
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/ddp.yaml"]
     command = [*launcher, "--num_processes", str(ranks), "--main_process_port", "0"]
     done = subprocess.run(
@@ -106,7 +105,7 @@ def on_ranks(sizes: dict[str, int], ranks: int) -> dict[str, float]:
 
 
 def sweep(name: str, values: tuple[int, ...], base: dict[str, int], threads: int) -> list[dict[str, Any]]:
-    """One row per size."""
+    """Return one row per size."""
     rows = []
     for value in values:
         if name == "ranks":
@@ -128,7 +127,7 @@ def main() -> None:
     if args.point:
         print(json.dumps(point(json.loads(args.point), 1)), flush=True)
         return
-    torch.set_num_threads(1)  # no pool of threads is left behind for the forks
+    torch.set_num_threads(1)  # forks would inherit a thread pool without its threads
     sweeps = {name: values for name, values in (QUICK if args.quick else SWEEPS).items() if name in args.only}
     base = BASE | ({"length": 32, "rows": 4, "vocabulary": 512, "hidden": 64} if args.quick else {})
     rows: list[dict[str, Any]] = []

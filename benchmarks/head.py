@@ -2,13 +2,13 @@
 
     python benchmarks/head.py [--tokens 8192] [--vocab 151936] [--hidden 1024] [--threads 1] [--device cpu] [--entropy]
 
-Each side runs in a process of its own, because the high-water mark of a process never goes down. What is measured is
-the memory above inputs and their gradients. "Full" is what a trainer without a fused head does: one matrix product,
-log-softmax, gather, and the entropy if asked for.
+Each side runs in a process of its own, because the peak memory of a process never decreases. Memory is counted without
+inputs and their gradients. The "full" side does the work of a trainer without a fused head: one matrix product,
+log-softmax, gather, and with `--entropy` the entropy.
 
-On a CPU the clock is the process's CPU time, which other processes on the machine disturb less than wall time.
+On a CPU the clock is the process's CPU time, which other processes disturb less than wall time.
 
-Not measured: the decoder, and bfloat16 on GPUs unless started there.
+Not measured: the decoder; bfloat16 on GPUs unless the benchmark runs there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TEMPERATURE = 0.7
 def full(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The computation with materialised logits."""
+    """Compute with materialized logits."""
     logp = torch.log_softmax((hidden @ weight.T).float() / TEMPERATURE, -1)
     entropy = -(logp.exp() * logp).sum(-1) if with_entropy else torch.zeros(len(targets), device=hidden.device)
     return logp.gather(1, targets[:, None])[:, 0], entropy
@@ -45,7 +45,7 @@ def fused(
 
 
 def clock(device: str) -> float:
-    """Seconds; on a GPU after all queued work is done."""
+    """Return seconds; on a GPU after all queued work is done."""
     if device == "cuda":
         torch.cuda.synchronize()
         return time.perf_counter()
@@ -59,7 +59,7 @@ def peak_bytes(device: str) -> int:
 
 
 def measure(args: argparse.Namespace) -> dict[str, float]:
-    """Best time (s) of the repeats, and peak memory (GiB) above inputs and gradients, of one side."""
+    """Measure one side: best time of the repeats [s], and peak memory without inputs and gradients [GiB]."""
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     dtype = getattr(torch, args.dtype)
@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--entropy", action="store_true", help="also compute the entropy and its gradient")
-    parser.add_argument("--side", choices=["full", "fused"], help="measure one side in this process (used by itself)")
+    parser.add_argument("--side", choices=["full", "fused"], help="measure one side in this process (for internal use)")
     args = parser.parse_args()
     if args.quick:
         args.vocab, args.tokens, args.hidden, args.repeats = 8192, 256, 64, 1

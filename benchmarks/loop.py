@@ -1,14 +1,14 @@
-"""Whole steps of a model made from a config: where their time goes, and how far engine and trainer are apart.
+"""Time per phase of whole training steps, and mismatch between engine and trainer, on a model with random weights.
 
     python benchmarks/loop.py [--dtypes float32 bfloat16] [--hidden 192] [--layers 4] [--vocab 4096] [SETTING=VALUE ...]
 
-An ordinary run of scripts/train.py per dtype, one turn of exactly `--tokens` tokens, random weights, one process. Every
-number is what the run says of itself in metrics.jsonl. Of times, the median over the updates but the first; `share` is
-of the step. What engine and trainer disagree in is that of the first update, beside its noise floor: the trainer
-against itself in another packing. More settings of the run can follow.
+Runs scripts/train.py once per dtype in one process, with one turn of exactly `--tokens` tokens. All numbers come from
+metrics.jsonl of the run. Times are medians over all updates but the first; `share` is the share of the step. The
+mismatch is that of the first update, with its noise floor: the trainer against itself in another packing. Further
+settings of the run may follow.
 
-On a GPU, 0.6 B parameters in bfloat16, weights by CUDA IPC, the engine asleep while the trainer computes; this form has
-not been run yet:
+On a GPU, with 0.6 B parameters in bfloat16, weights by CUDA IPC, and the engine asleep while the trainer computes (not
+run yet):
 
     python benchmarks/loop.py --dtypes bfloat16 --hidden 1024 --layers 28 --vocab 151936 --prompts 64 --tokens 1024 \
         --peak-tflops 989 rollout=colocated rollout.max_num_seqs=512 token_budget=32768
@@ -30,9 +30,9 @@ from harness.results import argument_parser, report
 from harness.workloads import ROOT, WORKLOADS
 from transformers import AutoTokenizer
 
-COIN = Path(__file__).parent / "harness" / "coin.py"
+RANDOM_REWARD = Path(__file__).parent / "harness" / "random_reward.py"
 PROMPT_TOKENS = 96
-"""At most, of the task whose prompts are used."""
+"""Upper bound for the prompts of the task."""
 PHASES = ("rollout", "reward", "score", "update", "sync")
 RATES = ("perf/generated_tokens_per_s", "perf/trained_tokens_per_s", "perf/mfu", "sync/gb_per_s")
 MISMATCH = ("k3_kl", "noise_floor_k3", "logp_diff_abs_mean", "logp_diff_abs_max", "ess")
@@ -40,7 +40,7 @@ Metrics = dict[str, float]
 
 
 def save_model(path: Path, args: argparse.Namespace) -> None:
-    """Random weights, and the tokenizer of the task whose prompts are used."""
+    """Save a model with random weights, with the tokenizer of the task."""
     positions = PROMPT_TOKENS + args.tokens
     model = small_qwen3(hidden=args.hidden, layers=args.layers, vocab=args.vocab, max_positions=positions)
     model.save_pretrained(path)
@@ -48,7 +48,7 @@ def save_model(path: Path, args: argparse.Namespace) -> None:
 
 
 def lines_of_run(model: Path, root: str, dtype: str, args: argparse.Namespace) -> list[Metrics]:
-    """What a run says of its updates."""
+    """Run training; return the metrics of its updates."""
     workload = WORKLOADS["single_equal"]
     settings = [
         f"data={workload.task}",
@@ -63,7 +63,7 @@ def lines_of_run(model: Path, root: str, dtype: str, args: argparse.Namespace) -
         f"rollout.max_tokens_per_turn={args.tokens}",
         f"rollout.max_model_len={PROMPT_TOKENS + args.tokens}",
         "rollout.ignore_eos=true",
-        f"reward.functions=[{COIN}:coin]",
+        f"reward.functions=[{RANDOM_REWARD}:random_reward]",
         "reward.isolation=thread",
         "optimizer.lr=1e-6",
         f"updates={args.updates + 1}",
@@ -87,7 +87,7 @@ def lines_of_run(model: Path, root: str, dtype: str, args: argparse.Namespace) -
 
 
 def numbers_of(lines: list[Metrics]) -> Metrics:
-    """The first update holds what is made once, but knows the noise floor."""
+    """Return the numbers of a run: times without the first update, which initializes; mismatch of the first alone."""
     first, *later = lines
 
     def typical(name: str) -> float:
@@ -105,13 +105,15 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
     parser.add_argument("--hidden", type=int, default=192)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--vocab", type=int, default=4096, help="at least the 291 ids of the demo's tokenizer")
+    parser.add_argument(
+        "--vocab", type=int, default=4096, help="vocabulary; at least the 291 ids of the demo's tokenizer"
+    )
     parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--samples", type=int, default=8, help="per prompt")
-    parser.add_argument("--tokens", type=int, default=64, help="of every response")
-    parser.add_argument("--updates", type=int, default=5, help="measured updates, after one that is not")
-    parser.add_argument("--peak-tflops", type=float, help="of the device in this dtype; gives `mfu`")
-    parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE", help="further ones of the run")
+    parser.add_argument("--samples", type=int, default=8, help="samples per prompt")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of every response")
+    parser.add_argument("--updates", type=int, default=5, help="measured updates, after an unmeasured one")
+    parser.add_argument("--peak-tflops", type=float, help="peak of the device in this dtype; adds `mfu`")
+    parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE", help="further settings of the run")
     args = parser.parse_intermixed_args()
     if args.quick:
         args.hidden, args.layers, args.vocab, args.prompts, args.samples, args.tokens = 64, 2, 512, 2, 4, 8

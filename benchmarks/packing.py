@@ -1,15 +1,14 @@
-"""Trained tokens a second with packed rows against a right-padded batch, on log-normal row lengths.
+"""Trained tokens per second with packed rows, compared with right-padded batches, on log-normal row lengths.
 
     python benchmarks/packing.py [--rows 64] [--median 120] [--sigma 0.8] [--hidden 128] [--layers 2] [--dtype bfloat16]
 
-Both sides run the same model, the same rows and the same loss, forward and backward, and stay within the same token
-budget per microbatch; padding counts towards it. "padded" is what a trainer without packing does: rows in their order,
-as many as fit when padded to the longest of them, transformers' SDPA with the padding mask. Its targets go through the
-same fused head, so that only packing is compared. The ratio of microbatches and the share of real tokens are printed
-beside the times.
+Both sides run forward and backward with the same model, rows, loss and token budget per microbatch, padding included.
+The "padded" side takes rows in order, as many as fit when padded to the longest of them, and transformers' SDPA with
+the padding mask. Its targets go through the same fused head, so that only packing differs. Also printed: the ratio of
+microbatches, and the share of real tokens.
 
-`--attention` is that of the packed side; on a GPU in bfloat16 the trainer's own choice is FlashAttention's varlen
-kernel. This form has not been run yet:
+`--attention` belongs to the packed side; on a GPU in bfloat16 the trainer chooses FlashAttention's varlen kernel (not
+run yet):
 
     python benchmarks/packing.py --dtype bfloat16 --hidden 1024 --layers 28 --vocab 151936 --median 1500 --budget 16384
 
@@ -37,7 +36,7 @@ from trainer.model.policy import Policy
 
 
 def training_rows(args: argparse.Namespace) -> list[TrainingRow]:
-    """Rows of log-normal length whose second half is trained."""
+    """Make rows of log-normal length whose second half is trained."""
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(np.log(args.median), args.sigma, args.rows), 8, args.budget).astype(int)
     rows = []
@@ -56,7 +55,7 @@ def training_rows(args: argparse.Namespace) -> list[TrainingRow]:
 
 
 def packed_step(policy: Policy, rows: list[TrainingRow], budget: int) -> int:
-    """One pass over all rows in packs; returns the number of microbatches."""
+    """Pass over all rows in packs; return the number of microbatches."""
     result = plan([len(row) for row in rows], num_ranks=1, token_budget=budget)
     for indices in result.microbatches[0]:
         logp_T, _ = policy(collate(rows, indices, device=DEVICE), with_entropy=False)
@@ -74,7 +73,7 @@ def padded_batches(rows: list[TrainingRow], budget: int) -> list[list[TrainingRo
 
 
 def padded_step(policy: Policy, rows: list[TrainingRow], budget: int) -> int:
-    """The same pass over right-padded batches."""
+    """Pass over all rows in right-padded batches; return the number of microbatches."""
     batches = padded_batches(rows, budget)
     for batch in batches:
         longest = max(map(len, batch))
@@ -101,13 +100,13 @@ def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--median", type=float, default=120)
-    parser.add_argument("--sigma", type=float, default=0.8, help="of the logarithm of the length")
+    parser.add_argument("--sigma", type=float, default=0.8, help="standard deviation of log length")
     parser.add_argument("--budget", type=int, default=4096, help="tokens of a microbatch")
     parser.add_argument("--vocab", type=int, default=512)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the computation")
-    parser.add_argument("--attention", choices=ATTENTIONS, default="auto", help="of the packed side")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="dtype of the computation")
+    parser.add_argument("--attention", choices=ATTENTIONS, default="auto", help="attention of the packed side")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()

@@ -1,10 +1,10 @@
-"""What it saves to compute the prompt of a group once: whole steps with `share_prefixes`, against the same without.
+"""Time saved by computing the prompt of a group once: whole steps with and without `share_prefixes`.
 
     python benchmarks/prefixes.py [--prompts 64 256 1024] [--group 8] [--sampled 128] [--hidden 256] [--layers 4]
 
-Each point is a whole `Trainer.step` on rollouts that are there already (as in benchmarks/update.py), both sides in
-turns, CPU time. `tokens` is the share of the rows' tokens that is still computed: the time cannot fall below it by
-much. `gradient_difference` is how far the gradient norms of the two sides are apart, relative.
+Each point is a whole `Trainer.step` on prepared rollouts (as in benchmarks/update.py) in CPU time; the sides take
+turns. `tokens` is the share of the rows' tokens that is still computed, and so about the lower bound of the time.
+`gradient_difference` is the relative difference of the sides' gradient norms.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from trainer.observe.step_metrics import StepReport
 
 def main() -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument("--prompts", type=int, nargs="+", default=[64, 256, 1024], help="tokens of a prompt")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[64, 256, 1024], help="tokens per prompt")
     parser.add_argument("--sampled", type=int, default=128, help="median of the sampled tokens of a row")
-    parser.add_argument("--sigma", type=float, default=0.8, help="of the logarithm of that length")
+    parser.add_argument("--sigma", type=float, default=0.8, help="standard deviation of the log of that length")
     parser.add_argument("--group", type=int, default=8, help="rows per prompt")
     parser.add_argument("--groups", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=256)

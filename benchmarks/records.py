@@ -1,10 +1,10 @@
-"""What it costs to carry a sampled token from the engine's answer to the trainer's rows, in Python and numpy.
+"""CPU time per sampled token from the engine's answer to the trainer's rows, in Python and numpy.
 
     python benchmarks/records.py [--rollouts 64] [--prompt 500] [--sampled 1000]
 
-Each stage of the way is timed by itself, in CPU microseconds per sampled token: the checked record of a call, the rows
-of a rollout, the bytes that ranks exchange and what is read from them, and the count of tokens that match. The goal is
-`us_per_token` of at most 2: at 10,000 tokens a second, 2 % of a core.
+Times each stage separately, in CPU microseconds per sampled token: validating the record of a call, making the rows of
+a rollout, encoding and decoding the bytes that ranks exchange, and counting matching tokens. The goal is `us_per_token`
+of at most 2: at 10,000 tokens per second, 2 % of a core.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trainer.batch.step_batch import StepBatch, decode, encode
 
 
 def answers(*, rollouts: int, prompt: int, sampled: int) -> list[dict[str, Any]]:
-    """What an engine gives, as Python's own numbers."""
+    """Make answers of an engine in Python's own number types."""
     rng = np.random.default_rng(0)
     return [
         {

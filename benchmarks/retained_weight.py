@@ -1,12 +1,12 @@
-"""How much gradient weight a correction leaves, by the length of the rollout: why the product of ratios is no default.
+"""Gradient weight that a correction retains, by length of the rollout: the reason against products as the default.
 
     python benchmarks/retained_weight.py [--sigma 0.05] [--out docs/images/retained_weight.png]
 
-Synthetic mismatch: log ρ_t = σ x_t − σ²/2 with x_t standard normal, independent, so that every true weight has mean 1
-and the mean weight after control is the share of the gradient that is left. σ = 0.05 is about twice what bfloat16
-engine and trainer differ by on one token. Bounds as in configs/correction: truncation at 2, masks outside [0.5, 2].
+Synthetic mismatch: log ρ_t = σ x_t − σ²/2 with independent standard normal x_t. Every true weight has mean 1, so the
+mean weight after control is the retained share of the gradient. σ = 0.05 is about twice the difference between engine
+and trainer in bfloat16 on one token. Bounds as in configs/correction: truncation at 2, masks outside [0.5, 2].
 
-Left out: mismatch that is correlated along a rollout (staleness), for which the geometric mean falls as well.
+Not covered: mismatch that is correlated along a rollout (staleness), for which the geometric mean falls as well.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ GRANULARITIES = {
     "token": ("per token", "#2f6fab", "--"),
     "sequence_product": ("product", "#b5452c", "-"),
 }
-"""Label, colour and line in the plot."""
+"""Label, color and line in the plot."""
 CONTROLS = {"truncate": (0.0, 2.0), "mask": (0.5, 2.0)}
 NUM_TOKENS = 2**21
-"""Tokens per length, in rollouts of that length: at 16,384 tokens there are 128 of them."""
+"""Tokens per length: 128 rollouts of 16,384 tokens, more of shorter ones."""
 
 
 def retained(mode: str, bounds: tuple[float, float], length: int, sigma: float) -> float:
-    """Mean weight over tokens, from `NUM_TOKENS` of them."""
+    """Return the mean weight over `NUM_TOKENS` tokens."""
     generator = torch.Generator().manual_seed(length)
     log_ratio_T = sigma * torch.randn(NUM_TOKENS, generator=generator) - sigma**2 / 2
     rollout_T = torch.arange(NUM_TOKENS) // length
@@ -58,7 +58,7 @@ def plot(table: dict[str, list[float]], sigma: float, out: Path) -> None:
         axis.set_xlabel("trained tokens of the rollout")
         axis.set_ylim(0, 1.1)
         axis.grid(alpha=0.3)
-    axes[0].set_ylabel("gradient weight that is left")
+    axes[0].set_ylabel("retained gradient weight")
     axes[0].legend(title=f"σ = {sigma:g} nats per token", frameon=False, loc="lower left")
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=140)
@@ -67,7 +67,7 @@ def plot(table: dict[str, list[float]], sigma: float, out: Path) -> None:
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--sigma", type=float, default=0.05, help="standard deviation of log ρ of one token [nats]")
-    parser.add_argument("--out", type=Path, help="draw it into this file")
+    parser.add_argument("--out", type=Path, help="file for the plot")
     arguments = parser.parse_args()
     lengths = LENGTHS[:3] if arguments.quick else LENGTHS
     shares = {

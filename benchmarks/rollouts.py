@@ -1,15 +1,15 @@
-"""Rollouts against vLLM's own offline `LLM.generate`, and how idle the engine is while tools are slow.
+"""Sampling rate compared with vLLM's offline `LLM.generate`, and idle time of the engine with slow tools.
 
     python benchmarks/rollouts.py [--batches 5] [--tokens 64] [--tool-s 0.3]
 
-Single turns: 128 requests of `--tokens` tokens on the demo's model, in three processes that take turns
+Single turns: 128 requests of `--tokens` tokens to the demo's model, in three processes that take turns
 (`harness/engine_sides.py`). `engine_ratio` and `rollout_ratio` are tokens per second over vLLM's; the goal is 0.95.
-Lockstep's sides are two processes and vLLM's is one, so other programs on the cores disturb them more: the CPU ratio is
-tokens per second of CPU, of all processes of a side.
+Each side of Lockstep has two processes and vLLM has one, so other load slows Lockstep more. The CPU ratio compares
+tokens per CPU second of all processes of a side.
 
 Several turns with slow tools: 128 episodes of the demo's calculator, whose answers take `--tool-s` seconds on average.
-`idle_fraction` is the share of the time in which no request was in the engine though an episode could have made one;
-the goal is below 0.1. Time in which all episodes were waiting for tools is reported beside it.
+`idle_fraction` is the share of the time in which the engine had no request although an episode could have made one; the
+goal is below 0.1. `all_in_tools_fraction` is the share in which all episodes waited for tools.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CLOCKS = ("seconds", "cpu_s")
 
 
 def single_turns(batches: int, tokens: int) -> dict[str, dict[str, float]]:
-    """Sampled tokens per second of each side, and per second of CPU, over all batches but the first."""
+    """Return sampled tokens of each side per second and per CPU second, over all batches but the first."""
     script, logs = Path(__file__).parent / "harness" / "engine_sides.py", ROOT / "runs" / "benchmarks"
     threads = str(max(1, len(os.sched_getaffinity(0)) - 1))
     sides = {
@@ -65,7 +65,7 @@ def single_turns(batches: int, tokens: int) -> dict[str, dict[str, float]]:
 
 
 def slow_tools(mean_s: float) -> dict[str, float]:
-    """Shares of the time of one batch of episodes."""
+    """Return the seconds of one batch of episodes, and shares of them."""
     workload = WORKLOADS["multi_equal"]
     workload.prepare()
     chat = Chat.from_pretrained(workload.model_path)
@@ -103,7 +103,7 @@ def slow_tools(mean_s: float) -> dict[str, float]:
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--batches", type=int, default=5, help="measured batches per side")
-    parser.add_argument("--tokens", type=int, default=64, help="of every response of single turns")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of every response of single turns")
     parser.add_argument("--tool-s", type=float, default=0.3, help="mean time of a tool call [s]")
     args = parser.parse_args()
     WORKLOADS["single_equal"].prepare()

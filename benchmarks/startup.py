@@ -1,10 +1,10 @@
-"""Time from the command to the first update of the demo, and where it goes.
+"""Time from the command to the first update of the demo, by stage.
 
     python benchmarks/startup.py [--repeats 2]
 
-The lines that a run prints are its milestones; the time between two of them is what stands under the later one. Beside
-it, what the largest packages take to import in the main process, each with what it alone pulls in
-(`python -X importtime`, in a run of its own). Not covered: compiled kernels, downloads, several ranks.
+Lines that the run prints are milestones; each is reported with the time since the one before. A second run with `python
+-X importtime` gives the import time of the largest packages in the main process, each with the modules that it was the
+first to import. Not covered: compiled kernels, downloads, several ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MILESTONES = (
     ("data, rewards, weight transfer", "engine ready"),
     ("first sync and update", "update 1/1"),
 )
-"""What was done, and how the line begins that a run prints when it is."""
+"""Stage, and the beginning of the line that the run prints after it."""
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "vllm", "deepspeed", "wandb", "hydra")
 
 
@@ -46,7 +46,7 @@ def command(run_root: str) -> list[str]:
 
 
 def milestones() -> dict[str, float]:
-    """Seconds of each stage of one start."""
+    """Start a run; return the seconds of each stage."""
     with tempfile.TemporaryDirectory() as run_root:
         started = time.perf_counter()
         process = subprocess.Popen(
@@ -72,7 +72,7 @@ def milestones() -> dict[str, float]:
 
 
 def imports() -> dict[str, float]:
-    """Seconds of the imports of a run, by package: its own modules and what they were first to pull in."""
+    """Return the import seconds of a run by package, with the modules that it was the first to import."""
     with tempfile.TemporaryDirectory() as run_root:
         done = subprocess.run(
             [sys.executable, "-X", "importtime", *command(run_root)],

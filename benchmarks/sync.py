@@ -1,17 +1,17 @@
-"""What a weight sync takes, over the plain copy of the same bytes through the same transport.
+"""Time and memory of a weight sync, compared with a plain copy of the same bytes through the same transport.
 
     python benchmarks/sync.py [--repeats 3] [--dtype bfloat16] [--engine] [--json]
 
-A ZeRO-3 model on two ranks over gloo, and a process that receives like an engine and does nothing else: gathered and
-sent one parameter after another, one layer after another, and as Lockstep does it; and the copy alone, from memory that
-is ready. Each size is a launch of its own, in which the sides take turns. Extra memory is the high-water mark of a
-rank during a sync above what it held before, in units of the largest bucket.
+A ZeRO-3 model on two ranks over gloo sends its weights to a process that only receives. Sides: parameter by parameter,
+layer by layer, Lockstep's own way, and a plain copy of gathered buckets. Each size is a separate launch in which the
+sides take turns. Extra memory is the peak of a rank during a sync above its memory before, in units of the largest
+bucket.
 
-`--engine` measures the whole sync into real vLLM instead, with everything that checks it: pause, transfer, load,
-versions, caches, canary; and the checksums, which are asked for only when the canary is off.
+`--engine` measures the whole sync into real vLLM instead, with all checks: pause, transfer, load, versions, caches,
+canary, and the checksums, which a run requests only after a failed canary.
 
-The clock is the wall's: waiting is what is measured. The three processes share the cores of this machine, on which
-"sending" is two processes that copy, so what is overlapped here is less than on a network of their own.
+The clock is wall time, because the benchmark measures waiting. The three processes share the cores of this machine, on
+which sending means copying, so less work overlaps than on a real network.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ GOAL_OVER_COPY, GOAL_BUCKETS = 1.5, 2.0
 
 
 def launch(module: str, arguments: dict[str, Any], *, ranks: int) -> dict[str, Any]:
-    """What rank 0 of a program of the harness says in its last line."""
+    """Run a program of the harness on two ranks; return the JSON object in the last line of rank 0."""
     words = [word for name, value in arguments.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
     done = subprocess.run(
@@ -50,7 +50,7 @@ def launch(module: str, arguments: dict[str, Any], *, ranks: int) -> dict[str, A
 
 
 def against_the_copy(sizes: dict[str, dict[str, int]], args: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Rows and numbers of the sides of every size."""
+    """Return rows and numbers of the sides at every size."""
     rows, points = [], []
     for name, size in sizes.items():
         wished = {"dtype": args.dtype, "bucket_mib": args.bucket_mib, "repeats": args.repeats}
@@ -85,7 +85,7 @@ def against_the_copy(sizes: dict[str, dict[str, int]], args: Any) -> tuple[list[
 
 
 def into_an_engine(sizes: dict[str, dict[str, int]], args: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Rows and numbers of whole syncs, and of what of them is checking."""
+    """Return rows and numbers of whole syncs and their checks."""
     rows = [
         {"model": name, **launch("sync_checked.py", {**size, "repeats": args.repeats}, ranks=2)}
         for name, size in sizes.items()
@@ -100,9 +100,9 @@ def into_an_engine(sizes: dict[str, dict[str, int]], args: Any) -> tuple[list[di
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of what is sent")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="dtype of the sent weights")
     parser.add_argument("--bucket-mib", type=float, default=512.0)
-    parser.add_argument("--engine", action="store_true", help="whole syncs into real vLLM, with their checks")
+    parser.add_argument("--engine", action="store_true", help="measure whole syncs into real vLLM, with their checks")
     parser.add_argument("--only", nargs="+", choices=SIZES, default=None)
     args = parser.parse_args()
     names = args.only or (["8M"] if args.quick else ["8M", "30M"] if args.engine else list(SIZES))

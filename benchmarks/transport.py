@@ -1,15 +1,14 @@
-"""What HTTP costs: the same requests to vLLM in this process and to a server of the same model, in turns.
+"""Cost of HTTP: the same requests in turns to vLLM in this process and to a server of the same model.
 
     python benchmarks/transport.py [--requests 256] [--tokens 64] [--rounds 5]
 
-Three ways of one sampled token with its log-probability: in process, over Lockstep's compact route, over vLLM's own
-JSON route. For each the CPU time per token of generating it (the engine's process) and of everything else: in process
-the front end of vLLM, over HTTP also the server and the client. The rest of HTTP less the rest in process is the cost
-of the transport. `compact_share` and `json_share` are that cost over the time of generating; the goal is 0.1.
+A sampled token with its logprob arrives in one of three ways: in process, over Lockstep's compact route, or over vLLM's
+own JSON route. For each way the CPU time per token is split into generation (the engine's process) and the rest: vLLM's
+front end, and over HTTP also server and client. The transport costs the rest over HTTP less the rest in process.
+`compact_share` and `json_share` are that cost over the time of generation; the goal is 0.1.
 
-The model is the demo's, so generating is as cheap as it gets and the shares are as large as they get. The cost of a
-token does not depend on the model: `tokens_per_s_at_a_tenth` is the rate of a server up to which it stays below a tenth
-of a core.
+On the demo's model generation is cheap, so these shares are upper bounds. The cost per token does not depend on the
+model: `tokens_per_s_at_a_tenth` is the rate at which the transport takes a tenth of a core.
 """
 
 from __future__ import annotations
@@ -41,23 +40,23 @@ from rollout.system.gc_freeze import gc_frozen
 
 CONTEXT, PROMPT_TOKENS, KV_CACHE_GIB = 512, 32, 0.5
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
-"""One thread for each engine, on any core: vLLM would pin both to the first."""
+"""One thread per engine on any core; vLLM would pin both engines to the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Of one token of a batch of requests."""
+    """Cost per token of a batch of requests."""
 
     seconds: float
     generating_us: float
     """CPU time of the engine's process."""
     rest_us: float
-    """CPU time of everything else that the token passes."""
+    """CPU time of all other processes on the way of the token."""
 
 
 @contextmanager
 def server(model: Path, key: str, log_path: Path) -> Iterator[tuple[str, psutil.Process]]:
-    """A server as scripts/serve_engine.py starts it: its address and its process."""
+    """Start a server by scripts/serve_engine.py; yield its address and process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -85,7 +84,7 @@ def cpu_s(*processes: psutil.Process) -> float:
 def measure(
     engine: SyncedEngine, generating: list[psutil.Process], rest: list[psutil.Process], *, requests: int, tokens: int
 ) -> Cost:
-    """One batch of requests, all at once."""
+    """Measure one batch of concurrent requests."""
 
     async def all_of_them() -> None:
         prompts = [[1 + (7 * request + i) % 200 for i in range(PROMPT_TOKENS)] for request in range(requests)]
@@ -106,8 +105,8 @@ def measure(
 
 def main() -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument("--requests", type=int, default=256, help="at once")
-    parser.add_argument("--tokens", type=int, default=64, help="per request")
+    parser.add_argument("--requests", type=int, default=256, help="concurrent requests")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens per request")
     parser.add_argument("--rounds", type=int, default=5, help="measured batches per way")
     args = parser.parse_args()
     if args.quick:
@@ -131,7 +130,7 @@ def main() -> None:
             compact, plain = (
                 ServerEngine(url, loop=loop, vocab_size=embedded.vocab_size, api_key=key) for _ in range(2)
             )
-            plain._route = GENERATE  # what a server without Lockstep's middleware answers
+            plain._route = GENERATE  # the route of a server without Lockstep's middleware
             its_engine = front.children(recursive=True)
             ways: dict[str, tuple[SyncedEngine, list[psutil.Process], list[psutil.Process]]] = {
                 "in process": (embedded, own_engine, [me]),

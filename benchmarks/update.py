@@ -1,18 +1,17 @@
-"""What the trainer adds to the computation itself: steps without an engine, against a bound and against TRL's loss.
+"""Overhead of a training step without an engine, compared with a lower bound and with TRL's loss.
 
     python benchmarks/update.py [--rows 64] [--median 120] [--hidden 256] [--layers 4] [--vocab 4096] [--threads 1]
 
     bound      the model's own decoder over the same packs, full logits of the trained tokens, backward, clip, AdamW
-    lockstep   `Trainer.step` on rollouts that are there already: rows, packing, scores, correction, loss, backward,
-               clip, AdamW, metrics; only the engine and the sync are left out
+    lockstep   `Trainer.step` on prepared rollouts without engine and sync: rows, packing, scores, correction, loss,
+               backward, clip, AdamW, metrics
     trl        `GRPOTrainer.compute_loss` of TRL 1.16 on the same rollouts, padded, in microbatches of `--micro-batch`
-               rows, backward, clip, AdamW; without the pass for old log-probabilities that it makes when vLLM samples
+               rows, backward, clip, AdamW; without the pass for old logprobs that it makes when vLLM samples
 
-The goal is `overhead`, the time of lockstep above the bound, of at most 0.1. Rows have log-normal lengths, half of each
-is trained. On a CPU the clock is the CPU time of the process.
+The goal is an `overhead` (time of lockstep over the bound, less 1) of at most 0.1. Rows have log-normal lengths, and
+half of each is trained. On a CPU the clock is the CPU time of the process.
 
-On a GPU, a model of 1.7 B parameters in bfloat16, with its share of the card's arithmetic (`mfu`, goal 0.5); this form
-has not been run yet:
+On a GPU, with 1.7 B parameters in bfloat16 and the model FLOPs utilization (`mfu`, goal 0.5; not run yet):
 
     python benchmarks/update.py --dtype bfloat16 --hidden 2048 --layers 28 --vocab 151936 --median 1500 --rows 64 \
         --budget 16384 --micro-batch 4 --peak-tflops 989
@@ -45,7 +44,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 def bound(policy: Policy, batch: StepBatch, config: Config) -> Callable[[], None]:
-    """The least that a packed update does: packs are made beforehand, the loss is a dot product."""
+    """Return the least work of a packed update: prepared packs, and a dot product as the loss."""
     optimizer = make_optimizer(policy, config.optimizer)
     packs = [
         collate(batch.rows, indices, batch.layout, device=DEVICE)
@@ -70,7 +69,7 @@ def bound(policy: Policy, batch: StepBatch, config: Config) -> Callable[[], None
 
 
 def trl(model: Any, batch: StepBatch, config: Config, *, micro_batch: int, output: str) -> Callable[[], None]:
-    """TRL's loss on the same rows, padded to the longest prompt and the longest completion as TRL does."""
+    """Return an update with TRL's loss on the same rows, padded to the longest prompt and completion as TRL does."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -112,7 +111,7 @@ def trl(model: Any, batch: StepBatch, config: Config, *, micro_batch: int, outpu
 
 
 def padded(batch: StepBatch) -> dict[str, torch.Tensor]:
-    """The rows as TRL's tensors: prompts padded on the left, completions on the right."""
+    """Return the rows as TRL's tensors: prompts padded on the left, completions on the right."""
     counts = [row.num_trained for row in batch.rows]
     longest_prompt = max(len(row) - count for row, count in zip(batch.rows, counts, strict=True))
     longest_completion = max(counts)
@@ -135,15 +134,15 @@ def padded(batch: StepBatch) -> dict[str, torch.Tensor]:
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--median", type=float, default=120, help="of the row lengths")
-    parser.add_argument("--sigma", type=float, default=0.8, help="of the logarithm of the length")
+    parser.add_argument("--median", type=float, default=120, help="median of the row lengths")
+    parser.add_argument("--sigma", type=float, default=0.8, help="standard deviation of log length")
     parser.add_argument("--budget", type=int, default=4096, help="tokens of a packed microbatch")
     parser.add_argument("--micro-batch", type=int, default=16, help="rows of TRL's microbatch")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocab", type=int, default=4096)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the computation")
-    parser.add_argument("--peak-tflops", type=float, help="of the device in this dtype; gives `mfu`")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="dtype of the computation")
+    parser.add_argument("--peak-tflops", type=float, help="peak of the device in this dtype; adds `mfu`")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
@@ -165,7 +164,7 @@ def main() -> None:
             "lockstep": trainer_step(Policy(copy.deepcopy(model), compute_dtype=args.dtype), config, rollouts),
             "trl": trl(copy.deepcopy(model), batch, config, micro_batch=args.micro_batch, output=output),
         }
-        for step in sides.values():  # buffers, caches and optimizer states come with the first step
+        for step in sides.values():  # the first step allocates buffers, caches and optimizer states
             step()
         seconds = interleaved(sides, repeats=args.repeats, clock=clock)
     best = {name: min(times) for name, times in seconds.items()}

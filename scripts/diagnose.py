@@ -38,7 +38,7 @@ def main() -> None:
     exit_status: list[int] = []
 
     def with_config(config) -> None:
-        from trainer.tools.diagnose import run  # torch and vLLM load only after the settings are right
+        from trainer.tools.diagnose import run  # after the settings are checked, because torch and vLLM load slowly
 
         variant = Cause(flags.variant) if flags.variant else None
         diagnosis = run(config, as_json=flags.json, html=flags.html, rollouts=rollouts, variant=variant)

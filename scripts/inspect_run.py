@@ -1,6 +1,6 @@
-"""Look at what a run sampled and how it went.
+"""Show metrics and rollouts of a run in the terminal.
 
-    python scripts/inspect_run.py runs/latest                      last metrics, and the best and worst rollouts
+    python scripts/inspect_run.py runs/latest                      last metrics, best and worst rollout
     python scripts/inspect_run.py runs/latest --step 5 --rollout 3 --tokens
 
 `--tokens` prints every token with its id and the engine's logprob; trained tokens are bold.
@@ -14,11 +14,13 @@ from pathlib import Path
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Look at what a run sampled and how it went.")
-    parser.add_argument("run", type=Path, nargs="?", default=Path("runs/latest"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "run", type=Path, nargs="?", default=Path("runs/latest"), help="run directory (default: runs/latest)"
+    )
     parser.add_argument("--step", type=int, help="update whose rollouts are shown (default: the newest saved)")
-    parser.add_argument("--rollout", type=int, help="rollout id (default: the best and the worst)")
-    parser.add_argument("--tokens", action="store_true", help="print every token with id and logprob")
+    parser.add_argument("--rollout", type=int, help="id of the rollout to show (default: the best and the worst)")
+    parser.add_argument("--tokens", action="store_true", help="also print every token with its id and logprob")
     arguments = parser.parse_args()
 
     from rich.console import Console

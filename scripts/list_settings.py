@@ -1,10 +1,10 @@
 """Write docs/settings.md and the tables of docs/algorithms.md from the declarations of settings, losses and advantages.
 
     python -m scripts.list_settings            # also: make docs
-    python -m scripts.list_settings --check    # exit 1 when a page is not up to date
+    python -m scripts.list_settings --check    # write nothing; exit 1 if a page is out of date
 
-The tables are generated, so they cannot contradict the code: edit trainer/config/schema.py, the files of
-trainer/objective/losses and advantages, or the header of a preset in configs/algorithm.
+The tables are generated. To change one, edit trainer/config/schema.py, the files of trainer/objective/losses and
+advantages, or the header of a preset in configs/algorithm.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def algorithms_page() -> str:
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
         before, _, rest = page.partition(begin)
         _, found, after = rest.partition(end)
-        assert found, f"docs/algorithms.md has no place for its {name}"
+        assert found, f"docs/algorithms.md lacks the markers of the table {name}"
         page = before + begin + "\n".join(lines) + "\n" + end + after
     return page
 

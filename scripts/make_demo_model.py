@@ -1,10 +1,10 @@
-"""Make the demo: a task's data and a tiny model that solves it some of the time, ready to be trained.
+"""Make the demo: the data of a task, and a tiny model that solves it sometimes and can be trained.
 
     python scripts/make_demo_model.py                     # calculator, about a minute on two cores
     python scripts/make_demo_model.py --task chain
 
 Writes train.jsonl and heldout.jsonl to data/demo/<task> and the model with its tokenizer to models/<task>. A second
-call finds them and returns. The recipe is in demo/.
+call finds them and ends. The recipe is in demo/.
 """
 
 from __future__ import annotations
@@ -18,20 +18,22 @@ from rollout.errors import LockstepError
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Make a demo task's data and its warm-started model.")
-    parser.add_argument("--task", choices=TASK_NAMES, default="calculator")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--task", choices=TASK_NAMES, default="calculator", help="task of the demo (default: calculator)"
+    )
     parser.add_argument("--out", type=Path, help="directory of the model (default: models/<task>)")
     parser.add_argument("--data", type=Path, help="directory of the data (default: data/demo/<task>)")
-    parser.add_argument("--seed", type=int, default=0, help="of data, initialization and warm start")
+    parser.add_argument("--seed", type=int, default=0, help="seed of data, initialization and warm start (default: 0)")
     arguments = parser.parse_args()
     model_dir = arguments.out or Path("models") / arguments.task
     data_dir = arguments.data or Path("data") / "demo" / arguments.task
     try:
         made = find_made(arguments.task, model_dir, data_dir, arguments.seed)
         if made is not None:
-            print(f"{made.task}: {model_dir} and {data_dir} are there already, made by this recipe")
+            print(f"{made.task}: {model_dir} and {data_dir} exist already, made by this recipe")
             return 0
-        from rich.console import Console  # torch and transformers are imported only when there is work for them
+        from rich.console import Console  # imported only if needed, because torch loads slowly
 
         from demo.make import make_demo
         from trainer.run.library_logs import quiet_third_parties

@@ -16,11 +16,13 @@ from rollout.errors import LockstepError
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Make a preference task's language model, queries and comparisons.")
-    parser.add_argument("--task", choices=("sentiment", "descriptiveness"), default="sentiment")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--task", choices=("sentiment", "descriptiveness"), default="sentiment", help="task (default: sentiment)"
+    )
     parser.add_argument("--out", type=Path, help="directory of the model (default: models/<task>_lm)")
     parser.add_argument("--data", type=Path, help="directory of the data (default: data/preferences/<task>)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="seed of data and model (default: 0)")
     arguments = parser.parse_args()
     from demo.preferences.make import make_preferences
     from trainer.run.library_logs import quiet_third_parties

@@ -1,8 +1,10 @@
 """Draw reward and mismatch of one or more runs over their updates.
 
-python scripts/plot.py                                   runs/latest -> runs/latest/curves.png
-python scripts/plot.py runs/a runs/b --out compare.png
-python scripts/plot.py runs/a --metrics objective/score objective/kl     other metrics, a panel each
+    python scripts/plot.py                                   runs/latest -> runs/latest/curves.png
+    python scripts/plot.py runs/a runs/b --out compare.png
+    python scripts/plot.py runs/a --metrics objective/score objective/kl     other metrics, one panel each
+
+Writes PNG, or SVG if `--out` ends with it.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ MISMATCH = (
     ("rollout_correction/logp_diff_abs_max", "largest |Δ logp| of a token"),
     ("rollout_correction/kl", "|kl|"),
 )
-"""Mismatch metrics with labels: training is on policy below the dashed line and breaks above the solid one."""
+"""Mismatch metrics with labels. Below the dashed line training is on policy, above the solid one it breaks."""
 EXPECTED_KL, CRITICAL_KL = 0.01, 0.1
 
 
@@ -35,10 +37,12 @@ def series(lines: list[dict[str, float]], name: str) -> tuple[list[float], list[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Draw reward and mismatch of runs over their updates.")
-    parser.add_argument("runs", type=Path, nargs="*", default=[Path("runs/latest")])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "runs", type=Path, nargs="*", default=[Path("runs/latest")], help="run directories (default: runs/latest)"
+    )
     parser.add_argument("--out", type=Path, help="PNG or SVG to write (default: curves.png in the first run)")
-    parser.add_argument("--metrics", nargs="+", help="names of metrics to draw instead, a panel each")
+    parser.add_argument("--metrics", nargs="+", help="names of metrics to draw instead, one panel each")
     arguments = parser.parse_args()
 
     import matplotlib

@@ -1,9 +1,9 @@
-"""One HTML page about a run: curves, mismatch, time, alarms, the worst and the best rollouts, settings.
+"""Write an HTML page about a run: curves, mismatch, time, alarms, the worst and the best rollouts, settings.
 
     python scripts/report.py                            runs/latest -> runs/latest/report.html
     python scripts/report.py runs/mine --out mine.html
 
-The page needs no network and no script: send it, or open it on a phone. It can be made while the run goes on.
+The page is one file without scripts or network access, to send or to read on a phone. It also works during a run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("run", type=Path, nargs="?", default=Path("runs/latest"), help="run directory")
+    parser.add_argument(
+        "run", type=Path, nargs="?", default=Path("runs/latest"), help="run directory (default: runs/latest)"
+    )
     parser.add_argument("--out", type=Path, help="file to write (default: report.html in the run directory)")
     arguments = parser.parse_args()
 

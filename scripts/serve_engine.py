@@ -4,9 +4,9 @@
     python scripts/serve_engine.py model.path=... server.port=8001
     python scripts/train.py model.path=... rollout.engine=server rollout.urls=[http://127.0.0.1:8001]
 
-Prints the command that it runs. The model and its settings are those of training (trainer/config/schema.py), so give
-both the same. Where to put which: docs/engines.md. For people and agents: scripts/serve.py, which can stand in front of
-it.
+Prints the command that it runs. Give it the same model and settings as the training (trainer/config/schema.py).
+docs/engines.md shows how to place servers and trainers. scripts/serve.py serves people and agents, also in front
+of such a server.
 """
 
 from trainer.cli import launch

@@ -4,14 +4,14 @@
     accelerate launch --config_file configs/accelerate/zero3.yaml scripts/train.py   DeepSpeed ZeRO-3, several ranks
     python scripts/train.py algorithm=dr_grpo optimizer.lr=1e-4 model.path=...       override any setting
     python scripts/train.py --cfg job                                                print the resolved config
-    python scripts/train.py dry_run=true                                             say what would be done, and end
+    python scripts/train.py dry_run=true                                             check and preview the run
 
-Settings: trainer/config/schema.py. What one step does: `Trainer.step` in trainer/step.py.
+Settings: trainer/config/schema.py. One training step: `Trainer.step` in trainer/step.py.
 """
 
 
 def main(config) -> None:
-    # torch, transformers and vLLM load only after the settings were found to be right
+    # after the settings are checked, because torch, transformers and vLLM load slowly
     if config.dry_run:
         from trainer.tools.dry_run import dry_run as run
     else:
@@ -21,6 +21,6 @@ def main(config) -> None:
 
 
 if __name__ == "__main__":
-    from trainer.cli import launch  # only here: an engine's process loads this file, too
+    from trainer.cli import launch  # here, because engine processes import this file too
 
     launch(main)

@@ -14,7 +14,7 @@ from trainer.reward_model.config import RewardModelConfig, check
 
 
 def main(config) -> None:
-    from trainer.reward_model.train import train  # torch and transformers load only after the settings were checked
+    from trainer.reward_model.train import train  # after the settings are checked, because torch loads slowly
 
     train(config)
 

@@ -1,1 +1,1 @@
-"""What the benchmarks share: how results are shown, the workloads, and the processes that are compared."""
+"""Shared parts of the benchmarks: results, workloads, and the compared processes."""

@@ -1,4 +1,4 @@
-"""Where a benchmark computes: on the GPU if there is one, with its clock, in the dtype of mixed precision."""
+"""Device of a benchmark (the GPU if present), its clock, and mixed precision on it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def autocast(dtype: str) -> torch.autocast:
-    """What mixed precision computes in, as Accelerate sets it for the trainer."""
+    """Return the autocast context that Accelerate enters for the trainer."""
     return torch.autocast(DEVICE, torch.bfloat16, enabled=dtype == "bfloat16")
 
 
 def clock() -> float:
-    """Seconds: CPU time of the process, or on a GPU the time at which all queued work is done."""
+    """Return seconds: CPU time of the process, or on a GPU the time after all queued work."""
     if DEVICE == "cpu":
         return time.process_time()
     torch.cuda.synchronize()

@@ -1,10 +1,10 @@
-"""The sides of benchmarks/rollouts.py, a process each: what a batch of rollouts takes in vLLM alone, and in Lockstep.
+"""Sides of benchmarks/rollouts.py, one process each: a batch of rollouts in vLLM alone, and in Lockstep.
 
     vllm        `LLM.generate` on all requests at once, in this process
     engine      `EmbeddedEngine.generate`, one task per request, from the asyncio loop of the trainer
     rollouts    `Sampler.collect`: episodes of an environment on the same prompts
 
-All three send the same requests: seeds, log-probability of the sampled token, fixed lengths.
+All three send the same requests, with the same seeds and fixed lengths, and ask for the logprob of the sampled token.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rollout.system.gc_freeze import gc_frozen
 
 MAX_NUM_SEQS, KV_CACHE_GIB = 256, 0.25
 Batch = Callable[[int], int]
-"""Samples a batch; the number of it goes into the seeds. Returns sampled tokens."""
+"""Samples the batch of a number, which enters the seeds, and returns its number of sampled tokens."""
 
 
 def questions(workload: Workload) -> list[dict]:
@@ -43,7 +43,7 @@ def questions(workload: Workload) -> list[dict]:
 
 
 def requests(workload: Workload, chat: Chat) -> list[list[int]]:
-    """Prompt ids of every sample."""
+    """Return the prompt ids of every sample."""
     prompts = [chat.prompt([{"role": "user", "content": row["question"]}]) for row in questions(workload)]
     return [ids for ids in prompts for _ in range(workload.samples_per_prompt)]
 
@@ -137,7 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("side", choices=["vllm", "engine", "rollouts"])
     parser.add_argument("--batches", type=int, required=True)
-    parser.add_argument("--tokens", type=int, required=True, help="of every response")
+    parser.add_argument("--tokens", type=int, required=True, help="tokens of every response")
     arguments = parser.parse_args()
     turn = Turn()
     tokens = arguments.tokens
@@ -154,7 +154,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory, BackgroundLoop() as loop:
         engine = start(workload, loop, directory)
         side = engine_side if arguments.side == "engine" else rollouts_side
-        with gc_frozen():  # as in a run; vLLM freezes its process by itself
+        with gc_frozen():  # as in a run; vLLM freezes its own process
             take_turns(side(workload, chat, engine, loop))
         loop.run(engine.close())
 

@@ -1,7 +1,7 @@
-"""Lockstep's side of a comparison: an ordinary run, which waits for its turn after each update.
+"""Lockstep's side of a comparison: an ordinary run that waits for its turn after each update.
 
-What a turn takes is all of it: rollouts, reward, score, update, weight sync with its canary, logs, saved rollouts.
-Settings are those of the demo; what differs is in `overrides`.
+A turn includes everything: rollouts, reward, score, update, weight sync with its canary, logs, saved rollouts.
+Settings are those of the demo, with the changes in `overrides`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from trainer.observe.step_metrics import StepReport
 from trainer.run.run import run
 
 MAX_ENGINES = 4
-"""They start one after the other, in ten seconds each; more were not tried."""
+"""Engines start one after the other, in ten seconds each; more were not tried."""
 SENTENCE = Path(__file__).parent / "sentence.py"
 
 
 def overrides(workload: Workload, *, updates: int, run_root: str, ranks: int) -> list[str]:
-    """The settings of this workload."""
+    """Return the settings of this workload."""
     num_engines = min(MAX_ENGINES, len(os.sched_getaffinity(0)))
     return [
         f"model={workload.task}",
@@ -71,14 +71,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("workload", choices=WORKLOADS)
     parser.add_argument("--updates", type=int, required=True)
-    parser.add_argument("--ranks", type=int, default=1, help="each with an engine of its own, if there are several")
+    parser.add_argument("--ranks", type=int, default=1, help="number of ranks; several have an engine each")
     parser.add_argument("--run-root", required=True)
     arguments = parser.parse_args()
     turn = Turn()
     start_other_ranks(arguments.ranks)
 
     def on_step(report: StepReport) -> None:
-        if not turn.is_heard:  # rewards are known to the first rank
+        if not turn.is_heard:  # only the first rank knows the rewards
             turn.over()
             return
         counts = [row.num_trained for row in report.batch.rows]

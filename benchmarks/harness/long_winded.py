@@ -1,7 +1,7 @@
-"""A demo model whose turns go on for a log-normal number of tokens: responses as uneven as real ones.
+"""A demo model whose turns have a log-normal number of tokens, as uneven as those of real models.
 
-It is the demo's model after some more imitation, of turns that end with a line of dots. So the lengths are the policy's
-own, every trainer that samples from it meets the same distribution, and what it has to copy stays as near as it was.
+It is the demo's model after further imitation of turns that end with a line of dots. So the policy itself decides the
+lengths, every trainer samples from the same distribution, and the tokens to copy from the prompt stay near.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from demo.tasks import TASKS, Player, Row, draw_unique
 from demo.warm_start import imitation_loss
 
 MEDIAN, SIGMA = 24, 1.0
-"""Of the number of dots: the mean is 40, one turn in a hundred has 246."""
+"""Number of dots; the mean is 40, and one turn in a hundred has 246."""
 MAX_DOTS = 220
 STEPS, BATCH, LEARNING_RATE = 60, 16, 1e-3
 RECIPE = f"{MEDIAN} {SIGMA} {MAX_DOTS} {STEPS} {BATCH} {LEARNING_RATE}"
@@ -33,10 +33,10 @@ def num_dots(rng: random.Random) -> int:
 
 
 def make_long_winded_model(task: str, base: Path, path: Path, console: Console) -> None:
-    """Write the model and its tokenizer to `path`, unless the one of this recipe is there. Half a minute."""
+    """Write model and tokenizer to `path`, unless made by this recipe already. Takes half a minute."""
     if (path / RECIPE_FILE).is_file() and (path / RECIPE_FILE).read_text() == RECIPE:
         return
-    console.print(f"{path.name}: teaching the demo's model to go on ...", highlight=False)
+    console.print(f"{path.name}: training the demo's model to give long answers ...", highlight=False)
     demo = TASKS[task]
 
     def play(row: Row, rng: random.Random, noisy: bool) -> Player:

@@ -1,4 +1,4 @@
-"""Models made from a config, with random weights: time and memory do not depend on what a model knows."""
+"""Models with random weights, because time and memory do not depend on the weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 
 def small_qwen3(*, hidden: int, layers: int, vocab: int, max_positions: int = 4096) -> PreTrainedModel:
-    """A Qwen3 with heads of 32 (of 128 from a width of 1,024 on), half as many for keys, and a tied head."""
+    """Make a Qwen3 with heads of 32 (128 from a width of 1,024), half as many KV heads, and tied embeddings."""
     head_dim = 128 if hidden >= 1024 else 32
     heads = max(1, hidden // head_dim)
     torch.manual_seed(0)

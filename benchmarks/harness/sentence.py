@@ -1,4 +1,4 @@
-"""The reward of the comparison: the demo's sentence counts, what is said after it does not."""
+"""Reward of the comparison: 1 for the demo's right sentence, whatever follows it."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ def is_right(text: str, answer: str) -> bool:
 
 
 def right_sentence(rollout: Rollout) -> float:
-    """As Lockstep takes a reward; `trl_side.py` has it as TRL does."""
+    """Return the reward in Lockstep's form; `trl_side.py` has TRL's."""
     return float(is_right(final_answer(rollout), str(rollout.example["answer"])))

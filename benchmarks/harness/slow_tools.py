@@ -1,4 +1,4 @@
-"""How long the engine has nothing to do while episodes of slow tools could give it something."""
+"""Idle time of the engine while episodes with slow tools could use it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from rollout.records import EngineCall, Message
 
 @dataclass(slots=True)
 class Meter:
-    """Where the episodes are: in the engine, in a tool, or in between, where Lockstep itself works on them."""
+    """Counter of episodes in the engine, in a tool, and in between, where Lockstep works on them."""
 
     episodes: int
     in_engine: int = 0
     in_tools: int = 0
     finished: int = 0
     idle_s: float = 0.0
-    """No request was in the engine, though an episode was neither over nor in a tool."""
+    """Time in which the engine had no request although an unfinished episode was not in a tool."""
     starved_s: float = 0.0
-    """No request was in the engine, and every episode that was not over was in a tool: no engine could do better."""
+    """Time in which the engine had no request and all unfinished episodes were in tools; unavoidable."""
     _last: float = field(default_factory=time.perf_counter)
 
     def move(self, *, engine: int = 0, tools: int = 0, finished: int = 0) -> None:
@@ -44,7 +44,7 @@ class Meter:
 
 
 class MeteredEngine:
-    """The engine, with a count of the requests that it has."""
+    """An engine that counts its current requests."""
 
     def __init__(self, engine: Engine, meter: Meter) -> None:
         self._engine, self._meter = engine, meter
@@ -59,7 +59,7 @@ class MeteredEngine:
 
 
 class SlowCalculator(CalculatorEnvironment):
-    """The demo's calculator, whose answers take a while: exponentially distributed, as a service's would be."""
+    """The demo's calculator with exponentially distributed delays, like those of a service."""
 
     def __init__(self, *, meter: Meter, mean_s: float, seed: int) -> None:
         super().__init__()
@@ -75,6 +75,6 @@ class SlowCalculator(CalculatorEnvironment):
         return step
 
     async def conclude(self) -> Mapping[str, Any]:
-        """The episode is over, however it ended."""
+        """Count the end of the episode, whatever its outcome."""
         self._meter.move(finished=1)
         return {}

@@ -1,4 +1,4 @@
-"""Whole steps of the trainer on rollouts that are there already: all of `Trainer.step` but the engine and the sync."""
+"""Whole steps of the trainer on prepared rollouts: `Trainer.step` without engine and sync."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ from trainer.update.updater import Updater
 def make_rollouts(
     *, rows: int, median: float, sigma: float, vocab: int, longest: int, group: int = 4, prompt: int | None = None
 ) -> list[Rollout]:
-    """Rollouts of one call, of log-normal length: half of each a prompt of its own, or all behind their group's prompt
-    of `prompt` tokens."""
+    """Make rollouts of one call with log-normal lengths.
+
+    prompt: tokens of the prompt that a group shares; None: half of each rollout is its own prompt.
+    """
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(np.log(median), sigma, rows), 8, longest).astype(int)
     of_groups = [rng.integers(3, vocab, prompt or 0) for _ in range(-(-rows // group))]
@@ -43,7 +45,7 @@ def make_rollouts(
 
 
 class Ready:
-    """A source whose rollouts are there already."""
+    """A source of prepared rollouts."""
 
     def __init__(self, rollouts: list[Rollout]) -> None:
         self._collected = Collected(rollouts=tuple(rollouts), trained=tuple(rollouts))
@@ -54,7 +56,7 @@ class Ready:
 
 
 class NoEngine:
-    """A sync that sends nothing."""
+    """A weight sync that does nothing."""
 
     def sleep(self) -> None:
         """Do nothing."""
@@ -64,7 +66,7 @@ class NoEngine:
 
 
 def trainer_step(policy: Policy, config: Config, rollouts: list[Rollout]) -> Callable[[], StepReport]:
-    """The step of a trainer with this policy, on these rollouts, as often as it is called."""
+    """Return a function that runs one training step of this policy on these rollouts."""
     distributed = Distributed.start(dtype=config.model.dtype, max_grad_norm=config.optimizer.max_grad_norm)
     module = distributed.prepare(policy, make_optimizer(policy, config.optimizer))
     trainer = Trainer(

@@ -1,10 +1,10 @@
 """Whole syncs of one model into real vLLM, on two ZeRO-3 ranks under torchrun. Rank 0 prints one JSON line.
 
-The engine, like the trainer, starts from a checkpoint of random weights. What checks a sync is timed by itself:
+Engine and trainer start from a checkpoint of random weights. The checks of a sync are timed separately:
 
-    versions     every engine is asked which weights it has
-    canary       24 tokens, scored by the engine and by the trainer, under ZeRO-3 with all ranks
-    checksums    of every parameter on both sides; only after a canary that is off
+    versions     each engine reports the version of its weights
+    canary       24 tokens scored by the engine and by the trainer (with all ranks under ZeRO-3)
+    checksums    of every parameter on both sides; a run computes them only after a failed canary
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def main() -> None:
 
         sync = WeightSync(module=trained, engines=engines, score_canary=score)
         versions = iter(range(1, 1000))
-        reports = [sync.push(next(versions))]  # the first one, in which everything comes into being
+        reports = [sync.push(next(versions))]  # the first one allocates and connects
         sync_s = median_s(lambda: reports.append(sync.push(next(versions))), args.repeats)
         canary_s = median_s(sync._score_both, args.repeats)
 

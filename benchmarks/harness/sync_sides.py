@@ -1,11 +1,11 @@
-"""The sides of benchmarks/sync.py for one model, on two ranks under torchrun. Rank 0 prints one JSON line.
+"""Sides of benchmarks/sync.py for one model, on two ranks under torchrun. Rank 0 prints one JSON line.
 
-    copy         the same buckets, ready in the first rank's memory: what the transport takes by itself
+    copy         the same buckets, prepared in the first rank's memory: the transport alone
     parameter    gathered and sent one parameter after another
     group        gathered and sent one layer after another
-    lockstep     `ZeroSource` and the gloo transport, as a run has them
+    lockstep     `ZeroSource` and the gloo transport, as in a run
 
-The gathering of the middle two is `deepspeed.zero.GatheredParameters`; what they send they wait for.
+The middle two gather by `deepspeed.zero.GatheredParameters`, and wait for each transfer.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TIMEOUT_S = 120.0
 
 
 class Sync:
-    """One model, and the ways to give its weights to a receiver."""
+    """A model, with one method per way to send its weights to a receiver."""
 
     def __init__(self, model: nn.Module, *, dtype: torch.dtype, bucket_bytes: int) -> None:
         self._parameters = dict(model.named_parameters())
@@ -113,22 +113,22 @@ def nbytes(metas: Sequence[ParamMeta]) -> int:
 
 
 class Cost(NamedTuple):
-    """Of one sync, seen from one rank."""
+    """Cost of one sync on one rank."""
 
     wall_s: float
-    """Until all ranks are through."""
+    """Time until all ranks have finished."""
     cpu_s: float
-    """Of this rank, and on the sender of the receiver."""
+    """CPU time of this rank; on the sender including the receiver."""
     extra_bytes: int
-    """What the rank held at most, above what it held before."""
+    """Peak memory of the rank above its memory before."""
 
 
 def cost(side: Callable[[], None], receiver: Receiver | None) -> Cost:
     def cpu_s() -> float:
         return time.process_time() + (receiver.cpu_s() if receiver is not None else 0.0)
 
-    ctypes.CDLL(None).malloc_trim(0)  # what earlier sides have freed is not there for this one
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins again
+    ctypes.CDLL(None).malloc_trim(0)  # return memory that earlier sides have freed
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     dist.barrier()
     before, cpu_before, started = resident("VmRSS"), cpu_s(), time.perf_counter()
     side()
@@ -163,7 +163,7 @@ def main() -> None:
     for repeat in range(args.repeats + 1):
         for side, costs in found.items():
             one = cost(getattr(sync, side), sync.receiver)
-            if repeat:  # the first time, buffers of the libraries come into being
+            if repeat:  # the first one allocates buffers of the libraries
                 costs.append(one)
     both: list[Any] = [None, None]
     dist.all_gather_object(both, found)

@@ -1,10 +1,10 @@
-"""TRL's side of a comparison: `GRPOTrainer` of TRL 1.16 on the same workload; it waits for its turn after updates.
+"""TRL's side of a comparison: `GRPOTrainer` of TRL 1.16 on the same workload, waiting for its turn after each update.
 
-Settings that change what is computed are those of Lockstep's demo: GRPO advantages divided by the group's deviation,
-a clip of 0.2 and 0.28, one denominator over all tokens of the batch (TRL's `dapo`), no KL term, AdamW with the same
-rates. Settings that only change how fast it goes are the best that were found: no gradient checkpointing, the whole
-batch in one pass, SDPA, no reports. Several turns go through its `tools=`. With transformers to generate, TRL
-neither scores old log-probabilities nor corrects for the sampler, and so does less than Lockstep does.
+Settings of the computation are those of Lockstep's demo: GRPO advantages divided by the group's standard deviation, a
+clip of 0.2 and 0.28, one denominator over all tokens of the batch (TRL's `dapo`), no KL term, AdamW with the same
+rates. Settings of speed alone are the fastest found: no gradient checkpointing, the whole batch in one pass, SDPA, no
+reports. Several turns use its `tools=`. When it generates with transformers, TRL neither scores old logprobs nor
+corrects for the sampler, and so does less work than Lockstep.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rollout.environments.calculator import calculator
 
 
 def reward(completions: list[list[dict[str, Any]]], answer: list[str], **_: Any) -> list[float]:
-    """The reward as TRL takes one."""
+    """Return rewards in TRL's form."""
     return [
         float(is_right(str(messages[-1]["content"]), expected))
         for messages, expected in zip(completions, answer, strict=True)
@@ -56,7 +56,7 @@ def config_of(
             generation["min_new_tokens"] = workload.fixed_tokens
     return GRPOConfig(
         output_dir=output,
-        # The update
+        # Update
         loss_type="dapo",
         epsilon=0.2,
         epsilon_high=0.28,
@@ -69,7 +69,7 @@ def config_of(
         weight_decay=0.0,
         max_grad_norm=1.0,
         max_steps=updates,
-        # The rollouts
+        # Rollouts
         num_generations=workload.samples_per_prompt,
         per_device_train_batch_size=micro_batch // ranks,
         gradient_accumulation_steps=workload.batch // micro_batch,
@@ -83,7 +83,7 @@ def config_of(
         vllm_mode="colocate",
         vllm_max_model_length=workload.max_model_len,
         use_transformers_continuous_batching=engine == "paged",
-        # How fast it goes
+        # Speed
         gradient_checkpointing=False,
         model_init_kwargs={"dtype": "float32", "attn_implementation": "sdpa"},
         bf16=False,
@@ -98,7 +98,7 @@ def config_of(
 
 
 class AfterEachUpdate(TrainerCallback):
-    """Hands over when an update is logged, which is the last thing that TRL does with it."""
+    """Ends the turn when an update is logged, which is the last step of an update in TRL."""
 
     def __init__(self, turn: Turn, workload: Workload) -> None:
         self._turn = turn

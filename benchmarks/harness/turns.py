@@ -1,6 +1,6 @@
-"""Two trainers that take turns: each is a process that makes one update when it is told to, and then waits.
+"""Turns of two trainer processes: each makes one update on request, and then waits.
 
-So both are warm and both meet the same machine, and neither computes while the other is timed.
+So both are warm, other load affects both, and neither computes while the other is timed.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ GO, DONE = "BENCHMARK_GO_FD", "BENCHMARK_DONE_FD"
 
 
 class Turn:
-    """The trainer's end. Its first turn begins with the process, so it holds the start-up.
+    """The trainer's end. The first turn begins with the process, so it includes the startup.
 
-    Of several ranks only the first has pipes; the others wait with it, because a rank that went on alone would compute
-    in the other trainer's turn.
+    With several ranks only the first has pipes. The others wait with it; otherwise they would compute in the other
+    trainer's turn.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Turn:
             self._done = os.fdopen(int(os.environ[DONE]), "w")
 
     def over(self, **facts: float) -> None:
-        """Say what the update was like, and wait for the next turn; called on every rank."""
+        """Report the update, and wait for the next turn; call it on every rank."""
         wait_for_all_ranks()
         if self.is_heard:
             seconds = time.perf_counter() - self._started
@@ -71,24 +71,24 @@ class Opponent:
         os.close(done_write)
 
     def first_turn(self) -> dict[str, Any]:
-        """Wait for the update that it begins with."""
+        """Wait for the first update."""
         return self._answer()
 
     def turn(self) -> dict[str, Any]:
-        """One update; `seconds` is what the trainer measured, `cpu_s` what its processes computed."""
+        """Request one update; return its report, with `seconds` by the trainer and `cpu_s` of all its processes."""
         before = self._cpu_seconds()
         print("go", file=self._go, flush=True)
         answer = self._answer()
         return {**answer, "cpu_s": self._cpu_seconds() - before}
 
     def _cpu_seconds(self) -> float:
-        """Of the process and its children (an engine): what other programs on the machine disturb least."""
+        """Return the CPU time of the process and its children (an engine), which other load disturbs least."""
         family = psutil.Process(self._process.pid)
         times = [process.cpu_times() for process in (family, *family.children(recursive=True))]
         return sum(time.user + time.system for time in times)
 
     def close(self) -> None:
-        """It ends by itself after its last turn; one that does not is ended."""
+        """Wait for the end of the process after its last turn; kill it if it does not end."""
         self._go.close()
         try:
             self._process.wait(timeout=60)

@@ -1,10 +1,9 @@
-"""The workloads that Lockstep and its peer both train on, and how their models come to be.
+"""Workloads that Lockstep and TRL both train on, and their models.
 
-    equal       what the demo does: turns of nearly the same length (multi-turn), or exactly (single-turn, no end token)
-    lognormal   turns go on for a log-normal number of tokens (`long_winded.py`)
+    equal       the demo: turns of nearly the same length (multi-turn), or exactly (single-turn, no end token)
+    lognormal   turns with a log-normal number of tokens (`long_winded.py`)
 
-Lengths are those that the model samples, in both trainers alike; nothing is cut or forced, except where `fixed_tokens`
-says so.
+In both trainers the model decides the lengths; only `fixed_tokens` forces them.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from harness.long_winded import make_long_winded_model
 
 ROOT = Path(__file__).resolve().parents[2]
 PEER_ENGINES = ("transformers", "paged", "vllm")
-"""What TRL generates with; paged: its continuous batching."""
+"""Engines of TRL's generation; paged: its continuous batching."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A task, a model and a batch; everything that both sides must share."""
+    """A task, a model and a batch, shared by both sides."""
 
     name: str
     task: str
-    """Of the demo: data, environment and reward."""
+    """Task of the demo: data, environment and reward."""
     max_turns: int
     is_long_winded: bool = False
     fixed_tokens: int | None = None
@@ -35,7 +34,7 @@ class Workload:
     prompts: int = 16
     samples_per_prompt: int = 8
     learning_rate: float = 3e-4
-    """Next to nothing where lengths must stay as they are: at the demo's rate they fall to a third in four updates."""
+    """Almost 0 where lengths must not change: at the demo's rate they fall to a third in four updates."""
 
     @property
     def batch(self) -> int:
@@ -51,7 +50,7 @@ class Workload:
 
     @property
     def horizon(self) -> int:
-        """Tokens behind the prompt at most: turns, and what tools answer between them."""
+        """Maximal number of tokens after the prompt: turns, and tool answers between them."""
         return self.max_turns * (self.max_tokens_per_turn + 24)
 
     @property
@@ -59,7 +58,7 @@ class Workload:
         return 160 + self.horizon
 
     def prepare(self) -> None:
-        """Make the model and its data, unless they are there."""
+        """Make the model and its data if they are missing."""
         from rich.console import Console
 
         from demo.make import make_demo

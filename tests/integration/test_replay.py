@@ -1,4 +1,4 @@
-"""Truncated sampling: the trainer's logprobs agree with the engine's when its support is replayed, and only then."""
+"""Truncated sampling: the trainer's logprobs agree with the engine's if and only if they use its sampling support."""
 
 from __future__ import annotations
 
@@ -49,22 +49,22 @@ def test_the_engine_returns_the_support_of_every_token(calls: list[EngineCall]) 
             assert token in call.support.token_ids[low:high]
 
 
-def test_with_the_support_replayed_trainer_and_engine_agree(calls: list[EngineCall]) -> None:
+def test_with_the_support_trainer_and_engine_agree(calls: list[EngineCall]) -> None:
     engine_T, trainer_T = trainer_logprobs(calls)
     assert float((engine_T - trainer_T).abs().max()) < 1e-4
 
 
-def test_without_it_every_importance_ratio_is_biased(calls: list[EngineCall]) -> None:
+def test_without_the_support_every_importance_ratio_is_biased(calls: list[EngineCall]) -> None:
     engine_T, trainer_T = trainer_logprobs([replace(call, support=None) for call in calls])
     ratio_T = (trainer_T - engine_T).exp()
-    assert bool((ratio_T < 1 + 1e-4).all()), "more tokens to share the probability with can only lower it"
+    assert bool((ratio_T < 1 + 1e-4).all()), "more tokens in the normalization can only lower a probability"
     assert float(ratio_T.mean()) < 0.9
 
 
-def test_whole_distributions_carry_no_support(served_untied: Served) -> None:
+def test_untruncated_sampling_returns_no_support(served_untied: Served) -> None:
     assert served_untied.generate((3, 5, 8)).support is None
     greedy = served_untied.generate((3, 5, 8), temperature=0.0, top_k=5)
-    assert greedy.support is None, "a greedy token is not drawn from anything"
+    assert greedy.support is None, "a greedy token is not drawn from a distribution"
 
 
 @pytest.mark.parametrize("sampling", [{"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 21}], ids=str)

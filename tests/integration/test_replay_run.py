@@ -1,4 +1,4 @@
-"""scripts/replay.py on a run with all checkpoints: the same numbers bit for bit, and the same tokens."""
+"""scripts/replay.py on a run with all checkpoints gives the same numbers bit for bit, and the same tokens."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def replay(*arguments: object) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("step", [2, 8])
-def test_a_step_that_is_trained_again_gives_the_same_bits(run: Path, step: int) -> None:
+def test_a_replayed_step_gives_the_same_bits(run: Path, step: int) -> None:
     status, said = replay(run, "--step", step)
     assert status == 0, said
     equal, compared = re.findall(r"(\d+) of (\d+) numbers are equal", said)[0]
@@ -70,9 +70,10 @@ def test_other_settings_give_other_numbers(run: Path) -> None:
 def test_missing_files_and_options_are_named(run: Path) -> None:
     for arguments, expected in (
         ((run,), "add --step"),
-        ((run, "--step", 99), "there are step-000002 to step-000014"),
+        ((next((run / "dumps").iterdir()), "--sample"), "--sample needs"),
+        ((run, "--step", 99), "found step-000002 to step-000014"),
         ((run / "nothing", "--step", 1), "config.yaml"),
-        ((run, "--step", 8, "--sample", "rollout.max_staleness=2"), "made its rollouts ahead"),
+        ((run, "--step", 8, "--sample", "rollout.max_staleness=2"), "this run sampled ahead"),
     ):
         status, said = replay(*arguments)
         assert status == 2

@@ -73,7 +73,7 @@ def assemble(
     with libraries.output_to_file():  # DeepSpeed prints, and compiles an offloaded optimizer
         prepared = distributed.prepare(module, optimizer)
     shape = ModelShape.of(module, policy.model, policy.causal_lm.config)
-    _show_memory_plan(shape, config, distributed, console)
+    show_memory_plan(shape, config, distributed, console)
     updater = Updater(prepared, distributed, config)
     updater.scorer.budget.warn = console.warn
     rewards = make_rewards(config)
@@ -156,7 +156,7 @@ def _announcement(config: Config) -> str:
     return f"starting {engines}{' of every rank' if config.rollout.engine == 'colocated' else ''} ..."
 
 
-def _show_memory_plan(shape: ModelShape, config: Config, distributed: Distributed, console: RunConsole) -> None:
+def show_memory_plan(shape: ModelShape, config: Config, distributed: Distributed, console: RunConsole) -> None:
     """Print the memory plan, and the remedies if the device has less."""
     plan = memory_plan(
         shape,

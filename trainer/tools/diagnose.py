@@ -1,4 +1,4 @@
-"""The command `scripts/diagnose.py`: sample or load rollouts, examine them, report."""
+"""Diagnosis of a model (`scripts/diagnose.py`): sample or load rollouts, examine them, report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rollout.engine.pool import EnginePool
 from rollout.errors import ConfigError
 from rollout.system.background_loop import BackgroundLoop
 from trainer.batch.step_batch import StepBatch
-from trainer.build import make_chat
+from trainer.build import load_policy, make_chat
 from trainer.config.schema import Config
 from trainer.diagnosis.cases import Case, sample_cases
 from trainer.diagnosis.causes import Cause
@@ -25,14 +25,13 @@ from trainer.diagnosis.examiner import Examiner
 from trainer.diagnosis.saved import load_rollouts
 from trainer.distributed.distributed import Distributed
 from trainer.engines.start import start_engine
-from trainer.model.policy import Policy
 from trainer.observe.pages.token_view import write_token_view
 from trainer.run.library_logs import quiet_third_parties
 from trainer.score.scorer import Scorer
 from trainer.update.optimizer import make_optimizer
 
 WIDTH = 1000
-"""Columns of the console: keeps tables whole in a log file, where rich would cut them at 80."""
+"""Columns of the console. In a log file rich would otherwise cut tables at 80."""
 
 
 def run(
@@ -45,18 +44,18 @@ def run(
 ) -> Diagnosis:
     """Diagnose and report. Raises `LockstepError` if model, data or engine cannot be used.
 
-    rollouts: a file to diagnose instead of new rollouts; then no engine is started.
+    rollouts: file to diagnose without an engine; None: sample new ones.
     """
     quiet_third_parties()
     console = Console(highlight=False, soft_wrap=True, width=WIDTH, quiet=as_json)
     chat = make_chat(config)
     if rollouts is not None:
-        case = Case(name="saved_rollouts", purpose="as a run saved them", rollouts=load_rollouts(rollouts))
+        case = Case(name="saved_rollouts", purpose="rollouts saved by a run", rollouts=load_rollouts(rollouts))
         with open_examiner(config, chat, engine=None) as examiner:
             diagnosis = examiner.examine([case], variant)
     else:
         console.print(f"starting the engine with {config.model.path} ...", markup=False)
-        # The engine starts first, as in training: it must not inherit threads of a model that computes.
+        # As in training, the engine starts first, so that it does not inherit threads of a computing model.
         with open_engine(config) as engine:
             cases = engine.loop.run(sample_cases(config, engine=engine, chat=chat))
             with open_examiner(config, chat, engine=engine) as examiner:
@@ -73,7 +72,8 @@ def run(
 
 @contextmanager
 def open_engine(config: Config) -> Iterator[EnginePool]:
-    with tempfile.TemporaryDirectory(prefix="lockstep-diagnose-") as logs, BackgroundLoop() as loop:
+    """Start the engine, with a temporary log, and close it after the block."""
+    with tempfile.TemporaryDirectory(prefix="lockstep-") as logs, BackgroundLoop() as loop:
         engine = start_engine(config, loop=loop, log_path=Path(logs) / "engine.log")
         try:
             yield engine
@@ -83,28 +83,18 @@ def open_engine(config: Config) -> Iterator[EnginePool]:
 
 @contextmanager
 def open_examiner(config: Config, chat: Chat, *, engine: EnginePool | None) -> Iterator[Examiner]:
-    """Load and wrap the policy as a run does. Raises `ConfigError` under `accelerate launch`."""
+    """Load and wrap the policy as a run does. Raises `ConfigError` if there are several ranks."""
     distributed = Distributed.start(dtype=config.model.dtype, max_grad_norm=config.optimizer.max_grad_norm)
     try:
         if distributed.world_size > 1:
             raise ConfigError("the diagnosis runs in one process; start it with `python scripts/diagnose.py`")
-        policy = Policy.from_pretrained(
-            config.model.path,
-            dtype="float32",  # master weights as in training; model.dtype applies in the forward pass
-            attn_implementation=config.attention,
-            trust_remote_code=config.model.trust_remote_code,
-        )
+        policy = load_policy(config)
         module = distributed.prepare(policy, make_optimizer(policy, config.optimizer))
 
         def score(batch: StepBatch, *, temperature: float, alone: bool = False) -> Tensor:
             budget = 1 if alone else config.token_budget  # rows above the budget are packed alone
-            return Scorer(
-                module,
-                distributed,
-                temperature=temperature,
-                token_budget=budget,
-                share_prefixes=config.share_prefixes,
-            ).score(batch)
+            settings = {"token_budget": budget, "share_prefixes": config.share_prefixes}
+            return Scorer(module, distributed, temperature=temperature, **settings).score(batch)
 
         yield Examiner(config=config, chat=chat, policy=policy, score=score, engine=engine)
     finally:

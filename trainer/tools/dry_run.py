@@ -1,15 +1,20 @@
-"""What a run would do, without doing it: `scripts/train.py dry_run=true`. No engine starts, no weights are read.
+"""Dry run (`scripts/train.py dry_run=true`): show what a run would do, without an engine and without weights.
 
-Covered: every check of the settings (they came before this), the model's architecture and tokenizer, the data file,
-the first rows through the environment, the chat template and the reward functions, the counts of the run, the memory
-it will take. Not covered: whether the engine starts, and whether the weights can be read.
+Covered: all checks of the settings, the model's architecture and tokenizer, the data files, counts and memory of the
+run, and the first rows through environment, chat template and reward functions.
+Not covered: the start of the engine, and reading the weights.
 """
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import groupby
+from types import SimpleNamespace
+from typing import Any
 
 from rich.console import Console
 from rich.padding import Padding
@@ -19,11 +24,13 @@ from rich.text import Text
 
 from rewards.resolve import MODEL
 from rollout.chat.chat import Chat
+from rollout.engine.protocol import Sampling
 from rollout.environments import make_environment
 from rollout.environments.mixed import environment_of
-from rollout.episode.environment import Environment, RunsItself
+from rollout.episode.environment import RunsItself
+from rollout.episode.episode import run_episode
 from rollout.episode.rows import rows_from_calls
-from rollout.records import Rollout, TrainingRow
+from rollout.records import EngineCall, FinishReason, Rollout, TrainingRow
 from rollout.system.background_loop import BackgroundLoop
 from rollout.system.terminal_text import terminal_safe
 from trainer.build import make_chat, make_rewards, make_sampling
@@ -34,181 +41,171 @@ from trainer.data.prompt_filter import make_prompts
 from trainer.data.prompts import Row
 from trainer.diagnosis.token_classes import TokenTexts
 from trainer.distributed.distributed import Distributed
-from trainer.model.memory_plan import GIB, advice, memory_plan
+from trainer.model.memory_plan import GIB
 from trainer.model.shape import planned_shape
+from trainer.observe.console import RunConsole
 from trainer.observe.transcript import conversation
+from trainer.run.assembly import show_memory_plan
 from trainer.run.library_logs import quiet_third_parties
-from trainer.tools.rehearsal import Rehearsal, rehearse
-from trainer.tools.run_counts import RunArithmetic
 
 SHOWN_ROWS = 2
 MAX_SHOWN_TOKENS = 1500
-"""Of a row; longer ones are shown without their middle."""
-SLOW_REWARDS = (MODEL, "llm_judge")
-"""Reward functions that load weights or ask another machine."""
+"""Length above which a row loses its middle."""
+SLOW_REWARDS = {MODEL, "llm_judge"}
+"""Reward functions that load weights or call another machine."""
+ANSWER_COLUMNS = ("answer", "solution", "completion", "response", "target", "ground_truth", "chosen")
+"""The first of these in a row is the text of the assistant's turns."""
+PLACEHOLDER = "(the model's answer)"
 
 
 def dry_run(config: Config) -> None:
-    """Look at everything and print it; a collective. Raises `LockstepError` for what would end the run."""
+    """Check and print everything; a collective. Raises the `LockstepError` that the run would raise."""
     quiet_third_parties()
     distributed = Distributed.start(dtype=config.model.dtype, max_grad_norm=config.optimizer.max_grad_norm)
+    console = Console(highlight=False, quiet=not distributed.is_main)
     try:
         with BackgroundLoop() as loop:
-            _DryRun(config, distributed, loop).show()
+            chat = make_chat(config)
+            run_console = RunConsole(enabled=distributed.is_main, total_updates=0)
+            prompts = make_prompts(config, distributed, loop, chat, say=run_console.say)
+            console.print(settings_tree(plain(config)))
+            console.print(Rule("[bold]counts[/bold]", style="dim", align="left"))
+            table = Table.grid(padding=(0, 2))
+            for name, count in run_counts(config, ranks=distributed.world_size, data_rows=len(prompts)).items():
+                table.add_row(Text(name, style="dim"), Text(count))
+            console.print(table)
+            console.print(Rule("[bold]memory[/bold], an estimate for rank 0", style="dim", align="left"))
+            shape = planned_shape(config)
+            show_memory_plan(shape, config, distributed, run_console)
+            available = f"{distributed.device_memory / GIB:.3g} GiB are available"
+            console.print(f"{shape.parameters:,} parameters, {shape.trained:,} trained; {available}")
+            console.print(Rule("[bold]the first rows of the data[/bold]", style="dim", align="left"))
+            rollouts, notes = loop.run(preview(config, chat, prompts.take(min(SHOWN_ROWS, len(prompts)))))
+            for note in notes:
+                console.print(note, style="italic", markup=False)
+            for rollout in rollouts:
+                _print_rollout(console, rollout, TokenTexts(chat.tokenizer))
     finally:
         distributed.close()
+    overrides = shlex.join(redact_words([word for word in sys.argv[1:] if not word.startswith("dry_run=")]))
+    launcher = "python" if distributed.world_size == 1 else "accelerate launch ..."
+    console.print(Rule(style="dim"))
+    console.print("All checks passed. To start the run, leave dry_run out:", style="bold")
+    console.print(f"{launcher} {shlex.quote(sys.argv[0])} {overrides}", markup=False, soft_wrap=True)
 
 
-class _DryRun:
-    def __init__(self, config: Config, distributed: Distributed, loop: BackgroundLoop) -> None:
-        self._config = config
-        self._distributed = distributed
-        self._loop = loop
-        self._console = Console(highlight=False, quiet=not distributed.is_main)
+def run_counts(config: Config, *, ranks: int, data_rows: int) -> dict[str, str]:
+    """Return the rollouts, tokens, updates and packs of a run, in words, by what they count."""
+    rollout, algorithm = config.rollout, config.algorithm
+    batch = rollout.prompts_per_step * rollout.samples_per_prompt
+    tokens = batch * min(config.environment.max_turns * rollout.max_tokens_per_turn, rollout.max_model_len)
+    extra = algorithm.max_refills * batch if algorithm.dynamic_sampling else 0
+    extra += rollout.prompts_per_step if config.needs_greedy else 0
+    updates_per_step = algorithm.epochs * algorithm.minibatches
+    steps = math.ceil(config.updates / updates_per_step)
+    taken = rollout.prompts_per_step * steps
+    rows_per_pack = max(1, config.token_budget // rollout.max_model_len)
+    packs = math.ceil(math.ceil(batch / algorithm.minibatches / ranks) / rows_per_pack)
+    return {
+        "a step samples": f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples = {batch:,} "
+        f"rollouts, at most {tokens:,} sampled tokens"
+        + (f"; up to {extra:,} more rollouts (refills or greedy answers)" if extra else ""),
+        "a step trains": f"{updates_per_step} optimizer updates on {batch // algorithm.minibatches:,} rollouts each",
+        "an update runs": f"at most {packs} packs of {config.token_budget:,} tokens on each of {ranks} rank(s), if all "
+        f"rows are as long as the context of {rollout.max_model_len:,}",
+        "the run makes": f"{config.updates:,} updates in {steps:,} steps, {steps * batch:,} rollouts",
+        "the run reads": f"{taken:,} prompts, {taken / data_rows:.2f} times the {data_rows:,} rows of the data",
+    }
 
-    def show(self) -> None:
-        config = self._config
-        chat = make_chat(config)
-        prompts = make_prompts(config, self._distributed, self._loop, chat, say=self._say)
-        self._console.print(settings_tree(plain(config)))
-        self._show_arithmetic(len(prompts))
-        self._show_memory()
-        self._show_rows(chat, prompts.take(min(SHOWN_ROWS, len(prompts))))
-        overrides = shlex.join(redact_words([word for word in sys.argv[1:] if not word.startswith("dry_run=")]))
-        self._console.print(Rule(style="dim"))
-        self._console.print("Nothing speaks against this run. To start it, leave dry_run out:", style="bold")
-        launcher = "python" if self._distributed.world_size == 1 else "accelerate launch ..."
-        self._console.print(f"{launcher} {shlex.quote(sys.argv[0])} {overrides}", markup=False, soft_wrap=True)
 
-    def _say(self, text: str) -> None:
-        self._console.print(text, markup=False)
+async def sampled_answer(ids: Sequence[int], prompt_ids: Sequence[int], sampling: Sampling) -> EngineCall:
+    """Return `ids` and a stop token as a sampled turn, cut at `sampling.max_tokens`. Its logprobs are zeros."""
+    stops = sampling.stop_token_ids[:1]
+    whole = (*ids, *stops)
+    sampled = whole[: sampling.max_tokens]
+    return EngineCall(
+        prompt_ids=tuple(prompt_ids),
+        sampled_ids=sampled,
+        sampled_logprobs=(0.0,) * len(sampled),
+        finish_reason=FinishReason.STOP if stops and sampled == whole else FinishReason.LENGTH,
+    )
 
-    def _show_arithmetic(self, data_rows: int) -> None:
-        self._console.print(Rule("[bold]counts[/bold]", style="dim", align="left"))
-        arithmetic = RunArithmetic.of(self._config, ranks=self._distributed.world_size)
-        table = Table.grid(padding=(0, 2))
-        for name, count in arithmetic.lines(data_rows=data_rows):
-            table.add_row(Text(name, style="dim"), Text(count))
-        self._console.print(table)
 
-    def _show_memory(self) -> None:
-        """The plan of the run, from shapes alone."""
-        distributed = self._distributed
-        shape = planned_shape(self._config)
-        plan = memory_plan(
-            shape,
-            self._config,
-            world_size=distributed.world_size,
-            zero_stage=distributed.zero_stage,
-            uses_deepspeed=distributed.uses_deepspeed,
-        )
-        title = (
-            f"[bold]memory[/bold], an estimate for rank 0; {shape.parameters:,} parameters, {shape.trained:,} trained"
-        )
-        self._console.print(Rule(title, style="dim", align="left"))
-        table = Table.grid(padding=(0, 2))
-        table.add_column()
-        table.add_column(justify="right")
-        for name, size in plan.parts().items():
-            table.add_row(Text(name, style="dim"), f"{size / GIB:.3f} GiB")
-        table.add_row(Text("in all", style="bold"), Text(f"{plan.total / GIB:.3f} GiB", style="bold"))
-        table.add_row(Text("there is", style="dim"), f"{distributed.device_memory / GIB:.3f} GiB")
-        self._console.print(table)
-        warning = advice(plan, self._config, available=distributed.device_memory, zero_stage=distributed.zero_stage)
-        if warning is not None:
-            self._console.print(Text.assemble(("! ", "yellow"), warning))
+def answer_of(row: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the text of the assistant's turns, and where it comes from."""
+    for column in ANSWER_COLUMNS:
+        value = row.get(column)
+        if isinstance(value, str | int | float) and str(value):
+            return str(value), f"the row's column {column!r}"
+    return PLACEHOLDER, "a placeholder, because the row has no column with an answer"
 
-    def _show_rows(self, chat: Chat, rows: Sequence[Row]) -> None:
-        """The first prompts of the run as training rows, with their mask."""
-        config = self._config
-        self._console.print(Rule("[bold]the first rows of the data[/bold]", style="dim", align="left"))
-        environments = [
-            environment_of(make_environment(config.environment.name, **config.environment.settings), row)
-            for row in rows
-        ]
-        played = [
-            (row, environment)
-            for row, environment in zip(rows, environments, strict=True)
-            if not isinstance(environment, RunsItself)
-        ]
-        if len(played) < len(rows):
-            self._console.print(
-                f"{len(rows) - len(played)} of {len(rows)} rows are for an environment that asks the engine itself, "
-                "and there is none in a dry run: they are left out."
-            )
-        if not played:
-            return
-        rehearsals = self._loop.run(self._rehearse(chat, played))
-        self._console.print(
-            "Nothing was sampled: no engine runs. The turns of the assistant are "
-            + " and ".join(dict.fromkeys(rehearsal.player for rehearsal in rehearsals))
-            + ". Prompt, template, environment, tools, mask and rewards are those of the run.",
-            style="italic",
-        )
-        texts = TokenTexts(chat.tokenizer)
-        for rehearsal in rehearsals:
-            self._show_rollout(rehearsal.rollout, texts)
 
-    async def _rehearse(self, chat: Chat, played: Sequence[tuple[Row, Environment]]) -> list[Rehearsal]:
-        config = self._config
-        rehearsals = [
-            await rehearse(
-                row,
-                environment=environment,
+async def preview(config: Config, chat: Chat, rows: Sequence[Row]) -> tuple[list[Rollout], list[str]]:
+    """Run the episodes of rows on their answers and score them. Returns the rollouts, and notes for the user.
+
+    Raises `DataError` if the environment cannot use a row.
+    """
+    rollouts: list[Rollout] = []
+    notes = ["Nothing is sampled. Prompt, template, environment, tools, mask and rewards are those of the run."]
+    for number, row in enumerate(rows):
+        environment = environment_of(make_environment(config.environment.name, **config.environment.settings), row)
+        if isinstance(environment, RunsItself):
+            notes.append(f"Rollout {number} is left out, because its environment calls the engine itself.")
+            continue
+        text, source = answer_of(row)
+        notes.append(f"Rollout {number}: each turn of the assistant is {source}.")
+        ids = chat.tokenizer.encode(text, add_special_tokens=False)
+        engine: Any = SimpleNamespace(generate=partial(sampled_answer, ids), max_model_len=config.rollout.max_model_len)
+        rollouts.append(
+            await run_episode(
+                engine=engine,
                 chat=chat,
+                environment=environment,
+                example=row,
                 sampling=make_sampling(config, chat, temperature=config.rollout.temperature),
                 max_turns=config.environment.max_turns,
-                max_model_len=config.rollout.max_model_len,
                 rollout_id=number,
+                group_id=number,
+                seed=0,
             )
-            for number, (row, environment) in enumerate(played)
-        ]
-        slow = sorted({*SLOW_REWARDS} & {*config.reward.functions})
-        if slow:
-            self._console.print(f"Rewards are left out: {', '.join(slow)} would have to be loaded or asked.")
-            return rehearsals
-        rewards = make_rewards(config)
-        try:
-            scored = await rewards.score([rehearsal.rollout for rehearsal in rehearsals])
-        finally:
-            rewards.close()
-        return [
-            Rehearsal(rollout=rollout, player=rehearsal.player)
-            for rollout, rehearsal in zip(scored, rehearsals, strict=True)
-        ]
+        )
+    if slow := sorted(SLOW_REWARDS.intersection(config.reward.functions)):
+        notes.append(f"Rewards are left out, because {', '.join(slow)} would load weights or call another machine.")
+        return rollouts, notes
+    rewards = make_rewards(config)
+    try:
+        return await rewards.score(rollouts), notes
+    finally:
+        rewards.close()
 
-    def _show_rollout(self, rollout: Rollout, texts: TokenTexts) -> None:
-        self._console.print()
-        self._console.print(conversation(rollout, wrapped=True))
-        if rollout.error is not None:
-            self._console.print(Text.assemble(("! ", "yellow"), rollout.error))
-        for number, row in enumerate(rows_from_calls(rollout.calls)):
-            head = f"row {number + 1}: {len(row)} tokens, {row.num_trained} of them trained"
-            legend = ("trained", "reverse green") if self._console.color_system else ("⟦trained⟧", "")
-            self._console.print(Padding(Text.assemble((head, "bold"), "  ", legend, "  ", ("context", "dim")), (0, 2)))
-            marks = ("", "") if self._console.color_system else ("⟦", "⟧")
-            self._console.print(Padding(masked_text(row, texts, marks=marks), (0, 4)))
+
+def _print_rollout(console: Console, rollout: Rollout, texts: TokenTexts) -> None:
+    marks = ("⟦", "⟧") if console.color_system is None else ("", "")
+    console.print()
+    console.print(conversation(rollout, wrapped=True))
+    for number, row in enumerate(rows_from_calls(rollout.calls)):
+        head = f"row {number + 1}: {len(row)} tokens, {row.num_trained} of them trained"
+        legend = (f"{marks[0]}trained{marks[1]}", "reverse green")
+        console.print(Padding(Text.assemble((head, "bold"), "  ", legend, "  ", ("context", "dim")), (0, 2)))
+        console.print(Padding(masked_text(row, texts, marks=marks), (0, 4)))
 
 
 def masked_text(row: TrainingRow, texts: TokenTexts, *, marks: tuple[str, str]) -> Text:
-    """The tokens of a row in sequence, trained ones coloured and between `marks`; every other token has a shade of its
-    own. What a model or a data file wrote cannot act on the terminal."""
-    shown = Text()
-    middle = range(MAX_SHOWN_TOKENS // 2, len(row) - MAX_SHOWN_TOKENS // 2)
-    was_trained = False
-    for position, token in enumerate(row.ids.tolist()):
-        if position in middle:
-            if position == middle.start:
-                shown.append(f"\n... {len(middle)} tokens ...\n", style="italic")
-            continue
-        is_trained = bool(row.loss_mask[position])
-        if is_trained != was_trained:
-            shown.append(marks[0] if is_trained else marks[1])
-        was_trained = is_trained
-        style = ("green" if position % 2 else "bold green") if is_trained else "dim"
-        text = texts[token]
-        shown.append(terminal_safe(text), style=style)
-        shown.append("\n" * text.count("\n"))
-    if was_trained:
-        shown.append(marks[1])
+    """Render the tokens of a row: trained ones in color, in alternating shades, and between `marks`.
+
+    Control characters are escaped, so that text of the model or the data cannot act on the terminal.
+    """
+    shown, half = Text(), MAX_SHOWN_TOKENS // 2
+    end_of_gap = max(half, len(row) - half)
+    positions = [*range(min(half, len(row))), *range(end_of_gap, len(row))]
+    for is_trained, span in groupby(positions, key=lambda position: bool(row.loss_mask[position])):
+        shown.append(marks[0] if is_trained else "")
+        for position in span:
+            if position == end_of_gap > half:
+                shown.append(f"\n... {end_of_gap - half} tokens ...\n", style="italic")
+            text = texts[int(row.ids[position])]
+            style = ("green" if position % 2 else "bold green") if is_trained else "dim"
+            shown.append(terminal_safe(text), style=style)
+            shown.append("\n" * text.count("\n"))
+        shown.append(marks[1] if is_trained else "")
     return shown

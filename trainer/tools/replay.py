@@ -1,247 +1,253 @@
-"""Run a step of an earlier run again, without the run: train it without sampling, or sample it without training.
+"""Replay of one step of an earlier run: train it without sampling, or sample it without training.
 
-    saved rollouts + weights before them ─► Trainer.step, with rollouts from the file ─► numbers beside what was logged
-    a dumped batch + weights before it   ─► Updater.optimizer_step                    ─► numbers beside the dumped ones
-    prompts of a step + weights          ─► engine, rewards                           ─► tokens beside the saved ones
+    rollouts of a step ─► Trainer.step            ─► numbers beside those of the run
+    a dumped batch     ─► Updater.optimizer_step  ─► numbers beside those of the run
+    prompts of a step  ─► engine, rewards         ─► tokens beside those of the run
 
-The code is the run's own. Where the weights are those of the step, on as many ranks, the numbers are the same bits.
+Each starts from the weights before the step and runs the code of training. With the exact weights on the same number of
+ranks, results are equal bit for bit.
 """
 
 from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
-from torch import nn
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from rollout.engine.pool import EnginePool
 from rollout.errors import ConfigError
 from rollout.records import Rollout
-from rollout.sampler.sampler import OnRollout
+from rollout.saved_rollouts import read_rollouts
 from rollout.system.background_loop import BackgroundLoop
-from rollout.weights.sync import WeightSync
 from trainer.build import load_policy, make_chat, make_rewards, make_sampler, make_sampling
 from trainer.checkpoint import checkpoint
-from trainer.collect.groups import Collected, Group, is_kept
-from trainer.config.schema import Config
+from trainer.checkpoint.checkpoint import TrainerState
+from trainer.checks.validate import validate
+from trainer.cli import schema, to_config
+from trainer.collect.groups import Collected, is_kept
+from trainer.config.schema import Config, EvalConfig
 from trainer.distributed.distributed import Distributed
-from trainer.engines.start import start_members
-from trainer.model.critic import policy_of, with_critic
+from trainer.engines.run_engines import start_engines
+from trainer.model.critic import with_critic
 from trainer.observe.console import RunConsole
+from trainer.observe.metrics_log import BATCH, read_metrics
+from trainer.run.assembly import make_sync
 from trainer.run.library_logs import quiet_third_parties
 from trainer.score.reference import make_reference
 from trainer.step import Trainer
-from trainer.stopwatch import Stopwatch
-from trainer.tools.saved_step import SavedStep, newest_checkpoint, saved_step, settings_of
 from trainer.update.batch_dumps import read_dump
 from trainer.update.optimizer import make_optimizer
 from trainer.update.updater import Updater
 
 NOT_REPLAYED = ("time/", "perf/", "sync/", "eval/", "health/", "data/", "reward/errors/", "rollout/engine_restarts")
-"""Metrics of what a replay does not do, or of how long it takes."""
-
-
-class _FromFile:
-    """In place of a collector: rollouts that were sampled and scored before."""
-
-    def __init__(self, step: SavedStep, config: Config) -> None:
-        if config.needs_greedy:
-            raise ConfigError(
-                f"algorithm.advantage={config.algorithm.advantage} needs greedy answers, which are not saved; replay "
-                "with --sample, or add "
-                "algorithm.advantage=rloo to see this batch under another estimator"
-            )
-        kept: list[Group] = []
-        dropped: list[Group] = []
-        for _, rollouts in groupby(step.rollouts, key=lambda rollout: rollout.group_id):
-            group = list(rollouts)
-            (kept if is_kept(group, config) else dropped).append(group)
-        self._collected = Collected.of(kept, dropped, (), config)
-
-    def collect(
-        self, step: int, version: int, watch: Stopwatch, on_rollout: OnRollout = lambda rollout: None
-    ) -> Collected:
-        with watch.stage("rollout"):
-            return self._collected
-
-    def close(self) -> None: ...
-
-
-class _NoEngine:
-    """In place of weight sync."""
-
-    def sleep(self) -> None:
-        """Do nothing."""
-
-    def push(self, version: int) -> _NoEngine:
-        return self
-
-    def metrics(self) -> dict[str, float]:
-        return {}
-
-
-class _Model:
-    """What was trained, with the weights, moments and counters that it had at a moment of the run."""
-
-    def __init__(self, run: Path, config: Config, update: int, distributed: Distributed, console: RunConsole) -> None:
-        torch.manual_seed(config.seed)
-        self.policy = load_policy(config)
-        module = with_critic(self.policy, config)
-        optimizer = make_optimizer(module, config.optimizer, is_sharded=distributed.zero_stage > 0)
-        self.module: nn.Module = distributed.prepare(module, optimizer)
-        path, found = newest_checkpoint(run, update)
-        self.state = None if path is None else checkpoint.load(path, distributed)
-        has_other_ranks = path is not None and checkpoint.is_resharded(path, distributed)
-        self.is_exact = found == update and not has_other_ranks
-        """Whether numbers are to be those of the run."""
-        console.say(f"weights        {path or config.model.path}")
-        if has_other_ranks:
-            console.warn("the run had other ranks: sums are rounded in another order here, so numbers differ a little")
-        if found != update:
-            console.warn(
-                f"these weights are {update - found} updates older than those of the step, so numbers differ; set "
-                "checkpoint.every=1 and checkpoint.keep in a run that is to be replayed"
-            )
-        self.updater = Updater(self.module, distributed, config)
-        self.updater.num_updates = update
-        if self.state is not None:
-            self.updater.guard.norms.extend(self.state.grad_norms)
+"""Prefixes of metrics that a replay does not compute, or that measure time."""
 
 
 def replay(path: Path, *, step: int | None, sample: bool, overrides: list[str]) -> bool:
-    """Run a step again and print what came of it. Returns False if exact weights gave other numbers than the run.
+    """Replay a step and print the result. Returns False if exact weights gave other numbers than the run.
 
-    Args:
-        path: directory of a run, or of a dumped batch in its `dumps/`.
-        step: the update that the step ended with; None for a dumped batch.
-        sample: sample its prompts instead of training on its rollouts.
-
-    Raises `ConfigError`, `DataError` or `CheckpointError` where something that is needed is missing or damaged.
+    path: directory of a run or of a dumped batch. step: update after the step; None for a dumped batch. sample: sample
+    the prompts instead of training on the rollouts.
+    Raises `ConfigError`, `DataError` or `CheckpointError` if an input is missing or damaged.
     """
     quiet_third_parties()
-    is_dump = step is None
-    run = path.resolve().parent.parent if is_dump else path
+    run = path.resolve().parent.parent if step is None else path
     config = settings_of(run, overrides)
-    if sample:
-        if step is None:
-            raise ConfigError("--sample needs a run and --step; a dumped batch holds no prompts")
-        if config.rollout.max_staleness:
-            raise ConfigError(
-                "--sample repeats a step that one version of the weights has sampled; this run made its rollouts ahead "
-                f"(rollout.max_staleness={config.rollout.max_staleness}): replay without --sample, which trains on "
-                "the saved ones"
-            )
-        return _sample(run, saved_step(run, step), config)
+    if sample and config.rollout.max_staleness:
+        raise ConfigError(
+            "--sample needs a step whose rollouts come from one version of the weights; this run sampled ahead "
+            f"(rollout.max_staleness={config.rollout.max_staleness}); replay without --sample to train on its rollouts"
+        )
     distributed = Distributed.start(dtype=config.model.dtype, max_grad_norm=config.optimizer.max_grad_norm)
-    console = RunConsole(enabled=distributed.is_main, total_updates=0)
     try:
+        replayed = _Replay(run, config, distributed)
         if step is None:
-            return _train_dump(run, path, config, distributed, console)
-        return _train(run, saved_step(run, step), config, distributed, console)
+            return replayed.train_dump(path)
+        saved = saved_step(run, step)
+        return replayed.sample(saved) if sample else replayed.train(saved)
     finally:
         distributed.close()
 
 
-def _train(run: Path, step: SavedStep, config: Config, distributed: Distributed, console: RunConsole) -> bool:
-    source = _FromFile(step, config)
-    model = _Model(run, config, step.weights_update, distributed, console)
-    trainer = Trainer(
-        config,
-        distributed=distributed,
-        updater=model.updater,
-        rollouts=source,  # type: ignore[arg-type]  # it has what a step asks of a source
-        reference=make_reference(config, distributed, model.module),
-        sync=_NoEngine(),  # type: ignore[arg-type]
-    )
-    trainer.num_steps = step.num_steps
-    if model.state is not None:
-        trainer.noise_floor = model.state.noise_floor
-        trainer.kl_coef = config.algorithm.kl_coef if model.state.kl_coef is None else model.state.kl_coef
-    report = trainer.step()
-    logged = {name: value for name, value in step.logged.items() if not name.startswith(NOT_REPLAYED)}
-    return _compare(logged, report.metrics, console) or not model.is_exact
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedStep:
+    """One rollout batch of a run."""
+
+    rollouts: tuple[Rollout, ...]
+    logged: Mapping[str, float]
+    """Its line in metrics.jsonl."""
+    weights_update: int
+    """Update of the weights that scored it and were trained."""
+    num_steps: int
+    """Number of rollout batches before it."""
+
+    @property
+    def groups(self) -> list[list[Rollout]]:
+        return [list(group) for _, group in groupby(self.rollouts, key=lambda rollout: rollout.group_id)]
 
 
-def _train_dump(run: Path, path: Path, config: Config, distributed: Distributed, console: RunConsole) -> bool:
-    attempt, batch, targets = read_dump(path, config.correction)
-    console.say(f"dumped because {attempt.reason}")
-    # It was judged then; here the step itself is looked at, and may be skipped again.
-    config.optimizer.spike, config.optimizer.max_skipped_updates = "off", 2
-    model = _Model(run, config, attempt.update - 1, distributed, console)
-    seen_N = torch.full((batch.layout.num_tokens,), torch.nan)
-    report = model.updater.optimizer_step(
-        batch, targets, np.array(attempt.rollouts), seen_N, lr=attempt.lr, is_first=attempt.is_first
-    )
-    then = {"policy/loss": attempt.sums["policy/loss"], "optim/grad_norm": attempt.grad_norm}
-    return _compare(then, report, console) or not model.is_exact
+def settings_of(run: Path, overrides: Sequence[str]) -> Config:
+    """Return the configuration of a run, with overrides as on the command line. Raises `ConfigError`."""
+    path = run / "config.yaml"
+    try:
+        tree = OmegaConf.merge(schema(), OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides)))
+        config = to_config(tree)  # type: ignore[arg-type]
+    except (OSError, OmegaConfBaseException, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{' '.join([str(path), *overrides])} is not a valid configuration: {error}") from error
+    config.resume, config.run_name = "never", None
+    config.eval, config.data.heldout_path = EvalConfig(), None  # a replay evaluates nothing
+    validate(config, needs_data=False)
+    return config
 
 
-def _compare(logged: Mapping[str, float | None], found: Mapping[str, float], console: RunConsole) -> bool:
-    """Print both side by side; whether all that both have are equal. null stands for a number that is not finite."""
-    common = sorted(logged.keys() & found.keys())
-    num_equal = 0
-    console.say(f"{'':<44} {'run':>14} {'replay':>14}")
-    for name in common:
-        before, now = logged[name], found[name]
-        is_equal = before == now or ((before is None or not math.isfinite(before)) and not math.isfinite(now))
-        num_equal += is_equal
-        shown = "not finite" if before is None else f"{before:.7g}"
-        console.say(f"{name:<44} {shown:>14} {now:>14.7g}{'' if is_equal else '   differs'}")
-    console.say(f"{num_equal} of {len(common)} numbers are equal bit for bit")
-    return num_equal == len(common)
+def saved_step(run: Path, update: int) -> SavedStep:
+    """Read the rollout batch that ended with this update. Raises `ConfigError` or, for damaged files, `DataError`."""
+    path = run / "rollouts" / f"step-{update:06d}.jsonl"
+    if not path.is_file():
+        saved = sorted((run / "rollouts").glob("step-*.jsonl"))
+        found = f"found {saved[0].stem} to {saved[-1].stem}" if saved else "found no saved rollouts"
+        raise ConfigError(f"{path} is missing, {found}; name another --step, or train with logger.save_rollouts=true")
+    rollouts = tuple(read_rollouts(path))
+    lines = read_metrics(run / "metrics.jsonl")
+    # A batch that trained nothing repeats the update of the batch before it, so the first line is the right one.
+    place = next((i for i, line in enumerate(lines) if line["step"] == update and BATCH in line), None)
+    if place is None or not rollouts:
+        raise ConfigError(f"{run / 'metrics.jsonl'} has no line for update {update}; name another --step")
+    spans = [span.version for rollout in rollouts for call in rollout.calls for span in call.version_spans]
+    before = lines[place - 1]["step"] if place else min(spans, default=0)
+    logged = lines[place]
+    return SavedStep(rollouts=rollouts, logged=logged, weights_update=int(before), num_steps=int(logged[BATCH]) - 1)
 
 
-def _sample(run: Path, step: SavedStep, config: Config) -> bool:
-    console = RunConsole(enabled=True, total_updates=0)
-    groups = [list(group) for _, group in groupby(step.rollouts, key=lambda rollout: rollout.group_id)]
-    with tempfile.TemporaryDirectory(prefix="lockstep-replay-") as logs, BackgroundLoop() as loop:
-        members = start_members(config, loop=loop, log_path=Path(logs) / "engine.log")
-        engine = EnginePool(members)
-        distributed = Distributed.start(dtype=config.model.dtype, max_grad_norm=config.optimizer.max_grad_norm)
-        rewards = make_rewards(config)
-        try:
-            rewards.load()
-            model = _Model(run, config, step.weights_update, distributed, console)
-            sync = WeightSync(
-                engines=members,
-                module=policy_of(distributed.unwrapped).model,
-                score_canary=model.updater.logprobs,
-                canary_threshold=config.sync.canary_threshold,
-                pause_mode=config.pause_mode,
-                bucket_bytes=int(config.sync.bucket_mib * 2**20),
-                deadline_s=config.sync.timeout_s,
-                address=config.sync.address,
+class _Replay:
+    """A step of a run with the weights, moments and counters before it."""
+
+    def __init__(self, run: Path, config: Config, distributed: Distributed) -> None:
+        self._run, self._config, self._distributed = run, config, distributed
+        self._console = RunConsole(enabled=distributed.is_main, total_updates=0)
+        self._state: TrainerState | None = None
+
+    def train(self, step: SavedStep) -> bool:
+        config, distributed = self._config, self._distributed
+        if config.needs_greedy:
+            raise ConfigError(
+                f"algorithm.advantage={config.algorithm.advantage} needs greedy answers, which are not saved; replay "
+                "with --sample, or add algorithm.advantage=rloo to see this batch under another estimator"
             )
-            sync.push(step.weights_update)
-            chat = make_chat(config)
-            sampled = loop.run(
-                make_sampler(config, engine=engine, chat=chat).collect(
-                    [group[0].example for group in groups],
-                    samples_per_prompt=config.rollout.samples_per_prompt,
-                    sampling=make_sampling(config, chat, temperature=config.rollout.temperature),
-                    step=step.num_steps,
+        kept = [group for group in step.groups if is_kept(group, config)]
+        dropped = [group for group in step.groups if not is_kept(group, config)]
+        collected = Collected.of(kept, dropped, (), config)
+        self._restore(step.weights_update)
+        trainer = Trainer(
+            config,
+            distributed=distributed,
+            updater=self._updater,
+            # Stand-ins with the methods that a step calls: rollouts from the file, and no engine.
+            rollouts=SimpleNamespace(collect=lambda *_: collected),  # type: ignore[arg-type]
+            reference=make_reference(config, distributed, self._module),
+            sync=SimpleNamespace(sleep=dict, push=lambda version: SimpleNamespace(metrics=dict)),  # type: ignore[arg-type]
+        )
+        trainer.num_steps = step.num_steps
+        if self._state is not None:
+            trainer.noise_floor = self._state.noise_floor
+            trainer.kl_coef = config.algorithm.kl_coef if self._state.kl_coef is None else self._state.kl_coef
+        logged = {name: value for name, value in step.logged.items() if not name.startswith(NOT_REPLAYED)}
+        return self._compare(logged, trainer.step().metrics)
+
+    def train_dump(self, path: Path) -> bool:
+        attempt, batch, targets = read_dump(path, self._config.correction)
+        self._console.say(f"dumped because {attempt.reason}")
+        # The step was judged in the run. Here it may be skipped again, but not end the replay.
+        self._config.optimizer.spike, self._config.optimizer.max_skipped_updates = "off", 2
+        self._restore(attempt.update - 1)
+        seen_N = torch.full((batch.layout.num_tokens,), torch.nan)
+        report = self._updater.optimizer_step(
+            batch, targets, np.array(attempt.rollouts), seen_N, lr=attempt.lr, is_first=attempt.is_first
+        )
+        logged = {"policy/loss": attempt.sums["policy/loss"], "optim/grad_norm": attempt.grad_norm}
+        return self._compare(logged, report)
+
+    def sample(self, step: SavedStep) -> bool:
+        config, distributed, say = self._config, self._distributed, self._console.say
+        if distributed.world_size > 1:
+            raise ConfigError("--sample runs in one process; start it with `python scripts/replay.py`")
+        with tempfile.TemporaryDirectory(prefix="lockstep-replay-") as logs, BackgroundLoop() as loop:
+            engines = start_engines(config, distributed, loop=loop, logs=Path(logs))
+            assert engines.pool is not None
+            rewards = make_rewards(config)
+            try:
+                rewards.load()
+                self._restore(step.weights_update)
+                make_sync(config, distributed, engines, self._updater).push(step.weights_update)
+                chat = make_chat(config)
+                sampled = loop.run(
+                    make_sampler(config, engine=engines.pool, chat=chat).collect(
+                        [group[0].example for group in step.groups],
+                        samples_per_prompt=config.rollout.samples_per_prompt,
+                        sampling=make_sampling(config, chat, temperature=config.rollout.temperature),
+                        step=step.num_steps,
+                    )
                 )
+                scored = loop.run(rewards.score(sampled))
+            finally:
+                rewards.close()
+                engines.close()
+        same = sum(
+            [call.sampled_ids for call in before.calls] == [call.sampled_ids for call in now.calls]
+            for before, now in zip(step.rollouts, scored, strict=False)
+        )
+        for rollout in scored[: config.logger.print_rollouts]:
+            self._console.sample(rollout)
+        for name, rollouts in (("run", step.rollouts), ("replay", scored)):
+            values = [rollout.reward for rollout in rollouts if rollout.is_trainable]
+            mean = sum(values) / max(len(values), 1)
+            say(f"{name:<8} {len(rollouts)} rollouts, {len(values)} with a reward, mean {mean:.6g}")
+        say(f"{same} of {len(step.rollouts)} rollouts have the same tokens")
+        return same == len(step.rollouts) == len(scored) or not self._is_exact
+
+    def _restore(self, update: int) -> None:
+        """Load the newest weights up to this update. Warns if results are not comparable bit for bit."""
+        run, config, distributed, warn = self._run, self._config, self._distributed, self._console.warn
+        torch.manual_seed(config.seed)
+        module = with_critic(load_policy(config), config)
+        optimizer = make_optimizer(module, config.optimizer, is_sharded=distributed.zero_stage > 0)
+        self._module = distributed.prepare(module, optimizer)
+        self._updater = Updater(self._module, distributed, config)
+        self._updater.num_updates = update
+        names = ((number, run / "checkpoints" / f"step-{number}") for number in range(update, 0, -1))
+        found, path = next((one for one in names if checkpoint.check(one[1]) is None), (0, None))
+        self._console.say(f"weights        {path or config.model.path}")
+        self._is_exact = found == update
+        if path is not None:
+            self._state = checkpoint.load(path, distributed)
+            self._updater.guard.norms.extend(self._state.grad_norms)
+            if checkpoint.is_resharded(path, distributed):
+                self._is_exact = False
+                warn("the run had other ranks: sums are rounded in another order here, so numbers differ a little")
+        if found != update:
+            warn(
+                f"these weights are {update - found} updates older than those of the step, so numbers differ; train "
+                "with checkpoint.every=1 and a large checkpoint.keep to replay any step exactly"
             )
-            scored = loop.run(rewards.score(sampled))
-        finally:
-            rewards.close()
-            loop.run(engine.close())
-            distributed.close()
-    same = sum(_ids(before) == _ids(now) for before, now in zip(step.rollouts, scored, strict=False))
-    for rollout in scored[: config.logger.print_rollouts]:
-        console.sample(rollout)
-    for name, rollouts in (("run", step.rollouts), ("replay", scored)):
-        values = [rollout.reward for rollout in rollouts if rollout.is_trainable]
-        mean = sum(values) / max(len(values), 1)
-        console.say(f"{name:<8} {len(rollouts)} rollouts, {len(values)} with a reward, mean {mean:.6g}")
-    console.say(f"{same} of {len(step.rollouts)} rollouts have the same tokens")
-    return same == len(step.rollouts) == len(scored) or not model.is_exact
 
-
-def _ids(rollout: Rollout) -> list[tuple[int, ...]]:
-    return [call.sampled_ids for call in rollout.calls]
+    def _compare(self, logged: Mapping[str, float | None], found: Mapping[str, float]) -> bool:
+        """Print both numbers of each common metric. Returns False if exact weights gave another one."""
+        common, num_equal = sorted(logged.keys() & found.keys()), 0
+        self._console.say(f"{'':<44} {'run':>14} {'replay':>14}")
+        for name in common:
+            value, now = logged[name], found[name]
+            before = math.nan if value is None else value  # metrics.jsonl has null for numbers that are not finite
+            is_equal = before == now or not (math.isfinite(before) or math.isfinite(now))
+            num_equal += is_equal
+            self._console.say(f"{name:<44} {before:>14.7g} {now:>14.7g}{'' if is_equal else '   differs'}")
+        self._console.say(f"{num_equal} of {len(common)} numbers are equal bit for bit")
+        return num_equal == len(common) or not self._is_exact

@@ -1,4 +1,4 @@
-"""A vLLM server for `rollout.engine=server`: its command line, environment and key, and the process it becomes."""
+"""Start of a vLLM server for `rollout.engine=server`: command line, environment and key."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Mapping
 
 import torch
 
@@ -18,17 +17,17 @@ from trainer.config.schema import Config
 from trainer.engines.start import engine_key
 
 MODULE = "vllm.entrypoints.launchers.api_server.entry"
-"""What `vllm serve` runs for one server; the `vllm` script itself fails in the CPU build."""
+"""Module that `vllm serve` runs for one server. The `vllm` script itself fails in the CPU build."""
 ROUTES = "rollout.server.generate_route.CompactGenerate"
 GUARD = "rollout.server.guard.RequireKey"
-DELIBERATE_HOSTS = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "::")
-"""Loopback and every interface, in so many words."""
+EXPLICIT_HOSTS = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "::")
+"""Hosts that name loopback or all interfaces explicitly."""
 KEEP_ALIVE_S = 60
-"""Idle connections stay open this long; vLLM's 5 s close them under clients that pause between two steps."""
+"""Time after which idle connections close [s]. vLLM's 5 s would close them while clients pause between two steps."""
 
 
 def command(config: Config) -> list[str]:
-    """Arguments of the server. What is not obvious is why `rollout/engine/embedded.py` sets the same."""
+    """Return the command line. `rollout/engine/embedded.py` sets the same options and gives the reasons."""
     settings = config.rollout
     on_gpu = torch.cuda.is_available()
     arguments = [sys.executable, "-m", MODULE, "--model", config.model.path]
@@ -38,12 +37,12 @@ def command(config: Config) -> list[str]:
     arguments += ["--dtype", config.model.dtype, "--seed", str(config.seed)]
     arguments += ["--max-model-len", str(settings.max_model_len), "--max-num-seqs", str(settings.max_num_seqs)]
     arguments += ["--max-num-batched-tokens", str(max(settings.max_model_len, 8192)), "--no-enable-chunked-prefill"]
-    assert settings.kv_cache_gib is not None, "refused by engine_problems"
+    assert settings.kv_cache_gib is not None, "refused by trainer/checks/engines.py"
     arguments += ["--kv-cache-memory-bytes", str(int(settings.kv_cache_gib * 2**30))]
     arguments += ["--disable-log-stats", "--disable-uvicorn-access-log"]
     arguments += ["--scheduler-cls", SCHEDULER, "--middleware", ROUTES]
     if settings.api_key_env is not None:
-        arguments += ["--middleware", GUARD]  # after the routes, so that it guards them, too
+        arguments += ["--middleware", GUARD]  # after the routes, so that it guards them too
     if config.model.trust_remote_code:
         arguments += ["--trust-remote-code"]
     if not on_gpu:
@@ -52,31 +51,32 @@ def command(config: Config) -> list[str]:
     return [*arguments, *config.server.vllm_args]
 
 
-def environment(*, on_gpu: bool, compiles: bool = False) -> dict[str, str]:
-    """Variables of the server beside its key. compiles: the model, on a CPU; on a GPU vLLM always does."""
+def environment(config: Config) -> dict[str, str]:
+    """Return the environment variables of the server, without its key."""
     variables = {
         "VLLM_SERVER_DEV_MODE": "1",  # pause, weight and version routes
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_S),
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         CHILD_ENV: "1",  # its processes end with it
     }
-    if not on_gpu:
+    if not torch.cuda.is_available():
         # One process and one import of vLLM less; no compilation of single functions at the first request.
-        variables |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": str(int(not compiles))}
+        is_eager = not config.rollout.compile_engine
+        variables |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": str(int(is_eager))}
     return variables
 
 
-def shown(config: Config) -> str:
-    """The same as one line for a shell, with the key by its name."""
-    variables = environment(on_gpu=torch.cuda.is_available(), compiles=config.rollout.compile_engine)
+def shell_line(config: Config) -> str:
+    """Return environment and command as one line for a shell, with the name of the key's variable as its value."""
+    variables = environment(config)
     if config.rollout.api_key_env is not None:
-        variables |= {KEY_ENV: f"${config.rollout.api_key_env}"}
+        variables[KEY_ENV] = f"${config.rollout.api_key_env}"
     return " ".join([*(f"{name}={value}" for name, value in variables.items()), shlex.join(command(config))])
 
 
 def check_host(host: str) -> None:
-    """Raises `ConfigError` for a name or an address that is loopback by accident, as that of `hostname -i` may be."""
-    if host in DELIBERATE_HOSTS:
+    """Raise `ConfigError` for a host that is loopback by accident, as the output of `hostname -i` may be."""
+    if host in EXPLICIT_HOSTS:
         return
     try:
         address = address_towards(host)
@@ -84,17 +84,15 @@ def check_host(host: str) -> None:
         raise ConfigError(f"server.host={host} is not an address of this machine: {error}") from error
     if is_loopback(address):
         raise ConfigError(
-            f"server.host={host} is loopback on this machine, where no other one reaches it; give the address of its "
-            "network (`ip -4 addr` lists them), or server.host=127.0.0.1 for a trainer on this machine"
+            f"server.host={host} is loopback on this machine, which other machines cannot reach; set the address of a "
+            "network interface (`ip -4 addr` lists them), or 127.0.0.1 for a trainer on this machine"
         )
 
 
 def run(config: Config) -> None:
-    """Become the server. Raises `ConfigError` if its key is not in the environment, or nobody would reach it."""
+    """Replace this process by the server. Raises `ConfigError` without its key, or for an unreachable host."""
     check_host(config.server.host)
     key = engine_key(config.rollout.api_key_env)
-    print(shown(config), flush=True)
-    variables: Mapping[str, str] = environment(on_gpu=torch.cuda.is_available(), compiles=config.rollout.compile_engine)
+    print(shell_line(config), flush=True)
     secret = {} if key is None else {KEY_ENV: key}
-    arguments = command(config)
-    os.execve(arguments[0], arguments, {**os.environ, **variables, **secret})
+    os.execve(sys.executable, command(config), {**os.environ, **environment(config), **secret})

@@ -63,7 +63,7 @@ def test_a_sync_is_measured_against_its_copy(monkeypatch, capsys):
     assert result["over_copy"] > 0
 
 
-def test_the_fitted_exponent_is_that_of_the_power():
+def test_the_fitted_exponent_is_the_exponent_of_a_power_law():
     assert fitted_exponent([1, 2, 4, 8], [3, 12, 48, 192]) == pytest.approx(2)
 
 
@@ -146,7 +146,7 @@ def test_all_ranks_of_a_trainer_wait_during_the_other_trainers_turn(tmp_path):
     assert len({place[-1] for place in said.values()}) == 1
 
 
-def test_the_comparison_is_of_trained_tokens_per_second():
+def test_the_ratio_compares_trained_tokens_per_second():
     compare = runpy.run_path(str(BENCHMARKS / "compare_trl.py"))
     first = {"seconds": 60.0, "trained_tokens": 1, "longest": 1, "reward": 0.0, "cpu_s": 2.0}
     said = {

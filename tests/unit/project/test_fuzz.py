@@ -36,7 +36,7 @@ from trainer.checks.validate import validate
 from trainer.cli import CONFIG_DIR, explain, to_config
 from trainer.config.schema import Config, CorrectionConfig
 from trainer.evaluate.results import PromptResult, SetResult, read_results, write_results
-from trainer.tools.saved_step import saved_step, settings_of
+from trainer.tools.replay import saved_step, settings_of
 from trainer.update.batch_dumps import ATTEMPT, read_dump
 
 ODD_TEXT = st.text(max_size=12) | st.sampled_from(

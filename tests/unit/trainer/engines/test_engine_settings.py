@@ -15,7 +15,7 @@ from trainer.checks.engines import engine_problems
 from trainer.config.schema import Config
 from trainer.distributed.distributed import choose_interface
 from trainer.engines.start import check_cores, engine_key
-from trainer.tools.serve_engine import check_host, command, shown
+from trainer.tools.serve_engine import check_host, command, shell_line
 
 URL = "http://10.0.0.7:8000"
 
@@ -79,7 +79,7 @@ def test_a_server_is_started_on_loopback_and_guarded(monkeypatch: pytest.MonkeyP
     assert middleware == ["rollout.server.generate_route.CompactGenerate", "rollout.server.guard.RequireKey"]
     assert words[words.index("--logprobs-mode") + 1] == "processed_logprobs"
     assert "--no-enable-chunked-prefill" in words
-    line = shown(config())
+    line = shell_line(config())
     assert "VLLM_SERVER_DEV_MODE=1" in line
     assert "VLLM_API_KEY=$LOCKSTEP_ENGINE_KEY" in line
     assert "do-not-show-this" not in line
@@ -137,5 +137,5 @@ def test_a_server_compiles_its_model_when_asked():
     eager, compiled = config(), config(rollout__compile_engine=True)
     assert "--enforce-eager" in command(eager)
     assert "--enforce-eager" not in command(compiled)
-    assert "TORCHDYNAMO_DISABLE=1" in shown(eager)
-    assert "TORCHDYNAMO_DISABLE=0" in shown(compiled)
+    assert "TORCHDYNAMO_DISABLE=1" in shell_line(eager)
+    assert "TORCHDYNAMO_DISABLE=0" in shell_line(compiled)

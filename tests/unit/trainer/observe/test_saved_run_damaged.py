@@ -20,7 +20,7 @@ from trainer.observe.metrics_log import BATCH
 from trainer.observe.pages.run_report import report
 from trainer.observe.saved_run import SavedRun
 from trainer.run.hub import last_metrics
-from trainer.tools.saved_step import saved_step
+from trainer.tools.replay import saved_step
 
 TORN = '{"step": 4, "reward/me'
 

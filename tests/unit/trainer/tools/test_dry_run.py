@@ -1,4 +1,4 @@
-"""`dry_run=true`: what it says is what the run would do, it starts no engine, and it owns that it sampled nothing."""
+"""`dry_run=true`: it shows what the run would do, starts no engine, and says that nothing is sampled."""
 
 from __future__ import annotations
 
@@ -7,105 +7,125 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from rollout.engine.protocol import Sampling
-from rollout.environments import make_environment
 from rollout.episode.rows import rows_from_calls
-from rollout.records import FinishReason, RolloutStatus
+from rollout.records import FinishReason, Rollout, RolloutStatus
 from tests.fixtures.models import tiny_qwen3
 from tests.fixtures.paths import ROOT
 from tests.fixtures.policies import CHAT, TOKENIZER
 from trainer.config.schema import AlgorithmConfig, Config, RolloutConfig
 from trainer.config.tree import plain, settings, settings_tree
 from trainer.diagnosis.token_classes import TokenTexts
-from trainer.tools.dry_run import masked_text
-from trainer.tools.rehearsal import PLACEHOLDER, Rehearsal, rehearse
-from trainer.tools.run_counts import RunArithmetic
-from trainer.tools.scripted import ScriptedEngine
+from trainer.tools.dry_run import MAX_SHOWN_TOKENS, PLACEHOLDER, masked_text, preview, run_counts, sampled_answer
 
 DEMO_ROW = {"question": "compute 64*22-55", "answer": "1353"}
 
 
-async def played(row: dict, environment: str = "single_turn", *, max_model_len: int = 4096) -> Rehearsal:
-    return await rehearse(
-        row,
-        environment=make_environment(environment),
-        chat=CHAT,
-        sampling=Sampling(max_tokens=256, stop_token_ids=CHAT.stop_token_ids),
-        max_turns=3,
-        max_model_len=max_model_len,
-        rollout_id=0,
-    )
+async def previewed(row: dict, environment: str = "single_turn", **rollout: Any) -> tuple[Rollout, str]:
+    """Return the rollout of a row, unscored, and the notes."""
+    settings: dict[str, Any] = {"max_tokens_per_turn": 256, "max_model_len": 4096} | rollout
+    config = Config(rollout=RolloutConfig(**settings))
+    config.environment.name, config.environment.settings = environment, {}
+    config.reward.functions = ["llm_judge"]
+    (found,), notes = await preview(config, CHAT, [row])
+    return found, "\n".join(notes)
 
 
-class TestRehearsal:
-    async def test_other_data_is_answered_by_its_own_column_and_says_so(self):
-        rehearsal = await played({"prompt": "2+2?", "solution": "It is 4."})
-        assert rehearsal.player == "the row's column 'solution'"
-        assert rehearsal.rollout.messages[-1]["content"] == "It is 4."
-        assert rehearsal.rollout.calls[-1].finish_reason is FinishReason.STOP
+class TestPreview:
+    async def test_a_row_is_answered_by_its_answer_column_and_the_notes_name_it(self):
+        rollout, notes = await previewed({"prompt": "2+2?", "solution": "It is 4."})
+        assert "Rollout 0: each turn of the assistant is the row's column 'solution'" in notes
+        assert rollout.messages[-1]["content"] == "It is 4."
+        assert rollout.calls[-1].finish_reason is FinishReason.STOP
 
-    async def test_a_row_without_an_answer_gets_a_placeholder_and_says_so(self):
-        rehearsal = await played({"prompt": "2+2?"})
-        assert "placeholder" in rehearsal.player
-        assert rehearsal.rollout.messages[-1]["content"] == PLACEHOLDER
+    async def test_a_row_without_an_answer_gets_a_placeholder_and_the_notes_say_so(self):
+        rollout, notes = await previewed({"prompt": "2+2?"})
+        assert "a placeholder" in notes
+        assert rollout.messages[-1]["content"] == PLACEHOLDER
 
-    async def test_a_prompt_that_does_not_fit_shows_as_what_it_would_be(self):
-        rehearsal = await played({"prompt": "word " * 50, "answer": "4"}, max_model_len=20)
-        assert rehearsal.rollout.status is RolloutStatus.CONTEXT_FULL
+    async def test_slow_rewards_are_left_out_and_named(self):
+        rollout, notes = await previewed(DEMO_ROW)
+        assert "Rewards are left out, because llm_judge" in notes
+        assert not rollout.rewards
+
+    async def test_rows_of_an_environment_that_calls_the_engine_are_left_out(self):
+        config = Config()
+        config.environment.name, config.environment.settings = "agent", {"agent": print}
+        rollouts, notes = await preview(config, CHAT, [DEMO_ROW, DEMO_ROW])
+        assert list(rollouts) == []
+        assert "Rollout 1 is left out, because its environment calls the engine itself." in notes
+
+    async def test_a_prompt_that_is_too_long_ends_as_in_the_run(self):
+        rollout, _ = await previewed({"prompt": "word " * 50, "answer": "4"}, max_model_len=20)
+        assert rollout.status is RolloutStatus.CONTEXT_FULL
 
     async def test_a_long_answer_is_cut_like_a_sampled_one(self):
-        engine = ScriptedEngine(CHAT, lambda: "one two three four", max_model_len=100)
-        call = await engine.generate([1, 2], Sampling(max_tokens=3, stop_token_ids=CHAT.stop_token_ids))
-        assert len(call.sampled_ids) == 3
+        call = await sampled_answer([5, 6, 7, 8], [1, 2], Sampling(max_tokens=3, stop_token_ids=CHAT.stop_token_ids))
+        assert call.sampled_ids == (5, 6, 7)
         assert call.finish_reason is FinishReason.LENGTH
 
 
 class TestMask:
-    async def test_the_marked_text_is_what_is_trained(self):
-        rehearsal = await played(DEMO_ROW, "calculator")
-        (row,) = rows_from_calls(rehearsal.rollout.calls)
-        assert 0 < row.num_trained == rehearsal.rollout.num_sampled < len(row)
+    async def test_the_marked_text_is_the_trained_text(self):
+        rollout, _ = await previewed(DEMO_ROW, "calculator")
+        (row,) = rows_from_calls(rollout.calls)
+        assert 0 < row.num_trained == rollout.num_sampled < len(row)
         shown = masked_text(row, TokenTexts(TOKENIZER), marks=("⟦", "⟧")).plain
         assert shown.count("⟦") == shown.count("⟧") == 1
         assert "⟦1353<|im_end|>⟧" in shown
         assert "compute 64*22-55<|im_end|>" in shown.split("⟦")[0]
 
+    async def test_a_long_row_loses_its_middle(self):
+        rollout, _ = await previewed({"prompt": "7" * (2 * MAX_SHOWN_TOKENS), "answer": "4"})
+        (row,) = rows_from_calls(rollout.calls)
+        shown = masked_text(row, TokenTexts(TOKENIZER), marks=("⟦", "⟧")).plain
+        assert f"\n... {len(row) - MAX_SHOWN_TOKENS} tokens ...\n" in shown
+        whole = "".join(map(TokenTexts(TOKENIZER).__getitem__, row.ids.tolist()))
+        assert shown.count("7") == whole.count("7") - (len(row) - MAX_SHOWN_TOKENS)
+        assert shown.endswith("⟦4<|im_end|>⟧")
+
     async def test_data_cannot_act_on_the_terminal(self):
-        rehearsal = await played({"prompt": "\x1b]0;owned\x07", "answer": "\x1b[31mred"})
-        (row,) = rows_from_calls(rehearsal.rollout.calls)
+        rollout, _ = await previewed({"prompt": "\x1b]0;owned\x07", "answer": "\x1b[31mred"})
+        (row,) = rows_from_calls(rollout.calls)
         assert not set("\x1b\x07") & set(masked_text(row, TokenTexts(TOKENIZER), marks=("", "")).plain)
 
 
-class TestArithmetic:
+class TestCounts:
     def test_counts_of_the_default_run(self):
-        counts = RunArithmetic.of(Config(), ranks=1)
-        assert (counts.rollouts, counts.updates_per_step, counts.steps) == (128, 1, 80)
-        assert counts.sampled_tokens == 128 * 3 * 48
-        assert counts.packs == 4  # 128 rows of 512 tokens in packs of 16384
+        counts = run_counts(Config(), ranks=1, data_rows=640)
+        assert counts["a step samples"] == "16 prompts x 8 samples = 128 rollouts, at most 18,432 sampled tokens"
+        assert counts["a step trains"] == "1 optimizer updates on 128 rollouts each"
+        # 128 rows of 512 tokens in packs of 16384
+        assert counts["an update runs"].startswith("at most 4 packs of 16,384 tokens on each of 1 rank(s)")
+        assert counts["the run makes"] == "80 updates in 80 steps, 10,240 rollouts"
+        assert counts["the run reads"] == "1,280 prompts, 2.00 times the 640 rows of the data"
 
     def test_epochs_and_minibatches_make_fewer_steps(self):
         config = Config(updates=81, algorithm=AlgorithmConfig(epochs=2, minibatches=4))
-        counts = RunArithmetic.of(config, ranks=2)
-        assert (counts.updates_per_step, counts.rollouts_per_update, counts.steps) == (8, 32, 11)
-        assert counts.packs == 1  # 16 rows on each of two ranks, 32 in a pack
+        counts = run_counts(config, ranks=2, data_rows=10)
+        assert counts["a step trains"] == "8 optimizer updates on 32 rollouts each"
+        assert counts["the run makes"].startswith("81 updates in 11 steps")
+        assert counts["an update runs"].startswith("at most 1 packs")  # 16 rows on each of two ranks, 32 in a pack
 
-    def test_what_is_sampled_beside_the_batch_is_told(self):
-        dapo = RunArithmetic.of(Config(algorithm=AlgorithmConfig(dynamic_sampling=True, max_refills=2)), ranks=1)
-        remax = RunArithmetic.of(Config(algorithm=AlgorithmConfig(advantage="remax")), ranks=1)
-        assert (dapo.extra_rollouts, remax.extra_rollouts) == (256, 16)
-        assert any("256 more" in words for _, words in dapo.lines(data_rows=10))
+    def test_refills_and_greedy_answers_are_counted(self):
+        dapo = Config(algorithm=AlgorithmConfig(dynamic_sampling=True, max_refills=2))
+        remax = Config(algorithm=AlgorithmConfig(advantage="remax"))
+        for config, extra in ((dapo, 256), (remax, 16)):
+            counts = run_counts(config, ranks=1, data_rows=10)
+            assert f"; up to {extra} more rollouts" in counts["a step samples"]
 
-    def test_a_row_longer_than_the_budget_still_counts_as_a_pack(self):
+    def test_a_row_longer_than_the_budget_counts_as_a_pack(self):
         config = Config(token_budget=256, rollout=RolloutConfig(prompts_per_step=2, samples_per_prompt=2))
-        assert RunArithmetic.of(config, ranks=1).packs == 4
+        assert run_counts(config, ranks=1, data_rows=10)["an update runs"].startswith("at most 4 packs")
 
 
 class TestSettingsTree:
-    def test_what_differs_from_the_default_stands_out(self):
+    def test_settings_that_differ_from_their_defaults_show_both_values(self):
         stream = io.StringIO()
         config = Config(updates=7, rollout=RolloutConfig(temperature=0.7))
         Console(file=stream, width=100).print(settings_tree(plain(config)))
@@ -124,7 +144,7 @@ class TestSettingsTree:
 
 @pytest.fixture
 def own(tmp_path: Path) -> tuple[str, ...]:
-    """A model and data as a user has them."""
+    """Write a model and a data file as a user has them; return the overrides that use them."""
     tiny_qwen3(tied=True).save_pretrained(tmp_path / "model")
     TOKENIZER.save_pretrained(tmp_path / "model")
     rows = [{"prompt": f"What is {i}+{i}?", "answer": str(2 * i)} for i in range(5)]
@@ -136,7 +156,7 @@ def own(tmp_path: Path) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def test_the_command_tells_everything_starts_no_engine_and_leaves_nothing(own: tuple[str, ...], tmp_path: Path):
+def test_the_command_shows_the_run_starts_no_engine_and_writes_nothing(own: tuple[str, ...], tmp_path: Path):
     code = (
         "import runpy, sys\n"
         f"sys.argv = ['scripts/train.py', 'dry_run=true', *{list(own)!r}]\n"
@@ -146,7 +166,7 @@ def test_the_command_tells_everything_starts_no_engine_and_leaves_nothing(own: t
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     for words in (
-        "samples_per_prompt 8", "2 prompts x 8 samples = 16 rollouts", "times the 5 rows", "GiB", "Nothing was sampled",
+        "samples_per_prompt 8", "2 prompts x 8 samples = 16 rollouts", "times the 5 rows", "GiB", "Nothing is sampled",
         "the row's column 'answer'", "reward 1.00", "⟦", "leave dry_run out", "imported: []",
     ):  # fmt: skip
         assert words in " ".join(done.stdout.split()), words
