@@ -30,7 +30,7 @@ from trainer.credit.old_policy import FromEngine, FromUpdate, Recomputed, form_o
 from trainer.credit.targets import Logprobs, Targets, rollout_targets
 from trainer.distributed.distributed import Distributed
 from trainer.engines.recovery import Recovery
-from trainer.objective.mismatch import noise_floor
+from trainer.objective.correction.mismatch import noise_floor
 from trainer.observe.metrics_log import BATCH
 from trainer.observe.step_metrics import StepReport, step_metrics
 from trainer.score.reference import Reference

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from trainer.config.hints import closest
 from trainer.config.schema import Config
-from trainer.objective.correction_modes import CORRECTION_MODES, REJECTION_CRITERIA
+from trainer.objective.correction.modes import CORRECTION_MODES, REJECTION_CRITERIA
 from trainer.objective.declare import POLICY_LOSSES
 
 

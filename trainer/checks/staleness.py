@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trainer.config.schema import Config
-from trainer.objective.correction_modes import CORRECTION_MODES
+from trainer.objective.correction.modes import CORRECTION_MODES
 
 
 def asynchrony_problems(config: Config) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.objective.correction_modes import CORRECTION_MODES
+from trainer.objective.correction.modes import CORRECTION_MODES
 from trainer.objective.declare import ADVANTAGES
 from trainer.setting import When
 

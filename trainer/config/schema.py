@@ -35,7 +35,7 @@ from trainer.config.conditions import (
     WEIGHTS,
     WORKERS,
 )
-from trainer.objective.correction_modes import CORRECTION_MODES
+from trainer.objective.correction.modes import CORRECTION_MODES
 from trainer.objective.declare import ADVANTAGES
 from trainer.setting import setting
 
@@ -278,7 +278,7 @@ class CorrectionConfig:
     batch_normalize: bool = setting(False, "divide the weights by their mean over the step", when=WEIGHTS)
     rejection: dict[str, float] = setting(
         {},
-        "criterion: threshold; tokens that fail one leave loss and denominator (trainer/objective/correction_modes.py)",
+        "criterion: threshold; tokens that fail one leave loss and denominator (trainer/objective/correction/modes.py)",
     )
     logp_old: str = setting(
         "recompute",

@@ -13,7 +13,7 @@ from torch import Tensor
 from trainer.batch.step_batch import StepBatch
 from trainer.config.schema import CorrectionConfig
 from trainer.credit.old_policy import FromEngine, OldPolicy
-from trainer.objective.correction import CorrectionResult, correction_weights, token_weights
+from trainer.objective.correction.weights import CorrectionResult, correction_weights, token_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from trainer.config.schema import Config
-from trainer.objective.correction_modes import CORRECTION_MODES, Granularity
+from trainer.objective.correction.modes import CORRECTION_MODES, Granularity
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -31,7 +31,7 @@ from trainer.credit.old_policy import OldPolicy
 from trainer.objective.advantages import ADVANTAGES
 from trainer.objective.advantages.critic import Credit
 from trainer.objective.advantages.inputs import AdvantageInputs, Advantages
-from trainer.objective.correction import kl_penalized_advantages
+from trainer.objective.correction.weights import kl_penalized_advantages
 from trainer.objective.kl import k3
 from trainer.objective.per_rollout import rollout_max, rollout_sum
 from trainer.objective.turn_credit import discounted_returns, spread_turns, turn_groups

@@ -1,7 +1,7 @@
 """Evidence on one case: trained tokens with both logprobs, compared with the engine's record and summarized.
 
-d = logp_samp − logp_train per trained token [nats]; estimators as in training (trainer/objective/mismatch.py).
-Statistics over no tokens are left out, never NaN.
+d = logp_samp − logp_train per trained token [nats]; estimators as in training
+(trainer/objective/correction/mismatch.py). Statistics over no tokens are left out, never NaN.
 
 Shape legend: _N trained tokens of all rows, in the order of `StepBatch.layout`.
 """
@@ -22,8 +22,8 @@ from rollout.records import Rollout, TrainingRow
 from trainer.batch.step_batch import StepBatch
 from trainer.config.schema import CorrectionConfig
 from trainer.diagnosis.token_classes import CLASSES, TokenTexts, classify
-from trainer.objective.correction import correction_weights
-from trainer.objective.mismatch import PREFIX, mismatch_metrics
+from trainer.objective.correction.mismatch import PREFIX, mismatch_metrics
+from trainer.objective.correction.weights import correction_weights
 
 NOISE_METRICS = ("kl_v1", "kl_v2", "k3_kl", "logp_diff_abs_mean", "logp_diff_abs_max")
 MISMATCH_METRICS = (*NOISE_METRICS, "pearson", "kl_v1_unforced", "kl_v2_unforced", "forced_token_ratio", "ess")

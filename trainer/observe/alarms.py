@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.objective.mismatch import PREFIX
+from trainer.objective.correction.mismatch import PREFIX
 
 K3_NEGLIGIBLE = {"float32": 1e-8, "bfloat16": 5e-3}
 """k3 below which two correct programs may differ, by `model.dtype`, with a margin of ten or more. Two float32 programs

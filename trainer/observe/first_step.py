@@ -14,7 +14,7 @@ from rollout.records import TrainingRow
 from rollout.system.terminal_text import terminal_safe
 from trainer.batch.step_batch import StepBatch
 from trainer.diagnosis.token_classes import TokenTexts
-from trainer.objective.mismatch import FORCED_LOGPROB, PREFIX, mismatch_metrics
+from trainer.objective.correction.mismatch import FORCED_LOGPROB, PREFIX, mismatch_metrics
 
 SHOWN_TOKENS = 12
 

@@ -15,8 +15,8 @@ from trainer.batch.step_batch import StepBatch
 from trainer.collect.groups import Collected
 from trainer.config.schema import CorrectionConfig
 from trainer.credit.targets import Logprobs, reference_metrics
-from trainer.objective.correction import CorrectionResult
-from trainer.objective.mismatch import mismatch_metrics
+from trainer.objective.correction.mismatch import mismatch_metrics
+from trainer.objective.correction.weights import CorrectionResult
 from trainer.stopwatch import Stopwatch
 
 IDLE_STAGES = ("rollout", "reward", "wait")

@@ -25,7 +25,6 @@ Imports = dict[str, set[str]]
 MAX_MODULES = 12
 CROWDED = {
     "rollout/environments": 15,  # one module for each kind of environment
-    "trainer/objective": 15,
 }
 """Folders with more modules than `MAX_MODULES`, and how many they may have."""
 

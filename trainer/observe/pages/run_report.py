@@ -7,7 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from trainer.config.tree import flow, settings
-from trainer.objective.mismatch import PREFIX
+from trainer.objective.correction.mismatch import PREFIX
 from trainer.observe.pages.chart import Chart, Curve, legend, number
 from trainer.observe.pages.render import render
 from trainer.observe.saved_run import SavedRun

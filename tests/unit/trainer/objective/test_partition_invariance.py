@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.fixtures.losses import sequence_ratios
-from trainer.objective.correction import correction_weights
+from trainer.objective.correction.weights import correction_weights
 from trainer.objective.kl import kl_term
 from trainer.objective.loss_normalization import NORMALIZERS, StepCounts, loss_coefficients, normalized_loss
 from trainer.objective.losses import POLICY_LOSSES

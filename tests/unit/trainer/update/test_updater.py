@@ -20,7 +20,7 @@ from trainer.credit.correction import StepCorrection
 from trainer.credit.old_policy import Recomputed
 from trainer.credit.targets import Logprobs, Targets, penalized, reference_metrics
 from trainer.model.policy import Policy
-from trainer.objective.correction import CorrectionResult
+from trainer.objective.correction.weights import CorrectionResult
 from trainer.objective.kl import kl_term
 from trainer.update.updater import Updater
 

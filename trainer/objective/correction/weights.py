@@ -6,7 +6,7 @@ precision and staleness. Tokens are therefore weighted with the importance ratio
     log ρ_t = logp_old − logp_samp,     ρ = exp(log ρ clamped to ±20),     detached
 
 in a granularity (token, sequence, sequence product) and under a control (truncate, mask);
-`trainer/objective/correction_modes.py` defines the combinations and names their sources.
+`trainer/objective/correction/modes.py` defines the combinations and names their sources.
 
 A *weight mask* sets weights to 0, and the token stays in every denominator of the loss. *Rejection* removes the token
 from the loss mask, and so from the denominators.
@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from rollout.errors import EvidenceError
-from trainer.objective.correction_modes import CORRECTION_MODES, Control, Granularity
+from trainer.objective.correction.modes import CORRECTION_MODES, Control, Granularity
+from trainer.objective.correction.rejection import rejection_mask
 from trainer.objective.kl import bounded
 from trainer.objective.per_rollout import rollout_count, rollout_mean, rollout_sum
-from trainer.objective.rejection import rejection_mask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -21,7 +21,7 @@ import math
 import torch
 from torch import Tensor
 
-from trainer.objective.correction import CorrectionResult
+from trainer.objective.correction.weights import CorrectionResult
 from trainer.objective.kl import bounded, k2, k3
 from trainer.objective.per_rollout import rollout_count, rollout_mean, rollout_sum
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.objective.correction import CorrectionResult, correction_weights
-from trainer.objective.mismatch import LENGTH_BUCKETS, PREFIX, UNKNOWN_VERSION, mismatch_metrics, noise_floor
+from trainer.objective.correction.mismatch import LENGTH_BUCKETS, PREFIX, UNKNOWN_VERSION, mismatch_metrics, noise_floor
+from trainer.objective.correction.weights import CorrectionResult, correction_weights
 from trainer.observe.alarms import AlarmThresholds, alarms
 
 TRAIN = [-1.0, -2.0, -0.5, -0.001, -3.0, -0.7]

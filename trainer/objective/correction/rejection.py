@@ -1,7 +1,7 @@
 """Rejection: tokens leave the loss mask where the logprobs of sampler and trainer differ by more than a threshold.
 
 A rejected token also leaves every denominator; a token whose correction weight is masked to 0 does not. Criteria and
-thresholds: `trainer/objective/correction_modes.py`.
+thresholds: `trainer/objective/correction/modes.py`.
 
 Dimensions: `_T` trained tokens, `_S` rollouts.
 """
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from trainer.objective.correction_modes import REJECTION_CRITERIA
+from trainer.objective.correction.modes import REJECTION_CRITERIA
 from trainer.objective.kl import bounded, k1
 from trainer.objective.per_rollout import rollout_count, rollout_max, rollout_mean, rollout_sum
 

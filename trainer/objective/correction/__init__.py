@@ -1,0 +1,1 @@
+"""Rollout correction: importance weights, rejection, and the measured mismatch of sampler and trainer."""
