@@ -226,10 +226,8 @@ def make_reward_set(
 
     A function of a file that has a parameter `completions` is called the way TRL calls it; any other gets a `Rollout`.
     Worker processes load the files, not this one (unless isolation.mode is `thread`), so each worker has its own state
-    of the function's module.
-
-    Raises:
-        ConfigError: an unknown name, a file that cannot be loaded, settings that do not fit, or unequal lengths.
+    of the function's module. Raises `ConfigError`: an unknown name, a file that cannot be loaded, settings that do not
+    fit, or unequal lengths.
     """
     if weights is not None and len(weights) != len(functions):
         raise ConfigError(f"reward.weights has {len(weights)} values for {len(functions)} reward.functions")

@@ -22,8 +22,7 @@ NOT_BY_NAME = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITION
 def resolve(spec: str) -> tuple[str, Callable[..., Any]]:
     """Return name and function of a built-in name or of `path/to/file.py:name`. The latter runs the file.
 
-    Raises:
-        ConfigError: no such function or file, or the file cannot be loaded.
+    Raises `ConfigError`: no such function or file, or the file cannot be loaded.
     """
     if spec == MODEL:
         from rewards.model.reward import model_reward  # imports torch and transformers, which other rewards do not need

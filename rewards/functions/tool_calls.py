@@ -16,10 +16,7 @@ def tool_calls_match(rollout: Rollout, *, column: str = "answer") -> float:
 
     The reference is a list, or its JSON text, of `{"name": ..., "arguments": {...}}`; an empty list expects no call.
     Calls are equal if name and arguments are equal as JSON: 1 equals 1.0, but not "1". A call that could not be parsed
-    is wrong.
-
-    Raises:
-        DataError: the reference is not such a list.
+    is wrong. Raises `DataError`: the reference is not such a list.
     """
     expected = [_call(entry, column) for entry in _list(reference(rollout, column), column)]
     turn = next((message for message in rollout.messages if message["role"] == "assistant"), {})

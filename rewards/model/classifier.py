@@ -82,10 +82,8 @@ def load_reward_model(
 ) -> tuple[RewardModel, float]:
     """Load a model in eval mode; return it with the bias to add to its scores.
 
-    device: `auto` spreads the layers over the visible GPUs, for a model that does not fit on one.
-
-    Raises:
-        ConfigError: the path cannot be loaded, or the model has more than one output.
+    device: `auto` spreads the layers over the visible GPUs, for a model that does not fit on one. Raises `ConfigError`:
+    the path cannot be loaded, or the model has more than one output.
     """
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)

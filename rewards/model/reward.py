@@ -65,11 +65,7 @@ class ModelReward(ModelSettings):
     """A reward model; `load` or the first `score` loads it, so that ranks that do not score never do."""
 
     def score(self, rollouts: Sequence[Rollout]) -> list[float]:
-        """Return one reward per rollout.
-
-        Raises:
-            ConfigError: the model or its tokenizer cannot be loaded or used.
-        """
+        """Return one reward per rollout. Raises `ConfigError`: the model or its tokenizer cannot be loaded or used."""
         if not rollouts:
             return []
         model, bias = self._model
@@ -129,8 +125,7 @@ def sampled(rollout: Rollout) -> tuple[int, ...]:
 def token_id_of(tokenizer: PreTrainedTokenizerFast, text: str) -> int:
     """Return the id of the token with exactly this text; after a space it may differ (in GPT-2 "." is 13, " ." is not).
 
-    Raises:
-        ConfigError: the text is not a single token.
+    Raises `ConfigError`: the text is not a single token.
     """
     ids = text_ids(tokenizer, text, special_tokens=False)
     if len(ids) != 1:

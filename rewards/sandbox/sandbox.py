@@ -99,8 +99,7 @@ class Execution:
 def run_python(source: str, *, stdin: str = "", limits: Limits | None = None) -> Execution:
     """Run a program in the sandbox; it can import the standard library only.
 
-    Raises:
-        ConfigError: this process is root, and the system has no namespaces to contain the program.
+    Raises `ConfigError`: this process is root, and the system has no namespaces to contain the program.
     """
     limits = limits or Limits()
     isolated = has_namespaces()

@@ -83,8 +83,7 @@ class Chat:
     def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
         """Return the ids of a whole conversation, up to the start of the next assistant turn.
 
-        Raises:
-            TemplateError: the chat template refuses the messages.
+        Raises `TemplateError`: the chat template refuses the messages.
         """
         return self._renderer.prompt(messages, tools)
 

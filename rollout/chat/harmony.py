@@ -139,8 +139,7 @@ def _conversation(messages: Sequence[Mapping[str, Any]], tools: Tools) -> harmon
 def to_harmony(message: Mapping[str, Any]) -> Iterable[harmony.Message]:
     """Yield the Harmony messages of a normalized message; none for a system message, which is part of the developer's.
 
-    Raises:
-        TemplateError: the role is unknown, or a tool result has no name.
+    Raises `TemplateError`: the role is unknown, or a tool result has no name.
     """
     role, content = message["role"], message["content"]
     if role == "user":

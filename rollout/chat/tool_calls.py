@@ -122,9 +122,8 @@ def parse_hermes(text: str, *, reasoning_is_open: bool = False) -> Turn:
 def parse_llama3(text: str, *, tool_names: Collection[str] = (), reasoning_is_open: bool = False) -> Turn:
     """Parse Llama 3 calls.
 
-    Args:
-        tool_names: Without <|python_tag|>, a turn that is JSON counts as a call only where tools were offered, since
-            a model also answers in JSON when it is asked for JSON.
+    tool_names: Without <|python_tag|>, a turn that is JSON counts as a call only where tools were offered, since a
+    model also answers in JSON when it is asked for JSON.
     """
     reasoning, content = split_reasoning(text, is_open=reasoning_is_open)
     body = content.strip()

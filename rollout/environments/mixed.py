@@ -56,8 +56,7 @@ AnyEnvironment = Environment | RunsItself | Mixed
 def environment_of(environment: AnyEnvironment, example: Mapping[str, Any]) -> Environment | RunsItself:
     """Return the environment that runs this row: in `Mixed` the one that it names, else `environment` itself.
 
-    Raises:
-        DataError: the row names an unknown one.
+    Raises `DataError`: the row names an unknown one.
     """
     while isinstance(environment, Mixed):
         environment = environment.choose(example)

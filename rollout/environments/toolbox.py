@@ -163,8 +163,7 @@ def count_results(results: Sequence[ToolResult]) -> dict[str, int]:
 def _describe(function: ToolFunction) -> tuple[Mapping[str, Any], Draft202012Validator]:
     """Return the schema of a function with type hints and a Google-style docstring, and a validator of its arguments.
 
-    Raises:
-        ConfigError: type hints or the docstring are missing or cannot be a JSON schema.
+    Raises `ConfigError`: type hints or the docstring are missing or cannot be a JSON schema.
     """
     # The import takes seconds on a busy machine; naming an environment, as the checks of the settings do, needs none.
     from transformers.utils.chat_template_utils import (

@@ -38,8 +38,7 @@ class VerifiersEnvironment(AgentEnvironment):
     def __init__(self, env_id: str | None = None, *, args: Mapping[str, Any] | None = None, **limits: Any):
         """env_id, args: id and keyword arguments for `verifiers.load_environment`. limits: as for `RunsItself`.
 
-        Raises:
-            ConfigError: `env_id` is missing, or the package or the environment is not installed or fails to load.
+        Raises `ConfigError`: `env_id` is missing, or the package or the environment is not installed or fails to load.
         """
         if env_id is None:
             raise ConfigError("no env_id is set; set environment.settings.env_id=<id of a verifiers environment>")

@@ -36,9 +36,8 @@ async def run_episode(
     The rollout is FAILED, with the sentence of the error, if the engine's evidence cannot be trusted or the template
     cannot be rendered. A dead engine raises `EngineError`.
 
-    Args:
-        max_turns: assistant turns of the episode's own conversation. Other conversations are limited by the
-            environment that opens them.
+    max_turns: assistant turns of the episode's own conversation. Other conversations are limited by the environment
+    that opens them.
     """
     started = time.perf_counter()
     host = environment if isinstance(environment, HostsConversations) else None

@@ -70,8 +70,7 @@ class ChatRequest:
 def read_json(raw: bytes) -> dict[str, Any]:
     """Parse the body of a request. Lone surrogates, which no tokenizer can encode, become U+FFFD.
 
-    Raises:
-        ApiError: 400; not JSON, not an object, or nested too deeply.
+    Raises `ApiError`: 400; not JSON, not an object, or nested too deeply.
     """
     try:
         body = json.loads(raw, parse_constant=_refuse_constant)

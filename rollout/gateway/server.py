@@ -82,11 +82,8 @@ class Gateway:
         offered: Sequence[Sampling],
         settings: GatewaySettings | None = None,
     ) -> None:
-        """
-        Args:
-            offered: sampling settings that requests may ask for, the default first: those of training, and those of
-                evaluation. Sessions from `open_session` have their own.
-        """
+        """offered: sampling settings that requests may ask for, the default first: those of training, and those of
+        evaluation. Sessions from `open_session` have their own."""
         self._engine = engine
         self._chat = chat
         self._offered = tuple(offered)

@@ -20,8 +20,7 @@ from rollout.errors import ConfigError
 def load_functions(spec: str) -> list[Callable[..., Any]]:
     """Return the functions named by `path.py:name` or `path.py:name,other`, in that order.
 
-    Raises:
-        ConfigError: the spec is malformed, or the file is missing, fails to load or lacks a name.
+    Raises `ConfigError`: the spec is malformed, or the file is missing, fails to load or lacks a name.
     """
     path_text, colon, names_text = spec.rpartition(":")
     names = [name.strip() for name in names_text.split(",") if name.strip()]

@@ -91,9 +91,8 @@ class Fetch:
     def begin(self, values: Sequence[torch.Tensor]) -> None:
         """Start the exchange.
 
-        Args:
-            values: destination of each range at a reader: contiguous, with its dtype and shape, on its parameter's
-                device; ignored for parameters that are not sharded. Empty on other ranks.
+        values: destination of each range at a reader: contiguous, with its dtype and shape, on its parameter's device;
+        ignored for parameters that are not sharded. Empty on other ranks.
         """
         exchanges: list[dist.P2POp] = []
         self._own = []
@@ -155,8 +154,7 @@ def _synchronize() -> None:
 def owners(ranges: Sequence[ParamRange]) -> list[int]:
     """Return the global ranks that hold these ranges, in shard order; empty if nothing is sharded.
 
-    Raises:
-        SyncError: the shards cannot be read, or belong to different groups of ranks.
+    Raises `SyncError`: the shards cannot be read, or belong to different groups of ranks.
     """
     groups: set[tuple[int, ...]] = set()
     for param in (one.param for one in ranges if is_sharded(one.param)):

@@ -154,9 +154,8 @@ class WeightSync:
     def push(self, version: int) -> SyncReport:
         """Transfer the module's current weights to the engines as this version. A collective over the ranks.
 
-        Raises:
-            SyncError: on every rank, if any rank failed or missed the deadline, or a canary failed. The engines must
-                not sample again; those that still answer are left paused.
+        Raises `SyncError`: on every rank, if any rank failed or missed the deadline, or a canary failed. The engines
+        must not sample again; those that still answer are left paused.
         """
         phase = self._ranks.run_phase
         if not self._is_joined:

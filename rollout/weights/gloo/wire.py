@@ -154,10 +154,7 @@ def send(group: ProcessGroupGloo, tensors: Iterable[torch.Tensor], worker: int) 
     """Begin to send contiguous tensors to a worker of a group, in this order.
 
     Not as broadcasts, which gloo hands from thread to thread: for a model with many small tensors that is most of the
-    time.
-
-    Raises:
-        RuntimeError: the worker is known to be gone.
+    time. Raises `RuntimeError`: the worker is known to be gone.
     """
     return [group.send([bytes_of(tensor)], worker, 0) for tensor in tensors]  # type: ignore[attr-defined]
 
