@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from rewards.functions.built_in import ISOLATED
 from rewards.outcomes import ERRORS, Outcome, Verdict, judge_batch, judge_call
-from rewards.resolve import configure, resolve
+from rewards.resolve import resolve
 from rewards.shaping import Shaping
 from rewards.trl import BatchReward
 from rewards.workers.pool import IsolatedReward, Isolation, WorkerPool
@@ -252,7 +252,7 @@ def _prepare(
     path, colon, name = spec.rpartition(":")
     if colon and isolation.mode == "process":
         return pool.load(f"{Path(path).expanduser().resolve()}:{name}", settings)
-    function = configure(*resolve(spec), settings)
+    function = resolve(spec, settings)
     if spec in ISOLATED:  # none of these built-ins takes batches, so no worker has to be started to find out
         return IsolatedReward(pool=pool, spec=spec, settings=settings, is_batch=False)
     return function

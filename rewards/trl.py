@@ -60,11 +60,6 @@ def from_trl(function: Callable[..., Any], *, conversational: bool = True, **set
     return BatchReward(function=function, arguments=arguments)
 
 
-def has_trl_signature(function: Callable[..., Any]) -> bool:
-    """True if the function takes `completions`, as TRL's do; others take a rollout."""
-    return "completions" in inspect.signature(function).parameters
-
-
 def _split(messages: Sequence[Message]) -> tuple[list[Message], list[Message]]:
     """Split messages into prompt and completion at the first assistant turn.
 

@@ -207,7 +207,7 @@ class TrainingRow:
     rollout_id: int = 0
     group_id: int = 0
     support: SamplingSupport | None = None
-    """Of the trained tokens only, in order."""
+    """Support of the trained tokens only, in order."""
 
     def __post_init__(self) -> None:
         lengths = {name: len(getattr(self, name)) for name in ("loss_mask", "sampling_logprobs", "versions", "turns")}
@@ -231,7 +231,3 @@ def _check_ids(name: str, ids: Sequence[int]) -> None:
         raise EvidenceError(f"engine call: a {name} id is not a token id ({error})") from error
     if is_negative:
         raise EvidenceError(f"engine call: negative {name} id")
-
-
-def num_trained(rows: Sequence[TrainingRow]) -> int:
-    return sum(row.num_trained for row in rows)

@@ -25,7 +25,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rewards.outcomes import judge_batch, judge_call
-from rewards.resolve import configure, resolve
+from rewards.resolve import resolve
 from rewards.trl import BatchReward
 from rewards.workers.pool import RECEIVED
 from rollout.errors import ConfigError
@@ -62,8 +62,7 @@ def _answer(request: Mapping[str, Any], functions: dict[str, Callable[..., Any] 
     key = json.dumps([request["spec"], request["settings"]])
     if request["do"] == "load":
         try:
-            name, function = resolve(request["spec"])
-            functions[key] = configure(name, function, request["settings"])
+            functions[key] = resolve(request["spec"], request["settings"])
         except ConfigError as error:
             return {"error": str(error)}
         return {"is_batch": isinstance(functions[key], BatchReward)}

@@ -125,10 +125,13 @@ class Chat:
         ids = list(sampled_ids)
         if ids and ids[-1] in self.stop_token_ids:
             ids.pop()
+        return self._parse_text(self.decode(ids), tools or ()).message(sampled_ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids, special tokens included."""
         # A model's output layer may be padded beyond the vocabulary; such ids have no text.
         known = [token for token in ids if 0 <= token < self._num_ids]
-        text = self.tokenizer.decode(known, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return self._parse_text(str(text), tools or ()).message(sampled_ids)
+        return str(self.tokenizer.decode(known, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _parse_text(self, text: str, tools: Tools) -> Turn:
         if self._format == "llama3":

@@ -17,7 +17,7 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 TOOL_CALL_OPEN, TOOL_CALL_CLOSE = "<tool_call>", "</tool_call>"
@@ -184,6 +184,11 @@ def read_arguments(name: str, arguments: Any) -> ToolCall | str:
         return f"the arguments of the call to {name!r} are nested more than {MAX_DEPTH} levels deep"
     dumped = json.dumps(arguments, ensure_ascii=False)
     return ToolCall(name=without_surrogates(name), arguments=without_surrogates(dumped))
+
+
+def refuse_constant(text: str) -> NoReturn:
+    """Refuse NaN and Infinity, which Python's parser would accept (its `parse_constant`)."""
+    raise ValueError(f"{text} is not JSON")
 
 
 def without_surrogates(text: str) -> str:

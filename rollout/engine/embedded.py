@@ -62,7 +62,6 @@ SHUTDOWN_TIMEOUT_S = 5.0
 REQUEST_ATTEMPTS = 3
 """Attempts of a request with a passing failure. A request that hangs, is invalid or finds the engine dead has one."""
 FIRST_PAUSE_S = 0.1
-PAUSE_MODES = ("wait", "keep", "abort")
 LOG_TAIL_LINES = 15
 
 
@@ -218,8 +217,6 @@ class EmbeddedEngine:
             raise self._dead("sample")
 
     async def pause(self, mode: str) -> None:
-        if mode not in PAUSE_MODES:
-            raise ConfigError(f"pause mode must be one of {', '.join(PAUSE_MODES)}, found {mode!r}")
         if mode == "abort":  # buffered tokens are sent when requests freeze, not when they are aborted
             await self._call(self.llm.pause_generation(mode="keep", clear_cache=False), "pause")
         await self._call(self.llm.pause_generation(mode=mode, clear_cache=True), "pause")  # type: ignore[arg-type]
@@ -357,7 +354,17 @@ def _environment_variables(
             # Eager mode still compiles single functions at the first request, which takes 4 to 18 s.
             "TORCHDYNAMO_DISABLE": str(int(eager)),
         }
-    return variables if local_place is None else variables | _device_variables(*local_place, is_cpu=is_cpu)
+    if local_place is None:
+        return variables
+    # Its own GPU or cores for each local engine; vLLM would give all of them the first.
+    index, number = local_place
+    if is_cpu:
+        cores = [str(core) for core in sorted(os.sched_getaffinity(0))]
+        own = ",".join(cores[index::number] or cores[index % len(cores) :][:1])
+        return variables | {"VLLM_CPU_OMP_THREADS_BIND": own}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    devices = visible.split(",") if visible else [str(device) for device in range(torch.cuda.device_count())]
+    return variables | {"CUDA_VISIBLE_DEVICES": devices[index]}
 
 
 @contextmanager
@@ -394,16 +401,6 @@ def _check_compiler() -> None:
             f"compiling an engine's model on a CPU needs a C++ compiler, and {' and '.join(names)} cannot be found; "
             "`apt-get install g++`, or set rollout.compile_engine=false"
         )
-
-
-def _device_variables(index: int, number: int, *, is_cpu: bool) -> dict[str, str]:
-    """Return the variables that give each local engine its own GPU or cores; vLLM would give all of them the first."""
-    if is_cpu:
-        cores = [str(core) for core in sorted(os.sched_getaffinity(0))]
-        return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(cores[index::number] or cores[index % len(cores) :][:1])}
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    devices = visible.split(",") if visible else [str(device) for device in range(torch.cuda.device_count())]
-    return {"CUDA_VISIBLE_DEVICES": devices[index]}
 
 
 def _log_tail(path: Path) -> str:

@@ -23,6 +23,7 @@ from typing import Any
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 
+from rollout.chat.tool_calls import refuse_constant
 from rollout.errors import ConfigError
 from rollout.records import Message
 from rollout.system.deadline import DeadlineExceeded, TooManyAbandoned, call_with_deadline, function_name
@@ -204,14 +205,10 @@ def _read_arguments(raw: Any) -> dict[str, Any]:
         return dict(raw)
     if raw is None or raw == "":
         return {}
-    value = json.loads(raw, parse_constant=_refuse_constant) if isinstance(raw, str) else raw
+    value = json.loads(raw, parse_constant=refuse_constant) if isinstance(raw, str) else raw
     if not isinstance(value, dict):
         raise ValueError(f"found {type(value).__name__}")
     return value
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _to_json(value: Any) -> str:

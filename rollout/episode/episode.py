@@ -50,7 +50,7 @@ async def run_episode(
     )
     if host is not None:
         host.host(record.open)
-    conversation = record.open_first(await environment.reset(example), environment.tools)
+    conversation = Conversation(record, await environment.reset(example), environment.tools, seed=seed)
     outcome: dict[str, Any] = {}
     error = None
     try:

@@ -92,7 +92,7 @@ def _seed(session: Session, request: ChatRequest, number: int, choice: int) -> i
 
 def _read(chat: Chat, call: EngineCall, request: ChatRequest) -> tuple[EngineCall, Message]:
     """Return the call up to the first stop string, and its message."""
-    call, stop = cut_at_stop(call, request.stop_strings, text_decoder(chat))
+    call, stop = cut_at_stop(call, request.stop_strings, chat.decode)
     message = dict(chat.parse(call.sampled_ids, request.tools))
     if stop is not None:
         _hide_stop(message, stop)
@@ -146,14 +146,3 @@ def _hide_stop(message: dict[str, Any], stop: str) -> None:
         if stop in message.get(field, ""):
             message[field] = message[field].partition(stop)[0]
             return
-
-
-def text_decoder(chat: Chat) -> Decode:
-    size = len(chat.tokenizer)
-
-    def decode(ids: Sequence[int]) -> str:
-        # The output layer may be padded beyond the vocabulary; such ids have no text.
-        known = [token for token in ids if 0 <= token < size]
-        return str(chat.tokenizer.decode(known, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-    return decode

@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
-from rollout.chat.tool_calls import MAX_DEPTH, depth_of, without_surrogates
+from rollout.chat.tool_calls import MAX_DEPTH, depth_of, refuse_constant, without_surrogates
 from rollout.engine.protocol import Sampling
 from rollout.gateway.errors import ApiError, checked, not_supported, quoted, unknown_field, wrong_type
 from rollout.gateway.messages import read_messages, read_tools
@@ -73,7 +73,7 @@ def read_json(raw: bytes) -> dict[str, Any]:
     Raises `ApiError`: 400; not JSON, not an object, or nested too deeply.
     """
     try:
-        body = json.loads(raw, parse_constant=_refuse_constant)
+        body = json.loads(raw, parse_constant=refuse_constant)
     except (ValueError, RecursionError) as error:
         raise ApiError(f"the body of the request is not valid JSON: {error}") from None
     checked(body, dict, "body", expected="a JSON object")
@@ -203,7 +203,3 @@ def _integer(body: Mapping[str, Any], field: str, *, default: int, low: int, hig
 
 def _flag(parent: Mapping[str, Any], field: str) -> bool:
     return parent.get(field) is not None and checked(parent[field], bool, field, expected="true or false")
-
-
-def _refuse_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not JSON")

@@ -29,7 +29,7 @@ from rollout.chat.chat import Chat
 from rollout.chat.untrusted import UntrustedTextEncoder
 from rollout.engine.protocol import Engine, Sampling
 from rollout.errors import ConfigError, LockstepError, TemplateError
-from rollout.gateway.completion import complete, text_decoder
+from rollout.gateway.completion import complete
 from rollout.gateway.errors import ApiError, not_supported, quoted, server_error, unknown_field
 from rollout.gateway.messages import read_messages, read_tools
 from rollout.gateway.protocol import read_chat_request, read_json
@@ -210,7 +210,7 @@ class Gateway:
         self._check_model(session, body.get("model"))
         parsed = read_chat_request(body, offered=session.offered, vocab_size=len(self._chat.tokenizer))
         completion = await complete(self._engine, self._chat, session, parsed)
-        decode, model = text_decoder(self._chat), self._settings.model_name
+        decode, model = self._chat.decode, self._settings.model_name
         if not parsed.stream:
             return web.json_response(completion_body(completion, model=model, decode=decode))
         response = web.StreamResponse(

@@ -22,7 +22,7 @@ from rollout.environments.trl_rollout import TRLRollout
 from rollout.episode.conversation import request_seed
 from rollout.episode.episode import run_episode
 from rollout.errors import RequestError
-from rollout.gateway import Gateway, GatewaySettings
+from rollout.gateway.server import Gateway, GatewaySettings
 from rollout.records import Rollout, RolloutStatus
 from rollout.sampler.agent_episodes import run_agent_episode
 from rollout.sampler.trl_episodes import copy_tokenizer, run_trl_episode

@@ -7,7 +7,7 @@ import tempfile
 import threading
 from pathlib import Path
 
-from rollout.gateway import Gateway
+from rollout.gateway.server import Gateway
 from rollout.system.background_loop import BackgroundLoop
 from trainer.build import make_chat, make_gateway_settings, make_sampling
 from trainer.config.schema import Config
