@@ -1,8 +1,7 @@
 """Weighted sum of reward functions over a batch of rollouts; failures are typed and counted, and never become a zero.
 
 Functions from files, and built-ins that may hang, run in processes that can be killed (`rewards/workers/pool.py`).
-Others run in this process: sync functions in threads, async ones in the event loop, each with a deadline. The deadline
-frees the run; it does not end the function (see `rollout/system/deadline.py`).
+Others run in this process, with a deadline that frees the run and does not end them (`rollout/system/deadline.py`).
 """
 
 from __future__ import annotations
@@ -121,13 +120,10 @@ class RewardSet:
         A rollout whose reward fails becomes FAILED with the reason in `error` (`drop`); so does one to which no
         function applies, because its reward is unknown, not zero.
 
-        Args:
-            in_metrics: False keeps them out of `take_metrics` (not out of the error rate), for rollouts that are not
-                trained.
-            is_shaped: False leaves the shaping out, for evaluation.
+        Raises `RewardError` for too many errors in the window, or an outcome with the action `raise`.
 
-        Raises:
-            RewardError: too many errors in the window, or an outcome with the action `raise`.
+        in_metrics: False keeps rollouts that are not trained out of `take_metrics` (not out of the error rate).
+        is_shaped: False leaves the shaping out, for evaluation.
         """
         alive = [index for index, rollout in enumerate(rollouts) if _is_scored(rollout)]
         batch = [rollouts[index] for index in alive]

@@ -32,8 +32,7 @@ def from_trl(function: Callable[..., Any], *, conversational: bool = True, **set
     It is called with keywords: `prompts` and `completions` (lists of messages each; with `conversational=False` texts:
     the last prompt message and the last assistant turn), `completion_ids` (the sampled tokens of all turns), each
     column of the data rows as a list, and `settings`. A function without `**kwargs` gets those that it names. All of
-    them are copies. None in its answer means that it does not apply to that rollout. Raises `ConfigError`: a setting
-    that the function does not take.
+    them are copies. Raises `ConfigError` for a setting that the function does not take.
     """
     parameters = inspect.signature(function).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())

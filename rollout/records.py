@@ -4,8 +4,7 @@
     Rollout       one episode: calls, messages, outcome and rewards
     TrainingRow   one training sequence; a rollout has one per branch of its call tree
 
-All are frozen: each stage creates the next record and never edits the last. `EngineCall.__post_init__` validates token
-evidence once, for all later stages.
+All are frozen. `EngineCall.__post_init__` validates token evidence once, for all later stages.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Decoders (a head named `score` over a causal trunk, as transformers builds them)
 by the mask. Transformers' own pooling looks for the last id that is not the padding id, and misses a sampled token with
 that id. Other classifiers (encoders) go through their own forward.
 
-A reward model that Lockstep trained has its normalization folded into its weights where they can hold it, so that
-`AutoModelForSequenceClassification` gives the same rewards; `reward_normalization.json` holds the rest.
+A reward model that Lockstep trained has its normalization folded into its weights where they can hold it;
+`reward_normalization.json` holds the rest.
 
 Shape legend: _B sequences, _T padded length, _D hidden size.
 """

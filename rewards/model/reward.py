@@ -1,6 +1,6 @@
 """Reward model as a reward function: `reward.functions=[model] reward.settings.model.path=<directory or hub id>`.
 
-A batch of rollouts is scored in one call, on the model's own device, in batches of `batch_size`. Its input:
+A batch of rollouts is scored in one call, in batches of `batch_size`. Its input:
 
     input=messages   the conversation through the reward model's chat template (for classifiers off the hub)
     input=tokens     the prompt and the sampled tokens of the last call, cut after the first stop token that counts;
@@ -118,7 +118,6 @@ class ModelReward(ModelSettings):
 
 
 def sampled(rollout: Rollout) -> tuple[int, ...]:
-    """Return the response: the sampled tokens of the last call."""
     return rollout.calls[-1].sampled_ids
 
 

@@ -220,9 +220,7 @@ def _run(source: str, stdin: str, limits: Limits, *, isolated: bool) -> Executio
             for stream in (process.stdout, process.stderr):
                 assert stream is not None
                 stream.close()
-    if not in_time:
-        return Execution(ended=Ended.TIMEOUT, status=status, stdout=stdout, stderr=stderr)
-    ended = Ended.KILLED if status < 0 else Ended.EXITED
+    ended = Ended.TIMEOUT if not in_time else Ended.KILLED if status < 0 else Ended.EXITED
     return Execution(ended=ended, status=status, stdout=stdout, stderr=stderr)
 
 

@@ -96,21 +96,16 @@ class EmbeddedEngine:
 
         Args:
             model_path: checkpoint directory or hub name; no tokenizer is needed.
-            loop: event loop for all coroutines of the engine.
             log_path: file to which vLLM and its processes append.
             name: description for messages.
-            dtype: torch name of the dtype of weights and computation.
             max_model_len: longest prompt plus completion, in tokens; None: the model's own limit.
             kv_cache_gib: memory of the KV cache; None on a GPU: what `gpu_memory_utilization` leaves.
             max_num_seqs: maximum number of requests sampled at once.
             seed: for requests without one.
-            weight_transfer_backend: gloo, ipc or nccl.
             request_timeout_s: limit of one request, including its wait in the queue.
-            start_timeout_s: limit of the start.
             num_threads: compute threads on CPU; None: the CPUs of this process minus one, or this engine's share.
             compile_on_cpu: compile the model: up to a minute, less with cached files. On a GPU vLLM always compiles.
             gpu_memory_utilization: share of the GPU's memory; ignored on CPU.
-            trust_remote_code: run model code that comes with the checkpoint.
             local_place: (index, number) among the processes of this machine that each start an engine: selects the GPU
                 of that index and enables sleep, or on CPU selects a share of the cores. None: the only engine.
 
@@ -302,8 +297,7 @@ class EmbeddedEngine:
     async def _call(self, call: Coroutine[Any, Any, T], action: str, *, timeout_s: float | None = None) -> T:
         """Await a vLLM call and turn its failures into `EngineError`. action: for messages.
 
-        The engine is checked meanwhile: vLLM leaves control calls unanswered when the engine dies, and waits forever
-        for a hung worker.
+        The engine is checked meanwhile: vLLM leaves control calls unanswered when it dies.
         """
         from vllm.exceptions import VLLMClientError, VLLMError
         from vllm.v1.engine.exceptions import EngineGenerateError

@@ -1,10 +1,8 @@
 """Python functions as tools: schemas from their signatures, and calls that never raise.
 
-A tool call comes from a model, so everything about it may be wrong. Each fault (see `ToolFault`) becomes a tool
-message that explains it, and a count. These messages are part of prompts: changing one changes what is sampled.
-
-Tools run in this process, with its rights, and are not contained (`rollout/system/deadline.py`): they must not run
-model-written code.
+Each fault of a call (`ToolFault`) becomes a tool message that explains it, and a count. These messages are part of
+prompts: changing one changes what is sampled. Tools run in this process, with its rights, and are not contained
+(`rollout/system/deadline.py`): they must not run model-written code.
 """
 
 from __future__ import annotations
@@ -75,16 +73,11 @@ class Toolbox:
         timeout_s: float = 10.0,
         max_result_chars: int = 8192,
     ):
-        """
-        Args:
-            functions: tools as Python functions.
-            files: more of them, as `path/to/file.py:name,other`. The files run with all the rights of this process:
-                name only files that you would run yourself.
-            timeout_s: wall-clock limit of each call.
-            max_result_chars: longer results are cut, with a note that says so.
+        """Raises `ConfigError` if a function cannot be loaded or be a tool, or if two have the same name.
 
-        Raises:
-            ConfigError: a file or function cannot be loaded, a function cannot be a tool, or two have the same name.
+        files: more functions, as `path/to/file.py:name,other`. The files run with all the rights of this process: name
+        only files that you would run yourself.
+        timeout_s: wall-clock limit of each call. max_result_chars: longer results are cut, with a note that says so.
         """
         functions = [*functions, *itertools.chain(*map(load_functions, files))]
         # Methods are described once for their class, not for every episode's instance.

@@ -44,15 +44,11 @@ class TRLEnvironment(ToolEnvironment):
         tool_timeout_s: float = 10.0,
         max_result_chars: int = 8192,
     ):
-        """
-        Args:
-            factory: a class, or a function without arguments that makes an instance; or `path/to/file.py:name`; or
-                several of them by name.
-            column: with several factories, the column of the row that holds the name.
-            tool_timeout_s: of one method call, `reset` and `get_reward` included.
+        """Raises `ConfigError` if `factory` is missing or cannot be loaded.
 
-        Raises:
-            ConfigError: `factory` is missing or cannot be loaded.
+        factory: a class, or a function without arguments that makes an instance; or `path/to/file.py:name`; or several
+        of them by name. column: with several factories, the column of the row that holds the name.
+        tool_timeout_s: limit of one method call, `reset` and `get_reward` included.
         """
         if not factory:
             raise ConfigError("no factory is set; set environment.settings.factory=path/to/file.py:ClassName")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import bisect
-import secrets
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,9 +28,6 @@ Decode = Callable[[Sequence[int]], str]
 class Completion:
     """An answered request."""
 
-    completion_id: str
-    created: int
-    """Seconds since 1970."""
     request: ChatRequest
     prompt: Prompt
     choices: tuple[Answer, ...]
@@ -75,13 +70,7 @@ async def complete(engine: Engine, chat: Chat, session: Session, request: ChatRe
     )
     for answer in choices:
         session.record(answer)
-    return Completion(
-        completion_id=f"chatcmpl-{secrets.token_hex(12)}",
-        created=int(time.time()),
-        request=request,
-        prompt=prompt,
-        choices=choices,
-    )
+    return Completion(request=request, prompt=prompt, choices=choices)
 
 
 def _seed(session: Session, request: ChatRequest, number: int, choice: int) -> int | None:
@@ -100,13 +89,10 @@ def _read(chat: Chat, call: EngineCall, request: ChatRequest) -> tuple[EngineCal
 
 
 def cut_at_stop(call: EngineCall, stops: Sequence[str], decode: Decode) -> tuple[EngineCall, str | None]:
-    """End a call with the token that completes the first stop string; the tokens of the string stay.
+    """End a call with the token that completes the first stop string; return both, or the unchanged call and None.
 
     Exact, although the engine sampled further: the end depends only on the tokens before it, so the kept tokens have
     the distribution and the logprobs of a call that stopped there.
-
-    Returns:
-        The call and the stop string, or the unchanged call and None.
     """
     text = decode(call.sampled_ids)
     found = [stop for stop in stops if stop in text]

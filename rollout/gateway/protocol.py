@@ -85,15 +85,9 @@ def read_json(raw: bytes) -> dict[str, Any]:
 
 
 def read_chat_request(body: Mapping[str, Any], *, offered: Sequence[Sampling], vocab_size: int) -> ChatRequest:
-    """Check a request.
+    """Check a request. Raises `ApiError` (400) with the field and the expected value.
 
-    Args:
-        body: from `read_json`.
-        offered: sampling settings that may be asked for; the first is the default.
-        vocab_size: upper limit of stop ids, exclusive.
-
-    Raises:
-        ApiError: 400, with the field and the expected value.
+    offered: sampling settings that may be asked for; the first is the default. vocab_size: limit of stop ids.
     """
     _refuse_unknown(body)
     sampling = _sampling(body, offered, vocab_size)

@@ -69,10 +69,7 @@ class GatewaySettings:
 
 
 class Gateway:
-    """OpenAI-compatible server for one engine and one chat. `async with Gateway(...) as gateway:`
-
-    Runs in the event loop that enters it, which must be the engine's.
-    """
+    """OpenAI-compatible server for one engine and one chat: `async with Gateway(...)` in the engine's event loop."""
 
     def __init__(
         self,

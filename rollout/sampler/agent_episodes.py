@@ -3,7 +3,7 @@
 Covered: an agent that hangs, raises, or makes requests without end costs its own episode and no other. Each agent runs
 in a thread and an event loop of its own, so a blocking call blocks no other episode.
 
-Not covered: agents are your code and run with your rights, without a sandbox. One that hangs is abandoned, not stopped
+Not covered: agents run with your rights, without a sandbox. One that hangs is abandoned, not stopped
 (`rollout/system/deadline.py`); its key is no longer valid.
 """
 
@@ -46,13 +46,8 @@ async def run_agent_episode(
     Requests are seeded in their order of arrival, so a deterministic agent that makes one request at a time gets the
     same answers in every run. `messages` are those of the last request and its answer.
 
-    The rollout is FAILED if the agent raises or does not end in time. If it was refused for the limit of turns or of
-    the context, the samples before are trained.
-
-    Args:
-        gateway: running.
-        slots: held while the agent runs.
-        max_turns: maximum of requests.
+    The rollout is FAILED if the agent raises or does not end in time. If it was refused for the limit of requests
+    (`max_turns`) or of the context, the samples before are trained. One of the `slots` is held while the agent runs.
 
     Raises:
         EngineError: the engine failed.

@@ -58,8 +58,7 @@ class Sampler:
         self._faults: Counter[str] = Counter()
 
     def take_metrics(self) -> dict[str, float]:
-        """Return counts since the last call: restarts of episodes after a request failed in the engine, and groups that
-        are not trained because an episode of theirs failed every time."""
+        """Return since the last call the restarts of episodes after a request failed, and the groups lost to that."""
         metrics = {f"rollout/{name}": float(self._faults[name]) for name in ("reissued", "groups_lost_to_engine")}
         self._faults.clear()
         return metrics

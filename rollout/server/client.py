@@ -50,10 +50,7 @@ class ServerClient:
         return await self._request("GET", path, None, timeout_s=timeout_s, attempts=attempts)
 
     async def post(self, path: str, body: object = None, *, timeout_s: float | None, attempts: int = ATTEMPTS) -> Any:
-        """Return the JSON of the answer; None if it is empty.
-
-        Args:
-            timeout_s: limit of one attempt, which is not retried after it; None: no limit.
+        """Return the JSON of the answer; None if it is empty. timeout_s: limit of one attempt; None: no limit.
 
         Raises:
             EngineError: the server is unreachable, refuses, or exceeds the limit.
@@ -63,7 +60,6 @@ class ServerClient:
         return await self._request("POST", path, body, timeout_s=timeout_s, attempts=attempts)
 
     async def has_route(self, path: str, *, timeout_s: float) -> bool:
-        """Return True if the server knows this path."""
         try:
             await self.get(path, timeout_s=timeout_s)
         except _Refused:

@@ -7,9 +7,8 @@ One exchange per bucket of parameters; `deepspeed.zero.GatheredParameters` (0.19
 gives everything to all ranks. Elements are cast before they are sent, and part of a parameter (one expert of a layer)
 can be fetched alone.
 
-An exchange runs in the background between `begin` and `wait`, also during a transfer to an engine. Exchanges run
-between trainer ranks, which begin them in the same order, and transfers between a reader and engine workers, so they
-cannot deadlock each other.
+An exchange runs in the background between `begin` and `wait`. It cannot deadlock with a transfer to an engine: it runs
+between trainer ranks, which begin exchanges in the same order, a transfer between a reader and engine workers.
 
 Covered: shards in device or host memory (`offload_param_device: cpu`), subgroups of ranks that share a model (MiCS).
 Refused: shards on NVMe, quantized shards (`zero_quantized_weights`).

@@ -116,7 +116,6 @@ def listen(address: str, timeout_s: float) -> TCPStore:
 
 
 def connect_store(address: str, port: int, timeout_s: float) -> TCPStore:
-    """Connect to the store of a rendezvous."""
     timeout = timedelta(seconds=timeout_s)
     return TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
 
@@ -127,12 +126,7 @@ def join_group(
     """Join the group of one sender (rank 0 in it), outside torch's global state.
 
     vLLM's helper for this listens on every interface, and sends over the interface of the host name, which may be
-    loopback.
-
-    Args:
-        store: the rendezvous.
-        sender: global rank of the sender.
-        own_address: address of this process for the other members.
+    loopback. sender: global rank. own_address: address of this process for the other members.
     """
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=timeout_s)
