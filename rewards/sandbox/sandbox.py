@@ -17,8 +17,7 @@ memory of all its processes together (`memory_mib` is for each), of System V seg
 Without namespaces the program can read and write what the trainer's user can, fill the disk with many files, start any
 number of processes, reach the network, and leave processes in sessions of their own. As root that is refused.
 
-Not bubblewrap: it is rarely installed, bounds neither the number of files nor, as root, the number of processes, and
-systems without it would still need this code.
+Not bubblewrap: it is rarely installed and bounds neither the number of files nor, as root, the number of processes.
 """
 
 from __future__ import annotations

@@ -245,13 +245,8 @@ class _Worker:
         return self._loaded[key]
 
     def ask(self, request: Mapping[str, Any], timeout_s: float, cancelled: threading.Event) -> dict[str, Any]:
-        """Send a request and return the reply.
-
-        Raises:
-            _TimedOut: no reply in time, or the call was cancelled.
-            _DiedIdle: the process ended before it had read the request.
-            _Died: the process ended later, or sent something else than a reply.
-        """
+        """Send a request and return the reply. Raises `_TimedOut` also if the call was cancelled, `_DiedIdle` or
+        `_Died`."""
         deadline = time.monotonic() + timeout_s
         unsent = memoryview(json.dumps(request, default=_plain).encode() + b"\n")
         received = bytearray()

@@ -36,11 +36,7 @@ class Chat:
     def __init__(
         self, tokenizer: PreTrainedTokenizerFast, *, history: str = "keep", stop_token_ids: Sequence[int] = ()
     ) -> None:
-        """
-        Args:
-            tokenizer: with a chat template. Not modified.
-            history: `keep` the reasoning of earlier turns, or let the `template` decide (see `History`).
-            stop_token_ids: ids that end a turn beside the tokenizer's own, for example from generation_config.json.
+        """history: see `History`. stop_token_ids: ids that end a turn beside the tokenizer's own.
 
         Raises:
             ConfigError: an unknown history, or a tokenizer that cannot encode text without control tokens.

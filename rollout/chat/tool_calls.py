@@ -78,10 +78,8 @@ def turn_from_message(message: Mapping[str, Any]) -> Turn:
 def split_reasoning(text: str, *, is_open: bool = False) -> tuple[str | None, str]:
     """Split a text into the reasoning of its first think block, or None, and the rest.
 
-    Args:
-        is_open: True if the prompt ended inside a think block, so that the text starts in one.
-
     A block that is never closed is all reasoning. A close without an open ends a block that began with the text.
+    is_open: True if the prompt ended inside a think block, so that the text starts in one.
     """
     head, closed, rest = text.partition(THINK_CLOSE)
     before, opened, inside = head.partition(THINK_OPEN)
@@ -120,11 +118,8 @@ def parse_hermes(text: str, *, reasoning_is_open: bool = False) -> Turn:
 
 
 def parse_llama3(text: str, *, tool_names: Collection[str] = (), reasoning_is_open: bool = False) -> Turn:
-    """Parse Llama 3 calls.
-
-    tool_names: Without <|python_tag|>, a turn that is JSON counts as a call only where tools were offered, since a
-    model also answers in JSON when it is asked for JSON.
-    """
+    """Parse Llama 3 calls. Without <|python_tag|>, a turn that is JSON counts as a call only where tools were offered,
+    since a model also answers in JSON when it is asked for JSON."""
     reasoning, content = split_reasoning(text, is_open=reasoning_is_open)
     body = content.strip()
     is_tagged = body.startswith(PYTHON_TAG)

@@ -97,10 +97,8 @@ class EmbeddedEngine:
         Args:
             model_path: checkpoint directory or hub name; no tokenizer is needed.
             log_path: file to which vLLM and its processes append.
-            name: description for messages.
             max_model_len: longest prompt plus completion, in tokens; None: the model's own limit.
             kv_cache_gib: memory of the KV cache; None on a GPU: what `gpu_memory_utilization` leaves.
-            max_num_seqs: maximum number of requests sampled at once.
             seed: for requests without one.
             request_timeout_s: limit of one request, including its wait in the queue.
             num_threads: compute threads on CPU; None: the CPUs of this process minus one, or this engine's share.

@@ -4,11 +4,8 @@ vLLM sends the tokens of every request after every step: 22 µs of CPU per token
 logprob. Lockstep reads whole completions, so here the outputs stay in the engine's process until the request ends.
 
 Outputs must be sent before weights change, because vLLM labels a message with the version loaded when it is sent.
-Weights change only while the engine is paused: a draining pause ends every request, and a freezing pause first sends
-the buffered outputs.
-
-Requests with streamed output are not buffered. Selected through vLLM's `scheduler_cls`, which is documented but not
-guaranteed to stay.
+Weights change only while the engine is paused: a draining pause ends every request, a freezing one first sends the
+buffered outputs. Selected through vLLM's `scheduler_cls`, which is documented but not guaranteed to stay.
 """
 
 from __future__ import annotations

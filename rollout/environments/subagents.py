@@ -43,13 +43,11 @@ class SubAgents(ToolEnvironment):
         """
         Args:
             functions, files, tool_timeout_s: tools of the sub-agents, as for `ToolEnvironment`.
-            agent_prompt: system turn of every sub-agent.
+            agent_prompt: system turn of every sub-agent. agent_timeout_s: wall-clock limit of one sub-agent.
             max_calls: maximum of engine calls of an episode, over all conversations.
-            agent_timeout_s: wall-clock limit of one sub-agent.
             prompt: `prompt_column` and `system_prompt` of `ToolEnvironment`.
 
-        Raises:
-            ConfigError: a function cannot be a tool, a file cannot be loaded, or a limit is below 1.
+        Raises `ConfigError` if a function cannot be a tool, a file cannot be loaded, or a limit is below 1.
         """
         if max_agent_turns < 1 or max_calls < 1:
             raise ConfigError(

@@ -9,8 +9,7 @@ Covered: one factory, or several that rows choose from by column `environment`; 
 that the environment owns, as outcome `environment_reward` (`reward.functions=[environment_reward]`). TRL itself need
 not be installed. The episode ends, as in TRL, with the first turn that calls no tool.
 
-Not covered: images in observations; reward functions of a TRL script that ask for `environments`. Instances are not
-pooled: each episode has its own, which TRL's promise (reset before use) allows.
+Not covered: images in observations; reward functions of a TRL script that ask for `environments`; pooled instances.
 """
 
 from __future__ import annotations

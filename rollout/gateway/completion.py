@@ -34,12 +34,10 @@ class Completion:
 
 
 async def complete(engine: Engine, chat: Chat, session: Session, request: ChatRequest) -> Completion:
-    """Sample the answers to a request and record them.
+    """Sample the answers to a request and record them. Raises `TemplateError` if the chat template refuses them.
 
-    Raises:
-        ApiError: the conversation does not fit the model, the session is at its limit, a weight update cut off the
-            sample, or the engine failed (recorded as the session's failure).
-        TemplateError: the chat template refuses the messages.
+    Raises `ApiError` if the conversation does not fit the model, the session is at its limit, a weight update cut off
+    the sample, or the engine failed (recorded as the session's failure).
     """
     prompt = make_prompt(chat, session, request.messages, request.tools)
     room = engine.max_model_len - len(prompt.ids)

@@ -1,7 +1,7 @@
 """Record of the calls of one client, which splices look up and training reads.
 
 A session belongs to one API key or one path. Whatever a harness does to the messages between two requests, the calls
-stay here with the ids and logprobs of the engine, and `rollout/episode/rows.py` rebuilds the call tree from them.
+stay here with the engine's ids and logprobs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Sampler of groups of episodes: every rollout is one asyncio task, and the engine batches their requests.
 
-Episodes do not wait for each other: a slow tool or a long answer delays its own episode only. Samples depend on the
-seeds alone, not on the order in which requests reach the engine.
+Samples depend on the seeds alone, not on the order in which requests reach the engine.
 """
 
 from __future__ import annotations
@@ -80,14 +79,12 @@ class Sampler:
         seeds. If it still fails, all rollouts of its group are FAILED: the mean of a partial group would depend on the
         fault.
 
-        Args:
-            step: part of the seeds, so that the same prompt gets other samples in another step.
-            first_group: group ids are prompt indices from here on (for a batch that completes an earlier one of the
-                same step); rollout ids are `group id x samples_per_prompt + sample index`.
-            run: from `open`, to share a gateway between batches; None: open one for this batch alone.
+        Raises `EngineError` if the engine died; the remaining episodes are canceled.
 
-        Raises:
-            EngineError: the engine died; the remaining episodes are canceled.
+        step: part of the seeds, so that the same prompt gets other samples in another step.
+        first_group: group ids are prompt indices from here on (for a batch that completes an earlier one of the same
+        step); rollout ids are `group id x samples_per_prompt + sample index`.
+        run: from `open`, to share a gateway between batches; None: open one for this batch alone.
         """
         lost_groups: dict[int, str] = {}
 

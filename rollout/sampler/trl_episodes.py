@@ -148,9 +148,7 @@ async def run_trl_episode(
     `messages` are the row's prompt and every sampled turn; text that the function adds exists as token ids only. One of
     the `slots` is held while the function runs. tokenizer: the function's own copy (`copy_tokenizer`).
 
-    Raises:
-        EngineError: the engine failed.
-        ConfigError: the function's output does not have the form of TRL's contract.
+    Raises `EngineError` if the engine failed, `ConfigError` if the output does not have the form of TRL's contract.
     """
     prompt, messages = environment.prompt(example)
     record = CallRecord(engine=engine, chat=chat, sampling=sampling, seed=seed, max_calls=lambda: max_turns)

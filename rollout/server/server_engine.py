@@ -64,15 +64,12 @@ class ServerEngine:
     ) -> None:
         """Wait until the server is ready and check its settings.
 
-        Args:
-            url: `http://<host>:<port>`, without a path.
-            vocab_size: number of rows of the model's embedding; larger ids are refused here.
-            start_timeout_s: time the server may take to load.
-            silence_timeout_s: time without any answer to waiting requests after which the server counts as dead.
+        Raises `EngineError` if the server is missing or refuses, `ConfigError` if the samples of a server with these
+        settings cannot be trained on.
 
-        Raises:
-            EngineError: the server is missing or refuses.
-            ConfigError: the samples of a server with these settings cannot be trained on.
+        url: `http://<host>:<port>`, without a path. start_timeout_s: time the server may take to load.
+        vocab_size: number of rows of the model's embedding; larger ids are refused here.
+        silence_timeout_s: time without any answer to waiting requests after which the server counts as dead.
         """
 
         async def connect() -> tuple[ServerClient, ServerFacts, str]:

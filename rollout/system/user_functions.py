@@ -1,7 +1,6 @@
 """Loading of user functions from a Python file: `path/to/file.py:name,other`.
 
-Loading executes the file with the rights of this process, without a sandbox; it may import files beside it. Only files
-named in a setting are loaded; callers print what was loaded.
+Loading runs the file with the rights of this process, without a sandbox; only files named in a setting are loaded.
 """
 
 from __future__ import annotations

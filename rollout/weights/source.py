@@ -182,7 +182,7 @@ class ZeroSource(WeightSource):
 
     Args:
         module: plain, DDP, DeepSpeed engine, PEFT, or these nested.
-        dtype: dtype of the engine's weights, to which floating-point parameters are cast; None: no cast.
+        dtype: dtype to which floating-point parameters are cast; None: no cast.
         bucket_bytes: maximum size of a fetch, after the cast; a larger tensor is fetched alone.
         readers: global ranks that get the tensors; other ranks iterate over nothing. None: all.
     """
