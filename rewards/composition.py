@@ -1,8 +1,7 @@
 """Weighted sum of reward functions over a batch of rollouts; failures are typed and counted, and never become a zero.
 
 Functions from files, and built-ins that may hang, run in processes that can be killed (`rewards/workers/pool.py`).
-Others run in this process: sync functions in threads, async ones in the event loop, each with a deadline. The deadline
-frees the run; it does not end the function (see `rollout/system/deadline.py`).
+Others run in this process, with a deadline that frees the run and does not end them (`rollout/system/deadline.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any, Literal
 
 from rewards.functions.built_in import ISOLATED
 from rewards.outcomes import ERRORS, Outcome, Verdict, judge_batch, judge_call
-from rewards.resolve import configure, resolve
+from rewards.resolve import resolve
 from rewards.shaping import Shaping
 from rewards.trl import BatchReward
 from rewards.workers.pool import IsolatedReward, Isolation, WorkerPool
@@ -121,13 +120,10 @@ class RewardSet:
         A rollout whose reward fails becomes FAILED with the reason in `error` (`drop`); so does one to which no
         function applies, because its reward is unknown, not zero.
 
-        Args:
-            in_metrics: False keeps them out of `take_metrics` (not out of the error rate), for rollouts that are not
-                trained.
-            is_shaped: False leaves the shaping out, for evaluation.
+        Raises `RewardError` for too many errors in the window, or an outcome with the action `raise`.
 
-        Raises:
-            RewardError: too many errors in the window, or an outcome with the action `raise`.
+        in_metrics: False keeps rollouts that are not trained out of `take_metrics` (not out of the error rate).
+        is_shaped: False leaves the shaping out, for evaluation.
         """
         alive = [index for index, rollout in enumerate(rollouts) if _is_scored(rollout)]
         batch = [rollouts[index] for index in alive]
@@ -226,10 +222,8 @@ def make_reward_set(
 
     A function of a file that has a parameter `completions` is called the way TRL calls it; any other gets a `Rollout`.
     Worker processes load the files, not this one (unless isolation.mode is `thread`), so each worker has its own state
-    of the function's module.
-
-    Raises:
-        ConfigError: an unknown name, a file that cannot be loaded, settings that do not fit, or unequal lengths.
+    of the function's module. Raises `ConfigError`: an unknown name, a file that cannot be loaded, settings that do not
+    fit, or unequal lengths.
     """
     if weights is not None and len(weights) != len(functions):
         raise ConfigError(f"reward.weights has {len(weights)} values for {len(functions)} reward.functions")
@@ -254,7 +248,7 @@ def _prepare(
     path, colon, name = spec.rpartition(":")
     if colon and isolation.mode == "process":
         return pool.load(f"{Path(path).expanduser().resolve()}:{name}", settings)
-    function = configure(*resolve(spec), settings)
+    function = resolve(spec, settings)
     if spec in ISOLATED:  # none of these built-ins takes batches, so no worker has to be started to find out
         return IsolatedReward(pool=pool, spec=spec, settings=settings, is_batch=False)
     return function

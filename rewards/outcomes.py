@@ -66,10 +66,7 @@ def judge(value: Any) -> Verdict:
 
 
 def judge_call(finished: Finished) -> Verdict:
-    """Return the verdict on a call for one rollout."""
-    if finished.error is not None:
-        return _judge_error(finished.error)
-    return judge(finished.value)
+    return judge(finished.value) if finished.error is None else _judge_error(finished.error)
 
 
 def judge_batch(finished: Finished, count: int) -> list[Verdict]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rewards.functions.built_in import FUNCTIONS
 from rewards.model.settings import ModelSettings
-from rewards.trl import BatchReward, from_trl, has_trl_signature
+from rewards.trl import BatchReward, from_trl
 from rollout.errors import ConfigError
 from rollout.system.user_functions import load_function
 
@@ -19,34 +19,25 @@ NOT_BY_NAME = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITION
 """Kinds of parameters that a setting cannot name."""
 
 
-def resolve(spec: str) -> tuple[str, Callable[..., Any]]:
-    """Return name and function of a built-in name or of `path/to/file.py:name`. The latter runs the file.
+def resolve(spec: str, settings: Mapping[str, Any]) -> Callable[..., Any] | BatchReward:
+    """Return a built-in function or that of `path/to/file.py:name` (which runs the file), with its settings bound.
 
-    Raises:
-        ConfigError: no such function or file, or the file cannot be loaded.
+    Raises `ConfigError`: no such function or file, the file cannot be loaded, or settings are unknown or missing.
     """
     if spec == MODEL:
         from rewards.model.reward import model_reward  # imports torch and transformers, which other rewards do not need
 
-        return spec, model_reward
-    if spec in FUNCTIONS:
-        return spec, FUNCTIONS[spec]
-    if ":" in spec:
-        return spec.rpartition(":")[2], load_function(spec)
-    raise ConfigError(
-        f"unknown reward function {spec!r}; expected one of {', '.join([*FUNCTIONS, MODEL])}, "
-        "or path/to/file.py:function"
-    )
-
-
-def configure(name: str, function: Callable[..., Any], settings: Mapping[str, Any]) -> Callable[..., Any] | BatchReward:
-    """Return the function with its settings bound. Raises `ConfigError` for unknown or missing settings."""
-    if name == MODEL:
-        check_settings(name, ModelSettings, settings)
-        return function(**settings)
-    if has_trl_signature(function):
+        check_settings(spec, ModelSettings, settings)
+        return model_reward(**settings)
+    if spec not in FUNCTIONS and ":" not in spec:
+        raise ConfigError(
+            f"unknown reward function {spec!r}; expected one of {', '.join([*FUNCTIONS, MODEL])}, "
+            "or path/to/file.py:function"
+        )
+    function = FUNCTIONS[spec] if spec in FUNCTIONS else load_function(spec)
+    if "completions" in inspect.signature(function).parameters:
         return from_trl(function, **settings)
-    check_settings(name, function, settings, given=1)
+    check_settings(spec.rpartition(":")[2], function, settings, given=1)
     return functools.partial(function, **settings) if settings else function
 
 

@@ -29,13 +29,10 @@ class BatchReward:
 def from_trl(function: Callable[..., Any], *, conversational: bool = True, **settings: Any) -> BatchReward:
     """Adapt an unchanged TRL reward function, sync or async.
 
-    It is called with keywords: `prompts` and `completions` (lists of messages each; with `conversational=False`
-    texts: the last prompt message and the last assistant turn), `completion_ids` (the sampled tokens of all turns),
-    each column of the data rows as a list, and `settings`. A function without `**kwargs` gets those that it names. All
-    of them are copies. None in its answer means that it does not apply to that rollout.
-
-    Raises:
-        ConfigError: a setting that the function does not take.
+    It is called with keywords: `prompts` and `completions` (lists of messages each; with `conversational=False` texts:
+    the last prompt message and the last assistant turn), `completion_ids` (the sampled tokens of all turns), each
+    column of the data rows as a list, and `settings`. A function without `**kwargs` gets those that it names. All of
+    them are copies. Raises `ConfigError` for a setting that the function does not take.
     """
     parameters = inspect.signature(function).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -60,11 +57,6 @@ def from_trl(function: Callable[..., Any], *, conversational: bool = True, **set
         return {key: value for key, value in everything.items() if takes_all or key in parameters}
 
     return BatchReward(function=function, arguments=arguments)
-
-
-def has_trl_signature(function: Callable[..., Any]) -> bool:
-    """True if the function takes `completions`, as TRL's do; others take a rollout."""
-    return "completions" in inspect.signature(function).parameters
 
 
 def _split(messages: Sequence[Message]) -> tuple[list[Message], list[Message]]:

@@ -4,8 +4,7 @@
     Rollout       one episode: calls, messages, outcome and rewards
     TrainingRow   one training sequence; a rollout has one per branch of its call tree
 
-All are frozen: each stage creates the next record and never edits the last. `EngineCall.__post_init__` validates token
-evidence once, for all later stages.
+All are frozen. `EngineCall.__post_init__` validates token evidence once, for all later stages.
 """
 
 from __future__ import annotations
@@ -207,7 +206,7 @@ class TrainingRow:
     rollout_id: int = 0
     group_id: int = 0
     support: SamplingSupport | None = None
-    """Of the trained tokens only, in order."""
+    """Support of the trained tokens only, in order."""
 
     def __post_init__(self) -> None:
         lengths = {name: len(getattr(self, name)) for name in ("loss_mask", "sampling_logprobs", "versions", "turns")}
@@ -231,7 +230,3 @@ def _check_ids(name: str, ids: Sequence[int]) -> None:
         raise EvidenceError(f"engine call: a {name} id is not a token id ({error})") from error
     if is_negative:
         raise EvidenceError(f"engine call: negative {name} id")
-
-
-def num_trained(rows: Sequence[TrainingRow]) -> int:
-    return sum(row.num_trained for row in rows)

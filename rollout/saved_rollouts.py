@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,9 @@ import numpy as np
 
 from rollout.errors import DataError
 from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus, SamplingSupport, VersionSpan
+
+PLAIN_FIELDS = ("rollout_id", "group_id", "status", "reward", "rewards", "outcome", "error", "duration_s", "example")
+"""Fields of a rollout that JSON holds as they are."""
 
 
 def write_rollouts(path: Path, rollouts: Iterable[Rollout]) -> None:
@@ -58,34 +61,20 @@ def read_newest_rollouts(directory: Path) -> tuple[Path | None, list[Rollout], l
 
 
 def to_json(rollout: Rollout) -> dict[str, Any]:
-    return {
-        "rollout_id": rollout.rollout_id,
-        "group_id": rollout.group_id,
-        "status": rollout.status.value,
-        "reward": rollout.reward,
-        "rewards": dict(rollout.rewards),
-        "outcome": dict(rollout.outcome),
-        "error": rollout.error,
-        "duration_s": rollout.duration_s,
-        "example": dict(rollout.example),
+    return {name: getattr(rollout, name) for name in PLAIN_FIELDS} | {
         "messages": [dict(message) for message in rollout.messages],
         "calls": [call_to_json(call) for call in rollout.calls],
     }
 
 
-def from_json(data: dict[str, Any]) -> Rollout:
+def from_json(data: Mapping[str, Any]) -> Rollout:
     return Rollout(
-        rollout_id=data["rollout_id"],
-        group_id=data["group_id"],
-        status=RolloutStatus(data["status"]),
-        reward=data["reward"],
-        rewards=data["rewards"],
-        outcome=data["outcome"],
-        error=data["error"],
-        duration_s=data["duration_s"],
-        example=data["example"],
-        messages=tuple(data["messages"]),
-        calls=tuple(call_from_json(call) for call in data["calls"]),
+        **{name: data[name] for name in PLAIN_FIELDS}
+        | {
+            "status": RolloutStatus(data["status"]),
+            "messages": tuple(data["messages"]),
+            "calls": tuple(call_from_json(call) for call in data["calls"]),
+        }
     )
 
 

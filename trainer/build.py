@@ -5,11 +5,14 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from rewards import FaultTolerance, Isolation, Outcome, RewardSet, Shaping, make_reward_set
+from rewards.composition import FaultTolerance, RewardSet, make_reward_set
+from rewards.outcomes import Outcome
+from rewards.shaping import Shaping
+from rewards.workers.pool import Isolation
 from rollout.chat.chat import Chat
 from rollout.engine.protocol import Engine, Sampling
 from rollout.environments import make_environment
-from rollout.gateway import GatewaySettings
+from rollout.gateway.server import GatewaySettings
 from rollout.sampler.sampler import Sampler
 from trainer.config.schema import Config
 from trainer.model.policy import Policy

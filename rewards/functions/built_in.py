@@ -1,8 +1,7 @@
 """Built-in reward functions: pure functions of one rollout, `fn(rollout, **settings) -> float`.
 
-They read `rollout.messages` and `rollout.example` (the data row), never tokens; only the length reward counts sampled
-tokens. The answer is the content of the last assistant turn; a rollout that ends in a tool call has an empty answer and
-gets the reward of an empty answer.
+They read `rollout.messages` and `rollout.example` (the data row); only the length reward counts sampled tokens. The
+answer is the content of the last assistant turn; it is empty in a rollout that ends in a tool call.
 """
 
 from __future__ import annotations
@@ -82,10 +81,7 @@ def regex(rollout: Rollout, *, pattern: str, full: bool = False) -> float:
 
 
 def think_format(rollout: Rollout) -> float:
-    """Return 1 if the last assistant turn is `<think>…</think>` once, with text after it.
-
-    Reasoning that was parsed out of the turn (`reasoning_content`) counts as well.
-    """
+    """Return 1 if the last assistant turn is `<think>…</think>` (or `reasoning_content`) once, with text after it."""
     turns = [message for message in rollout.messages if message["role"] == "assistant"]
     if not turns:
         return 0.0
@@ -97,10 +93,7 @@ def think_format(rollout: Rollout) -> float:
 
 
 def soft_overlong(rollout: Rollout, *, max_tokens: int, buffer_tokens: int) -> float:
-    """Return 0 up to `max_tokens - buffer_tokens` sampled tokens, then linearly less to -1 at `max_tokens` and beyond.
-
-    Source: DAPO, equation 13 (`rewards/shaping.py`).
-    """
+    """Return DAPO's `length_penalty`, which starts at `max_tokens - buffer_tokens` sampled tokens."""
     if not 0 < buffer_tokens <= max_tokens:
         raise ConfigError(
             f"soft_overlong: expected 0 < buffer_tokens <= max_tokens, found buffer_tokens={buffer_tokens} and "

@@ -57,9 +57,8 @@ async def llm_judge(
 ) -> float:
     """Return the judge's score, scaled from low .. high to 0 .. 1.
 
-    Args:
-        column: of the data row, with a reference answer to show to the judge.
-        api_key_env: environment variable that holds the key of the server. A key itself cannot be a setting.
+    column: column of the data row with a reference answer to show to the judge.
+    api_key_env: environment variable that holds the key of the server. A key itself cannot be a setting.
 
     Raises:
         ConfigError: settings out of range, or the variable is not set.

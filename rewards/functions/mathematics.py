@@ -14,12 +14,8 @@ from rollout.records import Rollout
 def math_equal(rollout: Rollout, *, column: str = "answer", precision: int = 6) -> float:
     """Return 1 if the answer equals the reference as mathematics: 1/2, 0.5 and \\frac{1}{2} are the same.
 
-    A boxed answer wins over others. The reference is parsed with and without dollar signs around it. Needs
-    math-verify: `pip install lockstep-rl[math]`.
-
-    Raises:
-        ConfigError: math-verify is not installed.
-        DataError: the reference cannot be parsed.
+    A boxed answer wins over others. The reference is parsed with and without dollar signs around it.
+    Raises `ConfigError` without math-verify, `DataError` if the reference cannot be parsed.
     """
     try:
         from math_verify import parse, verify

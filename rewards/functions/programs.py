@@ -32,9 +32,8 @@ def code_tests(
     single text of statements is one test. Each test is a new process with its own `timeout_s`; together they have
     `reward.timeout_s`. An answer without a program gets 0.
 
-    Statements share a process with the program. A program that ends the process does not pass; a program that is
-    written to cheat (an object that equals everything, reading the word of `_passes` from its standard input) can.
-    Tests by input and output cannot be cheated from inside.
+    Statements share a process with the program, which can be written to cheat (an object that equals everything,
+    reading the word of `_passes` from its standard input). Tests by input and output cannot be cheated from inside.
 
     Raises:
         ConfigError: the process is root and the system has no namespaces to contain the program.

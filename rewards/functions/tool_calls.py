@@ -16,16 +16,13 @@ def tool_calls_match(rollout: Rollout, *, column: str = "answer") -> float:
 
     The reference is a list, or its JSON text, of `{"name": ..., "arguments": {...}}`; an empty list expects no call.
     Calls are equal if name and arguments are equal as JSON: 1 equals 1.0, but not "1". A call that could not be parsed
-    is wrong.
-
-    Raises:
-        DataError: the reference is not such a list.
+    is wrong. Raises `DataError`: the reference is not such a list.
     """
     expected = [_call(entry, column) for entry in _list(reference(rollout, column), column)]
     turn = next((message for message in rollout.messages if message["role"] == "assistant"), {})
     if turn.get("tool_call_errors"):
         return 0.0
-    made = [_made(call) for call in turn.get("tool_calls") or ()]
+    made = [_call(call, column) for call in turn.get("tool_calls") or ()]
     for call in expected:
         if call not in made:
             return 0.0
@@ -51,10 +48,6 @@ def _call(entry: Any, column: str) -> tuple[str, Any]:
             f"tool_calls_match: column {column!r}: expected calls with name and arguments, found {entry!r:.80}"
         )
     return call["name"], _arguments(call.get("arguments"))
-
-
-def _made(call: Mapping[str, Any]) -> tuple[str, Any]:
-    return str(call["function"]["name"]), _arguments(call["function"].get("arguments"))
 
 
 def _arguments(value: Any) -> Any:

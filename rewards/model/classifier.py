@@ -4,8 +4,8 @@ Decoders (a head named `score` over a causal trunk, as transformers builds them)
 by the mask. Transformers' own pooling looks for the last id that is not the padding id, and misses a sampled token with
 that id. Other classifiers (encoders) go through their own forward.
 
-A reward model that Lockstep trained has its normalization folded into its weights where they can hold it, so that
-`AutoModelForSequenceClassification` gives the same rewards; `reward_normalization.json` holds the rest.
+A reward model that Lockstep trained has its normalization folded into its weights where they can hold it;
+`reward_normalization.json` holds the rest.
 
 Shape legend: _B sequences, _T padded length, _D hidden size.
 """
@@ -82,10 +82,8 @@ def load_reward_model(
 ) -> tuple[RewardModel, float]:
     """Load a model in eval mode; return it with the bias to add to its scores.
 
-    device: `auto` spreads the layers over the visible GPUs, for a model that does not fit on one.
-
-    Raises:
-        ConfigError: the path cannot be loaded, or the model has more than one output.
+    device: `auto` spreads the layers over the visible GPUs, for a model that does not fit on one. Raises `ConfigError`:
+    the path cannot be loaded, or the model has more than one output.
     """
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)

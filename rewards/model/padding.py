@@ -1,8 +1,7 @@
 """Right padding of token rows such that a row's result does not depend on the other rows of its batch.
 
-A mask marks the padding, never an id: ids under it are 0, so that nothing outside the vocabulary is embedded, no
-embedding is resized, and a sampled token with the id of a padding token stays a token. Position ids skip the padding:
-`cumsum(mask) - mask`.
+A mask marks the padding, never an id: ids under it are 0, so that nothing outside the vocabulary is embedded and a
+sampled token with the id of a padding token stays a token. Position ids skip the padding: `cumsum(mask) - mask`.
 
 Source: "The N Implementation Details of RLHF with PPO" (Hugging Face blog, 2023), "Pad with a special padding token"
 and "Adjust position indices".

@@ -1,6 +1,6 @@
 """Reward model as a reward function: `reward.functions=[model] reward.settings.model.path=<directory or hub id>`.
 
-A batch of rollouts is scored in one call, on the model's own device, in batches of `batch_size`. Its input:
+A batch of rollouts is scored in one call, in batches of `batch_size`. Its input:
 
     input=messages   the conversation through the reward model's chat template (for classifiers off the hub)
     input=tokens     the prompt and the sampled tokens of the last call, cut after the first stop token that counts;
@@ -65,11 +65,7 @@ class ModelReward(ModelSettings):
     """A reward model; `load` or the first `score` loads it, so that ranks that do not score never do."""
 
     def score(self, rollouts: Sequence[Rollout]) -> list[float]:
-        """Return one reward per rollout.
-
-        Raises:
-            ConfigError: the model or its tokenizer cannot be loaded or used.
-        """
+        """Return one reward per rollout. Raises `ConfigError`: the model or its tokenizer cannot be loaded or used."""
         if not rollouts:
             return []
         model, bias = self._model
@@ -122,15 +118,13 @@ class ModelReward(ModelSettings):
 
 
 def sampled(rollout: Rollout) -> tuple[int, ...]:
-    """Return the response: the sampled tokens of the last call."""
     return rollout.calls[-1].sampled_ids
 
 
 def token_id_of(tokenizer: PreTrainedTokenizerFast, text: str) -> int:
     """Return the id of the token with exactly this text; after a space it may differ (in GPT-2 "." is 13, " ." is not).
 
-    Raises:
-        ConfigError: the text is not a single token.
+    Raises `ConfigError`: the text is not a single token.
     """
     ids = text_ids(tokenizer, text, special_tokens=False)
     if len(ids) != 1:

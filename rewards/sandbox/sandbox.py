@@ -17,8 +17,7 @@ memory of all its processes together (`memory_mib` is for each), of System V seg
 Without namespaces the program can read and write what the trainer's user can, fill the disk with many files, start any
 number of processes, reach the network, and leave processes in sessions of their own. As root that is refused.
 
-Not bubblewrap: it is rarely installed, bounds neither the number of files nor, as root, the number of processes, and
-systems without it would still need this code.
+Not bubblewrap: it is rarely installed and bounds neither the number of files nor, as root, the number of processes.
 """
 
 from __future__ import annotations
@@ -99,8 +98,7 @@ class Execution:
 def run_python(source: str, *, stdin: str = "", limits: Limits | None = None) -> Execution:
     """Run a program in the sandbox; it can import the standard library only.
 
-    Raises:
-        ConfigError: this process is root, and the system has no namespaces to contain the program.
+    Raises `ConfigError`: this process is root, and the system has no namespaces to contain the program.
     """
     limits = limits or Limits()
     isolated = has_namespaces()
@@ -221,9 +219,7 @@ def _run(source: str, stdin: str, limits: Limits, *, isolated: bool) -> Executio
             for stream in (process.stdout, process.stderr):
                 assert stream is not None
                 stream.close()
-    if not in_time:
-        return Execution(ended=Ended.TIMEOUT, status=status, stdout=stdout, stderr=stderr)
-    ended = Ended.KILLED if status < 0 else Ended.EXITED
+    ended = Ended.TIMEOUT if not in_time else Ended.KILLED if status < 0 else Ended.EXITED
     return Execution(ended=ended, status=status, stdout=stdout, stderr=stderr)
 
 

@@ -2,9 +2,8 @@
 
 Covered, each as an outcome of its own and with a new process for the next call: a function that hangs (in Python, in
 C, or with SIGTERM ignored) is killed with its process group after the wall-clock limit; one that ends its process, or
-is ended by the kernel, has crashed; memory beyond the limit is a MemoryError or a crash; what it prints is read, and
-only the end is kept; what it changes is a copy. No process is left when the pool is closed, when the trainer exits, or
-when the trainer is killed.
+is ended by the kernel, has crashed; memory beyond the limit is a MemoryError or a crash. Only the end of the output is
+kept. No process is left when the pool is closed, or when the trainer exits or is killed.
 
 Not covered: this is protection against accidents, not against attacks. A reward function has the rights of the
 trainer (files, network, environment); only `rewards/sandbox/sandbox.py` takes them away. A process that a function
@@ -88,10 +87,7 @@ class IsolatedReward:
     is_batch: bool
 
     async def judge(self, rollouts: Sequence[Rollout], *, timeout_s: float) -> list[Verdict]:
-        """Return one verdict per rollout, from one call (batch functions) or one call per rollout.
-
-        The limit counts from the moment the function is called. Never raises for what the function does.
-        """
+        """Return one verdict per rollout. The limit counts from the moment the function is called."""
         batches = [list(rollouts)] if self.is_batch else [[rollout] for rollout in rollouts]
         calls = (self.pool.judge(self.spec, self.settings, batch, timeout_s) for batch in batches)
         return [verdict for verdicts in await asyncio.gather(*calls) for verdict in verdicts]
@@ -121,7 +117,6 @@ class WorkerPool:
     async def judge(
         self, spec: str, settings: Mapping[str, Any], rollouts: Sequence[Rollout], timeout_s: float
     ) -> list[Verdict]:
-        """Return the verdicts of one call of the function; see `IsolatedReward.judge`."""
         cancelled = threading.Event()
         request = {"do": "judge", "spec": spec, "settings": settings, "rollouts": [to_json(one) for one in rollouts]}
         future = self._threads.submit(self._judge, request, timeout_s, cancelled)
@@ -250,13 +245,8 @@ class _Worker:
         return self._loaded[key]
 
     def ask(self, request: Mapping[str, Any], timeout_s: float, cancelled: threading.Event) -> dict[str, Any]:
-        """Send a request and return the reply.
-
-        Raises:
-            _TimedOut: no reply in time, or the call was cancelled.
-            _DiedIdle: the process ended before it had read the request.
-            _Died: the process ended later, or sent something else than a reply.
-        """
+        """Send a request and return the reply. Raises `_TimedOut` also if the call was cancelled, `_DiedIdle` or
+        `_Died`."""
         deadline = time.monotonic() + timeout_s
         unsent = memoryview(json.dumps(request, default=_plain).encode() + b"\n")
         received = bytearray()
@@ -320,7 +310,6 @@ def _keep_end(output: Any, tail: bytearray) -> None:
 
 
 def _parse(line: bytes | bytearray) -> dict[str, Any]:
-    """Return the reply. Raises `_Died` for anything else."""
     try:
         reply = json.loads(line)
     except (ValueError, RecursionError):

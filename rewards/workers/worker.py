@@ -1,8 +1,7 @@
 """Worker process that runs reward functions, started by `rewards/workers/pool.py`.
 
 Requests and replies are lines of JSON on a socket that is not the standard output: what a function prints cannot be
-taken for a reply. Rollouts arrive as JSON, so a function can only change a copy. Replies hold verdicts, not the objects
-that a function returned; nothing is pickled in either direction.
+taken for a reply. Replies hold verdicts, not the objects that a function returned; nothing is pickled.
 
 The process group dies with the trainer, also when the trainer is killed with SIGKILL and while a function holds the
 interpreter lock: the kernel sends SIGKILL to the group when the last writer of a pipe is gone.
@@ -21,11 +20,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
 from rewards.outcomes import judge_batch, judge_call
-from rewards.resolve import configure, resolve
+from rewards.resolve import resolve
 from rewards.trl import BatchReward
 from rewards.workers.pool import RECEIVED
 from rollout.errors import ConfigError
@@ -62,8 +62,7 @@ def _answer(request: Mapping[str, Any], functions: dict[str, Callable[..., Any] 
     key = json.dumps([request["spec"], request["settings"]])
     if request["do"] == "load":
         try:
-            name, function = resolve(request["spec"])
-            functions[key] = configure(name, function, request["settings"])
+            functions[key] = resolve(request["spec"], request["settings"])
         except ConfigError as error:
             return {"error": str(error)}
         return {"is_batch": isinstance(functions[key], BatchReward)}
@@ -90,17 +89,12 @@ def _run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Finished:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with suppress(OSError, ValueError, AttributeError):  # the function closed or replaced it
             stream.flush()
-        except (OSError, ValueError, AttributeError):  # the function closed or replaced it
-            continue
 
 
 def _die_with(life_fd: int) -> None:
-    """Kill this process group when the last writer of the pipe is gone.
-
-    Watch the parent's pid as well, in case a forked sibling keeps the pipe open.
-    """
+    """Kill this process group when the last writer of the pipe, or the parent (a forked sibling may write), is gone."""
     fcntl.fcntl(life_fd, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(life_fd, _F_SETSIG, int(signal.SIGKILL))
     fcntl.fcntl(life_fd, fcntl.F_SETFL, fcntl.fcntl(life_fd, fcntl.F_GETFL) | os.O_ASYNC)

@@ -6,8 +6,7 @@
     ids     = chat.extend(call, history, new_messages, tools)   call.all_ids + the glue around the new messages
 
 A sampled turn is never rendered or tokenized again: `extend` keeps the ids of the record and appends to them. Where
-the result cannot be proven to match the template, `extend` returns None. The caller then renders the conversation with
-`prompt`, and the call tree branches (`rollout/episode/rows.py`).
+that cannot be proven to match the template, the call tree branches (`rollout/episode/rows.py`).
 
 Text that was not sampled cannot become control tokens (`rollout/chat/untrusted.py`). Harmony models (gpt-oss) use the
 `openai-harmony` library (`rollout/chat/harmony.py`), all others their chat template (`rollout/chat/template.py`).
@@ -37,11 +36,7 @@ class Chat:
     def __init__(
         self, tokenizer: PreTrainedTokenizerFast, *, history: str = "keep", stop_token_ids: Sequence[int] = ()
     ) -> None:
-        """
-        Args:
-            tokenizer: with a chat template. Not modified.
-            history: `keep` the reasoning of earlier turns, or let the `template` decide (see `History`).
-            stop_token_ids: ids that end a turn beside the tokenizer's own, for example from generation_config.json.
+        """history: see `History`. stop_token_ids: ids that end a turn beside the tokenizer's own.
 
         Raises:
             ConfigError: an unknown history, or a tokenizer that cannot encode text without control tokens.
@@ -81,30 +76,17 @@ class Chat:
         return self._renderer.stop_token_ids
 
     def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
-        """Return the ids of a whole conversation, up to the start of the next assistant turn.
-
-        Raises:
-            TemplateError: the chat template refuses the messages.
-        """
+        """Return the ids of a conversation, up to the start of the next assistant turn. Raises `TemplateError`."""
         return self._renderer.prompt(messages, tools)
 
     def extend(
         self, call: EngineCall, history: Sequence[Message], new_messages: Sequence[Message], tools: Tools = ()
     ) -> list[int] | None:
-        """Return the ids of the next prompt: the call's prompt, its sampled ids, then the new messages.
+        """Return the ids of the next prompt: the last call's prompt, its sampled ids, then the new messages.
 
-        A turn that was cut by length gets its closing tokens; a sampled stop token stays.
-
-        Args:
-            call: the last call.
-            history: all messages so far; the last one is the assistant message that was parsed from the call.
-            new_messages: the environment's answer.
-
-        Returns:
-            The ids, or None if the extension cannot be proven correct: render the conversation with `prompt`.
-
-        Raises:
-            TemplateError: `history` does not end with an assistant message.
+        A turn that was cut by length gets its closing tokens; a sampled stop token stays. None if the extension cannot
+        be proven correct: render the conversation with `prompt`. Raises `TemplateError` unless `history`, all messages
+        so far, ends with the assistant message that was parsed from the call.
         """
         if not history or history[-1].get("role") != "assistant":
             raise TemplateError("extend: the history must end with the assistant message parsed from the call")
@@ -119,17 +101,19 @@ class Chat:
     def parse(self, sampled_ids: Sequence[int], tools: Tools | None = None) -> Message:
         """Parse a sampled turn. Never raises: a model can sample anything.
 
-        Returns:
-            role, content, and if present reasoning_content, tool_calls (OpenAI form) and tool_call_errors, one sentence
-            for each malformed call (its text is still in the content).
+        The message has role, content, and if present reasoning_content, tool_calls (OpenAI form) and tool_call_errors,
+        one sentence for each malformed call (its text is still in the content).
         """
         ids = list(sampled_ids)
         if ids and ids[-1] in self.stop_token_ids:
             ids.pop()
+        return self._parse_text(self.decode(ids), tools or ()).message(sampled_ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids, special tokens included."""
         # A model's output layer may be padded beyond the vocabulary; such ids have no text.
         known = [token for token in ids if 0 <= token < self._num_ids]
-        text = self.tokenizer.decode(known, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return self._parse_text(str(text), tools or ()).message(sampled_ids)
+        return str(self.tokenizer.decode(known, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _parse_text(self, text: str, tools: Tools) -> Turn:
         if self._format == "llama3":

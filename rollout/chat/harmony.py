@@ -1,8 +1,7 @@
 """Conversations with gpt-oss, rendered by the `openai-harmony` library.
 
-The library encodes all message text as text, so a literal `<|end|>` in a tool result does not end a message. As for
-chat templates, a sampled turn is never rendered again: the ids that follow it are found by rendering a dummy
-conversation with and without the new messages.
+The library encodes all message text as text, so a literal `<|end|>` in a tool result does not end a message. The ids
+that follow a sampled turn are found as for chat templates (`rollout/chat/template.py`).
 
 History `keep`: analysis stays, and a sampled `<|return|>` stays where it was sampled.
 History `template`: as by the library's default, analysis before a final answer is dropped and its `<|return|>` becomes
@@ -139,8 +138,7 @@ def _conversation(messages: Sequence[Mapping[str, Any]], tools: Tools) -> harmon
 def to_harmony(message: Mapping[str, Any]) -> Iterable[harmony.Message]:
     """Yield the Harmony messages of a normalized message; none for a system message, which is part of the developer's.
 
-    Raises:
-        TemplateError: the role is unknown, or a tool result has no name.
+    Raises `TemplateError`: the role is unknown, or a tool result has no name.
     """
     role, content = message["role"], message["content"]
     if role == "user":

@@ -25,10 +25,8 @@ def normalize_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
     Text parts are joined, missing content is "", tool-call arguments are objects (templates write them with `tojson`,
     which would quote a string twice), a tool result carries the name of its own tool (found by `tool_call_id`), and
-    lone surrogates, which no tokenizer can encode, become U+FFFD.
-
-    Raises:
-        TemplateError: a message has no role, or content that is not text.
+    lone surrogates, which no tokenizer can encode, become U+FFFD. Raises `TemplateError`: a message has no role, or
+    content that is not text.
     """
     names: dict[str, str] = {}
     normalized = []

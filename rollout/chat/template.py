@@ -59,14 +59,11 @@ class TemplateRenderer:
         stop_token_ids: Sequence[int],
         closing_tokens: Sequence[str] = (),
     ) -> None:
-        """
-        Args:
-            parse: parser of an assistant turn's text; used to compare turns under history `template`.
-            stop_token_ids: known to end a turn. The end-of-turn token of the template is added.
-            closing_tokens: further tokens that may close a turn in a rendering, though sampling goes on after them.
+        """Raises `TemplateError` without a chat template that can render one user and one assistant turn.
 
-        Raises:
-            TemplateError: the tokenizer has no chat template, or it cannot render one user and one assistant turn.
+        parse: parser of an assistant turn's text; used to compare turns under history `template`.
+        stop_token_ids: known to end a turn. The end-of-turn token of the template is added.
+        closing_tokens: further tokens that may close a turn in a rendering, though sampling goes on after them.
         """
         if not tokenizer.chat_template:
             raise TemplateError(

@@ -17,7 +17,7 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 TOOL_CALL_OPEN, TOOL_CALL_CLOSE = "<tool_call>", "</tool_call>"
@@ -78,10 +78,8 @@ def turn_from_message(message: Mapping[str, Any]) -> Turn:
 def split_reasoning(text: str, *, is_open: bool = False) -> tuple[str | None, str]:
     """Split a text into the reasoning of its first think block, or None, and the rest.
 
-    Args:
-        is_open: True if the prompt ended inside a think block, so that the text starts in one.
-
     A block that is never closed is all reasoning. A close without an open ends a block that began with the text.
+    is_open: True if the prompt ended inside a think block, so that the text starts in one.
     """
     head, closed, rest = text.partition(THINK_CLOSE)
     before, opened, inside = head.partition(THINK_OPEN)
@@ -120,12 +118,8 @@ def parse_hermes(text: str, *, reasoning_is_open: bool = False) -> Turn:
 
 
 def parse_llama3(text: str, *, tool_names: Collection[str] = (), reasoning_is_open: bool = False) -> Turn:
-    """Parse Llama 3 calls.
-
-    Args:
-        tool_names: Without <|python_tag|>, a turn that is JSON counts as a call only where tools were offered, since
-            a model also answers in JSON when it is asked for JSON.
-    """
+    """Parse Llama 3 calls. Without <|python_tag|>, a turn that is JSON counts as a call only where tools were offered,
+    since a model also answers in JSON when it is asked for JSON."""
     reasoning, content = split_reasoning(text, is_open=reasoning_is_open)
     body = content.strip()
     is_tagged = body.startswith(PYTHON_TAG)
@@ -185,6 +179,11 @@ def read_arguments(name: str, arguments: Any) -> ToolCall | str:
         return f"the arguments of the call to {name!r} are nested more than {MAX_DEPTH} levels deep"
     dumped = json.dumps(arguments, ensure_ascii=False)
     return ToolCall(name=without_surrogates(name), arguments=without_surrogates(dumped))
+
+
+def refuse_constant(text: str) -> NoReturn:
+    """Refuse NaN and Infinity, which Python's parser would accept (its `parse_constant`)."""
+    raise ValueError(f"{text} is not JSON")
 
 
 def without_surrogates(text: str) -> str:

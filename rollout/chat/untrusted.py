@@ -107,11 +107,9 @@ class UntrustedTextEncoder:
         return hidden
 
     def encode(self, masked: str, mask: Mask, *, plain: str | None = None) -> list[int]:
-        """Return the token ids of a rendering.
+        """Return the token ids of a rendering, given with untrusted text hidden by `mask`.
 
-        Args:
-            masked: the rendering with untrusted text hidden by `mask`.
-            plain: the rendering with nothing hidden; by default, `masked` restored.
+        plain: the rendering with nothing hidden; by default, `masked` restored.
         """
         restored = mask.restore(masked)
         text = restored if plain is None else plain

@@ -62,7 +62,6 @@ SHUTDOWN_TIMEOUT_S = 5.0
 REQUEST_ATTEMPTS = 3
 """Attempts of a request with a passing failure. A request that hangs, is invalid or finds the engine dead has one."""
 FIRST_PAUSE_S = 0.1
-PAUSE_MODES = ("wait", "keep", "abort")
 LOG_TAIL_LINES = 15
 
 
@@ -97,21 +96,14 @@ class EmbeddedEngine:
 
         Args:
             model_path: checkpoint directory or hub name; no tokenizer is needed.
-            loop: event loop for all coroutines of the engine.
             log_path: file to which vLLM and its processes append.
-            name: description for messages.
-            dtype: torch name of the dtype of weights and computation.
             max_model_len: longest prompt plus completion, in tokens; None: the model's own limit.
             kv_cache_gib: memory of the KV cache; None on a GPU: what `gpu_memory_utilization` leaves.
-            max_num_seqs: maximum number of requests sampled at once.
             seed: for requests without one.
-            weight_transfer_backend: gloo, ipc or nccl.
             request_timeout_s: limit of one request, including its wait in the queue.
-            start_timeout_s: limit of the start.
             num_threads: compute threads on CPU; None: the CPUs of this process minus one, or this engine's share.
             compile_on_cpu: compile the model: up to a minute, less with cached files. On a GPU vLLM always compiles.
             gpu_memory_utilization: share of the GPU's memory; ignored on CPU.
-            trust_remote_code: run model code that comes with the checkpoint.
             local_place: (index, number) among the processes of this machine that each start an engine: selects the GPU
                 of that index and enables sleep, or on CPU selects a share of the cores. None: the only engine.
 
@@ -218,8 +210,6 @@ class EmbeddedEngine:
             raise self._dead("sample")
 
     async def pause(self, mode: str) -> None:
-        if mode not in PAUSE_MODES:
-            raise ConfigError(f"pause mode must be one of {', '.join(PAUSE_MODES)}, found {mode!r}")
         if mode == "abort":  # buffered tokens are sent when requests freeze, not when they are aborted
             await self._call(self.llm.pause_generation(mode="keep", clear_cache=False), "pause")
         await self._call(self.llm.pause_generation(mode=mode, clear_cache=True), "pause")  # type: ignore[arg-type]
@@ -305,8 +295,7 @@ class EmbeddedEngine:
     async def _call(self, call: Coroutine[Any, Any, T], action: str, *, timeout_s: float | None = None) -> T:
         """Await a vLLM call and turn its failures into `EngineError`. action: for messages.
 
-        The engine is checked meanwhile: vLLM leaves control calls unanswered when the engine dies, and waits forever
-        for a hung worker.
+        The engine is checked meanwhile: vLLM leaves control calls unanswered when it dies.
         """
         from vllm.exceptions import VLLMClientError, VLLMError
         from vllm.v1.engine.exceptions import EngineGenerateError
@@ -357,7 +346,17 @@ def _environment_variables(
             # Eager mode still compiles single functions at the first request, which takes 4 to 18 s.
             "TORCHDYNAMO_DISABLE": str(int(eager)),
         }
-    return variables if local_place is None else variables | _device_variables(*local_place, is_cpu=is_cpu)
+    if local_place is None:
+        return variables
+    # Its own GPU or cores for each local engine; vLLM would give all of them the first.
+    index, number = local_place
+    if is_cpu:
+        cores = [str(core) for core in sorted(os.sched_getaffinity(0))]
+        own = ",".join(cores[index::number] or cores[index % len(cores) :][:1])
+        return variables | {"VLLM_CPU_OMP_THREADS_BIND": own}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    devices = visible.split(",") if visible else [str(device) for device in range(torch.cuda.device_count())]
+    return variables | {"CUDA_VISIBLE_DEVICES": devices[index]}
 
 
 @contextmanager
@@ -394,16 +393,6 @@ def _check_compiler() -> None:
             f"compiling an engine's model on a CPU needs a C++ compiler, and {' and '.join(names)} cannot be found; "
             "`apt-get install g++`, or set rollout.compile_engine=false"
         )
-
-
-def _device_variables(index: int, number: int, *, is_cpu: bool) -> dict[str, str]:
-    """Return the variables that give each local engine its own GPU or cores; vLLM would give all of them the first."""
-    if is_cpu:
-        cores = [str(core) for core in sorted(os.sched_getaffinity(0))]
-        return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(cores[index::number] or cores[index % len(cores) :][:1])}
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    devices = visible.split(",") if visible else [str(device) for device in range(torch.cuda.device_count())]
-    return {"CUDA_VISIBLE_DEVICES": devices[index]}
 
 
 def _log_tail(path: Path) -> str:

@@ -1,7 +1,6 @@
 """Requests to vLLM and validation of its answers, shared by all engines.
 
-`rollout/engine/embedded.py` calls vLLM in this process, `rollout/server/server_engine.py` over HTTP. They differ in
-transport only; sampling parameters and the evidence they accept are defined here.
+Engines differ in transport only; sampling parameters and the evidence they accept are defined here.
 """
 
 from __future__ import annotations
@@ -137,13 +136,9 @@ def score_params() -> dict[str, Any]:
 def engine_call(prompt_ids: Sequence[int], answer: Answer, *, with_support: bool, source: str) -> EngineCall:
     """Validate an answer and return the record of the call.
 
-    Args:
-        with_support: True if sampling was truncated, so the candidates must be the whole support.
-        source: name of the engine, for messages.
-
-    Raises:
-        EvidenceError: ids, logprobs, support or version spans are missing or inconsistent.
-        EngineError: the sampling weights have no valid version.
+    Raises `EvidenceError` if ids, logprobs, support or version spans are missing or inconsistent, `EngineError` if the
+    sampling weights have no valid version. with_support: True if sampling was truncated, so the candidates must be the
+    whole support. source: name of the engine, for messages.
     """
     sampled = tuple(answer.sampled_ids)
     if len(answer.starts) != len(sampled) or tuple(answer.candidate_ids[start] for start in answer.starts) != sampled:

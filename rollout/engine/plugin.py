@@ -1,10 +1,8 @@
 """Lockstep's vLLM plugin: the gloo weight transfer, and the lifetime of engine processes.
 
-vLLM calls `register` in each of its processes (entry point `vllm.general_plugins`). It registers the gloo transfer. In
-processes started by `rollout/engine/embedded.py`, marked by `CHILD_ENV`, it also ensures that the process
-
-* exits with its parent, also after SIGKILL (vLLM's own processes would run forever);
-* leaves the terminal's process group, so Ctrl-C reaches only the trainer, which can then finish its update.
+vLLM calls `register` in each of its processes (entry point `vllm.general_plugins`). A process started by
+`rollout/engine/embedded.py`, marked by `CHILD_ENV`, then exits with its parent, also after SIGKILL (vLLM's own would
+run forever), and leaves the terminal's process group, so Ctrl-C reaches only the trainer, which finishes its update.
 
 Not covered: the seconds before plugins are loaded, in which a child imports vLLM.
 """

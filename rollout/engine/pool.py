@@ -1,9 +1,7 @@
 """Pool of engines with least-loaded routing and prefix affinity.
 
-Samples of one prompt, and turns of one episode, share a prefix. Requests with the same `Sampling.affinity` go to the
-same engine, which has the prefix cached, unless it is much more loaded than another.
-
-A failed request is not moved to another engine: passing failures are retried where they occurred
+Requests with the same `Sampling.affinity` go to the same engine, which has their prefix cached, unless it is much more
+loaded than another. A failed request is not moved to another engine: passing failures are retried where they occurred
 (`rollout/server/client.py`), and a dead engine ends the step (`trainer/engines/recovery.py`).
 """
 
@@ -60,7 +58,6 @@ class EnginePool:
         await asyncio.gather(*(member.close() for member in self.members))
 
     def _choose(self, key: tuple[int, ...] | None) -> int:
-        """Return the index of the engine for a request with this affinity key."""
         least = self._least_loaded()
         if key is None:
             return least

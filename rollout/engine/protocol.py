@@ -1,12 +1,10 @@
-"""Engine protocols: token ids in, token ids with evidence out.
+"""Engine protocols: token ids in, token ids with evidence out. Text never crosses them.
 
-Text never crosses them.
-
-    Engine            sampler of episodes: `rollout/engine/pool.py` or one of the following
-    PooledEngine      pool member, possibly of another rank (`rollout/server/remote_rank_engine.py`)
-    SyncedEngine      engine whose weights this rank replaces (`rollout/engine/embedded.py`,
-                      `rollout/server/server_engine.py`)
-    SleepingEngine    synced engine that can free its memory between rollouts
+Engine            sampler of episodes: `rollout/engine/pool.py` or one of the following
+PooledEngine      pool member, possibly of another rank (`rollout/server/remote_rank_engine.py`)
+SyncedEngine      engine whose weights this rank replaces (`rollout/engine/embedded.py`,
+                  `rollout/server/server_engine.py`)
+SleepingEngine    synced engine that can free its memory between rollouts
 """
 
 from __future__ import annotations
@@ -83,7 +81,7 @@ class Engine(Protocol):
         ...
 
     async def score(self, ids: Sequence[int]) -> list[float]:
-        """Return log π(ids[i] | ids[:i]) at temperature 1 for i = 1 .. len(ids) - 1, without cached prefixes.
+        """Return log π(ids[i] | ids[:i]) at temperature 1 for i >= 1, without cached prefixes.
 
         At most `max_model_len - 1` ids: vLLM samples one more token.
         """
@@ -114,10 +112,7 @@ class SyncedEngine(PooledEngine, Protocol):
     weight_transfer_backend: str
 
     def restart_if_dead(self) -> bool:
-        """Restart a dead engine of this process with the weights on disk; return True if it was restarted.
-
-        Call it outside the engine's loop.
-        """
+        """Restart a dead engine of this process with the weights on disk, from outside its loop; True if it did."""
         ...
 
     async def check_alive(self) -> None:

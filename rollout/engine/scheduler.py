@@ -1,15 +1,11 @@
 """vLLM's scheduler with buffered outputs: one message per completed request. Runs in the engine's process.
 
-vLLM sends the tokens of every request to the client after every step. Lockstep reads whole completions, and creating,
-packing and unpacking a message per token costs 22 µs of CPU, mostly for the three small arrays of a logprob. Here the
-outputs stay in the engine's process until the request ends, and are sent as one.
+vLLM sends the tokens of every request after every step: 22 µs of CPU per token, mostly for the three small arrays of a
+logprob. Lockstep reads whole completions, so here the outputs stay in the engine's process until the request ends.
 
 Outputs must be sent before weights change, because vLLM labels a message with the version loaded when it is sent.
-Weights change only while the engine is paused: a draining pause ends every request, and a freezing pause first sends
-the buffered outputs.
-
-Requests with streamed output are not buffered. Selected through vLLM's `scheduler_cls`, which is documented but not
-guaranteed to stay.
+Weights change only while the engine is paused: a draining pause ends every request, a freezing one first sends the
+buffered outputs. Selected through vLLM's `scheduler_cls`, which is documented but not guaranteed to stay.
 """
 
 from __future__ import annotations

@@ -24,8 +24,7 @@ from rollout.system.user_functions import load_function
 def make_environment(name: str, **settings: Any) -> AnyEnvironment:
     """Make an environment for one episode. name: one of `ENVIRONMENTS`, or `path/to/file.py:ClassName`.
 
-    Raises:
-        ConfigError: the name is unknown, its file cannot be loaded, or it does not take these settings.
+    Raises `ConfigError`: the name is unknown, its file cannot be loaded, or it does not take these settings.
     """
     factory = load_function(name) if ":" in name else ENVIRONMENTS.get(name)
     if factory is None:

@@ -30,8 +30,7 @@ _UNARY: dict[type[ast.unaryop], Callable[[int], int]] = {ast.UAdd: operator.pos,
 def evaluate(expression: str) -> int:
     """Evaluate an integer expression as Python does.
 
-    Raises:
-        ValueError: anything but integers, + - * and parentheses, or more than `MAX_EXPRESSION_CHARS` characters.
+    Raises `ValueError`: anything but integers, + - * and parentheses, or more than `MAX_EXPRESSION_CHARS` characters.
     """
     if len(expression) > MAX_EXPRESSION_CHARS:
         raise ValueError(f"the expression has {len(expression)} characters, at most {MAX_EXPRESSION_CHARS} are allowed")

@@ -21,16 +21,11 @@ class Mixed:
         default: str | None = None,
         **shared: Any,
     ):
-        """
-        Args:
-            environments: settings by environment name.
-            make: maker of an environment from its name and settings.
-            column: column of the row that holds the name.
-            default: name for rows without one.
-            shared: settings for all of them, such as system_prompt; an environment's own settings win.
+        """Raises `ConfigError` if a name is unknown, settings do not fit, or `default` is not among the names.
 
-        Raises:
-            ConfigError: a name is unknown, settings do not fit, or `default` is not among the names.
+        environments: settings by environment name.
+        column: column of the row that holds the name. default: name for rows without one.
+        shared: settings for all of them, such as system_prompt; an environment's own settings win.
         """
         if default is not None and default not in environments:
             raise ConfigError(f"mixed: default is {default!r}, expected one of {', '.join(environments)}")
@@ -54,11 +49,7 @@ AnyEnvironment = Environment | RunsItself | Mixed
 
 
 def environment_of(environment: AnyEnvironment, example: Mapping[str, Any]) -> Environment | RunsItself:
-    """Return the environment that runs this row: in `Mixed` the one that it names, else `environment` itself.
-
-    Raises:
-        DataError: the row names an unknown one.
-    """
+    """Return the environment that runs this row: in `Mixed` the one that it names. Raises `DataError` if unknown."""
     while isinstance(environment, Mixed):
         environment = environment.choose(example)
     return environment

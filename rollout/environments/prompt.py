@@ -31,11 +31,7 @@ class PromptReader:
         return next((name for name in self.columns if example.get(name) is not None), None)
 
     def messages(self, example: Mapping[str, Any]) -> tuple[Message, ...]:
-        """Return the first messages of an episode.
-
-        Raises:
-            DataError: the row has no such column, or its value is neither text nor messages that a model can answer.
-        """
+        """Return the first messages of an episode. Raises `DataError` without messages that a model can answer."""
         name = self.find(example)
         if name is None:
             raise DataError(

@@ -42,10 +42,8 @@ def row_tools(example: Mapping[str, Any], column: str) -> Tools:
 
     The column holds a list, or its JSON text, of OpenAI tools, of functions with a JSON schema in `parameters`, or of
     functions whose `parameters` are described one by one (`{"city": {"type": "str", "description": ...}}`, the form of
-    xLAM's data). In the last form, parameters are required unless they have a default or are called optional.
-
-    Raises:
-        DataError: the column holds something else.
+    xLAM's data). In the last form, parameters are required unless they have a default or are called optional. Raises
+    `DataError`: the column holds something else.
     """
     value = example.get(column)
     if isinstance(value, str):

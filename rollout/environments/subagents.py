@@ -1,8 +1,7 @@
 """Environment `subagents`: the model delegates tasks to copies of itself.
 
-`delegate(task)` runs a conversation of its own, with tools of its own. Several tasks of one turn run at the same time;
-their calls interleave in the engine and in the record. Every token that a copy sampled is trained, with the reward of
-the whole rollout.
+`delegate(task)` runs a conversation of its own, with tools of its own. Several tasks of one turn run at the same time.
+Every token that a copy sampled is trained, with the reward of the whole rollout.
 """
 
 from __future__ import annotations
@@ -44,14 +43,11 @@ class SubAgents(ToolEnvironment):
         """
         Args:
             functions, files, tool_timeout_s: tools of the sub-agents, as for `ToolEnvironment`.
-            agent_prompt: system turn of every sub-agent.
-            max_agent_turns: maximum of assistant turns of one sub-agent.
+            agent_prompt: system turn of every sub-agent. agent_timeout_s: wall-clock limit of one sub-agent.
             max_calls: maximum of engine calls of an episode, over all conversations.
-            agent_timeout_s: wall-clock limit of one sub-agent.
             prompt: `prompt_column` and `system_prompt` of `ToolEnvironment`.
 
-        Raises:
-            ConfigError: a function cannot be a tool, a file cannot be loaded, or a limit is below 1.
+        Raises `ConfigError` if a function cannot be a tool, a file cannot be loaded, or a limit is below 1.
         """
         if max_agent_turns < 1 or max_calls < 1:
             raise ConfigError(

@@ -1,10 +1,8 @@
 """Python functions as tools: schemas from their signatures, and calls that never raise.
 
-A tool call comes from a model, so everything about it may be wrong. Each fault (see `ToolFault`) becomes a tool
-message that explains it, and a count. These messages are part of prompts: changing one changes what is sampled.
-
-Tools run in this process, with its rights, and are not contained (`rollout/system/deadline.py`): they must not run
-model-written code.
+Each fault of a call (`ToolFault`) becomes a tool message that explains it, and a count. These messages are part of
+prompts: changing one changes what is sampled. Tools run in this process, with its rights, and are not contained
+(`rollout/system/deadline.py`): they must not run model-written code.
 """
 
 from __future__ import annotations
@@ -23,6 +21,7 @@ from typing import Any
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 
+from rollout.chat.tool_calls import refuse_constant
 from rollout.errors import ConfigError
 from rollout.records import Message
 from rollout.system.deadline import DeadlineExceeded, TooManyAbandoned, call_with_deadline, function_name
@@ -74,16 +73,11 @@ class Toolbox:
         timeout_s: float = 10.0,
         max_result_chars: int = 8192,
     ):
-        """
-        Args:
-            functions: tools as Python functions.
-            files: more of them, as `path/to/file.py:name,other`. The files run with all the rights of this process:
-                name only files that you would run yourself.
-            timeout_s: wall-clock limit of each call.
-            max_result_chars: longer results are cut, with a note that says so.
+        """Raises `ConfigError` if a function cannot be loaded or be a tool, or if two have the same name.
 
-        Raises:
-            ConfigError: a file or function cannot be loaded, a function cannot be a tool, or two have the same name.
+        files: more functions, as `path/to/file.py:name,other`. The files run with all the rights of this process: name
+        only files that you would run yourself.
+        timeout_s: wall-clock limit of each call. max_result_chars: longer results are cut, with a note that says so.
         """
         functions = [*functions, *itertools.chain(*map(load_functions, files))]
         # Methods are described once for their class, not for every episode's instance.
@@ -163,8 +157,7 @@ def count_results(results: Sequence[ToolResult]) -> dict[str, int]:
 def _describe(function: ToolFunction) -> tuple[Mapping[str, Any], Draft202012Validator]:
     """Return the schema of a function with type hints and a Google-style docstring, and a validator of its arguments.
 
-    Raises:
-        ConfigError: type hints or the docstring are missing or cannot be a JSON schema.
+    Raises `ConfigError`: type hints or the docstring are missing or cannot be a JSON schema.
     """
     # The import takes seconds on a busy machine; naming an environment, as the checks of the settings do, needs none.
     from transformers.utils.chat_template_utils import (
@@ -205,14 +198,10 @@ def _read_arguments(raw: Any) -> dict[str, Any]:
         return dict(raw)
     if raw is None or raw == "":
         return {}
-    value = json.loads(raw, parse_constant=_refuse_constant) if isinstance(raw, str) else raw
+    value = json.loads(raw, parse_constant=refuse_constant) if isinstance(raw, str) else raw
     if not isinstance(value, dict):
         raise ValueError(f"found {type(value).__name__}")
     return value
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _to_json(value: Any) -> str:

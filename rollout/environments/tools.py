@@ -27,8 +27,7 @@ class ToolEnvironment:
     ):
         """functions, files, tool_timeout_s and max_result_chars: of the `Toolbox`.
 
-        Raises:
-            ConfigError: a function cannot be a tool, or a file cannot be loaded.
+        Raises `ConfigError`: a function cannot be a tool, or a file cannot be loaded.
         """
         self._toolbox = Toolbox(functions, files=files, timeout_s=tool_timeout_s, max_result_chars=max_result_chars)
         self._prompt = PromptReader(column=prompt_column, system=system_prompt)

@@ -9,8 +9,7 @@ Covered: one factory, or several that rows choose from by column `environment`; 
 that the environment owns, as outcome `environment_reward` (`reward.functions=[environment_reward]`). TRL itself need
 not be installed. The episode ends, as in TRL, with the first turn that calls no tool.
 
-Not covered: images in observations; reward functions of a TRL script that ask for `environments`. Instances are not
-pooled: each episode has its own, which TRL's promise (reset before use) allows.
+Not covered: images in observations; reward functions of a TRL script that ask for `environments`; pooled instances.
 """
 
 from __future__ import annotations
@@ -44,15 +43,11 @@ class TRLEnvironment(ToolEnvironment):
         tool_timeout_s: float = 10.0,
         max_result_chars: int = 8192,
     ):
-        """
-        Args:
-            factory: a class, or a function without arguments that makes an instance; or `path/to/file.py:name`; or
-                several of them by name.
-            column: with several factories, the column of the row that holds the name.
-            tool_timeout_s: of one method call, `reset` and `get_reward` included.
+        """Raises `ConfigError` if `factory` is missing or cannot be loaded.
 
-        Raises:
-            ConfigError: `factory` is missing or cannot be loaded.
+        factory: a class, or a function without arguments that makes an instance; or `path/to/file.py:name`; or several
+        of them by name. column: with several factories, the column of the row that holds the name.
+        tool_timeout_s: limit of one method call, `reset` and `get_reward` included.
         """
         if not factory:
             raise ConfigError("no factory is set; set environment.settings.factory=path/to/file.py:ClassName")

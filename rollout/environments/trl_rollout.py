@@ -27,8 +27,7 @@ class TRLRollout(RunsItself):
     ):
         """rollout_func, limits: `function`, `timeout_s` and `max_concurrent` of `RunsItself`.
 
-        Raises:
-            ConfigError: as `RunsItself`, and for an async function, which TRL's contract excludes.
+        Raises `ConfigError`: as `RunsItself`, and for an async function, which TRL's contract excludes.
         """
         super().__init__("rollout_func", rollout_func, **limits)
         if is_async(self.function):

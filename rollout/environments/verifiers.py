@@ -38,8 +38,7 @@ class VerifiersEnvironment(AgentEnvironment):
     def __init__(self, env_id: str | None = None, *, args: Mapping[str, Any] | None = None, **limits: Any):
         """env_id, args: id and keyword arguments for `verifiers.load_environment`. limits: as for `RunsItself`.
 
-        Raises:
-            ConfigError: `env_id` is missing, or the package or the environment is not installed or fails to load.
+        Raises `ConfigError`: `env_id` is missing, or the package or the environment is not installed or fails to load.
         """
         if env_id is None:
             raise ConfigError("no env_id is set; set environment.settings.env_id=<id of a verifiers environment>")
@@ -76,8 +75,7 @@ def _module_of(env_id: str) -> str:
 def _load(env_id: str, args: str) -> Any:
     """Load an environment once per process, since it may load a data set.
 
-    The package installs handlers for Ctrl-C and SIGTERM, which only the main thread can do. The run's own handlers are
-    put back.
+    The package installs handlers for Ctrl-C and SIGTERM (only the main thread can); the run's own are put back.
     """
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError(f"the verifiers environment {env_id!r} must first be made in the main thread")

@@ -99,12 +99,8 @@ class CallRecord:
         self._num_opened = 0
         self._is_closed = False
 
-    def open_first(self, messages: Sequence[Message], tools: Tools) -> Conversation:
-        """Open the episode's own conversation. Its seed does not depend on conversations opened before it."""
-        return Conversation(self, messages, tools, seed=self._seed)
-
     def open(self, messages: Sequence[Message], tools: Tools = ()) -> Conversation:
-        """Open a further conversation, seeded by its number: negative, since turns of the first one count from 0."""
+        """Open a conversation beside the episode's own, seeded by its number: negative, since turns count from 0."""
         self._num_opened += 1
         return Conversation(self, messages, tools, seed=request_seed(self._seed, -self._num_opened))
 

@@ -1,10 +1,8 @@
 """Environment protocol: from a data row to messages, and from an assistant turn to the messages that answer it.
 
-An environment lives for one episode and handles messages only. Tokens are handled by `rollout/chat/chat.py`, sampling
-by `rollout/episode/episode.py`. `rollout/environments/__init__.py` lists environments by name.
-
-Every environment is an `Environment`, or `RunsItself` if it asks the model on its own. Two protocols are optional:
-`HostsConversations` opens further conversations with the model, `Concludes` reports facts when the episode ends.
+An environment lives for one episode and handles messages only. It is an `Environment`, or `RunsItself` if it asks the
+model on its own; `HostsConversations` and `Concludes` are optional. `rollout/environments/__init__.py` lists them by
+name.
 """
 
 from __future__ import annotations
@@ -44,17 +42,13 @@ class Environment(Protocol):
     async def step(self, message: Message) -> Step:
         """React to an assistant message (`content`, `tool_calls` with parsed or raw arguments, `reasoning_content`).
 
-        A tool that raises, hangs or is called wrongly is answered with a tool message, never an exception:
-        the model must be able to see its mistake.
+        A tool that raises, hangs or is called wrongly is answered with a tool message: the model must see its mistake.
         """
         ...
 
 
 class RunsItself:
-    """A user's function that runs whole episodes, in place of an `Environment` with `reset` and `step`.
-
-    `rollout/sampler/sampler.py` has a driver for each subclass.
-    """
+    """A user's function that runs whole episodes; `rollout/sampler/sampler.py` has a driver for each subclass."""
 
     def __init__(
         self,
@@ -64,15 +58,11 @@ class RunsItself:
         timeout_s: float = 600.0,
         max_concurrent: int = 64,
     ) -> None:
-        """
-        Args:
-            setting: name of the setting that holds the function.
-            function: the function, or `path/to/file.py:function`.
-            timeout_s: wall-clock limit of one episode.
-            max_concurrent: episodes that run at once (each takes a thread and a few sockets); the others wait.
+        """Raises `ConfigError` if a limit is out of range, or the function is missing or cannot be loaded.
 
-        Raises:
-            ConfigError: a limit is out of range, or the function is missing or cannot be loaded.
+        setting: name of the setting that holds the function. function: itself, or `path/to/file.py:function`.
+        timeout_s: wall-clock limit of one episode.
+        max_concurrent: episodes that run at once (each takes a thread and a few sockets); the others wait.
         """
         if not timeout_s > 0:
             raise ConfigError(f"timeout_s={timeout_s} must be greater than 0; set environment.settings.timeout_s=600")
@@ -102,8 +92,7 @@ class HostsConversations(Protocol):
     def host(self, open_conversation: OpenConversation) -> None:
         """Receive `open_conversation`. Called once, before `reset`; it may be used until the episode ends.
 
-        Conversations may run at the same time. Each is seeded by its number in the order of opening and by its own
-        turns, so samples do not depend on which of them is answered first.
+        Conversations may run at the same time; their seeds do not depend on which of them is answered first.
         """
         ...
 

@@ -1,7 +1,6 @@
 """One episode: an environment and the engine take turns until one of them is done.
 
-An environment may open further conversations (sub-agents). They are sampled like the episode's own conversation, and
-their calls join the same rollout in order of arrival.
+Calls of further conversations that the environment opens (sub-agents) join the same rollout in order of arrival.
 """
 
 from __future__ import annotations
@@ -34,11 +33,7 @@ async def run_episode(
     """Run one episode on one data row. Each turn is sampled with its own seed, derived from `seed`.
 
     The rollout is FAILED, with the sentence of the error, if the engine's evidence cannot be trusted or the template
-    cannot be rendered. A dead engine raises `EngineError`.
-
-    Args:
-        max_turns: assistant turns of the episode's own conversation. Other conversations are limited by the
-            environment that opens them.
+    cannot be rendered. A dead engine raises `EngineError`. max_turns: of the episode's own conversation only.
     """
     started = time.perf_counter()
     host = environment if isinstance(environment, HostsConversations) else None
@@ -51,7 +46,7 @@ async def run_episode(
     )
     if host is not None:
         host.host(record.open)
-    conversation = record.open_first(await environment.reset(example), environment.tools)
+    conversation = Conversation(record, await environment.reset(example), environment.tools, seed=seed)
     outcome: dict[str, Any] = {}
     error = None
     try:

@@ -10,10 +10,9 @@ repeatedly, so calls form a tree, and every path from a root to a leaf becomes o
 A prompt that does not extend a call (reasoning stripped, history edited or summarized, another agent) is another root.
 A prompt that ends inside an earlier generation does not merge with it. Tokens are never realigned or dropped.
 
-The order of arrival does not matter: for every permutation of the calls, the set of rows has the same ids, masks,
-logprobs, versions and support. The token ids decide which of several rows trains a shared stretch. Only the numbers in
-`TrainingRow.turns` (index of the call in the sequence given) and the order of the rows in the list follow the order of
-the calls.
+The order of arrival does not matter: every permutation of the calls gives rows with the same ids, masks, logprobs,
+versions and support, and the token ids decide which of several rows trains a shared stretch. Only `TrainingRow.turns`
+(index of the call in the sequence given) and the order of the rows in the list follow the order of the calls.
 
 Aborted calls (`FinishReason.ABORT`) are left out, as parents and as rows; where another call continues after their
 tokens, these are context. Calls that sampled nothing make no row.
@@ -52,19 +51,13 @@ def is_trainable(call: EngineCall) -> bool:
 
 
 def rows_from_calls(calls: Sequence[EngineCall], *, rollout_id: int = 0, group_id: int = 0) -> list[TrainingRow]:
-    """Make the training rows of one rollout.
+    """Make the training rows of one rollout from its calls in any order: one row per leaf of the call tree.
 
-    Time is linear in the total number of tokens, up to the logarithm of the number of calls in byte comparisons.
+    Independent trees come in the order of their first calls; within a tree, a row that trains a shared stretch comes
+    before the rows that hold the stretch as context. Time is linear in the total number of tokens, up to the logarithm
+    of the number of calls in byte comparisons.
 
-    Args:
-        calls: the calls of one rollout, in any order. Not modified.
-
-    Returns:
-        One row per leaf of the call tree. Independent trees come in the order of their first calls; within a tree, a
-        row that trains a shared stretch comes before the rows that hold the stretch as context.
-
-    Raises:
-        EvidenceError: some calls of a row have a sampling support and others do not (docs/tokens.md).
+    Raises `EvidenceError` if some calls of a row have a sampling support and others do not (docs/tokens.md).
     """
     rows = []
     for leaf in _leaves(_call_tree(calls)):

@@ -6,7 +6,7 @@
     rollout/branch_rate        rollouts that need more than one row
     rollout/turns              calls per rollout
 
-Without any tokens, calls or rollouts, the first three are 1 (no error occurred) and the last two are 0.
+Without tokens, calls or rollouts, the first three are 1 and the last two are 0.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import bisect
-import secrets
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,21 +28,16 @@ Decode = Callable[[Sequence[int]], str]
 class Completion:
     """An answered request."""
 
-    completion_id: str
-    created: int
-    """Seconds since 1970."""
     request: ChatRequest
     prompt: Prompt
     choices: tuple[Answer, ...]
 
 
 async def complete(engine: Engine, chat: Chat, session: Session, request: ChatRequest) -> Completion:
-    """Sample the answers to a request and record them.
+    """Sample the answers to a request and record them. Raises `TemplateError` if the chat template refuses them.
 
-    Raises:
-        ApiError: the conversation does not fit the model, the session is at its limit, a weight update cut off the
-            sample, or the engine failed (recorded as the session's failure).
-        TemplateError: the chat template refuses the messages.
+    Raises `ApiError` if the conversation does not fit the model, the session is at its limit, a weight update cut off
+    the sample, or the engine failed (recorded as the session's failure).
     """
     prompt = make_prompt(chat, session, request.messages, request.tools)
     room = engine.max_model_len - len(prompt.ids)
@@ -75,13 +68,7 @@ async def complete(engine: Engine, chat: Chat, session: Session, request: ChatRe
     )
     for answer in choices:
         session.record(answer)
-    return Completion(
-        completion_id=f"chatcmpl-{secrets.token_hex(12)}",
-        created=int(time.time()),
-        request=request,
-        prompt=prompt,
-        choices=choices,
-    )
+    return Completion(request=request, prompt=prompt, choices=choices)
 
 
 def _seed(session: Session, request: ChatRequest, number: int, choice: int) -> int | None:
@@ -92,7 +79,7 @@ def _seed(session: Session, request: ChatRequest, number: int, choice: int) -> i
 
 def _read(chat: Chat, call: EngineCall, request: ChatRequest) -> tuple[EngineCall, Message]:
     """Return the call up to the first stop string, and its message."""
-    call, stop = cut_at_stop(call, request.stop_strings, text_decoder(chat))
+    call, stop = cut_at_stop(call, request.stop_strings, chat.decode)
     message = dict(chat.parse(call.sampled_ids, request.tools))
     if stop is not None:
         _hide_stop(message, stop)
@@ -100,13 +87,10 @@ def _read(chat: Chat, call: EngineCall, request: ChatRequest) -> tuple[EngineCal
 
 
 def cut_at_stop(call: EngineCall, stops: Sequence[str], decode: Decode) -> tuple[EngineCall, str | None]:
-    """End a call with the token that completes the first stop string; the tokens of the string stay.
+    """End a call with the token that completes the first stop string; return both, or the unchanged call and None.
 
     Exact, although the engine sampled further: the end depends only on the tokens before it, so the kept tokens have
     the distribution and the logprobs of a call that stopped there.
-
-    Returns:
-        The call and the stop string, or the unchanged call and None.
     """
     text = decode(call.sampled_ids)
     found = [stop for stop in stops if stop in text]
@@ -146,14 +130,3 @@ def _hide_stop(message: dict[str, Any], stop: str) -> None:
         if stop in message.get(field, ""):
             message[field] = message[field].partition(stop)[0]
             return
-
-
-def text_decoder(chat: Chat) -> Decode:
-    size = len(chat.tokenizer)
-
-    def decode(ids: Sequence[int]) -> str:
-        # The output layer may be padded beyond the vocabulary; such ids have no text.
-        known = [token for token in ids if 0 <= token < size]
-        return str(chat.tokenizer.decode(known, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-    return decode

@@ -21,14 +21,8 @@ class ApiError(LockstepError):
         param: str | None = None,
         code: str | None = None,
     ) -> None:
-        """
-        Args:
-            message: what was found and what was expected.
-            status: of the HTTP response. Client libraries retry 408, 409, 429 and 5xx on their own.
-            kind: `type` in the body.
-            param: the wrong field of the request.
-            code: the error's name for programs.
-        """
+        """status: client libraries retry 408, 409, 429 and 5xx. kind: `type` in the body. param: the wrong field of
+        the request. code: the error's name for programs."""
         super().__init__(message)
         self.status = status
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}

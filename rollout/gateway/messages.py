@@ -1,9 +1,7 @@
 """Messages and tools of a request, checked and reduced to the keys that a chat template may see.
 
 A template can read any key of a message. Unknown keys are dropped, so that a client cannot steer the rendering through
-them. Text stays text (`rollout/chat/untrusted.py` encodes special tokens in it as plain text).
-
-Not covered: images, audio, files, and the `function` role that tools replaced.
+them. Not covered: images, audio, files, and the `function` role that tools replaced.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
-from rollout.chat.tool_calls import MAX_DEPTH, depth_of, without_surrogates
+from rollout.chat.tool_calls import MAX_DEPTH, depth_of, refuse_constant, without_surrogates
 from rollout.engine.protocol import Sampling
 from rollout.gateway.errors import ApiError, checked, not_supported, quoted, unknown_field, wrong_type
 from rollout.gateway.messages import read_messages, read_tools
@@ -70,11 +70,10 @@ class ChatRequest:
 def read_json(raw: bytes) -> dict[str, Any]:
     """Parse the body of a request. Lone surrogates, which no tokenizer can encode, become U+FFFD.
 
-    Raises:
-        ApiError: 400; not JSON, not an object, or nested too deeply.
+    Raises `ApiError`: 400; not JSON, not an object, or nested too deeply.
     """
     try:
-        body = json.loads(raw, parse_constant=_refuse_constant)
+        body = json.loads(raw, parse_constant=refuse_constant)
     except (ValueError, RecursionError) as error:
         raise ApiError(f"the body of the request is not valid JSON: {error}") from None
     checked(body, dict, "body", expected="a JSON object")
@@ -86,15 +85,9 @@ def read_json(raw: bytes) -> dict[str, Any]:
 
 
 def read_chat_request(body: Mapping[str, Any], *, offered: Sequence[Sampling], vocab_size: int) -> ChatRequest:
-    """Check a request.
+    """Check a request. Raises `ApiError` (400) with the field and the expected value.
 
-    Args:
-        body: from `read_json`.
-        offered: sampling settings that may be asked for; the first is the default.
-        vocab_size: upper limit of stop ids, exclusive.
-
-    Raises:
-        ApiError: 400, with the field and the expected value.
+    offered: sampling settings that may be asked for; the first is the default. vocab_size: limit of stop ids.
     """
     _refuse_unknown(body)
     sampling = _sampling(body, offered, vocab_size)
@@ -204,7 +197,3 @@ def _integer(body: Mapping[str, Any], field: str, *, default: int, low: int, hig
 
 def _flag(parent: Mapping[str, Any], field: str) -> bool:
     return parent.get(field) is not None and checked(parent[field], bool, field, expected="true or false")
-
-
-def _refuse_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not JSON")

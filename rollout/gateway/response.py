@@ -7,6 +7,8 @@ logprobs of a message cover the whole turn.
 from __future__ import annotations
 
 import json
+import secrets
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -73,9 +75,9 @@ def _evidence(completion: Completion, choice: Answer) -> dict[str, Any]:
 
 def _head(completion: Completion, kind: str, model: str) -> dict[str, Any]:
     return {
-        "id": completion.completion_id,
+        "id": f"chatcmpl-{secrets.token_hex(12)}",
         "object": kind,
-        "created": completion.created,
+        "created": int(time.time()),
         "model": model,
         "prompt_kind": completion.prompt.kind,
     }

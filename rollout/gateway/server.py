@@ -29,7 +29,7 @@ from rollout.chat.chat import Chat
 from rollout.chat.untrusted import UntrustedTextEncoder
 from rollout.engine.protocol import Engine, Sampling
 from rollout.errors import ConfigError, LockstepError, TemplateError
-from rollout.gateway.completion import complete, text_decoder
+from rollout.gateway.completion import complete
 from rollout.gateway.errors import ApiError, not_supported, quoted, server_error, unknown_field
 from rollout.gateway.messages import read_messages, read_tools
 from rollout.gateway.protocol import read_chat_request, read_json
@@ -69,10 +69,7 @@ class GatewaySettings:
 
 
 class Gateway:
-    """OpenAI-compatible server for one engine and one chat. `async with Gateway(...) as gateway:`
-
-    Runs in the event loop that enters it, which must be the engine's.
-    """
+    """OpenAI-compatible server for one engine and one chat: `async with Gateway(...)` in the engine's event loop."""
 
     def __init__(
         self,
@@ -82,11 +79,8 @@ class Gateway:
         offered: Sequence[Sampling],
         settings: GatewaySettings | None = None,
     ) -> None:
-        """
-        Args:
-            offered: sampling settings that requests may ask for, the default first: those of training, and those of
-                evaluation. Sessions from `open_session` have their own.
-        """
+        """offered: sampling settings that requests may ask for, the default first: those of training, and those of
+        evaluation. Sessions from `open_session` have their own."""
         self._engine = engine
         self._chat = chat
         self._offered = tuple(offered)
@@ -213,7 +207,7 @@ class Gateway:
         self._check_model(session, body.get("model"))
         parsed = read_chat_request(body, offered=session.offered, vocab_size=len(self._chat.tokenizer))
         completion = await complete(self._engine, self._chat, session, parsed)
-        decode, model = text_decoder(self._chat), self._settings.model_name
+        decode, model = self._chat.decode, self._settings.model_name
         if not parsed.stream:
             return web.json_response(completion_body(completion, model=model, decode=decode))
         response = web.StreamResponse(

@@ -1,7 +1,7 @@
 """Record of the calls of one client, which splices look up and training reads.
 
 A session belongs to one API key or one path. Whatever a harness does to the messages between two requests, the calls
-stay here with the ids and logprobs of the engine, and `rollout/episode/rows.py` rebuilds the call tree from them.
+stay here with the engine's ids and logprobs.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Session:
                 in every episode all samples of a group would be equal. None: the client decides.
             max_requests: turn limit of an episode; further requests are refused.
             max_calls: limit of recorded answers.
-            forgets_oldest: at this limit, drop the oldest answer (a conversation that continues it then branches).
-                False: refuse further requests, so that no trained token is lost.
+            forgets_oldest: at this limit, drop the oldest answer (a conversation that continues it then branches);
+                else refuse further requests, so that no trained token is lost.
             any_model: accept every model name; a harness may have a fixed one.
         """
         self.name = name

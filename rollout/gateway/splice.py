@@ -11,10 +11,8 @@ proves the extension first, and renders the whole conversation where it cannot:
     end-of-turn token in stripped        a turn without its reasoning is another    delete the next user turn
     reasoning                            turn, and no tokens are counted
     turn ended by another stop token     a sampled stop token closes the turn       add a second terminator
-                                         (`Chat.extend`)
 
-A branch is not an error: it starts another row, and every sampled token is still trained once
-(`rollout/episode/rows.py`).
+A branch starts another row, and every sampled token is still trained once (`rollout/episode/rows.py`).
 
 Token ids on messages select among recorded calls with equal messages (two of `n` samples can have equal text and
 different tokens). They are never copied into a prompt: an id that is not in the record has no effect.

@@ -3,7 +3,7 @@
 Covered: an agent that hangs, raises, or makes requests without end costs its own episode and no other. Each agent runs
 in a thread and an event loop of its own, so a blocking call blocks no other episode.
 
-Not covered: agents are your code and run with your rights, without a sandbox. One that hangs is abandoned, not stopped
+Not covered: agents run with your rights, without a sandbox. One that hangs is abandoned, not stopped
 (`rollout/system/deadline.py`); its key is no longer valid.
 """
 
@@ -46,17 +46,10 @@ async def run_agent_episode(
     Requests are seeded in their order of arrival, so a deterministic agent that makes one request at a time gets the
     same answers in every run. `messages` are those of the last request and its answer.
 
-    The rollout is FAILED if the agent raises or does not end in time. If it was refused for the limit of turns or of
-    the context, the samples before are trained.
+    The rollout is FAILED if the agent raises or does not end in time. If it was refused for the limit of requests
+    (`max_turns`) or of the context, the samples before are trained. One of the `slots` is held while the agent runs.
 
-    Args:
-        gateway: running.
-        slots: held while the agent runs.
-        max_turns: maximum of requests.
-
-    Raises:
-        EngineError: the engine failed.
-        ConfigError: the agent returned a value other than a mapping or None.
+    Raises `EngineError` if the engine failed, `ConfigError` if the agent returned neither a mapping nor None.
     """
     session = gateway.open_session(sampling=sampling, seed=seed, max_requests=max_turns)
     try:

@@ -17,16 +17,13 @@ def ending(
     limit: RolloutStatus | None,
     calls: Sequence[EngineCall],
 ) -> tuple[RolloutStatus, str | None]:
-    """Return the status of the episode, and a sentence if it is FAILED.
+    """Return the status of the episode, and a sentence if it is FAILED. Raises `EngineError` if the engine failed.
 
     Args:
-        name: of the function, for the sentence.
-        error: raised by the function.
-        failure: of the engine or its evidence; it decides even if the function caught it.
+        name: name of the function, for the sentence.
+        error: error raised by the function.
+        failure: failure of the engine or its evidence; it decides even if the function caught it.
         limit: status of the limit that ended the episode; what was sampled before is trained.
-
-    Raises:
-        EngineError: the engine failed.
     """
     if isinstance(failure, EngineError):
         raise failure

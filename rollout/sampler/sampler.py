@@ -1,7 +1,6 @@
 """Sampler of groups of episodes: every rollout is one asyncio task, and the engine batches their requests.
 
-Episodes do not wait for each other: a slow tool or a long answer delays its own episode only. Samples depend on the
-seeds alone, not on the order in which requests reach the engine.
+Samples depend on the seeds alone, not on the order in which requests reach the engine.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from rollout.environments.trl_rollout import TRLRollout
 from rollout.episode.conversation import request_seed
 from rollout.episode.episode import run_episode
 from rollout.errors import RequestError
-from rollout.gateway import Gateway, GatewaySettings
+from rollout.gateway.server import Gateway, GatewaySettings
 from rollout.records import Rollout, RolloutStatus
 from rollout.sampler.agent_episodes import run_agent_episode
 from rollout.sampler.trl_episodes import copy_tokenizer, run_trl_episode
@@ -58,8 +57,7 @@ class Sampler:
         self._faults: Counter[str] = Counter()
 
     def take_metrics(self) -> dict[str, float]:
-        """Return counts since the last call: restarts of episodes after a request failed in the engine, and groups that
-        are not trained because an episode of theirs failed every time."""
+        """Return since the last call the restarts of episodes after a request failed, and the groups lost to that."""
         metrics = {f"rollout/{name}": float(self._faults[name]) for name in ("reissued", "groups_lost_to_engine")}
         self._faults.clear()
         return metrics
@@ -81,14 +79,12 @@ class Sampler:
         seeds. If it still fails, all rollouts of its group are FAILED: the mean of a partial group would depend on the
         fault.
 
-        Args:
-            step: part of the seeds, so that the same prompt gets other samples in another step.
-            first_group: group ids are prompt indices from here on (for a batch that completes an earlier one of the
-                same step); rollout ids are `group id x samples_per_prompt + sample index`.
-            run: from `open`, to share a gateway between batches; None: open one for this batch alone.
+        Raises `EngineError` if the engine died; the remaining episodes are canceled.
 
-        Raises:
-            EngineError: the engine died; the remaining episodes are canceled.
+        step: part of the seeds, so that the same prompt gets other samples in another step.
+        first_group: group ids are prompt indices from here on (for a batch that completes an earlier one of the same
+        step); rollout ids are `group id x samples_per_prompt + sample index`.
+        run: from `open`, to share a gateway between batches; None: open one for this batch alone.
         """
         lost_groups: dict[int, str] = {}
 

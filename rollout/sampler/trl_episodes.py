@@ -1,9 +1,8 @@
 """Episodes of a function written for TRL's `rollout_func` (`rollout/environments/trl_rollout.py`).
 
 The function runs the episode in a thread of its own. It samples with `trainer.generate` only. The engine calls made
-there are the record of the episode, and the record is trained. The function's output is compared with the record token
-by token (`check_against_record`); if they differ, the rollout is FAILED. Fields beyond TRL's three are facts of the
-outcome.
+there are the record of the episode, and the record is trained. The function's output must equal the record token by
+token (`check_against_record`). Fields beyond TRL's three are facts of the outcome.
 
 Not covered: `trainer` has the attributes of `Trainer` below, not all of `GRPOTrainer`. TRL 1.16 ships no helper that
 samples for such a function: `generate_rollout_completions` of earlier versions reached into the trainer's own vLLM;
@@ -86,11 +85,7 @@ class Trainer:
     def generate(self, prompt_ids: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
         """Sample one completion for each prompt, all at the same time. Each is a call of the episode's record.
 
-        Args:
-            prompt_ids: one list of token ids per prompt.
-
-        Returns:
-            For each prompt its `prompt_ids`, `completion_ids` and `logprobs`, the latter one number per sampled id.
+        Returns for each prompt its `prompt_ids`, `completion_ids` and `logprobs`, one number per sampled id.
 
         Raises:
             ValueError: a prompt is empty or holds a value that is not a token id.
@@ -147,19 +142,13 @@ async def run_trl_episode(
     group_id: int,
     seed: int,
 ) -> Rollout:
-    """Run the function on one data row, as `run_episode` runs an environment.
+    """Run the function on one data row, as `run_episode` runs an environment, with at most `max_turns` engine calls.
 
     The rollout is FAILED if the function raises, does not end in time, or returns other tokens than were sampled.
-    `messages` are the row's prompt and every sampled turn; text that the function adds exists as token ids only.
+    `messages` are the row's prompt and every sampled turn; text that the function adds exists as token ids only. One of
+    the `slots` is held while the function runs. tokenizer: the function's own copy (`copy_tokenizer`).
 
-    Args:
-        tokenizer: the function's own copy (`copy_tokenizer`).
-        slots: held while the function runs.
-        max_turns: maximum of engine calls.
-
-    Raises:
-        EngineError: the engine failed.
-        ConfigError: the function's output does not have the form of TRL's contract.
+    Raises `EngineError` if the engine failed, `ConfigError` if the output does not have the form of TRL's contract.
     """
     prompt, messages = environment.prompt(example)
     record = CallRecord(engine=engine, chat=chat, sampling=sampling, seed=seed, max_calls=lambda: max_turns)
@@ -210,11 +199,7 @@ def check_against_record(output: Mapping[str, Any], calls: Sequence[EngineCall])
       another, as functions return that concatenate their turns.
     * With a mask, the tokens before each sampled stretch are the prompt of its call.
 
-    Args:
-        output: `prompt_ids`, `completion_ids`, `logprobs` and optionally `env_mask`, each a list with one item.
-
-    Raises:
-        EvidenceError: they differ, or the function made no call.
+    Raises `EvidenceError` if they differ, or the function made no call.
     """
     if not calls:
         raise EvidenceError("rollout_func did not sample; call trainer.generate(prompt_ids), whose ids are recorded")

@@ -1,10 +1,8 @@
 """HTTP client of one vLLM server: retries, time limits and error messages.
 
 Retried with growing pauses: refused, reset or cut connections, and statuses 500, 502, 503 and 504. A retried request
-carries its seed, so it gives the same tokens; a partial answer is discarded. Not retried: statuses 400 to 499, and
-requests that exceeded their time limit. Calls that cannot be repeated (weight updates) are sent once.
-
-Uses aiohttp, because httpx costs 2 to 4 times the CPU per token.
+carries its seed, so it gives the same tokens. Not retried: statuses 400 to 499, and requests that exceeded their time
+limit. Calls that cannot be repeated (weight updates) are sent once. httpx would cost 2 to 4 times the CPU per token.
 """
 
 from __future__ import annotations
@@ -50,20 +48,14 @@ class ServerClient:
         return await self._request("GET", path, None, timeout_s=timeout_s, attempts=attempts)
 
     async def post(self, path: str, body: object = None, *, timeout_s: float | None, attempts: int = ATTEMPTS) -> Any:
-        """Return the JSON of the answer; None if it is empty.
+        """Return the JSON of the answer; None if it is empty. timeout_s: limit of one attempt; None: no limit.
 
-        Args:
-            timeout_s: limit of one attempt, which is not retried after it; None: no limit.
-
-        Raises:
-            EngineError: the server is unreachable, refuses, or exceeds the limit.
-            RequestError: the server failed on every attempt.
-            EvidenceError: the answer is not JSON.
+        Raises `EngineError` if the server is unreachable, refuses, or exceeds the limit, `RequestError` if it failed on
+        every attempt, `EvidenceError` for an answer that is not JSON.
         """
         return await self._request("POST", path, body, timeout_s=timeout_s, attempts=attempts)
 
     async def has_route(self, path: str, *, timeout_s: float) -> bool:
-        """Return True if the server knows this path."""
         try:
             await self.get(path, timeout_s=timeout_s)
         except _Refused:

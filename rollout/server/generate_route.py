@@ -5,10 +5,7 @@ r"""Generate route of 22 instead of 139 bytes per token, as middleware for vLLM'
 
 vLLM's `/inference/v1/generate` creates four objects and 139 bytes of JSON per token, which on one core costs as much as
 sampling from a small model. This route answers the same request with base64 arrays. Nothing is lost: vLLM's logprobs
-are float32 and ids fit 32 bits. All other requests are passed on. Clients of a server without this route use vLLM's
-(`rollout/server/server_engine.py`).
-
-Name it before the guard: vLLM asks the last middleware first.
+are float32 and ids fit 32 bits. Name it before the guard: vLLM asks the last middleware first.
 """
 
 from __future__ import annotations
@@ -75,7 +72,6 @@ class CompactGenerate:
 
 
 def encode_answer(answer: Answer) -> dict[str, Any]:
-    """Return the JSON of an answer."""
     return {
         "sampled_ids": _encode(answer.sampled_ids, np.int32),
         "candidate_ids": _encode(answer.candidate_ids, np.int32),

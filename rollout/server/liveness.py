@@ -22,13 +22,8 @@ class Liveness:
     """Watches one server while calls are guarded, in one event loop."""
 
     def __init__(self, probe: Callable[[], Awaitable[object]], *, name: str, every_s: float, silence_s: float) -> None:
-        """
-        Args:
-            probe: the small request. A failure counts as an answer, unless it took `silence_s`.
-            name: description of the server, for the message.
-            every_s: time between an answer and the next probe.
-            silence_s: time without an answer after which the server counts as dead.
-        """
+        """probe: the small request; a failure counts as an answer, unless it took `silence_s`, the time without an
+        answer after which the server counts as dead. every_s: time between an answer and the next probe."""
         self._probe = probe
         self._name = name
         self._every_s = every_s

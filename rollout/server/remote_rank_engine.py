@@ -4,8 +4,8 @@
     rank 1                     ├─► RemoteRankEngine ═ HTTP, JSON ═► EngineService ─► its own engine
     ...                        └─► ...
 
-Each rank updates the weights of its own engine; only token ids, logprobs and errors travel here. The service listens on
-one address, loopback if all ranks are on one machine, and requires a key shared by the ranks.
+Each rank updates the weights of its own engine. The service listens on one address, loopback if all ranks are on one
+machine, and requires a key shared by the ranks.
 """
 
 from __future__ import annotations

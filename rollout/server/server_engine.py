@@ -1,8 +1,7 @@
 """Client of a vLLM server: the `SyncedEngine` protocol over HTTP.
 
-The server is plain vLLM 0.32 with Lockstep installed for the gloo transfer and the middleware. Start it with
-`python scripts/serve_engine.py`; docs/engines.md shows the command it runs. Settings that make its samples unusable are
-found when the run connects: a wrong kind of logprobs, or chunked prefill where it kills the engine.
+The server is plain vLLM 0.32 with Lockstep installed for the gloo transfer and the middleware (docs/engines.md).
+Settings that make its samples unusable are found when the run connects.
 
 A server restarted during a run has the weights it loaded, not those of the run. Its tokens then carry a version that
 this process never sent, and are refused.
@@ -65,17 +64,12 @@ class ServerEngine:
     ) -> None:
         """Wait until the server is ready and check its settings.
 
-        Args:
-            url: `http://<host>:<port>`, without a path.
-            vocab_size: number of rows of the model's embedding; larger ids are refused here.
-            api_key: the server's key.
-            request_timeout_s: limit of one request.
-            start_timeout_s: time the server may take to load.
-            silence_timeout_s: time without any answer to waiting requests after which the server counts as dead.
+        Raises `EngineError` if the server is missing or refuses, `ConfigError` if the samples of a server with these
+        settings cannot be trained on.
 
-        Raises:
-            EngineError: the server is missing or refuses.
-            ConfigError: the samples of a server with these settings cannot be trained on.
+        url: `http://<host>:<port>`, without a path. start_timeout_s: time the server may take to load.
+        vocab_size: number of rows of the model's embedding; larger ids are refused here.
+        silence_timeout_s: time without any answer to waiting requests after which the server counts as dead.
         """
 
         async def connect() -> tuple[ServerClient, ServerFacts, str]:
@@ -113,10 +107,7 @@ class ServerEngine:
         """See `Engine.generate`. Also raises `EngineError` for weights that this process never sent."""
         room = check_prompt(prompt_ids, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
         raw = await self._sample(self._route, prompt_ids, sample_params(sampling, room=room))
-        if self._route == ROUTE:
-            answer = read_compact(raw, source=self.name)
-        else:
-            answer = read_answer(raw, with_support=sampling.truncates, source=self.name)
+        answer = read_answer(raw, with_support=sampling.truncates, source=self.name, is_compact=self._route == ROUTE)
         self._check_labels(answer)
         return engine_call(prompt_ids, answer, with_support=sampling.truncates, source=self.name)
 
@@ -235,9 +226,11 @@ def read_facts(url: str, described: Any) -> ServerFacts:
     return facts
 
 
-def read_answer(answer: Any, *, with_support: bool, source: str) -> Answer:
-    """Read an answer of vLLM's generate route. Raises `EvidenceError` if it is not one completion."""
+def read_answer(answer: Any, *, with_support: bool, source: str, is_compact: bool = False) -> Answer:
+    """Read an answer of vLLM's generate route, or of Lockstep's. Raises `EvidenceError` for another."""
     with _malformed_raises(EvidenceError, f"{source}: the answer is not one completion with logprobs"):
+        if is_compact:
+            return decode_answer(answer)
         (choice,) = answer["choices"]
         positions = choice["logprobs"]["content"]
         candidates = [position["top_logprobs"] if with_support else (position,) for position in positions]
@@ -256,12 +249,6 @@ def read_answer(answer: Any, *, with_support: bool, source: str) -> Answer:
                 for span in choice["weight_versions"] or ()
             ],
         )
-
-
-def read_compact(answer: Any, *, source: str) -> Answer:
-    """Read an answer of Lockstep's generate route. Raises `EvidenceError` if it is not one completion."""
-    with _malformed_raises(EvidenceError, f"{source}: the answer is not one completion with logprobs"):
-        return decode_answer(answer)
 
 
 def read_scores(answer: Any, ids: Sequence[int], *, source: str) -> list[float]:

@@ -15,8 +15,8 @@ T = TypeVar("T")
 def run_in_abandonable_thread(function: Callable[[], T]) -> Future[T]:
     """Start `function` in a daemon thread and return its future.
 
-    A collective whose peer is gone cannot be interrupted. The caller stops waiting for the future, and the thread does
-    not keep the process alive (threads of `concurrent.futures` do).
+    For collectives, which cannot be interrupted when a peer is gone. Unlike threads of `concurrent.futures`, the thread
+    does not keep the process alive.
     """
     future: Future[T] = Future()
     device = torch.cuda.current_device() if torch.cuda.is_available() else None

@@ -1,7 +1,4 @@
-"""Addresses of this machine as other machines reach it.
-
-Nothing here sends a packet or uses the host name, which often resolves to loopback, unreachable for other machines.
-"""
+"""Addresses of this machine as others reach it, found without the host name, which often resolves to loopback."""
 
 from __future__ import annotations
 

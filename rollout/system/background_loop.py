@@ -1,7 +1,6 @@
 """An asyncio event loop in a daemon thread, shared by engines and episodes.
 
-The trainer is synchronous; engines and episodes are not. vLLM's client binds its sockets to the loop of its first call,
-so everything that uses the engine must run in one loop.
+vLLM's client binds its sockets to the loop of its first call, so everything that uses the engine must run in one loop.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """Calls of user functions, sync or async, with a deadline.
 
-Covered: the caller resumes by the deadline; an exception of the function (also `SystemExit`) is returned as a value, so
-one broken tool or reward cannot end the event loop.
+Covered: the caller resumes by the deadline; an exception of the function (also `SystemExit`) is returned as a value.
 
 Not covered: nothing is killed. A sync function runs in a daemon thread, which Python cannot stop: after its deadline it
-keeps using memory and CPU until the process ends. With `MAX_ABANDONED` such threads alive, further sync calls are
-refused, so a leak becomes an error. A function that holds the GIL in C code, exhausts memory or calls `os._exit` takes
-the process down; only a separate process contains that.
+keeps using memory and CPU. With `MAX_ABANDONED` such threads alive, further sync calls are refused. A function that
+holds the GIL in C code, exhausts memory or calls `os._exit` takes the process down.
 """
 
 from __future__ import annotations

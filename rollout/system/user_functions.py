@@ -1,7 +1,6 @@
 """Loading of user functions from a Python file: `path/to/file.py:name,other`.
 
-Loading executes the file with the rights of this process, without a sandbox; it may import files beside it. Only files
-named in a setting are loaded; callers print what was loaded.
+Loading runs the file with the rights of this process, without a sandbox; only files named in a setting are loaded.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from rollout.errors import ConfigError
 def load_functions(spec: str) -> list[Callable[..., Any]]:
     """Return the functions named by `path.py:name` or `path.py:name,other`, in that order.
 
-    Raises:
-        ConfigError: the spec is malformed, or the file is missing, fails to load or lacks a name.
+    Raises `ConfigError`: the spec is malformed, or the file is missing, fails to load or lacks a name.
     """
     path_text, colon, names_text = spec.rpartition(":")
     names = [name.strip() for name in names_text.split(",") if name.strip()]

@@ -1,7 +1,7 @@
 """Comparison of an engine's weights with the sent ones by checksum, to locate the fault after a failed canary.
 
-vLLM returns a SHA-256 of every parameter as it holds it. It fuses some layers of the trainer into one parameter by
-concatenating their rows; the hash of a fused parameter is taken over its parts in that order.
+vLLM returns a SHA-256 of every parameter as it holds it. A fused parameter is the concatenated rows of several layers
+of the trainer, so its hash is taken over them in that order.
 
 Covered: one unquantized worker per engine. Not compared: parameters packed by a CPU engine (their hash is that of an
 empty tensor), padded embeddings, layers that vLLM fuses otherwise, and shards of several workers.

@@ -1,7 +1,6 @@
 """Concurrent calls to all engines of a rank around a weight transfer, each with a deadline.
 
-vLLM's transports move the bytes; the sender uses this plane to tell the workers to join, receive and load (vLLM's
-`VLLMWeightSyncClient`). `rollout/weights/sync.py` defines the order.
+vLLM's transports move the bytes; the sender uses this plane to tell the workers to join, receive and load.
 """
 
 from __future__ import annotations
@@ -27,10 +26,7 @@ calls fit after `CALL_SHARE`."""
 
 
 class ControlPlane:
-    """Synchronous calls to the engines of this rank.
-
-    Implements vLLM's `VLLMWeightSyncClient`. On ranks without engines its calls do nothing.
-    """
+    """Synchronous calls to this rank's engines, if any: vLLM's `VLLMWeightSyncClient`."""
 
     def __init__(self, engines: Sequence[SyncedEngine], deadline_s: float, *, is_staged: bool) -> None:
         """is_staged: the transport stages weights and replaces them in `finish_weight_update`."""

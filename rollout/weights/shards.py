@@ -7,9 +7,8 @@ One exchange per bucket of parameters; `deepspeed.zero.GatheredParameters` (0.19
 gives everything to all ranks. Elements are cast before they are sent, and part of a parameter (one expert of a layer)
 can be fetched alone.
 
-An exchange runs in the background between `begin` and `wait`, also during a transfer to an engine. Exchanges run
-between trainer ranks, which begin them in the same order, and transfers between a reader and engine workers, so they
-cannot deadlock each other.
+An exchange runs in the background between `begin` and `wait`. It cannot deadlock with a transfer to an engine: it runs
+between trainer ranks, which begin exchanges in the same order, a transfer between a reader and engine workers.
 
 Covered: shards in device or host memory (`offload_param_device: cpu`), subgroups of ranks that share a model (MiCS).
 Refused: shards on NVMe, quantized shards (`zero_quantized_weights`).
@@ -91,9 +90,8 @@ class Fetch:
     def begin(self, values: Sequence[torch.Tensor]) -> None:
         """Start the exchange.
 
-        Args:
-            values: destination of each range at a reader: contiguous, with its dtype and shape, on its parameter's
-                device; ignored for parameters that are not sharded. Empty on other ranks.
+        values: destination of each range at a reader: contiguous, with its dtype and shape, on its parameter's device;
+        ignored for parameters that are not sharded. Empty on other ranks.
         """
         exchanges: list[dist.P2POp] = []
         self._own = []
@@ -155,8 +153,7 @@ def _synchronize() -> None:
 def owners(ranges: Sequence[ParamRange]) -> list[int]:
     """Return the global ranks that hold these ranges, in shard order; empty if nothing is sharded.
 
-    Raises:
-        SyncError: the shards cannot be read, or belong to different groups of ranks.
+    Raises `SyncError`: the shards cannot be read, or belong to different groups of ranks.
     """
     groups: set[tuple[int, ...]] = set()
     for param in (one.param for one in ranges if is_sharded(one.param)):

@@ -1,18 +1,13 @@
 """The trainer's weights as vLLM's `WeightSource`: by layer group, under checkpoint names.
 
-Plain modules, DDP, DeepSpeed ZeRO-1/2 (parameters whole on every rank) and ZeRO-3 (parameters sharded) go through one
-class, which reads a model one bucket at a time, in one of two ways:
+One class reads plain modules, DDP, DeepSpeed ZeRO-1/2 (parameters whole on every rank) and ZeRO-3 (parameters sharded)
+one bucket at a time, in one of two ways:
 
 * **Whole tensors**, for transports with one sender (vLLM's `nccl` and `ipc`). A bucket of shards is fetched
-  (`rollout/weights/shards.py`) only to the ranks that send it, while the consumer sends the previous one.
-
-      wait for bucket k ─► begin to fetch k + 1 ─► send k ─► wait for k + 1 ...
-
-  A sender thus holds two buckets: one arriving and one being sent.
+  (`rollout/weights/shards.py`) only to the ranks that send it, while the consumer sends the previous one, so a sender
+  holds two buckets.
 * **Each rank's own parts**, for a transport on which every rank sends (`rollout/weights/gloo/`). Nothing of a sharded
   model is fetched, and nothing is copied unless it is cast.
-
-      tensor ▕██ part of rank 0 ██▏██ of rank 1 ██▏██ of rank 2 ██▏
 
 LoRA adapters are merged into copies (`rollout/weights/checkpoint_tensors.py`), for which their weights are fetched in
 both cases. Beside the buckets, a merged weight takes its size in float32 while it is computed; so do the fetched
@@ -106,7 +101,6 @@ class _Bucket:
         self.fetch = Fetch([one for tensor in tensors for one in tensor.ranges], readers)
 
     def begin(self, *, is_reader: bool) -> deque[_Arriving]:
-        """Start the exchange."""
         arriving = deque(
             (tensor, list(map(_destination, tensor.ranges))) for tensor in (self.tensors if is_reader else ())
         )
@@ -184,12 +178,11 @@ class _Pass:
 class ZeroSource(WeightSource):
     """A `WeightSource` over the trained module, in its wrappers.
 
-    Under ZeRO-3 iteration is a collective: every rank must iterate to the end. A rank that stops early calls `drain`,
-    so that the others do not wait for it.
+    Under ZeRO-3 iteration is a collective: every rank must iterate to the end, or call `drain`.
 
     Args:
         module: plain, DDP, DeepSpeed engine, PEFT, or these nested.
-        dtype: dtype of the engine's weights, to which floating-point parameters are cast; None: no cast.
+        dtype: dtype to which floating-point parameters are cast; None: no cast.
         bucket_bytes: maximum size of a fetch, after the cast; a larger tensor is fetched alone.
         readers: global ranks that get the tensors; other ranks iterate over nothing. None: all.
     """
@@ -225,7 +218,6 @@ class ZeroSource(WeightSource):
         return [meta for bucket in self.buckets() for meta in bucket]
 
     def buckets(self) -> list[list[ParamMeta]]:
-        """Return the metadata by bucket."""
         return [bucket.metas for bucket in self._buckets]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:

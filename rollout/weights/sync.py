@@ -1,22 +1,18 @@
 """Weight sync: afterwards the engines sample with the trained weights, or the run stops on every rank.
 
-`WeightSync.push(version)` is one collective over the trainer's ranks, in phases:
-
     pause the engines ─► send the weights ─► versions, caches, resume ─► canary
 
 The engines belong to one rank or (colocated) to several; version and canary are checked for each. Over gloo each rank
 sends its part of the weights to all engines. vLLM's transports (`nccl`, `ipc`) have one sender, the rank with the
-engines, to which each bucket is gathered once. The weights come from `rollout/weights/source.py`.
+engines, to which each bucket is gathered once.
 
-After each phase the ranks exchange its outcome, over their own process group with a deadline. So a failure on one rank
-raises the same `SyncError` on all, and no rank waits in a gather for one that failed.
+After each phase the ranks exchange its outcome, with a deadline: a failure on one rank raises the same `SyncError` on
+all. While weights may be partly replaced, the engine labels them as unusable, so that no client samples from an engine
+that a failed sync left behind.
 
-While weights may be partly replaced, the engine labels them as unusable, so that no client samples from an engine that
-a failed sync left behind.
-
-The canary is a short fixed sequence scored by engine and trainer. It runs on the resumed engine, because a paused vLLM
-engine does not score. It detects wrong weights, but not weights one small update old: for these the engine refuses
-updates with missing parameters, and the version is read back.
+The canary is a short fixed sequence scored by engine and trainer, on the resumed engine, because a paused vLLM engine
+does not score. It detects wrong weights, but not weights one small update old: for these the engine refuses updates
+with missing parameters, and the version is read back.
 """
 
 from __future__ import annotations
@@ -90,18 +86,16 @@ class SyncReport:
 
 
 class WeightSync:
-    """Synchronizes the engines with the trained module.
+    """Synchronizes the engines with the trained module. Each engine belongs to the last one created for it.
 
-    Create it on every rank, with the same arguments except `engines`; creation is a collective. Each engine belongs to
-    the last one created for it.
+    Creation is a collective, with the same arguments on every rank except `engines`.
 
     Args:
         module: the trained module in its wrappers (see `ZeroSource`).
         engines: this rank's engines; none on ranks that only take part in the gather.
         score_canary: the trainer's scores; None: no canary (the version is still checked).
         canary_threshold: largest accepted |Δ log π|; None: by the engine's dtype.
-        canary_share: maximum share of time for canaries: a canary is scored when the cost of the last one is at most
-            this share of the time since. None: in every push.
+        canary_share: a canary is scored when the last one cost at most this share of the time since. None: always.
         pause_mode: treatment of requests in flight: wait, keep or abort.
         bucket_bytes: size of a gather or message.
         deadline_s: limit of every phase, after which every rank raises.
@@ -152,11 +146,10 @@ class WeightSync:
         self._connect()
 
     def push(self, version: int) -> SyncReport:
-        """Transfer the module's current weights to the engines as this version. A collective over the ranks.
+        """Transfer the module's current weights to the engines as this version. A collective.
 
-        Raises:
-            SyncError: on every rank, if any rank failed or missed the deadline, or a canary failed. The engines must
-                not sample again; those that still answer are left paused.
+        Raises `SyncError` on every rank, if any failed or missed the deadline, or a canary failed. The engines must not
+        sample again; those that still answer are left paused.
         """
         phase = self._ranks.run_phase
         if not self._is_joined:
@@ -386,11 +379,8 @@ class _Ranks:
     ) -> Any:
         """Run `act` on all ranks; return the results of all, or with `own` only this rank's.
 
-        is_stuck: True if a failed `act` left messages between the ranks, which later ones would receive.
-
-        Raises:
-            SyncError: the same on every rank, if `act` raised or missed the deadline on any.
-            RankLostError: the same, if a rank is stuck.
+        Raises the same `SyncError` on every rank if `act` raised or missed the deadline on any; `RankLostError` if a
+        rank `is_stuck`: the failed `act` left messages between the ranks, which later ones would receive.
         """
         result, error = None, None
         try:

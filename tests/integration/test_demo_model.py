@@ -17,7 +17,7 @@ from demo.manifest import DemoInfo
 from demo.play import sampled_reward
 from demo.tasks import TASKS
 from demo.warm_start import MIDDLING
-from rewards import make_reward_set
+from rewards.composition import make_reward_set
 from rollout.chat.chat import Chat
 from rollout.engine.embedded import EmbeddedEngine
 from rollout.engine.protocol import Sampling

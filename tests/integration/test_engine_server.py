@@ -28,7 +28,7 @@ from rollout.engine.pool import EnginePool
 from rollout.engine.protocol import Sampling
 from rollout.episode.rows import rows_from_calls
 from rollout.errors import EngineError, SyncError
-from rollout.gateway import Gateway
+from rollout.gateway.server import Gateway
 from rollout.records import FinishReason
 from rollout.server.generate_route import ROUTE
 from rollout.server.server_engine import GENERATE

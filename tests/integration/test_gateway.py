@@ -17,7 +17,7 @@ from rollout.chat.chat import Chat
 from rollout.engine.protocol import Sampling
 from rollout.environments import make_environment
 from rollout.episode.rows import rows_from_calls
-from rollout.gateway import Gateway
+from rollout.gateway.server import Gateway
 from rollout.records import EngineCall, FinishReason
 from rollout.sampler.sampler import Sampler
 from rollout.saved_rollouts import read_rollouts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rewards import RewardSet
+from rewards.composition import RewardSet
 from rollout.chat.chat import Chat
 from rollout.system.background_loop import BackgroundLoop
 from rollout.weights.sync import WeightSync

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 
-from rollout.gateway import Gateway
+from rollout.gateway.server import Gateway
 from trainer.build import make_chat, make_gateway_settings, make_sampling
 from trainer.config.schema import Config
 from trainer.tools.diagnose import open_engine

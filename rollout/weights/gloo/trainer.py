@@ -56,7 +56,7 @@ class GlooTrainerInitInfo(TrainerInitInfo):
     store: TCPStore | None
     """Rendezvous store of this rank's engines (`listen`), if it has any."""
     receivers: list[Receivers]
-    """Of all ranks with engines, in rank order."""
+    """Receivers of all ranks with engines, in rank order."""
     timeout_s: float = 300.0
 
 

@@ -116,7 +116,6 @@ def listen(address: str, timeout_s: float) -> TCPStore:
 
 
 def connect_store(address: str, port: int, timeout_s: float) -> TCPStore:
-    """Connect to the store of a rendezvous."""
     timeout = timedelta(seconds=timeout_s)
     return TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
 
@@ -127,12 +126,7 @@ def join_group(
     """Join the group of one sender (rank 0 in it), outside torch's global state.
 
     vLLM's helper for this listens on every interface, and sends over the interface of the host name, which may be
-    loopback.
-
-    Args:
-        store: the rendezvous.
-        sender: global rank of the sender.
-        own_address: address of this process for the other members.
+    loopback. sender: global rank. own_address: address of this process for the other members.
     """
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=timeout_s)
@@ -154,10 +148,7 @@ def send(group: ProcessGroupGloo, tensors: Iterable[torch.Tensor], worker: int) 
     """Begin to send contiguous tensors to a worker of a group, in this order.
 
     Not as broadcasts, which gloo hands from thread to thread: for a model with many small tensors that is most of the
-    time.
-
-    Raises:
-        RuntimeError: the worker is known to be gone.
+    time. Raises `RuntimeError`: the worker is known to be gone.
     """
     return [group.send([bytes_of(tensor)], worker, 0) for tensor in tensors]  # type: ignore[attr-defined]
 

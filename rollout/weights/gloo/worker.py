@@ -107,8 +107,7 @@ def receive(
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """Yield the tensors of each bucket while the next one arrives. After an error the groups are unusable.
 
-    Args:
-        new_memory: allocates a number of bytes; it may return the memory of the bucket before last again.
+    new_memory: allocates a number of bytes; it may return the memory of the bucket before last again.
     """
     under_way: deque[_Bucket] = deque()
     try:

@@ -9,10 +9,11 @@ import time
 import numpy as np
 import pytest
 
-from rewards import FaultTolerance, Outcome, Reward, RewardSet, make_reward_set
+from rewards.composition import FaultTolerance, Reward, RewardSet, make_reward_set
 from rewards.functions.built_in import (
     exact_match,
 )
+from rewards.outcomes import Outcome
 from rollout.errors import ConfigError, RewardError
 from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from rewards import FaultTolerance, Reward, RewardSet, Shaping
+from rewards.composition import FaultTolerance, Reward, RewardSet
 from rewards.functions.built_in import soft_overlong
-from rewards.shaping import length_penalty, turn_rewards
+from rewards.shaping import Shaping, length_penalty, turn_rewards
 from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
 
 

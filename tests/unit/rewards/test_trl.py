@@ -6,7 +6,9 @@ import math
 
 import pytest
 
-from rewards import Outcome, Reward, RewardSet, from_trl
+from rewards.composition import Reward, RewardSet
+from rewards.outcomes import Outcome
+from rewards.trl import from_trl
 from rollout.errors import ConfigError
 from rollout.records import RolloutStatus
 from tests.unit.rewards.test_composition import LENIENT, rollout, score

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rewards import FUNCTIONS
 from rewards.functions.built_in import (
+    FUNCTIONS,
     contains,
     demo_answer,
     exact_match,

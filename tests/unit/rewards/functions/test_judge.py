@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from aiohttp import web
 
-from rewards import FaultTolerance, RewardSet, make_reward_set
+from rewards.composition import FaultTolerance, RewardSet, make_reward_set
 from rollout.errors import ConfigError
 from rollout.records import Rollout, RolloutStatus
 from tests.unit.rewards.workers.test_pool import rollout

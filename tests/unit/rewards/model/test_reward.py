@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from demo.preferences.language import STOP, VOCABULARY, make_tokenizer
-from rewards import make_reward_set
+from rewards.composition import make_reward_set
 from rewards.model.classifier import load_reward_model
 from rewards.model.reward import ModelReward, StopRule, token_id_of
 from rollout.errors import ConfigError

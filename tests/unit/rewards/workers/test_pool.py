@@ -16,8 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from rewards import FaultTolerance, Isolation, Outcome, RewardSet, make_reward_set
+from rewards.composition import FaultTolerance, RewardSet, make_reward_set
+from rewards.outcomes import Outcome
 from rewards.workers import pool as isolation
+from rewards.workers.pool import Isolation
 from rollout.errors import ConfigError
 from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
 
@@ -305,7 +307,7 @@ def test_a_pool_that_is_garbage_ends_its_workers_and_their_children(functions, t
 
 TRAINER = """
     import asyncio, json, sys
-    from rewards import FaultTolerance, make_reward_set
+    from rewards.composition import FaultTolerance, make_reward_set
     from rollout.saved_rollouts import from_json
     rewards = make_reward_set([sys.argv[1]], tolerance=FaultTolerance(timeout_s=60, max_error_rate=1.0))
     asyncio.run(rewards.score([from_json(json.loads(sys.argv[2]))]))

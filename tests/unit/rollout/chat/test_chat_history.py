@@ -9,7 +9,7 @@ import pytest
 
 from rollout.chat.chat import Chat
 from rollout.episode.rows import rows_from_calls
-from rollout.records import EngineCall, num_trained
+from rollout.records import EngineCall
 from tests.fixtures.conversations import USER, WEATHER, a_call, encoded
 from tests.fixtures.tokenizers import chat_tokenizer
 
@@ -54,7 +54,7 @@ def test_history_template_branches_where_reasoning_is_stripped_and_trains_every_
     assert extensions == [True, False]  # kept across the tool result, stripped at the next question
     rows = rows_from_calls(calls)
     assert len(rows) == 2
-    assert num_trained(rows) == sum(len(call.sampled_ids) for call in calls)
+    assert sum(row.num_trained for row in rows) == sum(len(call.sampled_ids) for call in calls)
     last_prompt = chat_tokenizer("qwen3").decode(calls[-1].prompt_ids)
     assert "look it up" not in last_prompt
     assert "it is sunny" in last_prompt

@@ -16,7 +16,7 @@ from rollout.engine.engine_answers import Answer, engine_call, version_number
 from rollout.errors import ConfigError, EngineError, EvidenceError
 from rollout.server.client import read_json
 from rollout.server.generate_route import encode_answer
-from rollout.server.server_engine import read_answer, read_checksums, read_compact, read_facts, read_label, read_scores
+from rollout.server.server_engine import read_answer, read_checksums, read_facts, read_label, read_scores
 from tests.fixtures.fake_server import SERVER_INFO, completion
 from tests.fixtures.mutations import JSON, mutated
 from tests.unit.rollout.server.test_generate_route import BODY, Engine, answer
@@ -51,7 +51,12 @@ def test_a_completion_is_valid_evidence_or_refused(reply: Any, with_support: boo
 )
 def test_a_compact_completion_is_valid_evidence_or_refused(reply: Any, with_support: bool) -> None:
     with contextlib.suppress(EvidenceError, EngineError):
-        call = engine_call((5, 6), read_compact(reply, source="s"), with_support=with_support, source="s")
+        call = engine_call(
+            (5, 6),
+            read_answer(reply, with_support=with_support, source="s", is_compact=True),
+            with_support=with_support,
+            source="s",
+        )
         assert len(call.sampled_ids) == len(call.sampled_logprobs)
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rollout.episode.rows import extension_count, is_trainable, rows_from_calls
 from rollout.errors import EvidenceError
-from rollout.records import EngineCall, FinishReason, SamplingSupport, TrainingRow, num_trained
+from rollout.records import EngineCall, FinishReason, SamplingSupport, TrainingRow
 from tests.fixtures.calls import a_call, call_trees
 
 
@@ -60,7 +60,7 @@ def longest_prefix_parents(calls: Sequence[EngineCall]) -> list[int | None]:
 def test_every_sampled_token_is_trained_once_with_its_own_context_and_logprob(calls: list[EngineCall]) -> None:
     rows = rows_from_calls(calls, rollout_id=3, group_id=5)
     assert trained_events(rows) == sampled_events(calls)
-    assert num_trained(rows) == sum(len(call.sampled_ids) for call in calls if is_trainable(call))
+    assert sum(row.num_trained for row in rows) == sum(len(call.sampled_ids) for call in calls if is_trainable(call))
     assert all(row.rollout_id == 3 and row.group_id == 5 for row in rows)
 
 
@@ -113,7 +113,7 @@ def test_the_first_row_that_holds_a_sampled_stretch_trains_it(calls: list[Engine
 
     trained_in = {turn: i for i, row in enumerate(rows) for turn in np.unique(row.turns[row.loss_mask]).tolist()}
     for turn, row_index in trained_in.items():
-        # Of two samples with equal ids either may be the parent, and a row does not tell them apart.
+        # Either of two samples with equal ids may be the parent, and a row does not tell them apart.
         for ancestor in ancestors(turn):
             if [call.all_ids for call in calls].count(calls[ancestor].all_ids) == 1:
                 assert trained_in[ancestor] <= row_index
@@ -179,7 +179,7 @@ def test_equal_samples_of_a_retried_prompt_are_two_samples() -> None:
     twice = [a_call([1, 2], [3, 4], logprobs=[-1, -2]) for _ in range(2)]
     rows = rows_from_calls([*twice, a_call([1, 2, 3, 4, 5], [6])])
     assert sorted(row.ids.tolist() for row in rows) == [[1, 2, 3, 4], [1, 2, 3, 4, 5, 6]]
-    assert num_trained(rows) == 5
+    assert sum(row.num_trained for row in rows) == 5
     assert Counter(turn for row in rows for turn in row.turns[row.loss_mask].tolist()) == {0: 2, 1: 2, 2: 1}
 
 
@@ -248,7 +248,7 @@ def test_thousands_of_turns_need_no_recursion() -> None:
 
 def test_thousands_of_siblings_are_each_trained_once() -> None:
     calls = [a_call([1], [2])] + [a_call([1, 2, index], [3]) for index in range(3000)]
-    assert num_trained(rows_from_calls(calls)) == 3001
+    assert sum(row.num_trained for row in rows_from_calls(calls)) == 3001
 
 
 def seconds_per_token(calls: Sequence[EngineCall]) -> float:

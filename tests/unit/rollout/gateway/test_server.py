@@ -11,7 +11,7 @@ import pytest
 
 from rollout.engine.protocol import Sampling
 from rollout.errors import EngineError, EvidenceError
-from rollout.gateway import GatewaySettings
+from rollout.gateway.server import GatewaySettings
 from rollout.records import FinishReason
 from rollout.saved_rollouts import from_json
 from tests.fixtures.gateway import Running, running

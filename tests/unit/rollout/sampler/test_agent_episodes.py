@@ -18,7 +18,7 @@ from rollout.environments import ENVIRONMENTS, make_environment
 from rollout.environments.agent import AgentEnvironment
 from rollout.episode.rows import rows_from_calls
 from rollout.errors import ConfigError, EngineError
-from rollout.gateway import GatewaySettings
+from rollout.gateway.server import GatewaySettings
 from rollout.records import FinishReason, Rollout, RolloutStatus
 from rollout.sampler.sampler import Sampler
 from tests.fixtures.gateway import ScriptedEngine, says

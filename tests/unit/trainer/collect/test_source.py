@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from rewards import Reward, RewardSet, Shaping
+from rewards.composition import Reward, RewardSet
+from rewards.shaping import Shaping
 from rollout.engine.protocol import Sampling
 from rollout.errors import EngineError
 from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
-from rewards import Reward, RewardSet, Shaping
+from rewards.composition import Reward, RewardSet
+from rewards.shaping import Shaping
 from rollout.records import Rollout
 from rollout.system.background_loop import BackgroundLoop
 from tests.unit.rewards.test_shaping import rollout
