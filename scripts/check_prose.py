@@ -1,7 +1,7 @@
 """Check the English of docstrings, comments, strings, names and pages; print each finding with a replacement.
 
     python scripts/check_prose.py                       # also: make lint; exit 1 if something was found
-    python scripts/check_prose.py trainer/run docs      # only these, also if they are in PENDING
+    python scripts/check_prose.py trainer/run docs      # only these
 
 A summary names its subject, words are common ones, spelling is American, and every reader can open what is cited.
 Not covered: grammar, words that are cut at the end of a comment line, and rules that need judgment.
@@ -22,26 +22,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-
-PENDING = (
-    "AGENTS.md",
-    "CHANGELOG.md",
-    "CONTRIBUTING.md",
-    "README.md",
-    "benchmarks",
-    "configs",
-    "docs",
-    "rewards",
-    "rollout",
-    "scripts/diagnose.py",
-    "scripts/replay.py",
-    "tests/integration/test_diagnosis.py",
-    "tests/unit/rewards",
-    "tests/unit/rollout",
-    "tests/unit/trainer",
-    "trainer",
-)
-"""Files and folders that are not checked yet."""
 
 EXCEPTIONS = (
     ("", "retokenise", "a value of `--break` and of the JSON format of a diagnosis"),
@@ -189,24 +169,25 @@ def check_file(path: str) -> list[Finding]:
 
 
 def chosen_files(paths: list[str]) -> list[str]:
-    """Return the files with prose below these paths, or without paths those that `PENDING` does not name."""
+    """Return the files with prose below these paths, or without paths all."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *paths],
         cwd=ROOT, capture_output=True, text=True, check=True,
     ).stdout.splitlines()  # fmt: skip
-    pending = () if paths else PENDING
     return [
         path
         for path in sorted(set(listed))
-        if Path(path).suffix in (".py", ".md", ".yaml", ".yml", ".toml", ".sh", ".sbatch", ".jinja")
-        or Path(path).name in ("Dockerfile", "Makefile", "run")
-        if not any(path == name or path.startswith(f"{name}/") for name in pending) and (ROOT / path).is_file()
+        if (
+            Path(path).suffix in (".py", ".md", ".yaml", ".yml", ".toml", ".sh", ".sbatch", ".jinja")
+            or Path(path).name in ("Dockerfile", "Makefile", "run")
+        )
+        and (ROOT / path).is_file()
     ]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Check the English of code and pages.")
-    parser.add_argument("paths", nargs="*", help="files and folders; default: all that PENDING does not name")
+    parser.add_argument("paths", nargs="*", help="files and folders; default: all")
     files = chosen_files(parser.parse_args().paths)
     findings = [(path, *finding) for path in files for finding in check_file(path)]
     for path, line, words, instead in findings:

@@ -6,6 +6,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from rollout.environments.adapters.trl import TRLEnvironment
+from rollout.environments.adapters.trl_rollout import TRLRollout
+from rollout.environments.adapters.verifiers import VerifiersEnvironment
 from rollout.environments.agent import AgentEnvironment
 from rollout.environments.calculator import CalculatorEnvironment, SlowCalculatorEnvironment
 from rollout.environments.chain import ChainEnvironment
@@ -13,10 +16,7 @@ from rollout.environments.mixed import AnyEnvironment, Mixed
 from rollout.environments.single_turn import SingleTurn
 from rollout.environments.subagents import SubAgents
 from rollout.environments.tools import ToolEnvironment
-from rollout.environments.trl import TRLEnvironment
-from rollout.environments.trl_rollout import TRLRollout
 from rollout.environments.user import SimulatedUser
-from rollout.environments.verifiers import VerifiersEnvironment
 from rollout.errors import ConfigError
 from rollout.system.user_functions import load_function
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from rollout.chat.chat import Chat
 from rollout.engine.protocol import Engine, Sampling
+from rollout.environments.adapters.trl_rollout import TRLRollout
 from rollout.environments.agent import AgentEnvironment
 from rollout.environments.mixed import AnyEnvironment, Mixed, environment_of
-from rollout.environments.trl_rollout import TRLRollout
 from rollout.episode.conversation import request_seed
 from rollout.episode.episode import run_episode
 from rollout.errors import RequestError

@@ -1,4 +1,4 @@
-"""Episodes of a function written for TRL's `rollout_func` (`rollout/environments/trl_rollout.py`).
+"""Episodes of a function written for TRL's `rollout_func` (`rollout/environments/adapters/trl_rollout.py`).
 
 The function runs the episode in a thread of its own. It samples with `trainer.generate` only. The engine calls made
 there are the record of the episode, and the record is trained. The function's output must equal the record token by
@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rollout.chat.chat import Chat
 from rollout.engine.protocol import Engine, Sampling
-from rollout.environments.trl_rollout import TRLRollout
+from rollout.environments.adapters.trl_rollout import TRLRollout
 from rollout.episode.conversation import CallRecord, request_seed
 from rollout.errors import CallLimitError, ConfigError, ContextFullError, EvidenceError
 from rollout.records import EngineCall, Rollout, RolloutStatus

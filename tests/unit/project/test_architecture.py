@@ -23,11 +23,6 @@ Imports = dict[str, set[str]]
 """From the path of each module to the paths of the modules that it imports."""
 
 MAX_MODULES = 12
-CROWDED = {
-    "rollout/environments": 15,  # one module for each kind of environment
-}
-"""Folders with more modules than `MAX_MODULES`, and how many they may have."""
-
 REPEATED = {
     "algorithm.py": "config/ has the settings, checks/ their conflicts",
     "correction.py": "checks/ checks its settings, objective/ computes it",
@@ -142,7 +137,7 @@ def test_no_modules_import_each_other_in_a_circle(imports: Imports) -> None:
 
 def test_no_folder_has_more_than_a_dozen_modules(imports: Imports) -> None:
     sizes = folder_sizes(imports)
-    assert {folder: n for folder, n in sizes.items() if n > CROWDED.get(folder, MAX_MODULES)} == {}
+    assert {folder: n for folder, n in sizes.items() if n > MAX_MODULES} == {}
 
 
 def test_no_two_modules_have_the_same_name_unless_their_folders_tell_them_apart(imports: Imports) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
@@ -30,12 +30,12 @@ def two_tasks(prompt: str) -> str:
     return tool_call("delegate", task="add ones") + "\n" + tool_call("delegate", task="multiply")
 
 
-def slow_multiplication(prompt: str) -> float:
-    return 0.02 if "multiply" in prompt and "given one task" in prompt else 0.0
+def slow_at(task: str) -> Callable[[str], float]:
+    return lambda prompt: 0.2 if task in prompt and "given one task" in prompt else 0.0
 
 
 async def test_two_sub_agents_interleave_and_every_token_is_trained_once():
-    engine = Policy(two_tasks, delay_s=slow_multiplication)
+    engine = Policy(two_tasks, delay_s=slow_at("multiply"))
     rollout = await play(SubAgents([calculator]), engine)
     assert rollout.status is RolloutStatus.COMPLETED
     assert len(rollout.calls) == 6
@@ -53,17 +53,17 @@ async def test_two_sub_agents_interleave_and_every_token_is_trained_once():
 
 
 async def test_seeds_do_not_depend_on_the_order_of_the_answers():
-    fast_first, slow_first = Policy(two_tasks, delay_s=slow_multiplication), Policy(two_tasks)
+    multiplication_last, addition_last = (Policy(two_tasks, delay_s=slow_at(task)) for task in ("multiply", "add"))
     arrived = [
         [call.prompt_ids for call in (await play(SubAgents([calculator]), engine)).calls]
-        for engine in (fast_first, slow_first)
+        for engine in (multiplication_last, addition_last)
     ]
     assert arrived[0] != arrived[1], "the delay must change the order of arrival"
-    assert fast_first.seeds == slow_first.seeds
-    assert len(set(fast_first.seeds.values())) == 6
+    assert multiplication_last.seeds == addition_last.seeds
+    assert len(set(multiplication_last.seeds.values())) == 6
     other = Policy(two_tasks)
     await play(SubAgents([calculator]), other, seed=2)
-    assert not set(other.seeds.values()) & set(fast_first.seeds.values())
+    assert not set(other.seeds.values()) & set(multiplication_last.seeds.values())
 
 
 async def test_the_seed_of_the_first_conversation_does_not_depend_on_the_others():
@@ -94,7 +94,7 @@ async def test_a_sub_agent_at_its_limit_is_a_tool_error(settings, says, calls):
 
 async def test_a_sub_agent_that_is_too_slow_is_a_timeout_of_the_tool():
     environment = SubAgents([calculator], agent_timeout_s=0.05)
-    rollout = await play(environment, Policy(two_tasks, delay_s=lambda prompt: 5 * slow_multiplication(prompt)))
+    rollout = await play(environment, Policy(two_tasks, delay_s=slow_at("multiply")))
     assert rollout.outcome["tool_errors_timeout"] == 1
     assert rollout.status is RolloutStatus.COMPLETED
     assert sum(row.num_trained for row in rows_from_calls(rollout.calls)) == rollout.num_sampled > 0

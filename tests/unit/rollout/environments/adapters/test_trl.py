@@ -9,7 +9,7 @@ import pytest
 
 from rewards.composition import make_reward_set
 from rollout.environments import make_environment
-from rollout.environments.trl import TRLEnvironment
+from rollout.environments.adapters.trl import TRLEnvironment
 from rollout.errors import ConfigError, DataError
 from rollout.records import RolloutStatus
 from tests.fixtures.policies import Policy, last_turn, play, tool_call

@@ -1,0 +1,1 @@
+"""Adapters: environments written for TRL and for the `verifiers` package, used unchanged."""
