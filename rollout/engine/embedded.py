@@ -105,7 +105,7 @@ class EmbeddedEngine:
             kv_cache_gib: memory of the KV cache; None on a GPU: what `gpu_memory_utilization` leaves.
             max_num_seqs: maximum number of requests sampled at once.
             seed: for requests without one.
-            weight_transfer_backend: gloo, ipc or nccl.
+            weight_transfer_backend: gloo, cuda_ipc or nccl.
             request_timeout_s: limit of one request, including its wait in the queue.
             start_timeout_s: limit of the start.
             num_threads: compute threads on CPU; None: the CPUs of this process minus one, or this engine's share.

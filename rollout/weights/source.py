@@ -3,8 +3,8 @@
 Plain modules, DDP, DeepSpeed ZeRO-1/2 (parameters whole on every rank) and ZeRO-3 (parameters sharded) go through one
 class, which reads a model one bucket at a time, in one of two ways:
 
-* **Whole tensors**, for transports with one sender (vLLM's `nccl` and `ipc`). A bucket of shards is fetched
-  (`rollout/weights/shards.py`) only to the ranks that send it, while the consumer sends the previous one.
+* **Whole tensors**, for `nccl` and `cuda_ipc`. A bucket of shards is fetched (`rollout/weights/shards.py`) only to
+  the ranks that send it, while the consumer sends the previous one.
 
       wait for bucket k ─► begin to fetch k + 1 ─► send k ─► wait for k + 1 ...
 

@@ -5,8 +5,9 @@
     pause the engines ─► send the weights ─► versions, caches, resume ─► canary
 
 The engines belong to one rank or (colocated) to several; version and canary are checked for each. Over gloo each rank
-sends its part of the weights to all engines. vLLM's transports (`nccl`, `ipc`) have one sender, the rank with the
-engines, to which each bucket is gathered once. The weights come from `rollout/weights/source.py`.
+sends its part of the weights to all engines. vLLM's transport `nccl` has one sender, the rank with the engines, to
+which each bucket is gathered once. Over `cuda_ipc` each rank with an engine gets the buckets and hands them to its own.
+The weights come from `rollout/weights/source.py`.
 
 After each phase the ranks exchange its outcome, over their own process group with a deadline. So a failure on one rank
 raises the same `SyncError` on all, and no rank waits in a gather for one that failed.
@@ -141,8 +142,7 @@ class WeightSync:
 
         from rollout.weights.source import ZeroSource
 
-        # vLLM's ipc transport packs on every rank, also without an engine.
-        readers = None if self._backend == "ipc" else [rank for rank, found in enumerate(by_rank) if found]
+        readers = [rank for rank, found in enumerate(by_rank) if found]
         self._source = ZeroSource(module, dtype=dtype, bucket_bytes=bucket_bytes, readers=readers)
         self._sizes = [meta.dtype.itemsize * math.prod(meta.shape) for meta in self._source.metadata()]
         self._engines = ControlPlane(engines, deadline_s, is_staged=self._backend == "gloo")
@@ -351,16 +351,16 @@ class WeightSync:
                 world_size=1 + self._engines.num_workers,
                 packed_buffer_size_bytes=buffer_bytes,
             )
-        if self._backend == "ipc":
+        if self._backend == "cuda_ipc":
             if len(hosts) > 1:
                 raise ConfigError(
                     "CUDA IPC reaches one engine on the trainer's own GPU; start servers with "
                     '--weight-transfer-config \'{"backend": "nccl"}\''
                 )
-            from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+            from rollout.weights.cuda_ipc import CudaIpcTrainerInitInfo
 
-            return IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=buffer_bytes)
-        raise ConfigError(f"weight transfer must be gloo, nccl or ipc, found {self._backend!r}")
+            return CudaIpcTrainerInitInfo(rank=rank, packed_buffer_size_bytes=buffer_bytes)
+        raise ConfigError(f"weight transfer must be gloo, nccl or cuda_ipc, found {self._backend!r}")
 
 
 class _Ranks:

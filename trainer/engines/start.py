@@ -117,7 +117,7 @@ def embedded_engine(config: Config, *, loop: BackgroundLoop, log_path: Path, **p
         max_num_seqs=settings.max_num_seqs,
         seed=config.seed,
         # CUDA IPC hands weights to an engine on the trainer's own GPU; gloo is the transport between CPU processes.
-        weight_transfer_backend="ipc" if torch.cuda.is_available() else "gloo",
+        weight_transfer_backend="cuda_ipc" if torch.cuda.is_available() else "gloo",
         request_timeout_s=settings.request_timeout_s,
         start_timeout_s=settings.start_timeout_s,
         trust_remote_code=config.model.trust_remote_code,
