@@ -162,9 +162,9 @@ class WeightSync:
         if not self._is_joined:
             self.reconnect()
         self._engines.version = str(version)
-        if self._is_asleep:
-            phase("waking the engines", lambda: self._engines.all(lambda engine: cast("SleepingEngine", engine).wake()))
-            self._is_asleep = False
+        is_asleep = self._is_asleep
+        if is_asleep:
+            phase("waking the engines", lambda: self._wake("weights"))
         started = time.perf_counter()
         phase("pausing the engines", lambda: self._engines.all(lambda engine: engine.pause(self._pause_mode)))
         paused = time.perf_counter()
@@ -172,6 +172,9 @@ class WeightSync:
         phase("sending the weights", self._send, is_stuck=lambda: self._source.is_exchanging)
         self._is_joined = True
         sent = time.perf_counter()
+        if is_asleep:
+            phase("waking the engines' caches", lambda: self._wake("kv_cache"))
+            self._is_asleep = False
         is_due, *_ = phase("resuming the engines", lambda: self._release_all(version))  # decided on rank 0
         pause_s = time.perf_counter() - started
         gather_s = self._source.gather_s
@@ -184,6 +187,9 @@ class WeightSync:
             bytes=sum(self._sizes),
             canary_abs_diff=max(diffs.values(), default=float("nan")),
         )
+
+    def _wake(self, part: str) -> None:
+        self._engines.all(lambda engine: cast("SleepingEngine", engine).wake(part))
 
     def sleep(self) -> None:
         """Free the engines' memory until the next push, with a `sleep_level`. A collective. Raises as `push` does."""
@@ -206,6 +212,9 @@ class WeightSync:
         self._ranks.close()
 
     def _send(self) -> None:
+        if torch.accelerator.is_available():
+            # Nothing waits for the optimizer's kernels, and transports read the weights on streams of their own.
+            torch.accelerator.synchronize()
         self._source.expect(parts=self._backend == "gloo")
         try:
             self._transport.send_weights()
