@@ -66,7 +66,8 @@ class ModelConfig:
     )
     attn_implementation: str = setting(
         "auto",
-        "attention of the trainer; auto: FlashAttention varlen on CUDA, packed_rows (SDPA row by row) elsewhere",
+        "attention of the trainer; auto: packed_rows, which is one FlashAttention kernel per layer in half precision on "
+        "NVIDIA GPUs, and SDPA row by row elsewhere",
         choices=ATTENTIONS,
     )
     critic: str = setting(
