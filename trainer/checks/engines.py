@@ -25,11 +25,6 @@ def engine_problems(config: Config) -> Iterator[str]:
             f"rollout.max_staleness={settings.max_staleness} samples while the trainer computes, and rollout.engine="
             "colocated sleeps then; set rollout.sleep_level=0, or rollout.max_staleness=0"
         )
-    if settings.kv_cache_gib is None and settings.engine != "colocated":
-        yield (
-            f"rollout.kv_cache_gib=null takes what the trainer leaves of its GPU, with rollout.engine=colocated; found "
-            f"rollout.engine={settings.engine}: set rollout.kv_cache_gib to a number of GiB"
-        )
     for url in settings.urls:
         problem = _url_problem(url)
         if problem is not None:

@@ -40,6 +40,8 @@ from trainer.objective.declare import ADVANTAGES
 from trainer.setting import setting
 
 OPTIMIZERS = ("adamw", "adamw_tf", "adamw_8bit", "muon", "sgd")
+CPU_CACHE_GIB = 0.25
+"""`rollout.kv_cache_gib` of engines on a CPU, unless set."""
 ATTENTIONS = ("auto", "packed_rows", "flash_attention_2", "flash_attention_3", "sdpa", "eager")
 MIN_NORMS = 8
 """Fewest gradient norms that a median for spikes is taken of."""
@@ -66,8 +68,8 @@ class ModelConfig:
     )
     attn_implementation: str = setting(
         "auto",
-        "attention of the trainer; auto: packed_rows, which is one FlashAttention kernel per layer in half precision on "
-        "NVIDIA GPUs, and SDPA row by row elsewhere",
+        "attention of the trainer; auto: packed_rows, one FlashAttention kernel per layer in half precision on "
+        "NVIDIA GPUs, SDPA row by row elsewhere",
         choices=ATTENTIONS,
     )
     critic: str = setting(
@@ -226,7 +228,10 @@ class RolloutConfig:
     max_model_len: int = setting(512, "context of the engine: prompt and completion [tokens]", low=2)
     max_num_seqs: int = setting(256, "requests the engine batches at once", low=1)
     kv_cache_gib: float | None = setting(
-        0.25, "KV cache of an engine; null, on GPUs with engine=colocated: what the memory plan leaves [GiB]", above=0
+        None,
+        "KV cache of an engine; null: on a CPU 0.25, on the trainer's GPU what the memory plan leaves, on a GPU of a "
+        "server what vLLM leaves [GiB]",
+        above=0,
     )
     num_engines: int = setting(
         1, "engine=embedded on a CPU: engines, among which the cores are shared out", low=1, when=EMBEDDED

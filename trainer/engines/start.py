@@ -17,6 +17,7 @@ from rollout.errors import ConfigError
 from rollout.server.server_engine import ServerEngine
 from rollout.system.background_loop import BackgroundLoop
 from trainer.config.schema import Config
+from trainer.model.memory_plan import cache_gib
 
 
 def start_engine(config: Config, *, loop: BackgroundLoop, log_path: Path) -> EnginePool:
@@ -30,13 +31,13 @@ def start_engine(config: Config, *, loop: BackgroundLoop, log_path: Path) -> Eng
     return EnginePool(start_members(config, loop=loop, log_path=log_path))
 
 
-def start_members(config: Config, *, loop: BackgroundLoop, log_path: Path) -> Sequence[SyncedEngine]:
-    """Start the members of the pool of `start_engine`."""
+def start_members(config: Config, *, loop: BackgroundLoop, log_path: Path, **memory: Any) -> Sequence[SyncedEngine]:
+    """Start the members of the pool of `start_engine`. memory: settings of `EmbeddedEngine` for the only one."""
     if config.rollout.engine == "server":
         return connect_servers(config, loop=loop)
     number = config.rollout.num_engines
     if number == 1:
-        return [embedded_engine(config, loop=loop, log_path=log_path)]
+        return [embedded_engine(config, loop=loop, log_path=log_path, **memory)]
     check_cores(number)
     paths = [log_path, *(log_path.with_stem(f"{log_path.stem}-{index}") for index in range(1, number))]
     return [
@@ -122,5 +123,5 @@ def embedded_engine(config: Config, *, loop: BackgroundLoop, log_path: Path, **p
         start_timeout_s=settings.start_timeout_s,
         trust_remote_code=config.model.trust_remote_code,
         compile_on_cpu=settings.compile_engine,
-        **{"kv_cache_gib": settings.kv_cache_gib, **placed},
+        **{"kv_cache_gib": cache_gib(config), **placed},
     )
