@@ -113,7 +113,7 @@ def _colocated(config: Config, distributed: Distributed, *, loop: BackgroundLoop
     return Engines(loop=loop, pool=distributed.together(pool), synced=[own], colocated=[own], service=service)
 
 
-def _check_allocator(variables: Mapping[str, str]) -> None:
+def check_allocator(variables: Mapping[str, str]) -> None:
     """Raise `ConfigError` if torch allocates memory of a kind that CUDA IPC cannot share with an engine."""
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         if "expandable_segments:true" in variables.get(name, "").replace(" ", "").lower():
@@ -128,7 +128,7 @@ def _memory(config: Config, distributed: Distributed) -> dict[str, float]:
     CPU."""
     if not torch.cuda.is_available():
         return {}
-    _check_allocator(os.environ)
+    check_allocator(os.environ)
     cache_gib = config.rollout.kv_cache_gib
     plan = memory_plan(
         planned_shape(config),

@@ -11,7 +11,7 @@ from rollout.errors import ConfigError
 from tests.fixtures.distributed import FakeRank
 from tests.fixtures.models import save_tiny_model
 from trainer.config.schema import Config
-from trainer.engines.run_engines import _check_allocator, _memory
+from trainer.engines.run_engines import check_allocator, _memory
 from trainer.model.memory_plan import GIB, cache_gib
 
 RANK = FakeRank(world_size=2, zero_stage=3, device_memory=8 * GIB)
@@ -43,6 +43,6 @@ def test_on_a_cpu_nothing_is_planned_and_the_cache_has_a_default(tmp_path: Path)
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
 def test_memory_that_cannot_be_shared_with_an_engine_is_refused(name: str) -> None:
-    _check_allocator({name: "max_split_size_mb:128,expandable_segments:False"})
+    check_allocator({name: "max_split_size_mb:128,expandable_segments:False"})
     with pytest.raises(ConfigError, match=f"unset {name}.*rollout=server"):
-        _check_allocator({name: "max_split_size_mb:128, expandable_segments:True"})
+        check_allocator({name: "max_split_size_mb:128, expandable_segments:True"})
