@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import torch
+from torch.cuda import nccl
 
 from rollout.errors import ConfigError
 from scripts.gpu_checks.measured import Measured, above, equal
@@ -32,11 +33,11 @@ def environment(subject: Subject) -> list[Measured]:
         ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"],
         capture_output=True, text=True, check=True, timeout=60,
     ).stdout  # fmt: skip
-    nccl = torch.cuda.nccl.version()
+    found_nccl = nccl.version()
     return [
         *found,
         above("driver", int(driver.partition(".")[0]), DRIVER - 1),
-        equal(f"NCCL {'.'.join(map(str, nccl))}", "enough" if nccl >= NCCL else "too old", "enough"),
+        equal(f"NCCL {'.'.join(map(str, found_nccl))}", "enough" if found_nccl >= NCCL else "too old", "enough"),
         above("free share of GPU memory, least", min(now / total for now, total in free), 0.9),
     ]
 

@@ -98,7 +98,7 @@ class Subject:
     def saved(self) -> Path:
         """Directory of the checkpoint from which engines start."""
         path = self.directory / "model"
-        self.new_policy().model.save_pretrained(path)
+        self.new_policy().model.save_pretrained(str(path))
         return path
 
     @contextmanager
