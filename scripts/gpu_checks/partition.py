@@ -104,7 +104,9 @@ def _is_sent_whole(distributed: Distributed) -> bool:
         gathered = {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
     source = ZeroSource(model, dtype=torch.float32, bucket_bytes=2**16, readers=[0])
     sent = {name: tensor.cpu().clone() for name, tensor in source}
-    return not distributed.is_main or all(torch.equal(gathered[name], tensor) for name, tensor in sent.items())
+    if not distributed.is_main:
+        return True
+    return sent.keys() == gathered.keys() and all(torch.equal(gathered[name], sent[name]) for name in sent)
 
 
 def _rollouts() -> list[Rollout]:
