@@ -11,7 +11,7 @@ from rollout.errors import ConfigError
 from tests.fixtures.distributed import FakeRank
 from tests.fixtures.models import save_tiny_model
 from trainer.config.schema import Config
-from trainer.engines.run_engines import check_allocator, _memory
+from trainer.engines.run_engines import _memory, check_allocator
 from trainer.model.memory_plan import GIB, cache_gib
 
 RANK = FakeRank(world_size=2, zero_stage=3, device_memory=8 * GIB)
