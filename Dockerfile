@@ -2,6 +2,7 @@
 #
 #   docker build -t lockstep .
 #   docker run --rm --gpus all --ipc=host -v "$PWD/runs:/lockstep/runs" lockstep train
+#   docker run --rm --gpus all --ipc=host -v "$PWD/runs:/lockstep/runs" lockstep gpu-check
 #   docker run --rm --gpus all --ipc=host lockstep test
 #   docker run --rm -it --gpus all --ipc=host --entrypoint bash lockstep
 #

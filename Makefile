@@ -24,7 +24,7 @@ BIN := $(VENV)/bin
 export PATH := $(abspath $(BIN)):$(PATH)
 export PYTHON ACCELERATOR VENV
 
-.PHONY: help install model train train-zero3 test test-unit test-slow lint format plot report bench docs clean
+.PHONY: help install model train train-zero3 test test-unit test-slow lint format plot report bench gpu-check docs clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -77,6 +77,9 @@ bench: install ## Run the programs in benchmarks/; BENCH=head for one of them, A
 		$(BIN)/python "benchmarks/$$name.py" $(ARGS) || { status=1; echo "benchmarks/$$name.py failed"; }; \
 		echo "benchmarks/$$name.py: $$((SECONDS - started)) s"; \
 	done; exit $$status
+
+gpu-check: install ## Check every path that needs a GPU, on this machine; ARGS="--only NAME" or "--rehearse"
+	$(BIN)/python -m scripts.gpu_check $(ARGS)
 
 docs: install ## Write the generated pages of docs/ from the code, and build the site of docs/ into site/
 	$(BIN)/python -m scripts.list_settings

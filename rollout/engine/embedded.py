@@ -46,6 +46,7 @@ from rollout.records import EngineCall
 from rollout.system.addresses import LOOPBACK
 from rollout.system.background_loop import BackgroundLoop
 from rollout.system.captured_output import redirect_output
+from rollout.system.device_memory import release_cached_memory
 from rollout.system.gc_freeze import gc_collect_all
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ class EmbeddedEngine:
             max_model_len: longest prompt plus completion, in tokens; None: the model's own limit.
             kv_cache_gib: memory of the KV cache; None on a GPU: what `gpu_memory_utilization` leaves.
             seed: for requests without one.
+            weight_transfer_backend: gloo, cuda_ipc or nccl.
             request_timeout_s: limit of one request, including its wait in the queue.
             num_threads: compute threads on CPU; None: the CPUs of this process minus one, or this engine's share.
             compile_on_cpu: compile the model: up to a minute, less with cached files. On a GPU vLLM always compiles.
@@ -134,9 +136,7 @@ class EmbeddedEngine:
             "max_model_len": max_model_len,
             "kv_cache_memory_bytes": None if kv_cache_gib is None else int(kv_cache_gib * 2**30),
             "max_num_seqs": max_num_seqs,
-            # A whole prompt must fit one step, because chunked prefill is off.
-            "max_num_batched_tokens": None if max_model_len is None else max(max_model_len, 8192),
-            "enable_chunked_prefill": False,
+            **device_arguments(is_cpu=is_cpu, dtype=dtype, max_model_len=max_model_len),
             "seed": seed,
             "enforce_eager": eager,
             "gpu_memory_utilization": gpu_memory_utilization,
@@ -202,6 +202,7 @@ class EmbeddedEngine:
         if self._llm is None or not self._llm.errored:
             return False
         self.loop.run(self.close())
+        release_cached_memory()
         self._launch()
         return True
 
@@ -230,8 +231,9 @@ class EmbeddedEngine:
             await self.label_weights(f"{UNUSABLE_PREFIX}asleep")
         await self._call(self.llm.sleep(level), "sleep")
 
-    async def wake(self) -> None:
-        await self._call(self.llm.wake_up(), "wake up")
+    async def wake(self, part: str) -> None:
+        release_cached_memory()
+        await self._call(self.llm.wake_up([part]), f"wake its {part}")
 
     async def reset_prefix_cache(self) -> None:
         if not await self._call(self.llm.reset_prefix_cache(), "reset the prefix cache"):
@@ -327,6 +329,18 @@ class EmbeddedEngine:
         return EngineError(
             f"cannot {action}: the engine is dead; resume the run from its last checkpoint\n{_log_tail(self.log_path)}"
         )
+
+
+def device_arguments(*, is_cpu: bool, dtype: str, max_model_len: int | None) -> dict[str, Any]:
+    """Return vLLM's engine arguments that depend on the device."""
+    if is_cpu:
+        return {
+            # A partial prefill of a request with a seed kills the CPU worker, so a whole prompt must fit one step.
+            "max_num_batched_tokens": None if max_model_len is None else max(max_model_len, 8192),
+            "enable_chunked_prefill": False,
+        }
+    # The trainer's logits are float32. Logits of 16 to 32 have steps of 0.125 in bfloat16.
+    return {} if dtype == "float32" else {"hf_overrides": {"head_dtype": "float32"}}
 
 
 def _environment_variables(

@@ -1,4 +1,4 @@
-"""Lockstep's vLLM plugin: the gloo weight transfer, and the lifetime of engine processes.
+"""Lockstep's vLLM plugin: its weight transfers, and the lifetime of engine processes.
 
 vLLM calls `register` in each of its processes (entry point `vllm.general_plugins`). A process started by
 `rollout/engine/embedded.py`, marked by `CHILD_ENV`, then exits with its parent, also after SIGKILL (vLLM's own would
@@ -19,6 +19,12 @@ CHILD_ENV = "LOCKSTEP_ENGINE_CHILD"
 SCHEDULER = "rollout.engine.scheduler.buffered_scheduler"
 """`scheduler_cls` of Lockstep's engines and servers."""
 
+TRANSPORTS = (
+    ("gloo", "rollout.weights.gloo.worker", "rollout.weights.gloo.trainer", "Gloo"),
+    ("cuda_ipc", "rollout.weights.cuda_ipc", "rollout.weights.cuda_ipc", "CudaIpc"),
+)
+"""Weight transfers: name, modules of the engine's and the trainer's side, and the beginning of their class names."""
+
 ORPHAN_POLL_S = 1.0
 
 
@@ -27,12 +33,11 @@ def register() -> None:
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory, WeightTransferTrainerFactory
 
     # Registering a name twice is an error in vLLM, which has no public way to look a name up.
-    if "gloo" not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine("gloo", "rollout.weights.gloo.worker", "GlooWeightTransferEngine")
-    if "gloo" not in WeightTransferTrainerFactory._registry:
-        WeightTransferTrainerFactory.register_engine(
-            "gloo", "rollout.weights.gloo.trainer", "GlooTrainerWeightTransferEngine"
-        )
+    for name, receiver, sender, prefix in TRANSPORTS:
+        if name not in WeightTransferEngineFactory._registry:
+            WeightTransferEngineFactory.register_engine(name, receiver, f"{prefix}WeightTransferEngine")
+        if name not in WeightTransferTrainerFactory._registry:
+            WeightTransferTrainerFactory.register_engine(name, sender, f"{prefix}TrainerWeightTransferEngine")
     parent = multiprocessing.parent_process()
     if CHILD_ENV in os.environ and parent is not None:
         if os.getpgrp() != os.getpid():  # a process that already leads a group may not start a session

@@ -158,5 +158,8 @@ class SleepingEngine(SyncedEngine, Protocol):
         After level 2 the weights have no version until the next sync. The KV cache is lost either way.
         """
 
-    async def wake(self) -> None:
-        """Allocate the memory again."""
+    async def wake(self, part: str) -> None:
+        """Allocate memory again: first of the "weights", and after their update of the "kv_cache".
+
+        The engine samples again when it has both.
+        """

@@ -108,9 +108,12 @@ def merge_outputs(outputs: Sequence[EngineCoreOutput]) -> EngineCoreOutput:
     last.new_token_ids = [token for output in outputs for token in output.new_token_ids]
     logprobs = [output.new_logprobs for output in outputs if output.new_logprobs is not None]
     if logprobs:
+        # A step's arrays are as wide as the request of its batch with the most logprobs needs. Those of this request
+        # are first, so the narrowest step has them all.
+        width = min(part.logprobs.shape[1] for part in logprobs)
         last.new_logprobs = LogprobsLists(
-            logprob_token_ids=np.concatenate([part.logprob_token_ids for part in logprobs]),
-            logprobs=np.concatenate([part.logprobs for part in logprobs]),
+            logprob_token_ids=np.concatenate([part.logprob_token_ids[:, :width] for part in logprobs]),
+            logprobs=np.concatenate([part.logprobs[:, :width] for part in logprobs]),
             sampled_token_ranks=np.concatenate([part.sampled_token_ranks for part in logprobs]),
         )
     last.prefill_stats = next((output.prefill_stats for output in outputs if output.prefill_stats is not None), None)

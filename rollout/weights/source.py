@@ -3,9 +3,8 @@
 One class reads plain modules, DDP, DeepSpeed ZeRO-1/2 (parameters whole on every rank) and ZeRO-3 (parameters sharded)
 one bucket at a time, in one of two ways:
 
-* **Whole tensors**, for transports with one sender (vLLM's `nccl` and `ipc`). A bucket of shards is fetched
-  (`rollout/weights/shards.py`) only to the ranks that send it, while the consumer sends the previous one, so a sender
-  holds two buckets.
+* **Whole tensors**, for `nccl` and `cuda_ipc`. A bucket of shards is fetched (`rollout/weights/shards.py`) only to the
+  ranks that send it, while the consumer sends the previous one, so a sender holds two buckets.
 * **Each rank's own parts**, for a transport on which every rank sends (`rollout/weights/gloo/`). Nothing of a sharded
   model is fetched, and nothing is copied unless it is cast.
 

@@ -3,8 +3,8 @@
     pause the engines ─► send the weights ─► versions, caches, resume ─► canary
 
 The engines belong to one rank or (colocated) to several; version and canary are checked for each. Over gloo each rank
-sends its part of the weights to all engines. vLLM's transports (`nccl`, `ipc`) have one sender, the rank with the
-engines, to which each bucket is gathered once.
+sends its part of the weights to all engines. vLLM's transport `nccl` has one sender, the rank with the engines, to
+which each bucket is gathered once. Over `cuda_ipc` each rank with an engine gets the buckets and hands them to its own.
 
 After each phase the ranks exchange its outcome, with a deadline: a failure on one rank raises the same `SyncError` on
 all. While weights may be partly replaced, the engine labels them as unusable, so that no client samples from an engine
@@ -135,8 +135,7 @@ class WeightSync:
 
         from rollout.weights.source import ZeroSource
 
-        # vLLM's ipc transport packs on every rank, also without an engine.
-        readers = None if self._backend == "ipc" else [rank for rank, found in enumerate(by_rank) if found]
+        readers = [rank for rank, found in enumerate(by_rank) if found]
         self._source = ZeroSource(module, dtype=dtype, bucket_bytes=bucket_bytes, readers=readers)
         self._sizes = [meta.dtype.itemsize * math.prod(meta.shape) for meta in self._source.metadata()]
         self._engines = ControlPlane(engines, deadline_s, is_staged=self._backend == "gloo")
@@ -155,9 +154,9 @@ class WeightSync:
         if not self._is_joined:
             self.reconnect()
         self._engines.version = str(version)
-        if self._is_asleep:
-            phase("waking the engines", lambda: self._engines.all(lambda engine: cast("SleepingEngine", engine).wake()))
-            self._is_asleep = False
+        is_asleep = self._is_asleep
+        if is_asleep:
+            phase("waking the engines", lambda: self._wake("weights"))
         started = time.perf_counter()
         phase("pausing the engines", lambda: self._engines.all(lambda engine: engine.pause(self._pause_mode)))
         paused = time.perf_counter()
@@ -165,6 +164,9 @@ class WeightSync:
         phase("sending the weights", self._send, is_stuck=lambda: self._source.is_exchanging)
         self._is_joined = True
         sent = time.perf_counter()
+        if is_asleep:
+            phase("waking the engines' caches", lambda: self._wake("kv_cache"))
+            self._is_asleep = False
         is_due, *_ = phase("resuming the engines", lambda: self._release_all(version))  # decided on rank 0
         pause_s = time.perf_counter() - started
         gather_s = self._source.gather_s
@@ -177,6 +179,9 @@ class WeightSync:
             bytes=sum(self._sizes),
             canary_abs_diff=max(diffs.values(), default=float("nan")),
         )
+
+    def _wake(self, part: str) -> None:
+        self._engines.all(lambda engine: cast("SleepingEngine", engine).wake(part))
 
     def sleep(self) -> None:
         """Free the engines' memory until the next push, with a `sleep_level`. A collective. Raises as `push` does."""
@@ -199,6 +204,9 @@ class WeightSync:
         self._ranks.close()
 
     def _send(self) -> None:
+        if torch.accelerator.is_available():
+            # Nothing waits for the optimizer's kernels, and transports read the weights on streams of their own.
+            torch.accelerator.synchronize()
         self._source.expect(parts=self._backend == "gloo")
         try:
             self._transport.send_weights()
@@ -344,16 +352,16 @@ class WeightSync:
                 world_size=1 + self._engines.num_workers,
                 packed_buffer_size_bytes=buffer_bytes,
             )
-        if self._backend == "ipc":
+        if self._backend == "cuda_ipc":
             if len(hosts) > 1:
                 raise ConfigError(
                     "CUDA IPC reaches one engine on the trainer's own GPU; start servers with "
                     '--weight-transfer-config \'{"backend": "nccl"}\''
                 )
-            from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+            from rollout.weights.cuda_ipc import CudaIpcTrainerInitInfo
 
-            return IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=buffer_bytes)
-        raise ConfigError(f"weight transfer must be gloo, nccl or ipc, found {self._backend!r}")
+            return CudaIpcTrainerInitInfo(rank=rank, packed_buffer_size_bytes=buffer_bytes)
+        raise ConfigError(f"weight transfer must be gloo, nccl or cuda_ipc, found {self._backend!r}")
 
 
 class _Ranks:

@@ -31,6 +31,13 @@ def test_both_engines_get_the_weights_and_sample_with_them(ranks: list[dict]) ->
     assert ranks[0]["seeds"], "the tokens of a request do not depend on its engine"
 
 
+def test_an_engine_allocates_its_cache_after_the_trainer_has_sent_the_weights(ranks: list[dict]) -> None:
+    for rank in ranks:
+        assert rank["after sleep"] == [
+            "wake weights", "start_weight_update", "finish_weight_update", "wake kv_cache", "resume",
+        ]  # fmt: skip
+
+
 def test_a_sleeping_engine_refuses_to_name_its_version(ranks: list[dict]) -> None:
     for rank in ranks:
         assert "asleep" in rank["asleep"]

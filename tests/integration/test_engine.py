@@ -46,6 +46,25 @@ def test_a_seeded_request_is_the_same_alone_and_in_a_busy_batch(served: Served) 
     assert len({call.sampled_ids for call in crowd}) == 24
 
 
+def test_requests_with_different_numbers_of_logprobs_share_a_batch(served: Served) -> None:
+    """vLLM's arrays of a step are as wide as its request with the most logprobs, so a request's steps differ."""
+
+    async def shared() -> list:
+        long = served.engine.generate(PROMPT, Sampling(max_tokens=96, ignore_eos=True, seed=3))
+        truncated = Sampling(max_tokens=8, ignore_eos=True, seed=4, top_k=20)
+        started = asyncio.create_task(long)
+        calls = [await served.engine.generate((*PROMPT, token), truncated) for token in range(3)]
+        return [await started, *calls]
+
+    long, *truncated = served.loop.run(shared(), timeout=120)
+    assert len(long.sampled_ids) == 96
+    assert served.mismatch(long) < 1e-4
+    assert long.support is None
+    for call in truncated:
+        assert call.support is not None
+        assert len(call.sampled_ids) == 8
+
+
 @pytest.mark.parametrize("bad_id", [VOCAB_SIZE, -1, 2**40])
 def test_an_id_outside_the_vocabulary_is_refused_and_the_engine_lives(served: Served, bad_id: int) -> None:
     with pytest.raises(EngineError, match=rf"token id {bad_id} is outside .* vocabulary of {VOCAB_SIZE}"):

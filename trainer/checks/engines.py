@@ -25,11 +25,6 @@ def engine_problems(config: Config) -> Iterator[str]:
             f"rollout.max_staleness={settings.max_staleness} samples while the trainer computes, when rollout.engine="
             "colocated sleeps; set rollout.sleep_level=0, or rollout.max_staleness=0"
         )
-    if settings.kv_cache_gib is None and settings.engine != "colocated":
-        yield (
-            f"rollout.kv_cache_gib=null is for rollout.engine=colocated, found rollout.engine={settings.engine}; set "
-            "rollout.kv_cache_gib=4, or another number of GiB"
-        )
     for url in settings.urls:
         if (problem := _url_problem(url)) is not None:
             yield f"rollout.urls: {url} {problem}; expected http://<host>:<port>, as in {EXAMPLE}"

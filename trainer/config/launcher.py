@@ -28,6 +28,18 @@ COMPILE_UNDER_ZERO3 = (
 
 def launch_problems(config: Config) -> Iterator[str]:
     """Yield one sentence per conflict."""
+    if launched_zero_stage() == 1:
+        yield (
+            "launched with ZeRO-1, whose optimizer in DeepSpeed reports no norm of the gradient; "
+            "launch with configs/accelerate/zero2.yaml"
+        )
+    offload = os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none")
+    if launched_zero_stage() and offload != "none" and config.optimizer.name != "adamw":
+        yield (
+            f"optimizer.name={config.optimizer.name} with offload_optimizer_device={offload}, for which Accelerate "
+            "replaces any optimizer by DeepSpeed's Adam; set optimizer.name=adamw, or offload_optimizer_device: none "
+            "in the launch file"
+        )
     if config.optimizer.name == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
         yield NO_BITSANDBYTES
     if config.optimizer.name == "muon" and launched_zero_stage():

@@ -40,6 +40,8 @@ from trainer.objective.declare import ADVANTAGES
 from trainer.setting import setting
 
 OPTIMIZERS = ("adamw", "adamw_tf", "adamw_8bit", "muon", "sgd")
+CPU_CACHE_GIB = 0.25
+"""`rollout.kv_cache_gib` of engines on a CPU, unless set."""
 ATTENTIONS = ("auto", "packed_rows", "flash_attention_2", "flash_attention_3", "sdpa", "eager")
 MIN_NORMS = 8
 """Minimum number of gradient norms for the median that detects spikes."""
@@ -62,7 +64,8 @@ class ModelConfig:
     )
     attn_implementation: str = setting(
         "auto",
-        "attention in the trainer; auto: FlashAttention varlen on CUDA, packed_rows (SDPA row by row) elsewhere",
+        "attention in the trainer; auto: packed_rows, one FlashAttention kernel per layer in half precision on "
+        "NVIDIA GPUs, SDPA row by row elsewhere",
         choices=ATTENTIONS,
     )
     critic: str = setting(
@@ -204,7 +207,9 @@ class RolloutConfig:
     max_model_len: int = setting(512, "context of the engine: prompt and completion [tokens]", low=2)
     max_num_seqs: int = setting(256, "maximum number of requests in a batch of the engine", low=1)
     kv_cache_gib: float | None = setting(
-        0.25, "KV cache of an engine; null, on GPUs with engine=colocated: by the memory plan [GiB]", above=0
+        None,
+        "KV cache of an engine; null: 0.25 on a CPU, the memory plan's on the trainer's GPU, vLLM's on a server [GiB]",
+        above=0,
     )
     num_engines: int = setting(1, "number of engines on a CPU, which share the cores", low=1, when=EMBEDDED)
     compile_engine: bool = setting(

@@ -45,8 +45,10 @@ log = logging.getLogger(__name__)
 STALE_LOCK_S = 900.0
 LR_SCALE = "lr_scale"
 """Key of an optimizer's parameter group: factor of the learning rate in `Distributed.step`."""
-COLLECTIVE_TIMEOUT = timedelta(hours=2)
-"""Bound of the longest rollout phase: ranks without an engine wait in a collective while rank 0 samples."""
+CONTROL_TIMEOUT = timedelta(hours=2)
+"""Bound of the longest rollout phase: ranks without an engine wait for rank 0's rows while it samples."""
+NCCL_TIMEOUT = timedelta(minutes=20)
+"""Bound of a collective of the model, after which the ranks of one that failed end too."""
 
 
 class Distributed:
@@ -60,7 +62,7 @@ class Distributed:
         self.device: torch.device = accelerator.device
         # Rows, metrics and errors travel as CPU tensors over gloo, whatever backend carries the gradients.
         self._control: torch_dist.ProcessGroup | None = (
-            torch_dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)  # type: ignore[assignment]
+            torch_dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)  # type: ignore[assignment]
             if self.world_size > 1
             else None
         )
@@ -87,7 +89,7 @@ class Distributed:
             skip_deepspeed_builds()
         accelerator = Accelerator(
             cpu=not on_gpu and not with_deepspeed,
-            kwargs_handlers=[InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT, **backend)],
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=NCCL_TIMEOUT if on_gpu else CONTROL_TIMEOUT, **backend)],
             mixed_precision="bf16" if dtype == "bfloat16" else "no",
         )
         plugin = accelerator.state.deepspeed_plugin

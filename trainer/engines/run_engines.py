@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,7 +69,8 @@ def start_engines(config: Config, distributed: Distributed, *, loop: BackgroundL
     def start() -> Engines:
         if not distributed.is_main:
             return Engines(loop=loop)
-        members = start_members(config, loop=loop, log_path=logs / "engine.log")
+        memory = _memory(config, distributed) if config.rollout.engine == "embedded" else {}
+        members = start_members(config, loop=loop, log_path=logs / "engine.log", **memory)
         return Engines(loop=loop, pool=EnginePool(members), synced=members)
 
     return distributed.together(start)
@@ -112,15 +113,23 @@ def _colocated(config: Config, distributed: Distributed, *, loop: BackgroundLoop
     return Engines(loop=loop, pool=distributed.together(pool), synced=[own], colocated=[own], service=service)
 
 
-def _memory(config: Config, distributed: Distributed) -> dict[str, float]:
-    """Return `kv_cache_gib`, and on a GPU `gpu_memory_utilization`, of this rank's engine, configured or planned."""
-    cache_gib = config.rollout.kv_cache_gib
-    if not torch.cuda.is_available():
-        if cache_gib is None:
+def check_allocator(variables: Mapping[str, str]) -> None:
+    """Raise `ConfigError` if torch allocates memory of a kind that CUDA IPC cannot share with an engine."""
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        if "expandable_segments:true" in variables.get(name, "").replace(" ", "").lower():
             raise ConfigError(
-                "rollout.kv_cache_gib=null is planned from the memory of a GPU, but found no GPU; set a number of GiB"
+                f"{name} has expandable_segments:True, whose memory cannot be shared with an engine on the trainer's "
+                f"GPU by a handle; leave it out (`unset {name}`), or sample from servers with rollout=server"
             )
-        return {"kv_cache_gib": cache_gib}
+
+
+def _memory(config: Config, distributed: Distributed) -> dict[str, float]:
+    """Return `kv_cache_gib` and `gpu_memory_utilization` of this rank's engine, configured or planned; nothing on a
+    CPU."""
+    if not torch.cuda.is_available():
+        return {}
+    check_allocator(os.environ)
+    cache_gib = config.rollout.kv_cache_gib
     plan = memory_plan(
         planned_shape(config),
         config,

@@ -17,6 +17,7 @@ from rollout.errors import ConfigError
 from rollout.server.server_engine import ServerEngine
 from rollout.system.background_loop import BackgroundLoop
 from trainer.config.schema import Config
+from trainer.model.memory_plan import cache_gib
 
 
 def start_engine(config: Config, *, loop: BackgroundLoop, log_path: Path) -> EnginePool:
@@ -27,13 +28,13 @@ def start_engine(config: Config, *, loop: BackgroundLoop, log_path: Path) -> Eng
     return EnginePool(start_members(config, loop=loop, log_path=log_path))
 
 
-def start_members(config: Config, *, loop: BackgroundLoop, log_path: Path) -> Sequence[SyncedEngine]:
-    """Start or connect to the members of a pool."""
+def start_members(config: Config, *, loop: BackgroundLoop, log_path: Path, **memory: Any) -> Sequence[SyncedEngine]:
+    """Start or connect to the members of a pool. memory: settings of `EmbeddedEngine` for the only one."""
     if config.rollout.engine == "server":
         return connect_servers(config, loop=loop)
     number = config.rollout.num_engines
     if number == 1:
-        return [embedded_engine(config, loop=loop, log_path=log_path)]
+        return [embedded_engine(config, loop=loop, log_path=log_path, **memory)]
     check_cores(number)
     paths = [log_path, *(log_path.with_stem(f"{log_path.stem}-{index}") for index in range(1, number))]
     return [
@@ -114,10 +115,10 @@ def embedded_engine(config: Config, *, loop: BackgroundLoop, log_path: Path, **p
         max_num_seqs=settings.max_num_seqs,
         seed=config.seed,
         # CUDA IPC hands weights to an engine on the trainer's own GPU; gloo is the transport between CPU processes.
-        weight_transfer_backend="ipc" if torch.cuda.is_available() else "gloo",
+        weight_transfer_backend="cuda_ipc" if torch.cuda.is_available() else "gloo",
         request_timeout_s=settings.request_timeout_s,
         start_timeout_s=settings.start_timeout_s,
         trust_remote_code=config.model.trust_remote_code,
         compile_on_cpu=settings.compile_engine,
-        **{"kv_cache_gib": settings.kv_cache_gib, **placed},
+        **{"kv_cache_gib": cache_gib(config), **placed},
     )

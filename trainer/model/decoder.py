@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils.import_utils import is_flash_attn_2_available
 
 from rollout.errors import ConfigError
 from trainer.batch.packing import PackedBatch
@@ -25,7 +24,7 @@ from trainer.config.schema import ATTENTIONS, Config
 from trainer.model import packed_attention
 
 AUTO = "auto"
-"""FlashAttention-2 if it is installed and the model computes in half precision on a GPU, else `packed_rows`."""
+"""`packed_rows`, which chooses its kernels by device and dtype."""
 
 PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
 """Layer types that mix tokens only through attention, which respects rows. Recurrent layers carry state across."""
@@ -194,8 +193,7 @@ def choose_attention(requested: str, model: PreTrainedModel, compute_dtype: torc
     dtype = compute_dtype or model.dtype
     half = dtype in (torch.bfloat16, torch.float16)
     if requested == AUTO:
-        flash = half and torch.cuda.is_available() and is_flash_attn_2_available() and model._supports_flash_attn
-        return "flash_attention_2" if flash else packed_attention.PACKED_ROWS
+        return packed_attention.PACKED_ROWS
     if requested.startswith("flash_attention") and not half:
         raise ConfigError(
             f"attn_implementation={requested} needs bfloat16 or float16, found {dtype}: "

@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
+import torch
+
 from rollout.errors import ConfigError
-from trainer.config.schema import Config
+from trainer.config.schema import CPU_CACHE_GIB, Config
 from trainer.model.fused_head import LOGITS_BUDGET_GIB, TILE_K
 from trainer.model.shape import ModelShape
 
@@ -110,9 +112,15 @@ def memory_plan(
         logits=logits_bytes(shape, config.token_budget),
         gathered=min(gathered, compute * shape.parameters),
         engine_weights=compute * shape.engine_parameters * config.rollout.num_engines,
-        kv_cache=int((config.rollout.kv_cache_gib or 0) * GIB) * config.rollout.num_engines,
+        kv_cache=int((cache_gib(config) or 0) * GIB) * config.rollout.num_engines,
         engine_sleeps=config.rollout.engine == "colocated" and config.rollout.sleep_level > 0,
     )
+
+
+def cache_gib(config: Config) -> float | None:
+    """Return the configured KV cache of an engine on this machine [GiB]; None: what its GPU has left."""
+    configured = config.rollout.kv_cache_gib
+    return CPU_CACHE_GIB if configured is None and not torch.cuda.is_available() else configured
 
 
 def cache_gib_left(plan: MemoryPlan, *, available: int) -> float:

@@ -1,8 +1,9 @@
-"""Causal attention within the rows of a pack, for devices without FlashAttention's varlen kernel (mainly CPU).
+"""Causal attention within the rows of a pack, registered with transformers as the implementation `packed_rows`.
 
-Registered with transformers as the attention implementation `packed_rows`: one causal SDPA call per row, on slices of
-the pack. No mask is built and no work crosses rows. On CPU with 64 rows, a block-diagonal mask over the pack was 35 to
-47 times slower (and takes L² memory); right-padded batches of similar lengths were 1.6 to 2.5 times slower.
+On NVIDIA GPUs in half precision it is one kernel per layer (trainer/model/varlen_attention.py). Elsewhere, mainly on
+CPU, it is one causal SDPA call per row, on slices of the pack. No mask is built and no work crosses rows. On CPU with
+64 rows, a block-diagonal mask over the pack was 35 to 47 times slower (and takes L² memory); right-padded batches of
+similar lengths were 1.6 to 2.5 times slower.
 
 If rows share prefixes (trainer/batch/prefixes.py), a row's call has the queries of its own stretch, and its keys are
 preceded by those of its prefix, which other rows have computed.
@@ -24,6 +25,7 @@ from transformers.masking_utils import sdpa_mask
 
 from trainer.batch.packing import PackedBatch
 from trainer.batch.prefixes import Prefix
+from trainer.model import varlen_attention
 
 PACKED_ROWS = "packed_rows"
 """Name of the implementation in transformers' registry (`attn_implementation`)."""
@@ -100,6 +102,13 @@ def packed_rows_attention(
 
     assert query.shape[:3:2] == (1, packed.num_tokens), "row lengths must add up to the pack"
     assert dropout == 0.0, "the policy has no dropout"
+    if not written_out and varlen_attention.can_compute(query):
+        return (
+            varlen_attention.varlen_attention(
+                query, key, value, packed, scaling=scaling, sliding_window=sliding_window
+            ),
+            None,
+        )
     lengths = list(packed.row_lengths)
     gqa = query.shape[1] != key.shape[1]
     queries, keys, values = (states.split(lengths, 2) for states in (query, key, value))
@@ -116,8 +125,11 @@ def packed_rows_attention(
         if written_out and keep is not None:
             outputs.append(_explicit(q, k, v, keep, scaling=scaling, softcap=softcap, s_aux=s_aux))
         else:
+            expands = gqa and keep is not None and q.is_cuda  # CUDA's kernels take a mask or grouped heads, not both
+            if expands:
+                k, v = (states.repeat_interleave(q.shape[1] // k.shape[1], 1) for states in (k, v))
             output = F.scaled_dot_product_attention(
-                q, k, v, keep, is_causal=keep is None, scale=scaling, enable_gqa=gqa
+                q, k, v, keep, is_causal=keep is None, scale=scaling, enable_gqa=gqa and not expands
             )
             outputs.append(output[:, :, -own:])
     return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None

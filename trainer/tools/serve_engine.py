@@ -9,12 +9,14 @@ import sys
 
 import torch
 
+from rollout.engine.embedded import device_arguments
 from rollout.engine.plugin import CHILD_ENV, SCHEDULER
 from rollout.errors import ConfigError, SyncError
 from rollout.server.guard import KEY_ENV
 from rollout.system.addresses import address_towards, is_loopback
 from trainer.config.schema import Config
 from trainer.engines.start import engine_key
+from trainer.model.memory_plan import cache_gib
 
 MODULE = "vllm.entrypoints.launchers.api_server.entry"
 """Module that `vllm serve` runs for one server. The `vllm` script itself fails in the CPU build."""
@@ -36,9 +38,14 @@ def command(config: Config) -> list[str]:
     arguments += ["--weight-transfer-config", json.dumps({"backend": "nccl" if on_gpu else "gloo"})]
     arguments += ["--dtype", config.model.dtype, "--seed", str(config.seed)]
     arguments += ["--max-model-len", str(settings.max_model_len), "--max-num-seqs", str(settings.max_num_seqs)]
-    arguments += ["--max-num-batched-tokens", str(max(settings.max_model_len, 8192)), "--no-enable-chunked-prefill"]
-    assert settings.kv_cache_gib is not None, "refused by trainer/checks/engines.py"
-    arguments += ["--kv-cache-memory-bytes", str(int(settings.kv_cache_gib * 2**30))]
+    for name, value in device_arguments(
+        is_cpu=not on_gpu, dtype=config.model.dtype, max_model_len=settings.max_model_len
+    ).items():
+        flag = name.replace("_", "-")
+        shown_value = json.dumps(value) if isinstance(value, dict) else str(value)
+        arguments += [f"--no-{flag}"] if value is False else [f"--{flag}", shown_value]
+    cache = cache_gib(config)
+    arguments += [] if cache is None else ["--kv-cache-memory-bytes", str(int(cache * 2**30))]
     arguments += ["--disable-log-stats", "--disable-uvicorn-access-log"]
     arguments += ["--scheduler-cls", SCHEDULER, "--middleware", ROUTES]
     if settings.api_key_env is not None:

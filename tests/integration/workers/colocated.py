@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def main(directory: Path) -> None:
             )
             sync.sleep()
             seen["asleep"] = raised(lambda: loop.run(own.weight_version()))
-        sync.push(3)
+        seen["after sleep"] = recorded(own, lambda: sync.push(3))
         seen["seeds"] = same_everywhere(engines.pool, loop) if engines.pool else True
         distributed.barrier()
         if not distributed.is_main:
@@ -93,6 +94,28 @@ def main(directory: Path) -> None:
         sync.close()
         engines.close()
     distributed.close()
+
+
+def recorded(engine: Any, act: Callable[[], object]) -> list[str]:
+    """Return the calls to the engine during `act` that allocate, replace weights or resume."""
+    calls: list[str] = []
+
+    def wrap(name: str) -> None:
+        method = getattr(engine, name)
+
+        def call(*args: Any) -> Any:
+            calls.append(" ".join([name, *args]) if name == "wake" else name)
+            return method(*args)
+
+        setattr(engine, name, call)
+
+    names = ("wake", "start_weight_update", "finish_weight_update", "resume")
+    for name in names:
+        wrap(name)
+    act()
+    for name in names:
+        delattr(engine, name)
+    return calls
 
 
 def counted() -> list[int]:

@@ -77,6 +77,18 @@ def test_a_request_is_sent_when_it_ends() -> None:
     assert sent(scheduler) == {"a": ([1, 3, 5], [-1.0, -3.0, -5.0])}
 
 
+def test_steps_of_different_widths_are_merged_to_the_narrowest() -> None:
+    def step(token: int, width: int, finish: FinishReason | None = None) -> list[EngineCoreOutput]:
+        output = sampled("a", token, finish=finish)
+        ids = np.arange(token, token + width)[None]
+        output.new_logprobs = LogprobsLists(ids, -ids.astype(float), np.array([1]))
+        return [output]
+
+    scheduler = Buffered([step(1, 1), step(5, 21), step(9, 3, FinishReason.STOP)])
+    assert sent(scheduler) == sent(scheduler) == {}
+    assert sent(scheduler) == {"a": ([1, 5, 9], [-1.0, -5.0, -9.0])}
+
+
 def test_a_step_without_ended_requests_sends_no_message() -> None:
     assert Buffered([[sampled("a", 1)]]).update_from_output() == {}
 

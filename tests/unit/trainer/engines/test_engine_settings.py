@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from rollout.errors import ConfigError
 from trainer.checks.declared import value_problems
@@ -33,7 +35,6 @@ def test_valid_settings_have_no_problems():
     assert list(engine_problems(Config())) == []
     assert list(engine_problems(config(URL, "https://engine-2:8443/"))) == []
     assert list(engine_problems(config("http://[::1]:8000", sync__address="127.0.0.1"))) == []
-    assert list(engine_problems(config(engine="colocated", rollout__kv_cache_gib=None))) == []
     awake = config(engine="colocated", rollout__max_staleness=1, rollout__sleep_level=0)
     assert list(engine_problems(awake)) == []
 
@@ -45,7 +46,6 @@ def test_valid_settings_have_no_problems():
         (config(URL, engine="embedded"), "set rollout.engine=server, or rollout.urls=[]"),
         (config(URL, engine="colocated"), "found rollout.engine=colocated; set rollout.engine=server"),
         (config(engine="colocated", rollout__max_staleness=1), "set rollout.sleep_level=0, or rollout.max_staleness=0"),
-        (config(engine="embedded", rollout__kv_cache_gib=None), "found rollout.engine=embedded; set"),
         (config("10.0.0.7:8000"), "is not an http(s) address"),
         (config("http://10.0.0.7"), "has no port"),
         (config("http://10.0.0.7:http"), "cannot be read"),
@@ -84,6 +84,24 @@ def test_a_server_is_started_on_loopback_and_guarded(monkeypatch: pytest.MonkeyP
     assert "VLLM_API_KEY=$LOCKSTEP_ENGINE_KEY" in line
     assert "do-not-show-this" not in line
     assert "rollout.server.guard.RequireKey" not in command(config(rollout__api_key_env=None))
+
+
+def test_vllm_parses_the_command_of_a_server_on_a_gpu(monkeypatch: pytest.MonkeyPatch):
+    made = config(rollout__max_model_len=4096)
+    made.model.dtype = "bfloat16"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    words = command(made)
+    monkeypatch.undo()
+    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(words[words.index("--model") :])
+    assert parsed.hf_overrides == {"head_dtype": "float32"}
+    assert parsed.enable_chunked_prefill is None, "vLLM's own choice"
+    assert parsed.kv_cache_memory_bytes is None
+    assert parsed.enforce_eager is False
+    assert parsed.weight_transfer_config.backend == "nccl"
+    words = command(config(rollout__kv_cache_gib=2))
+    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(words[words.index("--model") :])
+    assert parsed.enable_chunked_prefill is False
+    assert parsed.kv_cache_memory_bytes == 2 * 2**30
 
 
 def test_a_host_that_resolves_to_loopback_unintentionally_is_refused(monkeypatch: pytest.MonkeyPatch):

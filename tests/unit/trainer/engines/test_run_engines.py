@@ -11,8 +11,8 @@ from rollout.errors import ConfigError
 from tests.fixtures.distributed import FakeRank
 from tests.fixtures.models import save_tiny_model
 from trainer.config.schema import Config
-from trainer.engines.run_engines import _memory
-from trainer.model.memory_plan import GIB
+from trainer.engines.run_engines import _memory, check_allocator
+from trainer.model.memory_plan import GIB, cache_gib
 
 RANK = FakeRank(world_size=2, zero_stage=3, device_memory=8 * GIB)
 
@@ -35,8 +35,14 @@ def test_on_a_gpu_the_cache_gets_the_remaining_memory(tmp_path: Path, monkeypatc
     assert planned["gpu_memory_utilization"] == pytest.approx(planned["kv_cache_gib"] / 8, abs=0.01)
 
 
-def test_on_a_cpu_the_cache_size_is_required(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert _memory(colocated(2.0, tmp_path), RANK) == {"kv_cache_gib": 2.0}
-    with pytest.raises(ConfigError, match="set a number of GiB"):
-        _memory(colocated(None, tmp_path), RANK)
+def test_on_a_cpu_nothing_is_planned_and_the_cache_has_a_default(tmp_path: Path) -> None:
+    assert _memory(colocated(None, tmp_path), RANK) == {}
+    assert cache_gib(colocated(None, tmp_path)) == 0.25
+    assert cache_gib(colocated(2.0, tmp_path)) == 2.0
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_memory_that_cannot_be_shared_with_an_engine_is_refused(name: str) -> None:
+    check_allocator({name: "max_split_size_mb:128,expandable_segments:False"})
+    with pytest.raises(ConfigError, match=f"unset {name}.*rollout=server"):
+        check_allocator({name: "max_split_size_mb:128, expandable_segments:True"})

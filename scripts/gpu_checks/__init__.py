@@ -1,0 +1,138 @@
+"""Checks of `make gpu-check`: their names, expectations and limits. Imports nothing heavy.
+
+Check NAME is the function NAME of its module. It takes a `Subject` and returns its measurements.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One check, which runs in a process of its own."""
+
+    name: str
+    module: str
+    """Module with the function."""
+    expected: str
+    """Expectation, in words and numbers."""
+    num_gpus: int = 1
+    rehearses: bool = False
+    """True if the check has a form for machines without a GPU."""
+    limit_s: float = 300.0
+
+
+CHECKS = (
+    Check(
+        name="environment",
+        module="scripts.gpu_checks.environment",
+        expected="CUDA 13, driver 580, NCCL 2.29.7 or newer; vLLM's kernels load; torch allocates no expandable "
+        "segments; 90 % of the memory is free",
+        rehearses=True,
+        limit_s=120,
+    ),
+    Check(
+        name="engine",
+        module="scripts.gpu_checks.engines",
+        expected="V2 model runner with asynchronous scheduling; starts in 150 s, again in 60 s; 256 requests of 256 "
+        "tokens at 10,000 tokens per second",
+        limit_s=400,
+    ),
+    Check(
+        name="evidence",
+        module="scripts.gpu_checks.engines",
+        expected="sampled logprobs against the engine's scores and the trainer's: mean |Δ| < 0.02, largest < 0.5; the "
+        "float32 head at least halves the mean against the trainer",
+        rehearses=True,
+    ),
+    Check(
+        name="transfer",
+        module="scripts.gpu_checks.engines",
+        expected="five pushes of different weights: version read back, canary < 0.3, all comparable checksums equal; "
+        "20 GB/s; memory level to 100 MiB after the second push",
+        rehearses=True,
+    ),
+    Check(
+        name="canary",
+        module="scripts.gpu_checks.engines",
+        expected="without a push, one trainer layer scaled by 1.5 exceeds the canary's threshold",
+        rehearses=True,
+    ),
+    Check(
+        name="graphs",
+        module="scripts.gpu_checks.engines",
+        expected="after pushes, an engine with CUDA graphs scores as an eager one with the same weights: mean |Δ| < "
+        "0.02",
+        limit_s=400,
+    ),
+    Check(
+        name="sleep",
+        module="scripts.gpu_checks.engines",
+        expected="ten times: the trainer takes 60 % of the GPU, the engine sleeps, wakes in 1 s, gets weights and "
+        "samples; asleep it keeps less than 3 GiB; level 1 works too",
+    ),
+    Check(
+        name="restart",
+        module="scripts.gpu_checks.engines",
+        expected="a killed engine is an error, starts again beside the trainer's memory, and samples with pushed "
+        "weights; embedded and colocated",
+        rehearses=True,
+        limit_s=500,
+    ),
+    Check(
+        name="attention",
+        module="scripts.gpu_checks.numerics",
+        expected="packed rows against each row alone in transformers' own attention, with and without shared prefixes "
+        "and windows: mean |Δ log π| < 0.01, cosine of gradients > 0.999, without the math kernel",
+        rehearses=True,
+    ),
+    Check(
+        name="head",
+        module="scripts.gpu_checks.numerics",
+        expected="fused head against full logits: largest |Δ| < 1e-5 in float32, mean |Δ| < 2e-3 in bfloat16; memory "
+        "< 0.35 and time < 1.3 of the full head",
+        rehearses=True,
+    ),
+    Check(
+        name="nccl",
+        module="scripts.gpu_checks.two_gpus",
+        expected="pushes to a server on another GPU: canary < 0.3, 10 GB/s (NVLink 50), and weights that the optimizer "
+        "still writes arrive whole; with 3 GPUs, two of them in tensor parallel",
+        num_gpus=2,
+        limit_s=500,
+    ),
+    Check(
+        name="partition",
+        module="scripts.gpu_checks.partition",
+        expected="one gradient from one process, DDP, ZeRO-2 and ZeRO-3: relative error < 1e-5 in float32; the sent "
+        "weights are the gathered ones, bit for bit",
+        num_gpus=2,
+        rehearses=True,
+        limit_s=500,
+    ),
+    Check(
+        name="memory",
+        module="scripts.gpu_checks.two_gpus",
+        expected="out of memory on one rank: DDP halves the budget on both, ZeRO-3 ends all processes in 120 s; the "
+        "memory plan is within a third of the peak",
+        num_gpus=2,
+        limit_s=500,
+    ),
+    Check(
+        name="scheduler",
+        module="scripts.gpu_checks.engines",
+        expected="requests with 1 and 21 logprobs, frozen for a new version under load: no token lost or unlabeled; "
+        "long prompts leave 70 % of the decoding speed",
+        rehearses=True,
+    ),
+    Check(
+        name="loop",
+        module="scripts.gpu_checks.loop",
+        expected="five updates, colocated on all GPUs: token match 1, |kl| < 2e-3, k3 < 5e-3, ess > 0.95, sync < 10 % "
+        "of a step, mfu >= 0.35",
+        rehearses=True,
+        limit_s=600,
+    ),
+)
+"""All checks in the order in which they run: a later one rarely passes if an earlier one fails."""

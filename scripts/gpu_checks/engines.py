@@ -1,0 +1,269 @@
+"""Checks of the engine beside its trainer: evidence, weights, sleep, restart, scheduling."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import multiprocessing
+import re
+import time
+from typing import Any
+
+import torch
+
+from rollout.errors import EngineError
+from rollout.records import EngineCall
+from rollout.weights.checksums import describe_differences
+from rollout.weights.source import ZeroSource
+from rollout.weights.sync import CANARY_THRESHOLD
+from scripts.gpu_checks.measured import Measured, above, below, equal, shown
+from scripts.gpu_checks.subject import Served, Subject
+
+GIB = 2**30
+
+
+def engine(subject: Subject) -> list[Measured]:
+    seconds: list[float] = []
+    found: list[Measured] = []
+    for _ in range(2):
+        started = time.perf_counter()
+        with subject.engine() as one:
+            seconds.append(time.perf_counter() - started)
+            log = one.log_path.read_text(encoding="utf-8")
+            found = [
+                equal("V2 model runner", "Using V2 Model Runner" in log, True),
+                equal("asynchronous scheduling", one.llm.vllm_config.scheduler_config.async_scheduling, True),
+            ]
+            served = Served(subject=subject, engine=one, policy=subject.new_policy())
+            served.sample(subject.prompts(256, 32), 256)  # compiles what the first batch needs
+            started = time.perf_counter()
+            served.sample(subject.prompts(256, 32), 256)
+            rate = 256 * 256 / (time.perf_counter() - started)
+    return [
+        *found,
+        below("first start, s", seconds[0], 150),
+        below("second start, s", seconds[1], 60),
+        above("tokens per second", rate, 10_000) if subject.is_fast_gpu else shown("tokens per second", rate),
+    ]
+
+
+def evidence(subject: Subject) -> list[Measured]:
+    mean, largest = subject.pick((0.02, 0.5), (1e-5, 1e-4))
+    prompts, tokens = subject.prompts(subject.pick(64, 8), 24), subject.pick(256, 48)
+    with subject.served() as served:
+        calls = served.sample(prompts, tokens)
+        from_trainer = served.mismatch(calls)
+        from_scores = torch.cat([_score_differences(served, call) for call in calls])
+    found = [
+        below("mean |Δ|, sampled and scored", from_scores.mean().item(), mean),
+        below("largest |Δ|, sampled and scored", from_scores.max().item(), largest),
+        below("mean |Δ|, engine and trainer", from_trainer.mean().item(), mean),
+        below("largest |Δ|, engine and trainer", from_trainer.max().item(), largest),
+    ]
+    if subject.rehearses:
+        return found
+    with subject.served(arguments={"hf_overrides": {}}) as served:
+        rounded = served.mismatch(served.sample(prompts, tokens)).mean().item()
+    return [*found, below("mean of the float32 head over a bfloat16 one", from_trainer.mean().item() / rounded, 0.5)]
+
+
+def _score_differences(served: Served, call: EngineCall) -> torch.Tensor:
+    scores = served.engine.loop.run(served.engine.score(call.all_ids))[-len(call.sampled_ids) :]
+    return (torch.tensor(scores) - torch.tensor(call.sampled_logprobs)).abs()
+
+
+def transfer(subject: Subject) -> list[Measured]:
+    reports, used = [], []
+    with subject.served() as served:
+        for seed in range(5):
+            served.perturb(seed)
+            reports.append(served.push())
+            used.append(_used_memory())
+        calls = served.sample(subject.prompts(8, 24), 24)
+        dtype = getattr(torch, subject.dtype)
+        source = ZeroSource(served.policy.model, dtype=dtype, bucket_bytes=2**29, readers=[0])
+        checksums = served.engine.loop.run(served.engine.weight_checksums())
+        compared = describe_differences(source, checksums)
+        number = re.search(r"(\d+) of the engine's", compared)
+    rate = max(report.gb_per_s for report in reports)
+    return [
+        equal("versions of the tokens", str({call.oldest_version for call in calls}), "{5}"),
+        below("largest canary", max(report.canary_abs_diff for report in reports), subject.pick(0.3, 1e-3)),
+        below("largest |Δ|, engine and trainer", served.mismatch(calls).max().item(), subject.pick(0.5, 1e-4)),
+        above("parameters compared by checksum", int(number.group(1)) if number else 0, 0),
+        equal("checksums", "equal" if "equal the sent ones" in compared else compared, "equal"),
+        above("GB/s, fastest", rate, 20) if subject.is_fast_gpu else shown("GB/s, fastest", rate),
+        below("growth of used GPU memory after push 2, MiB", (max(used[2:]) - used[1]) / 2**20, 100),
+    ]
+
+
+def _used_memory() -> int:
+    """Return the used bytes of the first GPU, over all processes; 0 without a GPU."""
+    if not torch.cuda.is_available():
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def canary(subject: Subject) -> list[Measured]:
+    threshold = CANARY_THRESHOLD[getattr(torch, subject.dtype)]
+    ids = subject.prompts(1, 24)[0]
+    with subject.served() as served:
+        before = served.push().canary_abs_diff
+        with torch.no_grad():
+            for parameter in served.policy.causal_lm.get_decoder().get_submodule("layers.2").parameters():
+                parameter.mul_(1.5)
+        scores = torch.tensor(served.engine.loop.run(served.engine.score(ids)))
+        difference = (scores - torch.tensor(served.scores(ids))).abs().max().item()
+    return [
+        below("canary with equal weights", before, threshold),
+        above("canary after one layer was scaled", difference, threshold),
+    ]
+
+
+def graphs(subject: Subject) -> list[Measured]:
+    prompts = subject.prompts(64, 24)
+    with subject.served() as served:
+        for seed in range(3):
+            served.perturb(seed)
+            served.push()
+        calls = served.sample(prompts, 128)
+        path = subject.directory / "pushed"
+        served.policy.model.save_pretrained(path)
+    with subject.engine({"enforce_eager": True}, path=path) as eager:
+        other = Served(subject=subject, engine=eager, policy=served.policy)
+        differences = torch.cat([_score_differences(other, call) for call in calls])
+    return [
+        below("mean |Δ|, sampled with graphs and scored eagerly", differences.mean().item(), 0.02),
+        shown("largest |Δ|", differences.max().item()),
+    ]
+
+
+def sleep(subject: Subject) -> list[Measured]:
+    wakes: list[float] = []
+    asleep: list[float] = []
+    mismatches: list[float] = []
+    for level, rounds in ((2, 10), (1, 2)):
+        with subject.served(sleep_level=level, local_place=(0, 1)) as served:
+            served.push()
+            _time_wakes(served.engine, wakes)
+            for seed in range(rounds):
+                served.sync.sleep()
+                asleep.append((_used_memory() - torch.cuda.memory_reserved()) / GIB)
+                filled = torch.empty(int(0.6 * torch.cuda.mem_get_info()[1]), dtype=torch.uint8, device="cuda")
+                del filled  # stays in torch's cache, which the wake must release
+                served.perturb(seed)
+                wakes.append(0.0)
+                served.push()
+                mismatches.append(served.mismatch(served.sample(subject.prompts(8, 24), 32)).mean().item())
+    return [
+        below("slowest wake of weights and cache, s", max(wakes), 1),
+        below("memory of the sleeping engine and two contexts, most, GiB", max(asleep), 3),
+        below("mean |Δ| after a wake, largest", max(mismatches), 0.02),
+    ]
+
+
+def _time_wakes(engine: Any, seconds: list[float]) -> None:
+    """Add the time of each wake of the engine to the last of `seconds`."""
+    original = engine.wake
+
+    async def wake(part: str) -> None:
+        started = time.perf_counter()
+        await original(part)
+        seconds[-1] += time.perf_counter() - started
+
+    engine.wake = wake
+
+
+def restart(subject: Subject) -> list[Measured]:
+    found = []
+    topologies = {"embedded": {}, "colocated": {"local_place": (0, 1), "sleep_level": 2}}
+    for name in subject.pick(["embedded", "colocated"], ["embedded"]):
+        with subject.served(**topologies[name]) as served:
+            served.push()
+            resident = None
+            if not subject.rehearses:
+                resident = torch.empty(int(0.55 * torch.cuda.mem_get_info()[1]), dtype=torch.uint8, device="cuda")
+            for process in multiprocessing.active_children():
+                process.kill()
+            found += [
+                equal(f"{name}: request to the killed engine", _outcome(served, subject), "error"),
+                equal(f"{name}: started again", served.engine.restart_if_dead(), True),
+            ]
+            served.perturb(1)
+            served.sync.reconnect()
+            served.push()
+            differences = served.mismatch(served.sample(subject.prompts(8, 24), 24))
+            found.append(below(f"{name}: mean |Δ| afterwards", differences.mean().item(), subject.pick(0.02, 1e-5)))
+            del resident
+            gc.collect()
+    return found
+
+
+def _outcome(served: Served, subject: Subject) -> str:
+    try:
+        served.sample(subject.prompts(1, 24), 8)
+    except EngineError:
+        return "error"
+    return "answer"
+
+
+def scheduler(subject: Subject) -> list[Measured]:
+    number, tokens = subject.pick((200, 1024), (24, 250))
+    prompts = subject.prompts(number, 24)
+    with subject.served() as served:
+        served.push()
+        calls: list[EngineCall] = []
+        for head_start_s in (0.3, 0.1, 1.0, 3.0):  # on a busy machine requests may not have begun, or may have ended
+            calls = served.engine.loop.run(_frozen_under_load(served, prompts, tokens, head_start_s))
+            spans = [span for call in calls for span in call.version_spans]
+            if len(spans) > len(calls):
+                break
+        found = [
+            equal("tokens lost", sum(tokens - len(call.sampled_ids) for call in calls), 0),
+            equal("tokens without a version", sum(map(len, (c.sampled_ids for c in calls))) - _labeled(calls), 0),
+            above("requests sampled under two versions", len(spans) - len(calls), 0),
+            equal("requests with a support of 20", sum(call.support is not None for call in calls), number // 2),
+            below("largest |Δ|, engine and trainer", served.mismatch(calls).max().item(), subject.pick(0.5, 1e-4)),
+        ]
+        if not subject.rehearses:
+            rates = [_decoding_rate(served, subject, length) for length in (32, int(0.95 * subject.max_model_len))]
+            found.append(
+                above("decoding speed beside long prompts over that beside short ones", rates[1] / rates[0], 0.7)
+            )
+    return found
+
+
+async def _frozen_under_load(
+    served: Served, prompts: list[tuple[int, ...]], tokens: int, head_start_s: float
+) -> list[EngineCall]:
+    """Freeze half plain and half truncated requests, label the weights with the next version, and let them end."""
+    half = len(prompts) // 2
+    running = [
+        asyncio.ensure_future(served.sampled(prompts[:half], tokens)),
+        asyncio.ensure_future(served.sampled(prompts[half:], tokens, top_k=20)),
+    ]
+    await asyncio.sleep(head_start_s)
+    await served.engine.pause("keep")
+    served.version += 1
+    await served.engine.label_weights(str(served.version))
+    await served.engine.resume()
+    return [call for calls in await asyncio.gather(*running) for call in calls]
+
+
+def _labeled(calls: list[EngineCall]) -> int:
+    return sum(span.end - span.start for call in calls for span in call.version_spans if span.version >= 1)
+
+
+def _decoding_rate(served: Served, subject: Subject, length: int) -> float:
+    """Return tokens per second of 200 requests beside 64 prompts of this length."""
+
+    async def seconds() -> float:
+        beside = asyncio.ensure_future(served.sampled(subject.prompts(64, length), 32))
+        started = time.perf_counter()
+        await served.sampled(subject.prompts(200, 24), 512)
+        taken = time.perf_counter() - started
+        await beside
+        return taken
+
+    return 200 * 512 / served.engine.loop.run(seconds())

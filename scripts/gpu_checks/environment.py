@@ -1,0 +1,65 @@
+"""Check of drivers, libraries, allocator and free memory."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+from pathlib import Path
+
+import torch
+from torch.cuda import nccl
+
+from rollout.errors import ConfigError
+from scripts.gpu_checks.measured import Measured, above, equal
+from scripts.gpu_checks.subject import Subject
+from trainer.engines.run_engines import check_allocator
+
+KERNELS = {"cuda": "vllm._C_stable_libtorch", "cpu": "vllm._C"}
+DRIVER, NCCL = 580, (2, 29, 7)
+"""Least driver for CUDA 13, and least NCCL that vLLM's transfer between processes accepts."""
+
+
+def environment(subject: Subject) -> list[Measured]:
+    found = [
+        equal("build of torch for", (torch.version.cuda or "CPU").partition(".")[0], subject.pick("13", "CPU")),
+        equal("kernels of vLLM", _imported(KERNELS[subject.device]), "loaded"),
+        equal("allocator of torch", _allocator(), "shares memory"),
+    ]
+    if subject.rehearses:
+        return [*found, above("free memory, GiB", _free_main_memory() / 2**30, 1)]
+    free = [torch.cuda.mem_get_info(index) for index in range(torch.cuda.device_count())]
+    driver = subprocess.run(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"],
+        capture_output=True, text=True, check=True, timeout=60,
+    ).stdout  # fmt: skip
+    found_nccl = nccl.version()
+    return [
+        *found,
+        above("driver", int(driver.partition(".")[0]), DRIVER - 1),
+        equal(f"NCCL {'.'.join(map(str, found_nccl))}", "enough" if found_nccl >= NCCL else "too old", "enough"),
+        above("free share of GPU memory, least", min(now / total for now, total in free), 0.9),
+    ]
+
+
+def _imported(module: str) -> str:
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        return str(error)
+    return "loaded"
+
+
+def _allocator() -> str:
+    try:
+        check_allocator(os.environ)
+    except ConfigError as error:
+        return str(error)
+    return "shares memory"
+
+
+def _free_main_memory() -> int:
+    """Return the available main memory in bytes."""
+    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    (line,) = (line for line in lines if line.startswith("MemAvailable"))
+    return int(line.split()[1]) * 1024

@@ -1,0 +1,150 @@
+"""Checks of the trainer's attention and head against plain computations."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from rollout.episode.rows import rows_from_calls
+from rollout.records import EngineCall, FinishReason, TrainingRow
+from scripts.gpu_checks.measured import Measured, above, below, equal
+from scripts.gpu_checks.subject import Subject
+from trainer.batch.packing import collate
+from trainer.model.fused_head import fused_logprobs
+from trainer.model.policy import Policy
+
+
+def attention(subject: Subject) -> list[Measured]:
+    found = []
+    rows = _rows(subject)
+    window = subject.pick(256, 24)
+    kernels = contextlib.nullcontext() if subject.rehearses else _without_math()
+    for name, changes in (
+        ("full", {}),
+        ("window", {"use_sliding_window": True, "sliding_window": window, "layer_types": ["sliding_attention"] * 4}),
+    ):
+        policy = subject.new_policy(**changes)
+        alone = _scored(policy, lambda policy=policy: torch.cat([_plain(subject, policy, row) for row in rows]))
+        for share in (False, True):
+            packed = collate(rows, range(len(rows)), share_prefixes=share, device=subject.device)
+
+            def forward(policy: Policy = policy, packed: Any = packed) -> torch.Tensor:
+                with subject.autocast():
+                    return policy(packed, with_entropy=False)[0]
+
+            with kernels:
+                logp, gradient = _scored(policy, forward)
+            which = f"{name}, {'shared prefixes' if share else 'whole rows'}"
+            difference = (logp - alone[0]).abs().mean().item()
+            cosine = torch.nn.functional.cosine_similarity(gradient, alone[1], dim=0).item()
+            found += [
+                equal(f"{which}: prefixes are shared", packed.prefixes is not None, share),
+                below(f"{which}: mean |Δ log π|", difference, subject.pick(0.01, 1e-5)),
+                above(f"{which}: cosine of gradients", cosine, subject.pick(0.999, 0.99999)),
+            ]
+    return found
+
+
+def _without_math() -> Any:
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION])
+
+
+def _rows(subject: Subject) -> list[TrainingRow]:
+    """Make rows of unequal lengths, three behind one prompt and one behind a longer part of it."""
+    unit = subject.pick(128, 12)
+    prompt, *others = subject.prompts(6, 4 * unit)
+    parts = [(prompt, unit), (prompt, 2 * unit), (prompt, 3), ((*prompt, *others[0]), unit), (others[1], 2 * unit)]
+    rows: list[TrainingRow] = []
+    for index, (before, length) in enumerate(parts):
+        sampled = others[index][:length] if index else others[4][:length]
+        call = EngineCall(
+            prompt_ids=before,
+            sampled_ids=sampled,
+            sampled_logprobs=(-1.0,) * length,
+            finish_reason=FinishReason.STOP,
+        )
+        rows += rows_from_calls([call], rollout_id=index)
+    return rows
+
+
+def _plain(subject: Subject, policy: Policy, row: TrainingRow) -> torch.Tensor:
+    """Return the logprobs of the trained tokens from transformers' own forward pass over the row."""
+    ids = torch.from_numpy(row.ids).to(subject.device)
+    with subject.autocast():
+        logits = policy.causal_lm(ids[None], use_cache=False).logits[0, :-1]
+    logprobs = torch.log_softmax(logits.float(), -1).gather(1, ids[1:, None])[:, 0]
+    return logprobs[torch.from_numpy(row.loss_mask[1:]).to(subject.device)]
+
+
+def _scored(policy: Policy, forward: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logprobs and the gradient of their mean."""
+    policy.zero_grad()
+    logp = forward()
+    logp.mean().backward()
+    gradients = [parameter.grad.flatten() for parameter in policy.parameters() if parameter.grad is not None]
+    return logp.detach().float(), torch.cat(gradients).clone()
+
+
+def head(subject: Subject) -> list[Measured]:
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        full, fused = (_head_cost(subject, dtype, compute) for compute in (_full_head, _fused_head))
+        difference = (full["logp"] - fused["logp"]).abs()
+        gradients = [torch.nn.functional.cosine_similarity(full[name], fused[name], dim=0) for name in ("dh", "dw")]
+        name = str(dtype).removeprefix("torch.")
+        is_exact = dtype == torch.float32
+        found += [
+            below(f"{name}: largest |Δ log π|", difference.max().item(), 1e-5)
+            if is_exact
+            else below(f"{name}: mean |Δ log π|", difference.mean().item(), 2e-3),
+            above(f"{name}: cosine of gradients, least", min(gradients).item(), 0.99999 if is_exact else 0.999),
+        ]
+        if not subject.rehearses:
+            found += [
+                below(f"{name}: memory of the full head", fused["bytes"] / full["bytes"], 0.35),
+                below(f"{name}: time of the full head", fused["seconds"] / full["seconds"], 1.3),
+            ]
+    return found
+
+
+def _head_cost(subject: Subject, dtype: torch.dtype, compute: Callable[..., torch.Tensor]) -> dict[str, Any]:
+    """Return logprobs, gradients, seconds and extra bytes of forward and backward."""
+    tokens, vocabulary, hidden = subject.pick((8192, 151_936, 1024), (256, 8192, 64))
+    torch.manual_seed(0)
+    weight = (torch.randn(vocabulary, hidden) * hidden**-0.5).to(subject.device, dtype).requires_grad_()
+    states = torch.randn(tokens, hidden).to(subject.device, dtype).requires_grad_()
+    targets = torch.randint(vocabulary, (tokens,)).to(subject.device)
+    seconds, peak = 0.0, 0
+    logp = torch.empty(0)
+    for _ in range(2):  # the first time, kernels are loaded
+        weight.grad = states.grad = None
+        if not subject.rehearses:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            peak = torch.cuda.memory_allocated()
+        started = time.perf_counter()
+        logp = compute(states, weight, targets)
+        logp.mean().backward()
+        if not subject.rehearses:
+            torch.cuda.synchronize()
+            peak = torch.cuda.max_memory_allocated() - peak
+        seconds = time.perf_counter() - started
+    assert states.grad is not None
+    assert weight.grad is not None
+    gradients = {"dh": states.grad.float().flatten(), "dw": weight.grad.float().flatten()}
+    return {"logp": logp.detach(), "seconds": seconds, "bytes": peak, **gradients}
+
+
+def _full_head(states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Compute logprobs from logits accumulated in float32."""
+    logits = states.float() @ weight.float().T
+    return torch.log_softmax(logits, -1).gather(1, targets[:, None])[:, 0]
+
+
+def _fused_head(states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return fused_logprobs(states, weight, targets, with_entropy=False)[0]

@@ -1,0 +1,132 @@
+"""Verdicts, time limits and exit statuses of `scripts/gpu_check.py`, with made-up checks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from scripts import gpu_check
+from scripts.gpu_check import FAILED, PASSED, SKIPPED, Result, main, reason_to_skip, run_check, status
+from scripts.gpu_checks import CHECKS, Check
+from tests.fixtures.forked_python import forked_python
+from tests.fixtures.made_up_checks import made_up
+from tests.fixtures.paths import ROOT
+from tests.fixtures.processes import wait_until_gone
+
+DOCS = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Check], Result]:
+    monkeypatch.setenv("PYTHON_EXEC", forked_python())
+    return lambda check: run_check(check, tmp_path, rehearses=True)
+
+
+def result(verdict: str) -> Result:
+    return Result(check=made_up("good"), verdict=verdict)
+
+
+def test_without_a_gpu_it_says_so_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err == "lockstep: this machine has no GPU that torch sees, so nothing can be checked\n"
+
+
+def test_with_a_gpu_it_does_not_rehearse(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert main(["--rehearse"]) == 2
+    assert "for machines without a GPU" in capsys.readouterr().err
+
+
+def test_an_old_directory_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "gpu_check.json").write_text("{}")
+    assert main(["--rehearse", "--out", str(tmp_path)]) == 2
+    assert "has files" in capsys.readouterr().err
+
+
+def test_a_failed_check_is_named_and_the_exit_status_is_1(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTHON_EXEC", forked_python())
+    monkeypatch.setattr(gpu_check, "machine", lambda: {"torch": "2.13.0"})
+    checks = [made_up("good"), made_up("bad"), made_up("nan", rehearses=False)]
+    assert main(["--rehearse", "--out", str(tmp_path / "run")], checks) == 1
+    shown = capsys.readouterr().out
+    assert "1 passed, 1 failed, 1 skipped" in shown
+    table = shown.partition("To paste into an issue:")[2]
+    assert "| good | passed | difference: 0.5 (expected < 1)<br>rehearses: True (expected = True) |" in table
+    assert r"| bad | failed | small: 0.5 (expected < 1)<br>NOT MET: speed [a\|b]: 0.5 (expected > 1) |" in table
+    assert "| nan | skipped | needs a GPU |" in table
+    written = json.loads((tmp_path / "run" / "gpu_check.json").read_text())
+    assert [one["verdict"] for one in written["results"]] == [PASSED, FAILED, SKIPPED]
+    page = (tmp_path / "run" / "index.html").read_text()
+    assert '<tr class="missed"><td>speed [a|b]</td><td>0.5</td><td>&gt; 1</td></tr>' in page
+    assert '<span class="badge critical">failed</span>' in page
+
+
+def test_only_runs_the_named_checks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTHON_EXEC", forked_python())
+    monkeypatch.setattr(gpu_check, "machine", dict)
+    assert main(["--rehearse", "--out", str(tmp_path), "--only", "good"], [made_up("bad"), made_up("good")]) == 0
+    assert "1 passed, 0 failed, 0 skipped" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("empty", "measured nothing"),
+        ("raising", "ValueError: the weights are gone"),
+        ("dying", "ended with status 7"),
+    ],
+)
+def test_a_check_that_measures_nothing_fails(run: Callable[[Check], Result], name: str, reason: str) -> None:
+    found = run(made_up(name))
+    assert found.verdict == FAILED
+    assert reason in found.reason
+
+
+def test_nan_fails(run: Callable[[Check], Result]) -> None:
+    assert run(made_up("nan")).verdict == FAILED
+
+
+def test_a_check_that_exceeds_its_limit_fails_and_leaves_no_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("PYTHON_EXEC", raising=False)
+    found = run_check(made_up("endless", limit_s=20), tmp_path, rehearses=True)
+    assert found.verdict == FAILED
+    assert "timed out after 20 s" in found.reason
+    wait_until_gone([int((tmp_path / "endless" / "pid").read_text())], timeout_s=5)
+
+
+def test_a_skipped_check_never_counts_as_passed() -> None:
+    assert status([result(PASSED), result(SKIPPED)]) == 0
+    assert status([result(SKIPPED)]) == 1
+    assert status([]) == 1
+    assert status([result(PASSED), result(FAILED)]) == 1
+
+
+def test_a_check_is_skipped_where_it_cannot_run() -> None:
+    one, two, rehearsed = made_up("one", rehearses=False), made_up("two", num_gpus=2), made_up("rehearsed")
+    assert reason_to_skip(one, rehearses=True, num_gpus=0) == "needs a GPU"
+    assert reason_to_skip(rehearsed, rehearses=True, num_gpus=0) is None
+    assert reason_to_skip(two, rehearses=False, num_gpus=1) == "needs 2 GPUs"
+    assert reason_to_skip(two, rehearses=False, num_gpus=2) is None
+
+
+def test_the_page_describes_every_check_in_order() -> None:
+    rows = [line.split(" | ") for line in DOCS.splitlines() if line.startswith("| `")]
+    assert [row[0].strip("| `") for row in rows] == [check.name for check in CHECKS]
+    assert [row[1] for row in rows] == [check.expected.replace("|", r"\|") for check in CHECKS]
