@@ -65,6 +65,9 @@ REQUEST_ATTEMPTS = 3
 FIRST_PAUSE_S = 0.1
 LOG_TAIL_LINES = 15
 
+PAUSE_MODES = ("wait", "keep", "abort")
+"""Treatments of requests in flight that vLLM knows."""
+
 
 class EmbeddedEngine:
     """vLLM in this process and its child processes, started on creation; all coroutines run in its `loop`."""
@@ -211,6 +214,8 @@ class EmbeddedEngine:
             raise self._dead("sample")
 
     async def pause(self, mode: str) -> None:
+        if mode not in PAUSE_MODES:
+            raise ConfigError(f"pause mode must be one of {', '.join(PAUSE_MODES)}, found {mode!r}")
         if mode == "abort":  # buffered tokens are sent when requests freeze, not when they are aborted
             await self._call(self.llm.pause_generation(mode="keep", clear_cache=False), "pause")
         await self._call(self.llm.pause_generation(mode=mode, clear_cache=True), "pause")  # type: ignore[arg-type]
