@@ -237,7 +237,6 @@ class EmbeddedEngine:
         await self._call(self.llm.sleep(level), "sleep")
 
     async def wake(self, part: str) -> None:
-        release_cached_memory()
         await self._call(self.llm.wake_up([part]), f"wake its {part}")
 
     async def reset_prefix_cache(self) -> None:

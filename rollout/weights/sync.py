@@ -33,6 +33,7 @@ from torch import nn
 from rollout.errors import ConfigError, EngineError, RankLostError, SyncError
 from rollout.system.abandonable_thread import run_in_abandonable_thread
 from rollout.system.addresses import LOOPBACK, address_towards, is_loopback, rendezvous_address
+from rollout.system.device_memory import release_cached_memory
 from rollout.weights.checksums import describe_differences
 from rollout.weights.control_plane import ControlPlane
 
@@ -181,6 +182,7 @@ class WeightSync:
         )
 
     def _wake(self, part: str) -> None:
+        release_cached_memory()  # in this thread, which has the trainer's device; the engines' loop would use GPU 0
         self._engines.all(lambda engine: cast("SleepingEngine", engine).wake(part))
 
     def sleep(self) -> None:

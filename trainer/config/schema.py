@@ -489,9 +489,8 @@ class Config:
 
     @property
     def attention(self) -> str:
-        """model.attn_implementation; packed_rows in place of auto with share_prefixes=always."""
-        is_open = self.model.attn_implementation == "auto" and self.share_prefixes == "always"
-        return "packed_rows" if is_open else self.model.attn_implementation
+        """model.attn_implementation with auto resolved."""
+        return "packed_rows" if self.model.attn_implementation == "auto" else self.model.attn_implementation
 
     @property
     def pause_mode(self) -> str:
