@@ -27,6 +27,7 @@ from torch.utils.cpp_extension import get_default_build_root
 from rollout.errors import CheckpointError, ConfigError, LockstepError, error_named
 from rollout.system.addresses import address_towards, interface_of, is_loopback
 from trainer.distributed.reshard import fill_shards, fill_whole
+from trainer.distributed.sharding import Sharding, set_buffers
 from trainer.distributed.unsharded_state import (
     OPTIMIZER,
     PARAMETERS,
@@ -102,6 +103,7 @@ class Distributed:
                 communication_data_type="fp32",
                 data_types={"grad_accum_dtype": "fp32"},
             )
+            set_buffers(plugin.deepspeed_config)
         return cls(accelerator, max_grad_norm=max_grad_norm)
 
     @property
@@ -116,6 +118,15 @@ class Distributed:
     def zero_stage(self) -> int:
         plugin = self._accelerator.state.deepspeed_plugin
         return 0 if plugin is None else int(plugin.zero_stage)
+
+    @property
+    def sharding(self) -> Sharding:
+        plugin = self._accelerator.state.deepspeed_plugin
+        return Sharding.of(
+            world_size=self.world_size,
+            zero_stage=self.zero_stage,
+            deepspeed_config=None if plugin is None else plugin.deepspeed_config,
+        )
 
     @property
     def device_memory(self) -> int:

@@ -161,9 +161,7 @@ def show_memory_plan(shape: ModelShape, config: Config, distributed: Distributed
     plan = memory_plan(
         shape,
         config,
-        world_size=distributed.world_size,
-        zero_stage=distributed.zero_stage,
-        uses_deepspeed=distributed.uses_deepspeed,
+        distributed.sharding,
     )
     console.say(plan.table())
     warning = advice(plan, config, available=distributed.device_memory, zero_stage=distributed.zero_stage)
