@@ -401,6 +401,15 @@ class Distributed:
             own = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
             model.save_pretrained(directory, state_dict=edit(own), safe_serialization=True)  # type: ignore[operator]
 
+    def __enter__(self) -> Distributed:
+        return self
+
+    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
+        """Leave the process groups, but not after a failure: other ranks may wait in a collective, and closing would
+        wait for them. The end of the process closes them."""
+        if failure is None or self.world_size == 1:
+            self.close()
+
     def close(self) -> None:
         self._accelerator.end_training()
         if torch_dist.is_initialized():
