@@ -315,7 +315,16 @@ class WeightSync:
 
         register()
         info = self._init_info(receivers)
-        return WeightTransferTrainerFactory.trainer_init(info, client=self._engines, source=self._source)
+        try:
+            return WeightTransferTrainerFactory.trainer_init(info, client=self._engines, source=self._source)
+        except RuntimeError as error:
+            if self._backend == "nccl" and "invalid usage" in str(error):
+                raise SyncError(
+                    f"NCCL refuses to connect the trainer with {' and '.join(self._engines.hosts)} ({error}), as it does if two of "
+                    "them use one GPU. Start servers on GPUs of their own (CUDA_VISIBLE_DEVICES=... before "
+                    "scripts/serve_engine.py), or sample with rollout=colocated"
+                ) from error
+            raise
 
     def _address_for(self, hosts: Sequence[str]) -> str:
         """Return the address where processes on these hosts reach this machine. Raises `ConfigError` without one."""
