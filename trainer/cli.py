@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rollout.errors import ConfigError, LockstepError
+from rollout.system.orphan_guard import exit_when_orphaned
 from trainer.checks.validate import validate
 from trainer.config.hints import closest
 from trainer.config.redaction import redact_words
@@ -56,6 +57,11 @@ def launch(
         config_class: dataclass schema of the configuration.
         check: raises `ConfigError` for conflicting values; None: `validate`, for a `Config`.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank; a killed launcher cannot end it
+        exit_when_orphaned(
+            message=f"rank {os.environ.get('RANK', '?')} ends, because its launcher is gone; start the run again with "
+            "resume=auto"
+        )
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise instead of printing, so that messages can be rewritten
     ConfigStore.instance().store(name="schema", node=schema(config_class))
 

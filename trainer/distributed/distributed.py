@@ -24,7 +24,7 @@ import torch.distributed as torch_dist
 from torch import nn
 from torch.utils.cpp_extension import get_default_build_root
 
-from rollout.errors import CheckpointError, ConfigError, LockstepError, error_named
+from rollout.errors import CheckpointError, ConfigError, LockstepError, TrainingError, error_named
 from rollout.system.addresses import address_towards, interface_of, is_loopback
 from trainer.distributed.reshard import fill_shards, fill_whole
 from trainer.distributed.sharding import Sharding, set_buffers
@@ -88,11 +88,23 @@ class Distributed:
         backend = {"backend": "gloo"} if with_deepspeed and not on_gpu else {}
         if with_deepspeed and not on_gpu:
             skip_deepspeed_builds()
-        accelerator = Accelerator(
-            cpu=not on_gpu and not with_deepspeed,
-            kwargs_handlers=[InitProcessGroupKwargs(timeout=NCCL_TIMEOUT if on_gpu else CONTROL_TIMEOUT, **backend)],
-            mixed_precision="bf16" if dtype == "bfloat16" else "no",
-        )
+        try:
+            accelerator = Accelerator(
+                cpu=not on_gpu and not with_deepspeed,
+                kwargs_handlers=[
+                    InitProcessGroupKwargs(timeout=NCCL_TIMEOUT if on_gpu else CONTROL_TIMEOUT, **backend)
+                ],
+                mixed_precision="bf16" if dtype == "bfloat16" else "no",
+            )
+        except (RuntimeError, OSError) as error:  # torch's errors of stores and backends are RuntimeErrors
+            if "MASTER_ADDR" not in os.environ:
+                raise
+            place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            raise TrainingError(
+                f"the ranks did not meet at {place} ({str(error).partition(chr(10))[0]}). Another run, or ranks that "
+                "one left behind, may use the port: look with `pgrep -af train.py`, end them, or choose another port "
+                "with `accelerate launch --main_process_port`"
+            ) from error
         plugin = accelerator.state.deepspeed_plugin
         if plugin is not None:
             plugin.deepspeed_config.update(
