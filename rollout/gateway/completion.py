@@ -15,7 +15,6 @@ from rollout.engine.protocol import Engine
 from rollout.episode.conversation import request_seed
 from rollout.errors import EngineError, EvidenceError
 from rollout.gateway.errors import server_error
-from rollout.gateway.messages import without_ids
 from rollout.gateway.protocol import ChatRequest
 from rollout.gateway.session import CONTEXT_FULL, Answer, Session
 from rollout.gateway.splice import Prompt, make_prompt
@@ -39,7 +38,7 @@ async def complete(engine: Engine, chat: Chat, session: Session, request: ChatRe
     Raises `ApiError` if the conversation does not fit the model, the session is at its limit, a weight update cut off
     the sample, or the engine failed (recorded as the session's failure).
     """
-    prompt = make_prompt(chat, session, request.messages, request.tools)
+    prompt = make_prompt(chat, session, request.conversation, request.last_ids)
     room = engine.max_model_len - len(prompt.ids)
     if room < 1:
         raise session.refused(
@@ -60,10 +59,9 @@ async def complete(engine: Engine, chat: Chat, session: Session, request: ChatRe
         raise server_error(f"{type(failure).__name__}: {str(failure).splitlines()[0]}") from failure
     if any(call.finish_reason is FinishReason.ABORT for call in calls):
         raise server_error("the answer was cut off by an update of the weights; send the request again", status=503)
-    history = without_ids(request.messages)
     read = [_read(chat, call, request) for call in calls]
     choices = tuple(
-        Answer(call=call, history=history, tools=request.tools, message=message, order=(number, index))
+        Answer(call=call, conversation=request.conversation.then(message), order=(number, index))
         for index, (call, message) in enumerate(read)
     )
     for answer in choices:
@@ -80,7 +78,7 @@ def _seed(session: Session, request: ChatRequest, number: int, choice: int) -> i
 def _read(chat: Chat, call: EngineCall, request: ChatRequest) -> tuple[EngineCall, Message]:
     """Return the call up to the first stop string, and its message."""
     call, stop = cut_at_stop(call, request.stop_strings, chat.decode)
-    message = dict(chat.parse(call.sampled_ids, request.tools))
+    message = dict(chat.parse(call.sampled_ids, request.conversation.tools))
     if stop is not None:
         _hide_stop(message, stop)
     return call, message

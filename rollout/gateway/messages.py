@@ -16,19 +16,15 @@ from rollout.gateway.errors import ApiError, checked, not_supported, wrong_type
 from rollout.records import Message
 
 ID_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
-"""Token evidence on assistant messages, added by the gateway and sent back by harnesses that echo messages."""
+"""Token evidence that harnesses send back on assistant messages. The gateway's messages have the last two.
+
+Other servers also put the ids of the prompt on every message: a conversation of n turns then has n²/2 of them.
+"""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _EMPTY_FIELDS = ("function_call", "audio", "refusal")
 """Keys that client libraries send with null. Their values cannot be rendered."""
-
-
-def read_messages(value: Any) -> tuple[Message, ...]:
-    """Check the messages of a request. Raises `ApiError` (400) with the message and the field."""
-    if not isinstance(value, list) or not value:
-        raise wrong_type("messages", value, expected="a list with at least one message")
-    return tuple(_message(message, f"messages[{index}]") for index, message in enumerate(value))
 
 
 def read_tools(value: Any) -> tuple[Mapping[str, Any], ...]:
@@ -37,12 +33,31 @@ def read_tools(value: Any) -> tuple[Mapping[str, Any], ...]:
     return tuple(_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools))
 
 
-def without_ids(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Return the messages without token evidence, as people and rewards read them."""
-    return tuple({key: item for key, item in message.items() if key not in ID_FIELDS} for message in messages)
+def read_last_ids(messages: Sequence[Any]) -> tuple[int, ...] | None:
+    """Return the sampled ids on the last assistant message; None without them. Raises `ApiError` (400)."""
+    for index in range(len(messages) - 1, -1, -1):
+        message = messages[index]
+        if message["role"] == "assistant":
+            field = "generation_token_ids"
+            return None if message.get(field) is None else _ids(message[field], f"messages[{index}].{field}")
+    return None
 
 
-def _message(value: Any, where: str) -> Message:
+def forget_ids(messages: Any) -> None:
+    """Delete the token evidence of the messages, except for the ids of the last assistant message.
+
+    Nothing else is read, and a long conversation has more numbers than text.
+    """
+    unread: tuple[str, ...] = ("prompt_token_ids", "generation_log_probs")
+    for message in reversed(messages if isinstance(messages, list) else ()):
+        if isinstance(message, dict) and message.get("role") == "assistant":
+            for field in unread:
+                message.pop(field, None)
+            unread = ID_FIELDS
+
+
+def read_message(value: Any, where: str) -> Message:
+    """Check a message of a request and leave out its token ids. Raises `ApiError` (400) with the field."""
     message = checked(value, dict, where, expected="an object with role and content")
     role = message.get("role")
     if role not in ROLES:
@@ -72,9 +87,6 @@ def _add_assistant_fields(copy: dict[str, Any], message: Mapping[str, Any], wher
     calls = message.get("tool_calls")
     if calls is not None and checked(calls, list, f"{where}.tool_calls", expected="a list of tool calls"):
         copy["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
-    for field in ID_FIELDS:
-        if message.get(field) is not None:
-            copy[field] = _numbers(message[field], f"{where}.{field}", integers=field != "generation_log_probs")
 
 
 def _content(value: Any, where: str) -> str:
@@ -138,8 +150,7 @@ def _text(parent: Mapping[str, Any], field: str, where: str) -> str:
     return checked(parent.get(field), str, f"{where}.{field}", expected="a string")
 
 
-def _numbers(value: Any, where: str, *, integers: bool) -> list[Any]:
-    allowed = (int,) if integers else (int, float)
-    if not isinstance(value, list) or not all(type(item) in allowed for item in value):
-        raise wrong_type(where, value, expected="the list of numbers that the gateway sent, unchanged")
-    return value
+def _ids(value: Any, where: str) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(item) is int for item in value):
+        raise wrong_type(where, value, expected="the list of ids that the gateway sent, unchanged")
+    return tuple(value)

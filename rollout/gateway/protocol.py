@@ -15,8 +15,8 @@ from typing import Any
 from rollout.chat.tool_calls import MAX_DEPTH, depth_of, refuse_constant, without_surrogates
 from rollout.engine.protocol import Sampling
 from rollout.gateway.errors import ApiError, checked, not_supported, quoted, unknown_field, wrong_type
-from rollout.gateway.messages import read_messages, read_tools
-from rollout.records import Message
+from rollout.gateway.messages import forget_ids, read_last_ids, read_tools
+from rollout.gateway.prefixes import Prefix, Prefixes
 
 MAX_CHOICES = 128
 MAX_STOPS = 4
@@ -53,9 +53,10 @@ _READ = frozenset(
 class ChatRequest:
     """A chat completion that can be sampled."""
 
-    messages: tuple[Message, ...]
-    """With the token ids that the client sent back (`ID_FIELDS`), not yet checked against the record."""
-    tools: tuple[Mapping[str, Any], ...]
+    conversation: Prefix
+    """Messages and tools."""
+    last_ids: tuple[int, ...] | None
+    """Sampled ids that the client sent back with the last assistant message, not yet checked against the record."""
     sampling: Sampling
     """Settings of the run; `max_tokens` may be lower, and stop ids may be added."""
     num_choices: int
@@ -68,26 +69,35 @@ class ChatRequest:
 
 
 def read_json(raw: bytes) -> dict[str, Any]:
-    """Parse the body of a request. Lone surrogates, which no tokenizer can encode, become U+FFFD.
+    """Parse the body of a request, without the token evidence that is not read (`forget_ids`).
+
+    Lone surrogates, which no tokenizer can encode, become U+FFFD.
 
     Raises `ApiError`: 400; not JSON, not an object, or nested too deeply.
     """
     try:
-        body = json.loads(raw, parse_constant=refuse_constant)
+        text = raw.decode()
+        body = json.loads(text, parse_constant=refuse_constant)
     except (ValueError, RecursionError) as error:
         raise ApiError(f"the body of the request is not valid JSON: {error}") from None
     checked(body, dict, "body", expected="a JSON object")
+    forget_ids(body.get("messages"))
     if depth_of(body) > MAX_DEPTH:
         raise ApiError(f"the body of the request is nested more than {MAX_DEPTH} levels deep")
+    if "\\u" not in text:  # only escapes can spell lone surrogates
+        return body
     text = json.dumps(body, ensure_ascii=False)
     clean = without_surrogates(text)
     return body if clean == text else json.loads(clean)
 
 
-def read_chat_request(body: Mapping[str, Any], *, offered: Sequence[Sampling], vocab_size: int) -> ChatRequest:
+def read_chat_request(
+    body: Mapping[str, Any], *, offered: Sequence[Sampling], vocab_size: int, prefixes: Prefixes
+) -> ChatRequest:
     """Check a request. Raises `ApiError` (400) with the field and the expected value.
 
     offered: sampling settings that may be asked for; the first is the default. vocab_size: limit of stop ids.
+    prefixes: conversations that need no second check.
     """
     _refuse_unknown(body)
     sampling = _sampling(body, offered, vocab_size)
@@ -95,9 +105,10 @@ def read_chat_request(body: Mapping[str, Any], *, offered: Sequence[Sampling], v
     _check_tool_choice(body.get("tool_choice"), tools)
     options = {} if body.get("stream_options") is None else body["stream_options"]
     checked(options, dict, "stream_options", expected="an object")
+    conversation = prefixes.read(body.get("messages"), tools)
     return ChatRequest(
-        messages=read_messages(body.get("messages")),
-        tools=tools,
+        conversation=conversation,
+        last_ids=read_last_ids(body["messages"]),
         sampling=sampling,
         num_choices=_integer(body, "n", default=1, low=1, high=MAX_CHOICES),
         stop_strings=_stop_strings(body.get("stop")),

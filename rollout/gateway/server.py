@@ -31,7 +31,7 @@ from rollout.engine.protocol import Engine, Sampling
 from rollout.errors import ConfigError, LockstepError, TemplateError
 from rollout.gateway.completion import complete
 from rollout.gateway.errors import ApiError, not_supported, quoted, server_error, unknown_field
-from rollout.gateway.messages import read_messages, read_tools
+from rollout.gateway.messages import read_last_ids, read_tools
 from rollout.gateway.protocol import read_chat_request, read_json
 from rollout.gateway.response import completion_body, completion_events
 from rollout.gateway.session import Session
@@ -61,7 +61,7 @@ class GatewaySettings:
     model_name: str = "policy"
     """Name in `/v1/models`, and the model that requests with the gateway's key must ask for."""
     max_request_mib: float = 64.0
-    """A conversation that is sent back with its ids takes about 15 bytes per token and turn."""
+    """A conversation that is sent back with its ids and logprobs takes about 30 bytes per sampled token."""
 
     def __post_init__(self) -> None:
         if self.api_key is not None and len(self.api_key) < 8:
@@ -205,7 +205,9 @@ class Gateway:
         session = self._session(request)
         body = read_json(await request.read())
         self._check_model(session, body.get("model"))
-        parsed = read_chat_request(body, offered=session.offered, vocab_size=len(self._chat.tokenizer))
+        parsed = read_chat_request(
+            body, offered=session.offered, vocab_size=len(self._chat.tokenizer), prefixes=session.prefixes
+        )
         completion = await complete(self._engine, self._chat, session, parsed)
         decode, model = self._chat.decode, self._settings.model_name
         if not parsed.stream:
@@ -232,7 +234,8 @@ class Gateway:
                     field, why="a prompt always ends with the header of the assistant turn; leave it out"
                 )
         if body.get("messages") is not None:
-            ids = make_prompt(self._chat, session, read_messages(body["messages"]), read_tools(body.get("tools"))).ids
+            conversation = session.prefixes.read(body["messages"], read_tools(body.get("tools")))
+            ids = make_prompt(self._chat, session, conversation, read_last_ids(body["messages"])).ids
         elif isinstance(body.get("prompt"), str):
             mask = self._encoder.mask_for(body["prompt"])
             ids = self._encoder.encode(mask.hide(body["prompt"]), mask)

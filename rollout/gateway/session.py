@@ -6,21 +6,16 @@ stay here with the engine's ids and logprobs.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import secrets
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rollout.chat.messages import normalize_messages
 from rollout.engine.protocol import Sampling
 from rollout.errors import LockstepError
 from rollout.gateway.errors import ApiError
-from rollout.gateway.messages import without_ids
+from rollout.gateway.prefixes import Prefix, Prefixes, message_digest
 from rollout.records import EngineCall, Message
-
-Tools = Sequence[Mapping[str, object]]
 
 CONTEXT_FULL = "context_length_exceeded"
 TOO_MANY_REQUESTS = "max_turns_exceeded"
@@ -32,17 +27,15 @@ class Answer:
     """A sampled answer and its conversation."""
 
     call: EngineCall
-    history: tuple[Message, ...]
-    """Messages of the request, without ids."""
-    tools: Tools
-    message: Message
-    """The assistant message, without ids; the response adds them."""
+    conversation: Prefix
+    """The request and the answer."""
     order: tuple[int, int]
     """Number of the request in its session, and of the choice in the request."""
 
     @property
-    def digest(self) -> bytes:
-        return conversation_digest([*self.history, self.message], self.tools)
+    def message(self) -> Message:
+        """The assistant message, without ids; the response adds them."""
+        return self.conversation.message
 
 
 class Session:
@@ -75,6 +68,7 @@ class Session:
         self.offered = tuple(offered)
         self.seed = seed
         self.any_model = any_model
+        self.prefixes = Prefixes()
         self.prompts: Counter[str] = Counter()
         """Number of prompts by `PromptKind`."""
         self.refusal: str | None = None
@@ -103,7 +97,7 @@ class Session:
         if not answers:
             return ()
         last = next(answer for answer in answers if answer.order[0] == answers[-1].order[0])
-        return (*last.history, last.message)
+        return last.conversation.messages
 
     def begin_request(self) -> int:
         """Return the number of a new request. Raises `ApiError` at a limit."""
@@ -139,17 +133,17 @@ class Session:
         if len(self._answers) >= self._max_calls and self._forgets_oldest:
             self._forget(self._answers.popleft())
         self._answers.append(answer)
-        self._by_conversation.setdefault(answer.digest, []).append(answer)
-        self._by_message[_message_digest(answer.message)] += 1
+        self._by_conversation.setdefault(answer.conversation.digest, []).append(answer)
+        self._by_message[message_digest(answer.message)] += 1
         self._by_ids[answer.call.sampled_ids] += 1
 
-    def find(self, conversation: Sequence[Message], tools: Tools) -> list[Answer]:
+    def find(self, conversation: Prefix) -> list[Answer]:
         """Return the answers with this message (the last) to this conversation (the messages before it)."""
-        return self._by_conversation.get(conversation_digest(conversation, tools), [])
+        return self._by_conversation.get(conversation.digest, [])
 
     def has_sampled(self, message: Message) -> bool:
         """Return True if this session sampled the message, in any conversation."""
-        return self._by_message[_message_digest(message)] > 0
+        return self._by_message[message_digest(message)] > 0
 
     def has_sampled_ids(self, ids: Sequence[int]) -> bool:
         return self._by_ids[tuple(ids)] > 0
@@ -161,27 +155,9 @@ class Session:
         return sorted(self._answers, key=lambda answer: answer.order)
 
     def _forget(self, answer: Answer) -> None:
-        digest = answer.digest
+        digest = answer.conversation.digest
         self._by_conversation[digest].remove(answer)
         if not self._by_conversation[digest]:
             del self._by_conversation[digest]
-        self._by_message -= Counter([_message_digest(answer.message)])
+        self._by_message -= Counter([message_digest(answer.message)])
         self._by_ids -= Counter([answer.call.sampled_ids])
-
-
-def conversation_digest(conversation: Sequence[Message], tools: Tools) -> bytes:
-    """Hash the content, reasoning, tool calls, names and call ids of a conversation, and its tools.
-
-    Token ids, null fields, empty reasoning and the spacing of JSON arguments make no difference.
-    """
-    said = [_said(message) for message in normalize_messages(without_ids(conversation))]
-    value = [said, [dict(tool) for tool in tools]]
-    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).digest()
-
-
-def _message_digest(message: Message) -> bytes:
-    return conversation_digest([message], ())
-
-
-def _said(message: Mapping[str, object]) -> dict[str, object]:
-    return {key: value for key, value in message.items() if value not in (None, "") or key in ("role", "content")}

@@ -13,6 +13,7 @@ from rollout.chat.chat import Chat
 from rollout.engine.protocol import Sampling
 from rollout.errors import TemplateError
 from rollout.gateway.errors import ApiError
+from rollout.gateway.prefixes import Prefixes
 from rollout.gateway.protocol import ChatRequest, read_chat_request, read_json
 from rollout.gateway.session import Session
 from rollout.gateway.splice import make_prompt
@@ -21,11 +22,12 @@ from tests.fixtures.tokenizers import chat_tokenizer
 CHAT = Chat(chat_tokenizer("qwen3"))
 USER = {"role": "user", "content": "say it"}
 TOOL = {"type": "function", "function": {"name": "f"}}
+PREFIXES = Prefixes()
 OFFERED = [Sampling(max_tokens=16), Sampling(temperature=0.0, max_tokens=8)]
 
 
 def read(**fields: Any) -> ChatRequest:
-    return read_chat_request({"messages": [USER], **fields}, offered=OFFERED, vocab_size=10)
+    return read_chat_request({"messages": [USER], **fields}, offered=OFFERED, vocab_size=10, prefixes=PREFIXES)
 
 
 def with_call(**fields: Any) -> list[dict[str, Any]]:
@@ -124,8 +126,9 @@ def parse(raw: bytes) -> None:
     """Parse a request and make its prompt. Only errors with a status of 4xx may be raised."""
     offered = [Sampling(max_tokens=8)]
     try:
-        request = read_chat_request(read_json(raw), offered=offered, vocab_size=100)
-        json.dumps(make_prompt(CHAT, Session("", offered=offered), request.messages, request.tools).ids)
+        request = read_chat_request(read_json(raw), offered=offered, vocab_size=100, prefixes=PREFIXES)
+        session = Session("", offered=offered)
+        json.dumps(make_prompt(CHAT, session, request.conversation, request.last_ids).ids)
     except ApiError as error:
         assert 400 <= error.status < 500  # noqa: PT017
         json.dumps(error.body)
@@ -184,4 +187,4 @@ DEEP = "[" * 900 + "]" * 900
 )
 def test_malicious_json_is_refused(raw):
     with pytest.raises(ApiError):
-        read_chat_request(read_json(raw), offered=[Sampling(max_tokens=8)], vocab_size=100)
+        read_chat_request(read_json(raw), offered=[Sampling(max_tokens=8)], vocab_size=100, prefixes=PREFIXES)

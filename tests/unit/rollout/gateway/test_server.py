@@ -41,7 +41,7 @@ async def test_an_answer_carries_ids_and_logprobs_of_every_sampled_token():
         extra = choice.message.model_extra
         assert choice.message.content == "hello there"
         assert choice.finish_reason == "stop"
-        assert extra["prompt_token_ids"] == list(server.engine.prompts[0])
+        assert answer.model_extra["prompt_token_ids"] == list(server.engine.prompts[0])
         assert extra["generation_token_ids"] == sampled
         assert extra["generation_log_probs"] == [pytest.approx(-0.01 * (i + 1)) for i in range(len(sampled))]
         assert [token.logprob for token in choice.logprobs.content] == extra["generation_log_probs"]
@@ -152,7 +152,7 @@ async def test_stop_token_ids_and_a_lower_limit_reach_the_engine():
         ({"messages": [{"role": "wizard", "content": "x"}]}, ("messages[0].role", "user")),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, ("image_url", "text")),
         ({"messages": [{"role": "user", "content": "x", "generation_token_ids": [1]}]}, ("messages[0]", "user")),
-        ({"messages": [USER, {"role": "assistant", "content": "x", "prompt_token_ids": ["a"]}]}, ("messages[1]",)),
+        ({"messages": [USER, {"role": "assistant", "content": "x", "generation_token_ids": ["a"]}]}, ("messages[1]",)),
     ],
     ids=lambda value: str(value)[:60] if isinstance(value, dict) else "",
 )
