@@ -20,6 +20,7 @@ from harness.results import argument_parser, fitted_exponent, report
 from rollout.chat.chat import Chat
 from rollout.engine.protocol import Sampling
 from rollout.gateway.completion import complete
+from rollout.gateway.prompt_maker import PromptMaker
 from rollout.gateway.protocol import read_chat_request, read_json
 from rollout.gateway.response import completion_body
 from rollout.gateway.session import Session
@@ -35,6 +36,7 @@ async def rollout_times(*, turns: int, sampled: int, sends_ids: bool) -> tuple[l
     turn = (*(words * sampled)[: sampled - 1], chat.stop_token_ids[0])
     engine = ScriptedEngine(lambda *_: turn, max_model_len=turns * (sampled + 100))
     sampling = Sampling(max_tokens=sampled, stop_token_ids=chat.stop_token_ids)
+    prompts = PromptMaker(chat, max_model_len=engine.max_model_len)
     session = Session("", offered=(sampling,), any_model=True)
     messages: list[Any] = [{"role": "user", "content": "say it"}]
     times, raw, spent = [], b"", 0.0
@@ -45,7 +47,7 @@ async def rollout_times(*, turns: int, sampled: int, sends_ids: bool) -> tuple[l
         request = read_chat_request(
             read_json(raw), offered=[sampling], vocab_size=len(tokenizer), prefixes=session.prefixes
         )
-        completion = await complete(engine, chat, session, request)
+        completion = await complete(engine, chat, prompts, session, request)
         answer = json.dumps(completion_body(completion, model="policy", decode=chat.decode))
         spent += time.process_time() - started
         times.append(spent)

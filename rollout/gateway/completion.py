@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import bisect
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,11 +15,14 @@ from rollout.chat.chat import Chat
 from rollout.engine.protocol import Engine
 from rollout.episode.conversation import request_seed
 from rollout.errors import EngineError, EvidenceError
-from rollout.gateway.errors import server_error
+from rollout.gateway.errors import ApiError, server_error
+from rollout.gateway.prompt_maker import PromptMaker
 from rollout.gateway.protocol import ChatRequest
 from rollout.gateway.session import CONTEXT_FULL, Answer, Session
-from rollout.gateway.splice import Prompt, make_prompt
+from rollout.gateway.splice import Prompt
 from rollout.records import EngineCall, FinishReason, Message, SamplingSupport
+
+logger = logging.getLogger(__name__)
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -32,13 +36,20 @@ class Completion:
     choices: tuple[Answer, ...]
 
 
-async def complete(engine: Engine, chat: Chat, session: Session, request: ChatRequest) -> Completion:
+async def complete(
+    engine: Engine, chat: Chat, prompts: PromptMaker, session: Session, request: ChatRequest
+) -> Completion:
     """Sample the answers to a request and record them. Raises `TemplateError` if the chat template refuses them.
 
     Raises `ApiError` if the conversation does not fit the model, the session is at its limit, a weight update cut off
-    the sample, or the engine failed (recorded as the session's failure).
+    the sample, or the engine failed (recorded as the session's failure). If it raises or is canceled, the request does
+    not count.
     """
-    prompt = make_prompt(chat, session, request.conversation, request.last_ids)
+    try:
+        prompt = await prompts.prompt(session, request.conversation, request.last_ids)
+    except ApiError as error:
+        session.refusal = error.code
+        raise
     room = engine.max_model_len - len(prompt.ids)
     if room < 1:
         raise session.refused(
@@ -47,26 +58,39 @@ async def complete(engine: Engine, chat: Chat, session: Session, request: ChatRe
             code=CONTEXT_FULL,
         )
     number = session.begin_request()
-    session.prompts[prompt.kind] += 1
+    try:
+        calls = await _sample(engine, session, request, prompt, number, room)
+    except BaseException:
+        session.give_back(number)
+        raise
+    read = [_read(chat, call, request) for call in calls]
+    choices = tuple(
+        Answer(call=call, conversation=request.conversation.then(message), order=(number, index))
+        for index, (call, message) in enumerate(read)
+    )
+    session.record(choices, prompt.kind)
+    return Completion(request=request, prompt=prompt, choices=choices)
+
+
+async def _sample(
+    engine: Engine, session: Session, request: ChatRequest, prompt: Prompt, number: int, room: int
+) -> Sequence[EngineCall]:
     sampling = replace(request.sampling, max_tokens=min(request.sampling.max_tokens, room))
     seeds = [_seed(session, request, number, choice) for choice in range(request.num_choices)]
     samples = (engine.generate(prompt.ids, replace(sampling, seed=seed)) for seed in seeds)
     try:
         calls = await asyncio.gather(*samples)
     except (EngineError, EvidenceError) as failure:
+        if session.failure is None:
+            logger.error("gateway: the engine failed: %s", failure)
         session.failed(failure)
-        # Only the first line: the others are the engine's log, which clients must not see.
-        raise server_error(f"{type(failure).__name__}: {str(failure).splitlines()[0]}") from failure
+        # Its text names files and is followed by the engine's log, which clients must not see.
+        raise server_error(
+            f"the engine failed ({type(failure).__name__}); the server's log has the details"
+        ) from failure
     if any(call.finish_reason is FinishReason.ABORT for call in calls):
         raise server_error("the answer was cut off by an update of the weights; send the request again", status=503)
-    read = [_read(chat, call, request) for call in calls]
-    choices = tuple(
-        Answer(call=call, conversation=request.conversation.then(message), order=(number, index))
-        for index, (call, message) in enumerate(read)
-    )
-    for answer in choices:
-        session.record(answer)
-    return Completion(request=request, prompt=prompt, choices=choices)
+    return calls
 
 
 def _seed(session: Session, request: ChatRequest, number: int, choice: int) -> int | None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollout.chat.tool_calls import MAX_DEPTH, depth_of
-from rollout.gateway.errors import ApiError, checked, not_supported, wrong_type
+from rollout.gateway.errors import ApiError, checked, not_supported, quoted, wrong_type
 from rollout.records import Message
 
 ID_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
@@ -99,7 +99,7 @@ def _content(value: Any, where: str) -> str:
 def _text_part(part: Any, where: str) -> str:
     checked(part, dict, where, expected='{"type": "text", "text": ...}')
     if part.get("type") != "text":
-        raise not_supported(f"{where}.type", why=f"found {part.get('type')!r}; this model reads text parts only")
+        raise not_supported(f"{where}.type", why=f"found {quoted(part.get('type'))}; this model reads text parts only")
     return _text(part, "text", where)
 
 
@@ -107,7 +107,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
         raise wrong_type(where, call, expected="an object with id, type and function")
     if call.get("type", "function") != "function":
-        raise not_supported(f"{where}.type", why=f"found {call['type']!r}, expected 'function'")
+        raise not_supported(f"{where}.type", why=f"found {quoted(call['type'])}, expected 'function'")
     function = call["function"]
     arguments = _text(function, "arguments", f"{where}.function")
     _refuse_deep(arguments, f"{where}.function.arguments")
@@ -118,7 +118,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
 def _tool(tool: Any, where: str) -> Mapping[str, Any]:
     checked(tool, dict, where, expected='{"type": "function", "function": {...}}')
     if tool.get("type") != "function":
-        raise not_supported(f"{where}.type", why=f"found {tool.get('type')!r}, expected 'function'")
+        raise not_supported(f"{where}.type", why=f"found {quoted(tool.get('type'))}, expected 'function'")
     function = checked(tool.get("function"), dict, f"{where}.function", expected="an object with a name")
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):

@@ -16,7 +16,7 @@ from rollout.chat.tool_calls import MAX_DEPTH, depth_of, refuse_constant, withou
 from rollout.engine.protocol import Sampling
 from rollout.gateway.errors import ApiError, checked, not_supported, quoted, unknown_field, wrong_type
 from rollout.gateway.messages import forget_ids, read_last_ids, read_tools
-from rollout.gateway.prefixes import Prefix, Prefixes
+from rollout.gateway.prefix_chain import Prefix, Prefixes
 
 MAX_CHOICES = 128
 MAX_STOPS = 4

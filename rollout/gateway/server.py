@@ -13,29 +13,31 @@ proxy in front before others can reach the port.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import logging
 import re
 import secrets
 import zlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 from aiohttp import web
 
 from rollout.chat.chat import Chat
-from rollout.chat.untrusted import UntrustedTextEncoder
 from rollout.engine.protocol import Engine, Sampling
-from rollout.errors import ConfigError, LockstepError, TemplateError
-from rollout.gateway.completion import complete
+from rollout.errors import ConfigError, TemplateError
+from rollout.gateway.completion import Completion, complete
 from rollout.gateway.errors import ApiError, not_supported, quoted, server_error, unknown_field
 from rollout.gateway.messages import read_last_ids, read_tools
-from rollout.gateway.protocol import read_chat_request, read_json
+from rollout.gateway.prompt_maker import PromptMaker
+from rollout.gateway.protocol import ChatRequest, read_chat_request, read_json
 from rollout.gateway.response import completion_body, completion_events
+from rollout.gateway.retries import Retries
 from rollout.gateway.session import Session
-from rollout.gateway.splice import make_prompt
 from rollout.records import Rollout
 from rollout.saved_rollouts import to_json
 
@@ -45,6 +47,13 @@ MAX_NAMED_SESSIONS = 1024
 MAX_CALLS_WITHOUT_SESSION = 256
 """Answers that plain `/v1` requests with the gateway's key can continue. They are never trained."""
 SHUTDOWN_S = 1.0
+IDLE_S = 75.0
+"""Time for the header of a request, and for the next request on a connection."""
+TRANSFER_S = 60.0
+"""Time for the body of a request, and for the client to read the answer."""
+_SILENT = logging.Logger("gateway connections")
+"""For aiohttp, which logs the bytes of malformed requests, keys included, and a traceback for each client that left."""
+_SILENT.disabled = True
 _SESSION_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 _TOKENIZE_FIELDS = {"model", "messages", "tools", "prompt", "add_special_tokens", "add_generation_prompt"}
 
@@ -89,7 +98,8 @@ class Gateway:
         self._anonymous = Session("", offered=offered, max_calls=MAX_CALLS_WITHOUT_SESSION, forgets_oldest=True)
         self._named: dict[str, Session] = {}
         self._by_key: dict[bytes, Session] = {}
-        self._encoder = UntrustedTextEncoder(chat.tokenizer)
+        self._retries: WeakKeyDictionary[Session, Retries] = WeakKeyDictionary()
+        self._prompts = PromptMaker(chat, max_model_len=engine.max_model_len)
         self._runner: web.AppRunner | None = None
         self._address = ""
 
@@ -117,7 +127,16 @@ class Gateway:
         app.router.add_get("/s/{session}/rollout", self._read_session)
         app.router.add_delete("/s/{session}", self._delete_session)
         app.router.add_get("/health", self._health)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_S)
+        runner = web.AppRunner(
+            app,
+            access_log=None,
+            logger=_SILENT,
+            shutdown_timeout=SHUTDOWN_S,
+            handler_cancellation=True,  # when its client disconnects: no one reads what would be sampled
+            auto_decompress=False,
+            keepalive_timeout=IDLE_S,
+            lingering_time=SHUTDOWN_S,
+        )
         await runner.setup()
         site = web.TCPSite(runner, self._settings.host, self._settings.port)
         try:
@@ -138,6 +157,7 @@ class Gateway:
         runner, self._runner = self._runner, None
         if runner is not None:
             await runner.cleanup()
+            self._prompts.close()
 
     def open_session(self, *, sampling: Sampling, seed: int, max_requests: int) -> Session:
         """Open a session with its own key, for one episode. End it with `close_session`."""
@@ -182,49 +202,92 @@ class Gateway:
         return session
 
     def _named_session(self, name: str) -> Session:
+        """Return the session with this name, or a new one that is not yet in the table."""
         if not _SESSION_NAME.fullmatch(name):
             raise ApiError(
                 f"session name {quoted(name)}: expected 1 to 128 letters, digits, dots, dashes or underscores",
                 status=404,
             )
-        if name not in self._named:
-            if len(self._named) >= MAX_NAMED_SESSIONS:
-                raise ApiError(
-                    f"{len(self._named)} sessions are open; DELETE /s/<session> those that were read",
-                    status=429,
-                    kind="requests",
-                    code="too_many_sessions",
-                )
-            affinity = (zlib.crc32(name.encode()),)  # turns of a session extend each other
-            self._named[name] = Session(name, offered=[replace(one, affinity=affinity) for one in self._offered])
-        return self._named[name]
+        if name in self._named:
+            return self._named[name]
+        affinity = (zlib.crc32(name.encode()),)  # turns of a session extend each other
+        return Session(name, offered=[replace(one, affinity=affinity) for one in self._offered])
+
+    def _keep(self, session: Session) -> Session:
+        """Return the session with this name, after adding a new one to the table. Raises `ApiError` if it is full."""
+        if not session.name or session.name in self._named:
+            return self._named.get(session.name, session)
+        if len(self._named) >= MAX_NAMED_SESSIONS:
+            raise ApiError(
+                f"{len(self._named)} sessions are open; DELETE /s/<session> those that were read",
+                status=429,
+                kind="requests",
+                code="too_many_sessions",
+            )
+        self._named[session.name] = session
+        return session
+
+    def _drop_if_unused(self, session: Session) -> None:
+        if session.is_unused and self._named.get(session.name) is session:
+            del self._named[session.name]
+
+    def _retries_of(self, session: Session) -> Retries:
+        return self._retries.setdefault(session, Retries())
 
     # Routes
 
     async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        body = read_json(await request.read())
+        raw = await _body(request)
+        completion = self._retries_of(session).find(request.headers, raw)
+        if completion is None:
+            parsed = self._parsed(session, read_json(raw))
+            session = self._keep(session)
+            attempt = self._retries_of(session).begin(request.headers, raw, request.transport)
+            try:
+                completion = await complete(self._engine, self._chat, self._prompts, session, parsed)
+            except BaseException:
+                self._retries_of(session).end(attempt, None)
+                self._drop_if_unused(session)
+                raise
+            self._retries_of(session).end(attempt, completion)
+        try:
+            return await self._deliver(request, completion)
+        except BaseException:
+            # The client cannot continue an answer that it has not seen; it sends the request again.
+            self._retries_of(session).forget(completion)
+            session.remove(completion.choices, completion.prompt.kind)
+            self._drop_if_unused(session)
+            raise
+
+    def _parsed(self, session: Session, body: Mapping[str, Any]) -> ChatRequest:
         self._check_model(session, body.get("model"))
-        parsed = read_chat_request(
+        return read_chat_request(
             body, offered=session.offered, vocab_size=len(self._chat.tokenizer), prefixes=session.prefixes
         )
-        completion = await complete(self._engine, self._chat, session, parsed)
+
+    async def _deliver(self, request: web.Request, completion: Completion) -> web.StreamResponse:
+        """Write the answer. Raises if the client has disconnected, or does not read it in time."""
         decode, model = self._chat.decode, self._settings.model_name
-        if not parsed.stream:
-            return web.json_response(completion_body(completion, model=model, decode=decode))
-        response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-        )
-        await response.prepare(request)
-        for event in completion_events(completion, model=model, decode=decode):
-            await response.write(event)
-        await response.write_eof()
+        if completion.request.stream:
+            # In one piece: a client that closes at the last event has read the whole answer.
+            events = b"".join(completion_events(completion, model=model, decode=decode))
+            headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+            response = web.Response(body=events, headers=headers)
+        else:
+            response = web.json_response(completion_body(completion, model=model, decode=decode))
+        try:
+            async with asyncio.timeout(TRANSFER_S):
+                await response.prepare(request)
+                await response.write_eof()
+        except TimeoutError:
+            raise ConnectionResetError(f"the client did not read its answer in {TRANSFER_S:g} s") from None
         return response
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         """Answer with the prompt ids of a chat completion with these messages, or the ids of a text."""
         session = self._session(request)
-        body = read_json(await request.read())
+        body = read_json(await _body(request))
         self._check_model(session, body.get("model"), may_be_missing=True)
         for field, value in body.items():
             if field not in _TOKENIZE_FIELDS:
@@ -235,10 +298,9 @@ class Gateway:
                 )
         if body.get("messages") is not None:
             conversation = session.prefixes.read(body["messages"], read_tools(body.get("tools")))
-            ids = make_prompt(self._chat, session, conversation, read_last_ids(body["messages"])).ids
+            ids = (await self._prompts.prompt(session, conversation, read_last_ids(body["messages"]))).ids
         elif isinstance(body.get("prompt"), str):
-            mask = self._encoder.mask_for(body["prompt"])
-            ids = self._encoder.encode(mask.hide(body["prompt"]), mask)
+            ids = await self._prompts.text_ids(body["prompt"])
         else:
             raise ApiError("expected messages (a list) or prompt (a string)", param="messages")
         return web.json_response({"count": len(ids), "max_model_len": self._engine.max_model_len, "tokens": list(ids)})
@@ -310,6 +372,8 @@ async def errors_as_json(
 ) -> web.StreamResponse:
     """Answer every error in the form of the OpenAI API, without internal details."""
     try:
+        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise ApiError("Content-Encoding is not supported; send the body as it is", status=415)
         return await handler(request)
     except ApiError as error:
         return _error(error)
@@ -320,15 +384,22 @@ async def errors_as_json(
     except web.HTTPException as error:
         text = f"invalid URL or method ({request.method} {request.path}): {error.reason}"
         return _error(ApiError(text, status=error.status))
-    except ConnectionResetError:
+    except web.RequestPayloadError:
+        return _error(ApiError("the body of the request is not valid HTTP"))
+    except ConnectionError:
         raise  # the client has disconnected
-    except LockstepError as error:
-        logger.exception("gateway: %s %s", request.method, request.path)
-        return _error(server_error(str(error).splitlines()[0]))
     except Exception:
         # The edge of the process: the client must get an answer without a traceback.
         logger.exception("gateway: %s %s", request.method, request.path)
         return _error(server_error("internal error of the gateway; see its log for details"))
+
+
+async def _body(request: web.Request) -> bytes:
+    try:
+        async with asyncio.timeout(TRANSFER_S):
+            return await request.read()
+    except TimeoutError:
+        raise ApiError(f"the body of the request did not arrive in {TRANSFER_S:g} s", status=408) from None
 
 
 def _error(error: ApiError) -> web.Response:

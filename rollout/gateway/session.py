@@ -6,6 +6,7 @@ stay here with the engine's ids and logprobs.
 
 from __future__ import annotations
 
+import heapq
 import secrets
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from rollout.engine.protocol import Sampling
 from rollout.errors import LockstepError
 from rollout.gateway.errors import ApiError
-from rollout.gateway.prefixes import Prefix, Prefixes, message_digest
+from rollout.gateway.prefix_chain import Prefix, Prefixes, message_digest
 from rollout.records import EngineCall, Message
 
 CONTEXT_FULL = "context_length_exceeded"
@@ -22,7 +23,7 @@ TOO_MANY_REQUESTS = "max_turns_exceeded"
 RECORD_FULL = "session_full"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Answer:
     """A sampled answer and its conversation."""
 
@@ -79,6 +80,8 @@ class Session:
         self._max_calls = max_calls
         self._forgets_oldest = forgets_oldest
         self._num_requests = 0
+        self._free_numbers: list[int] = []
+        """Numbers of requests without an answer, as a heap. The next requests get them, and with them their seeds."""
         self._is_closed = False
         self._answers: deque[Answer] = deque()
         self._by_conversation: dict[bytes, list[Answer]] = {}
@@ -100,8 +103,8 @@ class Session:
         return last.conversation.messages
 
     def begin_request(self) -> int:
-        """Return the number of a new request. Raises `ApiError` at a limit."""
-        if self._max_requests is not None and self._num_requests >= self._max_requests:
+        """Return the number of a new request, to be ended by `record` or `give_back`. Raises `ApiError` at a limit."""
+        if self._max_requests is not None and self._num_open >= self._max_requests:
             raise self.refused(
                 f"this session may make {self._max_requests} requests and has made them; "
                 "raise environment.max_turns if the agent needs more",
@@ -114,8 +117,23 @@ class Session:
                 code=RECORD_FULL,
             )
         self.refusal = None
+        if self._free_numbers:
+            return heapq.heappop(self._free_numbers)
         self._num_requests += 1
         return self._num_requests - 1
+
+    def give_back(self, number: int) -> None:
+        """End a request that has no answer, so that it does not count."""
+        heapq.heappush(self._free_numbers, number)
+
+    @property
+    def is_unused(self) -> bool:
+        """True if no request has an answer or waits for one."""
+        return self._num_open == 0
+
+    @property
+    def _num_open(self) -> int:
+        return self._num_requests - len(self._free_numbers)
 
     def refused(self, message: str, *, code: str) -> ApiError:
         """Return the error for a reached limit, and remember its code, which explains the end of an episode."""
@@ -126,16 +144,29 @@ class Session:
         if self.failure is None:
             self.failure = failure
 
-    def record(self, answer: Answer) -> None:
-        """Record an answer. Does nothing after `close`: the episode has been read."""
+    def record(self, answers: Sequence[Answer], kind: str) -> None:
+        """Record the answers to one request. Does nothing after `close`: the episode has been read."""
         if self._is_closed:
             return
-        if len(self._answers) >= self._max_calls and self._forgets_oldest:
-            self._forget(self._answers.popleft())
-        self._answers.append(answer)
-        self._by_conversation.setdefault(answer.conversation.digest, []).append(answer)
-        self._by_message[message_digest(answer.message)] += 1
-        self._by_ids[answer.call.sampled_ids] += 1
+        self.prompts[kind] += 1
+        for answer in answers:
+            if len(self._answers) >= self._max_calls and self._forgets_oldest:
+                self._remove_from_index(self._answers.popleft())
+            self._answers.append(answer)
+            self._by_conversation.setdefault(answer.conversation.digest, []).append(answer)
+            self._by_message[message_digest(answer.message)] += 1
+            self._by_ids[answer.call.sampled_ids] += 1
+
+    def remove(self, answers: Sequence[Answer], kind: str) -> None:
+        """Remove the answers to one request, which did not reach the client."""
+        if self._is_closed:
+            return
+        self.prompts -= Counter([kind])
+        for answer in answers:
+            if answer in self._answers:
+                self._answers.remove(answer)
+                self._remove_from_index(answer)
+        self.give_back(answers[0].order[0])
 
     def find(self, conversation: Prefix) -> list[Answer]:
         """Return the answers with this message (the last) to this conversation (the messages before it)."""
@@ -154,7 +185,7 @@ class Session:
     def _in_order(self) -> list[Answer]:
         return sorted(self._answers, key=lambda answer: answer.order)
 
-    def _forget(self, answer: Answer) -> None:
+    def _remove_from_index(self, answer: Answer) -> None:
         digest = answer.conversation.digest
         self._by_conversation[digest].remove(answer)
         if not self._by_conversation[digest]:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from rollout.chat.chat import Chat
-from rollout.gateway.prefixes import Prefix
+from rollout.gateway.prefix_chain import Prefix
 from rollout.gateway.session import Answer, Session
 from rollout.records import Message
 

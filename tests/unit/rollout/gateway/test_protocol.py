@@ -13,7 +13,7 @@ from rollout.chat.chat import Chat
 from rollout.engine.protocol import Sampling
 from rollout.errors import TemplateError
 from rollout.gateway.errors import ApiError
-from rollout.gateway.prefixes import Prefixes
+from rollout.gateway.prefix_chain import Prefixes
 from rollout.gateway.protocol import ChatRequest, read_chat_request, read_json
 from rollout.gateway.session import Session
 from rollout.gateway.splice import make_prompt

@@ -201,7 +201,10 @@ async def test_an_aborted_answer_is_not_recorded_and_may_be_requested_again():
         with pytest.raises(openai.InternalServerError) as caught:
             await server.client_of("x").chat.completions.create(model="policy", messages=[USER])
         assert caught.value.status_code == 503
-        assert server.gateway._named["x"].calls == ()
+        assert "x" not in server.gateway._named
+        server.engine.finish = None
+        await server.client_of("x").chat.completions.create(model="policy", messages=[USER])
+        assert [answer.order for answer in server.gateway._named["x"]._answers] == [(0, 0)], "it did not count"
 
 
 async def test_without_a_key_only_health_answers():

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from rollout.gateway import prefixes as module
+from rollout.gateway import prefix_chain as module
 from rollout.gateway.errors import ApiError
-from rollout.gateway.prefixes import Prefixes
+from rollout.gateway.prefix_chain import Prefixes
 from tests.fixtures.gateway import running
 from tests.fixtures.tokenizers import chat_tokenizer
 

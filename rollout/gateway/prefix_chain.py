@@ -14,6 +14,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from rollout.chat.messages import Tools, normalize_messages
+from rollout.chat.tool_calls import THINK_CLOSE
 from rollout.gateway.errors import wrong_type
 from rollout.gateway.messages import ID_FIELDS, read_message
 from rollout.records import Message
@@ -22,7 +23,7 @@ from rollout.records import Message
 class Prefix:
     """A conversation from its tools up to one message."""
 
-    __slots__ = ("__weakref__", "_parent", "_tools", "digest", "message")
+    __slots__ = ("__weakref__", "_parent", "_tools", "digest", "longest_message", "message", "num_characters")
 
     def __init__(self, parent: Prefix | None, message: Message, digest: bytes, tools: Tools) -> None:
         self._parent = parent
@@ -34,6 +35,14 @@ class Prefix:
 
         Null fields, empty reasoning and the spacing of JSON arguments make no difference.
         """
+        shown = _shown_characters(message)
+        self.num_characters: int = shown + (
+            num_characters(json.dumps(tools)) if parent is None else parent.num_characters
+        )
+        """Characters besides white space, without reasoning, which chat templates leave out of earlier turns."""
+        whole = shown + num_characters(message.get("reasoning_content") or "")
+        self.longest_message: int = whole if parent is None else max(whole, parent.longest_message)
+        """Characters of the longest message, its reasoning included."""
 
     @classmethod
     def root(cls, tools: Tools = ()) -> Prefix:
@@ -105,6 +114,19 @@ class Prefixes:
                 known = self._known[key] = prefix.then(read_message(message, f"messages[{index}]"))
             prefix = known
         return prefix
+
+
+def num_characters(text: str) -> int:
+    """Return the number of characters besides white space, which templates and tokenizers may drop."""
+    return sum(map(len, text.split()))
+
+
+def _shown_characters(message: Message) -> int:
+    content = message.get("content") or ""
+    if message.get("role") == "assistant":
+        content = content.rpartition(THINK_CLOSE)[2]
+    calls = (call["function"] for call in message.get("tool_calls", ()))
+    return num_characters(content) + sum(num_characters(call["name"] + call["arguments"]) for call in calls)
 
 
 def message_digest(message: Message) -> bytes:
