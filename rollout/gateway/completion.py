@@ -100,10 +100,14 @@ def _seed(session: Session, request: ChatRequest, number: int, choice: int) -> i
 
 
 def _read(chat: Chat, call: EngineCall, request: ChatRequest) -> tuple[EngineCall, Message]:
-    """Return the call up to the first stop string, and its message."""
+    """Return the call up to the first stop string or the end of the only tool call, and its message."""
+    tools = request.conversation.tools
     call, stop = cut_at_stop(call, request.stop_strings, chat.decode)
-    message = dict(chat.parse(call.sampled_ids, request.conversation.tools))
-    if stop is not None:
+    message = dict(chat.parse(call.sampled_ids, tools))
+    if request.one_call and len(message.get("tool_calls", ())) > 1:
+        call = _first_tokens(call, _length_at(call, lambda ids: "tool_calls" in chat.parse(ids, tools)))
+        message = dict(chat.parse(call.sampled_ids, tools))
+    elif stop is not None:
         _hide_stop(message, stop)
     return call, message
 
@@ -118,15 +122,15 @@ def cut_at_stop(call: EngineCall, stops: Sequence[str], decode: Decode) -> tuple
     found = [stop for stop in stops if stop in text]
     if not found:
         return call, None
-
-    def end(stop: str) -> int:
-        """Return the least number of tokens whose text contains the stop string."""
-        lengths = range(len(call.sampled_ids) + 1)
-        return bisect.bisect_left(lengths, True, key=lambda length: stop in decode(call.sampled_ids[:length]))
-
-    ends = {stop: end(stop) for stop in found}
+    ends = {stop: _length_at(call, lambda ids, stop=stop: stop in decode(ids)) for stop in found}
     first = min(found, key=lambda stop: (ends[stop], text.index(stop)))
     return _first_tokens(call, ends[first]), first
+
+
+def _length_at(call: EngineCall, holds: Callable[[Sequence[int]], bool]) -> int:
+    """Return the least number of sampled tokens for which a condition holds, which stays true once it is."""
+    lengths = range(len(call.sampled_ids) + 1)
+    return bisect.bisect_left(lengths, True, key=lambda length: holds(call.sampled_ids[:length]))
 
 
 def _first_tokens(call: EngineCall, length: int) -> EngineCall:

@@ -20,6 +20,7 @@ from rollout.gateway.prefix_chain import Prefix, Prefixes
 
 MAX_CHOICES = 128
 MAX_STOPS = 4
+MAX_STOP_IDS = 64
 
 _DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p")
 """Settings of the sampling distribution, compared with those of the run."""
@@ -29,10 +30,8 @@ _NEUTRAL: Mapping[str, Any] = {
     "frequency_penalty": 0,
     "repetition_penalty": 1,
     "logit_bias": {},
-    "top_logprobs": 0,
     "min_tokens": 0,
     "ignore_eos": False,
-    "parallel_tool_calls": True,
     "response_format": {"type": "text"},
     "modalities": ["text"],
 }
@@ -45,7 +44,8 @@ _IGNORED = frozenset(
 
 _READ = frozenset(
     {"model", "messages", "tools", "tool_choice", "n", "stream", "stream_options", "stop", "stop_token_ids"}
-    | {"max_tokens", "max_completion_tokens", "seed", "logprobs", *_DISTRIBUTION}
+    | {"max_tokens", "max_completion_tokens", "seed", "logprobs", "top_logprobs", *_DISTRIBUTION}
+    | {"parallel_tool_calls"}
 )
 
 
@@ -58,8 +58,10 @@ class ChatRequest:
     last_ids: tuple[int, ...] | None
     """Sampled ids that the client sent back with the last assistant message, not yet checked against the record."""
     sampling: Sampling
-    """Settings of the run; `max_tokens` may be lower, and stop ids may be added."""
+    """Settings of the run. `max_tokens` is the lower one of the run's and the client's, and stop ids may be added."""
     num_choices: int
+    one_call: bool
+    """End each answer with its first tool call."""
     stop_strings: tuple[str, ...]
     seed: int | None
     wants_logprobs: bool
@@ -103,6 +105,11 @@ def read_chat_request(
     sampling = _sampling(body, offered, vocab_size)
     tools = read_tools(body.get("tools"))
     _check_tool_choice(body.get("tool_choice"), tools)
+    if _integer(body, "top_logprobs", default=0, low=0, high=20):
+        raise not_supported(
+            "top_logprobs",
+            why="only sampled tokens have logprobs; leave it out, or send 0. logprobs=true returns these",
+        )
     options = {} if body.get("stream_options") is None else body["stream_options"]
     checked(options, dict, "stream_options", expected="an object")
     conversation = prefixes.read(body.get("messages"), tools)
@@ -111,6 +118,7 @@ def read_chat_request(
         last_ids=read_last_ids(body["messages"]),
         sampling=sampling,
         num_choices=_integer(body, "n", default=1, low=1, high=MAX_CHOICES),
+        one_call=body.get("parallel_tool_calls") is not None and not _flag(body, "parallel_tool_calls"),
         stop_strings=_stop_strings(body.get("stop")),
         seed=None if body.get("seed") is None else _integer(body, "seed", default=0, low=-(2**63), high=2**63 - 1),
         wants_logprobs=_flag(body, "logprobs"),
@@ -158,11 +166,11 @@ def _sampling(body: Mapping[str, Any], offered: Sequence[Sampling], vocab_size: 
         )
     sampling = fitting[0]
     limits = [
-        _integer(body, field, default=sampling.max_tokens, low=1, high=sampling.max_tokens)
+        _integer(body, field, default=sampling.max_tokens, low=1, high=2**63 - 1)
         for field in ("max_tokens", "max_completion_tokens")  # the older and the newer name
     ]
     stops = [*sampling.stop_token_ids, *_stop_ids(body.get("stop_token_ids"), vocab_size)]
-    return replace(sampling, max_tokens=min(limits), stop_token_ids=tuple(dict.fromkeys(stops)))
+    return replace(sampling, max_tokens=min(sampling.max_tokens, *limits), stop_token_ids=tuple(dict.fromkeys(stops)))
 
 
 def _check_tool_choice(value: Any, tools: Sequence[Mapping[str, Any]]) -> None:
@@ -189,6 +197,8 @@ def _stop_ids(value: Any, vocab_size: int) -> list[int]:
     ids = [] if value is None else value
     if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < vocab_size for token in ids):
         raise wrong_type("stop_token_ids", value, expected=f"a list of token ids below {vocab_size}")
+    if len(ids) > MAX_STOP_IDS:
+        raise ApiError(f"stop_token_ids has {len(ids)} ids, at most {MAX_STOP_IDS} are allowed", param="stop_token_ids")
     return ids
 
 

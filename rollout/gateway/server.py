@@ -44,8 +44,10 @@ from rollout.saved_rollouts import to_json
 logger = logging.getLogger(__name__)
 
 MAX_NAMED_SESSIONS = 1024
-MAX_CALLS_WITHOUT_SESSION = 256
-"""Answers that plain `/v1` requests with the gateway's key can continue. They are never trained."""
+MAX_CALLS_WITHOUT_SESSION = 2**15
+MAX_TOKENS_WITHOUT_SESSION = 2**23
+"""Answers that plain `/v1` requests with the gateway's key can continue, and their ids, prompts included: at most some
+300 MB. They are never trained."""
 SHUTDOWN_S = 1.0
 IDLE_S = 75.0
 """Time for the header of a request, and for the next request on a connection."""
@@ -95,7 +97,9 @@ class Gateway:
         self._offered = tuple(offered)
         self._settings = settings or GatewaySettings()
         self.api_key = self._settings.api_key or secrets.token_urlsafe(32)
-        self._anonymous = Session("", offered=offered, max_calls=MAX_CALLS_WITHOUT_SESSION, forgets_oldest=True)
+        self._anonymous = Session(
+            "", offered=offered, max_calls=MAX_CALLS_WITHOUT_SESSION, max_tokens=MAX_TOKENS_WITHOUT_SESSION
+        )
         self._named: dict[str, Session] = {}
         self._by_key: dict[bytes, Session] = {}
         self._retries: WeakKeyDictionary[Session, Retries] = WeakKeyDictionary()

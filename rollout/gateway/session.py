@@ -7,8 +7,9 @@ stay here with the engine's ids and logprobs.
 from __future__ import annotations
 
 import heapq
+import logging
 import secrets
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,10 @@ from rollout.errors import LockstepError
 from rollout.gateway.errors import ApiError
 from rollout.gateway.prefix_chain import Prefix, Prefixes, message_digest
 from rollout.records import EngineCall, Message
+
+logger = logging.getLogger(__name__)
+
+MAX_FORGOTTEN = 2**16
 
 CONTEXT_FULL = "context_length_exceeded"
 TOO_MANY_REQUESTS = "max_turns_exceeded"
@@ -50,7 +55,7 @@ class Session:
         seed: int | None = None,
         max_requests: int | None = None,
         max_calls: int = 4096,
-        forgets_oldest: bool = False,
+        max_tokens: int | None = None,
         any_model: bool = False,
     ) -> None:
         """
@@ -60,8 +65,9 @@ class Session:
                 in every episode all samples of a group would be equal. None: the client decides.
             max_requests: turn limit of an episode; further requests are refused.
             max_calls: limit of recorded answers.
-            forgets_oldest: at this limit, drop the oldest answer (a conversation that continues it then branches);
-                else refuse further requests, so that no trained token is lost.
+            max_tokens: limit of the ids of all prompts and answers. At this limit and at `max_calls`, the oldest
+                answer is forgotten, and a conversation that continues it branches. None: further requests are refused
+                at `max_calls`, so that no trained token is lost.
             any_model: accept every model name; a harness may have a fixed one.
         """
         self.name = name
@@ -78,7 +84,11 @@ class Session:
         """First failure of the engine or its evidence."""
         self._max_requests = max_requests
         self._max_calls = max_calls
-        self._forgets_oldest = forgets_oldest
+        self._max_tokens = max_tokens
+        self._num_tokens = 0
+        self._forgotten: OrderedDict[bytes, None] = OrderedDict()
+        """Digests of the last conversations whose answers were forgotten."""
+        self._has_warned = False
         self._num_requests = 0
         self._free_numbers: list[int] = []
         """Numbers of requests without an answer, as a heap. The next requests get them, and with them their seeds."""
@@ -110,7 +120,7 @@ class Session:
                 "raise environment.max_turns if the agent needs more",
                 code=TOO_MANY_REQUESTS,
             )
-        if len(self._answers) >= self._max_calls and not self._forgets_oldest:
+        if len(self._answers) >= self._max_calls and self._max_tokens is None:
             raise self.refused(
                 f"this session has recorded {len(self._answers)} answers; fetch them and delete the session, "
                 "or use a session per episode",
@@ -150,12 +160,20 @@ class Session:
             return
         self.prompts[kind] += 1
         for answer in answers:
-            if len(self._answers) >= self._max_calls and self._forgets_oldest:
-                self._remove_from_index(self._answers.popleft())
             self._answers.append(answer)
+            self._num_tokens += len(answer.call.prompt_ids) + len(answer.call.sampled_ids)
             self._by_conversation.setdefault(answer.conversation.digest, []).append(answer)
             self._by_message[message_digest(answer.message)] += 1
             self._by_ids[answer.call.sampled_ids] += 1
+        while self._max_tokens is not None and self._is_too_large(self._max_tokens):
+            oldest = self._answers.popleft()
+            self._remove_from_index(oldest)
+            self._forgotten[oldest.conversation.digest] = None
+            if len(self._forgotten) > MAX_FORGOTTEN:
+                self._forgotten.popitem(last=False)
+
+    def _is_too_large(self, max_tokens: int) -> bool:
+        return len(self._answers) > self._max_calls or (len(self._answers) > 1 and self._num_tokens > max_tokens)
 
     def remove(self, answers: Sequence[Answer], kind: str) -> None:
         """Remove the answers to one request, which did not reach the client."""
@@ -176,6 +194,20 @@ class Session:
         """Return True if this session sampled the message, in any conversation."""
         return self._by_message[message_digest(message)] > 0
 
+    def has_forgotten(self, conversation: Prefix) -> bool:
+        """Return True if the session had an answer with this message to this conversation. Logs a warning once."""
+        if conversation.digest not in self._forgotten:
+            return False
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "gateway: a conversation branched because its last answer was forgotten; requests under /v1 share room "
+                "for %d answers with %d tokens. Use base_url .../s/<name>/v1 with a name for each agent",
+                self._max_calls,
+                self._max_tokens,
+            )
+        return True
+
     def has_sampled_ids(self, ids: Sequence[int]) -> bool:
         return self._by_ids[tuple(ids)] > 0
 
@@ -190,5 +222,11 @@ class Session:
         self._by_conversation[digest].remove(answer)
         if not self._by_conversation[digest]:
             del self._by_conversation[digest]
-        self._by_message -= Counter([message_digest(answer.message)])
-        self._by_ids -= Counter([answer.call.sampled_ids])
+        for counts, key in (
+            (self._by_message, message_digest(answer.message)),
+            (self._by_ids, answer.call.sampled_ids),
+        ):
+            counts[key] -= 1
+            if not counts[key]:
+                del counts[key]
+        self._num_tokens -= len(answer.call.prompt_ids) + len(answer.call.sampled_ids)

@@ -27,7 +27,6 @@ from enum import StrEnum
 from rollout.chat.chat import Chat
 from rollout.gateway.prefix_chain import Prefix
 from rollout.gateway.session import Answer, Session
-from rollout.records import Message
 
 
 class PromptKind(StrEnum):
@@ -43,6 +42,8 @@ class PromptKind(StrEnum):
     """Branch: the last assistant turn has ids of this session but another message (for example no reasoning)."""
     HISTORY_EDITED = "history_edited"
     """Branch: the last assistant turn was sampled here, but after other messages or with other tools."""
+    FORGOTTEN = "forgotten"
+    """Branch: the last assistant turn was sampled under plain `/v1`, which has no room for it any more."""
     UNPROVEN = "unproven"
     """Branch: the chat template strips or rewrites earlier turns, so that an extension differs from its rendering."""
 
@@ -63,7 +64,7 @@ def make_prompt(chat: Chat, session: Session, conversation: Prefix, last_ids: Se
         return Prompt(ids=tuple(chat.prompt(conversation.messages, conversation.tools)), kind=PromptKind.ROOT)
     answer = _choose(session.find(turn), last_ids)
     if answer is None:
-        kind = _why_not_found(session, turn.message, last_ids)
+        kind = _why_not_found(session, turn, last_ids)
     else:
         ids = chat.extend(answer.call, turn.messages, conversation.after(turn), conversation.tools)
         prefix = answer.call.all_ids
@@ -81,8 +82,10 @@ def _choose(candidates: Sequence[Answer], sampled_ids: Sequence[int] | None) -> 
     return candidates[-1] if candidates else None
 
 
-def _why_not_found(session: Session, message: Message, sampled_ids: Sequence[int] | None) -> PromptKind:
-    if session.has_sampled(message):
+def _why_not_found(session: Session, turn: Prefix, sampled_ids: Sequence[int] | None) -> PromptKind:
+    if session.has_forgotten(turn):
+        return PromptKind.FORGOTTEN
+    if session.has_sampled(turn.message):
         return PromptKind.HISTORY_EDITED
     if session.has_sampled_ids(sampled_ids or ()):
         return PromptKind.TURN_EDITED

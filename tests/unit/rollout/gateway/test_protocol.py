@@ -60,6 +60,7 @@ def test_settings_without_an_effect_are_accepted():
 def test_the_lower_of_the_two_token_limits_counts():
     assert read(max_tokens=7, max_completion_tokens=5).sampling.max_tokens == 5
     assert read(max_completion_tokens=5).sampling.max_tokens == 5
+    assert read(max_tokens=4096).sampling.max_tokens == 16, "the run's limit is lower"
 
 
 def test_fields_reach_the_request():
@@ -79,7 +80,11 @@ def test_fields_reach_the_request():
         ({"n": 1.0}, "n", "invalid_type"),
         ({"n": 129}, "n", "invalid_value"),
         ({"seed": 2**63}, "seed", "invalid_value"),
-        ({"max_completion_tokens": 17}, "max_completion_tokens", "invalid_value"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens", "invalid_value"),
+        ({"max_completion_tokens": 2**63}, "max_completion_tokens", "invalid_value"),
+        ({"top_logprobs": 5}, "top_logprobs", "unsupported_parameter"),
+        ({"parallel_tool_calls": 0}, "parallel_tool_calls", "invalid_type"),
+        ({"stop_token_ids": [1] * 65}, "stop_token_ids", None),
         ({"temperature": True}, "temperature", "invalid_type"),
         ({"stream": 1}, "stream", "invalid_type"),
         ({"stream_options": []}, "stream_options", "invalid_type"),
