@@ -12,6 +12,7 @@ import secrets
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from rollout.engine.protocol import Sampling
 from rollout.errors import LockstepError
@@ -20,6 +21,8 @@ from rollout.gateway.prefix_chain import Prefix, Prefixes, message_digest
 from rollout.records import EngineCall, Message
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MAX_FORGOTTEN = 2**16
 
@@ -222,11 +225,12 @@ class Session:
         self._by_conversation[digest].remove(answer)
         if not self._by_conversation[digest]:
             del self._by_conversation[digest]
-        for counts, key in (
-            (self._by_message, message_digest(answer.message)),
-            (self._by_ids, answer.call.sampled_ids),
-        ):
-            counts[key] -= 1
-            if not counts[key]:
-                del counts[key]
+        _count_down(self._by_message, message_digest(answer.message))
+        _count_down(self._by_ids, answer.call.sampled_ids)
         self._num_tokens -= len(answer.call.prompt_ids) + len(answer.call.sampled_ids)
+
+
+def _count_down(counts: Counter[T], key: T) -> None:
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]
