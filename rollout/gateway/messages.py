@@ -22,6 +22,10 @@ Other servers also put the ids of the prompt on every message: a conversation of
 """
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+MAX_MESSAGES = 2**15
+MAX_TOOLS = 1024
+MAX_CALLS = 1024
+"""Of one message. A request of millions of small parts would take the event loop's time."""
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _EMPTY_FIELDS = ("function_call", "audio", "refusal")
 """Keys that client libraries send with null. Their values cannot be rendered."""
@@ -30,7 +34,13 @@ _EMPTY_FIELDS = ("function_call", "audio", "refusal")
 def read_tools(value: Any) -> tuple[Mapping[str, Any], ...]:
     """Check the tools of a request. Raises `ApiError` (400) with the tool and the field."""
     tools = [] if value is None else checked(value, list, "tools", expected="a list of tools")
+    refuse_many(tools, MAX_TOOLS, "tools")
     return tuple(_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools))
+
+
+def refuse_many(parts: Sequence[Any], limit: int, where: str) -> None:
+    if len(parts) > limit:
+        raise ApiError(f"{where} has {len(parts)} entries, at most {limit} are allowed", param=where)
 
 
 def read_last_ids(messages: Sequence[Any]) -> tuple[int, ...] | None:
@@ -86,6 +96,7 @@ def _add_assistant_fields(copy: dict[str, Any], message: Mapping[str, Any], wher
         copy["reasoning_content"] = _text(message, field, where)
     calls = message.get("tool_calls")
     if calls is not None and checked(calls, list, f"{where}.tool_calls", expected="a list of tool calls"):
+        refuse_many(calls, MAX_CALLS, f"{where}.tool_calls")
         copy["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
 
 

@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 from rollout.chat.messages import Tools, normalize_messages
 from rollout.chat.tool_calls import THINK_CLOSE
 from rollout.gateway.errors import wrong_type
-from rollout.gateway.messages import ID_FIELDS, read_message
+from rollout.gateway.messages import ID_FIELDS, MAX_MESSAGES, read_message, refuse_many
 from rollout.records import Message
 
 
@@ -39,7 +39,7 @@ class Prefix:
         self.num_characters: int = shown + (
             num_characters(json.dumps(tools)) if parent is None else parent.num_characters
         )
-        """Characters besides white space, without reasoning, which chat templates leave out of earlier turns."""
+        """Characters (`num_characters`) without reasoning, which chat templates leave out of earlier turns."""
         whole = shown + num_characters(message.get("reasoning_content") or "")
         self.longest_message: int = whole if parent is None else max(whole, parent.longest_message)
         """Characters of the longest message, its reasoning included."""
@@ -103,6 +103,7 @@ class Prefixes:
         """Check the messages of a request that are new. Raises `ApiError` (400) with the message and the field."""
         if not isinstance(messages, list) or not messages:
             raise wrong_type("messages", messages, expected="a list with at least one message")
+        refuse_many(messages, MAX_MESSAGES, "messages")
         key: tuple[int, Hashable] = (0, json.dumps(tools))
         prefix = self._known.get(key)
         if prefix is None:
@@ -117,8 +118,8 @@ class Prefixes:
 
 
 def num_characters(text: str) -> int:
-    """Return the number of characters besides white space, which templates and tokenizers may drop."""
-    return sum(map(len, text.split()))
+    """Return the number of characters. White space counts a quarter at most: templates and tokenizers may drop it."""
+    return max(sum(map(len, text.split())), len(text) // 4)
 
 
 def _shown_characters(message: Message) -> int:

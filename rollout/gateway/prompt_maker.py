@@ -59,7 +59,7 @@ class PromptMaker:
         if length > self._max_characters:
             raise ApiError(
                 f"This model's maximum context length is {self._max_model_len} tokens, but the text has {length} "
-                f"characters besides white space; at most {self._max_characters} can fit",
+                f"characters; at most {self._max_characters} can fit",
                 param="messages",
                 code=CONTEXT_FULL,
             )
@@ -69,5 +69,5 @@ class PromptMaker:
 
 
 def longest_token(tokenizer: PreTrainedTokenizerFast) -> int:
-    """Return the largest number of characters besides white space that a token stands for, or more."""
+    """Return the largest number of characters that a token stands for, or more. White space counts a quarter."""
     return max(num_characters(token.translate(_SPACES)) for token in tokenizer.get_vocab())

@@ -6,9 +6,9 @@ All but `/health` also exist under `/s/<session>`, which records in a named sess
 the record, `DELETE /s/<session>` deletes it. The gateway's key opens every route, a session's key only its own session,
 under `/v1`.
 
-Covered: loopback by default, a random key, keys compared in constant time, a size limit for requests, errors without
-internal details. Not covered: TLS, rate limits, and clients that have the key and overload the engine. Put a reverse
-proxy in front before others can reach the port.
+Covered: loopback by default, a random key, keys compared in constant time, limits for the size, time and number of
+requests, errors without internal details. Not covered: TLS, rate limits, and clients that have the key and overload the
+engine. Put a reverse proxy in front before others can reach the port.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import hashlib
 import hmac
 import logging
 import re
+import resource
 import secrets
 import zlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -53,6 +54,8 @@ IDLE_S = 75.0
 """Time for the header of a request, and for the next request on a connection."""
 TRANSFER_S = 60.0
 """Time for the body of a request, and for the client to read the answer."""
+BRACKETS, BRACKETS_PER_TOKEN = 100_000, 4
+"""Opening brackets in the body of a request, those in its text included, and further ones per token of the context."""
 _SILENT = logging.Logger("gateway connections")
 """For aiohttp, which logs the bytes of malformed requests, keys included, and a traceback for each client that left."""
 _SILENT.disabled = True
@@ -105,6 +108,9 @@ class Gateway:
         self._retries: WeakKeyDictionary[Session, Retries] = WeakKeyDictionary()
         self._prompts = PromptMaker(chat, max_model_len=engine.max_model_len)
         self._runner: web.AppRunner | None = None
+        self._listener: asyncio.Server | None = None
+        self._max_connections = _open_files() // 2  # the rest is for the engine, checkpoints and agents
+        self._has_refused = False
         self._address = ""
 
     @property
@@ -142,9 +148,10 @@ class Gateway:
             lingering_time=SHUTDOWN_S,
         )
         await runner.setup()
-        site = web.TCPSite(runner, self._settings.host, self._settings.port)
         try:
-            await site.start()
+            self._listener = await asyncio.get_running_loop().create_server(
+                lambda: self._connection(runner), self._settings.host, self._settings.port
+            )
         except OSError as error:
             await runner.cleanup()
             raise ConfigError(
@@ -152,13 +159,25 @@ class Gateway:
                 "set gateway.port=0 for any free port"
             ) from error
         self._runner = runner
-        host, port = runner.addresses[0][:2]
+        host, port = self._listener.sockets[0].getsockname()[:2]
         host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
         self._address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def _connection(self, runner: web.AppRunner) -> asyncio.Protocol:
+        """Return the protocol of a new connection, or one that closes it if too many are open."""
+        assert runner.server is not None
+        if len(runner.server.connections) < self._max_connections:
+            return runner.server()
+        if not self._has_refused:
+            self._has_refused = True
+            logger.warning("gateway: %d connections are open; further ones are closed at once", self._max_connections)
+        return _Refused()
 
     async def close(self) -> None:
         """Stop listening; requests in flight have `SHUTDOWN_S` to finish. May be called twice."""
         runner, self._runner = self._runner, None
+        if self._listener is not None:
+            self._listener.close()
         if runner is not None:
             await runner.cleanup()
             self._prompts.close()
@@ -242,7 +261,7 @@ class Gateway:
 
     async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        raw = await _body(request)
+        raw = await self._body(request)
         completion = self._retries_of(session).find(request.headers, raw)
         if completion is None:
             parsed = self._parsed(session, read_json(raw))
@@ -263,6 +282,19 @@ class Gateway:
             session.remove(completion.choices, completion.prompt.kind)
             self._drop_if_unused(session)
             raise
+
+    async def _body(self, request: web.Request) -> bytes:
+        """Return the body of a request. Raises `ApiError` if it is late, or takes too long to parse."""
+        try:
+            async with asyncio.timeout(TRANSFER_S):
+                raw = await request.read()
+        except TimeoutError:
+            raise ApiError(f"the body of the request did not arrive in {TRANSFER_S:g} s", status=408) from None
+        # Lists and objects cost some 100 bytes and a microsecond each; text and numbers are cheap.
+        brackets, limit = raw.count(b"[") + raw.count(b"{"), BRACKETS + BRACKETS_PER_TOKEN * self._engine.max_model_len
+        if brackets > limit:
+            raise ApiError(f"the body of the request has {brackets} opening brackets, at most {limit} are allowed")
+        return raw
 
     def _parsed(self, session: Session, body: Mapping[str, Any]) -> ChatRequest:
         self._check_model(session, body.get("model"))
@@ -291,7 +323,7 @@ class Gateway:
     async def _tokenize(self, request: web.Request) -> web.Response:
         """Answer with the prompt ids of a chat completion with these messages, or the ids of a text."""
         session = self._session(request)
-        body = read_json(await _body(request))
+        body = read_json(await self._body(request))
         self._check_model(session, body.get("model"), may_be_missing=True)
         for field, value in body.items():
             if field not in _TOKENIZE_FIELDS:
@@ -370,13 +402,18 @@ class Gateway:
         }
 
 
+class _Refused(asyncio.Protocol):
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.close()
+
+
 @web.middleware
 async def errors_as_json(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
     """Answer every error in the form of the OpenAI API, without internal details."""
     try:
-        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+        if (request.headers.get("Content-Encoding") or "identity").lower() != "identity":
             raise ApiError("Content-Encoding is not supported; send the body as it is", status=415)
         return await handler(request)
     except ApiError as error:
@@ -394,21 +431,19 @@ async def errors_as_json(
         raise  # the client has disconnected
     except Exception:
         # The edge of the process: the client must get an answer without a traceback.
-        logger.exception("gateway: %s %s", request.method, request.path)
+        logger.exception("gateway: %s %s", request.method, request.raw_path)
         return _error(server_error("internal error of the gateway; see its log for details"))
-
-
-async def _body(request: web.Request) -> bytes:
-    try:
-        async with asyncio.timeout(TRANSFER_S):
-            return await request.read()
-    except TimeoutError:
-        raise ApiError(f"the body of the request did not arrive in {TRANSFER_S:g} s", status=408) from None
 
 
 def _error(error: ApiError) -> web.Response:
     headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
     return web.json_response(error.body, status=error.status, headers=headers)
+
+
+def _open_files() -> int:
+    """Return the number of files that this process may have open."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 2**16 if limit == resource.RLIM_INFINITY else limit
 
 
 def _digest(key: str) -> bytes:

@@ -147,3 +147,30 @@ async def test_errors_do_not_return_a_large_value_to_its_sender(change):
         assert response.status == 400
         assert len(text) < 1000
         assert server.engine.prompts == []
+
+
+async def test_connections_beyond_half_of_the_open_files_are_closed_and_the_others_served(caplog):
+    async with running(QWEN, "hello<|im_end|>") as server:
+        server.gateway._max_connections = 8
+        port = int(server.gateway.base_url.rpartition(":")[2].split("/")[0])
+        await server.ask([USER])
+        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(7)]
+        for _ in range(20):
+            assert await raw_answer(server, b"") == b""
+        await server.ask([USER])
+        for _, writer in idle:
+            writer.close()
+            await writer.wait_closed()
+        await asyncio.sleep(0.1)
+        answer = await raw_answer(server, b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 200")
+        assert caplog.text.count("8 connections are open") == 1
+
+
+async def test_a_request_of_many_small_parts_is_refused_before_it_is_parsed(monkeypatch):
+    async with running(QWEN, "hello<|im_end|>") as server, aiohttp.ClientSession() as http:
+        monkeypatch.setattr("rollout.gateway.server.read_json", lambda raw: pytest.fail("it was parsed"))
+        url, body = f"{server.gateway.base_url}/chat/completions", "[" + "[]," * 200_000 + "[]]"
+        async with http.post(url, data=body, headers=headers_of(server)) as response:
+            assert response.status == 400
+            assert "200002 opening brackets" in (await response.json())["error"]["message"]
