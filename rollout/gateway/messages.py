@@ -25,7 +25,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 2**15
 MAX_TOOLS = 1024
 MAX_CALLS = 1024
-"""Of one message. A request of millions of small parts would take the event loop's time."""
+"""Most calls of one message. A request of millions of small parts would take the event loop's time."""
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _EMPTY_FIELDS = ("function_call", "audio", "refusal")
 """Keys that client libraries send with null. Their values cannot be rendered."""
