@@ -18,6 +18,7 @@ is not extended. The spacing and quoting of tool calls are not compared, their c
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +37,8 @@ from rollout.records import EngineCall, Message
 
 CACHED_PROMPTS = 64
 """Groups that are likely to begin at the same time; a prompt of a thousand tokens takes some 10 kB."""
+
+_RENDERING_ERRORS = (jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError, IndexError)
 
 
 class History(StrEnum):
@@ -190,20 +193,44 @@ class TemplateRenderer:
 
     def _render(self, messages: Sequence[Mapping[str, Any]], tools: Tools, *, opens_turn: bool) -> str:
         try:
-            rendered = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=[dict(tool) for tool in tools] or None,
-                add_generation_prompt=opens_turn,
-                tokenize=False,
-            )
-        except (jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError, IndexError) as error:
+            return self._apply_template(messages, tools, opens_turn=opens_turn)
+        except _RENDERING_ERRORS as error:
+            as_text = _with_text_arguments(messages)
+            if as_text is not None:
+                with contextlib.suppress(*_RENDERING_ERRORS):
+                    return self._apply_template(as_text, tools, opens_turn=opens_turn)
             roles = " ".join(str(message["role"]) for message in messages[-8:])
             raise TemplateError(
                 f"the chat template cannot render these messages (the last roles: {roles}): "
                 f"{type(error).__name__}: {error}"
             ) from error
+
+    def _apply_template(self, messages: Sequence[Mapping[str, Any]], tools: Tools, *, opens_turn: bool) -> str:
+        rendered = self._tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tools=[dict(tool) for tool in tools] or None,
+            add_generation_prompt=opens_turn,
+            tokenize=False,
+        )
         assert isinstance(rendered, str)
         return rendered
+
+
+def _with_text_arguments(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
+    """Return the messages with arguments as JSON text, which DeepSeek-V3 joins to its own; None without calls."""
+    if not any(message.get("tool_calls") for message in messages):
+        return None
+    copies = [dict(message) for message in messages]
+    for copy in copies:
+        if copy.get("tool_calls"):
+            copy["tool_calls"] = [_with_text_argument(call) for call in copy["tool_calls"]]
+    return copies
+
+
+def _with_text_argument(call: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = call["function"]["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**call["function"], "arguments": text}}
 
 
 def _dummy_turn(message: Mapping[str, Any], marker: str, *, keep_calls: bool) -> dict[str, Any]:

@@ -181,11 +181,11 @@ class _TextEncoder:
         self._ids = {self._tokenizer.token_to_id(token["content"]): token["id"] for token in kept}
 
     def encode(self, text: str, *, is_first: bool) -> list[int]:
-        if is_first:
-            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        else:
-            ids = self._tokenizer.encode(self._anchor + text, add_special_tokens=False).ids[1:]
-        return [self._ids.get(token, token) for token in ids]
+        # As a batch of one, because only `encode_batch` releases the GIL: other threads serve other episodes.
+        (encoding,) = self._tokenizer.encode_batch(
+            [text if is_first else self._anchor + text], add_special_tokens=False
+        )
+        return [self._ids.get(token, token) for token in (encoding.ids if is_first else encoding.ids[1:])]
 
 
 def word_not_in(conversation: object) -> str:
