@@ -8,8 +8,14 @@ is read off a dummy conversation, rendered with and without the new messages:
 
 After the marker, A must be a prefix of B. This proves that the template appends new messages without changing how the
 turn ends; the text of B after the marker is the glue. The text before the marker comes from the record and is not
-compared: Qwen3, for example, shows an empty think block on the last turn only. Where the proof fails, the caller
-renders the whole conversation.
+compared: Qwen3, for example, shows an empty think block on the last turn only.
+
+A template may also move a new message to the front (system messages: DeepSeek-V3, Cohere2) or drop it (tool results:
+Phi-3). So B is rendered once more with each new text between two words. The glue must have all words, and be the same
+without them: then each new message stands in it, whole.
+
+Where a proof fails, the caller renders the whole conversation. A message that the template drops from that, too, is
+reported once in the log.
 
 History `template` requires more: with the new messages present, the template must still render the earlier prompt as
 the model saw it and the turn as the model said it. If it strips reasoning or edits an earlier turn, the conversation
@@ -19,7 +25,10 @@ is not extended. The spacing and quoting of tool calls are not compared, their c
 from __future__ import annotations
 
 import functools
+import itertools
 import json
+import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
@@ -33,6 +42,11 @@ from rollout.chat.tool_calls import THINK_CLOSE, THINK_OPEN, Turn, turn_from_mes
 from rollout.chat.untrusted import Mask, UntrustedTextEncoder, word_not_in
 from rollout.errors import TemplateError
 from rollout.records import EngineCall, Message
+
+logger = logging.getLogger(__name__)
+
+_QUESTION = {"role": "user", "content": "x"}
+"""Message before the turn of a dummy conversation."""
 
 CACHED_PROMPTS = 64
 """Groups that are likely to begin at the same time; a prompt of a thousand tokens takes some 10 kB."""
@@ -78,11 +92,12 @@ class TemplateRenderer:
         # The rollouts of a group begin with one prompt, which is rendered once.
         self._cached_prompt = functools.lru_cache(maxsize=CACHED_PROMPTS)(self._prompt_from_json)
         closing_ids = {self._encoder.controls[text] for text in closing_tokens if text in self._encoder.controls}
-        end_of_turn = self._end_of_turn()
+        self._roles_dropped: set[str] = set()
+        end_of_turn, self._after_content = self._end_of_turn()
         stops = [*stop_token_ids, *([] if end_of_turn is None or end_of_turn in closing_ids else [end_of_turn])]
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(stops))
         self._closing_ids = frozenset(stops) | closing_ids
-        opening = self._render([{"role": "user", "content": "x"}], (), opens_turn=True)
+        opening = self._render([_QUESTION], (), opens_turn=True)
         self.opens_reasoning: bool = opening.rfind(THINK_OPEN) > opening.rfind(THINK_CLOSE)
         """True if the generation prompt ends inside a think block, so that a sampled turn begins in one."""
 
@@ -114,34 +129,43 @@ class TemplateRenderer:
     ) -> list[int] | None:
         """Return the ids of the call, closing tokens, new messages and generation prompt; None if unproven."""
         turn, *new = normalize_messages([history[-1], *new_messages])
-        glue = self._glue(turn, new, tools, keep_calls=True)
-        if glue is None and "tool_calls" in turn:
-            # Some templates refuse parallel calls, or have no place for the marker beside them.
-            glue = self._glue(turn, new, tools, keep_calls=False)
+        glue = self._glue(turn, new, tools)
         if glue is None:
             return None
-        text, ids = glue
+        text, ids, closes = glue
         if self._history is History.TEMPLATE and not self._template_keeps_history(history, new_messages, tools, text):
             return None
-        if call.sampled_ids and call.sampled_ids[-1] in self.stop_token_ids and ids[0] in self._closing_ids:
+        stop = call.sampled_ids[-1] if call.sampled_ids else None
+        if stop in self.stop_token_ids and (ids[0] == stop or (closes and ids[0] in self._closing_ids)):
             ids = ids[1:]  # the sampled stop token stays and is not doubled
         return [*call.all_ids, *ids]
 
     def _glue(
-        self, turn: Mapping[str, Any], new: Sequence[Mapping[str, Any]], tools: Tools, *, keep_calls: bool
-    ) -> tuple[str, list[int]] | None:
-        """Return text and ids that follow an assistant turn, from its closing token on; None if unproven."""
+        self, turn: Mapping[str, Any], new: Sequence[Mapping[str, Any]], tools: Tools
+    ) -> tuple[str, list[int], bool] | None:
+        """Return text and ids that follow an assistant turn, from its closing token on; None if unproven.
+
+        The last value is True if they begin with a closing token. Otherwise a stop token may begin the next message:
+        GLM-4.5 ends turns by `<|user|>` and `<|observation|>`.
+        """
         marker = word_not_in([turn, new, tools])
-        dummy = [{"role": "user", "content": "x"}, _dummy_turn(turn, marker, keep_calls=keep_calls)]
-        mask = self._encoder.mask_for([dummy, new, tools])
+        word = word_not_in([marker, turn, new, tools])
+        between_words, num_words = _between_words(new, word)
+        turn = _dummy_turn(turn, marker)
+        mask = self._encoder.mask_for([turn, between_words, tools])
         try:
-            ended = self._render_masked(dummy, tools, mask, opens_turn=False)
+            turn, ended = self._render_ended(turn, tools, mask)
+            dummy = [_QUESTION, turn]
             extended = self._render_masked([*dummy, *new], tools, mask, opens_turn=True)
+            with_words = self._render_masked([*dummy, *between_words], tools, mask, opens_turn=True)
         except TemplateError:
             return None
-        if marker not in ended or marker not in extended:
+        if any(marker not in text for text in (ended, extended, with_words)):
             return None
-        ended, extended = _after(marker, ended), _after(marker, extended)
+        self._warn_of_dropped(between_words, with_words, word)
+        ended, extended, with_words = (_after(marker, text) for text in (ended, extended, with_words))
+        if not _is_whole(extended, with_words, word, num_words):
+            return None
         # Some templates put the end-of-sequence token after the last turn.
         end_of_text = str(self._tokenizer.eos_token or "")
         end = self._encoder.first_control(ended, self._closing_ids)
@@ -152,13 +176,37 @@ class TemplateRenderer:
             is_proven = is_same_turn and extended[end_extended.end() :].startswith(after)
             text = extended[end_extended.start() :]
         else:
-            # Without a closing token, the rest of a tool call cannot be told from what follows it.
-            has_calls = keep_calls and "tool_calls" in turn
-            is_proven = end is end_extended and not has_calls and extended.startswith(ended)
-            text = extended
+            # Without a closing token, a turn with calls ends with the text that ends a turn without calls.
+            closing = self._after_content if "tool_calls" in turn else ended
+            is_proven = end is None and extended.startswith(ended) and ended.endswith(closing)
+            text = extended[len(ended) - len(closing) :]
         if not is_proven or not text:
             return None
-        return mask.restore(text), self._encoder.encode(text, mask)
+        return mask.restore(text), self._encoder.encode(text, mask), end is not None
+
+    def _render_ended(self, turn: dict[str, Any], tools: Tools, mask: Mask) -> tuple[dict[str, Any], str]:
+        """Render a dummy that ends with this turn; without its calls only if the template refuses them.
+
+        Llama 3.1, for example, refuses parallel calls. Returns the turn as it was rendered.
+        """
+        try:
+            return turn, self._render_masked([_QUESTION, turn], tools, mask, opens_turn=False)
+        except TemplateError:
+            turn = {key: value for key, value in turn.items() if key != "tool_calls"}
+            return turn, self._render_masked([_QUESTION, turn], tools, mask, opens_turn=False)
+
+    def _warn_of_dropped(self, between_words: Sequence[Mapping[str, Any]], rendered: str, word: str) -> None:
+        """Log once per role that a rendering of messages between words shows a content nowhere."""
+        for message in between_words:
+            numbered = re.search(f"{word}x[0-9]+x", message["content"])
+            role = str(message["role"])
+            if numbered and numbered[0] not in rendered and role not in self._roles_dropped:
+                self._roles_dropped.add(role)
+                logger.warning(
+                    "the chat template drops a message of role %r, so the model does not read it; use a model or a "
+                    "chat_template.jinja that shows such messages",
+                    role,
+                )
 
     def _template_keeps_history(
         self, history: Sequence[Message], new_messages: Sequence[Message], tools: Tools, glue: str
@@ -172,15 +220,15 @@ class TemplateRenderer:
         rendered = self._parse(whole[len(prompt) :].removesuffix(glue), tools)
         return _trimmed(rendered) == _trimmed(turn_from_message(conversation[len(history) - 1]))
 
-    def _end_of_turn(self) -> int | None:
-        """Return the control token that follows the content of an assistant turn; None if the template has none."""
+    def _end_of_turn(self) -> tuple[int | None, str]:
+        """Return the control token that follows the content of an assistant turn, or None, and all text after it."""
         marker = word_not_in([])
-        dummy = [{"role": "user", "content": "x"}, {"role": "assistant", "content": marker}]
-        rendered = self._render(dummy, (), opens_turn=False)
+        rendered = self._render([_QUESTION, {"role": "assistant", "content": marker}], (), opens_turn=False)
         if marker not in rendered:
             raise TemplateError("the chat template does not show the content of an assistant turn")
-        match = self._encoder.first_control(_after(marker, rendered), frozenset(self._encoder.controls.values()))
-        return None if match is None else self._encoder.controls[match[0]]
+        after = _after(marker, rendered)
+        match = self._encoder.first_control(after, frozenset(self._encoder.controls.values()))
+        return None if match is None else self._encoder.controls[match[0]], after
 
     def _render_masked(
         self, messages: Sequence[Mapping[str, Any]], tools: Tools, mask: Mask, *, opens_turn: bool
@@ -206,18 +254,53 @@ class TemplateRenderer:
         return rendered
 
 
-def _dummy_turn(message: Mapping[str, Any], marker: str, *, keep_calls: bool) -> dict[str, Any]:
+def _dummy_turn(message: Mapping[str, Any], marker: str) -> dict[str, Any]:
     """Return a normalized assistant message with the same calls by name and id; everything else is the marker.
 
     Templates that show no content beside tool calls show the marker as the argument of the last call.
     """
     dummy: dict[str, Any] = {"role": "assistant", "content": marker}
-    if keep_calls and "tool_calls" in message:
+    if "tool_calls" in message:
         dummy["tool_calls"] = [
             {**call, "function": {"name": call["function"]["name"], "arguments": {"marker": marker}}}
             for call in message["tool_calls"]
         ]
     return dummy
+
+
+def _between_words(messages: Sequence[Mapping[str, Any]], word: str) -> tuple[list[dict[str, Any]], int]:
+    """Return normalized messages with each text between two words, numbered variants of `word`; and their number.
+
+    Texts are the content, and the names and arguments of calls. White space around a text stays outside the words,
+    since templates trim it. Reasoning is left alone: templates drop it from turns that were not sampled here.
+    """
+    numbers = itertools.count()
+
+    def enclose(text: str) -> str:
+        body = text.strip()
+        before, after = text[: text.index(body)], text[text.index(body) + len(body) :]
+        return f"{before}{word}x{next(numbers)}x{body}{word}x{next(numbers)}x{after}"
+
+    def enclose_call(call: Mapping[str, Any]) -> dict[str, Any]:
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        values = {key: map_text(value, enclose) for key, value in arguments.items()} if arguments else arguments
+        return {**call, "function": {"name": enclose(name), "arguments": values}}
+
+    enclosed = []
+    for message in messages:
+        copy = dict(message)
+        if message["content"] or "tool_calls" not in message:
+            copy["content"] = enclose(message["content"])
+        if "tool_calls" in message:
+            copy["tool_calls"] = [enclose_call(call) for call in message["tool_calls"]]
+        enclosed.append(copy)
+    return enclosed, next(numbers)
+
+
+def _is_whole(text: str, with_words: str, word: str, count: int) -> bool:
+    """Return True if the second text has all numbered words and equals the first without them."""
+    numbered = re.compile(f"{word}x[0-9]+x")
+    return len(set(numbered.findall(with_words))) == count and numbered.sub("", with_words) == text
 
 
 def _after(marker: str, text: str) -> str:
