@@ -182,7 +182,7 @@ class TemplateRenderer:
             text = extended[len(ended) - len(closing) :]
         if not is_proven or not text:
             return None
-        return mask.restore(text), self._encoder.encode(text, mask), end is not None
+        return mask.restore(text), self._encoder.encode_continuation(text, mask), end is not None
 
     def _render_ended(self, turn: dict[str, Any], tools: Tools, mask: Mask) -> tuple[dict[str, Any], str]:
         """Render a dummy that ends with this turn; without its calls only if the template refuses them.
