@@ -28,6 +28,8 @@ MAX_DEPTH = 100
 
 _HERMES_CALL = re.compile(rf"{TOOL_CALL_OPEN}(.*?)(?:{TOOL_CALL_CLOSE}|(?={TOOL_CALL_OPEN})|\Z)", re.DOTALL)
 
+_THINK_TAG = re.compile(f"{THINK_OPEN}|{THINK_CLOSE}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
@@ -79,10 +81,16 @@ def split_reasoning(text: str, *, is_open: bool = False) -> tuple[str | None, st
     """Split a text into the reasoning of its first think block, or None, and the rest.
 
     A block that is never closed is all reasoning. A close without an open ends a block that began with the text.
+    Think tags inside tool calls are arguments.
     is_open: True if the prompt ended inside a think block, so that the text starts in one.
     """
-    head, closed, rest = text.partition(THINK_CLOSE)
-    before, opened, inside = head.partition(THINK_OPEN)
+    tags = _without_tags_in_calls(text, is_open=is_open)
+    close = tags.find(THINK_CLOSE)
+    closed = close >= 0
+    head, rest = (text[:close], text[close + len(THINK_CLOSE) :]) if closed else (text, "")
+    start = tags.find(THINK_OPEN, 0, len(head))
+    opened = start >= 0
+    before, inside = (head[:start], head[start + len(THINK_OPEN) :]) if opened else (head, "")
     if closed:
         reasoning = inside if opened else before
         outside = before.strip() if opened else ""
@@ -92,6 +100,22 @@ def split_reasoning(text: str, *, is_open: bool = False) -> tuple[str | None, st
     if is_open:
         return text.strip("\n"), ""
     return None, text
+
+
+def _without_tags_in_calls(text: str, *, is_open: bool) -> str:
+    """Return the text, of the same length, without the think tags inside tool calls.
+
+    Inside a think block only well-formed calls count: a model may write about calls there.
+    """
+    parts = []
+    end = 0
+    for match in _HERMES_CALL.finditer(text):
+        before = text[end : match.start()]
+        is_open = is_open or THINK_OPEN in before
+        is_argument = not is_open or isinstance(_read_call(match[1], arguments_keys=("arguments",)), ToolCall)
+        parts += before, _THINK_TAG.sub(lambda tag: " " * len(tag[0]), match[0]) if is_argument else match[0]
+        end = match.end()
+    return "".join([*parts, text[end:]])
 
 
 def parse_hermes(text: str, *, reasoning_is_open: bool = False) -> Turn:
@@ -120,12 +144,12 @@ def parse_hermes(text: str, *, reasoning_is_open: bool = False) -> Turn:
 def parse_llama3(text: str, *, tool_names: Collection[str] = (), reasoning_is_open: bool = False) -> Turn:
     """Parse Llama 3 calls. Without <|python_tag|>, a turn that is JSON counts as a call only where tools were offered,
     since a model also answers in JSON when it is asked for JSON."""
-    reasoning, content = split_reasoning(text, is_open=reasoning_is_open)
-    body = content.strip()
-    is_tagged = body.startswith(PYTHON_TAG)
-    body = body.removeprefix(PYTHON_TAG).strip()
-    if not is_tagged and not (tool_names and body.startswith("{")):
+    reasoning, content = None, text
+    if reasoning_is_open or not _is_llama3_call(text, tool_names):  # think tags inside a call are arguments
+        reasoning, content = split_reasoning(text, is_open=reasoning_is_open)
+    if not _is_llama3_call(content, tool_names):
         return Turn(content=content, reasoning=reasoning)
+    body = content.strip().removeprefix(PYTHON_TAG).strip()
     calls: list[ToolCall] = []
     for part in _json_values(body):
         found = _read_call(part, arguments_keys=("parameters", "arguments"))
@@ -133,6 +157,11 @@ def parse_llama3(text: str, *, tool_names: Collection[str] = (), reasoning_is_op
             return Turn(content=content, reasoning=reasoning, errors=(found,))
         calls.append(found)
     return Turn(content="", reasoning=reasoning, calls=tuple(calls))
+
+
+def _is_llama3_call(text: str, tool_names: Collection[str]) -> bool:
+    body = text.strip()
+    return body.startswith(PYTHON_TAG) or (bool(tool_names) and body.startswith("{"))
 
 
 def _json_values(text: str) -> list[str]:
