@@ -19,7 +19,8 @@ reported once in the log.
 
 History `template` requires more: with the new messages present, the template must still render the earlier prompt as
 the model saw it and the turn as the model said it. If it strips reasoning or edits an earlier turn, the conversation
-is not extended. The spacing and quoting of tool calls are not compared, their content is.
+is not extended. The spacing and quoting of tool calls are not compared, their content is. Reasoning that was cut by its
+length limit is another turn than the closed reasoning of a template.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ import jinja2
 from transformers import PreTrainedTokenizerFast
 
 from rollout.chat.messages import Tools, map_text, normalize_messages
-from rollout.chat.tool_calls import THINK_CLOSE, THINK_OPEN, Turn, turn_from_message
+from rollout.chat.tool_calls import THINK_CLOSE, THINK_OPEN, Turn
 from rollout.chat.untrusted import Mask, UntrustedTextEncoder, word_not_in
 from rollout.errors import TemplateError
 from rollout.records import EngineCall, Message
@@ -56,7 +57,10 @@ class History(StrEnum):
     """Treatment of earlier turns when a conversation goes on."""
 
     KEEP = "keep"
-    """They stay as sampled, reasoning included: an extension wherever the glue can be proven."""
+    """They stay as sampled, reasoning included: an extension wherever the glue can be proven.
+
+    Nothing is written into a turn. Reasoning that was cut by its length limit stays open: the end of the turn follows,
+    without a `</think>` that the model did not sample."""
     TEMPLATE = "template"
     """The chat template decides; where it strips or edits an earlier turn, the conversation branches."""
 
@@ -70,12 +74,13 @@ class TemplateRenderer:
         *,
         history: History,
         parse: Callable[[str, Tools], Turn],
+        read: Callable[[Sequence[int], Tools], Turn],
         stop_token_ids: Sequence[int],
         closing_tokens: Sequence[str] = (),
     ) -> None:
         """Raises `TemplateError` without a chat template that can render one user and one assistant turn.
 
-        parse: parser of an assistant turn's text; used to compare turns under history `template`.
+        parse, read: parsers of an assistant turn's text and of its sampled ids; used under history `template`.
         stop_token_ids: known to end a turn. The end-of-turn token of the template is added.
         closing_tokens: further tokens that may close a turn in a rendering, though sampling goes on after them.
         """
@@ -86,7 +91,7 @@ class TemplateRenderer:
             )
         self._tokenizer = tokenizer
         self._history = history
-        self._parse = parse
+        self._parse, self._read = parse, read
         self._encoder = UntrustedTextEncoder(tokenizer)
         self._shows_the_time = "strftime_now" in str(tokenizer.chat_template)
         # The rollouts of a group begin with one prompt, which is rendered once.
@@ -133,7 +138,9 @@ class TemplateRenderer:
         if glue is None:
             return None
         text, ids, closes = glue
-        if self._history is History.TEMPLATE and not self._template_keeps_history(history, new_messages, tools, text):
+        if self._history is History.TEMPLATE and not self._template_keeps_history(
+            call, history, new_messages, tools, text
+        ):
             return None
         stop = call.sampled_ids[-1] if call.sampled_ids else None
         if stop in self.stop_token_ids and (ids[0] == stop or (closes and ids[0] in self._closing_ids)):
@@ -209,7 +216,7 @@ class TemplateRenderer:
                 )
 
     def _template_keeps_history(
-        self, history: Sequence[Message], new_messages: Sequence[Message], tools: Tools, glue: str
+        self, call: EngineCall, history: Sequence[Message], new_messages: Sequence[Message], tools: Tools, glue: str
     ) -> bool:
         """Return True if the template renders the last prompt and the last turn unchanged before the new messages."""
         conversation = normalize_messages([*history, *new_messages])
@@ -218,7 +225,7 @@ class TemplateRenderer:
         if not whole.startswith(prompt) or not whole[len(prompt) :].endswith(glue):
             return False
         rendered = self._parse(whole[len(prompt) :].removesuffix(glue), tools)
-        return _trimmed(rendered) == _trimmed(turn_from_message(conversation[len(history) - 1]))
+        return _trimmed(rendered) == _trimmed(self._read(call.sampled_ids, tools))
 
     def _end_of_turn(self) -> tuple[int | None, str]:
         """Return the control token that follows the content of an assistant turn, or None, and all text after it."""

@@ -47,6 +47,8 @@ class Turn:
     calls: tuple[ToolCall, ...] = ()
     errors: tuple[str, ...] = ()
     """One sentence per malformed call; its text is still in `content`."""
+    ends_in_reasoning: bool = False
+    """True if the reasoning was never closed, or nothing follows it in a format that ends turns by an answer."""
 
     def message(self, sampled_ids: Sequence[int]) -> dict[str, Any]:
         """Return the turn as an OpenAI message: role and content, and further keys that have a value."""
@@ -65,16 +67,6 @@ class Turn:
         if self.errors:
             message["tool_call_errors"] = list(self.errors)
         return message
-
-
-def turn_from_message(message: Mapping[str, Any]) -> Turn:
-    """Return the turn of an assistant message (arguments as objects or as JSON text)."""
-    calls = []
-    for call in message.get("tool_calls") or ():
-        arguments = call["function"]["arguments"]
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        calls.append(ToolCall(name=call["function"]["name"], arguments=text))
-    return Turn(content=message["content"], reasoning=message.get("reasoning_content"), calls=tuple(calls))
 
 
 def split_reasoning(text: str, *, is_open: bool = False) -> tuple[str | None, str]:
@@ -118,8 +110,13 @@ def _without_tags_in_calls(text: str, *, is_open: bool) -> str:
     return "".join([*parts, text[end:]])
 
 
+def _is_closed(text: str, *, is_open: bool) -> bool:
+    return THINK_CLOSE in _without_tags_in_calls(text, is_open=is_open)
+
+
 def parse_hermes(text: str, *, reasoning_is_open: bool = False) -> Turn:
     reasoning, content = split_reasoning(text, is_open=reasoning_is_open)
+    is_cut = reasoning is not None and not _is_closed(text, is_open=reasoning_is_open)
     calls: list[ToolCall] = []
     errors: list[str] = []
 
@@ -138,7 +135,9 @@ def parse_hermes(text: str, *, reasoning_is_open: bool = False) -> Turn:
     remaining = _HERMES_CALL.sub(read, content)
     if calls:
         remaining = remaining.strip("\n")
-    return Turn(content=remaining, reasoning=reasoning, calls=tuple(calls), errors=tuple(errors))
+    return Turn(
+        content=remaining, reasoning=reasoning, calls=tuple(calls), errors=tuple(errors), ends_in_reasoning=is_cut
+    )
 
 
 def parse_llama3(text: str, *, tool_names: Collection[str] = (), reasoning_is_open: bool = False) -> Turn:
@@ -148,7 +147,8 @@ def parse_llama3(text: str, *, tool_names: Collection[str] = (), reasoning_is_op
     if reasoning_is_open or not _is_llama3_call(text, tool_names):  # think tags inside a call are arguments
         reasoning, content = split_reasoning(text, is_open=reasoning_is_open)
     if not _is_llama3_call(content, tool_names):
-        return Turn(content=content, reasoning=reasoning)
+        is_cut = reasoning is not None and not _is_closed(text, is_open=reasoning_is_open)
+        return Turn(content=content, reasoning=reasoning, ends_in_reasoning=is_cut)
     body = content.strip().removeprefix(PYTHON_TAG).strip()
     calls: list[ToolCall] = []
     for part in _json_values(body):

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollout.chat.harmony import parse_harmony
 from rollout.chat.tool_calls import (
     MAX_DEPTH,
     PYTHON_TAG,
@@ -206,3 +207,25 @@ def test_parsing_never_raises_and_arguments_are_always_json_objects(text: str) -
     for turn in (parse_hermes(text), parse_llama3(text, tool_names=["a"])):
         assert all(isinstance(json.loads(call.arguments), dict) for call in turn.calls)
         assert turn.message([])["role"] == "assistant"
+
+
+@pytest.mark.parametrize(
+    ("text", "is_open", "is_cut"),
+    [
+        ("<think>a", False, True),
+        ("<think>a</think>", False, False),
+        ("a", True, True),
+        ("a</think>", True, False),
+        ("a", False, False),
+        ("a <think>b", False, False),
+        ("<think>" + hermes(CALL % "</think>"), False, True),
+        (hermes(CALL % "</think>"), False, False),
+    ],
+)
+def test_a_turn_ends_in_its_reasoning_if_no_tag_outside_calls_closes_it(text: str, is_open: bool, is_cut: bool) -> None:
+    assert parse_hermes(text, reasoning_is_open=is_open).ends_in_reasoning is is_cut
+    assert parse_llama3(text, reasoning_is_open=is_open).ends_in_reasoning is is_cut
+    assert parse_harmony("<|channel|>analysis<|message|>a<|end|>").ends_in_reasoning
+    assert not parse_harmony(
+        "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b"
+    ).ends_in_reasoning
