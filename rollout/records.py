@@ -60,6 +60,10 @@ class VersionSpan:
     start: int
     end: int
 
+    @property
+    def values(self) -> tuple[int, int, int]:
+        return self.version, self.start, self.end
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SamplingSupport:
@@ -95,9 +99,9 @@ class SamplingSupport:
 class EngineCall:
     """One engine request with its token evidence, from which training rows are built.
 
-    Raises `EvidenceError` for counts that disagree, ids that are not non-negative integers, logprobs that are
-    non-finite, positive or the engine's filler, version spans that do not tile the tokens, and a sampled token outside
-    its support.
+    Raises `EvidenceError` for counts that disagree, ids that are not non-negative integers, logprobs that are no
+    numbers, non-finite, positive or the engine's filler, version spans that do not tile the tokens, and a sampled token
+    outside its support. Nothing is converted: the text "-0.5" and False are not logprobs.
     """
 
     prompt_ids: tuple[int, ...]
@@ -114,10 +118,11 @@ class EngineCall:
             raise EvidenceError("engine call: the prompt is empty, expected at least one token")
         if len(self.sampled_logprobs) != n:
             raise EvidenceError(f"engine call: {n} sampled tokens but {len(self.sampled_logprobs)} logprobs")
-        _check_ids("prompt", self.prompt_ids)
-        _check_ids("sampled", self.sampled_ids)
+        token_ids("prompt", self.prompt_ids)
+        token_ids("sampled", self.sampled_ids)
         for position, logprob in enumerate(self.sampled_logprobs):
-            is_number = isinstance(logprob, (int, float, np.floating))  # engines may send None
+            # Engines may send None; a bool is an int in Python.
+            is_number = isinstance(logprob, (int, float, np.floating)) and not isinstance(logprob, bool)
             if not is_number or not ENGINE_FILLER_LOGPROB < logprob <= 1e-4:
                 raise EvidenceError(
                     f"engine call: sampled token {position} (id {self.sampled_ids[position]}) has logprob {logprob}; "
@@ -125,6 +130,8 @@ class EngineCall:
                 )
         end = 0
         for span in self.version_spans:
+            if not all(type(value) is int or isinstance(value, np.integer) for value in span.values):
+                raise EvidenceError(f"engine call: version and limits of {span} are not integers")
             if span.start != end or span.end < span.start:
                 raise EvidenceError(f"engine call: version spans {self.version_spans} do not tile {n} tokens")
             end = span.end
@@ -223,10 +230,14 @@ class TrainingRow:
         return int(self.loss_mask.sum())
 
 
-def _check_ids(name: str, ids: Sequence[int]) -> None:
+def token_ids(name: str, ids: Sequence[int]) -> array[int]:
+    """Return ids as an array of 64-bit integers. Raises `EvidenceError` unless all are non-negative integers."""
     try:
-        is_negative = len(ids) > 0 and min(array("q", ids)) < 0
+        if bool in set(map(type, ids)):  # a bool counts as an integer in Python
+            raise TypeError(f"{next(token for token in ids if isinstance(token, bool))} is a bool")
+        array_of_ids = array("q", ids)
     except (TypeError, OverflowError) as error:
         raise EvidenceError(f"engine call: a {name} id is not a token id ({error})") from error
-    if is_negative:
+    if array_of_ids and min(array_of_ids) < 0:
         raise EvidenceError(f"engine call: negative {name} id")
+    return array_of_ids

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rollout.errors import DataError
-from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus, SamplingSupport, VersionSpan
+from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus, SamplingSupport, VersionSpan, token_ids
 
 PLAIN_FIELDS = ("rollout_id", "group_id", "status", "reward", "rewards", "outcome", "error", "duration_s", "example")
 """Fields of a rollout that JSON holds as they are."""
@@ -84,7 +84,7 @@ def call_to_json(call: EngineCall) -> dict[str, Any]:
         "sampled_ids": call.sampled_ids,
         "sampled_logprobs": call.sampled_logprobs,
         "finish_reason": call.finish_reason.value,
-        "version_spans": [(span.version, span.start, span.end) for span in call.version_spans],
+        "version_spans": [span.values for span in call.version_spans],
     }
     if call.support is not None:
         data["support"] = {"offsets": call.support.offsets.tolist(), "token_ids": call.support.token_ids.tolist()}
@@ -102,7 +102,7 @@ def call_from_json(data: dict[str, Any]) -> EngineCall:
         support=None
         if support is None
         else SamplingSupport(
-            offsets=np.asarray(support["offsets"], dtype=np.int64),
-            token_ids=np.asarray(support["token_ids"], dtype=np.int32),
+            offsets=np.asarray(token_ids("support offset", support["offsets"])),
+            token_ids=np.asarray(token_ids("support", support["token_ids"])).astype(np.int32),
         ),
     )

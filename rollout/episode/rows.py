@@ -110,7 +110,7 @@ def _content_key(node: _Node) -> tuple:
         node.path,
         len(call.prompt_ids),
         call.sampled_logprobs,
-        tuple((span.version, span.start, span.end) for span in call.version_spans),
+        tuple(span.values for span in call.version_spans),
         call.finish_reason.value,
         b"" if call.support is None else call.support.offsets.tobytes() + call.support.token_ids.tobytes(),
     )
