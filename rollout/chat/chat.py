@@ -99,13 +99,16 @@ class Chat:
             return ""
         return parity(self.tokenizer, self._renderer, messages)
 
-    def parse(self, sampled_ids: Sequence[int], tools: Tools | None = None) -> Message:
+    def parse(
+        self, sampled_ids: Sequence[int], tools: Tools | None = None, *, prompt_ids: Sequence[int] = ()
+    ) -> Message:
         """Parse a sampled turn. Never raises: a model can sample anything.
 
         The message has role, content, and if present reasoning_content, tool_calls (OpenAI form) and tool_call_errors,
-        one sentence for each malformed call (its text is still in the content).
+        one sentence for each malformed call (its text is still in the content). With `prompt_ids`, the prompt of the
+        turn, the ids of tool calls are unique in the conversation.
         """
-        return self._read(sampled_ids, tools or ()).message(sampled_ids)
+        return self._read(sampled_ids, tools or ()).message(sampled_ids, prompt_ids=prompt_ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, special tokens included."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -50,15 +51,19 @@ class Turn:
     ends_in_reasoning: bool = False
     """True if the reasoning was never closed, or nothing follows it in a format that ends turns by an answer."""
 
-    def message(self, sampled_ids: Sequence[int]) -> dict[str, Any]:
-        """Return the turn as an OpenAI message: role and content, and further keys that have a value."""
+    def message(self, sampled_ids: Sequence[int], *, prompt_ids: Sequence[int] = ()) -> dict[str, Any]:
+        """Return the turn as an OpenAI message: role and content, and further keys that have a value.
+
+        The ids of its tool calls depend on all token ids given, so that equal calls in two turns have other ids.
+        """
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.reasoning is not None:
             message["reasoning_content"] = self.reasoning
         if self.calls:
+            turn = (tuple(sampled_ids), hashlib.blake2b(array("q", prompt_ids).tobytes()).digest())
             message["tool_calls"] = [
                 {
-                    "id": _call_id(sampled_ids, index),
+                    "id": _call_id(turn, index),
                     "type": "function",
                     "function": {"name": call.name, "arguments": call.arguments},
                 }
@@ -235,7 +240,7 @@ def _kind(value: object) -> str:
     return names.get(type(value), "null")
 
 
-def _call_id(sampled_ids: Sequence[int], index: int) -> str:
+def _call_id(turn: object, index: int) -> str:
     """Return the id of a call, equal for equal turns: nine letters and digits, a form that every template accepts."""
-    digest = hashlib.blake2b(repr((tuple(sampled_ids), index)).encode(), digest_size=5)
+    digest = hashlib.blake2b(repr((turn, index)).encode(), digest_size=5)
     return digest.hexdigest()[:9]

@@ -65,7 +65,7 @@ class Conversation:
             call = await self._record.sample(self._next_prompt(), seed=request_seed(self._seed, self._num_turns))
         finally:
             self._is_asking = False
-        message = self._record.chat.parse(call.sampled_ids, self._tools)
+        message = self._record.chat.parse(call.sampled_ids, self._tools, prompt_ids=call.prompt_ids)
         self._messages, self._unanswered = (*self.messages, message), ()
         self._num_turns += 1
         self.last_call = call

@@ -186,6 +186,14 @@ def test_call_ids_are_repeatable_and_distinct_with_nine_letters_and_digits() -> 
     assert all(len(name) == 9 and name.isalnum() for name in ids)
 
 
+def test_equal_calls_in_two_turns_of_a_conversation_have_different_ids() -> None:
+    turn = parse_hermes(hermes('{"name": "a"}'))
+    ids = [turn.message([1, 2], prompt_ids=prompt)["tool_calls"][0]["id"] for prompt in ((), [5], (5,), (5, 6), (1, 5))]
+    assert ids[1] == ids[2]
+    assert len(set(ids)) == 4
+    assert all(len(name) == 9 and name.isalnum() for name in ids)
+
+
 fragments = st.sampled_from(
     [
         "<think>",
