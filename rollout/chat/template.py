@@ -25,11 +25,13 @@ length limit is another turn than the closed reasoning of a template.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
 import logging
 import re
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
@@ -134,7 +136,7 @@ class TemplateRenderer:
     ) -> list[int] | None:
         """Return the ids of the call, closing tokens, new messages and generation prompt; None if unproven."""
         turn, *new = normalize_messages([history[-1], *new_messages])
-        glue = self._glue(turn, new, tools)
+        glue = self._glue(call, turn, new, tools)
         if glue is None:
             return None
         text, ids, closes = glue
@@ -148,7 +150,7 @@ class TemplateRenderer:
         return [*call.all_ids, *ids]
 
     def _glue(
-        self, turn: Mapping[str, Any], new: Sequence[Mapping[str, Any]], tools: Tools
+        self, call: EngineCall, turn: Mapping[str, Any], new: Sequence[Mapping[str, Any]], tools: Tools
     ) -> tuple[str, list[int], bool] | None:
         """Return text and ids that follow an assistant turn, from its closing token on; None if unproven.
 
@@ -189,7 +191,27 @@ class TemplateRenderer:
             text = extended[len(ended) - len(closing) :]
         if not is_proven or not text:
             return None
+        if self._history is History.KEEP and tools and all(mask.hide(name) in text for name in _names(tools)):
+            with contextlib.suppress(TemplateError):
+                without_tools = _after(marker, self._render_masked([*dummy, *new], (), mask, opens_turn=True))
+                text = self._without_repeated_tools(text, without_tools[len(extended) - len(text) :], call, mask)
         return mask.restore(text), self._encoder.encode_continuation(text, mask), end is not None
+
+    def _without_repeated_tools(self, text: str, without_tools: str, call: EngineCall, mask: Mask) -> str:
+        """Return the glue without its tool list if the prompt has the same list.
+
+        Mistral 7B v0.3, for example, shows the tools before the last user turn only. Where the earlier list stays, each
+        user turn would add another one.
+        """
+        num_added = len(text) - len(without_tools)
+        start = next((i for i, (one, other) in enumerate(zip(text, without_tools, strict=False)) if one != other), 0)
+        if num_added <= 0 or text[start + num_added :] != without_tools[start:]:
+            return text
+        while start > 0 and text[start - 1] == text[start + num_added - 1]:  # the list may begin as what follows it
+            start -= 1
+        tools = self._encoder.encode_continuation(text[start : start + num_added], mask)
+        is_known = array("q", tools).tobytes() in array("q", call.prompt_ids).tobytes()
+        return without_tools if is_known else text
 
     def _render_ended(self, turn: dict[str, Any], tools: Tools, mask: Mask) -> tuple[dict[str, Any], str]:
         """Render a dummy that ends with this turn; without its calls only if the template refuses them.
@@ -308,6 +330,10 @@ def _is_whole(text: str, with_words: str, word: str, count: int) -> bool:
     """Return True if the second text has all numbered words and equals the first without them."""
     numbered = re.compile(f"{word}x[0-9]+x")
     return len(set(numbered.findall(with_words))) == count and numbered.sub("", with_words) == text
+
+
+def _names(tools: Tools) -> list[str]:
+    return [str(tool.get("function", tool).get("name", "")) for tool in tools]
 
 
 def _after(marker: str, text: str) -> str:

@@ -206,3 +206,41 @@ def test_a_message_that_the_template_drops_is_reported_once(caplog: pytest.LogCa
             assert extension(chat, turn(content="fine"), new)[1] is None
         assert len(caplog.records) == reports, name
         assert all("drops a message of role 'tool'" in record.message for record in caplog.records)
+
+
+TOOLS_BEFORE_LAST_USER = (
+    "{%- set users = messages | selectattr('role', 'equalto', 'user') | list %}"
+    "{%- for m in messages %}{%- if m.role == 'user' %}"
+    "{%- if tools and m == users[-1] %}{{ '[TOOLS]' + (tools | tojson) + '[/TOOLS]' }}{%- endif %}"
+    "{{ '[INST] ' + m.content + '[/INST]' }}"
+    "{%- elif m.role == 'tool' %}{{ '[RESULT]' + m.content + '[/RESULT]' }}"
+    "{%- else %}{{ ' ' + m.content + (m.tool_calls | tojson if m.tool_calls else '') + '<eos>' }}{%- endif %}"
+    "{%- endfor %}"
+)
+"""The tools stand before the last user turn only, as in the template of Mistral 7B v0.3."""
+
+
+def test_a_tool_list_that_moves_with_the_last_user_turn_is_not_repeated() -> None:
+    tokenizer = byte_tokenizer_of(TOOLS_BEFORE_LAST_USER)
+    chat, follow = Chat(tokenizer), Chat(tokenizer, history="template")
+    ids = chat.prompt([USER], [WEATHER])
+    messages: list[Mapping[str, Any]] = [USER]
+    for number in range(3):
+        call = a_call(ids, [*encoded(tokenizer, " fine"), tokenizer.eos_token_id])
+        messages.append(chat.parse(call.sampled_ids, [WEATHER]))
+        new = [{"role": "user", "content": f"get_weather {number}"}]
+        extended = chat.extend(call, messages, new, [WEATHER])
+        assert extended is not None
+        assert tokenizer.decode(extended[len(call.all_ids) :]) == f"[INST] get_weather {number}[/INST]"
+        assert follow.extend(call, messages, new, [WEATHER]) is None
+        ids, messages = extended, messages + new
+    assert tokenizer.decode(ids).count("[TOOLS]") == 1
+
+
+def test_a_tool_list_that_the_prompt_does_not_hold_is_shown() -> None:
+    tokenizer = byte_tokenizer_of(TOOLS_BEFORE_LAST_USER)
+    chat = Chat(tokenizer)
+    call = a_call(chat.prompt([USER]), [*encoded(tokenizer, " fine"), tokenizer.eos_token_id])
+    extended = chat.extend(call, [USER, chat.parse(call.sampled_ids)], [USER], [WEATHER])
+    assert extended is not None
+    assert tokenizer.decode(extended).count("[TOOLS]") == 1
