@@ -118,7 +118,12 @@ class WorkerPool:
         self, spec: str, settings: Mapping[str, Any], rollouts: Sequence[Rollout], timeout_s: float
     ) -> list[Verdict]:
         cancelled = threading.Event()
-        request = {"do": "judge", "spec": spec, "settings": settings, "rollouts": [to_json(one) for one in rollouts]}
+        request = {
+            "do": "judge",
+            "spec": spec,
+            "settings": settings,
+            "rollouts": [to_json(one, shares_prompts=True) for one in rollouts],
+        }
         future = self._threads.submit(self._judge, request, timeout_s, cancelled)
         try:
             return await asyncio.wrap_future(future)
