@@ -45,6 +45,8 @@ def code_tests(
         SandboxError: the system did not isolate the program.
         DataError: the tests are malformed.
     """
+    if not isinstance(unsafe, bool):  # the text "false" would count as true
+        raise ConfigError(f"code_tests: unsafe={unsafe!r} must be true or false")
     if max_tests < 1:
         raise ConfigError(f"code_tests: max_tests={max_tests} must be at least 1")
     tests = _tests(reference(rollout, column), column)[:max_tests]
