@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import subprocess
 from typing import Any
 
 import pytest
@@ -18,11 +19,15 @@ MOST_S = 10.0
 
 
 @functools.cache
-def results(identity: str, *flags: str) -> dict[str, Any]:
+def finished(identity: str, *flags: str) -> subprocess.CompletedProcess[str]:
     """Run all programs as an identity, once."""
     if identity not in identities():
         pytest.skip(f"this system has no identity {identity}")
-    done = run_as(identity, "-m", "tests.hostile.run_programs", *flags, *(WITHOUT_WALLS if flags else PROGRAMS))
+    return run_as(identity, "-m", "tests.hostile.run_programs", *flags, *(WITHOUT_WALLS if flags else PROGRAMS))
+
+
+def results(identity: str, *flags: str) -> dict[str, Any]:
+    done = finished(identity, *flags)
     assert done.returncode == 0, f"the runner itself ended: {done.returncode} {done.stderr[-2000:]}"
     return json.loads(done.stdout)
 
