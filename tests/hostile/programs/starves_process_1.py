@@ -10,13 +10,13 @@ for name, arguments in (
 ):
     try:
         getattr(os, name)(*arguments)
-        print("broke", name)
+        print("broke", name, flush=True)
     except PermissionError:
         pass
 for name in ("RLIMIT_CPU", "RLIMIT_NOFILE", "RLIMIT_AS"):
     try:
         resource.prlimit(1, getattr(resource, name), (1, 1))
-        print("broke", name)
+        print("broke", name, flush=True)
     except PermissionError:
         pass
 for _ in range(6):
