@@ -45,6 +45,10 @@ class RewardError(LockstepError, RuntimeError):
     """Rewards fail too often to continue."""
 
 
+class SandboxError(LockstepError, RuntimeError):
+    """A program of the model was not started, because the system did not isolate it."""
+
+
 class CheckpointError(LockstepError, RuntimeError):
     """A checkpoint cannot be written, or no complete one was found."""
 
