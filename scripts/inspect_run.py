@@ -25,8 +25,10 @@ def main() -> int:
 
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from rollout.errors import LockstepError
+    from rollout.safe_text import print_error, terminal_safe
     from rollout.saved_rollouts import read_newest_rollouts, read_rollouts
     from trainer.observe.console import RunConsole
     from trainer.observe.metrics_log import read_metrics
@@ -37,23 +39,24 @@ def main() -> int:
         if arguments.step is None:
             path, rollouts, passed_over = read_newest_rollouts(directory)
             for sentence in passed_over:
-                print(f"lockstep: {sentence}", file=sys.stderr)
+                print_error(sentence)
         else:
             path = directory / f"step-{arguments.step:06d}.jsonl"
             rollouts = list(read_rollouts(path)) if path.is_file() else []
         if path is None or not rollouts:
-            print(f"lockstep: no saved rollouts at {path or directory}", file=sys.stderr)
+            print_error(f"no saved rollouts at {path or directory}")
             return 2
         lines = read_metrics(arguments.run / "metrics.jsonl")
     except LockstepError as error:
-        print(f"lockstep: {error}", file=sys.stderr)
+        print_error(error)
         return 1
     update = int(path.stem.split("-")[1])
     metrics = next((line for line in lines if line["step"] == update), {})
-    table = Table(title=f"{arguments.run.resolve().name}, update {update}", show_header=False)
+    title = Text(f"{terminal_safe(arguments.run.resolve().name)}, update {update}")
+    table = Table(title=title, show_header=False)
     for name, value in metrics.items():
         if "/" in name and value is not None:
-            table.add_row(name, f"{value:.6g}")
+            table.add_row(Text(terminal_safe(name)), f"{value:.6g}")
     console.print(table)
 
     ordered = sorted(rollouts, key=lambda rollout: rollout.reward)

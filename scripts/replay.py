@@ -28,6 +28,7 @@ def main() -> int:
     arguments = parser.parse_intermixed_args()
 
     from rollout.errors import ConfigError, LockstepError
+    from rollout.safe_text import print_error
 
     try:
         if arguments.step is None and not (arguments.path / "attempt.json").is_file():
@@ -40,7 +41,7 @@ def main() -> int:
 
         is_same = replay(arguments.path, step=arguments.step, sample=arguments.sample, overrides=arguments.overrides)
     except LockstepError as error:
-        print(f"lockstep: {error}", file=sys.stderr)
+        print_error(error)
         return 2
     return 0 if is_same or arguments.overrides else 1
 

@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rollout.errors import ConfigError, LockstepError
+from rollout.safe_text import print_error
 from trainer.checks.validate import validate
 from trainer.config.hints import closest
 from trainer.config.redaction import redact_words
@@ -221,6 +222,5 @@ def _all_keys(tree: DictConfig) -> list[str]:
 
 
 def _exit(status: int, message: str) -> None:
-    for line in message.splitlines():
-        print(f"lockstep: {line}", file=sys.stderr)
+    print_error(message)
     sys.exit(status)

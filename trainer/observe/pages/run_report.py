@@ -9,7 +9,7 @@ from pathlib import Path
 from trainer.config.tree import flow, settings
 from trainer.objective.correction.mismatch import PREFIX
 from trainer.observe.pages.chart import Chart, Curve, legend, number
-from trainer.observe.pages.render import render
+from trainer.observe.pages.render import render, write_page
 from trainer.observe.saved_run import SavedRun
 from trainer.observe.transcript import content_text, shortened, tool_calls
 
@@ -22,9 +22,8 @@ STAGES = ("rollout", "reward", "score", "update", "sync")
 
 
 def write_report(run: SavedRun, path: Path) -> None:
-    """Write the report. Raises OSError if the path cannot be written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(report(run), encoding="utf-8")
+    """Write the report. Raises OSError if the path cannot be written; an older report is then kept."""
+    write_page(path, report(run))
 
 
 def report(run: SavedRun) -> str:
