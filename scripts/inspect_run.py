@@ -66,22 +66,41 @@ def main() -> int:
     for rollout in chosen:
         RunConsole(enabled=True, total_updates=0).sample(rollout)
         if arguments.tokens:
-            _print_tokens(console, rollout, arguments.run)
+            try:
+                _print_tokens(console, rollout, arguments.run)
+            except LockstepError as error:
+                print_error(error)
+                return 1
     return 0
+
+
+def _tokenizer(model: Path):
+    """Load the tokenizer of a run that others may have written; None without a model."""
+    from transformers import AutoTokenizer
+
+    from rollout.errors import ConfigError
+
+    if not model.is_dir():
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises bare exceptions
+        raise ConfigError(
+            f"{model} has no tokenizer that loads without its own code ({type(error).__name__}: {error}); leave out "
+            "--tokens, or load it yourself"
+        ) from error
 
 
 def _print_tokens(console, rollout, run: Path) -> None:
     from rich.text import Text
-    from transformers import AutoTokenizer
 
     from rollout.episode.rows import rows_from_calls
 
-    model = run / "model"
-    tokenizer = AutoTokenizer.from_pretrained(model) if model.is_dir() else None
+    tokenizer = _tokenizer(run / "model")
     for number, row in enumerate(rows_from_calls(rollout.calls, rollout_id=rollout.rollout_id)):
         console.print(f"row {number}: {len(row)} tokens, {row.num_trained} trained")
         for i, token in enumerate(row.ids.tolist()):
-            piece = repr(tokenizer.decode([token])) if tokenizer else ""
+            piece = repr(tokenizer.decode([token])) if tokenizer and token < len(tokenizer) else ""
             style = "bold" if row.loss_mask[i] else "dim"
             logprob = f"{row.sampling_logprobs[i]:9.4f}" if row.loss_mask[i] else " " * 9
             turn = f"turn {row.turns[i]:3d}" if row.loss_mask[i] else " " * 8

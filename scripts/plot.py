@@ -50,6 +50,7 @@ def main() -> None:
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams["text.parse_math"] = False  # names of runs and metrics are text
     from matplotlib import pyplot
 
     if arguments.metrics:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -125,8 +126,8 @@ def mismatch_charts(run: SavedRun) -> Iterator[Chart]:
     """Yield charts of engine against trainer on the same tokens, and of the correction."""
     kl = curves(run, {"engine against trainer": PREFIX + "kl"})
     kl += curves(run, {"noise floor": PREFIX + "noise_floor_kl"}, is_dashed=True)
-    if kl[0].points:
-        threshold = run.setting("correction.alarm_kl")
+    threshold = run.thresholds().kl
+    if kl[0].points and math.isfinite(threshold):
         ends = (kl[0].points[0][0], kl[0].points[-1][0])
         kl.append(Curve(name="alarm", points=[(update, threshold) for update in ends], is_dashed=True))
     yield Chart(title="|kl|", unit="nats per token", is_log=True, curves=kl)

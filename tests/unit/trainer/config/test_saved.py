@@ -49,7 +49,7 @@ def test_anything_else_is_refused_at_once(tmp_path: Path, text: str, words: str)
     assert time.monotonic() - started < 5
 
 
-def test_a_file_that_is_no_text_is_refused(tmp_path: Path):
+def test_a_file_that_is_not_text_is_refused(tmp_path: Path):
     (tmp_path / "config.yaml").write_bytes(b"a: \xff\xfe\x00")
     for path in (tmp_path / "config.yaml", tmp_path, tmp_path / "missing.yaml"):
         with pytest.raises(ConfigError, match="cannot be read"):
