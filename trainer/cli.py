@@ -24,7 +24,7 @@ from rollout.errors import ConfigError, LockstepError
 from rollout.safe_text import print_error
 from trainer.checks.validate import validate
 from trainer.config.hints import closest
-from trainer.config.redaction import redact_words
+from trainer.config.redaction import redact_text, redact_words
 from trainer.config.schema import Config, DataSetConfig
 from trainer.setting import declarations
 
@@ -222,5 +222,5 @@ def _all_keys(tree: DictConfig) -> list[str]:
 
 
 def _exit(status: int, message: str) -> None:
-    print_error(message)
+    print_error(redact_text(message))
     sys.exit(status)

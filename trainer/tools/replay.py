@@ -35,6 +35,7 @@ from trainer.checkpoint.checkpoint import TrainerState
 from trainer.checks.validate import validate
 from trainer.cli import schema, to_config
 from trainer.collect.groups import Collected, is_kept
+from trainer.config.redaction import redact_words
 from trainer.config.saved import read_saved
 from trainer.config.schema import Config, EvalConfig, RewardConfig
 from trainer.config.user_code import outside_of
@@ -115,7 +116,9 @@ def settings_of(run: Path, overrides: Sequence[str], *, sample: bool, trusts_run
         config = to_config(OmegaConf.merge(schema(), saved, given))  # type: ignore[arg-type]
         asked = outside_of(to_config(OmegaConf.merge(schema(), given)))  # type: ignore[arg-type]
     except (OmegaConfBaseException, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{' '.join([str(path), *overrides])} is not a valid configuration: {error}") from error
+        raise ConfigError(
+            f"{' '.join([str(path), *redact_words(overrides)])} is not a valid configuration: {error}"
+        ) from error
     config.resume, config.run_name = "never", None
     config.eval, config.data.heldout_path = EvalConfig(), None  # a replay evaluates nothing
     if not sample:
