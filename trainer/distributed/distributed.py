@@ -389,6 +389,10 @@ class Distributed:
             model = self.unwrapped.get_submodule(prefix.removesuffix("."))
             assert state is not None
             own = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+            # Copies, as ZeRO-2 gives, no longer show which parameters are one.
+            every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+            for tied in every - {name for name, _ in model.named_parameters()}:
+                own.pop(tied, None)
             model.save_pretrained(directory, state_dict=edit(own), safe_serialization=True)  # type: ignore[operator]
 
     def close(self) -> None:
