@@ -41,7 +41,7 @@ class ValueHead(nn.Module):
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
-        self.linear = WideLinear(hidden_size, 1)
+        self.linear: nn.Linear = WideLinear(hidden_size, 1)
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
 
