@@ -5,11 +5,14 @@ Hydra composes and overrides. Its error messages name internals, so they are rew
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import json
 import os
 import re
 import sys
+import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,12 +25,15 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rollout.errors import ConfigError, LockstepError
 from rollout.safe_text import print_error
+from rollout.system.orphan_guard import exit_when_orphaned
 from trainer.checks.validate import validate
 from trainer.config.hints import closest
 from trainer.config.redaction import redact_text, redact_words
 from trainer.config.schema import Config, DataSetConfig
 from trainer.setting import declarations
 
+EXIT_LIMIT_S = 60.0
+"""Time that engines and loggers have to close after a failure [s]."""
 QUANTIZED = re.compile(r"4bit|8bit|quant|qlora", re.IGNORECASE)
 """Settings of other trainers that quantize the base weights under adapters."""
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
@@ -52,6 +58,11 @@ def launch(
         config_class: dataclass schema of the configuration.
         check: raises `ConfigError` for conflicting values; None: `validate`, for a `Config`.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank; a killed launcher cannot end it
+        exit_when_orphaned(
+            message=f"rank {os.environ.get('RANK', '?')} ends, because its launcher is gone; start the run again with "
+            "resume=auto"
+        )
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise instead of printing, so that messages can be rewritten
     ConfigStore.instance().store(name="schema", node=schema(config_class))
 
@@ -59,6 +70,7 @@ def launch(
     # Hydra adds lines to errors of its task, so the task only returns the tree.
     compose = hydra.main(config_path=str(CONFIG_DIR), config_name=config_name, version_base="1.3")(composed.append)
 
+    configs: list[Any] = []
     try:
         _composed_by(compose)
         for tree in composed:  # empty after --help and --cfg
@@ -67,13 +79,44 @@ def launch(
                 validate(config, needs_data=needs_data)
             else:
                 check(config)
-            main(config)
+            configs.append(config)
     except (HydraException, OmegaConfBaseException) as error:
-        _exit(2, explain(error, config_class))
-    except ConfigError as error:
-        _exit(2, str(error))
+        _print(explain(error, config_class))
+        sys.exit(2)
     except LockstepError as error:
-        _exit(1, f"{type(error).__name__}: {error}")
+        _print(_message(error))
+        sys.exit(_status(error))
+    for config in configs:
+        try:
+            main(config)
+        except LockstepError as error:
+            _print(_message(error))
+            _end(_status(error))
+        except Exception:
+            traceback.print_exc()
+            _end(1)
+
+
+def _message(error: LockstepError) -> str:
+    return str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+
+
+def _status(error: LockstepError) -> int:
+    return 2 if isinstance(error, ConfigError) else 1
+
+
+def _end(status: int) -> None:
+    """End the process after a failure in `main`, without destroying what it leaves open.
+
+    Transports and process groups that are destroyed while others use them wait for these, or abort with status -6.
+    """
+    watchdog = threading.Timer(EXIT_LIMIT_S, os._exit, (status,))
+    watchdog.daemon = True
+    watchdog.start()
+    atexit._run_exitfuncs()  # engines, loggers
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _composed_by(compose: Callable[[], Any]) -> None:
@@ -221,6 +264,5 @@ def _all_keys(tree: DictConfig) -> list[str]:
     return keys
 
 
-def _exit(status: int, message: str) -> None:
+def _print(message: str) -> None:
     print_error(redact_text(message))
-    sys.exit(status)

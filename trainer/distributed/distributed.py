@@ -24,10 +24,11 @@ import torch.distributed as torch_dist
 from torch import nn
 from torch.utils.cpp_extension import get_default_build_root
 
-from rollout.errors import CheckpointError, ConfigError, LockstepError, error_named
+from rollout.errors import CheckpointError, ConfigError, LockstepError, TrainingError, error_named
 from rollout.safe_text import error_text
 from rollout.system.addresses import address_towards, interface_of, is_loopback
 from trainer.distributed.reshard import fill_shards, fill_whole
+from trainer.distributed.sharding import Sharding, set_buffers
 from trainer.distributed.unsharded_state import (
     OPTIMIZER,
     PARAMETERS,
@@ -88,11 +89,23 @@ class Distributed:
         backend = {"backend": "gloo"} if with_deepspeed and not on_gpu else {}
         if with_deepspeed and not on_gpu:
             skip_deepspeed_builds()
-        accelerator = Accelerator(
-            cpu=not on_gpu and not with_deepspeed,
-            kwargs_handlers=[InitProcessGroupKwargs(timeout=NCCL_TIMEOUT if on_gpu else CONTROL_TIMEOUT, **backend)],
-            mixed_precision="bf16" if dtype == "bfloat16" else "no",
-        )
+        try:
+            accelerator = Accelerator(
+                cpu=not on_gpu and not with_deepspeed,
+                kwargs_handlers=[
+                    InitProcessGroupKwargs(timeout=NCCL_TIMEOUT if on_gpu else CONTROL_TIMEOUT, **backend)
+                ],
+                mixed_precision="bf16" if dtype == "bfloat16" else "no",
+            )
+        except (RuntimeError, OSError) as error:  # torch's errors of stores and backends are RuntimeErrors
+            if "MASTER_ADDR" not in os.environ:
+                raise
+            place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            raise TrainingError(
+                f"the ranks did not meet at {place} ({str(error).partition(chr(10))[0]}). Another run, or ranks that "
+                "one left behind, may use the port: look with `pgrep -af train.py`, end them, or choose another port "
+                "with `accelerate launch --main_process_port`"
+            ) from error
         plugin = accelerator.state.deepspeed_plugin
         if plugin is not None:
             plugin.deepspeed_config.update(
@@ -103,6 +116,7 @@ class Distributed:
                 communication_data_type="fp32",
                 data_types={"grad_accum_dtype": "fp32"},
             )
+            set_buffers(plugin.deepspeed_config)
         return cls(accelerator, max_grad_norm=max_grad_norm)
 
     @property
@@ -117,6 +131,15 @@ class Distributed:
     def zero_stage(self) -> int:
         plugin = self._accelerator.state.deepspeed_plugin
         return 0 if plugin is None else int(plugin.zero_stage)
+
+    @property
+    def sharding(self) -> Sharding:
+        plugin = self._accelerator.state.deepspeed_plugin
+        return Sharding.of(
+            world_size=self.world_size,
+            zero_stage=self.zero_stage,
+            deepspeed_config=None if plugin is None else plugin.deepspeed_config,
+        )
 
     @property
     def device_memory(self) -> int:
@@ -394,6 +417,15 @@ class Distributed:
             for tied in every - {name for name, _ in model.named_parameters()}:
                 own.pop(tied, None)
             model.save_pretrained(directory, state_dict=edit(own), safe_serialization=True)  # type: ignore[operator]
+
+    def __enter__(self) -> Distributed:
+        return self
+
+    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
+        """Leave the process groups, but not after a failure: other ranks may wait in a collective, and closing would
+        wait for them. The end of the process closes them."""
+        if failure is None or self.world_size == 1:
+            self.close()
 
     def close(self) -> None:
         self._accelerator.end_training()

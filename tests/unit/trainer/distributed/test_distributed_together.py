@@ -71,3 +71,14 @@ def test_a_rank_does_not_wait_for_one_whose_error_is_very_long() -> None:
     _, found = raised_by_ranks(ValueError("begin" + "x" * 10_000_000 + "end"))
     assert len(str(found)) < 30_000
     assert str(found).endswith("end")
+
+
+def test_a_failed_rank_leaves_process_groups_open_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[int] = []
+    monkeypatch.setattr(FakeRank, "close", lambda self: closed.append(self.world_size))
+    for world_size in (1, 2):
+        with FakeRank(world_size=world_size):
+            pass
+        with pytest.raises(EngineError), FakeRank(world_size=world_size):
+            raise EngineError("dead")
+    assert closed == [1, 1, 2], "closing waits for ranks that are in a collective"
