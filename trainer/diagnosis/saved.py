@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rollout.errors import ConfigError
 from rollout.records import Rollout
 from rollout.saved_rollouts import read_rollouts
-from trainer.config.saved import read_saved
+from trainer.config.saved_config import read_saved
 
 RUN_SETTINGS = (
     *("model.path", "model.dtype", "model.attn_implementation", "token_budget"),

@@ -17,7 +17,7 @@ from rollout.errors import ConfigError, DataError
 from rollout.records import Rollout
 from rollout.saved_rollouts import read_newest_rollouts
 from trainer.checkpoint.run_dir import RunDirectory
-from trainer.config.saved import read_saved
+from trainer.config.saved_config import read_saved
 from trainer.observe.alarms import AlarmThresholds, alarms
 from trainer.observe.metrics_log import read_metrics
 

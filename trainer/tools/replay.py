@@ -36,7 +36,7 @@ from trainer.checks.validate import validate
 from trainer.cli import schema, to_config
 from trainer.collect.groups import Collected, is_kept
 from trainer.config.redaction import redact_words
-from trainer.config.saved import read_saved
+from trainer.config.saved_config import read_saved
 from trainer.config.schema import Config, EvalConfig, RewardConfig
 from trainer.config.user_code import outside_of
 from trainer.distributed.distributed import Distributed
