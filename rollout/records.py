@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from rollout.errors import EvidenceError
+from rollout.safe_text import safe_text
 
 # vLLM's value for positions without a logprob; never evidence.
 ENGINE_FILLER_LOGPROB = -9999.0
@@ -298,12 +299,15 @@ class Rollout:
     reward: float = 0.0
     """Weighted sum, from which advantages are computed."""
     error: str | None = None
+    """Reason of a failure, as safe text (`rollout/safe_text.py`)."""
     duration_s: float = 0.0
 
     def __post_init__(self) -> None:
         if len(self.calls) > 1 and all(call.prompt.base is None for call in self.calls):
             sharing = PromptSharing()
             object.__setattr__(self, "calls", tuple(map(sharing.add, self.calls)))
+        if self.error is not None:
+            object.__setattr__(self, "error", safe_text(self.error))
 
     @property
     def num_turns(self) -> int:

@@ -8,7 +8,9 @@ prompt, as all calls in files of earlier versions.
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,16 @@ from rollout.records import (
 
 PLAIN_FIELDS = ("rollout_id", "group_id", "status", "reward", "rewards", "outcome", "error", "duration_s", "example")
 """Fields of a rollout that JSON holds as they are."""
+KINDS: dict[str, Any] = {
+    **dict.fromkeys(("rollout_id", "group_id"), int),
+    **dict.fromkeys(("reward", "duration_s"), int | float),
+    **dict.fromkeys(("rewards", "outcome", "example"), dict),
+    **dict.fromkeys(("messages", "calls"), list),
+    "error": str | None,
+}
+"""Types of the fields."""
+UPDATE_FILE = re.compile(r"step-([0-9]{1,18})(-untrained-[0-9]+)?\.jsonl")
+"""Name of a run's file of rollouts, with its update."""
 
 
 def write_rollouts(path: Path, rollouts: Iterable[Rollout]) -> None:
@@ -73,6 +85,9 @@ def read_newest_rollouts(directory: Path) -> tuple[Path | None, list[Rollout], l
     """
     skipped = []
     for path in sorted(directory.glob("step-*.jsonl"), reverse=True):
+        if not UPDATE_FILE.fullmatch(path.name):
+            skipped.append(f"{path} is not a name that a run gives")
+            continue
         try:
             if rollouts := list(read_rollouts(path)):
                 return path, rollouts, skipped
@@ -97,6 +112,15 @@ def to_json(rollout: Rollout, *, shares_prompts: bool = False) -> dict[str, Any]
 
 
 def from_json(data: Mapping[str, Any]) -> Rollout:
+    """Return the rollout. Raises ValueError, KeyError or TypeError for other content; later stages rely on types."""
+    for name, kinds in KINDS.items():
+        if not isinstance(data[name], kinds) or isinstance(data[name], bool):
+            raise TypeError(f"{name} is {data[name]!r:.80}")
+    for value in (data["reward"], data["duration_s"], *data["rewards"].values()):
+        if isinstance(value, bool) or not math.isfinite(value):
+            raise ValueError(f"{value!r:.80} is not a finite number")
+    for message in data["messages"]:
+        _check_message(message)
     return Rollout(
         **{name: data[name] for name in PLAIN_FIELDS}
         | {
@@ -105,6 +129,19 @@ def from_json(data: Mapping[str, Any]) -> Rollout:
             "calls": _calls_from_json(data["calls"]),
         }
     )
+
+
+def _check_message(message: Mapping[str, Any]) -> None:
+    """Raise TypeError or KeyError for a message that cannot be shown."""
+    parts = message.get("content") or ""
+    is_text = isinstance(parts, str) or (isinstance(parts, list) and all(isinstance(part, dict) for part in parts))
+    if not isinstance(message["role"], str) or not is_text:
+        raise TypeError(f"a message is {message!r:.80}")
+    for call in message.get("tool_calls") or ():
+        if not {"name", "arguments"} <= call["function"].keys():
+            raise KeyError("a tool call without name or arguments")
+    if not isinstance(message.get("tool_call_errors"), list | None):
+        raise TypeError("tool_call_errors is not a list")
 
 
 def _calls_from_json(data: list[dict[str, Any]]) -> tuple[EngineCall, ...]:

@@ -24,10 +24,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rollout.errors import ConfigError, LockstepError
+from rollout.safe_text import print_error
 from rollout.system.orphan_guard import exit_when_orphaned
 from trainer.checks.validate import validate
 from trainer.config.hints import closest
-from trainer.config.redaction import redact_words
+from trainer.config.redaction import redact_text, redact_words
 from trainer.config.schema import Config, DataSetConfig
 from trainer.setting import declarations
 
@@ -264,5 +265,4 @@ def _all_keys(tree: DictConfig) -> list[str]:
 
 
 def _print(message: str) -> None:
-    for line in message.splitlines():
-        print(f"lockstep: {line}", file=sys.stderr)
+    print_error(redact_text(message))
