@@ -51,6 +51,8 @@ class Turn:
     calls: tuple[ToolCall, ...] = ()
     errors: tuple[str, ...] = ()
     """One sentence per malformed call; its text is still in `content`."""
+    is_broken_after_call: bool = False
+    """True if a well-formed call comes first and the rest makes the whole turn malformed (Llama 3)."""
     ends_in_reasoning: bool = False
     """True if the reasoning was never closed, or nothing follows it in a format that ends turns by an answer."""
 
@@ -161,7 +163,7 @@ def parse_llama3(text: str, *, tool_names: Collection[str] = (), reasoning_is_op
     for part in _json_values(body):
         found = _read_call(part, arguments_keys=("parameters", "arguments"))
         if isinstance(found, str):
-            return Turn(content=content, reasoning=reasoning, errors=(found,))
+            return Turn(content=content, reasoning=reasoning, errors=(found,), is_broken_after_call=bool(calls))
         calls.append(found)
     return Turn(content="", reasoning=reasoning, calls=tuple(calls))
 

@@ -17,7 +17,7 @@ from rollout.saved_rollouts import from_json
 from tests.fixtures.gateway import Running, running, says
 from tests.fixtures.tokenizers import chat_tokenizer
 
-QWEN = chat_tokenizer("qwen3")
+QWEN, LLAMA = chat_tokenizer("qwen3"), chat_tokenizer("llama3")
 USER = {"role": "user", "content": "say it"}
 CALLS = (
     "<think>\nhm\n</think>\n\nlooking"
@@ -377,6 +377,14 @@ async def test_one_tool_call_per_turn_is_the_sampled_turn_up_to_its_first_call()
         answer = await server.ask([USER, choice.message, result], tools=TOOLS, parallel_tool_calls=False)
         assert answer.model_extra["prompt_kind"] == "extended"
         assert "</tool_call><|im_end|>\n<|im_start|>user" in server.text(server.engine.prompts[-1])
+
+
+async def test_one_tool_call_per_turn_is_the_first_also_where_the_next_is_incomplete_for_long():
+    calls = [json.dumps({"name": "get_weather", "parameters": {"city": city}}) for city in ("Rome", "Oslo " * 30)]
+    async with running(LLAMA, "; ".join(calls) + "<|eot_id|>") as server:
+        choice = (await server.ask([USER], tools=TOOLS, parallel_tool_calls=False)).choices[0]
+        assert [call.function.arguments for call in choice.message.tool_calls] == ['{"city": "Rome"}']
+        assert server.text(choice.message.model_extra["generation_token_ids"]) == calls[0]
 
 
 async def test_a_higher_token_limit_than_the_runs_is_the_runs():
