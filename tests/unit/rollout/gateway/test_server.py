@@ -167,7 +167,7 @@ async def test_requests_that_cannot_be_sampled_on_policy_are_refused_with_the_ex
 
 async def test_errors_become_exceptions_of_the_openai_client():
     async with running(QWEN, "hello<|im_end|>", max_model_len=64) as server:
-        wrong = openai.AsyncOpenAI(base_url=server.gateway.base_url, api_key="wrong", max_retries=0)
+        wrong = server.client.with_options(api_key="wrong")
         with pytest.raises(openai.AuthenticationError) as caught:
             await wrong.chat.completions.create(model="policy", messages=[USER])
         assert caught.value.code == "invalid_api_key"
@@ -256,7 +256,7 @@ async def test_an_answer_after_the_end_of_its_episode_is_not_recorded():
             return script(*arguments)
 
         server.engine.script = ends_the_episode
-        client = openai.AsyncOpenAI(base_url=server.gateway.base_url, api_key=session.key)
+        client = server.client.with_options(api_key=session.key, max_retries=2)
         await client.chat.completions.create(model="m", messages=[USER])
         assert session.calls == ()
 
@@ -265,7 +265,7 @@ async def test_requests_of_an_episode_are_seeded_by_its_seed_and_their_number():
     async def seeds(seed: int) -> list[int | None]:
         async with running(QWEN, "hello<|im_end|>") as server:
             session = server.gateway.open_session(sampling=Sampling(max_tokens=9), seed=seed, max_requests=9)
-            client = openai.AsyncOpenAI(base_url=server.gateway.base_url, api_key=session.key)
+            client = server.client.with_options(api_key=session.key, max_retries=2)
             await client.chat.completions.create(model="m", messages=[USER], seed=1)
             await client.chat.completions.create(model="m", messages=[USER], n=2, seed=1)
             return [sampling.seed for sampling in server.engine.samplings]
