@@ -3,14 +3,14 @@
 #   docker build -t lockstep .
 #   docker run --rm --gpus all --ipc=host -v "$PWD/runs:/lockstep/runs" lockstep train
 #   docker run --rm --gpus all --ipc=host -v "$PWD/runs:/lockstep/runs" lockstep gpu-check
-#   docker run --rm --gpus all --ipc=host lockstep test
+#   docker run --rm --ipc=host lockstep test     # without GPUs: with them, tests of CPU engines are skipped
 #   docker run --rm -it --gpus all --ipc=host --entrypoint bash lockstep
 #
 # Arguments are make targets. --ipc=host: ranks and engine exchange tensors through shared memory, for which Docker's
 # 64 MB are too little. A mounted directory must be writable by user 1000.
 #
 # devel instead of runtime: DeepSpeed and the kernels of vLLM compile at first use and need nvcc. The torch 2.13 wheels
-# are built for CUDA 13.0; the driver of the host must support it.
+# are built for CUDA 13.0, which needs a driver of version 580 or later on the host.
 FROM nvidia/cuda:13.0.2-devel-ubuntu24.04
 
 # Unpinned: Ubuntu removes superseded versions from its archive, so a pinned build would stop working.

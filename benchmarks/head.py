@@ -1,6 +1,6 @@
 """Time and peak memory of the fused LM head against full logits, forward and backward, as ratios.
 
-    python benchmarks/head.py [--tokens 8192] [--vocab 151936] [--hidden 1024] [--threads 1] [--device cpu] [--entropy]
+    python benchmarks/head.py [--tokens 8192] [--vocab 151936] [--hidden 1024] [--threads 1] [--entropy]
 
 Each side runs in a process of its own, because the peak memory of a process never decreases. Memory is counted without
 inputs and their gradients. The "full" side does the work of a trainer without a fused head: one matrix product,
@@ -18,9 +18,9 @@ import json
 import resource
 import subprocess
 import sys
-import time
 
 import torch
+from harness.device import DEVICE, clock
 from harness.results import argument_parser, report
 
 from trainer.model.fused_head import LogitTransform, fused_logprobs
@@ -44,16 +44,8 @@ def fused(
     return fused_logprobs(hidden, weight, targets, transform=transform, with_entropy=with_entropy)
 
 
-def clock(device: str) -> float:
-    """Return seconds; on a GPU after all queued work is done."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-        return time.perf_counter()
-    return time.process_time()
-
-
-def peak_bytes(device: str) -> int:
-    if device == "cuda":
+def peak_bytes() -> int:
+    if DEVICE == "cuda":
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
@@ -63,20 +55,20 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     dtype = getattr(torch, args.dtype)
-    weight = (torch.randn(args.vocab, args.hidden, device=args.device) * 0.05).to(dtype).requires_grad_()
-    hidden = torch.randn(args.tokens, args.hidden, device=args.device).to(dtype).requires_grad_()
-    targets = torch.randint(args.vocab, (args.tokens,), device=args.device)
+    weight = (torch.randn(args.vocab, args.hidden, device=DEVICE) * 0.05).to(dtype).requires_grad_()
+    hidden = torch.randn(args.tokens, args.hidden, device=DEVICE).to(dtype).requires_grad_()
+    targets = torch.randint(args.vocab, (args.tokens,), device=DEVICE)
     weight.grad, hidden.grad = torch.ones_like(weight), torch.ones_like(hidden)
-    before = peak_bytes(args.device)
+    before = peak_bytes()
     function = {"full": full, "fused": fused}[args.side]
     forward, total = [], []
     for _ in range(args.repeats):
-        start = clock(args.device)
+        start = clock()
         logp, entropy = function(hidden, weight, targets, args.entropy)
-        forward.append(clock(args.device) - start)
+        forward.append(clock() - start)
         (logp.sum() + 0.01 * entropy.sum()).backward()
-        total.append(clock(args.device) - start)
-    peak = (peak_bytes(args.device) - before) / 2**30
+        total.append(clock() - start)
+    peak = (peak_bytes() - before) / 2**30
     return {"forward_s": min(forward), "total_s": min(total), "peak_gib": peak}
 
 
@@ -88,7 +80,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--entropy", action="store_true", help="also compute the entropy and its gradient")
     parser.add_argument("--side", choices=["full", "fused"], help="measure one side in this process (for internal use)")
     args = parser.parse_args()

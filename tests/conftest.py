@@ -1,9 +1,25 @@
-"""Property tests draw the same examples in every run; HYPOTHESIS_PROFILE=explore draws others."""
+"""Set up all tests.
+
+* Property tests draw the same examples in every run; HYPOTHESIS_PROFILE=explore draws others.
+* Tests that start engines or ranks are skipped where torch sees a GPU: their numeric bounds and shares of memory are
+  those of CPU engines, several at once. `make gpu-check` (docs/gpu.md) checks those paths on GPUs.
+"""
 
 import os
 
+import pytest
+import torch
 from hypothesis import settings
 
 settings.register_profile("repeat", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeat"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        return
+    on_cpu = pytest.mark.skip(reason="starts CPU engines or ranks; run `make gpu-check` on machines with a GPU")
+    for item in items:
+        if item.get_closest_marker("engine") or item.get_closest_marker("distributed"):
+            item.add_marker(on_cpu)

@@ -5,11 +5,14 @@ Hydra composes and overrides. Its error messages name internals, so they are rew
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import json
 import os
 import re
 import sys
+import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,8 @@ from trainer.config.redaction import redact_words
 from trainer.config.schema import Config, DataSetConfig
 from trainer.setting import declarations
 
+EXIT_LIMIT_S = 60.0
+"""Time that engines and loggers have to close after a failure [s]."""
 QUANTIZED = re.compile(r"4bit|8bit|quant|qlora", re.IGNORECASE)
 """Settings of other trainers that quantize the base weights under adapters."""
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
@@ -58,6 +63,7 @@ def launch(
     # Hydra adds lines to errors of its task, so the task only returns the tree.
     compose = hydra.main(config_path=str(CONFIG_DIR), config_name=config_name, version_base="1.3")(composed.append)
 
+    configs: list[Any] = []
     try:
         _composed_by(compose)
         for tree in composed:  # empty after --help and --cfg
@@ -66,13 +72,44 @@ def launch(
                 validate(config, needs_data=needs_data)
             else:
                 check(config)
-            main(config)
+            configs.append(config)
     except (HydraException, OmegaConfBaseException) as error:
-        _exit(2, explain(error, config_class))
-    except ConfigError as error:
-        _exit(2, str(error))
+        _print(explain(error, config_class))
+        sys.exit(2)
     except LockstepError as error:
-        _exit(1, f"{type(error).__name__}: {error}")
+        _print(_message(error))
+        sys.exit(_status(error))
+    for config in configs:
+        try:
+            main(config)
+        except LockstepError as error:
+            _print(_message(error))
+            _end(_status(error))
+        except Exception:
+            traceback.print_exc()
+            _end(1)
+
+
+def _message(error: LockstepError) -> str:
+    return str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+
+
+def _status(error: LockstepError) -> int:
+    return 2 if isinstance(error, ConfigError) else 1
+
+
+def _end(status: int) -> None:
+    """End the process after a failure in `main`, without destroying what it leaves open.
+
+    Transports and process groups that are destroyed while others use them wait for these, or abort with status -6.
+    """
+    watchdog = threading.Timer(EXIT_LIMIT_S, os._exit, (status,))
+    watchdog.daemon = True
+    watchdog.start()
+    atexit._run_exitfuncs()  # engines, loggers
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _composed_by(compose: Callable[[], Any]) -> None:
@@ -220,7 +257,6 @@ def _all_keys(tree: DictConfig) -> list[str]:
     return keys
 
 
-def _exit(status: int, message: str) -> None:
+def _print(message: str) -> None:
     for line in message.splitlines():
         print(f"lockstep: {line}", file=sys.stderr)
-    sys.exit(status)

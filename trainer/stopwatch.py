@@ -1,4 +1,7 @@
-"""Wall-clock time of the stages of a step, as metrics `time/<stage>` [s]."""
+"""Wall-clock time of the stages of a step, as metrics `time/<stage>` [s].
+
+A stage ends when the device has run the kernels that it launched. Else they would count as the next stage that waits.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch.profiler import record_function
 
 
@@ -22,6 +26,8 @@ class Stopwatch:
         try:
             with record_function(f"lockstep/{name}"):  # for `profile=true`; costs microseconds without it
                 yield
+            if torch.accelerator.is_available():
+                torch.accelerator.synchronize()
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
 

@@ -57,6 +57,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+BATCH_TOKENS = 8192
+"""Tokens of a batch of the engine, in which it also splits longer prompts on a GPU. vLLM's default is 2,048."""
 WATCH_S = 0.5
 """Interval at which a waiting call checks that the engine is alive."""
 SHUTDOWN_TIMEOUT_S = 5.0
@@ -348,11 +350,14 @@ def device_arguments(*, is_cpu: bool, dtype: str, max_model_len: int | None) -> 
     if is_cpu:
         return {
             # A partial prefill of a request with a seed kills the CPU worker, so a whole prompt must fit one step.
-            "max_num_batched_tokens": None if max_model_len is None else max(max_model_len, 8192),
+            "max_num_batched_tokens": None if max_model_len is None else max(max_model_len, BATCH_TOKENS),
             "enable_chunked_prefill": False,
         }
-    # The trainer's logits are float32. Logits of 16 to 32 have steps of 0.125 in bfloat16.
-    return {} if dtype == "float32" else {"hf_overrides": {"head_dtype": "float32"}}
+    arguments: dict[str, Any] = {"max_num_batched_tokens": BATCH_TOKENS}
+    if dtype != "float32":
+        # The trainer's logits are float32. Logits of 16 to 32 have steps of 0.125 in bfloat16.
+        arguments["hf_overrides"] = {"head_dtype": "float32"}
+    return arguments
 
 
 def _environment_variables(

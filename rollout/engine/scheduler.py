@@ -23,6 +23,8 @@ from vllm.v1.outputs import LogprobsLists
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import ModelRunnerOutput
 
     Base = Scheduler
 else:
@@ -43,8 +45,12 @@ class BufferedOutputs(Base):
         self._buffered: dict[str, tuple[int, list[EngineCoreOutput]]] = {}
         """Client and unsent outputs, by request."""
 
-    def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
-        messages = super().update_from_output(*args, **kwargs)
+    def update_from_output(
+        self, scheduled: SchedulerOutput, sampled: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        if sampled.logprobs is not None:
+            sampled.logprobs = _copy(sampled.logprobs)
+        messages = super().update_from_output(scheduled, sampled)
         is_frozen = self.pause_state == PauseState.PAUSED_ALL
         for client, message in list(messages.items()):
             message.outputs = [
@@ -98,6 +104,12 @@ def buffered_scheduler(*, vllm_config: VllmConfig, **settings: Any) -> Scheduler
     """Return the replacement of the scheduler that vLLM would choose. Named by `scheduler_cls`."""
     chosen = BufferedAsyncScheduler if vllm_config.scheduler_config.async_scheduling else BufferedScheduler
     return chosen(vllm_config=vllm_config, **settings)
+
+
+def _copy(logprobs: LogprobsLists) -> LogprobsLists:
+    """Copy the logprobs of a step out of the pinned memory that a GPU wrote, which buffered outputs would keep."""
+    *arrays, offsets = logprobs
+    return LogprobsLists(*(array.copy() for array in arrays), offsets)
 
 
 def merge_outputs(outputs: Sequence[EngineCoreOutput]) -> EngineCoreOutput:

@@ -83,6 +83,9 @@ class Fetch:
         self._works: list[dist.Work] = []
         self._own: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Destination and source of this rank's own shard ranges."""
+        self._in_use: list[torch.Tensor] = []
+        """Destinations of the exchange, and copies that are sent."""
+        self._order = StreamOrder()
         self.is_under_way = False
         """True while messages to or from other ranks may be in flight."""
 
@@ -95,6 +98,7 @@ class Fetch:
         """
         exchanges: list[dist.P2POp] = []
         self._own = []
+        self._in_use = [value for value, parts in zip(values, self._shard_ranges, strict=False) if parts]
         for index, (param_range, parts) in enumerate(zip(self._ranges, self._shard_ranges, strict=True)):
             for part in parts:
                 into = values[index].view(-1)[part.in_range : part.in_range + part.count] if values else None
@@ -106,24 +110,55 @@ class Fetch:
                     self._own.append((into, shard))
                 if self._send_to:
                     sent = shard.to(param_range.param.device, param_range.dtype)
+                    self._in_use.append(sent)
                     exchanges += [_message(dist.isend, sent, rank) for rank in self._send_to]
         if exchanges:
-            _synchronize()
             self.is_under_way = True
             self._works = dist.batch_isend_irecv(exchanges)
+        self._order.record(self._in_use)
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Wait until the values are complete. This rank's own ranges are copied meanwhile."""
+        """Wait until the values are complete, on a GPU for the current stream. Own ranges are copied meanwhile."""
+        in_use, self._in_use = self._in_use, []
+        self._order.follow(in_use)
         own, self._own = self._own, []
         for into, shard in own:
             into.copy_(shard)
         works, self._works = self._works, []
         for work in works:
             work.wait()
-        if works:
-            _synchronize()
+        self._order.record(in_use)
         self.is_under_way = False
+
+    def use(self, values: Sequence[torch.Tensor]) -> None:
+        """Let the current stream read some of the values, after `wait`."""
+        self._order.follow(values)
+
+
+class StreamOrder:
+    """Order of the CUDA streams that fill and read the tensors of an exchange; does nothing for tensors on a CPU.
+
+    vLLM's nccl transport iterates on two streams in turns, so that each step of `Fetch` can run on another stream than
+    the one before. It waits for that stream on the device; the host waits for none.
+    """
+
+    def __init__(self) -> None:
+        self._done: torch.Event | None = None
+
+    def record(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Mark the end of a step in the current stream."""
+        self._done = torch.cuda.current_stream().record_event() if any(one.is_cuda for one in tensors) else None
+
+    def follow(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Begin the next step: let the current stream wait, and their memory be reused only after its kernels."""
+        if self._done is None:
+            return
+        stream = torch.cuda.current_stream()
+        stream.wait_event(self._done)
+        for tensor in tensors:
+            if tensor.is_cuda:
+                tensor.record_stream(stream)
 
 
 def _message(operation: Callable[..., dist.Work | None], tensor: torch.Tensor, peer: int) -> dist.P2POp:
@@ -142,12 +177,6 @@ def shard_elements(param_range: ParamRange, part: ShardRange) -> torch.Tensor:
 
 def own_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _synchronize() -> None:
-    """Wait for copies on a GPU: NCCL waits for one stream, and vLLM packs tensors on two in turns."""
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
 
 
 def owners(ranges: Sequence[ParamRange]) -> list[int]:

@@ -154,6 +154,7 @@ class _Pass:
         for meta in bucket.metas:
             with self._timed():
                 tensor, values = arriving.popleft()
+                bucket.fetch.use(values)
                 value = tensor.value(values)
             if not arriving:
                 self._begin_next()

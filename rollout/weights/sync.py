@@ -96,7 +96,7 @@ class WeightSync:
         engines: this rank's engines; none on ranks that only take part in the gather.
         score_canary: the trainer's scores; None: no canary (the version is still checked).
         canary_threshold: largest accepted |Δ log π|; None: by the engine's dtype.
-        canary_share: a canary is scored when the last one cost at most this share of the time since. None: always.
+        canary_share: a canary is scored when the last one cost at most this share of the time since. 1: always.
         pause_mode: treatment of requests in flight: wait, keep or abort.
         bucket_bytes: size of a gather or message.
         deadline_s: limit of every phase, after which every rank raises.
@@ -112,7 +112,7 @@ class WeightSync:
         engines: Sequence[SyncedEngine] = (),
         score_canary: ScoreCanary | None = None,
         canary_threshold: float | None = None,
-        canary_share: float | None = None,
+        canary_share: float = 1.0,
         pause_mode: str = "wait",
         bucket_bytes: int = 512 * 2**20,
         deadline_s: float = 300.0,
@@ -224,7 +224,7 @@ class WeightSync:
         """Verify and resume this rank's engines. Return True if a canary is due."""
         self._engines.all(lambda engine: self._release(engine, version))
         since = time.perf_counter() - self._canary_ended_at
-        return self._canary_share is None or self._canary_s <= self._canary_share * since
+        return self._canary_share == 1 or self._canary_s <= self._canary_share * since
 
     async def _release(self, engine: SyncedEngine, version: int) -> None:
         # Pausing cleared the cache, but requests may have arrived since.
@@ -315,7 +315,16 @@ class WeightSync:
 
         register()
         info = self._init_info(receivers)
-        return WeightTransferTrainerFactory.trainer_init(info, client=self._engines, source=self._source)
+        try:
+            return WeightTransferTrainerFactory.trainer_init(info, client=self._engines, source=self._source)
+        except RuntimeError as error:
+            if self._backend == "nccl" and "invalid usage" in str(error):
+                raise SyncError(
+                    f"NCCL refuses to connect the trainer with {' and '.join(self._engines.hosts)} ({error}), as it does if two of "
+                    "them use one GPU. Start servers on GPUs of their own (CUDA_VISIBLE_DEVICES=... before "
+                    "scripts/serve_engine.py), or sample with rollout=colocated"
+                ) from error
+            raise
 
     def _address_for(self, hosts: Sequence[str]) -> str:
         """Return the address where processes on these hosts reach this machine. Raises `ConfigError` without one."""

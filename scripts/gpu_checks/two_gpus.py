@@ -149,9 +149,7 @@ def _rank(model: Path, out: Path) -> None:
     plan = memory_plan(
         ModelShape.of(policy, policy.model, policy.causal_lm.config),
         config,
-        world_size=distributed.world_size,
-        zero_stage=distributed.zero_stage,
-        uses_deepspeed=distributed.uses_deepspeed,
+        distributed.sharding,
     )
     planned = plan.total - plan.engine_weights - plan.kv_cache
     path = out / f"rank{distributed.rank}.json"

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -45,3 +47,20 @@ def test_a_benchmark_measures_in_its_smallest_form(name: str) -> None:
     assert result["rows"]
     for number in NUMBERS[name]:
         assert math.isfinite(result[number]), number
+
+
+GPU_COMMANDS = re.findall(
+    r"`python (benchmarks/.+?)`", (ROOT / "docs/performance.md").read_text().split("## On a GPU")[1].split("\n## ")[0]
+)
+
+
+@pytest.mark.parametrize("command", GPU_COMMANDS)
+def test_a_command_for_gpus_runs_in_its_smallest_form_on_a_cpu(command: str) -> None:
+    if "update.py" in command:
+        pytest.importorskip("trl")
+    done = subprocess.run(
+        [sys.executable, *shlex.split(command), "--quick", "--json"],
+        cwd=ROOT, capture_output=True, text=True, timeout=850, env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    assert json.loads(done.stdout.splitlines()[-1])["rows"]

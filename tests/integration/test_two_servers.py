@@ -100,6 +100,18 @@ def test_a_fault_on_one_rank_ends_both_with_the_same_error_and_trains_nothing_mo
         assert next_trainer.mismatch(next_trainer.generate((5, 6, 7))) < 1e-4
 
 
+def test_memory_that_runs_out_on_one_rank_under_zero3_ends_the_run_with_its_message(
+    servers: list[EngineServer], forked_servers: ForkedServers, tmp_path: Path
+):
+    """The other rank waits in a gather of the same forward pass, where no message reaches it."""
+    worker = ["tests/integration/workers/failing_run.py", "memory"]
+    run = launch_run([server.url for server in servers], forked_servers.model, tmp_path, worker, updates=100)
+    output, errors = run.communicate(timeout=200)
+    assert run.returncode == 1, output[-2000:] + errors[-5000:]
+    assert len(re.findall("lockstep: TrainingError: out of memory in a pack .* set token_budget=", errors)) == 1
+    check_run(run_directory(tmp_path), updates=1)
+
+
 def test_a_killed_server_ends_both_ranks_with_the_same_error(
     servers: list[EngineServer], forked_servers: ForkedServers, tmp_path: Path
 ):

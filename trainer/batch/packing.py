@@ -81,7 +81,7 @@ class StepLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedBatch:
-    """Rows as one sequence. All tensors are on one device; index tensors are int64."""
+    """Rows as one sequence. All tensors but `token_index_T` are on one device; index tensors are int64."""
 
     ids: torch.Tensor
     """(L,) token ids."""
@@ -102,7 +102,8 @@ class PackedBatch:
     rollout_T: torch.Tensor
     """(T,) rollout of each token: index into `_S` tensors."""
     token_index_T: torch.Tensor
-    """(T,) place of each token among the trained tokens of the step: index into `_N` tensors."""
+    """(T,) place of each token among the trained tokens of the step: index into `_N` tensors; always on the host, as
+    those are."""
     support_offsets: torch.Tensor | None = None
     """(T + 1,): token t was drawn from `support_ids[support_offsets[t]:support_offsets[t + 1]]`; None: from the whole
     vocabulary."""
@@ -117,7 +118,8 @@ class PackedBatch:
         return len(self.row_lengths)
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        tensors = {f.name: value for f in fields(self) if isinstance(value := getattr(self, f.name), torch.Tensor)}
+        moved = (field.name for field in fields(self) if field.name != "token_index_T")
+        tensors = {name: value for name in moved if isinstance(value := getattr(self, name), torch.Tensor)}
         return replace(self, **{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
 
 

@@ -259,7 +259,8 @@ class SyncConfig:
     )
     canary_share: float | None = setting(
         None,
-        "largest share of time for canaries (0: only one, after the first sync); null: one after every sync",
+        "largest share of time for canaries (0: only one, after the first sync; 1: one after every sync); null: 1 on a "
+        "CPU, 0.01 on GPUs, where ZeRO-3 gathers the whole model for one",
         low=0,
         high=1,
     )

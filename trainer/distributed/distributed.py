@@ -27,6 +27,7 @@ from torch.utils.cpp_extension import get_default_build_root
 from rollout.errors import CheckpointError, ConfigError, LockstepError, error_named
 from rollout.system.addresses import address_towards, interface_of, is_loopback
 from trainer.distributed.reshard import fill_shards, fill_whole
+from trainer.distributed.sharding import Sharding, set_buffers
 from trainer.distributed.unsharded_state import (
     OPTIMIZER,
     PARAMETERS,
@@ -102,6 +103,7 @@ class Distributed:
                 communication_data_type="fp32",
                 data_types={"grad_accum_dtype": "fp32"},
             )
+            set_buffers(plugin.deepspeed_config)
         return cls(accelerator, max_grad_norm=max_grad_norm)
 
     @property
@@ -116,6 +118,15 @@ class Distributed:
     def zero_stage(self) -> int:
         plugin = self._accelerator.state.deepspeed_plugin
         return 0 if plugin is None else int(plugin.zero_stage)
+
+    @property
+    def sharding(self) -> Sharding:
+        plugin = self._accelerator.state.deepspeed_plugin
+        return Sharding.of(
+            world_size=self.world_size,
+            zero_stage=self.zero_stage,
+            deepspeed_config=None if plugin is None else plugin.deepspeed_config,
+        )
 
     @property
     def device_memory(self) -> int:
@@ -389,6 +400,15 @@ class Distributed:
             assert state is not None
             own = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
             model.save_pretrained(directory, state_dict=edit(own), safe_serialization=True)  # type: ignore[operator]
+
+    def __enter__(self) -> Distributed:
+        return self
+
+    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
+        """Leave the process groups, but not after a failure: other ranks may wait in a collective, and closing would
+        wait for them. The end of the process closes them."""
+        if failure is None or self.world_size == 1:
+            self.close()
 
     def close(self) -> None:
         self._accelerator.end_training()

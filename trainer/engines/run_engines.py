@@ -133,13 +133,11 @@ def _memory(config: Config, distributed: Distributed) -> dict[str, float]:
     plan = memory_plan(
         planned_shape(config),
         config,
-        world_size=distributed.world_size,
-        zero_stage=distributed.zero_stage,
-        uses_deepspeed=distributed.uses_deepspeed,
+        distributed.sharding,
     )
     available = distributed.device_memory
     if cache_gib is None:
         cache_gib = cache_gib_left(plan, available=available)
     # vLLM starts only if this share is free; a restarted engine finds the trainer's memory in use.
-    share = (plan.engine_weights + cache_gib * GIB) / available
+    share = (plan.engine_weights + plan.engine_workspace + cache_gib * GIB) / available
     return {"kv_cache_gib": cache_gib, "gpu_memory_utilization": min(share, USABLE)}

@@ -9,6 +9,7 @@ Shape legend: _L tokens of the pack, _D hidden size.
 from __future__ import annotations
 
 import inspect
+import os
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -105,8 +106,18 @@ def compile_layers(model: nn.Module) -> None:
     if any("ds_shape" in vars(parameter) for parameter in model.parameters()):
         raise ConfigError(COMPILE_UNDER_ZERO3)
     packed_attention.hide_from_compiler()
+    if torch.cuda.is_available():
+        _compile_on_all_cores()
     for layer in layers:
         layer.compile(dynamic=True)
+
+
+def _compile_on_all_cores() -> None:
+    """Undo `import vllm`, which limits the compilation of kernels to one thread in this process, too."""
+    from torch._inductor import config
+
+    os.environ.pop("TORCHINDUCTOR_COMPILE_THREADS", None)
+    config.compile_threads = config.decide_compile_threads()
 
 
 def attention_of(model: PreTrainedModel) -> str:

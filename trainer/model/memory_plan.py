@@ -1,9 +1,9 @@
 """Plan of each rank's memory before a run starts, and the settings to change if it does not fit.
 
 An estimate from shapes and settings. Counted: weights, float32 masters, gradients, optimizer state, activations of one
-full pack, the tile of logits, the largest tensor gathered at once, the reference, and on the engine's rank its weights
-and KV cache. Not counted: kernel workspaces, fragmentation, CUDA contexts (about 0.5 GiB per process), Python itself.
-Accurate within a third.
+full pack, the tile of logits, buffers of collectives and of the weight sync, the reference, and on the engine's rank
+its weights, KV cache and workspace. Not counted: workspaces of the trainer's kernels, fragmentation, CUDA contexts
+(about 0.5 GiB per process), Python itself. Accurate within a third.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from rollout.engine.embedded import BATCH_TOKENS
 from rollout.errors import ConfigError
 from trainer.config.schema import CPU_CACHE_GIB, Config
+from trainer.distributed.sharding import Sharding
 from trainer.model.fused_head import LOGITS_BUDGET_GIB, TILE_K
 from trainer.model.shape import ModelShape
 
@@ -23,6 +25,8 @@ FLOAT32, BFLOAT16 = 4, 2
 USABLE = 0.9
 """Share of a GPU that is planned; the rest is for two CUDA contexts, workspaces and fragmentation."""
 MIN_CACHE_GIB = 0.25
+CUDA_GRAPHS = GIB // 2
+"""Memory of vLLM's CUDA graphs, which it keeps during sleep."""
 OPTIMIZER_BYTES = {"adamw": 8, "adamw_tf": 8, "adamw_8bit": 2, "muon": 4, "sgd": 4}
 """Optimizer state per trained parameter. Muon keeps one moment for its matrices; embeddings and head, under AdamW,
 keep two."""
@@ -40,8 +44,14 @@ class MemoryPlan:
     activations: int
     logits: int
     gathered: int
+    """Buffers of the weight sync."""
+    communication: int
+    """Buffers of DeepSpeed's reductions."""
+    live_weights: int
+    """Weights that ZeRO-3 keeps gathered during a pass."""
     engine_weights: int
     kv_cache: int
+    engine_workspace: int
     engine_sleeps: bool = False
     """True if the engine frees its memory while the trainer computes."""
 
@@ -58,11 +68,11 @@ class MemoryPlan:
 
     @property
     def _computing(self) -> int:
-        return self.activations + self.logits
+        return self.activations + self.logits + self.live_weights
 
     @property
     def _engine(self) -> int:
-        return self.engine_weights + self.kv_cache
+        return self.engine_weights + self.kv_cache + self.engine_workspace
 
     def parts(self) -> dict[str, int]:
         """Return the non-zero parts in bytes, by name."""
@@ -75,17 +85,16 @@ class MemoryPlan:
         return f"memory         {self.total / GIB:.3g} GiB planned per rank{turns}: {', '.join(cells)}"
 
 
-def memory_plan(
-    shape: ModelShape, config: Config, *, world_size: int, zero_stage: int, uses_deepspeed: bool
-) -> MemoryPlan:
-    """Plan the memory of one rank. uses_deepspeed: it keeps float32 masters; otherwise the weights are the masters."""
-    is_half = config.model.dtype == "bfloat16"
+def memory_plan(shape: ModelShape, config: Config, sharding: Sharding) -> MemoryPlan:
+    """Plan the memory of one rank."""
+    world_size, zero_stage = sharding.world_size, sharding.zero_stage
+    is_half, on_gpu = config.model.dtype == "bfloat16", torch.cuda.is_available()
     compute = BFLOAT16 if is_half else FLOAT32
 
     def share(size: float, *, from_stage: int) -> int:
         return int(size / world_size if zero_stage >= from_stage else size)
 
-    if uses_deepspeed:
+    if sharding.uses_deepspeed:
         weights = share(compute * shape.parameters, from_stage=3)
         masters = share(FLOAT32 * shape.trained, from_stage=1)
         gradients = share(FLOAT32 * shape.trained, from_stage=2)
@@ -97,9 +106,15 @@ def memory_plan(
     needs_copy = bool(config.algorithm.kl_coef) and (
         not config.model.lora.rank or config.model.reference_path is not None
     )
-    reference = compute if uses_deepspeed else FLOAT32  # as the policy (trainer/score/reference.py)
-    sharded = zero_stage == 3 and world_size > 1
-    gathered = max(compute * shape.largest, int(config.sync.bucket_mib * 2**20)) if sharded else 0
+    reference = compute if sharding.uses_deepspeed else FLOAT32  # as the policy (trainer/score/reference.py)
+    bucket = max(compute * shape.largest, int(config.sync.bucket_mib * 2**20))
+    # Fetched from shards; on a GPU also a buffer for the engine, and the engine's copy of it.
+    buckets = (zero_stage == 3 and world_size > 1) + 2 * (on_gpu and config.rollout.engine != "server")
+    communication = FLOAT32 * sharding.reduce_bucket
+    if zero_stage == 3:  # the reduction copies the bucket, or a larger tensor
+        communication += FLOAT32 * max(min(sharding.reduce_bucket, shape.trained), shape.largest)
+    live = min(sharding.live_parameters, shape.parameters) if zero_stage == 3 else 0
+    engines = config.rollout.num_engines
     return MemoryPlan(
         weights=weights,
         masters=masters,
@@ -110,11 +125,25 @@ def memory_plan(
             shape, config.token_budget, compute=compute, is_checkpointed=config.model.gradient_checkpointing
         ),
         logits=logits_bytes(shape, config.token_budget),
-        gathered=min(gathered, compute * shape.parameters),
-        engine_weights=compute * shape.engine_parameters * config.rollout.num_engines,
-        kv_cache=int((cache_gib(config) or 0) * GIB) * config.rollout.num_engines,
+        gathered=min(bucket, compute * shape.parameters) * buckets,
+        communication=communication,
+        live_weights=compute * live,
+        engine_weights=compute * shape.engine_parameters * engines,
+        kv_cache=int((cache_gib(config) or 0) * GIB) * engines,
+        engine_workspace=engine_workspace_bytes(shape, requests=config.rollout.max_num_seqs, compute=compute) * engines
+        if on_gpu
+        else 0,
         engine_sleeps=config.rollout.engine == "colocated" and config.rollout.sleep_level > 0,
     )
+
+
+def engine_workspace_bytes(shape: ModelShape, *, requests: int, compute: int) -> int:
+    """Return the bytes that an engine takes on a GPU beside weights and cache, for a full batch of `requests`.
+
+    Counted: hidden states and gated projections of one layer, logits in float32 with their softmax, and CUDA graphs.
+    """
+    layer = compute * (4 * shape.hidden + 3 * shape.intermediate)
+    return BATCH_TOKENS * layer + 2 * requests * shape.vocabulary * FLOAT32 + CUDA_GRAPHS
 
 
 def cache_gib(config: Config) -> float | None:
@@ -125,7 +154,8 @@ def cache_gib(config: Config) -> float | None:
 
 def cache_gib_left(plan: MemoryPlan, *, available: int) -> float:
     """Return the memory that a plan leaves to the KV cache [GiB]. Raises `ConfigError` below `MIN_CACHE_GIB`."""
-    left = USABLE * available - plan.kept - plan.engine_weights - (0 if plan.engine_sleeps else plan._computing)
+    beside = plan.engine_weights + plan.engine_workspace + (0 if plan.engine_sleeps else plan._computing)
+    left = USABLE * available - plan.kept - beside
     if left < MIN_CACHE_GIB * GIB:
         raise ConfigError(
             f"rollout.kv_cache_gib=null leaves {left / GIB:.2g} of {available / GIB:.3g} GiB to the cache; "

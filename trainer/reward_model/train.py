@@ -38,10 +38,8 @@ def train(config: RewardModelConfig) -> None:
     """Train as configured. Raises `LockstepError` on every rank if training cannot continue."""
     samples = normalization_samples(config)
     distributed = Distributed.start(dtype=config.model.dtype, max_grad_norm=config.optimizer.max_grad_norm)
-    try:
+    with distributed:
         RewardModelTraining(config, distributed, samples).run()
-    finally:
-        distributed.close()
 
 
 class RewardModelTraining:

@@ -132,15 +132,20 @@ def assemble(
     )
 
 
+CANARY_SHARE = {"cpu": 1.0, "cuda": 0.01}
+"""`sync.canary_share` where it is null, by device."""
+
+
 def make_sync(config: Config, distributed: Distributed, engines: Engines, updater: Updater) -> WeightSync:
     settings = config.sync
+    share = settings.canary_share
     return WeightSync(
         engines=engines.synced,
         sleep_level=config.rollout.sleep_level if engines.colocated else 0,
         module=policy_of(distributed.unwrapped).model,
         score_canary=updater.logprobs,
         canary_threshold=settings.canary_threshold,
-        canary_share=settings.canary_share,
+        canary_share=CANARY_SHARE.get(distributed.device.type, 1.0) if share is None else share,
         pause_mode=config.pause_mode,
         bucket_bytes=int(settings.bucket_mib * 2**20),
         deadline_s=settings.timeout_s,
@@ -161,9 +166,7 @@ def show_memory_plan(shape: ModelShape, config: Config, distributed: Distributed
     plan = memory_plan(
         shape,
         config,
-        world_size=distributed.world_size,
-        zero_stage=distributed.zero_stage,
-        uses_deepspeed=distributed.uses_deepspeed,
+        distributed.sharding,
     )
     console.say(plan.table())
     warning = advice(plan, config, available=distributed.device_memory, zero_stage=distributed.zero_stage)

@@ -30,7 +30,7 @@ def run(config: Config, on_step: Callable[[StepReport], None] = lambda report: N
     libraries = ThirdPartyLog()
     with libraries.held_output():  # DeepSpeed and the transports of a cluster print while ranks meet
         distributed = Distributed.start(dtype=config.model.dtype, max_grad_norm=config.optimizer.max_grad_norm)
-    try:
+    with distributed:
         directory, _lock = open_run(config, distributed)
         console = RunConsole(enabled=distributed.is_main, total_updates=config.updates)
         libraries.open(directory.logs / f"libraries-rank-{distributed.rank}.log", console.warn)
@@ -44,8 +44,6 @@ def run(config: Config, on_step: Callable[[StepReport], None] = lambda report: N
             life.begin(parts)
             with gc_frozen():
                 life.train(parts, on_step)
-    finally:
-        distributed.close()
 
 
 class Life:

@@ -75,16 +75,19 @@ class Scorer:
     ) -> tuple[Tensor, ...]:
         arguments = {"with_values": True} if with_values else {}
 
-        def forward(packed: PackedBatch) -> list[Tensor]:
+        def forward(packed: PackedBatch) -> Tensor:
             logp_T, _, *values_T = self._module(packed, temperature=self._temperature, with_entropy=False, **arguments)
-            return [output_T.float().cpu() for output_T in (logp_T, *values_T)]
+            return torch.stack([output_T.float() for output_T in (logp_T, *values_T)])
 
         def all_packs(token_budget: int) -> Tensor:
             packs = self.plan(batch, rows, token_budget=token_budget).microbatches[self._distributed.rank]
             outputs_N = torch.zeros(1 + with_values, batch.layout.num_tokens)
+            outputs: list[tuple[Tensor, Tensor]] = []
             for pack in packs:
                 packed = self.packed(batch, pack)
-                outputs_N[:, packed.token_index_T.cpu()] = torch.stack(self.budget.agreed(partial(forward, packed)))
+                outputs.append((packed.token_index_T, self.budget.agreed(partial(forward, packed))))
+            for index_T, output_T in outputs:  # after all passes, because a copy to the host waits for the device
+                outputs_N[:, index_T] = output_T.cpu()
             return outputs_N
 
         lengths = [len(batch.rows[row]) for row in rows]

@@ -85,7 +85,7 @@ def open_engine(config: Config) -> Iterator[EnginePool]:
 def open_examiner(config: Config, chat: Chat, *, engine: EnginePool | None) -> Iterator[Examiner]:
     """Load and wrap the policy as a run does. Raises `ConfigError` if there are several ranks."""
     distributed = Distributed.start(dtype=config.model.dtype, max_grad_norm=config.optimizer.max_grad_norm)
-    try:
+    with distributed:
         if distributed.world_size > 1:
             raise ConfigError("the diagnosis runs in one process; start it with `python scripts/diagnose.py`")
         policy = load_policy(config)
@@ -97,5 +97,3 @@ def open_examiner(config: Config, chat: Chat, *, engine: EnginePool | None) -> I
             return Scorer(module, distributed, temperature=temperature, **settings).score(batch)
 
         yield Examiner(config=config, chat=chat, policy=policy, score=score, engine=engine)
-    finally:
-        distributed.close()

@@ -63,30 +63,27 @@ def dry_run(config: Config) -> None:
     quiet_third_parties()
     distributed = Distributed.start(dtype=config.model.dtype, max_grad_norm=config.optimizer.max_grad_norm)
     console = Console(highlight=False, quiet=not distributed.is_main)
-    try:
-        with BackgroundLoop() as loop:
-            chat = make_chat(config)
-            run_console = RunConsole(enabled=distributed.is_main, total_updates=0)
-            prompts = make_prompts(config, distributed, loop, chat, say=run_console.say)
-            console.print(settings_tree(plain(config)))
-            console.print(Rule("[bold]counts[/bold]", style="dim", align="left"))
-            table = Table.grid(padding=(0, 2))
-            for name, count in run_counts(config, ranks=distributed.world_size, data_rows=len(prompts)).items():
-                table.add_row(Text(name, style="dim"), Text(count))
-            console.print(table)
-            console.print(Rule("[bold]memory[/bold], an estimate for rank 0", style="dim", align="left"))
-            shape = planned_shape(config)
-            show_memory_plan(shape, config, distributed, run_console)
-            available = f"{distributed.device_memory / GIB:.3g} GiB are available"
-            console.print(f"{shape.parameters:,} parameters, {shape.trained:,} trained; {available}")
-            console.print(Rule("[bold]the first rows of the data[/bold]", style="dim", align="left"))
-            rollouts, notes = loop.run(preview(config, chat, prompts.take(min(SHOWN_ROWS, len(prompts)))))
-            for note in notes:
-                console.print(note, style="italic", markup=False)
-            for rollout in rollouts:
-                _print_rollout(console, rollout, TokenTexts(chat.tokenizer))
-    finally:
-        distributed.close()
+    with distributed, BackgroundLoop() as loop:
+        chat = make_chat(config)
+        run_console = RunConsole(enabled=distributed.is_main, total_updates=0)
+        prompts = make_prompts(config, distributed, loop, chat, say=run_console.say)
+        console.print(settings_tree(plain(config)))
+        console.print(Rule("[bold]counts[/bold]", style="dim", align="left"))
+        table = Table.grid(padding=(0, 2))
+        for name, count in run_counts(config, ranks=distributed.world_size, data_rows=len(prompts)).items():
+            table.add_row(Text(name, style="dim"), Text(count))
+        console.print(table)
+        console.print(Rule("[bold]memory[/bold], an estimate for rank 0", style="dim", align="left"))
+        shape = planned_shape(config)
+        show_memory_plan(shape, config, distributed, run_console)
+        available = f"{distributed.device_memory / GIB:.3g} GiB are available"
+        console.print(f"{shape.parameters:,} parameters, {shape.trained:,} trained; {available}")
+        console.print(Rule("[bold]the first rows of the data[/bold]", style="dim", align="left"))
+        rollouts, notes = loop.run(preview(config, chat, prompts.take(min(SHOWN_ROWS, len(prompts)))))
+        for note in notes:
+            console.print(note, style="italic", markup=False)
+        for rollout in rollouts:
+            _print_rollout(console, rollout, TokenTexts(chat.tokenizer))
     overrides = shlex.join(redact_words([word for word in sys.argv[1:] if not word.startswith("dry_run=")]))
     launcher = "python" if distributed.world_size == 1 else "accelerate launch ..."
     console.print(Rule(style="dim"))

@@ -68,14 +68,12 @@ def replay(path: Path, *, step: int | None, sample: bool, overrides: list[str]) 
             f"(rollout.max_staleness={config.rollout.max_staleness}); replay without --sample to train on its rollouts"
         )
     distributed = Distributed.start(dtype=config.model.dtype, max_grad_norm=config.optimizer.max_grad_norm)
-    try:
+    with distributed:
         replayed = _Replay(run, config, distributed)
         if step is None:
             return replayed.train_dump(path)
         saved = saved_step(run, step)
         return replayed.sample(saved) if sample else replayed.train(saved)
-    finally:
-        distributed.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -128,7 +128,8 @@ class Updater:
         def gradients(token_budget: int) -> tuple[dict[str, float], dict[str, float]]:
             """Run forward and backward of this rank's share; return its sums and the plan's metrics."""
             share = self.scorer.plan(batch, rows, token_budget=token_budget)
-            sums: dict[str, float] = {}
+            sums: dict[str, Tensor] = {}
+            logprobs: list[tuple[Tensor, Tensor]] = []
             packs = list(share.microbatches[self._distributed.rank])
             if self._distributed.world_size > 1 and not self._distributed.uses_deepspeed:
                 packs.append(())  # DDP reduces in it, so that all others may run out of memory: see `TokenBudget`
@@ -139,11 +140,14 @@ class Updater:
                     loss, logp_T, microbatch_sums = budget.agreed(forward)
                     # Ranks average gradients; the loss is a sum over them.
                     budget.agreed(partial(backward, loss * self._distributed.world_size))
-                index_T = packed.token_index_T.cpu()
-                seen_N[index_T] = torch.where(seen_N[index_T].isnan(), logp_T.detach().float().cpu(), seen_N[index_T])
+                # Results stay on the device until the last microbatch: a copy would wait for the kernels queued so far.
+                logprobs.append((packed.token_index_T, logp_T.detach().float()))
                 for name, value in microbatch_sums.items():
-                    sums[name] = sums.get(name, 0.0) + float(value)
-            return sums, share.metrics()
+                    sums[name] = sums.get(name, 0.0) + value.detach().double()
+            for index_T, logp_T in logprobs:
+                seen_N[index_T] = torch.where(seen_N[index_T].isnan(), logp_T.cpu(), seen_N[index_T])
+            totals = torch.stack(list(sums.values())).tolist() if sums else []
+            return dict(zip(sums, totals, strict=True)), share.metrics()
 
         sums, share_metrics = budget.attempt(
             gradients, [len(batch.rows[row]) for row in rows], discard=self._module.zero_grad
@@ -196,14 +200,13 @@ class Updater:
         """Return this microbatch's share of the step's loss, its logprobs, and its sums for metrics."""
         algorithm = self._config.algorithm
         logp_T, entropy_T, values_T = self._forward(packed)
-        index_T = packed.token_index_T.cpu()
-        keep_T = targets.keep_N[index_T]
-        kept_index_T = index_T[keep_T]
+        keep_T = targets.keep_N[packed.token_index_T]
+        kept_index_T = packed.token_index_T[keep_T]
 
         def at_tokens(values_N: Tensor) -> Tensor:
             return values_N[kept_index_T].to(logp_T.device, logp_T.dtype)
 
-        keep = keep_T.to(logp_T.device)
+        keep = keep_T.nonzero().squeeze(1).to(logp_T.device)  # indices: the size of a mask's result is on the device
         rollout_T = packed.rollout_T[keep]
         old_T = targets.old.at(kept_index_T, logp_T[keep])
         weights_T = targets.correction.weights_at(kept_index_T, old_T, packed.sampling_logprobs_T[keep])

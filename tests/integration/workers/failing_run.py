@@ -3,6 +3,7 @@
 gathered    rank 1 fails in the gather of a weight sync, after the exchange
 absent      rank 1 fails before the exchange, so that the other rank waits in it
 producer    rank 0 fails in a group of rollouts that is made ahead
+memory      rank 1 runs out of memory in a forward pass, in which the other rank waits for it
 """
 
 from __future__ import annotations
@@ -12,11 +13,15 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from rollout.errors import EngineError
 from rollout.sampler.sampler import Sampler
 from rollout.weights.shards import Fetch
 from rollout.weights.source import ZeroSource
 from trainer.cli import launch
+from trainer.model.policy import Policy
+from trainer.update.updater import Updater
 
 FAILING_PASS = 3
 """Number of syncs before the fault: of the first weights and after the first update."""
@@ -64,10 +69,28 @@ def fail_in_producer() -> None:
     Sampler.collect = failing  # type: ignore[method-assign]
 
 
+def fail_in_forward() -> None:
+    optimizer_step, forward = Updater.optimizer_step, Policy.forward
+    num_updates = 0
+
+    def counted(self: Updater, *arguments: Any, **settings: Any) -> Any:
+        nonlocal num_updates
+        num_updates += 1
+        return optimizer_step(self, *arguments, **settings)
+
+    def failing(self: Policy, *arguments: Any, **settings: Any) -> Any:
+        if num_updates == 2 and torch.is_grad_enabled() and os.environ["RANK"] == "1":
+            raise torch.OutOfMemoryError("CUDA out of memory (injected)")
+        return forward(self, *arguments, **settings)
+
+    Updater.optimizer_step, Policy.forward = counted, failing  # type: ignore[method-assign]
+
+
 FAULTS: dict[str, Callable[[], None]] = {
     "gathered": lambda: fail_in_gather(takes_part=True),
     "absent": lambda: fail_in_gather(takes_part=False),
     "producer": fail_in_producer,
+    "memory": fail_in_forward,
 }
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.fixtures.paths import ROOT
 
@@ -34,7 +35,7 @@ case "$1" in
         case "$2" in
             *realpath*) echo "$0" ;;
             "import pip") ;;
-            *torch.cuda*) ;;
+            *torch.cuda* | *libtorch*) ;;
             *) exec {python} -IS "$@" ;;
         esac ;;
     -) [ $# -gt 1 ] || exec {python} -IS "$@" ;;
@@ -266,3 +267,15 @@ def test_a_requested_python_is_never_replaced_by_another(machine: Machine) -> No
     assert "PYTHON=python3.9 is Python 3.9.18" in machine.install(PYTHON="python3.9").stderr
     assert "PYTHON=python3.12 was not found" in machine.install(PYTHON="python3.12").stderr
     assert not machine.venv.exists()
+
+
+def test_a_cpu_build_of_torch_is_refused_where_cuda_was_asked_for() -> None:
+    """With the torch of this environment; an image for CUDA is built without a GPU that would show the mistake."""
+    script = (ROOT / "scripts" / "install.sh").read_text()
+    check = script.rpartition("<<'PY'")[2].partition("\n")[2].partition("\nPY\n")[0]
+    done = subprocess.run([sys.executable, "-", "cuda"], input=check, cwd=ROOT, capture_output=True, text=True)
+    if torch.version.cuda is None:
+        assert done.returncode == 1
+        assert "a CPU build; expected a CUDA build" in done.stderr
+    else:
+        assert done.returncode == 0, done.stderr

@@ -26,8 +26,8 @@ def test_settings_for_cpus_alone_are_not_given_to_gpus() -> None:
     on_cpu = device_arguments(is_cpu=True, dtype="bfloat16", max_model_len=9000)
     assert on_cpu == {"max_num_batched_tokens": 9000, "enable_chunked_prefill": False}
     on_gpu = device_arguments(is_cpu=False, dtype="bfloat16", max_model_len=9000)
-    assert on_gpu == {"hf_overrides": {"head_dtype": "float32"}}
-    assert device_arguments(is_cpu=False, dtype="float32", max_model_len=9000) == {}
+    assert on_gpu == {"max_num_batched_tokens": 8192, "hf_overrides": {"head_dtype": "float32"}}
+    assert "hf_overrides" not in device_arguments(is_cpu=False, dtype="float32", max_model_len=9000)
     assert {*on_cpu, *on_gpu} <= {field.name for field in dataclasses.fields(AsyncEngineArgs)}
 
 

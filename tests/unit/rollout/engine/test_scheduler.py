@@ -20,6 +20,8 @@ from rollout.engine.plugin import SCHEDULER
 from rollout.engine.scheduler import BufferedAsyncScheduler, BufferedOutputs, BufferedScheduler
 
 FINAL_ONLY = RequestOutputKind.FINAL_ONLY
+NOTHING = SimpleNamespace(logprobs=None)
+"""A step's output of the model runner, in place of which the scripted scheduler has its own."""
 
 
 class Scripted:
@@ -32,7 +34,8 @@ class Scripted:
         self._steps = iter(steps)
         self.pause_state = PauseState.UNPAUSED
 
-    def update_from_output(self) -> dict[int, EngineCoreOutputs]:
+    def update_from_output(self, scheduled: Any, sampled: Any) -> dict[int, EngineCoreOutputs]:
+        self.sampled = sampled
         outputs = next(self._steps, [])
         return {0: EngineCoreOutputs(outputs=outputs)} if outputs else {}
 
@@ -57,7 +60,7 @@ def sampled(request: str, token: int, *, finish: FinishReason | None = None, **m
 def sent(scheduler: Buffered) -> dict[str, tuple[list[int], list[float]]]:
     """Return tokens and logprobs sent by one step, by request."""
     found = {}
-    for message in scheduler.update_from_output().values():
+    for message in scheduler.update_from_output(None, NOTHING).values():
         for output in message.outputs:
             assert output.new_logprobs is not None
             assert output.new_logprobs.logprob_token_ids[:, 0].tolist() == output.new_token_ids
@@ -90,7 +93,7 @@ def test_steps_of_different_widths_are_merged_to_the_narrowest() -> None:
 
 
 def test_a_step_without_ended_requests_sends_no_message() -> None:
-    assert Buffered([[sampled("a", 1)]]).update_from_output() == {}
+    assert Buffered([[sampled("a", 1)]]).update_from_output(None, NOTHING) == {}
 
 
 def test_buffered_outputs_are_sent_before_weights_can_change() -> None:
@@ -140,3 +143,13 @@ def test_it_replaces_the_scheduler_that_vllm_would_choose(
     assert made == [
         (BufferedAsyncScheduler if is_async else BufferedScheduler, {"vllm_config": config, "block_size": 16})
     ]
+
+
+def test_buffered_outputs_do_not_keep_the_memory_that_the_gpu_writes_to() -> None:
+    pinned = LogprobsLists(np.array([[5], [6]]), np.array([[-5.0], [-6.0]]), np.array([1, 1]), [0, 1, 2])
+    scheduler = Buffered([])
+    scheduler.update_from_output(None, SimpleNamespace(logprobs=pinned))  # type: ignore[arg-type]
+    copied = scheduler.sampled.logprobs
+    assert [array.tolist() for array in copied[:3]] == [array.tolist() for array in pinned[:3]]
+    assert copied.cu_num_generated_tokens == [0, 1, 2]
+    assert not any(np.shares_memory(a, b) for a, b in zip(copied[:3], pinned[:3], strict=True))

@@ -13,6 +13,7 @@ from vllm.distributed.weight_transfer.base import ParamMeta
 from rollout.errors import SyncError
 from rollout.weights.checkpoint_tensors import unwrap
 from rollout.weights.gloo.worker import bucket_layout, views
+from rollout.weights.shards import Fetch
 from rollout.weights.source import ZeroSource, nbytes, plan_buckets
 from tests.fixtures.models import tiny_qwen3
 
@@ -141,3 +142,10 @@ def _with_lora(model: nn.Module, **settings: object) -> nn.Module:
             if "lora_B" in name or "lora_embedding" in name:
                 param.normal_(std=0.3)
     return adapted.eval()
+
+
+def test_every_tensor_is_ordered_after_its_fetch_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    ordered: list[int] = []
+    monkeypatch.setattr(Fetch, "use", lambda self, values: ordered.extend(value.data_ptr() for value in values))
+    for name, tensor in ZeroSource(tiny_qwen3(tied=True)):
+        assert tensor.data_ptr() == ordered[-1], name

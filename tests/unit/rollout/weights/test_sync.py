@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import socket
+from types import SimpleNamespace
 
 import pytest
 
-from rollout.errors import ConfigError
+from rollout.errors import ConfigError, SyncError
 from rollout.weights.sync import WeightSync, _free_port
 from tests.unit.rollout.system.test_addresses import fake_names
 
@@ -45,3 +46,18 @@ def test_vllms_process_group_refuses_ipv6():
 
     with pytest.raises(OSError, match="Address family"):
         StatelessProcessGroup.create("::1", 0, rank=0, world_size=1)
+
+
+def test_a_server_on_the_trainers_gpu_is_explained(monkeypatch: pytest.MonkeyPatch):
+    from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+
+    def refuse(*arguments: object, **settings: object) -> None:
+        raise RuntimeError("NCCL error: invalid usage (run with NCCL_DEBUG=WARN for details)")
+
+    monkeypatch.setattr(WeightTransferTrainerFactory, "trainer_init", refuse)
+    sync = WeightSync.__new__(WeightSync)
+    sync._backend, sync._source = "nccl", None  # type: ignore[assignment]
+    sync._engines = SimpleNamespace(hosts=["10.0.0.7"])  # type: ignore[assignment]
+    monkeypatch.setattr(sync, "_init_info", lambda receivers: None)
+    with pytest.raises(SyncError, match=r"with 10\.0\.0\.7 .*invalid usage.*CUDA_VISIBLE_DEVICES"):
+        sync._join([])

@@ -43,3 +43,14 @@ def test_the_rank_that_failed_raises_its_own_error() -> None:
 
 def test_every_rank_gets_its_own_result() -> None:
     assert on_ranks(2, lambda rank: rank.together(lambda: rank.rank)) == [0, 1]
+
+
+def test_a_failed_rank_leaves_process_groups_open_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[int] = []
+    monkeypatch.setattr(FakeRank, "close", lambda self: closed.append(self.world_size))
+    for world_size in (1, 2):
+        with FakeRank(world_size=world_size):
+            pass
+        with pytest.raises(EngineError), FakeRank(world_size=world_size):
+            raise EngineError("dead")
+    assert closed == [1, 1, 2], "closing waits for ranks that are in a collective"

@@ -28,11 +28,11 @@ def test_on_a_gpu_the_cache_gets_the_remaining_memory(tmp_path: Path, monkeypatc
     path = save_tiny_model(tmp_path, tied=True)
     asked = _memory(colocated(2.0, path), RANK)
     assert asked["kv_cache_gib"] == 2.0
-    assert asked["gpu_memory_utilization"] == pytest.approx(0.25, abs=0.01)
+    assert 2.5 / 8 < asked["gpu_memory_utilization"] < 2.7 / 8, "cache and workspace; the model is tiny"
 
     planned = _memory(colocated(None, path), RANK)
     assert 2.0 < planned["kv_cache_gib"] < 0.9 * 8
-    assert planned["gpu_memory_utilization"] == pytest.approx(planned["kv_cache_gib"] / 8, abs=0.01)
+    assert planned["gpu_memory_utilization"] > planned["kv_cache_gib"] / 8
 
 
 def test_on_a_cpu_nothing_is_planned_and_the_cache_has_a_default(tmp_path: Path) -> None:

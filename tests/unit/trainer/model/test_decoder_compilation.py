@@ -13,7 +13,7 @@ from tests.unit.trainer.model.test_critic import ROWS
 from trainer.batch.packing import collate
 from trainer.checks.validate import validate
 from trainer.config.schema import Config
-from trainer.model.decoder import compile_layers
+from trainer.model.decoder import _compile_on_all_cores, compile_layers
 from trainer.model.policy import Policy
 
 PACKINGS = ([[0, 1, 2]], [[2], [0, 1]], [[1, 2], [0]])
@@ -86,3 +86,13 @@ def test_optimizers_that_cannot_work_are_refused_before_anything_heavy_starts(mo
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
     with pytest.raises(ConfigError, match=r"ddp\.yaml"):
         validate(config, needs_data=False)
+
+
+def test_kernels_compile_on_all_cores_though_vllm_was_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import config
+
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # as `import vllm` does
+    monkeypatch.setattr(config, "compile_threads", 1)
+    monkeypatch.setattr(torch._utils, "cpu_count", lambda: 16)
+    _compile_on_all_cores()
+    assert config.compile_threads == 16

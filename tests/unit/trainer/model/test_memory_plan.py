@@ -14,6 +14,7 @@ from rollout.errors import ConfigError
 from rollout.records import TrainingRow
 from trainer.batch.packing import collate
 from trainer.config.schema import Config, LoraConfig, OptimizerConfig
+from trainer.distributed.sharding import BUFFERS, LIVE, REDUCE, Sharding, set_buffers
 from trainer.model.lora import add_adapters
 from trainer.model.memory_plan import GIB, MemoryPlan, activation_bytes, advice, cache_gib_left, memory_plan
 from trainer.model.policy import Policy
@@ -93,7 +94,7 @@ def test_the_peak_on_cpu_is_as_planned() -> None:
         optimizer.step()
         optimizer.zero_grad()
     measured = _memory("VmHWM") - before
-    plan = memory_plan(shape_of(made), config, world_size=1, zero_stage=0, uses_deepspeed=False)
+    plan = memory_plan(shape_of(made), config, Sharding())
     planned = plan.total - plan.engine_weights - plan.kv_cache  # no engine here
     # Activations and optimizer state coexist only from the second update on.
     assert planned == pytest.approx(measured, rel=0.35), (planned / measured, plan.table())
@@ -108,9 +109,8 @@ def planned(made: Policy, *, world_size: int = 1, zero_stage: int = 0, **model) 
     config = Config()
     for name, value in model.items():
         setattr(config.model, name, value)
-    return memory_plan(
-        shape_of(made), config, world_size=world_size, zero_stage=zero_stage, uses_deepspeed=zero_stage > 0
-    )
+    sharding = Sharding(world_size=world_size, zero_stage=zero_stage, uses_deepspeed=zero_stage > 0)
+    return memory_plan(shape_of(made), config, sharding)
 
 
 def test_a_config_with_other_field_names_can_be_planned() -> None:
@@ -157,7 +157,7 @@ def test_each_of_several_engines_holds_weights_and_a_cache() -> None:
     one, config = planned(policy()), Config()
     config.rollout.num_engines, config.rollout.kv_cache_gib = 3, 4.0
     shape = shape_of(policy())
-    three = memory_plan(shape, config, world_size=1, zero_stage=0, uses_deepspeed=False)
+    three = memory_plan(shape, config, Sharding())
     assert three.engine_weights == 3 * one.engine_weights
     assert three.kv_cache == 3 * 4 * GIB
     sentence = advice(three, config, available=GIB // 100, zero_stage=0)
@@ -169,7 +169,7 @@ def test_a_sleeping_engine_takes_turns_with_the_update_and_gets_the_remaining_ca
     def plan_of(*, sleep_level: int, cache: float | None = 1.0) -> MemoryPlan:
         config = Config()
         config.rollout.engine, config.rollout.sleep_level, config.rollout.kv_cache_gib = "colocated", sleep_level, cache
-        return memory_plan(shape_of(policy()), config, world_size=1, zero_stage=0, uses_deepspeed=False)
+        return memory_plan(shape_of(policy()), config, Sharding())
 
     awake, asleep = plan_of(sleep_level=0), plan_of(sleep_level=2)
     engine, computing = GIB + awake.engine_weights, awake.activations + awake.logits
@@ -181,3 +181,37 @@ def test_a_sleeping_engine_takes_turns_with_the_update_and_gets_the_remaining_ca
         assert plan_of(sleep_level=level, cache=left).total == pytest.approx(0.9 * 10 * GIB, rel=0.01)
     with pytest.raises(ConfigError, match=r"rollout\.kv_cache_gib=null leaves .* Use more ranks"):
         cache_gib_left(plan_of(sleep_level=2, cache=None), available=GIB // 8)
+
+
+def sharded(stage: int, **zero: object) -> Sharding:
+    written: dict = {"zero_optimization": dict(zero)}
+    set_buffers(written)
+    return Sharding.of(world_size=4, zero_stage=stage, deepspeed_config=written)
+
+
+def test_buffers_of_deepspeed_are_set_unless_the_user_names_them_and_are_planned() -> None:
+    shape, config = shape_of(policy()), Config()
+    two, three = (memory_plan(shape, config, sharded(stage)) for stage in (2, 3))
+    assert two.communication == 4 * BUFFERS[REDUCE]
+    assert three.communication == 4 * (BUFFERS[REDUCE] + shape.trained), "the reduction copies what the bucket holds"
+    assert (two.live_weights, three.live_weights) == (0, 4 * shape.parameters)
+
+    own = sharded(3, **{REDUCE: 1000, LIVE: 2000, "stage3_max_reuse_distance": "auto"})
+    assert (own.reduce_bucket, own.live_parameters) == (1000, 2000)
+    small = memory_plan(shape, config, own)
+    assert small.communication == 4 * (1000 + shape.largest)
+    assert small.live_weights == 4 * 2000
+
+
+def test_an_engine_on_the_trainers_gpu_takes_buffers_and_a_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, config = shape_of(policy()), Config()
+    on_cpu = memory_plan(shape, config, Sharding())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    on_gpu = memory_plan(shape, config, Sharding())
+    assert (on_cpu.gathered, on_cpu.engine_workspace) == (0, 0)
+    assert on_gpu.gathered == 2 * min(512 * 2**20, 4 * shape.parameters), "the sender's buffer and the engine's copy"
+    logits = 2 * config.rollout.max_num_seqs * shape.vocabulary * 4
+    assert on_gpu.engine_workspace > GIB // 2 + logits
+
+    config.rollout.engine = "server"
+    assert memory_plan(shape, config, Sharding()).gathered == 0

@@ -230,3 +230,24 @@ def test_before_the_policy_moves_every_ratio_is_one(minibatches: int, policy: Po
         assert metrics["policy/approx_kl"] == 0.0
     assert metrics["policy/ratio_mean"] == pytest.approx(1, abs=1e-6)
     assert metrics["policy/approx_kl"] < 1e-10
+
+
+def test_results_of_microbatches_are_copied_to_the_host_after_the_last_backward(
+    policy: Policy, batch: StepBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = replace(config(), token_budget=24)  # a copy in between would make the host wait for the device
+    logprobs = scored(random_logp(batch, 1))
+    targets, _, _ = targets_of(batch, made, logprobs, mode="token_truncate")
+    events: list[str] = []
+    distributed = FakeRank(policy)
+    updater = Updater(policy, distributed, made)
+    cpu, tolist, backward = Tensor.cpu, Tensor.tolist, Tensor.backward
+    as_float = Tensor.__float__
+    monkeypatch.setattr(Tensor, "cpu", lambda self: events.append("copy") or cpu(self))
+    monkeypatch.setattr(Tensor, "tolist", lambda self: events.append("copy") or tolist(self))
+    monkeypatch.setattr(Tensor, "__float__", lambda self: events.append("copy") or as_float(self))
+    monkeypatch.setattr(Tensor, "backward", lambda self: events.append("backward") or backward(self))
+    updater.update(batch, targets)
+    last = len(events) - events[::-1].index("backward")
+    assert events[:last] == ["backward"] * events.count("backward")
+    assert events.count("backward") > 1

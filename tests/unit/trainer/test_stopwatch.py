@@ -1,0 +1,28 @@
+"""Attribution of time to stages on devices that run kernels after the call that launched them."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from trainer.stopwatch import Stopwatch
+
+
+def test_a_stage_lasts_until_the_device_has_run_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: time.sleep(0.2))
+    watch = Stopwatch()
+    with watch.stage("update"):
+        pass
+    assert watch.seconds("update") >= 0.2
+
+
+def test_a_failed_stage_keeps_its_error_and_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: pytest.fail("waited for a device in error"))
+    watch = Stopwatch()
+    with pytest.raises(ValueError, match="in the stage"), watch.stage("update"):
+        raise ValueError("in the stage")
+    assert watch.metrics()["time/update"] >= 0
