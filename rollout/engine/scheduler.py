@@ -108,8 +108,12 @@ def buffered_scheduler(*, vllm_config: VllmConfig, **settings: Any) -> Scheduler
 
 def _copy(logprobs: LogprobsLists) -> LogprobsLists:
     """Copy the logprobs of a step out of the pinned memory that a GPU wrote, which buffered outputs would keep."""
-    *arrays, offsets = logprobs
-    return LogprobsLists(*(array.copy() for array in arrays), offsets)
+    return LogprobsLists(
+        logprobs.logprob_token_ids.copy(),
+        logprobs.logprobs.copy(),
+        logprobs.sampled_token_ranks.copy(),
+        logprobs.cu_num_generated_tokens,
+    )
 
 
 def merge_outputs(outputs: Sequence[EngineCoreOutput]) -> EngineCoreOutput:
