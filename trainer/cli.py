@@ -24,9 +24,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rollout.errors import ConfigError, LockstepError
+from rollout.safe_text import print_error
+from rollout.system.orphan_guard import exit_when_orphaned
 from trainer.checks.validate import validate
 from trainer.config.hints import closest
-from trainer.config.redaction import redact_words
+from trainer.config.redaction import redact_text, redact_words
 from trainer.config.schema import Config, DataSetConfig
 from trainer.setting import declarations
 
@@ -56,6 +58,11 @@ def launch(
         config_class: dataclass schema of the configuration.
         check: raises `ConfigError` for conflicting values; None: `validate`, for a `Config`.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank; a killed launcher cannot end it
+        exit_when_orphaned(
+            message=f"rank {os.environ.get('RANK', '?')} ends, because its launcher is gone; start the run again with "
+            "resume=auto"
+        )
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise instead of printing, so that messages can be rewritten
     ConfigStore.instance().store(name="schema", node=schema(config_class))
 
@@ -258,5 +265,4 @@ def _all_keys(tree: DictConfig) -> list[str]:
 
 
 def _print(message: str) -> None:
-    for line in message.splitlines():
-        print(f"lockstep: {line}", file=sys.stderr)
+    print_error(redact_text(message))

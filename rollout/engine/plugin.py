@@ -10,9 +10,9 @@ Not covered: the seconds before plugins are loaded, in which a child imports vLL
 from __future__ import annotations
 
 import multiprocessing
-import multiprocessing.connection
 import os
-import threading
+
+from rollout.system.orphan_guard import exit_when_orphaned
 
 CHILD_ENV = "LOCKSTEP_ENGINE_CHILD"
 """Environment variable set while an embedded engine starts its processes."""
@@ -24,8 +24,6 @@ TRANSPORTS = (
     ("cuda_ipc", "rollout.weights.cuda_ipc", "rollout.weights.cuda_ipc", "CudaIpc"),
 )
 """Weight transfers: name, modules of the engine's and the trainer's side, and the beginning of their class names."""
-
-ORPHAN_POLL_S = 1.0
 
 
 def register() -> None:
@@ -42,17 +40,4 @@ def register() -> None:
     if CHILD_ENV in os.environ and parent is not None:
         if os.getpgrp() != os.getpid():  # a process that already leads a group may not start a session
             os.setsid()
-        _exit_with_parent(parent.sentinel)
-
-
-def _exit_with_parent(parent_sentinel: int) -> None:
-    """Watch the parent in a thread: its sentinel, and its pid in case a forked sibling holds the sentinel open."""
-    parent_pid = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent_pid:
-            if multiprocessing.connection.wait([parent_sentinel], timeout=ORPHAN_POLL_S):
-                break
-        os._exit(1)  # a clean exit would wait for threads blocked in collectives
-
-    threading.Thread(target=watch, name="lockstep-orphan-guard", daemon=True).start()
+        exit_when_orphaned(sentinel=parent.sentinel)

@@ -13,13 +13,21 @@ import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import index
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 
-from rollout.engine.engine_answers import Answer, check_prompt, engine_call, sample_params, score_params, version_number
+from rollout.engine.engine_answers import (
+    Answer,
+    check_prompt,
+    engine_call,
+    integer,
+    number,
+    sample_params,
+    score_params,
+    version_number,
+)
 from rollout.engine.protocol import Sampling
 from rollout.errors import ConfigError, EngineError, EvidenceError, LockstepError, RequestError
 from rollout.records import EngineCall
@@ -255,11 +263,11 @@ def read_answer(answer: Any, *, with_support: bool, source: str, is_compact: boo
         return Answer(
             sampled_ids=[_token_id(token) for token in choice["token_ids"]],
             candidate_ids=[_token_id(candidate["token_id"]) for one in candidates for candidate in one],
-            candidate_logprobs=[float(candidate["logprob"]) for one in candidates for candidate in one],
+            candidate_logprobs=[number(candidate["logprob"]) for one in candidates for candidate in one],
             starts=starts,
             finish_reason=str(choice["finish_reason"]),
             versions=[
-                (str(span["version"]), index(span["start"]), index(span["end"]))
+                (str(span["version"]), integer(span["start"]), integer(span["end"]))
                 for span in choice["weight_versions"] or ()
             ],
         )
@@ -271,7 +279,7 @@ def read_scores(answer: Any, ids: Sequence[int], *, source: str) -> list[float]:
         first, *others = answer["prompt_logprobs"]
         if first or len(others) != len(ids) - 1:  # the first id has no logprob: vLLM sends null or {}
             raise ValueError(f"{len(others)} logprobs for {len(ids)} ids, with {first} for the first")
-        return [float(position[str(token)]["logprob"]) for token, position in zip(ids[1:], others, strict=True)]
+        return [number(position[str(token)]["logprob"]) for token, position in zip(ids[1:], others, strict=True)]
 
 
 def read_label(described: Any, *, source: str) -> str:
@@ -287,7 +295,7 @@ def read_checksums(answer: Any, *, source: str) -> dict[str, str]:
 
 
 def _token_id(value: Any) -> int:
-    if not 0 <= (token := index(value)) < 2**31:
+    if not 0 <= (token := integer(value)) < 2**31:
         raise ValueError(f"{token} is not a token id")
     return token
 

@@ -320,9 +320,9 @@ class WeightSync:
         except RuntimeError as error:
             if self._backend == "nccl" and "invalid usage" in str(error):
                 raise SyncError(
-                    f"NCCL refuses to connect the trainer with {' and '.join(self._engines.hosts)} ({error}), as it "
-                    "does if two of them use one GPU. Start servers on GPUs of their own (CUDA_VISIBLE_DEVICES=... before "
-                    "scripts/serve_engine.py), or sample with rollout=colocated"
+                    f"NCCL does not connect the trainer with {' and '.join(self._engines.hosts)} ({error}), for "
+                    "example because two of them use one GPU. Start servers on GPUs of their own "
+                    "(CUDA_VISIBLE_DEVICES=... before scripts/serve_engine.py), or sample with rollout=colocated"
                 ) from error
             raise
 

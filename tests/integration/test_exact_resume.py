@@ -128,3 +128,18 @@ def test_kills_with_rollouts_made_ahead_train_every_prompt_once(demo: tuple[str,
     for update, file in enumerate(files, start=1):
         spans = [span for rollout in read_rollouts(file) for call in rollout.calls for span in call.version_spans]
         assert {span.version for span in spans} <= {update - 2, update - 1}, "weights that this update may train on"
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(3600)
+def test_ranks_end_with_their_launcher_and_the_run_can_be_launched_again_at_once(
+    demo: tuple[str, ...],  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    runs = recipe(demo, tmp_path, "updates=24", ranks=2, port=29517)  # the same at every launch, as by default
+    moments = random.Random(6)
+    for number in range(10):
+        found = runs.kill("killed", moments, span_s=4.0, in_start=number % 4 == 3, launcher_alone=True)
+        print(found, flush=True)
+    assert [line["step"] for line in metrics(runs.finish("killed"))] == list(range(1, 25))

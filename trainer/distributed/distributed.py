@@ -24,7 +24,8 @@ import torch.distributed as torch_dist
 from torch import nn
 from torch.utils.cpp_extension import get_default_build_root
 
-from rollout.errors import CheckpointError, ConfigError, LockstepError, error_named
+from rollout.errors import CheckpointError, ConfigError, LockstepError, TrainingError, error_named
+from rollout.safe_text import error_text
 from rollout.system.addresses import address_towards, interface_of, is_loopback
 from trainer.distributed.reshard import fill_shards, fill_whole
 from trainer.distributed.sharding import Sharding, set_buffers
@@ -88,11 +89,23 @@ class Distributed:
         backend = {"backend": "gloo"} if with_deepspeed and not on_gpu else {}
         if with_deepspeed and not on_gpu:
             skip_deepspeed_builds()
-        accelerator = Accelerator(
-            cpu=not on_gpu and not with_deepspeed,
-            kwargs_handlers=[InitProcessGroupKwargs(timeout=NCCL_TIMEOUT if on_gpu else CONTROL_TIMEOUT, **backend)],
-            mixed_precision="bf16" if dtype == "bfloat16" else "no",
-        )
+        try:
+            accelerator = Accelerator(
+                cpu=not on_gpu and not with_deepspeed,
+                kwargs_handlers=[
+                    InitProcessGroupKwargs(timeout=NCCL_TIMEOUT if on_gpu else CONTROL_TIMEOUT, **backend)
+                ],
+                mixed_precision="bf16" if dtype == "bfloat16" else "no",
+            )
+        except (RuntimeError, OSError) as error:  # torch's errors of stores and backends are RuntimeErrors
+            if "MASTER_ADDR" not in os.environ:
+                raise
+            place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            raise TrainingError(
+                f"the ranks did not meet at {place} ({str(error).partition(chr(10))[0]}). Another run, or ranks that "
+                "one left behind, may use the port: look with `pgrep -af train.py`, end them, or choose another port "
+                "with `accelerate launch --main_process_port`"
+            ) from error
         plugin = accelerator.state.deepspeed_plugin
         if plugin is not None:
             plugin.deepspeed_config.update(
@@ -313,12 +326,12 @@ class Distributed:
     def together(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank; if it fails on one, raise the same error on all, so that none waits forever."""
         result: T | None = None
-        failure: Exception | None = None
+        failure: BaseException | None = None
         try:
             result = work()
-        except Exception as error:  # of any kind: raised again below, after the other ranks have been told
+        except (Exception, SystemExit) as error:  # of any kind: raised again below, after the other ranks are told
             failure = error
-        report = b"" if failure is None else f"{type(failure).__name__}: {failure}".encode()
+        report = b"" if failure is None else f"{type(failure).__name__}: {error_text(failure)}".encode()
         for rank, message in enumerate(self.gather_bytes(report)):
             if message:
                 raise failure or _same_error(message.decode(), rank)
@@ -399,6 +412,10 @@ class Distributed:
             model = self.unwrapped.get_submodule(prefix.removesuffix("."))
             assert state is not None
             own = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+            # Copies, as ZeRO-2 gives, no longer show which parameters are one.
+            every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+            for tied in every - {name for name, _ in model.named_parameters()}:
+                own.pop(tied, None)
             model.save_pretrained(directory, state_dict=edit(own), safe_serialization=True)  # type: ignore[operator]
 
     def __enter__(self) -> Distributed:

@@ -183,6 +183,18 @@ def test_a_request_waits_for_the_end_of_a_pause_within_its_limit(
         connected.generate()
 
 
+def test_a_disabled_route_names_the_missing_flag_and_no_key(connected: Connected) -> None:
+    """vLLM answers 403 where a server was started without the flag."""
+    disabled = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
+    connected.server.will(GENERATE, says({"error": {"message": disabled}}, status=403))
+    with pytest.raises(EngineError, match="start the server with --enable-scale-out") as failure:
+        connected.generate()
+    assert "key" not in str(failure.value)
+    connected.server.will("/pause", says({"error": {"message": "Forbidden"}}, status=403))
+    with pytest.raises(EngineError, match=r"rollout\.api_key_env"):
+        connected.loop.run(connected.engine.pause("wait"))
+
+
 def test_a_step_of_a_weight_update_is_never_retried(connected: Connected) -> None:
     connected.server.will("/update_weights", says("no", status=500))
     with pytest.raises(EngineError, match="failed: HTTP 500"):
@@ -208,6 +220,11 @@ LOGPROBS = completion()["choices"][0]["logprobs"]["content"]
         (wrong(logprobs={"content": LOGPROBS[::-1]}), "do not belong to the 3 sampled tokens"),
         (wrong(logprobs={"content": [*LOGPROBS[:2], {**LOGPROBS[2], "logprob": -9999.0}]}), "logprob -9999"),
         (wrong(logprobs={"content": [*LOGPROBS[:2], {**LOGPROBS[2], "logprob": None}]}), "not one completion"),
+        (wrong(logprobs={"content": [*LOGPROBS[:2], {**LOGPROBS[2], "logprob": "-0.5"}]}), "not one completion"),
+        (wrong(logprobs={"content": [*LOGPROBS[:2], {**LOGPROBS[2], "logprob": False}]}), "not one completion"),
+        (wrong(token_ids=[7, 8, True]), "not one completion"),
+        (wrong(logprobs={"content": [{**LOGPROBS[0], "token_id": False}]}, token_ids=[0]), "not one completion"),
+        (wrong(weight_versions=[{"version": "3", "start": False, "end": 3}]), "not one completion"),
         (wrong(finish_reason="error"), "unknown finish reason 'error'"),
         (wrong(finish_reason=None), "unknown finish reason"),
         (wrong(weight_versions=None), "no weight version"),
@@ -249,6 +266,8 @@ def test_scores_of_other_ids_are_refused(connected: Connected) -> None:
     connected.server.will(GENERATE, scored(6, 7, first={}))
     assert connected.loop.run(connected.engine.score([5, 6, 7])) == [-3.0, -3.5]
     others = [scored(6), scored(6, 8), scored(6, 7, first={"5": {"logprob": -1.0}})]
+    for value in ("-0.5", False, None):
+        others.append(says({"prompt_logprobs": [None, {"6": {"logprob": -0.5}}, {"7": {"logprob": value}}]}))
     for other in (*others, says({"prompt_logprobs": None}), says(completion())):
         connected.server.will(GENERATE, other)
         with pytest.raises(EvidenceError, match="do not belong to the 3 ids"):
