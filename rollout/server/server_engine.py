@@ -10,6 +10,7 @@ this process never sent, and are refused.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ from rollout.server.client import ServerClient, wait_until_healthy
 from rollout.server.generate_route import ROUTE, decode_answer
 from rollout.server.liveness import Liveness
 from rollout.system.background_loop import BackgroundLoop
+
+log = logging.getLogger(__name__)
 
 GENERATE = "/inference/v1/generate"
 PROBE = "/is_paused"
@@ -235,6 +238,8 @@ def read_facts(url: str, described: Any) -> ServerFacts:
         logprobs_mode = str(model["logprobs_mode"])
         is_cpu = "cpu" in str(config["device_config"])
         is_chunked = bool(config["scheduler_config"]["enable_chunked_prefill"])
+        overrides = model.get("hf_overrides") or {}
+        has_float32_head = facts.dtype == torch.float32 or overrides.get("head_dtype") == "float32"
     if logprobs_mode != NEEDED_LOGPROBS_MODE:
         raise ConfigError(
             f"{url} returns {logprobs_mode}, expected the logprobs of the sampling distribution; restart it with "
@@ -244,6 +249,13 @@ def read_facts(url: str, described: Any) -> ServerFacts:
         raise ConfigError(
             f"{url} runs on a CPU with chunked prefill, where a partial prefill of a request with a seed kills it; "
             "restart it with --no-enable-chunked-prefill"
+        )
+    if not (is_cpu or has_float32_head):
+        log.warning(
+            "%s computes logits in %s and the trainer in float32, so logprobs differ by about 0.04 nats; restart it "
+            """with --hf-overrides '{"head_dtype": "float32"}'""",
+            url,
+            str(facts.dtype).removeprefix("torch."),
         )
     return facts
 

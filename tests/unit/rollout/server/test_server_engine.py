@@ -19,7 +19,7 @@ from rollout.errors import ConfigError, EngineError, EvidenceError, RequestError
 from rollout.records import FinishReason, VersionSpan
 from rollout.server import client as server_client
 from rollout.server.generate_route import ROUTE, encode_answer
-from rollout.server.server_engine import GENERATE, ServerEngine
+from rollout.server.server_engine import GENERATE, ServerEngine, read_facts
 from rollout.system.background_loop import BackgroundLoop
 from tests.fixtures.fake_server import (
     KEY,
@@ -402,3 +402,23 @@ def test_invalid_prompts_are_not_sent(connected: Connected) -> None:
         with pytest.raises(EngineError, match=message):
             connected.generate(prompt=prompt)
     assert connected.server.requests == []
+
+
+@pytest.mark.parametrize(
+    ("model", "device", "warns"),
+    [
+        ({"dtype": "torch.bfloat16"}, "cuda", True),
+        ({"dtype": "torch.bfloat16", "hf_overrides": {"head_dtype": "float32"}}, "cuda", False),
+        ({"dtype": "torch.float32", "hf_overrides": None}, "cuda", False),
+        ({"dtype": "torch.bfloat16"}, "cpu", False),
+    ],
+)
+def test_a_gpu_server_with_a_narrower_head_than_the_trainers_is_reported(
+    model: dict[str, Any], device: str, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = SERVER_INFO["vllm_config"]
+    described = {
+        "vllm_config": {**config, "model_config": {**config["model_config"], **model}, "device_config": device}
+    }
+    read_facts("http://gpu:8000", described)
+    assert ("head_dtype" in caplog.text) is warns
