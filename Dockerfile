@@ -28,6 +28,7 @@ WORKDIR /lockstep
 # has no GPU, so the accelerator is named. The cache lies outside of the home directory: its parents would belong to
 # root, and the compile caches of torch and vLLM need the home directory at run time.
 COPY --chown=1000:1000 pyproject.toml README.md ./
+COPY --chown=1000:1000 requirements requirements
 COPY --chown=1000:1000 scripts/install.sh scripts/install.sh
 RUN --mount=type=cache,target=/var/cache/pip,uid=1000,gid=1000 \
     mkdir trainer rollout rewards demo \

@@ -24,7 +24,7 @@ BIN := $(VENV)/bin
 export PATH := $(abspath $(BIN)):$(PATH)
 export PYTHON ACCELERATOR VENV
 
-.PHONY: help install model train train-zero3 test test-unit test-slow lint format plot report bench gpu-check docs clean
+.PHONY: help install model train train-zero3 test test-unit test-slow lint format plot report bench gpu-check docs lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -85,6 +85,10 @@ docs: install ## Write the generated pages of docs/ from the code, and build the
 	$(BIN)/python -m scripts.list_settings
 	$(BIN)/python -m scripts.map_code
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build # not --quiet: that hides warnings from strict mode, too
+
+lock: ## Write requirements/ from pyproject.toml (needs uv and a network); ARGS="--upgrade", "--upgrade-package NAME"
+	@command -v uv >/dev/null || { echo "make lock: uv was not found. Install it, for example: pipx install uv" >&2; exit 1; }
+	uv run --quiet --no-project --python ">=3.11,<3.14" --with packaging python -m scripts.lock $(ARGS)
 
 clean: ## Remove caches and build output; keeps .venv, models and runs
 	rm -rf .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info
