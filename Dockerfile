@@ -11,7 +11,8 @@
 #
 # devel instead of runtime: DeepSpeed and the kernels of vLLM compile at first use and need nvcc. The torch 2.13 wheels
 # are built for CUDA 13.0, which needs a driver of version 580 or later on the host.
-FROM nvidia/cuda:13.0.2-devel-ubuntu24.04
+# The digest is that of the tag 13.0.2-devel-ubuntu24.04, for x86_64 and aarch64.
+FROM nvidia/cuda:13.0.2-devel-ubuntu24.04@sha256:5dc1bca23d05bd37b011be68ec470c03b403a5da07ec3a86e41af9470e9d0cc6
 
 # Unpinned: Ubuntu removes superseded versions from its archive, so a pinned build would stop working.
 # hadolint ignore=DL3008
