@@ -1,13 +1,17 @@
 # Lockstep with CUDA: the environment of `make install`, as an image.
 #
 #   docker build -t lockstep .
-#   docker run --rm --gpus all --ipc=host -v "$PWD/runs:/lockstep/runs" lockstep train
+#   ISOLATION="--cap-add SYS_ADMIN --security-opt apparmor=unconfined --security-opt no-new-privileges"
+#   docker run --rm --gpus all --ipc=host $ISOLATION -v "$PWD/runs:/lockstep/runs" lockstep train
 #   docker run --rm --gpus all --ipc=host -v "$PWD/runs:/lockstep/runs" lockstep gpu-check
-#   docker run --rm --ipc=host lockstep test     # without GPUs: with them, tests of CPU engines are skipped
-#   docker run --rm -it --gpus all --ipc=host --entrypoint bash lockstep
+#   docker run --rm --ipc=host $ISOLATION lockstep test  # without GPUs: with them, tests of CPU engines are skipped
+#   docker run --rm -it --gpus all --ipc=host $ISOLATION --entrypoint bash lockstep
 #
 # Arguments are make targets. --ipc=host: ranks and engine exchange tensors through shared memory, for which Docker's
-# 64 MB are too little. A mounted directory must be writable by user 1000.
+# 64 MB are too little. A mounted directory must be writable by user 1000. ISOLATION: programs of a model run in
+# namespaces (`code_tests`), which Docker's seccomp profile allows only with this capability, and whose mounts its
+# AppArmor profile refuses. User 1000 does not get the capability, and the rest of the seccomp profile stays, unlike with
+# seccomp=unconfined.
 #
 # devel instead of runtime: DeepSpeed and the kernels of vLLM compile at first use and need nvcc. The torch 2.13 wheels
 # are built for CUDA 13.0, which needs a driver of version 580 or later on the host.

@@ -10,7 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from rollout.safe_text import error_text, safe_text
 from rollout.system.deadline import DeadlineExceeded, Finished, TooManyAbandoned
+
+MAX_DETAIL_CHARS = 2_000
 
 
 class Outcome(StrEnum):
@@ -49,7 +52,10 @@ class Verdict:
     value: float = math.nan
     """Finite if the outcome is `VALUE`, else NaN."""
     detail: str = ""
-    """For people: the returned value or the error."""
+    """For people: the returned value or the error, as safe text (`rollout/safe_text.py`)."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "detail", safe_text(self.detail, MAX_DETAIL_CHARS))
 
 
 def judge(value: Any) -> Verdict:
@@ -88,17 +94,10 @@ def judge_batch(finished: Finished, count: int) -> list[Verdict]:
 def _judge_error(error: BaseException) -> Verdict:
     if isinstance(error, DeadlineExceeded | TooManyAbandoned):
         return Verdict(outcome=Outcome.TIMEOUT, detail=str(error))
-    return Verdict(outcome=Outcome.EXCEPTION, detail=f"{type(error).__name__}: {_text(error)}"[:500])
+    return Verdict(outcome=Outcome.EXCEPTION, detail=f"{type(error).__name__}: {error_text(error)}")
 
 
 def _short(value: Any) -> str:
     # Only the repr of plain values is known to be cheap and harmless.
     plain = value is None or isinstance(value, str | bytes | bool | int | float)
     return f"{type(value).__name__} {value!r:.80}" if plain else f"a {type(value).__name__}"
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:  # `__str__` of a user's exception class may itself fail
-        return "(its message cannot be printed)"

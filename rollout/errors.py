@@ -4,9 +4,14 @@ Each derives from `LockstepError`, so a launcher can catch them all, and from th
 states what was found, what was expected, and what to type or look at.
 """
 
+from rollout.safe_text import safe_text
+
 
 class LockstepError(Exception):
-    """Base of all errors raised on purpose."""
+    """Base of all errors raised on purpose. Its text is safe: messages quote servers, files and models."""
+
+    def __str__(self) -> str:
+        return safe_text(super().__str__())
 
 
 class ConfigError(LockstepError, ValueError):
@@ -43,6 +48,10 @@ class RankLostError(SyncError):
 
 class RewardError(LockstepError, RuntimeError):
     """Rewards fail too often to continue."""
+
+
+class SandboxError(LockstepError, RuntimeError):
+    """A program of the model was not started, because the system did not isolate it."""
 
 
 class CheckpointError(LockstepError, RuntimeError):

@@ -4,20 +4,25 @@
     Rollout       one episode: calls, messages, outcome and rewards
     TrainingRow   one training sequence; a rollout has one per branch of its call tree
 
-All are frozen. `EngineCall.__post_init__` validates token evidence once, for all later stages.
+All are frozen. `EngineCall` validates token evidence once, for all later stages.
+
+Most prompts of a rollout extend an earlier call. A rollout stores for each of them that call and the rest of the prompt
+(`PromptSharing`), so that its memory grows with its tokens, not with its turns times its tokens.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from rollout.errors import EvidenceError
+from rollout.safe_text import safe_text
 
 # vLLM's value for positions without a logprob; never evidence.
 ENGINE_FILLER_LOGPROB = -9999.0
@@ -60,6 +65,10 @@ class VersionSpan:
     start: int
     end: int
 
+    @property
+    def values(self) -> tuple[int, int, int]:
+        return self.version, self.start, self.end
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SamplingSupport:
@@ -91,16 +100,63 @@ class SamplingSupport:
         return None if is_in.all() else int(np.argmin(is_in))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class Prompt:
+    """Token ids of a prompt: the first ids of an earlier call, then its own. Equal to another one with equal ids."""
+
+    own_ids: tuple[int, ...]
+    base: EngineCall | None = None
+    num_shared: int = 0
+    """Number of ids taken from the prompt and the sampled tokens of `base`."""
+
+    def __post_init__(self) -> None:
+        limit = 0 if self.base is None else len(self.base.prompt) + len(self.base.sampled_ids)
+        if not 0 <= self.num_shared <= limit:
+            raise EvidenceError(f"engine call: a prompt shares {self.num_shared} ids with a call that has {limit}")
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        if self.base is None:
+            return self.own_ids
+        parts = [self.own_ids]
+        base, end = self.base, self.num_shared
+        while base is not None:  # without recursion: a rollout may have thousands of turns
+            prompt = base.prompt
+            parts.append(base.sampled_ids[: max(0, end - len(prompt))])
+            parts.append(prompt.own_ids[: max(0, end - prompt.num_shared)])
+            base, end = prompt.base, min(end, prompt.num_shared)
+        return tuple(chain.from_iterable(reversed(parts)))
+
+    def __len__(self) -> int:
+        return self.num_shared + len(self.own_ids)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Prompt) and len(self) == len(other) and self.ids == other.ids
+
+    def __hash__(self) -> int:
+        return hash(self.ids)
+
+    def __repr__(self) -> str:
+        return repr(self.ids)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _whole_prompt, (self.ids,)  # copies without the calls it builds on
+
+
+def _whole_prompt(ids: tuple[int, ...]) -> Prompt:
+    return Prompt(own_ids=ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, init=False)
 class EngineCall:
     """One engine request with its token evidence, from which training rows are built.
 
-    Raises `EvidenceError` for counts that disagree, ids that are not non-negative integers, logprobs that are
-    non-finite, positive or the engine's filler, version spans that do not tile the tokens, and a sampled token outside
-    its support.
+    Raises `EvidenceError` for counts that disagree, ids that are not non-negative integers, logprobs that are no
+    numbers, non-finite, positive or the engine's filler, version spans that do not tile the tokens, and a sampled token
+    outside its support. Nothing is converted: the text "-0.5" and False are not logprobs.
     """
 
-    prompt_ids: tuple[int, ...]
+    prompt: Prompt
     sampled_ids: tuple[int, ...]
     sampled_logprobs: tuple[float, ...]
     """log π(token) under the sampling distribution, at the position of the token itself."""
@@ -108,16 +164,36 @@ class EngineCall:
     version_spans: tuple[VersionSpan, ...] = ()
     support: SamplingSupport | None = None
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        *,
+        sampled_ids: tuple[int, ...],
+        sampled_logprobs: tuple[float, ...],
+        finish_reason: FinishReason,
+        prompt_ids: tuple[int, ...] | None = None,
+        version_spans: tuple[VersionSpan, ...] = (),
+        support: SamplingSupport | None = None,
+        prompt: Prompt | None = None,
+    ) -> None:
+        """Give the prompt as `prompt_ids`, or as a `prompt` that shares ids with an earlier call."""
+        if prompt_ids is not None or prompt is None:
+            prompt = Prompt(own_ids=prompt_ids or ())
+        values = (prompt, sampled_ids, sampled_logprobs, finish_reason, version_spans, support)
+        for entry, value in zip(fields(self), values, strict=True):
+            object.__setattr__(self, entry.name, value)
+        self._check()
+
+    def _check(self) -> None:
         n = len(self.sampled_ids)
-        if not self.prompt_ids:
+        if not len(self.prompt):
             raise EvidenceError("engine call: the prompt is empty, expected at least one token")
         if len(self.sampled_logprobs) != n:
             raise EvidenceError(f"engine call: {n} sampled tokens but {len(self.sampled_logprobs)} logprobs")
-        _check_ids("prompt", self.prompt_ids)
-        _check_ids("sampled", self.sampled_ids)
+        token_ids("prompt", self.prompt.own_ids)
+        token_ids("sampled", self.sampled_ids)
         for position, logprob in enumerate(self.sampled_logprobs):
-            is_number = isinstance(logprob, (int, float, np.floating))  # engines may send None
+            # Engines may send None; a bool is an int in Python.
+            is_number = isinstance(logprob, (int, float, np.floating)) and not isinstance(logprob, bool)
             if not is_number or not ENGINE_FILLER_LOGPROB < logprob <= 1e-4:
                 raise EvidenceError(
                     f"engine call: sampled token {position} (id {self.sampled_ids[position]}) has logprob {logprob}; "
@@ -125,6 +201,8 @@ class EngineCall:
                 )
         end = 0
         for span in self.version_spans:
+            if not all(type(value) is int or isinstance(value, np.integer) for value in span.values):
+                raise EvidenceError(f"engine call: version and limits of {span} are not integers")
             if span.start != end or span.end < span.start:
                 raise EvidenceError(f"engine call: version spans {self.version_spans} do not tile {n} tokens")
             end = span.end
@@ -138,12 +216,66 @@ class EngineCall:
             )
 
     @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        return self.prompt.ids
+
+    @property
     def all_ids(self) -> tuple[int, ...]:
         return self.prompt_ids + self.sampled_ids
 
     @property
     def oldest_version(self) -> int:
         return min((span.version for span in self.version_spans), default=-1)
+
+
+MAX_TIPS = 16
+"""Conversations of a rollout that are searched for the beginning of a prompt."""
+
+
+class PromptSharing:
+    """Calls of one rollout, in order of arrival, that store the beginning of a prompt once."""
+
+    def __init__(self) -> None:
+        self._tips: list[tuple[EngineCall, tuple[int, ...]]] = []
+        """Last calls of the latest conversations with all their ids, the latest at the end."""
+
+    def add(self, call: EngineCall) -> EngineCall:
+        """Return an equal call whose prompt builds on the call with which it shares most ids."""
+        ids = call.prompt_ids
+        tip, num_shared = self._longest_prefix(ids)
+        if tip is not None:
+            base = self._tips[tip][0]
+            prompt = Prompt(own_ids=ids[num_shared:], base=base, num_shared=num_shared)
+            call = replace(call, prompt=prompt)
+            if num_shared == len(base.prompt) + len(base.sampled_ids):
+                del self._tips[tip]  # its ids are part of the new tip
+        self._tips = [*self._tips[-MAX_TIPS + 1 :], (call, ids + call.sampled_ids)]
+        return call
+
+    def _longest_prefix(self, ids: tuple[int, ...]) -> tuple[int | None, int]:
+        """Return the tip that shares most ids with the beginning of these, and their number."""
+        chosen, longest = None, 0
+        for index in range(len(self._tips) - 1, -1, -1):
+            path = self._tips[index][1]
+            if len(path) > longest and path[:longest] == ids[:longest]:
+                length = _common_length(path, ids)
+                if length > longest:
+                    chosen, longest = index, length
+        return chosen, longest
+
+
+def _common_length(left: tuple[int, ...], right: tuple[int, ...]) -> int:
+    """Return the number of equal elements at the beginning."""
+    low, high = 0, min(len(left), len(right))
+    if left[:high] == right[:high]:
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +299,15 @@ class Rollout:
     reward: float = 0.0
     """Weighted sum, from which advantages are computed."""
     error: str | None = None
+    """Reason of a failure, as safe text (`rollout/safe_text.py`)."""
     duration_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if len(self.calls) > 1 and all(call.prompt.base is None for call in self.calls):
+            sharing = PromptSharing()
+            object.__setattr__(self, "calls", tuple(map(sharing.add, self.calls)))
+        if self.error is not None:
+            object.__setattr__(self, "error", safe_text(self.error))
 
     @property
     def num_turns(self) -> int:
@@ -223,10 +363,14 @@ class TrainingRow:
         return int(self.loss_mask.sum())
 
 
-def _check_ids(name: str, ids: Sequence[int]) -> None:
+def token_ids(name: str, ids: Sequence[int]) -> array[int]:
+    """Return ids as an array of 64-bit integers. Raises `EvidenceError` unless all are non-negative integers."""
     try:
-        is_negative = len(ids) > 0 and min(array("q", ids)) < 0
+        if bool in set(map(type, ids)):  # a bool counts as an integer in Python
+            raise TypeError(f"{next(token for token in ids if isinstance(token, bool))} is a bool")
+        array_of_ids = array("q", ids)
     except (TypeError, OverflowError) as error:
         raise EvidenceError(f"engine call: a {name} id is not a token id ({error})") from error
-    if is_negative:
+    if array_of_ids and np.frombuffer(array_of_ids, dtype=np.int64).min() < 0:
         raise EvidenceError(f"engine call: negative {name} id")
+    return array_of_ids

@@ -1,9 +1,16 @@
-"""Rollouts as JSON lines, with all token evidence, for inspection, diagnosis and replay."""
+"""Rollouts as JSON lines, with all token evidence, for inspection, diagnosis and replay.
+
+A call whose prompt begins as an earlier call of the rollout has `extends`, that call's index and the number of ids that
+it takes from its prompt and sampled ids, and `own_prompt_ids`, the rest. Other calls have `prompt_ids`, the whole
+prompt, as all calls in files of earlier versions.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,10 +18,29 @@ from typing import Any
 import numpy as np
 
 from rollout.errors import DataError
-from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus, SamplingSupport, VersionSpan
+from rollout.records import (
+    EngineCall,
+    FinishReason,
+    Prompt,
+    Rollout,
+    RolloutStatus,
+    SamplingSupport,
+    VersionSpan,
+    token_ids,
+)
 
 PLAIN_FIELDS = ("rollout_id", "group_id", "status", "reward", "rewards", "outcome", "error", "duration_s", "example")
 """Fields of a rollout that JSON holds as they are."""
+KINDS: dict[str, Any] = {
+    **dict.fromkeys(("rollout_id", "group_id"), int),
+    **dict.fromkeys(("reward", "duration_s"), int | float),
+    **dict.fromkeys(("rewards", "outcome", "example"), dict),
+    **dict.fromkeys(("messages", "calls"), list),
+    "error": str | None,
+}
+"""Types of the fields."""
+UPDATE_FILE = re.compile(r"step-([0-9]{1,18})(-untrained-[0-9]+)?\.jsonl")
+"""Name of a run's file of rollouts, with its update."""
 
 
 def write_rollouts(path: Path, rollouts: Iterable[Rollout]) -> None:
@@ -26,7 +52,7 @@ def write_rollouts(path: Path, rollouts: Iterable[Rollout]) -> None:
     try:
         with partial.open("w") as file:
             for rollout in rollouts:
-                file.write(json.dumps(to_json(rollout), default=str) + "\n")
+                file.write(json.dumps(to_json(rollout, shares_prompts=True), default=str) + "\n")
             file.flush()
             os.fsync(file.fileno())  # otherwise a crash of the machine may keep the name without the content
         partial.replace(path)
@@ -40,7 +66,15 @@ def read_rollouts(path: Path) -> Iterator[Rollout]:
         for number, line in enumerate(file, start=1):
             try:
                 yield from_json(json.loads(line))
-            except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            except (
+                ValueError,
+                KeyError,
+                IndexError,
+                TypeError,
+                AttributeError,
+                OverflowError,
+                RecursionError,
+            ) as error:
                 raise DataError(f"{path}:{number} is not a saved rollout: {error}") from error
 
 
@@ -51,6 +85,9 @@ def read_newest_rollouts(directory: Path) -> tuple[Path | None, list[Rollout], l
     """
     skipped = []
     for path in sorted(directory.glob("step-*.jsonl"), reverse=True):
+        if not UPDATE_FILE.fullmatch(path.name):
+            skipped.append(f"{path} is not a name that a run gives")
+            continue
         try:
             if rollouts := list(read_rollouts(path)):
                 return path, rollouts, skipped
@@ -60,31 +97,77 @@ def read_newest_rollouts(directory: Path) -> tuple[Path | None, list[Rollout], l
     return None, [], skipped
 
 
-def to_json(rollout: Rollout) -> dict[str, Any]:
+def to_json(rollout: Rollout, *, shares_prompts: bool = False) -> dict[str, Any]:
+    """Return a rollout as JSON. shares_prompts: write the beginning of a prompt that an earlier call has only there."""
+    indices: dict[int, int] = {}
+    calls = []
+    for call in rollout.calls:
+        base = indices.get(id(call.prompt.base)) if shares_prompts else None
+        calls.append(call_to_json(call, base=base))
+        indices[id(call)] = len(indices)
     return {name: getattr(rollout, name) for name in PLAIN_FIELDS} | {
         "messages": [dict(message) for message in rollout.messages],
-        "calls": [call_to_json(call) for call in rollout.calls],
+        "calls": calls,
     }
 
 
 def from_json(data: Mapping[str, Any]) -> Rollout:
+    """Return the rollout. Raises ValueError, KeyError or TypeError for other content; later stages rely on types."""
+    for name, kinds in KINDS.items():
+        if not isinstance(data[name], kinds) or isinstance(data[name], bool):
+            raise TypeError(f"{name} is {data[name]!r:.80}")
+    for value in (data["reward"], data["duration_s"], *data["rewards"].values()):
+        if isinstance(value, bool) or not math.isfinite(value):
+            raise ValueError(f"{value!r:.80} is not a finite number")
+    for message in data["messages"]:
+        _check_message(message)
     return Rollout(
         **{name: data[name] for name in PLAIN_FIELDS}
         | {
             "status": RolloutStatus(data["status"]),
             "messages": tuple(data["messages"]),
-            "calls": tuple(call_from_json(call) for call in data["calls"]),
+            "calls": _calls_from_json(data["calls"]),
         }
     )
 
 
-def call_to_json(call: EngineCall) -> dict[str, Any]:
-    data: dict[str, Any] = {
-        "prompt_ids": call.prompt_ids,
+def _check_message(message: Mapping[str, Any]) -> None:
+    """Raise TypeError or KeyError for a message that cannot be shown."""
+    parts = message.get("content") or ""
+    is_text = isinstance(parts, str) or (isinstance(parts, list) and all(isinstance(part, dict) for part in parts))
+    if not isinstance(message["role"], str) or not is_text:
+        raise TypeError(f"a message is {message!r:.80}")
+    for call in message.get("tool_calls") or ():
+        if not {"name", "arguments"} <= call["function"].keys():
+            raise KeyError("a tool call without name or arguments")
+    if not isinstance(message.get("tool_call_errors"), list | None):
+        raise TypeError("tool_call_errors is not a list")
+
+
+def _calls_from_json(data: list[dict[str, Any]]) -> tuple[EngineCall, ...]:
+    calls: list[EngineCall] = []
+    for one in data:
+        if "extends" in one:
+            index, num_shared = token_ids("extended", one["extends"])
+            base = calls[index]  # IndexError: the call is not an earlier one
+            prompt = Prompt(own_ids=tuple(one["own_prompt_ids"]), base=base, num_shared=num_shared)
+        else:
+            prompt = Prompt(own_ids=tuple(one["prompt_ids"]))
+        calls.append(_call_from_json(one, prompt))
+    return tuple(calls)
+
+
+def call_to_json(call: EngineCall, *, base: int | None = None) -> dict[str, Any]:
+    """Return a call as JSON. base: index of the call that its prompt builds on; None writes the whole prompt."""
+    if base is None:
+        data: dict[str, Any] = {"prompt_ids": call.prompt_ids}
+    else:
+        data = {"extends": (base, call.prompt.num_shared), "own_prompt_ids": call.prompt.own_ids}
+    data |= {
         "sampled_ids": call.sampled_ids,
         "sampled_logprobs": call.sampled_logprobs,
         "finish_reason": call.finish_reason.value,
-        "version_spans": [(span.version, span.start, span.end) for span in call.version_spans],
+        "version_spans": [span.values for span in call.version_spans],
     }
     if call.support is not None:
         data["support"] = {"offsets": call.support.offsets.tolist(), "token_ids": call.support.token_ids.tolist()}
@@ -92,9 +175,13 @@ def call_to_json(call: EngineCall) -> dict[str, Any]:
 
 
 def call_from_json(data: dict[str, Any]) -> EngineCall:
+    return _call_from_json(data, Prompt(own_ids=tuple(data["prompt_ids"])))
+
+
+def _call_from_json(data: dict[str, Any], prompt: Prompt) -> EngineCall:
     support = data.get("support")
     return EngineCall(
-        prompt_ids=tuple(data["prompt_ids"]),
+        prompt=prompt,
         sampled_ids=tuple(data["sampled_ids"]),
         sampled_logprobs=tuple(data["sampled_logprobs"]),
         finish_reason=FinishReason(data["finish_reason"]),
@@ -102,7 +189,7 @@ def call_from_json(data: dict[str, Any]) -> EngineCall:
         support=None
         if support is None
         else SamplingSupport(
-            offsets=np.asarray(support["offsets"], dtype=np.int64),
-            token_ids=np.asarray(support["token_ids"], dtype=np.int32),
+            offsets=np.asarray(token_ids("support offset", support["offsets"])),
+            token_ids=np.asarray(token_ids("support", support["token_ids"])).astype(np.int32),
         ),
     )

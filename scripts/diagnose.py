@@ -47,13 +47,14 @@ def main() -> None:
     rollouts = None
     if flags.rollouts is not None:
         from rollout.errors import ConfigError
+        from rollout.safe_text import print_error
         from trainer.diagnosis.saved import find_rollouts, run_overrides
 
         try:
             rollouts = find_rollouts(flags.rollouts)
             overrides = [*run_overrides(rollouts, overrides), *overrides]
         except ConfigError as error:
-            print(f"lockstep: {error}", file=sys.stderr)
+            print_error(error)
             sys.exit(2)
     sys.argv = [sys.argv[0], *overrides]
     launch(with_config, needs_data=rollouts is None)

@@ -168,14 +168,14 @@ def _cell(text: str) -> str:
 
 def write(results: Sequence[Result], facts: dict[str, str], directory: Path, title: str) -> None:
     """Write the results as JSON and as a page."""
-    from trainer.observe.pages.render import render
+    from trainer.observe.pages.render import render, write_page
 
     listed = [asdict(result) for result in results]
     (directory / "gpu_check.json").write_text(json.dumps({"machine": facts, "results": listed}, indent=1))
     page = render(
         "gpu_check.html.jinja", title=title, counts=counts(results), results=results, badges=BADGES, facts=facts
     )
-    (directory / "index.html").write_text(page, encoding="utf-8")
+    write_page(directory / "index.html", page)
 
 
 def table(results: Sequence[Result]) -> Table:

@@ -25,8 +25,10 @@ def main() -> int:
 
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from rollout.errors import LockstepError
+    from rollout.safe_text import print_error, terminal_safe
     from rollout.saved_rollouts import read_newest_rollouts, read_rollouts
     from trainer.observe.console import RunConsole
     from trainer.observe.metrics_log import read_metrics
@@ -37,23 +39,24 @@ def main() -> int:
         if arguments.step is None:
             path, rollouts, passed_over = read_newest_rollouts(directory)
             for sentence in passed_over:
-                print(f"lockstep: {sentence}", file=sys.stderr)
+                print_error(sentence)
         else:
             path = directory / f"step-{arguments.step:06d}.jsonl"
             rollouts = list(read_rollouts(path)) if path.is_file() else []
         if path is None or not rollouts:
-            print(f"lockstep: no saved rollouts at {path or directory}", file=sys.stderr)
+            print_error(f"no saved rollouts at {path or directory}")
             return 2
         lines = read_metrics(arguments.run / "metrics.jsonl")
     except LockstepError as error:
-        print(f"lockstep: {error}", file=sys.stderr)
+        print_error(error)
         return 1
     update = int(path.stem.split("-")[1])
     metrics = next((line for line in lines if line["step"] == update), {})
-    table = Table(title=f"{arguments.run.resolve().name}, update {update}", show_header=False)
+    title = Text(f"{terminal_safe(arguments.run.resolve().name)}, update {update}")
+    table = Table(title=title, show_header=False)
     for name, value in metrics.items():
         if "/" in name and value is not None:
-            table.add_row(name, f"{value:.6g}")
+            table.add_row(Text(terminal_safe(name)), f"{value:.6g}")
     console.print(table)
 
     ordered = sorted(rollouts, key=lambda rollout: rollout.reward)
@@ -63,22 +66,41 @@ def main() -> int:
     for rollout in chosen:
         RunConsole(enabled=True, total_updates=0).sample(rollout)
         if arguments.tokens:
-            _print_tokens(console, rollout, arguments.run)
+            try:
+                _print_tokens(console, rollout, arguments.run)
+            except LockstepError as error:
+                print_error(error)
+                return 1
     return 0
+
+
+def _tokenizer(model: Path):
+    """Load the tokenizer of a run that others may have written; None without a model."""
+    from transformers import AutoTokenizer
+
+    from rollout.errors import ConfigError
+
+    if not model.is_dir():
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises bare exceptions
+        raise ConfigError(
+            f"{model} has no tokenizer that loads without its own code ({type(error).__name__}: {error}); leave out "
+            "--tokens, or load it yourself"
+        ) from error
 
 
 def _print_tokens(console, rollout, run: Path) -> None:
     from rich.text import Text
-    from transformers import AutoTokenizer
 
     from rollout.episode.rows import rows_from_calls
 
-    model = run / "model"
-    tokenizer = AutoTokenizer.from_pretrained(model) if model.is_dir() else None
+    tokenizer = _tokenizer(run / "model")
     for number, row in enumerate(rows_from_calls(rollout.calls, rollout_id=rollout.rollout_id)):
         console.print(f"row {number}: {len(row)} tokens, {row.num_trained} trained")
         for i, token in enumerate(row.ids.tolist()):
-            piece = repr(tokenizer.decode([token])) if tokenizer else ""
+            piece = repr(tokenizer.decode([token])) if tokenizer and token < len(tokenizer) else ""
             style = "bold" if row.loss_mask[i] else "dim"
             logprob = f"{row.sampling_logprobs[i]:9.4f}" if row.loss_mask[i] else " " * 9
             turn = f"turn {row.turns[i]:3d}" if row.loss_mask[i] else " " * 8

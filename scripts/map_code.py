@@ -74,6 +74,7 @@ ROOMS = (
     "rollout/system",
     "rollout/records.py",
     "rollout/errors.py",
+    "rollout/safe_text.py",
 )
 """The rooms of the library, highest first. The only place that declares their order."""
 

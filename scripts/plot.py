@@ -23,12 +23,14 @@ EXPECTED_KL, CRITICAL_KL = 0.01, 0.1
 
 def read(run: Path) -> list[dict[str, float]]:
     from rollout.errors import LockstepError
+    from rollout.safe_text import print_error
     from trainer.observe.metrics_log import read_metrics
 
     try:
         return read_metrics(run / "metrics.jsonl")
     except LockstepError as error:
-        sys.exit(f"lockstep: {error}")
+        print_error(error)
+        sys.exit(1)
 
 
 def series(lines: list[dict[str, float]], name: str) -> tuple[list[float], list[float]]:
@@ -48,6 +50,7 @@ def main() -> None:
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams["text.parse_math"] = False  # names of runs and metrics are text
     from matplotlib import pyplot
 
     if arguments.metrics:

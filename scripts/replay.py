@@ -5,8 +5,11 @@
     python scripts/replay.py runs/latest/dumps/update-000012-try-1      repeat a dumped optimizer step
     python scripts/replay.py runs/latest --step 5 --sample    sample its prompts again, without training
     python scripts/replay.py runs/latest --step 5 algorithm.loss=gspo   with other settings
+    python scripts/replay.py runs/mine --step 5 --sample --trust-run    with the reward and environment files of the run
 
-Writes nothing. Uses the newest checkpoint up to the step; train with checkpoint.every=1 and a large checkpoint.keep to
+Writes nothing. Others may have written the run: code of its models is run only with model.trust_remote_code=true on
+this command line, and sampling with files, addresses or environment variables that its config.yaml names needs
+--trust-run. Uses the newest checkpoint up to the step; train with checkpoint.every=1 and a large checkpoint.keep to
 replay any step exactly. One process replays a run of several ranks up to rounding; for the same bits start it with
 `accelerate launch` and the config file of the run.
 Exit status 0: success; 1: exact weights gave other numbers than the run; 2: wrong arguments or damaged files.
@@ -24,10 +27,14 @@ def main() -> int:
     parser.add_argument("path", type=Path, help="directory of a run or of a dumped batch")
     parser.add_argument("--step", type=int, help="update after the step; required for a run")
     parser.add_argument("--sample", action="store_true", help="sample the prompts of the step without training")
+    parser.add_argument(
+        "--trust-run", action="store_true", help="with --sample: run files and use addresses that its config.yaml names"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change")
     arguments = parser.parse_intermixed_args()
 
     from rollout.errors import ConfigError, LockstepError
+    from rollout.safe_text import print_error
 
     try:
         if arguments.step is None and not (arguments.path / "attempt.json").is_file():
@@ -38,9 +45,15 @@ def main() -> int:
             raise ConfigError("--sample needs a run and --step <update>; a dumped batch holds no prompts")
         from trainer.tools.replay import replay
 
-        is_same = replay(arguments.path, step=arguments.step, sample=arguments.sample, overrides=arguments.overrides)
+        is_same = replay(
+            arguments.path,
+            step=arguments.step,
+            sample=arguments.sample,
+            overrides=arguments.overrides,
+            trusts_run=arguments.trust_run,
+        )
     except LockstepError as error:
-        print(f"lockstep: {error}", file=sys.stderr)
+        print_error(error)
         return 2
     return 0 if is_same or arguments.overrides else 1
 

@@ -24,6 +24,7 @@ def main() -> int:
     arguments = parser.parse_args()
 
     from rollout.errors import ConfigError, LockstepError
+    from rollout.safe_text import print_error
     from trainer.observe.pages.run_report import write_report
     from trainer.observe.saved_run import SavedRun
 
@@ -32,10 +33,10 @@ def main() -> int:
         run = SavedRun.read(arguments.run)
         write_report(run, out)
     except (LockstepError, OSError) as error:
-        print(f"lockstep: {error}", file=sys.stderr)
+        print_error(error)
         return 2 if isinstance(error, ConfigError) else 1
     for sentence in run.passed_over:
-        print(f"lockstep: {sentence}; the page has older rollouts", file=sys.stderr)
+        print_error(f"{sentence}; the page has older rollouts")
     print(out)
     return 0
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
@@ -12,10 +14,14 @@ from rewards.workers.pool import Isolation
 from rollout.chat.chat import Chat
 from rollout.engine.protocol import Engine, Sampling
 from rollout.environments import make_environment
+from rollout.errors import TemplateError
 from rollout.gateway.server import GatewaySettings
 from rollout.sampler.sampler import Sampler
 from trainer.config.schema import Config
 from trainer.model.policy import Policy
+
+CHAT_LIMIT_S = 300.0
+"""Time limit for loading a tokenizer, also from the hub, and rendering short conversations [s]."""
 
 
 def load_policy(config: Config) -> Policy:
@@ -32,11 +38,37 @@ def load_policy(config: Config) -> Policy:
 
 
 def make_chat(config: Config) -> Chat:
-    return Chat.from_pretrained(
-        config.model.path,
-        history=config.environment.history,
-        trust_remote_code=config.model.trust_remote_code,
-    )
+    """Load tokenizer and chat template.
+
+    Raises `TemplateError` if the template fails on a short conversation or does not end: it is a program of the model's
+    directory, and its sandbox limits neither time nor depth.
+    """
+    made: Future[Chat] = Future()
+
+    def make() -> None:
+        try:
+            chat = Chat.from_pretrained(
+                config.model.path,
+                history=config.environment.history,
+                trust_remote_code=config.model.trust_remote_code,
+            )
+            made.set_result(chat)
+        except BaseException as error:  # raised again below
+            made.set_exception(error)
+
+    # A daemon thread: a template that never ends must not keep the process alive.
+    threading.Thread(target=make, name="lockstep-chat", daemon=True).start()
+    try:
+        return made.result(CHAT_LIMIT_S)
+    except TimeoutError as error:
+        raise TemplateError(
+            f"{config.model.path}: tokenizer and chat template are not ready after {CHAT_LIMIT_S:g} s; expected a "
+            "template that renders a short conversation at once"
+        ) from error
+    except (ArithmeticError, MemoryError, RecursionError, TypeError) as error:
+        raise TemplateError(
+            f"{config.model.path}: the chat template fails on a short conversation: {type(error).__name__}: {error}"
+        ) from error
 
 
 def make_sampler(config: Config, *, engine: Engine, chat: Chat) -> Sampler:

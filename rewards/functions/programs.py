@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import secrets
@@ -24,21 +25,28 @@ def code_tests(
     timeout_s: float = 5.0,
     memory_mib: int = 512,
     max_tests: int = 20,
+    unsafe: bool = False,
 ) -> float:
     """Return 1 if the answer's last code block passes all tests of the data row; with `partial` the share it passes.
 
     Tests are a list, or its JSON: of Python statements that run after the program (`assert f(2) == 4`), or of
     {"input": ..., "output": ...}: standard input and expected output, compared up to space at the ends of lines. A
     single text of statements is one test. Each test is a new process with its own `timeout_s`; together they have
-    `reward.timeout_s`. An answer without a program gets 0.
+    `reward.timeout_s`. An answer without a program gets 0. A program that prints 64 KiB more than twice the expected
+    output does not pass.
+
+    unsafe: run the programs without isolation, with the rights of the trainer; for systems without namespaces.
 
     Statements share a process with the program, which can be written to cheat (an object that equals everything,
     reading the word of `_passes` from its standard input). Tests by input and output cannot be cheated from inside.
 
     Raises:
-        ConfigError: the process is root and the system has no namespaces to contain the program.
+        ConfigError: `unsafe` as root.
+        SandboxError: the system did not isolate the program.
         DataError: the tests are malformed.
     """
+    if not isinstance(unsafe, bool):  # the text "false" would count as true
+        raise ConfigError(f"code_tests: unsafe={unsafe!r} must be true or false")
     if max_tests < 1:
         raise ConfigError(f"code_tests: max_tests={max_tests} must be at least 1")
     tests = _tests(reference(rollout, column), column)[:max_tests]
@@ -48,7 +56,7 @@ def code_tests(
         return 0.0
     passed = 0
     for test in tests:
-        ok = _passes(program, test, limits)
+        ok = _passes(program, test, limits, unsafe)
         if not ok and not partial:
             return 0.0
         passed += ok
@@ -61,19 +69,22 @@ def last_program(answer: str) -> str | None:
     return blocks[-1] if blocks else None
 
 
-def _passes(program: str, test: str | Mapping[str, Any], limits: Limits) -> bool:
+def _passes(program: str, test: str | Mapping[str, Any], limits: Limits, unsafe: bool) -> bool:
     if isinstance(test, str):
         # The tests end by printing this word, so that a program that exits with status 0 before them does not pass.
         word = secrets.token_hex(16)
         source = f"{program}\n\n{test}\n\nprint('\\n' + input())\n"
-        result = run_python(source, stdin=word, limits=limits)
+        result = run_python(source, stdin=word, limits=limits, unsafe=unsafe)
         return _succeeded(result) and _lines(result.stdout)[-1:] == [word]
-    result = run_python(program, stdin=str(test["input"]), limits=limits)
-    return _succeeded(result) and _lines(result.stdout) == _lines(str(test["output"]))
+    expected = str(test["output"])
+    room = limits.output_bytes + 2 * len(expected.encode(errors="replace"))  # also for space at the ends of lines
+    limits = dataclasses.replace(limits, output_bytes=room)
+    result = run_python(program, stdin=str(test["input"]), limits=limits, unsafe=unsafe)
+    return _succeeded(result) and _lines(result.stdout) == _lines(expected)
 
 
 def _succeeded(result: Execution) -> bool:
-    return result.ended is Ended.EXITED and result.status == 0
+    return result.ended is Ended.EXITED and result.status == 0 and not result.is_cut
 
 
 def _lines(text: str) -> list[str]:

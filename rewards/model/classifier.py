@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
 from rewards.model.padding import PaddedBatch, pad
+from rewards.model.wide_linear import widen
 from rollout.errors import ConfigError
 
 NORMALIZATION_FILE = "reward_normalization.json"
@@ -40,13 +41,19 @@ class RewardModel(nn.Module):
                 "name a model with num_labels=1 in its config.json"
             )
         self.model = model
+        score = dict(model.named_children()).get("score")
+        if type(score) is nn.Linear:
+            widen(score)
 
     @property
     def is_decoder(self) -> bool:
         return "score" in dict(self.model.named_children())
 
     def forward(self, ids_BT: Tensor, mask_BT: Tensor, position_ids_BT: Tensor) -> Tensor:
-        """Return scores, (B,) float32 or wider. Arguments: the fields of a `PaddedBatch`."""
+        """Return scores, (B,) float32 or wider. Arguments: the fields of a `PaddedBatch`.
+
+        The head of a decoder computes in float32 or wider; that of another classifier has the precision of the model.
+        """
         if not self.is_decoder:
             scores_B = self.model(input_ids=ids_BT, attention_mask=mask_BT.long()).logits[:, 0]
         else:

@@ -2,20 +2,23 @@
 
 Covered, in layers:
 * always: everything is killed at the wall-clock limit, and when this process ends; an empty environment; limits on CPU
-  time, memory, file size, open files and core dumps; output that is read up to a limit; no descriptor and no standard
-  input of the trainer;
-* where the system allows namespaces (`unshare`; tried once): no network, not even loopback; no view of other processes,
-  and all of its own die with it, also those in sessions of their own; of the file system only the interpreter and
+  time, memory, file size, open files and core dumps; output that is read up to a limit; no descriptor, no standard
+  input and no kernel keyring of the trainer; if memory runs out, the kernel takes the program before the trainer;
+* in namespaces: no network, not even loopback; no view of other processes, no signals to them, and all of its own die
+  with it, also those in sessions of their own, before `run_python` returns; of the file system only the interpreter and
   system libraries, read-only, and one writable directory, which is in memory, bounded in bytes and files, and gone with
   the program, also when this process is killed; a limit on processes, not shared with other processes or sandboxes
-  (Linux 5.14); no capabilities, no way to new privileges; as root: a user id of its own;
-* without namespaces: a temporary directory that is removed at the end; the next sandbox in the same `TMPDIR` removes
-  what a killed process left (unless that sandbox has namespaces, or another user).
+  (Linux 5.14); no capabilities, no way to new privileges; as root: a user id of its own; no system calls that get
+  around these (`rewards/sandbox/system_calls.py`).
+
+Without namespaces no program runs, unless the caller says `unsafe`. Then only the first layer holds: the program can
+read and write what the trainer's user can, also its environment and memory, signal its processes, fill the disk with
+many files, start any number of processes, reach the network, and leave processes in sessions of their own. What a
+killed process left in its temporary directory is removed by the next sandbox in the same `TMPDIR`, if it is unsafe and
+has the same user. As root that is refused.
 
 Not covered: faults of the kernel; time that it takes from others below its limits; shared caches as side channels;
-memory of all its processes together (`memory_mib` is for each), of System V segments, of `memfd_create`.
-Without namespaces the program can read and write what the trainer's user can, fill the disk with many files, start any
-number of processes, reach the network, and leave processes in sessions of their own. As root that is refused.
+memory of all its processes together (`memory_mib` is for each), and of the kernel for their pipes, sockets and locks.
 
 Not bubblewrap: it is rarely installed and bounds neither the number of files nor, as root, the number of processes.
 """
@@ -29,6 +32,7 @@ import functools
 import itertools
 import json
 import os
+import select
 import selectors
 import shutil
 import signal
@@ -40,15 +44,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import IO
 
-from rollout.errors import ConfigError
+from rewards.sandbox.system_calls import refusing_filter
+from rollout.errors import ConfigError, SandboxError
 
 JAIL = Path(__file__).with_name("jail.py")
 FIRST_UID, NUM_UIDS = 0x7000_0000, 0x0FFE_0000
 """User ids for programs when this process is root, unused in systemd's table of user ids (docs/UIDS-GIDS.md)."""
 PREFIX = "lockstep-sandbox-"
 READ_ONLY = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache")
-PROBE_TIMEOUT_S = 20.0
+START_TIMEOUT_S = 20.0
+"""Limit for building the sandbox, apart from the program's own."""
+STOP_TIMEOUT_S = 5.0
+"""Time for the launcher to end all processes before it is killed itself."""
 
 
 class Ended(StrEnum):
@@ -93,30 +102,32 @@ class Execution:
     """Exit status, or minus the number of the signal."""
     stdout: str
     stderr: str
+    is_cut: bool = False
+    """True if the program printed more on its standard output than was kept."""
 
 
-def run_python(source: str, *, stdin: str = "", limits: Limits | None = None) -> Execution:
+def run_python(source: str, *, stdin: str = "", limits: Limits | None = None, unsafe: bool = False) -> Execution:
     """Run a program in the sandbox; it can import the standard library only.
 
-    Raises `ConfigError`: this process is root, and the system has no namespaces to contain the program.
+    unsafe: run it without namespaces, with the rights of this process. Raises:
+        SandboxError: the program was not started; the system may not allow namespaces.
+        ConfigError: the program would run without namespaces as root.
     """
-    limits = limits or Limits()
-    isolated = has_namespaces()
-    if os.geteuid() == 0 and not isolated:
+    if unsafe and os.geteuid() == 0:
         raise ConfigError(
-            "code of a model is not run as root without namespaces; start the run as another user, or in a container "
-            "that allows `unshare` (docker: --security-opt seccomp=unconfined --cap-add SYS_ADMIN)"
+            "code of a model is not run as root without isolation, found unsafe=true; leave it out, or start the run "
+            "as another user"
         )
-    return _run(source, stdin, limits, isolated=isolated)
+    return _run(source, stdin, limits or Limits(), isolated=not unsafe)
 
 
-@functools.cache
-def has_namespaces() -> bool:
-    """True if the layers that need namespaces work here; tried by running a program in them."""
-    if shutil.which("unshare") is None:
-        return False
-    result = _run("print(6 * 7)", "", Limits(timeout_s=PROBE_TIMEOUT_S), isolated=True)
-    return result.stdout == "42\n"
+def isolation_problem() -> str | None:
+    """Return the reason why this system cannot isolate programs, or None; tried by running one."""
+    try:
+        result = run_python("print(6 * 7)", limits=Limits(timeout_s=START_TIMEOUT_S))
+    except SandboxError as error:
+        return str(error)
+    return None if result.stdout == "42\n" else f"a program in the sandbox ended with {result}"
 
 
 @functools.cache
@@ -174,6 +185,9 @@ def _run(source: str, stdin: str, limits: Limits, *, isolated: bool) -> Executio
     with directory as workdir, tempfile.TemporaryFile() as feed:
         becomes_another = isolated and _is_root_of_all()
         interpreter = os.path.realpath(sys.executable)
+        # Counted per user and user namespace. Without either, all processes of the trainer's user would count.
+        # Process 1 counts too, and so does the launcher if it is in the user namespace.
+        processes = {"RLIMIT_NPROC": limits.processes + (1 if becomes_another else 2)} if isolated else {}
         settings = {
             "workdir": workdir,
             "binds": [*READ_ONLY, os.path.realpath(sys.base_prefix)],
@@ -186,45 +200,75 @@ def _run(source: str, stdin: str, limits: Limits, *, isolated: bool) -> Executio
                 "RLIMIT_AS": limits.memory_mib * 2**20,
                 "RLIMIT_FSIZE": limits.file_mib * 2**20,
                 "RLIMIT_NOFILE": limits.open_files,
-                # Counted per user and user namespace. Without either, all processes of the trainer's user would count.
-                **({"RLIMIT_NPROC": limits.processes} if isolated else {}),
                 "RLIMIT_CORE": 0,
+                **processes,
             },
+            "filter": refusing_filter().hex() if isolated else "",
         }
         feed.write(json.dumps(settings).encode())
         feed.seek(0)
-        command = [interpreter, "-I", "-S", str(JAIL)]
-        if isolated:
-            user = [] if becomes_another else ["--user", "--map-root-user"]
-            command = ["unshare", *user, "--net", "--pid", "--ipc", "--mount", "--fork", "--kill-child", *command]
-        process = subprocess.Popen(
-            command,
+        reader, writer = os.pipe()
+        with open(reader, "rb", buffering=0) as report, _launch(interpreter, feed, writer) as process:
+            try:
+                is_ready = bool(select.select([report], [], [], START_TIMEOUT_S)[0])
+                said = report.read(100) if is_ready else b""
+                if not said.startswith(b"started\n"):
+                    raise SandboxError(_no_start(process, isolated=isolated))
+                stdout, stderr, in_time, is_cut = _read(process, limits)
+                if in_time:
+                    said += report.read(100)
+            finally:
+                report.close()  # before the end of the launcher: a program that is only now being started must fail
+                _stop(process)
+    words = said.split()
+    status = int(words[1]) if len(words) == 2 else -signal.SIGKILL  # process 1 was killed, or the time is over
+    ended = Ended.TIMEOUT if not in_time else Ended.KILLED if status < 0 else Ended.EXITED
+    return Execution(ended=ended, status=status, stdout=stdout, stderr=stderr, is_cut=is_cut)
+
+
+def _launch(interpreter: str, feed: IO[bytes], writer: int) -> subprocess.Popen[bytes]:
+    """Start the launcher, in the process group of this process, which is killed with a reward worker."""
+    try:
+        return subprocess.Popen(
+            [interpreter, "-I", "-S", str(JAIL), str(writer)],
             stdin=feed,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            pass_fds=[writer],
             env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
-            # The namespaces end with `unshare`, which stays in the process group that is killed with a reward worker.
-            start_new_session=not isolated,
             cwd="/",
         )
-        try:
-            stdout, stderr, in_time = _read(process, limits)
-        finally:
-            if isolated:
-                process.kill()
-            else:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-            status = process.wait()
-            for stream in (process.stdout, process.stderr):
-                assert stream is not None
-                stream.close()
-    ended = Ended.TIMEOUT if not in_time else Ended.KILLED if status < 0 else Ended.EXITED
-    return Execution(ended=ended, status=status, stdout=stdout, stderr=stderr)
+    finally:
+        os.close(writer)
 
 
-def _read(process: subprocess.Popen[bytes], limits: Limits) -> tuple[str, str, bool]:
-    """Return the beginnings of both outputs, and True if the process ended in time."""
+def _no_start(process: subprocess.Popen[bytes], *, isolated: bool) -> str:
+    """Stop a launcher that did not start the program, and return a sentence with its reason."""
+    _stop(process)
+    assert process.stderr is not None
+    lines = process.stderr.read().decode(errors="replace").strip().splitlines()
+    reason = lines[-1] if lines else f"no program after {START_TIMEOUT_S:g} s"
+    if not isolated:
+        return f"the program could not be started: {reason}"
+    return (
+        f"this system did not isolate a program of the model ({reason}), so it did not run; allow user namespaces "
+        "(docs/reliability.md, Model-written programs), or set reward.settings.code_tests.unsafe=true to run such "
+        "programs with your rights"
+    )
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End the launcher and all that it started, and wait for their end. Idempotent."""
+    process.terminate()
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _read(process: subprocess.Popen[bytes], limits: Limits) -> tuple[str, str, bool, bool]:
+    """Return the beginnings of both outputs, and two flags: the process ended in time; the first output was cut."""
     assert process.stdout is not None
     assert process.stderr is not None
     kept = {process.stdout: bytearray(), process.stderr: bytearray()}
@@ -244,8 +288,11 @@ def _read(process: subprocess.Popen[bytes], limits: Limits) -> tuple[str, str, b
             in_time = False
         for key in list(selector.get_map().values()):
             _take(key.fileobj, kept, selector, limits)  # type: ignore[arg-type]
-    stdout, stderr = (kept[stream].decode(errors="replace") for stream in (process.stdout, process.stderr))
-    return stdout, stderr, in_time
+    is_cut = len(kept[process.stdout]) > limits.output_bytes
+    stdout, stderr = (
+        kept[stream][: limits.output_bytes].decode(errors="replace") for stream in (process.stdout, process.stderr)
+    )
+    return stdout, stderr, in_time, is_cut
 
 
 def _take(stream, kept: dict, selector: selectors.BaseSelector, limits: Limits) -> None:
@@ -255,4 +302,4 @@ def _take(stream, kept: dict, selector: selectors.BaseSelector, limits: Limits) 
         return
     if not chunk:
         selector.unregister(stream)
-    kept[stream] += chunk[: limits.output_bytes - len(kept[stream])]
+    kept[stream] += chunk[: limits.output_bytes + 1 - len(kept[stream])]  # one more, to tell that it was cut

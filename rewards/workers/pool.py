@@ -5,6 +5,9 @@ C, or with SIGTERM ignored) is killed with its process group after the wall-cloc
 is ended by the kernel, has crashed; memory beyond the limit is a MemoryError or a crash. Only the end of the output is
 kept. No process is left when the pool is closed, or when the trainer exits or is killed.
 
+A call whose process dies after it has served others is repeated once in a new process, because an earlier function may
+have caused it. Each reply names its call.
+
 Not covered: this is protection against accidents, not against attacks. A reward function has the rights of the
 trainer (files, network, environment); only `rewards/sandbox/sandbox.py` takes them away. A process that a function
 starts in a session of its own (setsid) is not in the group that is killed. Shared memory does not count toward the
@@ -24,6 +27,7 @@ import contextlib
 import json
 import math
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -118,7 +122,12 @@ class WorkerPool:
         self, spec: str, settings: Mapping[str, Any], rollouts: Sequence[Rollout], timeout_s: float
     ) -> list[Verdict]:
         cancelled = threading.Event()
-        request = {"do": "judge", "spec": spec, "settings": settings, "rollouts": [to_json(one) for one in rollouts]}
+        request = {
+            "do": "judge",
+            "spec": spec,
+            "settings": settings,
+            "rollouts": [to_json(one, shares_prompts=True) for one in rollouts],
+        }
         future = self._threads.submit(self._judge, request, timeout_s, cancelled)
         try:
             return await asyncio.wrap_future(future)
@@ -147,6 +156,7 @@ class WorkerPool:
             worker.load(request["spec"], request["settings"], self._isolation.start_timeout_s, cancelled)
             reply = worker.ask(request, timeout_s, cancelled)
             verdicts = _verdicts(reply, count)
+            worker.has_judged = True
             if reply.get("retire"):
                 self._drop_worker()
             return verdicts
@@ -154,7 +164,9 @@ class WorkerPool:
             problem = Verdict(outcome=Outcome.EXCEPTION, detail=str(error)[:500])
         except (_Died, _TimedOut) as error:
             self._drop_worker()
-            if isinstance(error, _DiedIdle) and not is_retry:
+            # In a process that has served other calls, one of these may have done it: a thread that it left behind.
+            is_perhaps_of_another = isinstance(error, _DiedIdle) or (isinstance(error, _Died) and worker.has_judged)
+            if is_perhaps_of_another and not is_retry:
                 return self._judge(request, timeout_s, cancelled, is_retry=True)
             outcome = Outcome.TIMEOUT if isinstance(error, _TimedOut) else Outcome.CRASHED
             problem = Verdict(outcome=outcome, detail=str(error))
@@ -210,6 +222,7 @@ class _Worker:
         self._reader = threading.Thread(target=_keep_end, args=(self._process.stdout, self._tail), daemon=True)
         self._reader.start()
         self._loaded: dict[str, bool] = {}
+        self.has_judged = False
         self._kill_lock = threading.Lock()
         self._is_killed = False
 
@@ -248,7 +261,8 @@ class _Worker:
         """Send a request and return the reply. Raises `_TimedOut` also if the call was cancelled, `_DiedIdle` or
         `_Died`."""
         deadline = time.monotonic() + timeout_s
-        unsent = memoryview(json.dumps(request, default=_plain).encode() + b"\n")
+        call = secrets.token_hex(8)  # not in what an earlier function writes late
+        unsent = memoryview(json.dumps({**request, "call": call}, default=_plain).encode() + b"\n")
         received = bytearray()
         while received.find(b"\n", len(RECEIVED)) < 0:
             left = deadline - time.monotonic()
@@ -269,7 +283,7 @@ class _Worker:
             if not chunk:
                 raise (_Died if received else _DiedIdle)(self._obituary())
             received += chunk
-        return _parse(received)
+        return _parse(received, call)
 
     def kill(self) -> None:
         """End it and everything in its process group, and wait for its end. Idempotent."""
@@ -293,8 +307,12 @@ class _Worker:
         except subprocess.TimeoutExpired:
             return f"its process closed the connection{self._said()}"
         self._reader.join(timeout=1.0)  # longer only if a child of it holds the output open
-        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+        how = f"was killed by {_signal_name(-status)}" if status < 0 else f"exited with status {status}"
         return f"its process {how}{self._said()}"
+
+
+def _signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in list(signal.Signals) else f"signal {number}"
 
 
 def _kill_all(workers: Mapping[int, _Worker]) -> None:
@@ -309,12 +327,12 @@ def _keep_end(output: Any, tail: bytearray) -> None:
             tail[:] = (tail + chunk)[-KEPT_OUTPUT_BYTES:]
 
 
-def _parse(line: bytes | bytearray) -> dict[str, Any]:
+def _parse(line: bytes | bytearray, call: str) -> dict[str, Any]:
     try:
         reply = json.loads(line)
     except (ValueError, RecursionError):
         reply = None
-    if not isinstance(reply, dict):
+    if not isinstance(reply, dict) or reply.get("call") != call:
         raise _Died("its process sent something that is not a reply")
     return reply
 

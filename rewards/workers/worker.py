@@ -51,7 +51,8 @@ def main() -> None:
     with socket.socket(fileno=connection_fd) as connection, connection.makefile("rb") as requests:
         for request in requests:
             connection.sendall(RECEIVED)
-            reply = _answer(json.loads(request), functions)
+            asked = json.loads(request)
+            reply = {**_answer(asked, functions), "call": asked["call"]}
             if os.getpid() != own_pid:
                 os._exit(0)  # a function forked, and its copy of this process returned as well
             _flush()
@@ -75,16 +76,28 @@ def _answer(request: Mapping[str, Any], functions: dict[str, Callable[..., Any] 
         finished = _run(function, *rollouts)
         verdicts = [judge_call(finished)]
     # The traceback or the function's module may still hold what was allocated before a MemoryError.
-    return {"verdicts": [asdict(verdict) for verdict in verdicts], "retire": isinstance(finished.error, MemoryError)}
+    retire = isinstance(finished.error, MemoryError) or _lacks_streams()
+    return {"verdicts": [asdict(verdict) for verdict in verdicts], "retire": retire}
 
 
 def _run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Finished:
     """Call the function on the main thread, where functions that use SIGALRM for their own timeouts work."""
+    modules = dict(sys.modules)
     try:
         value = asyncio.run(function(*args, **kwargs)) if is_async(function) else function(*args, **kwargs)
     except BaseException as error:  # SystemExit and KeyboardInterrupt are the function's as well, and are reported
         return Finished(error=error)
+    finally:
+        # Not for the next function: an alarm that would end this process, and missing or replaced modules.
+        for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
+            signal.setitimer(timer, 0)
+        sys.modules.update(modules)
     return Finished(value=value)
+
+
+def _lacks_streams() -> bool:
+    """True if the function closed or removed a standard stream; the next one could not print."""
+    return any(getattr(stream, "closed", True) for stream in (sys.stdout, sys.stderr))
 
 
 def _flush() -> None:

@@ -59,6 +59,7 @@ class Chat:
                 tokenizer,
                 history=History(history),
                 parse=self._parse_text,
+                read=self._read,
                 stop_token_ids=stops,
                 closing_tokens=["<|end|>"] if self._format == "harmony" else [],
             )
@@ -98,22 +99,28 @@ class Chat:
             return ""
         return parity(self.tokenizer, self._renderer, messages)
 
-    def parse(self, sampled_ids: Sequence[int], tools: Tools | None = None) -> Message:
+    def parse(
+        self, sampled_ids: Sequence[int], tools: Tools | None = None, *, prompt_ids: Sequence[int] = ()
+    ) -> Message:
         """Parse a sampled turn. Never raises: a model can sample anything.
 
         The message has role, content, and if present reasoning_content, tool_calls (OpenAI form) and tool_call_errors,
-        one sentence for each malformed call (its text is still in the content).
+        one sentence for each malformed call (its text is still in the content). With `prompt_ids`, the prompt of the
+        turn, the ids of tool calls are unique in the conversation.
         """
-        ids = list(sampled_ids)
-        if ids and ids[-1] in self.stop_token_ids:
-            ids.pop()
-        return self._parse_text(self.decode(ids), tools or ()).message(sampled_ids)
+        return self._read(sampled_ids, tools or ()).message(sampled_ids, prompt_ids=prompt_ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, special tokens included."""
         # A model's output layer may be padded beyond the vocabulary; such ids have no text.
         known = [token for token in ids if 0 <= token < self._num_ids]
         return str(self.tokenizer.decode(known, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def _read(self, sampled_ids: Sequence[int], tools: Tools) -> Turn:
+        ids = list(sampled_ids)
+        if ids and ids[-1] in self.stop_token_ids:
+            ids.pop()
+        return self._parse_text(self.decode(ids), tools)
 
     def _parse_text(self, text: str, tools: Tools) -> Turn:
         if self._format == "llama3":

@@ -102,9 +102,15 @@ class HarmonyRenderer:
         if call.sampled_ids[-1:] == (CONTROL_IDS["<|return|>"],):
             return False  # rendered as <|end|> once messages follow
         conversation = normalize_messages([*history, *new_messages])
-        prompt = self._render(conversation[: len(history) - 1], tools, opens_turn=True)
-        with_turn = self._render(conversation[: len(history)], tools)
+        *before, turn = conversation[: len(history)]
+        prompt = self._render(before, tools, opens_turn=True)
+        with_turn = self._render([*before, turn], tools)
         whole = self._render(conversation, tools, opens_turn=True)
+        reasoning = turn.pop("reasoning_content", None)
+        if reasoning is not None and with_turn == self._render([*before, turn], tools):
+            return False  # the analysis is dropped
+        if reasoning is not None and not turn["content"] and "tool_calls" not in turn:
+            return False  # the turn was cut in its analysis, after which an empty final message is rendered
         return with_turn[: len(prompt)] == prompt and whole[: len(with_turn)] == with_turn
 
     def _render(self, messages: Sequence[Mapping[str, Any]], tools: Tools, *, opens_turn: bool = False) -> list[int]:
@@ -196,6 +202,7 @@ def parse_harmony(text: str) -> Turn:
     content: list[str] = []
     calls: list[ToolCall] = []
     errors: list[str] = []
+    is_reasoning = False
     for part in text.split("<|start|>"):
         match = _BODY.match(part)
         if match is None:
@@ -203,6 +210,7 @@ def parse_harmony(text: str) -> Turn:
             continue
         header, body = match["header"], match["body"]
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+        is_reasoning = recipient is None and channel is not None and channel[1] == "analysis"
         if recipient is not None:
             found = _read_call(recipient[1], body)
             if isinstance(found, ToolCall):
@@ -210,7 +218,7 @@ def parse_harmony(text: str) -> Turn:
             else:
                 errors.append(found)
                 content.append(body)
-        elif channel is not None and channel[1] == "analysis":
+        elif is_reasoning:
             reasoning.append(body)
         else:
             content.append(body)
@@ -219,6 +227,7 @@ def parse_harmony(text: str) -> Turn:
         reasoning="\n".join(reasoning) if reasoning else None,
         calls=tuple(calls),
         errors=tuple(errors),
+        ends_in_reasoning=is_reasoning,
     )
 
 

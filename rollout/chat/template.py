@@ -8,18 +8,30 @@ is read off a dummy conversation, rendered with and without the new messages:
 
 After the marker, A must be a prefix of B. This proves that the template appends new messages without changing how the
 turn ends; the text of B after the marker is the glue. The text before the marker comes from the record and is not
-compared: Qwen3, for example, shows an empty think block on the last turn only. Where the proof fails, the caller
-renders the whole conversation.
+compared: Qwen3, for example, shows an empty think block on the last turn only.
+
+A template may also move a new message to the front (system messages: DeepSeek-V3, Cohere2) or drop it (tool results:
+Phi-3). So B is rendered once more with each new text between two words. The glue must have all words, and be the same
+without them: then each new message stands in it, whole.
+
+Where a proof fails, the caller renders the whole conversation. A message that the template drops from that, too, is
+reported once in the log.
 
 History `template` requires more: with the new messages present, the template must still render the earlier prompt as
 the model saw it and the turn as the model said it. If it strips reasoning or edits an earlier turn, the conversation
-is not extended. The spacing and quoting of tool calls are not compared, their content is.
+is not extended. The spacing and quoting of tool calls are not compared, their content is. Reasoning that was cut by its
+length limit is another turn than the closed reasoning of a template.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import json
+import logging
+import re
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
@@ -29,20 +41,30 @@ import jinja2
 from transformers import PreTrainedTokenizerFast
 
 from rollout.chat.messages import Tools, map_text, normalize_messages
-from rollout.chat.tool_calls import THINK_CLOSE, THINK_OPEN, Turn, turn_from_message
+from rollout.chat.tool_calls import THINK_CLOSE, THINK_OPEN, Turn
 from rollout.chat.untrusted import Mask, UntrustedTextEncoder, word_not_in
 from rollout.errors import TemplateError
 from rollout.records import EngineCall, Message
 
+logger = logging.getLogger(__name__)
+
+_QUESTION = {"role": "user", "content": "x"}
+"""Message before the turn of a dummy conversation."""
+
 CACHED_PROMPTS = 64
 """Groups that are likely to begin at the same time; a prompt of a thousand tokens takes some 10 kB."""
+
+_RENDERING_ERRORS = (jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError, IndexError)
 
 
 class History(StrEnum):
     """Treatment of earlier turns when a conversation goes on."""
 
     KEEP = "keep"
-    """They stay as sampled, reasoning included: an extension wherever the glue can be proven."""
+    """They stay as sampled, reasoning included: an extension wherever the glue can be proven.
+
+    Nothing is written into a turn. Reasoning that was cut by its length limit stays open: the end of the turn follows,
+    without a `</think>` that the model did not sample."""
     TEMPLATE = "template"
     """The chat template decides; where it strips or edits an earlier turn, the conversation branches."""
 
@@ -56,12 +78,13 @@ class TemplateRenderer:
         *,
         history: History,
         parse: Callable[[str, Tools], Turn],
+        read: Callable[[Sequence[int], Tools], Turn],
         stop_token_ids: Sequence[int],
         closing_tokens: Sequence[str] = (),
     ) -> None:
         """Raises `TemplateError` without a chat template that can render one user and one assistant turn.
 
-        parse: parser of an assistant turn's text; used to compare turns under history `template`.
+        parse, read: parsers of an assistant turn's text and of its sampled ids; used under history `template`.
         stop_token_ids: known to end a turn. The end-of-turn token of the template is added.
         closing_tokens: further tokens that may close a turn in a rendering, though sampling goes on after them.
         """
@@ -72,17 +95,18 @@ class TemplateRenderer:
             )
         self._tokenizer = tokenizer
         self._history = history
-        self._parse = parse
+        self._parse, self._read = parse, read
         self._encoder = UntrustedTextEncoder(tokenizer)
         self._shows_the_time = "strftime_now" in str(tokenizer.chat_template)
         # The rollouts of a group begin with one prompt, which is rendered once.
         self._cached_prompt = functools.lru_cache(maxsize=CACHED_PROMPTS)(self._prompt_from_json)
         closing_ids = {self._encoder.controls[text] for text in closing_tokens if text in self._encoder.controls}
-        end_of_turn = self._end_of_turn()
+        self._roles_dropped: set[str] = set()
+        end_of_turn, self._after_content = self._end_of_turn()
         stops = [*stop_token_ids, *([] if end_of_turn is None or end_of_turn in closing_ids else [end_of_turn])]
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(stops))
         self._closing_ids = frozenset(stops) | closing_ids
-        opening = self._render([{"role": "user", "content": "x"}], (), opens_turn=True)
+        opening = self._render([_QUESTION], (), opens_turn=True)
         self.opens_reasoning: bool = opening.rfind(THINK_OPEN) > opening.rfind(THINK_CLOSE)
         """True if the generation prompt ends inside a think block, so that a sampled turn begins in one."""
 
@@ -114,34 +138,45 @@ class TemplateRenderer:
     ) -> list[int] | None:
         """Return the ids of the call, closing tokens, new messages and generation prompt; None if unproven."""
         turn, *new = normalize_messages([history[-1], *new_messages])
-        glue = self._glue(turn, new, tools, keep_calls=True)
-        if glue is None and "tool_calls" in turn:
-            # Some templates refuse parallel calls, or have no place for the marker beside them.
-            glue = self._glue(turn, new, tools, keep_calls=False)
+        glue = self._glue(call, turn, new, tools)
         if glue is None:
             return None
-        text, ids = glue
-        if self._history is History.TEMPLATE and not self._template_keeps_history(history, new_messages, tools, text):
+        text, ids, closes = glue
+        if self._history is History.TEMPLATE and not self._template_keeps_history(
+            call, history, new_messages, tools, text
+        ):
             return None
-        if call.sampled_ids and call.sampled_ids[-1] in self.stop_token_ids and ids[0] in self._closing_ids:
+        stop = call.sampled_ids[-1] if call.sampled_ids else None
+        if stop in self.stop_token_ids and (ids[0] == stop or (closes and ids[0] in self._closing_ids)):
             ids = ids[1:]  # the sampled stop token stays and is not doubled
         return [*call.all_ids, *ids]
 
     def _glue(
-        self, turn: Mapping[str, Any], new: Sequence[Mapping[str, Any]], tools: Tools, *, keep_calls: bool
-    ) -> tuple[str, list[int]] | None:
-        """Return text and ids that follow an assistant turn, from its closing token on; None if unproven."""
+        self, call: EngineCall, turn: Mapping[str, Any], new: Sequence[Mapping[str, Any]], tools: Tools
+    ) -> tuple[str, list[int], bool] | None:
+        """Return text and ids that follow an assistant turn, from its closing token on; None if unproven.
+
+        The last value is True if they begin with a closing token. Otherwise a stop token may begin the next message:
+        GLM-4.5 ends turns by `<|user|>` and `<|observation|>`.
+        """
         marker = word_not_in([turn, new, tools])
-        dummy = [{"role": "user", "content": "x"}, _dummy_turn(turn, marker, keep_calls=keep_calls)]
-        mask = self._encoder.mask_for([dummy, new, tools])
+        word = word_not_in([marker, turn, new, tools])
+        between_words, num_words = _between_words(new, word)
+        turn = _dummy_turn(turn, marker)
+        mask = self._encoder.mask_for([turn, between_words, tools])
         try:
-            ended = self._render_masked(dummy, tools, mask, opens_turn=False)
+            turn, ended = self._render_ended(turn, tools, mask)
+            dummy = [_QUESTION, turn]
             extended = self._render_masked([*dummy, *new], tools, mask, opens_turn=True)
+            with_words = self._render_masked([*dummy, *between_words], tools, mask, opens_turn=True)
         except TemplateError:
             return None
-        if marker not in ended or marker not in extended:
+        if any(marker not in text for text in (ended, extended, with_words)):
             return None
-        ended, extended = _after(marker, ended), _after(marker, extended)
+        self._warn_of_dropped(between_words, with_words, word)
+        ended, extended, with_words = (_after(marker, text) for text in (ended, extended, with_words))
+        if not _is_whole(extended, with_words, word, num_words):
+            return None
         # Some templates put the end-of-sequence token after the last turn.
         end_of_text = str(self._tokenizer.eos_token or "")
         end = self._encoder.first_control(ended, self._closing_ids)
@@ -152,16 +187,60 @@ class TemplateRenderer:
             is_proven = is_same_turn and extended[end_extended.end() :].startswith(after)
             text = extended[end_extended.start() :]
         else:
-            # Without a closing token, the rest of a tool call cannot be told from what follows it.
-            has_calls = keep_calls and "tool_calls" in turn
-            is_proven = end is end_extended and not has_calls and extended.startswith(ended)
-            text = extended
+            # Without a closing token, a turn with calls ends with the text that ends a turn without calls.
+            closing = self._after_content if "tool_calls" in turn else ended
+            is_proven = end is None and extended.startswith(ended) and ended.endswith(closing)
+            text = extended[len(ended) - len(closing) :]
         if not is_proven or not text:
             return None
-        return mask.restore(text), self._encoder.encode(text, mask)
+        if self._history is History.KEEP and tools and all(mask.hide(name) in text for name in _names(tools)):
+            with contextlib.suppress(TemplateError):
+                without_tools = _after(marker, self._render_masked([*dummy, *new], (), mask, opens_turn=True))
+                text = self._without_repeated_tools(text, without_tools[len(extended) - len(text) :], call, mask)
+        return mask.restore(text), self._encoder.encode_continuation(text, mask), end is not None
+
+    def _without_repeated_tools(self, text: str, without_tools: str, call: EngineCall, mask: Mask) -> str:
+        """Return the glue without its tool list if the prompt has the same list.
+
+        Mistral 7B v0.3, for example, shows the tools before the last user turn only. Where the earlier list stays, each
+        user turn would add another one.
+        """
+        num_added = len(text) - len(without_tools)
+        start = next((i for i, (one, other) in enumerate(zip(text, without_tools, strict=False)) if one != other), 0)
+        if num_added <= 0 or text[start + num_added :] != without_tools[start:]:
+            return text
+        while start > 0 and text[start - 1] == text[start + num_added - 1]:  # the list may begin as what follows it
+            start -= 1
+        tools = self._encoder.encode_continuation(text[start : start + num_added], mask)
+        is_known = array("q", tools).tobytes() in array("q", call.prompt_ids).tobytes()
+        return without_tools if is_known else text
+
+    def _render_ended(self, turn: dict[str, Any], tools: Tools, mask: Mask) -> tuple[dict[str, Any], str]:
+        """Render a dummy that ends with this turn; without its calls only if the template refuses them.
+
+        Llama 3.1, for example, refuses parallel calls. Returns the turn as it was rendered.
+        """
+        try:
+            return turn, self._render_masked([_QUESTION, turn], tools, mask, opens_turn=False)
+        except TemplateError:
+            turn = {key: value for key, value in turn.items() if key != "tool_calls"}
+            return turn, self._render_masked([_QUESTION, turn], tools, mask, opens_turn=False)
+
+    def _warn_of_dropped(self, between_words: Sequence[Mapping[str, Any]], rendered: str, word: str) -> None:
+        """Log once per role that a rendering of messages between words shows a content nowhere."""
+        for message in between_words:
+            numbered = re.search(f"{word}x[0-9]+x", message["content"])
+            role = str(message["role"])
+            if numbered and numbered[0] not in rendered and role not in self._roles_dropped:
+                self._roles_dropped.add(role)
+                logger.warning(
+                    "the chat template drops a message of role %r, so the model does not read it; use a model or a "
+                    "chat_template.jinja that shows such messages",
+                    role,
+                )
 
     def _template_keeps_history(
-        self, history: Sequence[Message], new_messages: Sequence[Message], tools: Tools, glue: str
+        self, call: EngineCall, history: Sequence[Message], new_messages: Sequence[Message], tools: Tools, glue: str
     ) -> bool:
         """Return True if the template renders the last prompt and the last turn unchanged before the new messages."""
         conversation = normalize_messages([*history, *new_messages])
@@ -170,17 +249,17 @@ class TemplateRenderer:
         if not whole.startswith(prompt) or not whole[len(prompt) :].endswith(glue):
             return False
         rendered = self._parse(whole[len(prompt) :].removesuffix(glue), tools)
-        return _trimmed(rendered) == _trimmed(turn_from_message(conversation[len(history) - 1]))
+        return _trimmed(rendered) == _trimmed(self._read(call.sampled_ids, tools))
 
-    def _end_of_turn(self) -> int | None:
-        """Return the control token that follows the content of an assistant turn; None if the template has none."""
+    def _end_of_turn(self) -> tuple[int | None, str]:
+        """Return the control token that follows the content of an assistant turn, or None, and all text after it."""
         marker = word_not_in([])
-        dummy = [{"role": "user", "content": "x"}, {"role": "assistant", "content": marker}]
-        rendered = self._render(dummy, (), opens_turn=False)
+        rendered = self._render([_QUESTION, {"role": "assistant", "content": marker}], (), opens_turn=False)
         if marker not in rendered:
             raise TemplateError("the chat template does not show the content of an assistant turn")
-        match = self._encoder.first_control(_after(marker, rendered), frozenset(self._encoder.controls.values()))
-        return None if match is None else self._encoder.controls[match[0]]
+        after = _after(marker, rendered)
+        match = self._encoder.first_control(after, frozenset(self._encoder.controls.values()))
+        return None if match is None else self._encoder.controls[match[0]], after
 
     def _render_masked(
         self, messages: Sequence[Mapping[str, Any]], tools: Tools, mask: Mask, *, opens_turn: bool
@@ -190,34 +269,97 @@ class TemplateRenderer:
 
     def _render(self, messages: Sequence[Mapping[str, Any]], tools: Tools, *, opens_turn: bool) -> str:
         try:
-            rendered = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=[dict(tool) for tool in tools] or None,
-                add_generation_prompt=opens_turn,
-                tokenize=False,
-            )
-        except (jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError, IndexError) as error:
+            return self._apply_template(messages, tools, opens_turn=opens_turn)
+        except _RENDERING_ERRORS as error:
+            as_text = _with_text_arguments(messages)
+            if as_text is not None:
+                with contextlib.suppress(*_RENDERING_ERRORS):
+                    return self._apply_template(as_text, tools, opens_turn=opens_turn)
             roles = " ".join(str(message["role"]) for message in messages[-8:])
             raise TemplateError(
                 f"the chat template cannot render these messages (the last roles: {roles}): "
                 f"{type(error).__name__}: {error}"
             ) from error
+
+    def _apply_template(self, messages: Sequence[Mapping[str, Any]], tools: Tools, *, opens_turn: bool) -> str:
+        rendered = self._tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tools=[dict(tool) for tool in tools] or None,
+            add_generation_prompt=opens_turn,
+            tokenize=False,
+        )
         assert isinstance(rendered, str)
         return rendered
 
 
-def _dummy_turn(message: Mapping[str, Any], marker: str, *, keep_calls: bool) -> dict[str, Any]:
+def _with_text_arguments(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
+    """Return the messages with arguments as JSON text, which DeepSeek-V3 joins to its own; None without calls."""
+    if not any(message.get("tool_calls") for message in messages):
+        return None
+    copies = [dict(message) for message in messages]
+    for copy in copies:
+        if copy.get("tool_calls"):
+            copy["tool_calls"] = [_with_text_argument(call) for call in copy["tool_calls"]]
+    return copies
+
+
+def _with_text_argument(call: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = call["function"]["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**call["function"], "arguments": text}}
+
+
+def _dummy_turn(message: Mapping[str, Any], marker: str) -> dict[str, Any]:
     """Return a normalized assistant message with the same calls by name and id; everything else is the marker.
 
     Templates that show no content beside tool calls show the marker as the argument of the last call.
     """
     dummy: dict[str, Any] = {"role": "assistant", "content": marker}
-    if keep_calls and "tool_calls" in message:
+    if "tool_calls" in message:
         dummy["tool_calls"] = [
             {**call, "function": {"name": call["function"]["name"], "arguments": {"marker": marker}}}
             for call in message["tool_calls"]
         ]
     return dummy
+
+
+def _between_words(messages: Sequence[Mapping[str, Any]], word: str) -> tuple[list[dict[str, Any]], int]:
+    """Return normalized messages with each text between two words, numbered variants of `word`; and their number.
+
+    Texts are the content, and the names and arguments of calls. White space around a text stays outside the words,
+    since templates trim it. Reasoning is left alone: templates drop it from turns that were not sampled here.
+    """
+    numbers = itertools.count()
+
+    def enclose(text: str) -> str:
+        body = text.strip()
+        before, after = text[: text.index(body)], text[text.index(body) + len(body) :]
+        return f"{before}{word}x{next(numbers)}x{body}{word}x{next(numbers)}x{after}"
+
+    def enclose_call(call: Mapping[str, Any]) -> dict[str, Any]:
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        values = {key: map_text(value, enclose) for key, value in arguments.items()} if arguments else arguments
+        return {**call, "function": {"name": enclose(name), "arguments": values}}
+
+    enclosed = []
+    for message in messages:
+        copy = dict(message)
+        if message["content"] or "tool_calls" not in message:
+            copy["content"] = enclose(message["content"])
+        if "tool_calls" in message:
+            copy["tool_calls"] = [enclose_call(call) for call in message["tool_calls"]]
+        enclosed.append(copy)
+    return enclosed, next(numbers)
+
+
+def _is_whole(text: str, with_words: str, word: str, count: int) -> bool:
+    """Return True if the second text has all numbered words and equals the first without them."""
+    numbered = re.compile(f"{word}x[0-9]+x")
+    return len(set(numbered.findall(with_words))) == count and numbered.sub("", with_words) == text
+
+
+def _names(tools: Tools) -> list[str]:
+    return [str(tool.get("function", tool).get("name", "")) for tool in tools]
 
 
 def _after(marker: str, text: str) -> str:

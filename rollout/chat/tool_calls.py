@@ -15,7 +15,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from array import array
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -27,6 +28,8 @@ MAX_DEPTH = 100
 """Greatest nesting of arguments. Templates and JSON writers recurse, and a model must not exhaust the stack."""
 
 _HERMES_CALL = re.compile(rf"{TOOL_CALL_OPEN}(.*?)(?:{TOOL_CALL_CLOSE}|(?={TOOL_CALL_OPEN})|\Z)", re.DOTALL)
+
+_THINK_TAG = re.compile(f"{THINK_OPEN}|{THINK_CLOSE}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,16 +48,22 @@ class Turn:
     calls: tuple[ToolCall, ...] = ()
     errors: tuple[str, ...] = ()
     """One sentence per malformed call; its text is still in `content`."""
+    ends_in_reasoning: bool = False
+    """True if the reasoning was never closed, or nothing follows it in a format that ends turns by an answer."""
 
-    def message(self, sampled_ids: Sequence[int]) -> dict[str, Any]:
-        """Return the turn as an OpenAI message: role and content, and further keys that have a value."""
+    def message(self, sampled_ids: Sequence[int], *, prompt_ids: Sequence[int] = ()) -> dict[str, Any]:
+        """Return the turn as an OpenAI message: role and content, and further keys that have a value.
+
+        The ids of its tool calls depend on all token ids given, so that equal calls in two turns have other ids.
+        """
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.reasoning is not None:
             message["reasoning_content"] = self.reasoning
         if self.calls:
+            turn = (tuple(sampled_ids), hashlib.blake2b(array("q", prompt_ids).tobytes()).digest())
             message["tool_calls"] = [
                 {
-                    "id": _call_id(sampled_ids, index),
+                    "id": _call_id(turn, index),
                     "type": "function",
                     "function": {"name": call.name, "arguments": call.arguments},
                 }
@@ -65,24 +74,20 @@ class Turn:
         return message
 
 
-def turn_from_message(message: Mapping[str, Any]) -> Turn:
-    """Return the turn of an assistant message (arguments as objects or as JSON text)."""
-    calls = []
-    for call in message.get("tool_calls") or ():
-        arguments = call["function"]["arguments"]
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        calls.append(ToolCall(name=call["function"]["name"], arguments=text))
-    return Turn(content=message["content"], reasoning=message.get("reasoning_content"), calls=tuple(calls))
-
-
 def split_reasoning(text: str, *, is_open: bool = False) -> tuple[str | None, str]:
     """Split a text into the reasoning of its first think block, or None, and the rest.
 
     A block that is never closed is all reasoning. A close without an open ends a block that began with the text.
+    Think tags inside tool calls are arguments.
     is_open: True if the prompt ended inside a think block, so that the text starts in one.
     """
-    head, closed, rest = text.partition(THINK_CLOSE)
-    before, opened, inside = head.partition(THINK_OPEN)
+    tags = _without_tags_in_calls(text, is_open=is_open)
+    close = tags.find(THINK_CLOSE)
+    closed = close >= 0
+    head, rest = (text[:close], text[close + len(THINK_CLOSE) :]) if closed else (text, "")
+    start = tags.find(THINK_OPEN, 0, len(head))
+    opened = start >= 0
+    before, inside = (head[:start], head[start + len(THINK_OPEN) :]) if opened else (head, "")
     if closed:
         reasoning = inside if opened else before
         outside = before.strip() if opened else ""
@@ -94,8 +99,29 @@ def split_reasoning(text: str, *, is_open: bool = False) -> tuple[str | None, st
     return None, text
 
 
+def _without_tags_in_calls(text: str, *, is_open: bool) -> str:
+    """Return the text, of the same length, without the think tags inside tool calls.
+
+    Inside a think block only well-formed calls count: a model may write about calls there.
+    """
+    parts = []
+    end = 0
+    for match in _HERMES_CALL.finditer(text):
+        before = text[end : match.start()]
+        is_open = is_open or THINK_OPEN in before
+        is_argument = not is_open or isinstance(_read_call(match[1], arguments_keys=("arguments",)), ToolCall)
+        parts += before, _THINK_TAG.sub(lambda tag: " " * len(tag[0]), match[0]) if is_argument else match[0]
+        end = match.end()
+    return "".join([*parts, text[end:]])
+
+
+def _is_closed(text: str, *, is_open: bool) -> bool:
+    return THINK_CLOSE in _without_tags_in_calls(text, is_open=is_open)
+
+
 def parse_hermes(text: str, *, reasoning_is_open: bool = False) -> Turn:
     reasoning, content = split_reasoning(text, is_open=reasoning_is_open)
+    is_cut = reasoning is not None and not _is_closed(text, is_open=reasoning_is_open)
     calls: list[ToolCall] = []
     errors: list[str] = []
 
@@ -114,18 +140,21 @@ def parse_hermes(text: str, *, reasoning_is_open: bool = False) -> Turn:
     remaining = _HERMES_CALL.sub(read, content)
     if calls:
         remaining = remaining.strip("\n")
-    return Turn(content=remaining, reasoning=reasoning, calls=tuple(calls), errors=tuple(errors))
+    return Turn(
+        content=remaining, reasoning=reasoning, calls=tuple(calls), errors=tuple(errors), ends_in_reasoning=is_cut
+    )
 
 
 def parse_llama3(text: str, *, tool_names: Collection[str] = (), reasoning_is_open: bool = False) -> Turn:
     """Parse Llama 3 calls. Without <|python_tag|>, a turn that is JSON counts as a call only where tools were offered,
     since a model also answers in JSON when it is asked for JSON."""
-    reasoning, content = split_reasoning(text, is_open=reasoning_is_open)
-    body = content.strip()
-    is_tagged = body.startswith(PYTHON_TAG)
-    body = body.removeprefix(PYTHON_TAG).strip()
-    if not is_tagged and not (tool_names and body.startswith("{")):
-        return Turn(content=content, reasoning=reasoning)
+    reasoning, content = None, text
+    if reasoning_is_open or not _is_llama3_call(text, tool_names):  # think tags inside a call are arguments
+        reasoning, content = split_reasoning(text, is_open=reasoning_is_open)
+    if not _is_llama3_call(content, tool_names):
+        is_cut = reasoning is not None and not _is_closed(text, is_open=reasoning_is_open)
+        return Turn(content=content, reasoning=reasoning, ends_in_reasoning=is_cut)
+    body = content.strip().removeprefix(PYTHON_TAG).strip()
     calls: list[ToolCall] = []
     for part in _json_values(body):
         found = _read_call(part, arguments_keys=("parameters", "arguments"))
@@ -133,6 +162,11 @@ def parse_llama3(text: str, *, tool_names: Collection[str] = (), reasoning_is_op
             return Turn(content=content, reasoning=reasoning, errors=(found,))
         calls.append(found)
     return Turn(content="", reasoning=reasoning, calls=tuple(calls))
+
+
+def _is_llama3_call(text: str, tool_names: Collection[str]) -> bool:
+    body = text.strip()
+    return body.startswith(PYTHON_TAG) or (bool(tool_names) and body.startswith("{"))
 
 
 def _json_values(text: str) -> list[str]:
@@ -206,7 +240,7 @@ def _kind(value: object) -> str:
     return names.get(type(value), "null")
 
 
-def _call_id(sampled_ids: Sequence[int], index: int) -> str:
+def _call_id(turn: object, index: int) -> str:
     """Return the id of a call, equal for equal turns: nine letters and digits, a form that every template accepts."""
-    digest = hashlib.blake2b(repr((tuple(sampled_ids), index)).encode(), digest_size=5)
+    digest = hashlib.blake2b(repr((turn, index)).encode(), digest_size=5)
     return digest.hexdigest()[:9]

@@ -122,6 +122,18 @@ class UntrustedTextEncoder:
             return ids
         return self._encode_in_pieces(masked, mask)
 
+    def encode_continuation(self, masked: str, mask: Mask) -> list[int]:
+        """Return the token ids of a rendering that continues a text.
+
+        Some tokenizers put a space before the first word of an input; here it would stand inside the text.
+        """
+        match = next(self._controls_in(masked), None)
+        if match is None:
+            return self._encode_as_text(mask.restore(masked), self._continuation_encoder)
+        piece = mask.restore(masked[: match.start()])
+        piece = piece.rstrip() if self._flags[match[0]].lstrip else piece
+        return self._encode_as_text(piece, self._continuation_encoder) + self.encode(masked[match.start() :], mask)
+
     def first_control(self, masked: str, among: frozenset[int]) -> re.Match[str] | None:
         """Find the first control token in a masked rendering whose id is in `among`."""
         return next((match for match in self._controls_in(masked) if self.controls[match[0]] in among), None)
@@ -135,26 +147,34 @@ class UntrustedTextEncoder:
             piece = mask.restore(masked[start : match.start()])
             piece = piece.lstrip() if strip_left else piece
             piece = piece.rstrip() if token.lstrip else piece
-            ids += self._encode_as_text(piece, is_first=start == 0)
+            ids += self._encode_as_text(piece, self._text_encoder, is_first=start == 0)
             ids.append(self.controls[match[0]])
             start, strip_left = match.end(), token.rstrip
         piece = mask.restore(masked[start:])
-        return ids + self._encode_as_text(piece.lstrip() if strip_left else piece, is_first=start == 0)
+        piece = piece.lstrip() if strip_left else piece
+        return ids + self._encode_as_text(piece, self._text_encoder, is_first=start == 0)
 
-    def _encode_as_text(self, text: str, *, is_first: bool) -> list[int]:
+    def _encode_as_text(self, text: str, encoder: _TextEncoder, *, is_first: bool = True) -> list[int]:
         if not text:
             return []
-        ids = self._text_encoder.encode(text, is_first=is_first)
+        ids = encoder.encode(text, is_first=is_first)
         controls = self._control_ids - self._unknown
         if controls.isdisjoint(ids):
             return ids
         # A vocabulary that lists its control tokens as ordinary words; a single character cannot be one.
-        pieces = (self._text_encoder.encode(character, is_first=False) for character in text)
+        pieces = (encoder.encode(character, is_first=False) for character in text)
         return [token for piece in pieces for token in piece if token not in controls]
 
     @functools.cached_property
     def _text_encoder(self) -> _TextEncoder:
-        return _TextEncoder(self._tokenizer.backend_tokenizer, without=self.controls)
+        return _TextEncoder(json.loads(self._tokenizer.backend_tokenizer.to_str()), without=self.controls)
+
+    @functools.cached_property
+    def _continuation_encoder(self) -> _TextEncoder:
+        state = json.loads(self._tokenizer.backend_tokenizer.to_str())
+        for step in ("normalizer", "pre_tokenizer"):
+            state[step] = _without_prefix(state[step])
+        return _TextEncoder(state, without=self.controls)
 
     def _controls_in(self, text: str) -> Iterator[re.Match[str]]:
         return self._control_pattern.finditer(text)
@@ -167,8 +187,8 @@ class UntrustedTextEncoder:
 class _TextEncoder:
     """Copy of a tokenizer without its control tokens."""
 
-    def __init__(self, backend: Tokenizer, *, without: Mapping[str, int]) -> None:
-        state = json.loads(backend.to_str())
+    def __init__(self, state: dict[str, Any], *, without: Mapping[str, int]) -> None:
+        """state: the tokenizer as JSON (its `to_str`)."""
         kept = [token for token in state["added_tokens"] if token["content"] not in without]
         state["added_tokens"] = kept
         state["post_processor"] = state["truncation"] = state["padding"] = None
@@ -181,11 +201,26 @@ class _TextEncoder:
         self._ids = {self._tokenizer.token_to_id(token["content"]): token["id"] for token in kept}
 
     def encode(self, text: str, *, is_first: bool) -> list[int]:
-        if is_first:
-            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        else:
-            ids = self._tokenizer.encode(self._anchor + text, add_special_tokens=False).ids[1:]
-        return [self._ids.get(token, token) for token in ids]
+        # As a batch of one, because only `encode_batch` releases the GIL: other threads serve other episodes.
+        (encoding,) = self._tokenizer.encode_batch(
+            [text if is_first else self._anchor + text], add_special_tokens=False
+        )
+        return [self._ids.get(token, token) for token in (encoding.ids if is_first else encoding.ids[1:])]
+
+
+def _without_prefix(step: Any) -> Any:
+    """Return the normalizer or pre-tokenizer, as JSON, without the space that it puts before an input."""
+    if step is None or step["type"] == "Prepend":
+        return None
+    changed = dict(step)
+    for steps in ("normalizers", "pretokenizers"):
+        if steps in step:
+            changed[steps] = [one for one in map(_without_prefix, step[steps]) if one is not None]
+    if "prepend_scheme" in step:
+        changed["prepend_scheme"] = "never"
+    if "add_prefix_space" in step:
+        changed["add_prefix_space"] = False
+    return changed
 
 
 def word_not_in(conversation: object) -> str:

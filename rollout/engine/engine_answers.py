@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -53,6 +54,20 @@ class Answer:
                 f"inconsistent answer: {num} candidates, {len(self.candidate_logprobs)} logprobs, positions at "
                 f"{list(self.starts)[:3]} ..."
             )
+
+
+def integer(value: Any) -> int:
+    """Return an integer of a JSON answer. Raises TypeError for anything else, such as text and bools."""
+    if isinstance(value, bool):
+        raise TypeError(f"{value} is a bool, expected an integer")
+    return index(value)
+
+
+def number(value: Any) -> float:
+    """Return a number of a JSON answer. Raises TypeError for anything else, such as text and bools."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{value!r:.40} is not a number")
+    return float(value)
 
 
 def answer_of(output: CompletionOutput) -> Answer:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from rollout.chat.messages import Tools
 from rollout.engine.protocol import Engine, Sampling
 from rollout.errors import CallLimitError, ContextFullError, EngineError, EvidenceError, LockstepError
-from rollout.records import EngineCall, FinishReason, Message
+from rollout.records import EngineCall, FinishReason, Message, PromptSharing
 
 if TYPE_CHECKING:  # it imports transformers, which takes seconds: environments are made while settings are checked
     from rollout.chat.chat import Chat
@@ -65,7 +65,7 @@ class Conversation:
             call = await self._record.sample(self._next_prompt(), seed=request_seed(self._seed, self._num_turns))
         finally:
             self._is_asking = False
-        message = self._record.chat.parse(call.sampled_ids, self._tools)
+        message = self._record.chat.parse(call.sampled_ids, self._tools, prompt_ids=call.prompt_ids)
         self._messages, self._unanswered = (*self.messages, message), ()
         self._num_turns += 1
         self.last_call = call
@@ -95,6 +95,7 @@ class CallRecord:
         self._sampling = sampling
         self._seed = seed
         self._max_calls = max_calls
+        self._sharing = PromptSharing()
         self._num_begun = 0
         self._num_opened = 0
         self._is_closed = False
@@ -120,7 +121,7 @@ class CallRecord:
         request = replace(self._sampling, max_tokens=min(self._sampling.max_tokens, room), seed=seed)
         try:
             call = await self._engine.generate(prompt_ids, request)
-            self.calls.append(call)
+            self.calls.append(self._sharing.add(call))
             if call.finish_reason is FinishReason.ABORT:
                 raise EvidenceError("the engine aborted the request")
         except (EngineError, EvidenceError) as failure:

@@ -94,7 +94,7 @@ def _call_tree(calls: Sequence[EngineCall]) -> list[_Node]:
             stack.pop()
             lengths.pop()
         # A longer prefix than the prompt would cut into this call's own generation.
-        depth = bisect_right(lengths, len(node.call.prompt_ids))
+        depth = bisect_right(lengths, len(node.call.prompt))
         if depth:
             node.parent = stack[depth - 1]
             node.parent.children.append(node)
@@ -108,9 +108,9 @@ def _content_key(node: _Node) -> tuple:
     call = node.call
     return (
         node.path,
-        len(call.prompt_ids),
+        len(call.prompt),
         call.sampled_logprobs,
-        tuple((span.version, span.start, span.end) for span in call.version_spans),
+        tuple(span.values for span in call.version_spans),
         call.finish_reason.value,
         b"" if call.support is None else call.support.offsets.tobytes() + call.support.token_ids.tobytes(),
     )
@@ -140,7 +140,7 @@ def _row(leaf: _Node, trained: Sequence[_Node], *, rollout_id: int, group_id: in
     versions = np.full(len(ids), -1, dtype=np.int32)
     turns = np.full(len(ids), -1, dtype=np.int32)
     for node in trained:
-        start = len(node.call.prompt_ids)
+        start = len(node.call.prompt)
         sampled = slice(start, start + len(node.call.sampled_ids))
         loss_mask[sampled] = True
         logprobs[sampled] = node.call.sampled_logprobs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import bisect
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,12 +15,14 @@ from rollout.chat.chat import Chat
 from rollout.engine.protocol import Engine
 from rollout.episode.conversation import request_seed
 from rollout.errors import EngineError, EvidenceError
-from rollout.gateway.errors import server_error
-from rollout.gateway.messages import without_ids
+from rollout.gateway.errors import ApiError, server_error
+from rollout.gateway.prompt_maker import PromptMaker
 from rollout.gateway.protocol import ChatRequest
 from rollout.gateway.session import CONTEXT_FULL, Answer, Session
-from rollout.gateway.splice import Prompt, make_prompt
+from rollout.gateway.splice import Prompt
 from rollout.records import EngineCall, FinishReason, Message, SamplingSupport
+
+logger = logging.getLogger(__name__)
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -33,13 +36,20 @@ class Completion:
     choices: tuple[Answer, ...]
 
 
-async def complete(engine: Engine, chat: Chat, session: Session, request: ChatRequest) -> Completion:
+async def complete(
+    engine: Engine, chat: Chat, prompts: PromptMaker, session: Session, request: ChatRequest
+) -> Completion:
     """Sample the answers to a request and record them. Raises `TemplateError` if the chat template refuses them.
 
     Raises `ApiError` if the conversation does not fit the model, the session is at its limit, a weight update cut off
-    the sample, or the engine failed (recorded as the session's failure).
+    the sample, or the engine failed (recorded as the session's failure). If it raises or is canceled, the request does
+    not count.
     """
-    prompt = make_prompt(chat, session, request.messages, request.tools)
+    try:
+        prompt = await prompts.prompt(session, request.conversation, request.last_ids)
+    except ApiError as error:
+        session.refusal = error.code
+        raise
     room = engine.max_model_len - len(prompt.ids)
     if room < 1:
         raise session.refused(
@@ -48,27 +58,39 @@ async def complete(engine: Engine, chat: Chat, session: Session, request: ChatRe
             code=CONTEXT_FULL,
         )
     number = session.begin_request()
-    session.prompts[prompt.kind] += 1
+    try:
+        calls = await _sample(engine, session, request, prompt, number, room)
+    except BaseException:
+        session.give_back(number)
+        raise
+    read = [_read(chat, call, request) for call in calls]
+    choices = tuple(
+        Answer(call=call, conversation=request.conversation.then(message), order=(number, index))
+        for index, (call, message) in enumerate(read)
+    )
+    session.record(choices, prompt.kind)
+    return Completion(request=request, prompt=prompt, choices=choices)
+
+
+async def _sample(
+    engine: Engine, session: Session, request: ChatRequest, prompt: Prompt, number: int, room: int
+) -> Sequence[EngineCall]:
     sampling = replace(request.sampling, max_tokens=min(request.sampling.max_tokens, room))
     seeds = [_seed(session, request, number, choice) for choice in range(request.num_choices)]
     samples = (engine.generate(prompt.ids, replace(sampling, seed=seed)) for seed in seeds)
     try:
         calls = await asyncio.gather(*samples)
     except (EngineError, EvidenceError) as failure:
+        if session.failure is None:
+            logger.error("gateway: the engine failed: %s", failure)
         session.failed(failure)
-        # Only the first line: the others are the engine's log, which clients must not see.
-        raise server_error(f"{type(failure).__name__}: {str(failure).splitlines()[0]}") from failure
+        # Its text names files and is followed by the engine's log, which clients must not see.
+        raise server_error(
+            f"the engine failed ({type(failure).__name__}); the server's log has the details"
+        ) from failure
     if any(call.finish_reason is FinishReason.ABORT for call in calls):
         raise server_error("the answer was cut off by an update of the weights; send the request again", status=503)
-    history = without_ids(request.messages)
-    read = [_read(chat, call, request) for call in calls]
-    choices = tuple(
-        Answer(call=call, history=history, tools=request.tools, message=message, order=(number, index))
-        for index, (call, message) in enumerate(read)
-    )
-    for answer in choices:
-        session.record(answer)
-    return Completion(request=request, prompt=prompt, choices=choices)
+    return calls
 
 
 def _seed(session: Session, request: ChatRequest, number: int, choice: int) -> int | None:
@@ -78,10 +100,14 @@ def _seed(session: Session, request: ChatRequest, number: int, choice: int) -> i
 
 
 def _read(chat: Chat, call: EngineCall, request: ChatRequest) -> tuple[EngineCall, Message]:
-    """Return the call up to the first stop string, and its message."""
+    """Return the call up to the first stop string or the end of the only tool call, and its message."""
+    tools = request.conversation.tools
     call, stop = cut_at_stop(call, request.stop_strings, chat.decode)
-    message = dict(chat.parse(call.sampled_ids, request.tools))
-    if stop is not None:
+    message = dict(chat.parse(call.sampled_ids, tools, prompt_ids=call.prompt_ids))
+    if request.one_call and len(message.get("tool_calls", ())) > 1:
+        call = _first_tokens(call, _length_at(call, lambda ids: "tool_calls" in chat.parse(ids, tools)))
+        message = dict(chat.parse(call.sampled_ids, tools, prompt_ids=call.prompt_ids))
+    elif stop is not None:
         _hide_stop(message, stop)
     return call, message
 
@@ -96,15 +122,15 @@ def cut_at_stop(call: EngineCall, stops: Sequence[str], decode: Decode) -> tuple
     found = [stop for stop in stops if stop in text]
     if not found:
         return call, None
-
-    def end(stop: str) -> int:
-        """Return the least number of tokens whose text contains the stop string."""
-        lengths = range(len(call.sampled_ids) + 1)
-        return bisect.bisect_left(lengths, True, key=lambda length: stop in decode(call.sampled_ids[:length]))
-
-    ends = {stop: end(stop) for stop in found}
+    ends = {stop: _length_at(call, lambda ids, stop=stop: stop in decode(ids)) for stop in found}
     first = min(found, key=lambda stop: (ends[stop], text.index(stop)))
     return _first_tokens(call, ends[first]), first
+
+
+def _length_at(call: EngineCall, holds: Callable[[Sequence[int]], bool]) -> int:
+    """Return the least number of sampled tokens for which a condition holds, which stays true once it is."""
+    lengths = range(len(call.sampled_ids) + 1)
+    return bisect.bisect_left(lengths, True, key=lambda length: holds(call.sampled_ids[:length]))
 
 
 def _first_tokens(call: EngineCall, length: int) -> EngineCall:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import reprlib
 from typing import TypeVar
 
 from rollout.errors import LockstepError
 
 T = TypeVar("T")
+
+MAX_QUOTED = 80
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxlong = MAX_QUOTED
 
 
 class ApiError(LockstepError):
@@ -25,6 +30,8 @@ class ApiError(LockstepError):
         the request. code: the error's name for programs."""
         super().__init__(message)
         self.status = status
+        self.code = code
+        param = param and param[:MAX_QUOTED]  # it may be a client's own key
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
@@ -52,6 +59,5 @@ def checked(value: object, kind: type[T], field: str, *, expected: str) -> T:
 
 
 def quoted(value: object) -> str:
-    """Return a client's value for a message, cut to 80 characters."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    """Return a client's value for a message, cut to 80 characters, without a pass over the whole value."""
+    return _SHORT.repr(value)[:MAX_QUOTED]

@@ -12,37 +12,62 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollout.chat.tool_calls import MAX_DEPTH, depth_of
-from rollout.gateway.errors import ApiError, checked, not_supported, wrong_type
+from rollout.gateway.errors import ApiError, checked, not_supported, quoted, wrong_type
 from rollout.records import Message
 
 ID_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
-"""Token evidence on assistant messages, added by the gateway and sent back by harnesses that echo messages."""
+"""Token evidence that harnesses send back on assistant messages. The gateway's messages have the last two.
+
+Other servers also put the ids of the prompt on every message: a conversation of n turns then has n²/2 of them.
+"""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+MAX_MESSAGES = 2**15
+MAX_TOOLS = 1024
+MAX_CALLS = 1024
+"""Most calls of one message. A request of millions of small parts would take the event loop's time."""
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _EMPTY_FIELDS = ("function_call", "audio", "refusal")
 """Keys that client libraries send with null. Their values cannot be rendered."""
 
 
-def read_messages(value: Any) -> tuple[Message, ...]:
-    """Check the messages of a request. Raises `ApiError` (400) with the message and the field."""
-    if not isinstance(value, list) or not value:
-        raise wrong_type("messages", value, expected="a list with at least one message")
-    return tuple(_message(message, f"messages[{index}]") for index, message in enumerate(value))
-
-
 def read_tools(value: Any) -> tuple[Mapping[str, Any], ...]:
     """Check the tools of a request. Raises `ApiError` (400) with the tool and the field."""
     tools = [] if value is None else checked(value, list, "tools", expected="a list of tools")
+    refuse_many(tools, MAX_TOOLS, "tools")
     return tuple(_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools))
 
 
-def without_ids(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Return the messages without token evidence, as people and rewards read them."""
-    return tuple({key: item for key, item in message.items() if key not in ID_FIELDS} for message in messages)
+def refuse_many(parts: Sequence[Any], limit: int, where: str) -> None:
+    if len(parts) > limit:
+        raise ApiError(f"{where} has {len(parts)} entries, at most {limit} are allowed", param=where)
 
 
-def _message(value: Any, where: str) -> Message:
+def read_last_ids(messages: Sequence[Any]) -> tuple[int, ...] | None:
+    """Return the sampled ids on the last assistant message; None without them. Raises `ApiError` (400)."""
+    for index in range(len(messages) - 1, -1, -1):
+        message = messages[index]
+        if message["role"] == "assistant":
+            field = "generation_token_ids"
+            return None if message.get(field) is None else _ids(message[field], f"messages[{index}].{field}")
+    return None
+
+
+def forget_ids(messages: Any) -> None:
+    """Delete the token evidence of the messages, except for the ids of the last assistant message.
+
+    Nothing else is read, and a long conversation has more numbers than text.
+    """
+    unread: tuple[str, ...] = ("prompt_token_ids", "generation_log_probs")
+    for message in reversed(messages if isinstance(messages, list) else ()):
+        if isinstance(message, dict) and message.get("role") == "assistant":
+            for field in unread:
+                message.pop(field, None)
+            unread = ID_FIELDS
+
+
+def read_message(value: Any, where: str) -> Message:
+    """Check a message of a request and leave out its token ids. Raises `ApiError` (400) with the field."""
     message = checked(value, dict, where, expected="an object with role and content")
     role = message.get("role")
     if role not in ROLES:
@@ -71,10 +96,8 @@ def _add_assistant_fields(copy: dict[str, Any], message: Mapping[str, Any], wher
         copy["reasoning_content"] = _text(message, field, where)
     calls = message.get("tool_calls")
     if calls is not None and checked(calls, list, f"{where}.tool_calls", expected="a list of tool calls"):
+        refuse_many(calls, MAX_CALLS, f"{where}.tool_calls")
         copy["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
-    for field in ID_FIELDS:
-        if message.get(field) is not None:
-            copy[field] = _numbers(message[field], f"{where}.{field}", integers=field != "generation_log_probs")
 
 
 def _content(value: Any, where: str) -> str:
@@ -87,7 +110,7 @@ def _content(value: Any, where: str) -> str:
 def _text_part(part: Any, where: str) -> str:
     checked(part, dict, where, expected='{"type": "text", "text": ...}')
     if part.get("type") != "text":
-        raise not_supported(f"{where}.type", why=f"found {part.get('type')!r}; this model reads text parts only")
+        raise not_supported(f"{where}.type", why=f"found {quoted(part.get('type'))}; this model reads text parts only")
     return _text(part, "text", where)
 
 
@@ -95,7 +118,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
         raise wrong_type(where, call, expected="an object with id, type and function")
     if call.get("type", "function") != "function":
-        raise not_supported(f"{where}.type", why=f"found {call['type']!r}, expected 'function'")
+        raise not_supported(f"{where}.type", why=f"found {quoted(call['type'])}, expected 'function'")
     function = call["function"]
     arguments = _text(function, "arguments", f"{where}.function")
     _refuse_deep(arguments, f"{where}.function.arguments")
@@ -106,7 +129,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
 def _tool(tool: Any, where: str) -> Mapping[str, Any]:
     checked(tool, dict, where, expected='{"type": "function", "function": {...}}')
     if tool.get("type") != "function":
-        raise not_supported(f"{where}.type", why=f"found {tool.get('type')!r}, expected 'function'")
+        raise not_supported(f"{where}.type", why=f"found {quoted(tool.get('type'))}, expected 'function'")
     function = checked(tool.get("function"), dict, f"{where}.function", expected="an object with a name")
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
@@ -138,8 +161,7 @@ def _text(parent: Mapping[str, Any], field: str, where: str) -> str:
     return checked(parent.get(field), str, f"{where}.{field}", expected="a string")
 
 
-def _numbers(value: Any, where: str, *, integers: bool) -> list[Any]:
-    allowed = (int,) if integers else (int, float)
-    if not isinstance(value, list) or not all(type(item) in allowed for item in value):
-        raise wrong_type(where, value, expected="the list of numbers that the gateway sent, unchanged")
-    return value
+def _ids(value: Any, where: str) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(item) is int for item in value):
+        raise wrong_type(where, value, expected="the list of ids that the gateway sent, unchanged")
+    return tuple(value)

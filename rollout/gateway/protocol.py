@@ -15,11 +15,12 @@ from typing import Any
 from rollout.chat.tool_calls import MAX_DEPTH, depth_of, refuse_constant, without_surrogates
 from rollout.engine.protocol import Sampling
 from rollout.gateway.errors import ApiError, checked, not_supported, quoted, unknown_field, wrong_type
-from rollout.gateway.messages import read_messages, read_tools
-from rollout.records import Message
+from rollout.gateway.messages import forget_ids, read_last_ids, read_tools
+from rollout.gateway.prefix_chain import Prefix, Prefixes
 
 MAX_CHOICES = 128
 MAX_STOPS = 4
+MAX_STOP_IDS = 64
 
 _DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p")
 """Settings of the sampling distribution, compared with those of the run."""
@@ -29,10 +30,8 @@ _NEUTRAL: Mapping[str, Any] = {
     "frequency_penalty": 0,
     "repetition_penalty": 1,
     "logit_bias": {},
-    "top_logprobs": 0,
     "min_tokens": 0,
     "ignore_eos": False,
-    "parallel_tool_calls": True,
     "response_format": {"type": "text"},
     "modalities": ["text"],
 }
@@ -45,7 +44,8 @@ _IGNORED = frozenset(
 
 _READ = frozenset(
     {"model", "messages", "tools", "tool_choice", "n", "stream", "stream_options", "stop", "stop_token_ids"}
-    | {"max_tokens", "max_completion_tokens", "seed", "logprobs", *_DISTRIBUTION}
+    | {"max_tokens", "max_completion_tokens", "seed", "logprobs", "top_logprobs", *_DISTRIBUTION}
+    | {"parallel_tool_calls"}
 )
 
 
@@ -53,12 +53,15 @@ _READ = frozenset(
 class ChatRequest:
     """A chat completion that can be sampled."""
 
-    messages: tuple[Message, ...]
-    """With the token ids that the client sent back (`ID_FIELDS`), not yet checked against the record."""
-    tools: tuple[Mapping[str, Any], ...]
+    conversation: Prefix
+    """Messages and tools."""
+    last_ids: tuple[int, ...] | None
+    """Sampled ids that the client sent back with the last assistant message, not yet checked against the record."""
     sampling: Sampling
-    """Settings of the run; `max_tokens` may be lower, and stop ids may be added."""
+    """Settings of the run. `max_tokens` is the lower one of the run's and the client's, and stop ids may be added."""
     num_choices: int
+    one_call: bool
+    """End each answer with its first tool call."""
     stop_strings: tuple[str, ...]
     seed: int | None
     wants_logprobs: bool
@@ -68,38 +71,54 @@ class ChatRequest:
 
 
 def read_json(raw: bytes) -> dict[str, Any]:
-    """Parse the body of a request. Lone surrogates, which no tokenizer can encode, become U+FFFD.
+    """Parse the body of a request, without the token evidence that is not read (`forget_ids`).
+
+    Lone surrogates, which no tokenizer can encode, become U+FFFD.
 
     Raises `ApiError`: 400; not JSON, not an object, or nested too deeply.
     """
     try:
-        body = json.loads(raw, parse_constant=refuse_constant)
+        text = raw.decode()
+        body = json.loads(text, parse_constant=refuse_constant)
     except (ValueError, RecursionError) as error:
         raise ApiError(f"the body of the request is not valid JSON: {error}") from None
     checked(body, dict, "body", expected="a JSON object")
+    forget_ids(body.get("messages"))
     if depth_of(body) > MAX_DEPTH:
         raise ApiError(f"the body of the request is nested more than {MAX_DEPTH} levels deep")
+    if "\\u" not in text:  # only escapes can spell lone surrogates
+        return body
     text = json.dumps(body, ensure_ascii=False)
     clean = without_surrogates(text)
     return body if clean == text else json.loads(clean)
 
 
-def read_chat_request(body: Mapping[str, Any], *, offered: Sequence[Sampling], vocab_size: int) -> ChatRequest:
+def read_chat_request(
+    body: Mapping[str, Any], *, offered: Sequence[Sampling], vocab_size: int, prefixes: Prefixes
+) -> ChatRequest:
     """Check a request. Raises `ApiError` (400) with the field and the expected value.
 
     offered: sampling settings that may be asked for; the first is the default. vocab_size: limit of stop ids.
+    prefixes: conversations that need no second check.
     """
     _refuse_unknown(body)
     sampling = _sampling(body, offered, vocab_size)
     tools = read_tools(body.get("tools"))
     _check_tool_choice(body.get("tool_choice"), tools)
+    if _integer(body, "top_logprobs", default=0, low=0, high=20):
+        raise not_supported(
+            "top_logprobs",
+            why="only sampled tokens have logprobs; leave it out, or send 0. logprobs=true returns these",
+        )
     options = {} if body.get("stream_options") is None else body["stream_options"]
     checked(options, dict, "stream_options", expected="an object")
+    conversation = prefixes.read(body.get("messages"), tools)
     return ChatRequest(
-        messages=read_messages(body.get("messages")),
-        tools=tools,
+        conversation=conversation,
+        last_ids=read_last_ids(body["messages"]),
         sampling=sampling,
         num_choices=_integer(body, "n", default=1, low=1, high=MAX_CHOICES),
+        one_call=body.get("parallel_tool_calls") is not None and not _flag(body, "parallel_tool_calls"),
         stop_strings=_stop_strings(body.get("stop")),
         seed=None if body.get("seed") is None else _integer(body, "seed", default=0, low=-(2**63), high=2**63 - 1),
         wants_logprobs=_flag(body, "logprobs"),
@@ -147,11 +166,11 @@ def _sampling(body: Mapping[str, Any], offered: Sequence[Sampling], vocab_size: 
         )
     sampling = fitting[0]
     limits = [
-        _integer(body, field, default=sampling.max_tokens, low=1, high=sampling.max_tokens)
+        _integer(body, field, default=sampling.max_tokens, low=1, high=2**63 - 1)
         for field in ("max_tokens", "max_completion_tokens")  # the older and the newer name
     ]
     stops = [*sampling.stop_token_ids, *_stop_ids(body.get("stop_token_ids"), vocab_size)]
-    return replace(sampling, max_tokens=min(limits), stop_token_ids=tuple(dict.fromkeys(stops)))
+    return replace(sampling, max_tokens=min(sampling.max_tokens, *limits), stop_token_ids=tuple(dict.fromkeys(stops)))
 
 
 def _check_tool_choice(value: Any, tools: Sequence[Mapping[str, Any]]) -> None:
@@ -178,6 +197,8 @@ def _stop_ids(value: Any, vocab_size: int) -> list[int]:
     ids = [] if value is None else value
     if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < vocab_size for token in ids):
         raise wrong_type("stop_token_ids", value, expected=f"a list of token ids below {vocab_size}")
+    if len(ids) > MAX_STOP_IDS:
+        raise ApiError(f"stop_token_ids has {len(ids)} ids, at most {MAX_STOP_IDS} are allowed", param="stop_token_ids")
     return ids
 
 

@@ -1,7 +1,8 @@
 """Conversion of a completion to the JSON of the OpenAI API, whole or as a stream.
 
 A stream is sent after sampling: tool calls and reasoning can only be told from text in a complete turn, and the ids and
-logprobs of a message cover the whole turn.
+logprobs of a message cover the whole turn. The ids of the prompt belong to the completion, as in vLLM's API: messages
+are sent back with every request, and would carry the whole conversation once for every turn.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ STREAM_END = b"data: [DONE]\n\n"
 def completion_body(completion: Completion, *, model: str, decode: Decode) -> dict[str, Any]:
     """Return a `chat.completion`."""
     choices = [
-        {"index": index, "message": _message(completion, choice), **_ending(completion, choice, decode)}
+        {"index": index, "message": _message(choice), **_ending(completion, choice, decode)}
         for index, choice in enumerate(completion.choices)
     ]
-    return {**_head(completion, "chat.completion", model), "choices": choices, "usage": _usage(completion)}
+    prompt = {"prompt_token_ids": completion.prompt.ids, "usage": _usage(completion)}
+    return {**_head(completion, "chat.completion", model), "choices": choices, **prompt}
 
 
 def completion_events(completion: Completion, *, model: str, decode: Decode) -> Iterator[bytes]:
@@ -34,11 +36,13 @@ def completion_events(completion: Completion, *, model: str, decode: Decode) -> 
     wants_usage = completion.request.wants_usage
     if wants_usage:
         head["usage"] = None
+    prompt = {"prompt_token_ids": completion.prompt.ids}  # once, with the first chunk
     for index, choice in enumerate(completion.choices):
         for delta in _deltas(choice):
             chunk = {"index": index, "delta": delta, "finish_reason": None, "logprobs": None}
-            yield _event({**head, "choices": [chunk]})
-        chunk = {"index": index, "delta": _evidence(completion, choice), **_ending(completion, choice, decode)}
+            yield _event({**head, **prompt, "choices": [chunk]})
+            prompt = {}
+        chunk = {"index": index, "delta": _evidence(choice), **_ending(completion, choice, decode)}
         yield _event({**head, "choices": [chunk]})
     if wants_usage:
         yield _event({**head, "choices": [], "usage": _usage(completion)})
@@ -58,16 +62,15 @@ def _deltas(choice: Answer) -> Iterator[dict[str, Any]]:
         yield {"tool_calls": [{"index": index, "function": {"arguments": call["function"]["arguments"]}}]}
 
 
-def _message(completion: Completion, choice: Answer) -> dict[str, Any]:
-    message = {**choice.message, "refusal": None, **_evidence(completion, choice)}
+def _message(choice: Answer) -> dict[str, Any]:
+    message = {**choice.message, "refusal": None, **_evidence(choice)}
     if message.get("tool_calls") and not message["content"]:
         message["content"] = None
     return message
 
 
-def _evidence(completion: Completion, choice: Answer) -> dict[str, Any]:
+def _evidence(choice: Answer) -> dict[str, Any]:
     return {
-        "prompt_token_ids": completion.prompt.ids,
         "generation_token_ids": choice.call.sampled_ids,
         "generation_log_probs": choice.call.sampled_logprobs,
     }

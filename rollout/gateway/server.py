@@ -6,45 +6,59 @@ All but `/health` also exist under `/s/<session>`, which records in a named sess
 the record, `DELETE /s/<session>` deletes it. The gateway's key opens every route, a session's key only its own session,
 under `/v1`.
 
-Covered: loopback by default, a random key, keys compared in constant time, a size limit for requests, errors without
-internal details. Not covered: TLS, rate limits, and clients that have the key and overload the engine. Put a reverse
-proxy in front before others can reach the port.
+Covered: loopback by default, a random key, keys compared in constant time, limits for the size, time and number of
+requests, errors without internal details. Not covered: TLS, rate limits, and clients that have the key and overload the
+engine. Put a reverse proxy in front before others can reach the port.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import logging
 import re
+import resource
 import secrets
 import zlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 from aiohttp import web
 
 from rollout.chat.chat import Chat
-from rollout.chat.untrusted import UntrustedTextEncoder
 from rollout.engine.protocol import Engine, Sampling
-from rollout.errors import ConfigError, LockstepError, TemplateError
-from rollout.gateway.completion import complete
+from rollout.errors import ConfigError, TemplateError
+from rollout.gateway.completion import Completion, complete
 from rollout.gateway.errors import ApiError, not_supported, quoted, server_error, unknown_field
-from rollout.gateway.messages import read_messages, read_tools
-from rollout.gateway.protocol import read_chat_request, read_json
+from rollout.gateway.messages import read_last_ids, read_tools
+from rollout.gateway.prompt_maker import PromptMaker
+from rollout.gateway.protocol import ChatRequest, read_chat_request, read_json
 from rollout.gateway.response import completion_body, completion_events
+from rollout.gateway.retries import Retries
 from rollout.gateway.session import Session
-from rollout.gateway.splice import make_prompt
 from rollout.records import Rollout
 from rollout.saved_rollouts import to_json
 
 logger = logging.getLogger(__name__)
 
 MAX_NAMED_SESSIONS = 1024
-MAX_CALLS_WITHOUT_SESSION = 256
-"""Answers that plain `/v1` requests with the gateway's key can continue. They are never trained."""
+MAX_CALLS_WITHOUT_SESSION = 2**15
+MAX_TOKENS_WITHOUT_SESSION = 2**23
+"""Answers that plain `/v1` requests with the gateway's key can continue, and their ids, prompts included: at most some
+300 MB. They are never trained."""
 SHUTDOWN_S = 1.0
+IDLE_S = 75.0
+"""Time for the header of a request, and for the next request on a connection."""
+TRANSFER_S = 60.0
+"""Time for the body of a request, and for the client to read the answer."""
+BRACKETS, BRACKETS_PER_TOKEN = 100_000, 4
+"""Opening brackets in the body of a request, those in its text included, and further ones per token of the context."""
+_SILENT = logging.Logger("gateway connections")
+"""For aiohttp, which logs the bytes of malformed requests, keys included, and a traceback for each client that left."""
+_SILENT.disabled = True
 _SESSION_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 _TOKENIZE_FIELDS = {"model", "messages", "tools", "prompt", "add_special_tokens", "add_generation_prompt"}
 
@@ -61,7 +75,7 @@ class GatewaySettings:
     model_name: str = "policy"
     """Name in `/v1/models`, and the model that requests with the gateway's key must ask for."""
     max_request_mib: float = 64.0
-    """A conversation that is sent back with its ids takes about 15 bytes per token and turn."""
+    """A conversation that is sent back with its ids and logprobs takes about 30 bytes per sampled token."""
 
     def __post_init__(self) -> None:
         if self.api_key is not None and len(self.api_key) < 8:
@@ -86,11 +100,17 @@ class Gateway:
         self._offered = tuple(offered)
         self._settings = settings or GatewaySettings()
         self.api_key = self._settings.api_key or secrets.token_urlsafe(32)
-        self._anonymous = Session("", offered=offered, max_calls=MAX_CALLS_WITHOUT_SESSION, forgets_oldest=True)
+        self._anonymous = Session(
+            "", offered=offered, max_calls=MAX_CALLS_WITHOUT_SESSION, max_tokens=MAX_TOKENS_WITHOUT_SESSION
+        )
         self._named: dict[str, Session] = {}
         self._by_key: dict[bytes, Session] = {}
-        self._encoder = UntrustedTextEncoder(chat.tokenizer)
+        self._retries: WeakKeyDictionary[Session, Retries] = WeakKeyDictionary()
+        self._prompts = PromptMaker(chat, max_model_len=engine.max_model_len)
         self._runner: web.AppRunner | None = None
+        self._listener: asyncio.Server | None = None
+        self._max_connections = _open_files() // 2  # the rest is for the engine, checkpoints and agents
+        self._has_refused = False
         self._address = ""
 
     @property
@@ -117,11 +137,21 @@ class Gateway:
         app.router.add_get("/s/{session}/rollout", self._read_session)
         app.router.add_delete("/s/{session}", self._delete_session)
         app.router.add_get("/health", self._health)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_S)
+        runner = web.AppRunner(
+            app,
+            access_log=None,
+            logger=_SILENT,
+            shutdown_timeout=SHUTDOWN_S,
+            handler_cancellation=True,  # when its client disconnects: no one reads what would be sampled
+            auto_decompress=False,
+            keepalive_timeout=IDLE_S,
+            lingering_time=SHUTDOWN_S,
+        )
         await runner.setup()
-        site = web.TCPSite(runner, self._settings.host, self._settings.port)
         try:
-            await site.start()
+            self._listener = await asyncio.get_running_loop().create_server(
+                lambda: self._connection(runner), self._settings.host, self._settings.port
+            )
         except OSError as error:
             await runner.cleanup()
             raise ConfigError(
@@ -129,15 +159,28 @@ class Gateway:
                 "set gateway.port=0 for any free port"
             ) from error
         self._runner = runner
-        host, port = runner.addresses[0][:2]
+        host, port = self._listener.sockets[0].getsockname()[:2]
         host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
         self._address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def _connection(self, runner: web.AppRunner) -> asyncio.Protocol:
+        """Return the protocol of a new connection, or one that closes it if too many are open."""
+        assert runner.server is not None
+        if len(runner.server.connections) < self._max_connections:
+            return runner.server()
+        if not self._has_refused:
+            self._has_refused = True
+            logger.warning("gateway: %d connections are open; further ones are closed at once", self._max_connections)
+        return _Refused()
 
     async def close(self) -> None:
         """Stop listening; requests in flight have `SHUTDOWN_S` to finish. May be called twice."""
         runner, self._runner = self._runner, None
+        if self._listener is not None:
+            self._listener.close()
         if runner is not None:
             await runner.cleanup()
+            self._prompts.close()
 
     def open_session(self, *, sampling: Sampling, seed: int, max_requests: int) -> Session:
         """Open a session with its own key, for one episode. End it with `close_session`."""
@@ -182,47 +225,105 @@ class Gateway:
         return session
 
     def _named_session(self, name: str) -> Session:
+        """Return the session with this name, or a new one that is not yet in the table."""
         if not _SESSION_NAME.fullmatch(name):
             raise ApiError(
                 f"session name {quoted(name)}: expected 1 to 128 letters, digits, dots, dashes or underscores",
                 status=404,
             )
-        if name not in self._named:
-            if len(self._named) >= MAX_NAMED_SESSIONS:
-                raise ApiError(
-                    f"{len(self._named)} sessions are open; DELETE /s/<session> those that were read",
-                    status=429,
-                    kind="requests",
-                    code="too_many_sessions",
-                )
-            affinity = (zlib.crc32(name.encode()),)  # turns of a session extend each other
-            self._named[name] = Session(name, offered=[replace(one, affinity=affinity) for one in self._offered])
-        return self._named[name]
+        if name in self._named:
+            return self._named[name]
+        affinity = (zlib.crc32(name.encode()),)  # turns of a session extend each other
+        return Session(name, offered=[replace(one, affinity=affinity) for one in self._offered])
+
+    def _keep(self, session: Session) -> Session:
+        """Return the session with this name, after adding a new one to the table. Raises `ApiError` if it is full."""
+        if not session.name or session.name in self._named:
+            return self._named.get(session.name, session)
+        if len(self._named) >= MAX_NAMED_SESSIONS:
+            raise ApiError(
+                f"{len(self._named)} sessions are open; DELETE /s/<session> those that were read",
+                status=429,
+                kind="requests",
+                code="too_many_sessions",
+            )
+        self._named[session.name] = session
+        return session
+
+    def _drop_if_unused(self, session: Session) -> None:
+        if session.is_unused and self._named.get(session.name) is session:
+            del self._named[session.name]
+
+    def _retries_of(self, session: Session) -> Retries:
+        return self._retries.setdefault(session, Retries())
 
     # Routes
 
     async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        body = read_json(await request.read())
+        raw = await self._body(request)
+        completion = self._retries_of(session).find(request.headers, raw)
+        if completion is None:
+            parsed = self._parsed(session, read_json(raw))
+            session = self._keep(session)
+            attempt = self._retries_of(session).begin(request.headers, raw, request.transport)
+            try:
+                completion = await complete(self._engine, self._chat, self._prompts, session, parsed)
+            except BaseException:
+                self._retries_of(session).end(attempt, None)
+                self._drop_if_unused(session)
+                raise
+            self._retries_of(session).end(attempt, completion)
+        try:
+            return await self._deliver(request, completion)
+        except BaseException:
+            # The client cannot continue an answer that it has not seen; it sends the request again.
+            self._retries_of(session).forget(completion)
+            session.remove(completion.choices, completion.prompt.kind)
+            self._drop_if_unused(session)
+            raise
+
+    async def _body(self, request: web.Request) -> bytes:
+        """Return the body of a request. Raises `ApiError` if it is late, or takes too long to parse."""
+        try:
+            async with asyncio.timeout(TRANSFER_S):
+                raw = await request.read()
+        except TimeoutError:
+            raise ApiError(f"the body of the request did not arrive in {TRANSFER_S:g} s", status=408) from None
+        # Lists and objects cost some 100 bytes and a microsecond each; text and numbers are cheap.
+        brackets, limit = raw.count(b"[") + raw.count(b"{"), BRACKETS + BRACKETS_PER_TOKEN * self._engine.max_model_len
+        if brackets > limit:
+            raise ApiError(f"the body of the request has {brackets} opening brackets, at most {limit} are allowed")
+        return raw
+
+    def _parsed(self, session: Session, body: Mapping[str, Any]) -> ChatRequest:
         self._check_model(session, body.get("model"))
-        parsed = read_chat_request(body, offered=session.offered, vocab_size=len(self._chat.tokenizer))
-        completion = await complete(self._engine, self._chat, session, parsed)
-        decode, model = self._chat.decode, self._settings.model_name
-        if not parsed.stream:
-            return web.json_response(completion_body(completion, model=model, decode=decode))
-        response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+        return read_chat_request(
+            body, offered=session.offered, vocab_size=len(self._chat.tokenizer), prefixes=session.prefixes
         )
-        await response.prepare(request)
-        for event in completion_events(completion, model=model, decode=decode):
-            await response.write(event)
-        await response.write_eof()
+
+    async def _deliver(self, request: web.Request, completion: Completion) -> web.StreamResponse:
+        """Write the answer. Raises if the client has disconnected, or does not read it in time."""
+        decode, model = self._chat.decode, self._settings.model_name
+        if completion.request.stream:
+            # In one piece: a client that closes at the last event has read the whole answer.
+            events = b"".join(completion_events(completion, model=model, decode=decode))
+            headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+            response = web.Response(body=events, headers=headers)
+        else:
+            response = web.json_response(completion_body(completion, model=model, decode=decode))
+        try:
+            async with asyncio.timeout(TRANSFER_S):
+                await response.prepare(request)
+                await response.write_eof()
+        except TimeoutError:
+            raise ConnectionResetError(f"the client did not read its answer in {TRANSFER_S:g} s") from None
         return response
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         """Answer with the prompt ids of a chat completion with these messages, or the ids of a text."""
         session = self._session(request)
-        body = read_json(await request.read())
+        body = read_json(await self._body(request))
         self._check_model(session, body.get("model"), may_be_missing=True)
         for field, value in body.items():
             if field not in _TOKENIZE_FIELDS:
@@ -232,10 +333,10 @@ class Gateway:
                     field, why="a prompt always ends with the header of the assistant turn; leave it out"
                 )
         if body.get("messages") is not None:
-            ids = make_prompt(self._chat, session, read_messages(body["messages"]), read_tools(body.get("tools"))).ids
+            conversation = session.prefixes.read(body["messages"], read_tools(body.get("tools")))
+            ids = (await self._prompts.prompt(session, conversation, read_last_ids(body["messages"]))).ids
         elif isinstance(body.get("prompt"), str):
-            mask = self._encoder.mask_for(body["prompt"])
-            ids = self._encoder.encode(mask.hide(body["prompt"]), mask)
+            ids = await self._prompts.text_ids(body["prompt"])
         else:
             raise ApiError("expected messages (a list) or prompt (a string)", param="messages")
         return web.json_response({"count": len(ids), "max_model_len": self._engine.max_model_len, "tokens": list(ids)})
@@ -301,12 +402,19 @@ class Gateway:
         }
 
 
+class _Refused(asyncio.Protocol):
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.close()
+
+
 @web.middleware
 async def errors_as_json(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
     """Answer every error in the form of the OpenAI API, without internal details."""
     try:
+        if (request.headers.get("Content-Encoding") or "identity").lower() != "identity":
+            raise ApiError("Content-Encoding is not supported; send the body as it is", status=415)
         return await handler(request)
     except ApiError as error:
         return _error(error)
@@ -317,20 +425,25 @@ async def errors_as_json(
     except web.HTTPException as error:
         text = f"invalid URL or method ({request.method} {request.path}): {error.reason}"
         return _error(ApiError(text, status=error.status))
-    except ConnectionResetError:
+    except web.RequestPayloadError:
+        return _error(ApiError("the body of the request is not valid HTTP"))
+    except ConnectionError:
         raise  # the client has disconnected
-    except LockstepError as error:
-        logger.exception("gateway: %s %s", request.method, request.path)
-        return _error(server_error(str(error).splitlines()[0]))
     except Exception:
         # The edge of the process: the client must get an answer without a traceback.
-        logger.exception("gateway: %s %s", request.method, request.path)
+        logger.exception("gateway: %s %s", request.method, request.raw_path)
         return _error(server_error("internal error of the gateway; see its log for details"))
 
 
 def _error(error: ApiError) -> web.Response:
     headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
     return web.json_response(error.body, status=error.status, headers=headers)
+
+
+def _open_files() -> int:
+    """Return the number of files that this process may have open."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 2**16 if limit == resource.RLIM_INFINITY else limit
 
 
 def _digest(key: str) -> bytes:

@@ -6,43 +6,45 @@ stay here with the engine's ids and logprobs.
 
 from __future__ import annotations
 
-import hashlib
-import json
+import heapq
+import logging
 import secrets
-from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from rollout.chat.messages import normalize_messages
 from rollout.engine.protocol import Sampling
 from rollout.errors import LockstepError
 from rollout.gateway.errors import ApiError
-from rollout.gateway.messages import without_ids
+from rollout.gateway.prefix_chain import Prefix, Prefixes, message_digest
 from rollout.records import EngineCall, Message
 
-Tools = Sequence[Mapping[str, object]]
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAX_FORGOTTEN = 2**16
 
 CONTEXT_FULL = "context_length_exceeded"
 TOO_MANY_REQUESTS = "max_turns_exceeded"
 RECORD_FULL = "session_full"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Answer:
     """A sampled answer and its conversation."""
 
     call: EngineCall
-    history: tuple[Message, ...]
-    """Messages of the request, without ids."""
-    tools: Tools
-    message: Message
-    """The assistant message, without ids; the response adds them."""
+    conversation: Prefix
+    """The request and the answer."""
     order: tuple[int, int]
     """Number of the request in its session, and of the choice in the request."""
 
     @property
-    def digest(self) -> bytes:
-        return conversation_digest([*self.history, self.message], self.tools)
+    def message(self) -> Message:
+        """The assistant message, without ids; the response adds them."""
+        return self.conversation.message
 
 
 class Session:
@@ -56,7 +58,7 @@ class Session:
         seed: int | None = None,
         max_requests: int | None = None,
         max_calls: int = 4096,
-        forgets_oldest: bool = False,
+        max_tokens: int | None = None,
         any_model: bool = False,
     ) -> None:
         """
@@ -66,8 +68,9 @@ class Session:
                 in every episode all samples of a group would be equal. None: the client decides.
             max_requests: turn limit of an episode; further requests are refused.
             max_calls: limit of recorded answers.
-            forgets_oldest: at this limit, drop the oldest answer (a conversation that continues it then branches);
-                else refuse further requests, so that no trained token is lost.
+            max_tokens: limit of the ids of all prompts and answers. At this limit and at `max_calls`, the oldest
+                answer is forgotten, and a conversation that continues it branches. None: further requests are refused
+                at `max_calls`, so that no trained token is lost.
             any_model: accept every model name; a harness may have a fixed one.
         """
         self.name = name
@@ -75,6 +78,7 @@ class Session:
         self.offered = tuple(offered)
         self.seed = seed
         self.any_model = any_model
+        self.prefixes = Prefixes()
         self.prompts: Counter[str] = Counter()
         """Number of prompts by `PromptKind`."""
         self.refusal: str | None = None
@@ -83,8 +87,14 @@ class Session:
         """First failure of the engine or its evidence."""
         self._max_requests = max_requests
         self._max_calls = max_calls
-        self._forgets_oldest = forgets_oldest
+        self._max_tokens = max_tokens
+        self._num_tokens = 0
+        self._forgotten: OrderedDict[bytes, None] = OrderedDict()
+        """Digests of the last conversations whose answers were forgotten."""
+        self._has_warned = False
         self._num_requests = 0
+        self._free_numbers: list[int] = []
+        """Numbers of requests without an answer, as a heap. The next requests get them, and with them their seeds."""
         self._is_closed = False
         self._answers: deque[Answer] = deque()
         self._by_conversation: dict[bytes, list[Answer]] = {}
@@ -103,25 +113,40 @@ class Session:
         if not answers:
             return ()
         last = next(answer for answer in answers if answer.order[0] == answers[-1].order[0])
-        return (*last.history, last.message)
+        return last.conversation.messages
 
     def begin_request(self) -> int:
-        """Return the number of a new request. Raises `ApiError` at a limit."""
-        if self._max_requests is not None and self._num_requests >= self._max_requests:
+        """Return the number of a new request, to be ended by `record` or `give_back`. Raises `ApiError` at a limit."""
+        if self._max_requests is not None and self._num_open >= self._max_requests:
             raise self.refused(
                 f"this session may make {self._max_requests} requests and has made them; "
                 "raise environment.max_turns if the agent needs more",
                 code=TOO_MANY_REQUESTS,
             )
-        if len(self._answers) >= self._max_calls and not self._forgets_oldest:
+        if len(self._answers) >= self._max_calls and self._max_tokens is None:
             raise self.refused(
                 f"this session has recorded {len(self._answers)} answers; fetch them and delete the session, "
                 "or use a session per episode",
                 code=RECORD_FULL,
             )
         self.refusal = None
+        if self._free_numbers:
+            return heapq.heappop(self._free_numbers)
         self._num_requests += 1
         return self._num_requests - 1
+
+    def give_back(self, number: int) -> None:
+        """End a request that has no answer, so that it does not count."""
+        heapq.heappush(self._free_numbers, number)
+
+    @property
+    def is_unused(self) -> bool:
+        """True if no request has an answer or waits for one."""
+        return self._num_open == 0
+
+    @property
+    def _num_open(self) -> int:
+        return self._num_requests - len(self._free_numbers)
 
     def refused(self, message: str, *, code: str) -> ApiError:
         """Return the error for a reached limit, and remember its code, which explains the end of an episode."""
@@ -132,24 +157,59 @@ class Session:
         if self.failure is None:
             self.failure = failure
 
-    def record(self, answer: Answer) -> None:
-        """Record an answer. Does nothing after `close`: the episode has been read."""
+    def record(self, answers: Sequence[Answer], kind: str) -> None:
+        """Record the answers to one request. Does nothing after `close`: the episode has been read."""
         if self._is_closed:
             return
-        if len(self._answers) >= self._max_calls and self._forgets_oldest:
-            self._forget(self._answers.popleft())
-        self._answers.append(answer)
-        self._by_conversation.setdefault(answer.digest, []).append(answer)
-        self._by_message[_message_digest(answer.message)] += 1
-        self._by_ids[answer.call.sampled_ids] += 1
+        self.prompts[kind] += 1
+        for answer in answers:
+            self._answers.append(answer)
+            self._num_tokens += len(answer.call.prompt_ids) + len(answer.call.sampled_ids)
+            self._by_conversation.setdefault(answer.conversation.digest, []).append(answer)
+            self._by_message[message_digest(answer.message)] += 1
+            self._by_ids[answer.call.sampled_ids] += 1
+        while self._max_tokens is not None and self._is_too_large(self._max_tokens):
+            oldest = self._answers.popleft()
+            self._remove_from_index(oldest)
+            self._forgotten[oldest.conversation.digest] = None
+            if len(self._forgotten) > MAX_FORGOTTEN:
+                self._forgotten.popitem(last=False)
 
-    def find(self, conversation: Sequence[Message], tools: Tools) -> list[Answer]:
+    def _is_too_large(self, max_tokens: int) -> bool:
+        return len(self._answers) > self._max_calls or (len(self._answers) > 1 and self._num_tokens > max_tokens)
+
+    def remove(self, answers: Sequence[Answer], kind: str) -> None:
+        """Remove the answers to one request, which did not reach the client."""
+        if self._is_closed:
+            return
+        self.prompts -= Counter([kind])
+        for answer in answers:
+            if answer in self._answers:
+                self._answers.remove(answer)
+                self._remove_from_index(answer)
+        self.give_back(answers[0].order[0])
+
+    def find(self, conversation: Prefix) -> list[Answer]:
         """Return the answers with this message (the last) to this conversation (the messages before it)."""
-        return self._by_conversation.get(conversation_digest(conversation, tools), [])
+        return self._by_conversation.get(conversation.digest, [])
 
     def has_sampled(self, message: Message) -> bool:
         """Return True if this session sampled the message, in any conversation."""
-        return self._by_message[_message_digest(message)] > 0
+        return self._by_message[message_digest(message)] > 0
+
+    def has_forgotten(self, conversation: Prefix) -> bool:
+        """Return True if the session had an answer with this message to this conversation. Logs a warning once."""
+        if conversation.digest not in self._forgotten:
+            return False
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "gateway: a conversation branched because its last answer was forgotten; requests under /v1 share room "
+                "for %d answers with %d tokens. Use base_url .../s/<name>/v1 with a name for each agent",
+                self._max_calls,
+                self._max_tokens,
+            )
+        return True
 
     def has_sampled_ids(self, ids: Sequence[int]) -> bool:
         return self._by_ids[tuple(ids)] > 0
@@ -160,28 +220,17 @@ class Session:
     def _in_order(self) -> list[Answer]:
         return sorted(self._answers, key=lambda answer: answer.order)
 
-    def _forget(self, answer: Answer) -> None:
-        digest = answer.digest
+    def _remove_from_index(self, answer: Answer) -> None:
+        digest = answer.conversation.digest
         self._by_conversation[digest].remove(answer)
         if not self._by_conversation[digest]:
             del self._by_conversation[digest]
-        self._by_message -= Counter([_message_digest(answer.message)])
-        self._by_ids -= Counter([answer.call.sampled_ids])
+        _count_down(self._by_message, message_digest(answer.message))
+        _count_down(self._by_ids, answer.call.sampled_ids)
+        self._num_tokens -= len(answer.call.prompt_ids) + len(answer.call.sampled_ids)
 
 
-def conversation_digest(conversation: Sequence[Message], tools: Tools) -> bytes:
-    """Hash the content, reasoning, tool calls, names and call ids of a conversation, and its tools.
-
-    Token ids, null fields, empty reasoning and the spacing of JSON arguments make no difference.
-    """
-    said = [_said(message) for message in normalize_messages(without_ids(conversation))]
-    value = [said, [dict(tool) for tool in tools]]
-    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).digest()
-
-
-def _message_digest(message: Message) -> bytes:
-    return conversation_digest([message], ())
-
-
-def _said(message: Mapping[str, object]) -> dict[str, object]:
-    return {key: value for key, value in message.items() if value not in (None, "") or key in ("role", "content")}
+def _count_down(counts: Counter[T], key: T) -> None:
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]

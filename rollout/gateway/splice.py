@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from rollout.chat.chat import Chat
-from rollout.gateway.session import Answer, Session, Tools
-from rollout.records import Message
+from rollout.gateway.prefix_chain import Prefix
+from rollout.gateway.session import Answer, Session
 
 
 class PromptKind(StrEnum):
@@ -42,6 +42,8 @@ class PromptKind(StrEnum):
     """Branch: the last assistant turn has ids of this session but another message (for example no reasoning)."""
     HISTORY_EDITED = "history_edited"
     """Branch: the last assistant turn was sampled here, but after other messages or with other tools."""
+    FORGOTTEN = "forgotten"
+    """Branch: the last assistant turn was sampled under plain `/v1`, which has no room for it any more."""
     UNPROVEN = "unproven"
     """Branch: the chat template strips or rewrites earlier turns, so that an extension differs from its rendering."""
 
@@ -52,35 +54,39 @@ class Prompt:
     kind: PromptKind
 
 
-def make_prompt(chat: Chat, session: Session, messages: Sequence[Message], tools: Tools) -> Prompt:
-    """Return the ids to sample from. Raises `TemplateError` if the chat template refuses the messages."""
-    last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=None)
-    if last is None:
-        return Prompt(ids=tuple(chat.prompt(messages, tools)), kind=PromptKind.ROOT)
-    conversation, new_messages = messages[: last + 1], messages[last + 1 :]
-    answer = _choose(session.find(conversation, tools), messages[last])
+def make_prompt(chat: Chat, session: Session, conversation: Prefix, last_ids: Sequence[int] | None) -> Prompt:
+    """Return the ids to sample from. Raises `TemplateError` if the chat template refuses the messages.
+
+    last_ids: sampled ids that the client sent with the last assistant message, if it did.
+    """
+    turn = conversation.up_to_last_turn()
+    if turn is None:
+        return Prompt(ids=tuple(chat.prompt(conversation.messages, conversation.tools)), kind=PromptKind.ROOT)
+    answer = _choose(session.find(turn), last_ids)
     if answer is None:
-        kind = _why_not_found(session, messages[last])
+        kind = _why_not_found(session, turn, last_ids)
     else:
-        ids, prefix = chat.extend(answer.call, conversation, new_messages, tools), answer.call.all_ids
+        ids = chat.extend(answer.call, turn.messages, conversation.after(turn), conversation.tools)
+        prefix = answer.call.all_ids
         if ids is not None and len(ids) > len(prefix) and tuple(ids[: len(prefix)]) == prefix:
             return Prompt(ids=tuple(ids), kind=PromptKind.EXTENDED)
         kind = PromptKind.UNPROVEN
-    return Prompt(ids=tuple(chat.prompt(messages, tools)), kind=kind)
+    return Prompt(ids=tuple(chat.prompt(conversation.messages, conversation.tools)), kind=kind)
 
 
-def _choose(candidates: Sequence[Answer], message: Message) -> Answer | None:
-    """Return the answer with the message's ids; without ids, or with ids of no candidate, the latest."""
-    prompt_ids, sampled_ids = message.get("prompt_token_ids"), message.get("generation_token_ids")
+def _choose(candidates: Sequence[Answer], sampled_ids: Sequence[int] | None) -> Answer | None:
+    """Return the latest answer with these ids; without ids, or with ids of no candidate, the latest."""
     for answer in reversed(candidates):
-        if prompt_ids == list(answer.call.prompt_ids) and sampled_ids == list(answer.call.sampled_ids):
+        if answer.call.sampled_ids == sampled_ids:
             return answer
     return candidates[-1] if candidates else None
 
 
-def _why_not_found(session: Session, message: Message) -> PromptKind:
-    if session.has_sampled(message):
+def _why_not_found(session: Session, turn: Prefix, sampled_ids: Sequence[int] | None) -> PromptKind:
+    if session.has_forgotten(turn):
+        return PromptKind.FORGOTTEN
+    if session.has_sampled(turn.message):
         return PromptKind.HISTORY_EDITED
-    if session.has_sampled_ids(message.get("generation_token_ids", ())):
+    if session.has_sampled_ids(sampled_ids or ()):
         return PromptKind.TURN_EDITED
     return PromptKind.NOT_SAMPLED

@@ -176,7 +176,7 @@ async def run_trl_episode(
         rollout_id=rollout_id,
         group_id=group_id,
         calls=calls,
-        messages=(*messages, *(chat.parse(call.sampled_ids, ()) for call in calls)),
+        messages=(*messages, *(chat.parse(call.sampled_ids, (), prompt_ids=call.prompt_ids) for call in calls)),
         example=example,
         status=status,
         outcome=outcome,

@@ -137,10 +137,10 @@ def _error_text(raw: bytes) -> str:
 
 
 def _hint(status: int, path: str) -> str:
+    if status in (403, 404) and path.startswith("/inference"):  # vLLM's answers without the flag
+        return "; start the server with --enable-scale-out (python scripts/serve_engine.py does)"
     if status in (401, 403):
         return "; put the server's key into the environment variable named by rollout.api_key_env"
-    if status == 404 and path.startswith("/inference"):
-        return "; start the server with --enable-scale-out (python scripts/serve_engine.py does)"
     if status == 404:
         return "; start the server with VLLM_SERVER_DEV_MODE=1 (python scripts/serve_engine.py does)"
     return ""

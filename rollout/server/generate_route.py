@@ -15,12 +15,11 @@ import base64
 import itertools
 import json
 from collections.abc import Sequence
-from operator import index
 from typing import Any
 
 import numpy as np
 
-from rollout.engine.engine_answers import Answer, answer_of
+from rollout.engine.engine_answers import Answer, answer_of, integer
 from rollout.server.guard import App, Message, Receive, Send, reply
 
 ROUTE = "/lockstep/v1/generate"
@@ -90,7 +89,7 @@ def decode_answer(fields: Any) -> Answer:
         candidate_logprobs=_decode(fields["candidate_logprobs"], np.float32),
         starts=_decode(fields["starts"], np.int32),
         finish_reason=str(fields["finish_reason"]),
-        versions=[(str(label), index(start), index(end)) for label, start, end in fields["versions"]],
+        versions=[(str(label), integer(start), integer(end)) for label, start, end in fields["versions"]],
     )
 
 

@@ -18,6 +18,7 @@ from typing import Any, Self
 import torch
 from aiohttp import web
 
+from rollout.engine.engine_answers import number
 from rollout.engine.protocol import PooledEngine, Sampling
 from rollout.errors import EngineError, EvidenceError, error_named
 from rollout.records import EngineCall
@@ -107,7 +108,11 @@ class RemoteRankEngine:
         return call_from_json(await self._ask("/generate", body))
 
     async def score(self, ids: Sequence[int]) -> list[float]:
-        return await self._ask("/score", {"ids": list(ids)})
+        scores = await self._ask("/score", {"ids": list(ids)})
+        try:
+            return [number(score) for score in scores]
+        except TypeError as error:
+            raise EvidenceError(f"{self.name}: the logprobs of {len(ids)} ids are not numbers ({error})") from error
 
     async def close(self) -> None:
         """Close the connection; the other rank closes its engine."""

@@ -1,6 +1,6 @@
 """Client of a vLLM server: the `SyncedEngine` protocol over HTTP.
 
-The server is plain vLLM 0.32 with Lockstep installed for the gloo transfer and the middleware (docs/engines.md).
+The server is plain vLLM with Lockstep installed for the gloo transfer and the middleware (docs/engines.md).
 Settings that make its samples unusable are found when the run connects.
 
 A server restarted during a run has the weights it loaded, not those of the run. Its tokens then carry a version that
@@ -9,16 +9,26 @@ this process never sent, and are refused.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import index
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 
-from rollout.engine.engine_answers import Answer, check_prompt, engine_call, sample_params, score_params, version_number
+from rollout.engine.engine_answers import (
+    Answer,
+    check_prompt,
+    engine_call,
+    integer,
+    number,
+    sample_params,
+    score_params,
+    version_number,
+)
 from rollout.engine.protocol import Sampling
 from rollout.errors import ConfigError, EngineError, EvidenceError, LockstepError, RequestError
 from rollout.records import EngineCall
@@ -26,6 +36,8 @@ from rollout.server.client import ServerClient, wait_until_healthy
 from rollout.server.generate_route import ROUTE, decode_answer
 from rollout.server.liveness import Liveness
 from rollout.system.background_loop import BackgroundLoop
+
+log = logging.getLogger(__name__)
 
 GENERATE = "/inference/v1/generate"
 PROBE = "/is_paused"
@@ -96,6 +108,9 @@ class ServerEngine:
         self.weight_transfer_backend = facts.weight_transfer_backend
         self.vocab_size = vocab_size
         self._sent_labels: set[str] = set()
+        self._admits = asyncio.Event()
+        """Unset from a pause that drains or aborts until the server resumes: vLLM 0.33 refuses requests meanwhile."""
+        self._admits.set()
         self._liveness = Liveness(
             self._probe,
             name=self.name,
@@ -123,6 +138,8 @@ class ServerEngine:
         await self._client.get("/health", timeout_s=CONTROL_TIMEOUT_S, attempts=1)
 
     async def pause(self, mode: str) -> None:
+        if mode != "keep":
+            self._admits.clear()
         if mode == "abort":  # buffered tokens are sent when requests freeze, not when they are aborted
             await self._client.post("/pause?mode=keep&clear_cache=false", timeout_s=CONTROL_TIMEOUT_S)
         # Draining takes as long as the longest request.
@@ -130,6 +147,7 @@ class ServerEngine:
 
     async def resume(self) -> None:
         await self._client.post("/resume", timeout_s=CONTROL_TIMEOUT_S)
+        self._admits.set()
 
     async def weight_version(self) -> int:
         described = await self._client.get("/weight_info", timeout_s=CONTROL_TIMEOUT_S)
@@ -166,6 +184,13 @@ class ServerEngine:
 
     async def _sample(self, route: str, ids: Sequence[int], params: Mapping[str, Any]) -> Any:
         body = {"token_ids": list(ids), "sampling_params": params}
+        try:
+            await asyncio.wait_for(self._admits.wait(), self._request_timeout_s)
+        except TimeoutError:
+            raise EngineError(
+                f"{self.name} stayed paused for {self._request_timeout_s:g} s, the limit of a request; read why the "
+                "weight sync did not end, or raise rollout.request_timeout_s"
+            ) from None
         try:
             return await self._liveness.guard(self._client.post(route, body, timeout_s=self._request_timeout_s))
         except RequestError as error:
@@ -213,6 +238,8 @@ def read_facts(url: str, described: Any) -> ServerFacts:
         logprobs_mode = str(model["logprobs_mode"])
         is_cpu = "cpu" in str(config["device_config"])
         is_chunked = bool(config["scheduler_config"]["enable_chunked_prefill"])
+        overrides = model.get("hf_overrides") or {}
+        has_float32_head = facts.dtype == torch.float32 or overrides.get("head_dtype") == "float32"
     if logprobs_mode != NEEDED_LOGPROBS_MODE:
         raise ConfigError(
             f"{url} returns {logprobs_mode}, expected the logprobs of the sampling distribution; restart it with "
@@ -222,6 +249,13 @@ def read_facts(url: str, described: Any) -> ServerFacts:
         raise ConfigError(
             f"{url} runs on a CPU with chunked prefill, where a partial prefill of a request with a seed kills it; "
             "restart it with --no-enable-chunked-prefill"
+        )
+    if not (is_cpu or has_float32_head):
+        log.warning(
+            "%s computes logits in %s and the trainer in float32, so logprobs differ by about 0.04 nats; restart it "
+            """with --hf-overrides '{"head_dtype": "float32"}'""",
+            url,
+            str(facts.dtype).removeprefix("torch."),
         )
     return facts
 
@@ -241,11 +275,11 @@ def read_answer(answer: Any, *, with_support: bool, source: str, is_compact: boo
         return Answer(
             sampled_ids=[_token_id(token) for token in choice["token_ids"]],
             candidate_ids=[_token_id(candidate["token_id"]) for one in candidates for candidate in one],
-            candidate_logprobs=[float(candidate["logprob"]) for one in candidates for candidate in one],
+            candidate_logprobs=[number(candidate["logprob"]) for one in candidates for candidate in one],
             starts=starts,
             finish_reason=str(choice["finish_reason"]),
             versions=[
-                (str(span["version"]), index(span["start"]), index(span["end"]))
+                (str(span["version"]), integer(span["start"]), integer(span["end"]))
                 for span in choice["weight_versions"] or ()
             ],
         )
@@ -257,7 +291,7 @@ def read_scores(answer: Any, ids: Sequence[int], *, source: str) -> list[float]:
         first, *others = answer["prompt_logprobs"]
         if first or len(others) != len(ids) - 1:  # the first id has no logprob: vLLM sends null or {}
             raise ValueError(f"{len(others)} logprobs for {len(ids)} ids, with {first} for the first")
-        return [float(position[str(token)]["logprob"]) for token, position in zip(ids[1:], others, strict=True)]
+        return [number(position[str(token)]["logprob"]) for token, position in zip(ids[1:], others, strict=True)]
 
 
 def read_label(described: Any, *, source: str) -> str:
@@ -273,7 +307,7 @@ def read_checksums(answer: Any, *, source: str) -> dict[str, str]:
 
 
 def _token_id(value: Any) -> int:
-    if not 0 <= (token := index(value)) < 2**31:
+    if not 0 <= (token := integer(value)) < 2**31:
         raise ValueError(f"{token} is not a token id")
     return token
 

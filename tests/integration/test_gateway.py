@@ -93,9 +93,8 @@ def test_several_choices_are_several_samples_with_their_own_evidence(served: Ser
     assert len({tuple(extra["generation_token_ids"]) for extra in extras}) == 3
     assert extras == [choice.message.model_extra or {} for choice in again.choices], "the same seed, the same samples"
     for extra in extras:
-        expected = sampled_logprobs(
-            served.model, tuple(extra["prompt_token_ids"]), tuple(extra["generation_token_ids"])
-        )
+        prompt = (answer.model_extra or {})["prompt_token_ids"]
+        expected = sampled_logprobs(served.model, tuple(prompt), tuple(extra["generation_token_ids"]))
         assert extra["generation_log_probs"] == pytest.approx(expected, abs=1e-4)
 
 

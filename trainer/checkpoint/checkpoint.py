@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import os
 import pickle
@@ -28,6 +29,8 @@ from safetensors import SafetensorError
 from rollout.errors import CheckpointError, LockstepError
 from trainer.config.changes import settings_hash
 from trainer.distributed.distributed import Distributed
+
+log = logging.getLogger(__name__)
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
@@ -158,16 +161,33 @@ def save(
 def _put_in_place(temporary: Path, final: Path) -> None:
     """Rename into place. An older checkpoint of the same update stays loadable under another name until then."""
     replaced = final.with_name(f"{final.name}{REPLACED}")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if final.exists():
+    _remove(replaced, ignore_errors=True)
+    if os.path.lexists(final):
         final.rename(replaced)
     temporary.rename(final)
     _fsync(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
-    link = final.parent / f".{LATEST}"
-    link.unlink(missing_ok=True)
-    link.symlink_to(final.name)
-    link.replace(final.parent / LATEST)
+    _remove(replaced, ignore_errors=True)
+    point_latest_at(final)
+
+
+def point_latest_at(path: Path) -> None:
+    """Make the link `latest` beside a directory point at it. Anything else of that name is kept, with a warning."""
+    latest = path.parent / LATEST
+    if os.path.lexists(latest) and not latest.is_symlink():
+        log.warning("%s is not a link, so it is kept and does not lead to %s; rename it", latest, path.name)
+        return
+    temporary = path.parent / f".{LATEST}-{os.getpid()}"
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(path.name)
+    temporary.replace(latest)
+
+
+def _remove(path: Path, *, ignore_errors: bool = False) -> None:
+    """Remove a checkpoint; of one that was moved elsewhere, only the link. A file or nothing is left as it is."""
+    if path.is_symlink():
+        path.unlink()
+    elif path.is_dir():
+        shutil.rmtree(path, ignore_errors=ignore_errors)
 
 
 def _retire(directory: Path, published: Path, keep: int) -> None:
@@ -175,9 +195,9 @@ def _retire(directory: Path, published: Path, keep: int) -> None:
     update finds newer ones."""
     # By name alone: verifying every kept byte would take minutes for a large model.
     numbered = {path: path.name.removeprefix("step-") for path in directory.glob("step-*") if path != published}
-    others = sorted((path for path, number in numbered.items() if number.isdigit()), key=lambda p: int(numbered[p]))
+    others = sorted((path for path, number in numbered.items() if number.isdecimal()), key=lambda p: int(numbered[p]))
     for old in others[: max(0, len(others) - (keep - 1))]:
-        shutil.rmtree(old)
+        _remove(old)
 
 
 def complete(directory: Path) -> tuple[list[Path], list[str]]:

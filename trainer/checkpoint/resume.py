@@ -68,7 +68,7 @@ def restore(
     is_fork = not belongs_to(path, checkpoints)
     if not is_fork and config.resume != "auto":
         numbers = (other.name.removeprefix("step-") for other in checkpoints.glob("step-*"))
-        newer = [f"step-{number}" for number in numbers if number.isdigit() and int(number) > state.update]
+        newer = [f"step-{number}" for number in numbers if number.isdecimal() and int(number) > state.update]
         if newer:
             warnings.append(
                 f"{', '.join(sorted(newer))} came after {path.name}: resume=auto takes the newest of them until this "

@@ -19,7 +19,6 @@ Rank 0 chooses the name and broadcasts it, because a name may contain the time.
 from __future__ import annotations
 
 import fcntl
-import os
 import time
 from pathlib import Path
 from typing import IO
@@ -27,6 +26,7 @@ from typing import IO
 from omegaconf import OmegaConf
 
 from rollout.errors import ConfigError
+from trainer.checkpoint.checkpoint import point_latest_at
 from trainer.checkpoint.resume import belongs_to
 from trainer.config.redaction import redact
 from trainer.config.schema import Config
@@ -83,7 +83,7 @@ def open_run(config: Config, distributed: Distributed) -> tuple[RunDirectory, IO
                 directory.mkdir(exist_ok=True)
             shown = redact(OmegaConf.to_container(OmegaConf.structured(config)))
             run.config.write_text(OmegaConf.to_yaml(OmegaConf.create(shown)))
-            _point_latest_at(run)
+            point_latest_at(run.path)
         except OSError as error:
             raise ConfigError(f"{run.path} cannot be written: {error}; set run_root=<a directory you own>") from error
         return str(run.path)
@@ -92,7 +92,9 @@ def open_run(config: Config, distributed: Distributed) -> tuple[RunDirectory, IO
     return RunDirectory(Path(path)), lock
 
 
-def _free_name(root: Path, label: str) -> str:
+def _free_name(root: Path, environment: str) -> str:
+    """Return an unused name: that of the environment, or of its file without the directory, and the time."""
+    label = Path(environment.rpartition(":")[0] or environment).stem
     name = f"{label}-{time.strftime('%Y%m%d-%H%M%S')}"
     return next(n for n in (name, *(f"{name}-{i}" for i in range(2, 1000))) if not (root / n).exists())
 
@@ -104,11 +106,3 @@ def _lock(run: RunDirectory) -> IO[str]:
     except BlockingIOError:
         raise ConfigError(f"another process is running in {run.path}; set run_name=<another name>") from None
     return file
-
-
-def _point_latest_at(run: RunDirectory) -> None:
-    latest = run.path.parent / "latest"
-    temporary = run.path.parent / f".latest-{os.getpid()}"
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(run.path.name)
-    temporary.replace(latest)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rollout.engine.protocol import MAX_SUPPORT
 from trainer.config.schema import Config
-from trainer.objective.declare import ADVANTAGES
+from trainer.objective.declare import ADVANTAGES, POLICY_LOSSES
 from trainer.objective.kl_control import MAX_EPISODES_PER_HORIZON
 
 
@@ -20,6 +20,23 @@ def algorithm_problems(config: Config) -> Iterator[str]:
         yield (
             f"share_prefixes=always needs rows that attend to tokens of other rows, found model.attn_implementation="
             f"{config.attention}; set model.attn_implementation=packed_rows, or share_prefixes=auto"
+        )
+
+
+def algorithm_warnings(config: Config) -> Iterator[str]:
+    """Yield one sentence per combination that runs, but is another algorithm than its names say."""
+    algorithm = config.algorithm
+    updates = algorithm.epochs * algorithm.minibatches
+    if algorithm.loss == "gspo" and algorithm.normalizer == "token":
+        yield (
+            "algorithm.loss=gspo with algorithm.normalizer=token weights rollouts by their length; GSPO weights them "
+            "equally: set algorithm.normalizer=grpo"
+        )
+    if updates > 1 and not POLICY_LOSSES[algorithm.loss].has_ratio:
+        yield (
+            f"algorithm.loss={algorithm.loss} has no ratio, so {updates - 1} of the {updates} updates of a rollout "
+            "batch (algorithm.epochs x algorithm.minibatches) are off policy without a correction: set "
+            "algorithm.epochs=1 algorithm.minibatches=1, or algorithm.loss=ppo_clip"
         )
 
 

@@ -18,6 +18,12 @@ def correction_problems(config: Config) -> Iterator[str]:
             f"correction.low={correction.low} and correction.high={correction.high} must satisfy low < high; set "
             "correction.low=0.5 correction.high=2.0"
         )
+    elif correction.mode.endswith("_mask") and not correction.low <= 1 <= correction.high:
+        yield (
+            f"correction.low={correction.low} and correction.high={correction.high} exclude 1, the weight of a token "
+            f"that engine and trainer agree on, so correction.mode={correction.mode} would train on disagreements "
+            "only; set correction.low=0.5 correction.high=2.0"
+        )
     has_weights = CORRECTION_MODES[correction.mode].control is not None
     if correction.logp_old == "bypass":
         yield from _bypass(config, has_weights=has_weights)

@@ -10,13 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rewards.functions.built_in import FUNCTIONS
+from rewards.functions.programs import code_tests
 from rewards.outcomes import ERRORS
 from rewards.resolve import MODEL, check_built_in
+from rewards.sandbox.sandbox import isolation_problem
 from rollout.environments import ENVIRONMENTS, make_environment
 from rollout.errors import ConfigError
 from trainer.config.hints import closest
 from trainer.config.paths import file_exists, path_exists
 from trainer.config.schema import Config
+from trainer.config.user_code import runs_unisolated
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -138,6 +141,13 @@ def reward_model_problems(config: Config) -> Iterator[str]:
             f"reward.settings.model.path={path} has no config.json; train a reward model there with `python "
             "scripts/train_reward_model.py run_name=<name>`, or set reward.settings.model.path=<directory or hub id>"
         )
+
+
+def sandbox_problems(config: Config) -> Iterator[str]:
+    """Yield the problem of a system that cannot isolate programs of the model; tried by running one."""
+    runs_programs = code_tests.__name__ in config.reward.functions
+    if runs_programs and not runs_unisolated(config) and (problem := isolation_problem()) is not None:
+        yield f"reward.functions names code_tests: {problem}"
 
 
 def environment_problems(config: Config) -> Iterator[str]:

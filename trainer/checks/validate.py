@@ -19,6 +19,7 @@ from trainer.checks.names import (
     reward_name_problems,
     reward_problems,
     run_problems,
+    sandbox_problems,
 )
 from trainer.checks.staleness import asynchrony_problems
 from trainer.config.launcher import launch_problems
@@ -44,6 +45,6 @@ def validate(config: Config, *, needs_data: bool = True, trains: bool = True) ->
     if not problems:  # last, because an environment may load user files
         problems += environment_problems(config)
     if not problems and needs_data:
-        problems += first_row_problems(config, trains=trains)
+        problems += [*first_row_problems(config, trains=trains), *sandbox_problems(config)]
     if problems:
         raise ConfigError("\n".join(problems))

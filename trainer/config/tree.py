@@ -46,9 +46,9 @@ def _walk(path: tuple[str, ...], values: Mapping[str, Any], defaults: Mapping[st
         default = defaults.get(name, value)
         # A dict whose default has keys is a section; an empty default is a free-form setting.
         if isinstance(value, Mapping) and isinstance(default, Mapping) and default:
-            yield from _walk((*path, name), value, default)
+            yield from _walk((*path, str(name)), value, default)
         else:
-            yield ResolvedSetting(path=(*path, name), value=value, default=default)
+            yield ResolvedSetting(path=(*path, str(name)), value=value, default=default)
 
 
 def settings_tree(values: Mapping[str, Any]) -> Tree:

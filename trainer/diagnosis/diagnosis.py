@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rollout.system.terminal_text import terminal_safe
+from rollout.safe_text import terminal_safe
 from trainer.config.schema import Config
 from trainer.diagnosis.causes import CRITICAL_KL, OK, WARNING_KL, Cause, Finding, Severity
 from trainer.diagnosis.evidence import Evidence, ScoredTokens, by_class, by_turn, noise_floor, worst_positions

@@ -13,12 +13,14 @@ from omegaconf.errors import OmegaConfBaseException
 from rollout.errors import ConfigError
 from rollout.records import Rollout
 from rollout.saved_rollouts import read_rollouts
+from trainer.config.saved_config import read_saved
 
 RUN_SETTINGS = (
-    *("model.path", "model.dtype", "model.attn_implementation", "model.trust_remote_code", "token_budget"),
+    *("model.path", "model.dtype", "model.attn_implementation", "token_budget"),
     *("share_prefixes", "rollout.temperature", "correction.mode", "correction.low", "correction.high", "data.path"),
 )
-"""Settings of a run that decide how its rollouts are scored."""
+"""Settings of a run that decide how its rollouts are scored. `model.trust_remote_code` is not among them: others
+may have written the run."""
 
 UNUSED_DATA = {"data.heldout_path": None, "eval.every": 0}
 """Held-out data is not read, so it may be missing."""
@@ -60,13 +62,17 @@ def run_overrides(path: Path, given: Sequence[str]) -> list[str]:
     config_path = path.resolve().parent.parent / "config.yaml"
     if path.resolve().parent.name != "rollouts" or not config_path.is_file():
         return []
+    config = read_saved(config_path)
     try:
-        config = OmegaConf.load(config_path)
-    except (OmegaConfBaseException, OSError) as error:
-        raise ConfigError(f"{config_path} cannot be read: {error}") from error
-    values = {
-        name: value for name in RUN_SETTINGS if (value := OmegaConf.select(config, name)) is not None
-    } | UNUSED_DATA
+        found = {name: OmegaConf.select(config, name) for name in RUN_SETTINGS}
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{config_path} cannot be read as settings: {error}") from error
+    for name, value in found.items():
+        if not isinstance(value, str | int | float | None):
+            raise ConfigError(
+                f"{config_path}: {name} is {value}, expected a plain value; set {name} on the command line"
+            )
+    values = {name: value for name, value in found.items() if value is not None} | UNUSED_DATA
     own = {override.partition("=")[0].lstrip("+~") for override in given}
     # JSON quotes strings, so that any path is one word of Hydra's grammar.
     return [f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in values.items() if name not in own]

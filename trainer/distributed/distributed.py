@@ -25,6 +25,7 @@ from torch import nn
 from torch.utils.cpp_extension import get_default_build_root
 
 from rollout.errors import CheckpointError, ConfigError, LockstepError, TrainingError, error_named
+from rollout.safe_text import error_text
 from rollout.system.addresses import address_towards, interface_of, is_loopback
 from trainer.distributed.reshard import fill_shards, fill_whole
 from trainer.distributed.sharding import Sharding, set_buffers
@@ -325,12 +326,12 @@ class Distributed:
     def together(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank; if it fails on one, raise the same error on all, so that none waits forever."""
         result: T | None = None
-        failure: Exception | None = None
+        failure: BaseException | None = None
         try:
             result = work()
-        except Exception as error:  # of any kind: raised again below, after the other ranks have been told
+        except (Exception, SystemExit) as error:  # of any kind: raised again below, after the other ranks are told
             failure = error
-        report = b"" if failure is None else f"{type(failure).__name__}: {failure}".encode()
+        report = b"" if failure is None else f"{type(failure).__name__}: {error_text(failure)}".encode()
         for rank, message in enumerate(self.gather_bytes(report)):
             if message:
                 raise failure or _same_error(message.decode(), rank)
@@ -390,7 +391,7 @@ class Distributed:
         with torch.no_grad():
             for name, parameter in own.items():
                 parameter.copy_(saved[name])
-        state = torch.load(directory / OPTIMIZER, map_location=self.device, weights_only=True)
+        state = torch.load(directory / OPTIMIZER, map_location="cpu", weights_only=True)
         self._optimizer.load_state_dict(state)
 
     def save_pretrained(
@@ -411,6 +412,10 @@ class Distributed:
             model = self.unwrapped.get_submodule(prefix.removesuffix("."))
             assert state is not None
             own = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+            # Copies, as ZeRO-2 gives, no longer show which parameters are one.
+            every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+            for tied in every - {name for name, _ in model.named_parameters()}:
+                own.pop(tied, None)
             model.save_pretrained(directory, state_dict=edit(own), safe_serialization=True)  # type: ignore[operator]
 
     def __enter__(self) -> Distributed:

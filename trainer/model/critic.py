@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForTokenClassification, PreTrainedConfig, PreTrainedModel
 
+from rewards.model.wide_linear import WideLinear, widen
 from trainer.batch.packing import PackedBatch
 from trainer.config.schema import Config
 from trainer.distributed.distributed import Distributed
@@ -40,14 +41,13 @@ class ValueHead(nn.Module):
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
-        self.linear = nn.Linear(hidden_size, 1)
+        self.linear: nn.Linear = WideLinear(hidden_size, 1)
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, hidden_TD: Tensor) -> Tensor:
-        """Return (T,) values in float32 or wider: returns are sums, which half precision rounds away."""
-        values_T = self.linear(hidden_TD)[:, 0]
-        return values_T.to(torch.promote_types(values_T.dtype, torch.float32))
+        """Return (T,) values, computed in float32 or wider, also under autocast."""
+        return self.linear(hidden_TD)[:, 0]
 
 
 class Critic(nn.Module):
@@ -88,6 +88,7 @@ class Critic(nn.Module):
             )
             decoder, linear = model.base_model, model.get_submodule(head_name(model))
             assert isinstance(linear, nn.Linear)
+            widen(linear)
             head = ValueHead(linear.in_features)
             head.linear = linear
         else:

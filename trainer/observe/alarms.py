@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from rollout.errors import ConfigError
 from trainer.objective.correction.mismatch import PREFIX
 
 K3_NEGLIGIBLE = {"float32": 1e-8, "bfloat16": 5e-3}
@@ -32,13 +33,20 @@ class AlarmThresholds:
 
     @classmethod
     def of(cls, setting: Callable[[str], Any]) -> AlarmThresholds:
-        """Return the thresholds of a run; `setting` returns the value of `group.name`."""
-        return cls(
-            kl=setting("correction.alarm_kl"),
-            ess=setting("correction.alarm_ess"),
-            k3_over_noise_floor=setting("correction.alarm_k3"),
-            k3_negligible=K3_NEGLIGIBLE[setting("model.dtype")],
-        )
+        """Return the thresholds of a run; `setting` returns the value of `group.name`, or None for the default.
+
+        Raises `ConfigError` for a threshold that is not a number, or an unknown dtype.
+        """
+        dtype = setting("model.dtype")
+        if dtype is not None and dtype not in tuple(K3_NEGLIGIBLE):
+            raise ConfigError(f"model.dtype is {dtype!r:.80}, expected one of {', '.join(K3_NEGLIGIBLE)}")
+        thresholds = cls() if dtype is None else cls(k3_negligible=K3_NEGLIGIBLE[dtype])
+        for field, name in (("kl", "alarm_kl"), ("ess", "alarm_ess"), ("k3_over_noise_floor", "alarm_k3")):
+            value = setting(f"correction.{name}")
+            if value is not None and type(value) not in (int, float):
+                raise ConfigError(f"correction.{name} is {value!r:.80}, expected a number")
+            thresholds = thresholds if value is None else replace(thresholds, **{field: value})
+        return thresholds
 
 
 def alarms(metrics: Mapping[str, float], thresholds: AlarmThresholds) -> list[str]:

@@ -1,8 +1,8 @@
 """Console output of a run: progress with remaining time, a row per step, alarms, rollouts.
 
 A terminal has two bars at the bottom, for updates and for the rollouts of the step, and rows scroll above them, with as
-many columns as fit. Elsewhere (log file, CI) a step is one plain line of named numbers. Model text is escaped before
-printing, so that it cannot style or forge the console.
+many columns as fit. Elsewhere (log file, CI) a step is one plain line of named numbers. Text from outside is printed
+as safe text without markup, so that it cannot style or forge the console.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
 from rollout.records import Rollout
+from rollout.safe_text import safe_text
 from rollout.sampler.sampler import OnRollout
 from trainer.observe.transcript import conversation
 
@@ -84,10 +84,10 @@ class RunConsole:
         self._alarms: dict[str, int] = {}
 
     def say(self, text: str) -> None:
-        self._console.print(escape(text), soft_wrap=True)
+        self._console.print(Text(safe_text(text)), soft_wrap=True)
 
     def warn(self, text: str) -> None:
-        self._console.print(f"[yellow]![/yellow] {escape(text)}", soft_wrap=True)
+        self._console.print(Text.assemble(("!", "yellow"), " ", safe_text(text)), soft_wrap=True)
 
     # Progress
 
@@ -180,13 +180,15 @@ class RunConsole:
         now = {sentence.partition(" is ")[0]: sentence for sentence in sentences}
         for name in [name for name in self._alarms if name not in now]:
             del self._alarms[name]
-            self._console.print(f"[green]over[/green]  {escape(name)} is back to normal", soft_wrap=True)
+            line = Text.assemble(("over", "green"), f"  {safe_text(name)} is back to normal")
+            self._console.print(line, soft_wrap=True)
         for name, sentence in now.items():
             lasted = self._alarms.get(name, 0)
             self._alarms[name] = lasted + 1
             if lasted % ALARM_AGAIN_EVERY == 0:
-                since = f" [dim](for {lasted + 1} steps)[/dim]" if lasted else ""
-                self._console.print(f"[bold red]alarm[/bold red] {escape(sentence)}{since}", soft_wrap=True)
+                since = f" (for {lasted + 1} steps)" if lasted else ""
+                line = Text.assemble(("alarm", "bold red"), " ", safe_text(sentence), (since, "dim"))
+                self._console.print(line, soft_wrap=True)
 
     def sample(self, rollout: Rollout) -> None:
         """Print one rollout as a conversation."""

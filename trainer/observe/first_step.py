@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rollout.records import TrainingRow
-from rollout.system.terminal_text import terminal_safe
+from rollout.safe_text import terminal_safe
 from trainer.batch.step_batch import StepBatch
 from trainer.diagnosis.token_classes import TokenTexts
 from trainer.objective.correction.mismatch import FORCED_LOGPROB, PREFIX, mismatch_metrics

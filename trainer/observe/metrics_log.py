@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -114,8 +115,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     lines = []
     for number, text in enumerate(texts, start=1):
         try:
-            line = json.loads(text)
-            line["step"]
+            line = _line(json.loads(text))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             if number == len(texts):
                 break
@@ -124,3 +124,17 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             ) from error
         lines.append(line)
     return lines
+
+
+def _line(values: Any) -> dict[str, float | None]:
+    """Validate a line. Raises ValueError, KeyError or TypeError."""
+    if not isinstance(values, dict):
+        raise TypeError(f"expected an object, found {type(values).__name__}")
+    for name, value in values.items():
+        if value is not None and type(value) not in (int, float):
+            raise TypeError(f"{name} is {value!r:.80}, expected a number")
+        if type(value) is int and abs(value) > sys.float_info.max:
+            raise ValueError(f"{name} is an integer beyond floats")
+    if values["step"] is None or not math.isfinite(values["step"]):
+        raise ValueError("step is not a finite number")
+    return {name: None if value is None or not math.isfinite(value) else value for name, value in values.items()}

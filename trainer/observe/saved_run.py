@@ -11,12 +11,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import yaml
+from omegaconf import OmegaConf
 
-from rollout.errors import ConfigError
+from rollout.errors import ConfigError, DataError
 from rollout.records import Rollout
 from rollout.saved_rollouts import read_newest_rollouts
 from trainer.checkpoint.run_dir import RunDirectory
+from trainer.config.saved_config import read_saved
 from trainer.observe.alarms import AlarmThresholds, alarms
 from trainer.observe.metrics_log import read_metrics
 
@@ -35,7 +36,7 @@ class AlarmSpan:
 class SavedRun:
     name: str
     config: Mapping[str, Any]
-    """Content of config.yaml: nested, without secrets."""
+    """Content of config.yaml: nested, without secrets. Values may have any type."""
     lines: Sequence[Mapping[str, float]]
     """Lines of metrics.jsonl, one per step; `step` is the update."""
     rollouts: Sequence[Rollout]
@@ -47,7 +48,8 @@ class SavedRun:
 
     @classmethod
     def read(cls, path: Path) -> SavedRun:
-        """Read a run. Raises `ConfigError` if `path` holds none, `DataError` if its metrics are damaged."""
+        """Read a run. Raises `ConfigError` if `path` holds none or its settings are damaged, `DataError` if its metrics
+        or its provenance are damaged."""
         run = RunDirectory(path)
         if not run.metrics.is_file() or not run.config.is_file():
             raise ConfigError(
@@ -57,12 +59,12 @@ class SavedRun:
         saved, rollouts, passed_over = read_newest_rollouts(run.rollouts)
         return cls(
             name=path.resolve().name,
-            config=yaml.safe_load(run.config.read_text(encoding="utf-8")),
+            config=OmegaConf.to_container(read_saved(run.config)),  # type: ignore[arg-type]
             lines=read_metrics(run.metrics),
             rollouts=rollouts,
             rollouts_update=int(saved.stem.split("-")[1]) if saved else None,
             passed_over=passed_over,
-            provenance=json.loads(run.provenance.read_text()) if run.provenance.is_file() else {},
+            provenance=_provenance(run.provenance) if run.provenance.is_file() else {},
         )
 
     def series(self, name: str) -> list[tuple[float, float]]:
@@ -87,9 +89,16 @@ class SavedRun:
             value = value.get(part) if isinstance(value, Mapping) else None
         return value
 
+    def thresholds(self) -> AlarmThresholds:
+        """Return the thresholds of its alarms. Raises `ConfigError` if config.yaml holds others than numbers."""
+        try:
+            return AlarmThresholds.of(self.setting)
+        except ConfigError as error:
+            raise ConfigError(f"config.yaml of {self.name}: {error}") from error
+
     def alarms(self) -> list[AlarmSpan]:
         """Recompute every alarm of the run from its metrics and the thresholds of its configuration."""
-        thresholds = AlarmThresholds.of(self.setting)
+        thresholds = self.thresholds()
         spans: list[AlarmSpan] = []
         running: dict[str, AlarmSpan] = {}
         for line in self.lines:
@@ -113,6 +122,18 @@ class SavedRun:
         ranked = sorted(self.rollouts, key=_rank)
         worst, best = ranked[: len(ranked) // 2], ranked[len(ranked) // 2 :][::-1]
         return _varied(worst, count), _varied(best, count)
+
+
+def _provenance(path: Path) -> dict[str, Any]:
+    """Read provenance.json. Raises `DataError`."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        code = found.get("code", {})
+        if not isinstance(code.get("commit"), str | None):
+            raise TypeError("code.commit is not text")
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
+        raise DataError(f"{path} is not the provenance of a run: {error}; delete it to see the rest") from error
+    return found
 
 
 def _varied(ranked: Sequence[Rollout], count: int) -> list[Rollout]:

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollout.records import Message, Rollout, RolloutStatus
-from rollout.system.terminal_text import terminal_safe
+from rollout.safe_text import terminal_safe
 from trainer.data.datasets import json_or_text
 
 MAX_SHOWN_CHARS = 1200
@@ -27,13 +27,13 @@ def conversation(rollout: Rollout, *, wrapped: bool) -> RenderableType:
     False: one line per message, for a file."""
     messages = [message for message in rollout.messages if message["role"] != "system"]
     if not wrapped:
-        lines = [Text.assemble("    ", f"{message['role']:>9} ", message_text(message)) for message in messages]
+        lines = [Text.assemble("    ", f"{_role(message):>9} ", message_text(message)) for message in messages]
         return Group(headline(rollout), *lines)
     table = Table.grid(padding=(0, 1))
     table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold")
     for message in messages:
-        table.add_row(Text(str(message["role"]), style="dim"), message_text(message))
+        table.add_row(Text(_role(message), style="dim"), message_text(message))
     return Group(headline(rollout), Padding(table, (0, 2)))
 
 
@@ -67,6 +67,10 @@ def message_text(message: Message) -> Text:
         said.append(" " if said.plain else "")
         said.append(f"✗ {terminal_safe(str(error))}", style="red")
     return said
+
+
+def _role(message: Message) -> str:
+    return terminal_safe(str(message["role"]))
 
 
 def content_text(message: Mapping[str, Any]) -> str:

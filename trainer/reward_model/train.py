@@ -21,6 +21,7 @@ from transformers import AutoTokenizer
 
 from rewards.model.padding import pad
 from rollout.errors import ConfigError, TrainingError
+from trainer.config.redaction import redact
 from trainer.data.datasets import load_rows
 from trainer.distributed.distributed import Distributed
 from trainer.objective.whitening import moments
@@ -214,7 +215,7 @@ class RewardModelTraining:
             if path.exists() and any(path.iterdir()):
                 raise ConfigError(f"run directory {path} is not empty; set run_name=<another name>")
             path.mkdir(parents=True, exist_ok=True)
-            (path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(self._config)))
+            (path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(redact(asdict(self._config)))))
 
         self._distributed.together(make)
         return path
@@ -222,7 +223,7 @@ class RewardModelTraining:
     def _open_log(self, directory: Path) -> MetricsLog | None:
         if not self._distributed.is_main:
             return None
-        return MetricsLog(directory / "metrics.jsonl", self._config.logger, run_config=asdict(self._config))
+        return MetricsLog(directory / "metrics.jsonl", self._config.logger, run_config=redact(asdict(self._config)))
 
     def _report(self, metrics: MetricsLog | None, numbers: dict[str, float]) -> None:
         if metrics is not None:

@@ -15,6 +15,7 @@ import yaml
 from huggingface_hub.errors import HfHubHTTPError
 
 from rollout.errors import HubError
+from trainer.config.redaction import redact_text
 from trainer.config.schema import Config
 from trainer.data.datasets import is_file
 from trainer.observe.metrics_log import read_metrics
@@ -51,7 +52,7 @@ def model_card(config: Config, metrics: Mapping[str, float]) -> str:
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["lockstep", "reinforcement-learning", config.algorithm.name],
-        "datasets": [path for path in data if not is_file(path)],
+        "datasets": [redact_text(path) for path in data if not is_file(path)],
     }
     front = {name: value for name, value in front.items() if value}
     rollout = config.rollout
@@ -106,6 +107,6 @@ def _evaluation(config: Config, metrics: Mapping[str, float]) -> str:
 
 
 def _public(path: str) -> str:
-    """Return a hub id unchanged, and only the last part of a local path."""
+    """Return a hub id or an address without its secrets, and only the last part of a local path."""
     is_local = is_file(path) or path.startswith(("/", ".", "~")) or Path(path).exists()
-    return Path(path).name if is_local else path
+    return redact_text(Path(path).name if is_local else path)

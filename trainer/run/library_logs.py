@@ -55,7 +55,7 @@ class ThirdPartyLog:
         if self._output:
             with path.open("a", encoding="utf-8") as log:  # append: a resumed run has one already
                 log.write(self._output)
-        file = logging.FileHandler(path, delay=True)
+        file = logging.FileHandler(path, encoding="utf-8", delay=True, errors="backslashreplace")
         file.setFormatter(logging.Formatter(FORMAT))
         self._held.setTarget(file)
         self._held.flush()

@@ -31,8 +31,8 @@ from rollout.episode.environment import RunsItself
 from rollout.episode.episode import run_episode
 from rollout.episode.rows import rows_from_calls
 from rollout.records import EngineCall, FinishReason, Rollout, TrainingRow
+from rollout.safe_text import terminal_safe
 from rollout.system.background_loop import BackgroundLoop
-from rollout.system.terminal_text import terminal_safe
 from trainer.build import make_chat, make_rewards, make_sampling
 from trainer.config.redaction import redact_words
 from trainer.config.schema import Config

@@ -13,15 +13,16 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rollout.errors import ConfigError
@@ -34,7 +35,10 @@ from trainer.checkpoint.checkpoint import TrainerState
 from trainer.checks.validate import validate
 from trainer.cli import schema, to_config
 from trainer.collect.groups import Collected, is_kept
-from trainer.config.schema import Config, EvalConfig
+from trainer.config.redaction import redact_words
+from trainer.config.saved_config import read_saved
+from trainer.config.schema import Config, EvalConfig, RewardConfig
+from trainer.config.user_code import outside_of
 from trainer.distributed.distributed import Distributed
 from trainer.engines.run_engines import start_engines
 from trainer.model.critic import with_critic
@@ -52,16 +56,16 @@ NOT_REPLAYED = ("time/", "perf/", "sync/", "eval/", "health/", "data/", "reward/
 """Prefixes of metrics that a replay does not compute, or that measure time."""
 
 
-def replay(path: Path, *, step: int | None, sample: bool, overrides: list[str]) -> bool:
+def replay(path: Path, *, step: int | None, sample: bool, overrides: list[str], trusts_run: bool = False) -> bool:
     """Replay a step and print the result. Returns False if exact weights gave other numbers than the run.
 
     path: directory of a run or of a dumped batch. step: update after the step; None for a dumped batch. sample: sample
-    the prompts instead of training on the rollouts.
+    the prompts instead of training on the rollouts. trusts_run: see `settings_of`.
     Raises `ConfigError`, `DataError` or `CheckpointError` if an input is missing or damaged.
     """
     quiet_third_parties()
     run = path.resolve().parent.parent if step is None else path
-    config = settings_of(run, overrides)
+    config = settings_of(run, overrides, sample=sample, trusts_run=trusts_run)
     if sample and config.rollout.max_staleness:
         raise ConfigError(
             "--sample needs a step whose rollouts come from one version of the weights; this run sampled ahead "
@@ -70,6 +74,8 @@ def replay(path: Path, *, step: int | None, sample: bool, overrides: list[str]) 
     distributed = Distributed.start(dtype=config.model.dtype, max_grad_norm=config.optimizer.max_grad_norm)
     with distributed:
         replayed = _Replay(run, config, distributed)
+        if sample and (named := outside_of(config)):
+            replayed.say(f"code, addresses and variables used with your rights: {', '.join(named)}")
         if step is None:
             return replayed.train_dump(path)
         saved = saved_step(run, step)
@@ -93,18 +99,46 @@ class SavedStep:
         return [list(group) for _, group in groupby(self.rollouts, key=lambda rollout: rollout.group_id)]
 
 
-def settings_of(run: Path, overrides: Sequence[str]) -> Config:
-    """Return the configuration of a run, with overrides as on the command line. Raises `ConfigError`."""
+def settings_of(run: Path, overrides: Sequence[str], *, sample: bool, trusts_run: bool = False) -> Config:
+    """Return the configuration of a run, with overrides as on the command line.
+
+    Others may have written the run, so code of its models is trusted only if an override says so. sample: keep
+    environment and rewards, which a replay that trains does not use. trusts_run: accept code, addresses and environment
+    variables that the configuration names; else they are a `ConfigError`. Raises `ConfigError`.
+    """
     path = run / "config.yaml"
+    saved = read_saved(path)
+    _distrust(saved)
     try:
-        tree = OmegaConf.merge(schema(), OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides)))
-        config = to_config(tree)  # type: ignore[arg-type]
-    except (OSError, OmegaConfBaseException, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{' '.join([str(path), *overrides])} is not a valid configuration: {error}") from error
+        given = OmegaConf.from_dotlist(list(overrides))
+        config = to_config(OmegaConf.merge(schema(), saved, given))  # type: ignore[arg-type]
+        asked = outside_of(to_config(OmegaConf.merge(schema(), given)))  # type: ignore[arg-type]
+    except (OmegaConfBaseException, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"{' '.join([str(path), *redact_words(overrides)])} is not a valid configuration: {error}"
+        ) from error
     config.resume, config.run_name = "never", None
     config.eval, config.data.heldout_path = EvalConfig(), None  # a replay evaluates nothing
+    if not sample:
+        config.environment = replace(config.environment, name="single_turn", settings={})
+        config.reward = RewardConfig()
+    unasked = [named for named in outside_of(config) if named not in asked]
+    if sample and unasked and not trusts_run:
+        raise ConfigError(
+            f"{path} names {', '.join(unasked)}: sampling would run this code and use these addresses and variables "
+            "with your rights; add --trust-run if you trust all who could write this directory"
+        )
     validate(config, needs_data=False)
     return config
+
+
+def _distrust(node: Any) -> None:
+    """Set `trust_remote_code` to false at every depth."""
+    for key in list(node) if isinstance(node, DictConfig) else range(len(node)):
+        if key == "trust_remote_code":
+            node[key] = False
+        elif isinstance(node[key], DictConfig | ListConfig):
+            _distrust(node[key])
 
 
 def saved_step(run: Path, update: int) -> SavedStep:
@@ -132,6 +166,7 @@ class _Replay:
     def __init__(self, run: Path, config: Config, distributed: Distributed) -> None:
         self._run, self._config, self._distributed = run, config, distributed
         self._console = RunConsole(enabled=distributed.is_main, total_updates=0)
+        self.say = self._console.say
         self._state: TrainerState | None = None
 
     def train(self, step: SavedStep) -> bool:

@@ -14,6 +14,7 @@ from rollout.engine.plugin import CHILD_ENV, SCHEDULER
 from rollout.errors import ConfigError, SyncError
 from rollout.server.guard import KEY_ENV
 from rollout.system.addresses import address_towards, is_loopback
+from trainer.config.redaction import redact_words
 from trainer.config.schema import Config
 from trainer.engines.start import engine_key
 from trainer.model.memory_plan import cache_gib
@@ -74,11 +75,13 @@ def environment(config: Config) -> dict[str, str]:
 
 
 def shell_line(config: Config) -> str:
-    """Return environment and command as one line for a shell, with the name of the key's variable as its value."""
+    """Return environment and command as one line for a shell, without secrets: for the key the name of its variable."""
     variables = environment(config)
     if config.rollout.api_key_env is not None:
         variables[KEY_ENV] = f"${config.rollout.api_key_env}"
-    return " ".join([*(f"{name}={value}" for name, value in variables.items()), shlex.join(command(config))])
+    return " ".join(
+        [*(f"{name}={value}" for name, value in variables.items()), shlex.join(redact_words(command(config)))]
+    )
 
 
 def check_host(host: str) -> None:

@@ -49,6 +49,12 @@ def test_shared_prompts_give_the_gradient_of_rows_apart(monkeypatch, capsys):
     assert result["rows"][0]["tokens"] < 0.5
 
 
+def test_the_gateway_is_measured_with_and_without_ids(monkeypatch, capsys):
+    result = result_of("gateway", monkeypatch, capsys)
+    assert {"exponent with ids", "exponent without ids"} <= result.keys()
+    assert result["last request with ids [KiB]"] < 4 * result["last request without ids [KiB]"]
+
+
 def test_growth_measures_a_point():
     point = runpy.run_path(str(BENCHMARKS / "growth.py"))["point"]
     sizes = {"length": 16, "rows": 4, "group": 2, "vocabulary": 64, "hidden": 32, "layers": 1, "budget": 64}

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import tomllib
+from fnmatch import fnmatch
+from pathlib import Path
 
 from tests.fixtures.paths import ROOT
 
@@ -46,4 +49,29 @@ def test_the_entry_point_lists_the_targets() -> None:
 
 
 def test_the_build_context_leaves_out_large_and_private_folders() -> None:
-    assert {".git", ".venv*", ".env", "runs", "models"} <= set((ROOT / ".dockerignore").read_text().split())
+    assert {".git", ".venv*", "runs", "models"} <= set((ROOT / ".dockerignore").read_text().split())
+
+
+def test_runs_that_may_execute_programs_of_a_model_get_namespaces() -> None:
+    """The options are in a variable of the usage, which the page on reliability explains."""
+    usage = re.findall(r"^#   docker run .*$", DOCKERFILE, re.MULTILINE)
+    assert [line for line in usage if "$ISOLATION" not in line and not line.endswith(" gpu-check")] == []
+    (isolation,) = re.findall(r'^#   ISOLATION="(.*)"$', DOCKERFILE, re.MULTILINE)
+    page = " ".join((ROOT / "docs" / "reliability.md").read_text().split())
+    assert isolation.startswith("--cap-add SYS_ADMIN --security-opt apparmor=unconfined ")
+    assert "`--cap-add SYS_ADMIN --security-opt apparmor=unconfined`" in page
+    assert "`--security-opt no-new-privileges`" in page
+
+
+KEY_FILES = (".env", ".env.local", ".netrc", "tls.key", "tls.pem")
+
+
+def test_files_that_hold_keys_reach_neither_the_image_nor_the_repository(tmp_path: Path) -> None:
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    for name in KEY_FILES:  # Docker matches a pattern without **/ at the top only
+        assert any(fnmatch(name, pattern.removeprefix("**/")) for pattern in ignored if pattern.startswith("**/")), name
+    shutil.copy(ROOT / ".gitignore", tmp_path)
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    asked = [*KEY_FILES, *(f"below/{name}" for name in KEY_FILES)]
+    found = subprocess.run(["git", "-C", tmp_path, "check-ignore", *asked], capture_output=True, text=True, check=False)
+    assert found.stdout.split() == asked

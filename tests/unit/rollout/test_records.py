@@ -45,6 +45,14 @@ def test_complete_evidence_is_accepted() -> None:
         ({"sampled_logprobs": (0.1, -0.5)}, "logprob 0.1"),
         ({"sampled_logprobs": (None, -0.5)}, "token 0 .id 3. has logprob None"),
         ({"sampled_logprobs": ("-0.5", -0.5)}, "has logprob -0.5"),
+        ({"sampled_logprobs": (False, -0.5)}, "token 0 .id 3. has logprob False"),
+        ({"sampled_logprobs": (-0.5, np.False_)}, "token 1 .id 4. has logprob False"),
+        ({"sampled_ids": (True, 4)}, "a sampled id is not a token id .True is a bool"),
+        ({"prompt_ids": (7, False)}, "a prompt id is not a token id .False is a bool"),
+        ({"sampled_ids": ("3", 4)}, "a sampled id is not a token id"),
+        ({"version_spans": (VersionSpan(version=True, start=0, end=2),)}, "are not integers"),  # type: ignore[arg-type]
+        ({"version_spans": (VersionSpan(version="3", start=0, end=2),)}, "are not integers"),  # type: ignore[arg-type]
+        ({"version_spans": (VersionSpan(version=3, start=False, end=2),)}, "are not integers"),
         ({"sampled_ids": (3, -1)}, "negative sampled id"),
         ({"sampled_ids": (3, 4.5)}, "a sampled id is not a token id"),
         ({"prompt_ids": (-1,)}, "negative prompt id"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 from trainer.config.tree import flow, settings
 from trainer.objective.correction.mismatch import PREFIX
 from trainer.observe.pages.chart import Chart, Curve, legend, number
-from trainer.observe.pages.render import render
+from trainer.observe.pages.render import render, write_page
 from trainer.observe.saved_run import SavedRun
 from trainer.observe.transcript import content_text, shortened, tool_calls
 
@@ -22,9 +23,8 @@ STAGES = ("rollout", "reward", "score", "update", "sync")
 
 
 def write_report(run: SavedRun, path: Path) -> None:
-    """Write the report. Raises OSError if the path cannot be written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(report(run), encoding="utf-8")
+    """Write the report. Raises OSError if the path cannot be written; an older report is then kept."""
+    write_page(path, report(run))
 
 
 def report(run: SavedRun) -> str:
@@ -126,8 +126,8 @@ def mismatch_charts(run: SavedRun) -> Iterator[Chart]:
     """Yield charts of engine against trainer on the same tokens, and of the correction."""
     kl = curves(run, {"engine against trainer": PREFIX + "kl"})
     kl += curves(run, {"noise floor": PREFIX + "noise_floor_kl"}, is_dashed=True)
-    if kl[0].points:
-        threshold = run.setting("correction.alarm_kl")
+    threshold = run.thresholds().kl
+    if kl[0].points and math.isfinite(threshold):
         ends = (kl[0].points[0][0], kl[0].points[-1][0])
         kl.append(Curve(name="alarm", points=[(update, threshold) for update in ends], is_dashed=True))
     yield Chart(title="|kl|", unit="nats per token", is_log=True, curves=kl)

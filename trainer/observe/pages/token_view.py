@@ -20,7 +20,7 @@ from trainer.diagnosis.diagnosis import CaseReport, Diagnosis
 from trainer.diagnosis.evidence import ScoredTokens
 from trainer.diagnosis.token_classes import CLASSES
 from trainer.observe.pages.chart import round_up
-from trainer.observe.pages.render import render
+from trainer.observe.pages.render import render, write_page
 
 TEMPLATE = "token_view.html.jinja"
 MAX_ROLLOUTS = 64
@@ -32,8 +32,7 @@ SMALLEST_SCALE = 0.01
 
 def write_token_view(path: Path, diagnosis: Diagnosis) -> None:
     """Write the page and create its directories. Raises OSError if the path cannot be written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(token_view(diagnosis), encoding="utf-8")
+    write_page(path, token_view(diagnosis))
 
 
 def token_view(diagnosis: Diagnosis) -> str:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+import rewards.functions.programs
 from rewards.functions.programs import code_tests, last_program
+from rewards.sandbox.sandbox import Ended, Execution
 from rollout.errors import DataError
 from tests.unit.rewards.workers.test_pool import rollout
 
 ANSWER = "Here it is:\n```python\ndef f(n):\n    return n * n\n```\nDone."
+PASSED = Execution(ended=Ended.EXITED, status=0, stdout="4\n", stderr="")
 
 
 def judged(answer: str, tests: object, **settings: object) -> float:
@@ -42,3 +45,29 @@ def test_malformed_tests_are_errors_not_zeros():
 def test_the_last_block_is_the_program():
     assert last_program("```python\na\n``` and ```py\nb\n```") == "b\n"
     assert last_program("a = 1") is None
+
+
+def test_output_is_read_as_far_as_the_expected_output_needs():
+    lines = "\n".join(map(str, range(20_000)))
+    assert len(lines) > 64 * 2**10
+    prints = "```python\nprint(*range(20_000), sep='{}')\n```"
+    assert judged(prints.format("\\n"), [{"input": "", "output": lines}]) == 1.0
+    assert judged(prints.format("\\r\\n"), [{"input": "", "output": lines}]) == 1.0
+    assert judged(prints.format(" "), [{"input": "", "output": lines}]) == 0.0
+
+
+@pytest.mark.parametrize("sep", ["", "\\n"], ids=["one_line", "empty_lines"])
+def test_a_program_whose_output_was_cut_does_not_pass(sep):
+    """The part that was kept would pass: only space follows, or a second copy of the word."""
+    floods = f"```python\nprint('x' * 65536)\nprint(' {sep}' * 10_000_000)\n```"
+    assert judged(floods, [{"input": "", "output": "x" * 65536}]) == 0.0
+
+
+def test_programs_run_without_isolation_only_if_asked(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        rewards.functions.programs, "run_python", lambda *_, unsafe, **__: asked.append(unsafe) or PASSED
+    )
+    for settings in ({}, {"unsafe": True}):
+        assert judged(ANSWER, [{"input": "", "output": "4"}], **settings) == 1.0
+    assert asked == [False, True]

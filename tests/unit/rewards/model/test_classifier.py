@@ -61,3 +61,16 @@ def test_a_model_spread_over_devices_scores_like_a_whole_one(saved, tmp_path):
     )
     assert spread.get_submodule("score").weight.is_meta, "no layer is elsewhere"
     torch.testing.assert_close(RewardModel(spread).score(rows, batch_size=2), expected)
+
+
+@torch.no_grad()
+def test_the_head_computes_in_float32_under_autocast(classifier):
+    classifier.score.weight.mul_(100)
+    module = RewardModel(classifier)
+    hidden = torch.randn(16, classifier.score.in_features).to(torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = classifier.score(hidden)
+        assert module.score([[5, 6, 7]], batch_size=1).dtype == torch.float32
+    exact = hidden.double() @ classifier.score.weight.double().T
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-4)

@@ -1,4 +1,4 @@
-"""Programs of a model in the sandbox. Most tests need a system with namespaces."""
+"""Programs of a model in the sandbox. Most tests need a system with namespaces. Attacks are in `tests/hostile/`."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from pathlib import Path
 import pytest
 
 import rewards.sandbox.sandbox
-from rewards.sandbox.sandbox import Ended, Limits, has_namespaces, run_python
-from rollout.errors import ConfigError
+from rewards.sandbox.sandbox import Ended, Limits, isolation_problem, run_python
+from rollout.errors import ConfigError, SandboxError
 
-contained = pytest.mark.skipif(not has_namespaces(), reason="this system allows no namespaces")
+IS_ISOLATED = isolation_problem() is None
+contained = pytest.mark.skipif(not IS_ISOLATED, reason="this system allows no namespaces")
 
 # Runs without namespaces only where the test says so: the program is the test's own.
 WORKER = """
 import os, sys
-import rewards.sandbox.sandbox
-if sys.argv[1] == "without":
-    rewards.sandbox.sandbox.has_namespaces = lambda: False
+from rewards.sandbox.sandbox import Limits, run_python
+unsafe = sys.argv[1] == "without"
+if unsafe:
     os.geteuid = lambda: 1000
-print(rewards.sandbox.sandbox.run_python(sys.argv[2], limits=rewards.sandbox.sandbox.Limits(timeout_s=60)).stdout)
+print(run_python(sys.argv[2], limits=Limits(timeout_s=60), unsafe=unsafe).stdout)
 """
 
 
@@ -55,13 +56,15 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 def processes(name: str) -> int:
     """Return the number of processes with this name (`prctl(PR_SET_NAME)`)."""
-    count = 0
-    for file in Path("/proc").glob("[0-9]*/comm"):
-        try:
-            count += file.read_text() == name + "\n"
-        except OSError:  # it has ended meanwhile
-            continue
-    return count
+    return sum(read(file) == name + "\n" for file in Path("/proc").glob("[0-9]*/comm"))
+
+
+def read(file: Path) -> str:
+    """Return the text of a file in /proc; empty if its process has ended."""
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -91,7 +94,7 @@ def test_a_program_that_hangs_is_killed_with_its_children():
     started = time.monotonic()
     assert run_python(source, limits=Limits(timeout_s=1.5)).ended is Ended.TIMEOUT
     assert time.monotonic() - started < 10
-    if has_namespaces():
+    if IS_ISOLATED:
         time.sleep(0.2)
         commands = [p.read_bytes() for p in Path("/proc").glob("[0-9]*/cmdline") if p.exists()]
         assert not any(marker.encode() in command for command in commands)
@@ -104,7 +107,7 @@ def test_the_environment_is_empty(monkeypatch):
     assert result.stdout.strip() == "['HOME', 'LANG', 'PATH']"
     parents = "import os\nfor p in os.listdir('/proc'):\n    try: print(open(f'/proc/{p}/environ').read())\n" \
               "    except OSError: pass"  # fmt: skip
-    if has_namespaces():
+    if IS_ISOLATED:
         assert "hunter2" not in run_python(parents).stdout
 
 
@@ -223,28 +226,64 @@ def test_without_namespaces_the_next_sandbox_removes_what_a_killed_worker_left(w
     assert list(tmp_path.iterdir()) == []
 
 
-@contained
-def test_there_are_no_privileges_to_gain():
-    result = run_python(
-        "import os, ctypes\n"
-        "print([line for line in open('/proc/self/status') if line.startswith(('CapEff', 'NoNewPrivs'))])\n"
-        "libc = ctypes.CDLL(None, use_errno=True)\n"
-        "print(libc.mount(b'none', b'/sandbox', b'tmpfs', 0, None), libc.unshare(0x00020000), libc.chroot(b'.'))"
-    )
-    assert "CapEff:\\t0000000000000000" in result.stdout
-    assert "NoNewPrivs:\\t1" in result.stdout
-    assert result.stdout.split()[-3:] == ["-1", "-1", "-1"]
-
-
 def test_memory_files_and_output_are_bounded():
     assert "MemoryError" in run_python("x = bytearray(2**31)").stderr
     assert "File too large" in run_python("open('big', 'wb').write(b'x' * 2**26)").stderr
     result = run_python("print('x' * 10**8)", limits=Limits(timeout_s=20.0, output_bytes=1000))
     assert result.stdout == "x" * 1000
+    assert result.is_cut
+    exact = run_python("print('x' * 999)", limits=Limits(output_bytes=1000))
+    assert (exact.stdout, exact.is_cut) == ("x" * 999 + "\n", False)
 
 
 def test_as_root_without_namespaces_nothing_is_run(monkeypatch):
-    monkeypatch.setattr(rewards.sandbox.sandbox, "has_namespaces", lambda: False)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    with pytest.raises(ConfigError, match="not run as root without namespaces"):
+    with pytest.raises(ConfigError, match="not run as root without isolation"):
+        run_python("print(1)", unsafe=True)
+
+
+@contained
+def test_a_failure_to_isolate_is_an_error_each_time_and_not_remembered(monkeypatch):
+    monkeypatch.setattr(rewards.sandbox.sandbox, "refusing_filter", lambda: bytes(8))  # the kernel refuses it
+    for _ in range(2):
+        with pytest.raises(SandboxError, match=r"did not isolate .* so it did not run; .*code_tests.unsafe=true"):
+            run_python("print(1)")
+    monkeypatch.undo()
+    assert run_python("print(1)").stdout == "1\n"
+
+
+@contained
+def test_a_program_that_was_not_started_in_time_is_an_error_not_a_result(monkeypatch):
+    monkeypatch.setattr(rewards.sandbox.sandbox, "START_TIMEOUT_S", 0.001)
+    with pytest.raises(SandboxError, match="no program after"):
         run_python("print(1)")
+
+
+@contained
+def test_the_kernel_takes_a_program_first_if_memory_runs_out():
+    name = f"o{time.monotonic_ns() % 10**12}"
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(run_python, f"{named(name)}time.sleep(2)")
+        wait_until(lambda: processes(name) == 1)
+        (found,) = [file.parent for file in Path("/proc").glob("[0-9]*/comm") if read(file) == name + "\n"]
+        assert read(found / "oom_score_adj") == "1000\n"
+
+
+@contained
+def test_a_program_ends_with_the_process_that_runs_it(worker):
+    """Only that process is killed, not its group."""
+    name = f"d{time.monotonic_ns() % 10**12}"
+    process = worker("with", f"{named(name)}time.sleep(60)")
+    wait_until(lambda: processes(name) == 1)
+    process.kill()
+    wait_until(lambda: processes(name) == 0)
+
+
+def test_odd_sources_and_inputs_are_run_or_refused_by_the_interpreter():
+    assert run_python("# \x00\nprint(1)").status != 0
+    assert "1" in run_python("x = '\ud800'\nprint(1)").stdout
+    assert run_python("# coding: rot13\ncevag(6 * 7)").status != 0
+    large = run_python(
+        "import sys\nprint(len(sys.stdin.read()))", stdin="x" * 50_000_000, limits=Limits(timeout_s=30.0)
+    )
+    assert large.stdout == "50000000\n"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import given, settings
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from rollout.chat.chat import Chat
 from rollout.episode.rows import rows_from_calls
@@ -227,3 +229,24 @@ def test_a_template_without_end_of_turn_token_is_extended_by_the_text_after_the_
     extended = chat.extend(call, [USER, chat.parse(call.sampled_ids)], [USER])
     assert extended is not None
     assert tokenizer.decode(extended) == rendered(tokenizer, [USER, {"role": "assistant", "content": "fine"}, USER])
+
+
+def test_a_template_without_end_of_turn_token_gets_no_space_before_new_messages() -> None:
+    """Tokenizers like Llama 2's put a space before the first word of an input; new messages continue a text."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
+    tokenizer.train_from_iterator(
+        ["user: fine assistant: \n"] * 4, trainers.BpeTrainer(special_tokens=["<unk>", "</s>"])
+    )
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
+    wrapped.chat_template = (
+        "{%- for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{%- endfor %}"
+        "{{ 'assistant:' if add_generation_prompt else '' }}"
+    )
+    chat = Chat(wrapped)
+    user = {"role": "user", "content": "fine"}
+    call = a_call(chat.prompt([user]), encoded(wrapped, "fine"), FinishReason.LENGTH)
+    extended = chat.extend(call, [user, chat.parse(call.sampled_ids)], [user])
+    assert extended is not None
+    assert extended == encoded(wrapped, "user: fine\nassistant: fine\nuser: fine\nassistant:")

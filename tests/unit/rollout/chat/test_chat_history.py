@@ -9,7 +9,7 @@ import pytest
 
 from rollout.chat.chat import Chat
 from rollout.episode.rows import rows_from_calls
-from rollout.records import EngineCall
+from rollout.records import EngineCall, FinishReason
 from tests.fixtures.conversations import USER, WEATHER, a_call, encoded
 from tests.fixtures.tokenizers import chat_tokenizer
 
@@ -69,6 +69,38 @@ def test_the_empty_think_block_of_the_last_turn_does_not_count_as_history(sample
     extended = chat.extend(call, [USER, chat.parse(call.sampled_ids)], [USER])
     assert (extended is not None) is extends
     assert Chat(tokenizer).extend(call, [USER, chat.parse(call.sampled_ids)], [USER]) is not None
+
+
+@pytest.mark.parametrize("sampled", ["<think>\nlook it", "<think>\n<tool_call>", "<think>"])
+def test_reasoning_cut_by_length_branches_with_history_template_and_is_not_closed_with_keep(sampled: str) -> None:
+    """Qwen3 writes the reasoning before a tool result with </think>, which was not sampled."""
+    tokenizer = chat_tokenizer("qwen3")
+    keep, follow = Chat(tokenizer), Chat(tokenizer, history="template")
+    call = a_call(keep.prompt([USER]), encoded(tokenizer, sampled), FinishReason.LENGTH)
+    history = [USER, keep.parse(call.sampled_ids)]
+    result = [{"role": "tool", "content": "go on"}]
+    assert follow.extend(call, history, result) is None
+    extended = keep.extend(call, history, result)
+    assert extended is not None
+    assert tokenizer.decode(extended[len(call.prompt_ids) :]) == (
+        f"{sampled}<|im_end|>\n<|im_start|>user\n<tool_response>\ngo on\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    closed = a_call(call.prompt_ids, [*encoded(tokenizer, "<think>\nlook it\n</think>\n\n"), tokenizer.eos_token_id])
+    assert follow.extend(closed, [USER, follow.parse(closed.sampled_ids)], result) is not None
+
+
+def test_analysis_cut_by_length_branches_with_history_template() -> None:
+    """The template would write an empty final message after it."""
+    tokenizer = chat_tokenizer("gpt_oss_like")
+    keep, follow = Chat(tokenizer), Chat(tokenizer, history="template")
+    for end in ("", "<|end|>"):
+        sampled = encoded(tokenizer, f"<|channel|>analysis<|message|>look it{end}")
+        call = a_call(keep.prompt([USER]), sampled, FinishReason.LENGTH)
+        history = [USER, keep.parse(call.sampled_ids)]
+        assert history[-1]["reasoning_content"] == "look it"
+        assert follow.extend(call, history, [USER]) is None
+        assert keep.extend(call, history, [USER]) is not None
 
 
 def test_history_template_branches_where_an_earlier_turn_is_shown_differently() -> None:

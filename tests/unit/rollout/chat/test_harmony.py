@@ -160,6 +160,35 @@ def test_a_turn_cut_by_length_is_closed_once() -> None:
     assert decoded(extended[len(cut.all_ids) :]).startswith("<|end|><|start|>user")
 
 
+@pytest.mark.parametrize(
+    ("sampled", "reasoning", "content"),
+    [
+        ("<|channel|>analysis<|message|>look it", "look it", ""),
+        ("<|channel|>analysis<|message|>look it<|end|>", "look it", ""),
+        ("<|channel|>analysis<|message|><|end|><|start|>assistant<|channel|>final<|message|>it is", "", "it is"),
+        (
+            "<|channel|>analysis<|message|>look<|end|><|start|>assistant<|channel|>final<|message|>it is",
+            "look",
+            "it is",
+        ),
+    ],
+)
+def test_history_template_branches_after_a_cut_turn_whose_analysis_the_library_does_not_repeat(
+    sampled: str, reasoning: str, content: str
+) -> None:
+    """It drops analysis before a final message, and writes an empty one after analysis that was cut."""
+    message = message_of(sampled)
+    assert (message["reasoning_content"], message["content"]) == (reasoning, content)
+    for history, extends in ((History.KEEP, True), (History.TEMPLATE, False)):
+        chat = renderer(history)
+        call = a_call(chat.prompt([USER], ()), encoded(sampled))
+        extended = chat.extend(call, [USER, message], [USER], ())
+        assert (extended is not None) is extends
+        if extended is not None:
+            end = "" if sampled.endswith("<|end|>") else "<|end|>"
+            assert decoded(extended[len(call.all_ids) :]).startswith(f"{end}<|start|>user<|message|>")
+
+
 def test_a_tool_result_without_a_name_is_refused() -> None:
     with pytest.raises(TemplateError, match="needs the name of its tool"):
         list(to_harmony({"role": "tool", "content": "x"}))

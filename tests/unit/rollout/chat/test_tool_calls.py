@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.chat.tool_calls import MAX_DEPTH, ToolCall, Turn, parse_hermes, parse_llama3, split_reasoning
+from rollout.chat.harmony import parse_harmony
+from rollout.chat.tool_calls import (
+    MAX_DEPTH,
+    PYTHON_TAG,
+    ToolCall,
+    Turn,
+    parse_hermes,
+    parse_llama3,
+    split_reasoning,
+)
 
 
 def hermes(*bodies: str) -> str:
@@ -104,6 +113,54 @@ def test_reasoning_is_the_content_of_the_first_think_block(
     assert split_reasoning(text, is_open=is_open) == expected
 
 
+CALL = '{"name": "a", "arguments": {"text": "%s"}}'
+
+
+@pytest.mark.parametrize("words", ["say <think>why</think> first", "</think>", "<think>", "</think> <think>"])
+@pytest.mark.parametrize(
+    ("before", "reasoning"), [("", None), ("<think>\nhm\n</think>\n\n", "hm"), ("<think></think>", "")]
+)
+def test_think_tags_in_arguments_are_arguments(words: str, before: str, reasoning: str | None) -> None:
+    turn = parse_hermes(before + hermes(CALL % words, CALL % words))
+    assert [json.loads(call.arguments) for call in turn.calls] == [{"text": words}] * 2
+    assert (turn.reasoning, turn.content, turn.errors) == (reasoning, "", ())
+    llama = parse_llama3(before + CALL % words, tool_names=["a"])
+    assert [json.loads(call.arguments) for call in llama.calls] == [{"text": words}]
+    assert (llama.reasoning, llama.content, llama.errors) == (reasoning, "", ())
+
+
+@pytest.mark.parametrize("body", ['{"name": "a", "arguments": {"text": "</think>"}', "<think>x</think>"])
+@pytest.mark.parametrize("close", ["</tool_call>", ""])
+def test_a_malformed_call_with_think_tags_is_explained(body: str, close: str) -> None:
+    text = f"Well. <tool_call>{body}{close}"
+    turn = parse_hermes(text)
+    assert (turn.calls, turn.reasoning, turn.content) == ((), None, text)
+    assert len(turn.errors) == 1
+    turn = parse_llama3(PYTHON_TAG + body)
+    assert (turn.calls, turn.reasoning, turn.content) == ((), None, PYTHON_TAG + body)
+    assert len(turn.errors) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "is_open", "reasoning", "names"),
+    [
+        ("<think>use <tool_call> now</think>#", False, "use <tool_call> now", ["a"]),
+        ("use <tool_call> now</think>#", True, "use <tool_call> now", ["a"]),
+        ("<think># no</think>", False, "# no", []),
+        ("# no</think>#", True, "# no", ["a"]),
+        ("#", True, "#", []),
+    ],
+)
+def test_a_think_block_ends_at_the_first_close_outside_a_well_formed_call(
+    text: str, is_open: bool, reasoning: str, names: list[str]
+) -> None:
+    call = hermes(CALL % "</think>")
+    turn = parse_hermes(text.replace("#", call), reasoning_is_open=is_open)
+    assert turn.reasoning == reasoning.replace("#", call)
+    assert [call.name for call in turn.calls] == names
+    assert turn.errors == ()
+
+
 def test_llama_calls_with_and_without_python_tag() -> None:
     one, two = '{"name": "a", "parameters": {"x": 1}}', '{"name": "b", "parameters": {}}'
     for text in (f"<|python_tag|>{one}; {two}", f"<|python_tag|>{one}\n{two}"):
@@ -129,6 +186,14 @@ def test_call_ids_are_repeatable_and_distinct_with_nine_letters_and_digits() -> 
     assert all(len(name) == 9 and name.isalnum() for name in ids)
 
 
+def test_equal_calls_in_two_turns_of_a_conversation_have_different_ids() -> None:
+    turn = parse_hermes(hermes('{"name": "a"}'))
+    ids = [turn.message([1, 2], prompt_ids=prompt)["tool_calls"][0]["id"] for prompt in ((), [5], (5,), (5, 6), (1, 5))]
+    assert ids[1] == ids[2]
+    assert len(set(ids)) == 4
+    assert all(len(name) == 9 and name.isalnum() for name in ids)
+
+
 fragments = st.sampled_from(
     [
         "<think>",
@@ -150,3 +215,25 @@ def test_parsing_never_raises_and_arguments_are_always_json_objects(text: str) -
     for turn in (parse_hermes(text), parse_llama3(text, tool_names=["a"])):
         assert all(isinstance(json.loads(call.arguments), dict) for call in turn.calls)
         assert turn.message([])["role"] == "assistant"
+
+
+@pytest.mark.parametrize(
+    ("text", "is_open", "is_cut"),
+    [
+        ("<think>a", False, True),
+        ("<think>a</think>", False, False),
+        ("a", True, True),
+        ("a</think>", True, False),
+        ("a", False, False),
+        ("a <think>b", False, False),
+        ("<think>" + hermes(CALL % "</think>"), False, True),
+        (hermes(CALL % "</think>"), False, False),
+    ],
+)
+def test_a_turn_ends_in_its_reasoning_if_no_tag_outside_calls_closes_it(text: str, is_open: bool, is_cut: bool) -> None:
+    assert parse_hermes(text, reasoning_is_open=is_open).ends_in_reasoning is is_cut
+    assert parse_llama3(text, reasoning_is_open=is_open).ends_in_reasoning is is_cut
+    assert parse_harmony("<|channel|>analysis<|message|>a<|end|>").ends_in_reasoning
+    assert not parse_harmony(
+        "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b"
+    ).ends_in_reasoning

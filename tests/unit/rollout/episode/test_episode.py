@@ -134,3 +134,21 @@ async def test_a_hosted_conversation_that_fills_the_context_ends_the_episode_and
     assert rollout.status is status
     assert len(rollout.calls) == 1
     assert rollout.is_trainable
+
+
+async def test_equal_calls_in_two_turns_get_different_ids() -> None:
+    class Asks:
+        tools: Sequence[Mapping[str, Any]] = ()
+
+        async def reset(self, example: Mapping[str, Any]) -> Sequence[Message]:
+            return [{"role": "user", "content": "go"}]
+
+        async def step(self, message: Message) -> Step:
+            (call,) = message["tool_calls"]
+            return Step(messages=({"role": "tool", "tool_call_id": call["id"], "content": "same"},))
+
+    call = '<tool_call>{"name": "a", "arguments": {}}</tool_call>'
+    rollout = await play(Asks(), Policy(lambda prompt: call), max_turns=3)
+    ids = [message["tool_calls"][0]["id"] for message in rollout.messages if message.get("tool_calls")]
+    assert len(set(ids)) == len(ids) == 3
+    assert [message["tool_call_id"] for message in rollout.messages if message["role"] == "tool"] == ids

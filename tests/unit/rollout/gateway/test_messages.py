@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.gateway.messages import read_messages, read_tools, without_ids
+from rollout.gateway.messages import forget_ids, read_last_ids, read_message, read_tools
 
 
 @pytest.mark.parametrize(
@@ -23,22 +23,24 @@ from rollout.gateway.messages import read_messages, read_tools, without_ids
     ],
 )
 def test_only_known_keys_reach_a_chat_template(message, expected):
-    assert read_messages([message]) == ({"role": message["role"], **expected},)
+    assert read_message(message, "messages[0]") == {"role": message["role"], **expected}
 
 
 def test_a_tool_call_keeps_its_id_name_and_arguments():
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "not JSON"}}
     sent = {**call, "index": 0, "function": {**call["function"], "x": 1}}
-    (message,) = read_messages([{"role": "assistant", "tool_calls": [sent]}])
+    message = read_message({"role": "assistant", "tool_calls": [sent]}, "messages[0]")
     assert message["tool_calls"] == [call]
 
 
-def test_token_evidence_stays_on_assistant_messages_until_it_is_removed():
+def test_messages_lose_their_token_evidence_and_only_the_last_sampled_ids_are_read():
     evidence = {"prompt_token_ids": [1], "generation_token_ids": [2], "generation_log_probs": [-0.5]}
-    said = {"role": "assistant", "content": "a"}
-    messages = read_messages([{**said, **evidence}])
-    assert messages == ({**said, **evidence},)
-    assert without_ids(messages) == (said,)
+    said, user = {"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}
+    messages = [{**said, **evidence}, user, {**said, **evidence, "generation_token_ids": [3]}, user]
+    forget_ids(messages)
+    assert messages == [said, user, {**said, "generation_token_ids": [3]}, user]
+    assert read_last_ids(messages) == (3,)
+    assert read_message(messages[2], "messages[2]") == said
 
 
 def test_a_tool_keeps_its_function_and_gets_parameters():

@@ -13,6 +13,7 @@ from rollout.chat.chat import Chat
 from rollout.engine.protocol import Sampling
 from rollout.errors import TemplateError
 from rollout.gateway.errors import ApiError
+from rollout.gateway.prefix_chain import Prefixes
 from rollout.gateway.protocol import ChatRequest, read_chat_request, read_json
 from rollout.gateway.session import Session
 from rollout.gateway.splice import make_prompt
@@ -21,11 +22,12 @@ from tests.fixtures.tokenizers import chat_tokenizer
 CHAT = Chat(chat_tokenizer("qwen3"))
 USER = {"role": "user", "content": "say it"}
 TOOL = {"type": "function", "function": {"name": "f"}}
+PREFIXES = Prefixes()
 OFFERED = [Sampling(max_tokens=16), Sampling(temperature=0.0, max_tokens=8)]
 
 
 def read(**fields: Any) -> ChatRequest:
-    return read_chat_request({"messages": [USER], **fields}, offered=OFFERED, vocab_size=10)
+    return read_chat_request({"messages": [USER], **fields}, offered=OFFERED, vocab_size=10, prefixes=PREFIXES)
 
 
 def with_call(**fields: Any) -> list[dict[str, Any]]:
@@ -58,6 +60,7 @@ def test_settings_without_an_effect_are_accepted():
 def test_the_lower_of_the_two_token_limits_counts():
     assert read(max_tokens=7, max_completion_tokens=5).sampling.max_tokens == 5
     assert read(max_completion_tokens=5).sampling.max_tokens == 5
+    assert read(max_tokens=4096).sampling.max_tokens == 16, "the run's limit is lower"
 
 
 def test_fields_reach_the_request():
@@ -77,7 +80,11 @@ def test_fields_reach_the_request():
         ({"n": 1.0}, "n", "invalid_type"),
         ({"n": 129}, "n", "invalid_value"),
         ({"seed": 2**63}, "seed", "invalid_value"),
-        ({"max_completion_tokens": 17}, "max_completion_tokens", "invalid_value"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens", "invalid_value"),
+        ({"max_completion_tokens": 2**63}, "max_completion_tokens", "invalid_value"),
+        ({"top_logprobs": 5}, "top_logprobs", "unsupported_parameter"),
+        ({"parallel_tool_calls": 0}, "parallel_tool_calls", "invalid_type"),
+        ({"stop_token_ids": [1] * 65}, "stop_token_ids", None),
         ({"temperature": True}, "temperature", "invalid_type"),
         ({"stream": 1}, "stream", "invalid_type"),
         ({"stream_options": []}, "stream_options", "invalid_type"),
@@ -92,6 +99,9 @@ def test_fields_reach_the_request():
         ({"tools": [TOOL, {"type": "function"}]}, "tools[1].function", "invalid_type"),
         ({"tools": [{**TOOL, "function": {"name": "a b"}}]}, "tools[0].function.name", "invalid_type"),
         ({"tools": [{**TOOL, "function": {"name": "f", "parameters": []}}]}, "tools[0].function.parameters", None),
+        ({"tools": [TOOL] * 1025}, "tools", None),
+        ({"messages": [USER] * 32769}, "messages", None),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}] * 1025}]}, "messages[0].tool_calls", None),
         ({"messages": [USER, "x"]}, "messages[1]", "invalid_type"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "invalid_type"),
         ({"messages": [{**USER, "name": 1}]}, "messages[0].name", "invalid_type"),
@@ -124,8 +134,9 @@ def parse(raw: bytes) -> None:
     """Parse a request and make its prompt. Only errors with a status of 4xx may be raised."""
     offered = [Sampling(max_tokens=8)]
     try:
-        request = read_chat_request(read_json(raw), offered=offered, vocab_size=100)
-        json.dumps(make_prompt(CHAT, Session("", offered=offered), request.messages, request.tools).ids)
+        request = read_chat_request(read_json(raw), offered=offered, vocab_size=100, prefixes=PREFIXES)
+        session = Session("", offered=offered)
+        json.dumps(make_prompt(CHAT, session, request.conversation, request.last_ids).ids)
     except ApiError as error:
         assert 400 <= error.status < 500  # noqa: PT017
         json.dumps(error.body)
@@ -184,4 +195,4 @@ DEEP = "[" * 900 + "]" * 900
 )
 def test_malicious_json_is_refused(raw):
     with pytest.raises(ApiError):
-        read_chat_request(read_json(raw), offered=[Sampling(max_tokens=8)], vocab_size=100)
+        read_chat_request(read_json(raw), offered=[Sampling(max_tokens=8)], vocab_size=100, prefixes=PREFIXES)

@@ -14,7 +14,7 @@ from rollout.errors import EngineError, EvidenceError
 from rollout.gateway.server import GatewaySettings
 from rollout.records import FinishReason
 from rollout.saved_rollouts import from_json
-from tests.fixtures.gateway import Running, running
+from tests.fixtures.gateway import Running, running, says
 from tests.fixtures.tokenizers import chat_tokenizer
 
 QWEN = chat_tokenizer("qwen3")
@@ -41,7 +41,7 @@ async def test_an_answer_carries_ids_and_logprobs_of_every_sampled_token():
         extra = choice.message.model_extra
         assert choice.message.content == "hello there"
         assert choice.finish_reason == "stop"
-        assert extra["prompt_token_ids"] == list(server.engine.prompts[0])
+        assert answer.model_extra["prompt_token_ids"] == list(server.engine.prompts[0])
         assert extra["generation_token_ids"] == sampled
         assert extra["generation_log_probs"] == [pytest.approx(-0.01 * (i + 1)) for i in range(len(sampled))]
         assert [token.logprob for token in choice.logprobs.content] == extra["generation_log_probs"]
@@ -138,7 +138,8 @@ async def test_stop_token_ids_and_a_lower_limit_reach_the_engine():
         ({"top_p": 0.9}, ("top_p=0.9", "top_p=1")),
         ({"extra_body": {"top_k": 40}}, ("top_k=40", "top_k=0")),
         ({"extra_body": {"min_p": 0.1}}, ("min_p=0.1", "min_p=0")),
-        ({"max_tokens": 257}, ("max_tokens", "256")),
+        ({"max_tokens": 0}, ("max_tokens", "1 and")),
+        ({"logprobs": True, "top_logprobs": 5}, ("top_logprobs", "leave it out")),
         ({"presence_penalty": 0.5}, ("presence_penalty", "0")),
         ({"logit_bias": {"5": 1}}, ("logit_bias", "{}")),
         ({"extra_body": {"repetition_penalty": 1.1}}, ("repetition_penalty", "1")),
@@ -152,7 +153,7 @@ async def test_stop_token_ids_and_a_lower_limit_reach_the_engine():
         ({"messages": [{"role": "wizard", "content": "x"}]}, ("messages[0].role", "user")),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, ("image_url", "text")),
         ({"messages": [{"role": "user", "content": "x", "generation_token_ids": [1]}]}, ("messages[0]", "user")),
-        ({"messages": [USER, {"role": "assistant", "content": "x", "prompt_token_ids": ["a"]}]}, ("messages[1]",)),
+        ({"messages": [USER, {"role": "assistant", "content": "x", "generation_token_ids": ["a"]}]}, ("messages[1]",)),
     ],
     ids=lambda value: str(value)[:60] if isinstance(value, dict) else "",
 )
@@ -201,7 +202,10 @@ async def test_an_aborted_answer_is_not_recorded_and_may_be_requested_again():
         with pytest.raises(openai.InternalServerError) as caught:
             await server.client_of("x").chat.completions.create(model="policy", messages=[USER])
         assert caught.value.status_code == 503
-        assert server.gateway._named["x"].calls == ()
+        assert "x" not in server.gateway._named
+        server.engine.finish = None
+        await server.client_of("x").chat.completions.create(model="policy", messages=[USER])
+        assert [answer.order for answer in server.gateway._named["x"]._answers] == [(0, 0)], "it did not count"
 
 
 async def test_without_a_key_only_health_answers():
@@ -331,7 +335,55 @@ async def test_requests_without_a_session_forget_the_oldest_turns_and_continue(m
     async with running(QWEN, *(f"turn {i}<|im_end|>" for i in range(4))) as server:
         messages = [(await server.ask([USER])).choices[0].message for _ in range(3)]
         kinds = [(await server.ask([USER, m, USER])).model_extra["prompt_kind"] for m in (messages[0], messages[2])]
-        assert kinds == ["not_sampled", "extended"]
+        assert kinds == ["forgotten", "extended"]
+
+
+async def test_requests_without_a_session_remember_many_agents_and_say_when_they_forget_one(monkeypatch, caplog):
+    monkeypatch.setattr("rollout.gateway.server.MAX_TOKENS_WITHOUT_SESSION", 6000)
+    async with running(QWEN, "hello<|im_end|>") as server:
+        starts = [[{"role": "user", "content": f"agent {i}"}] for i in range(300)]
+        messages = [[*start, (await server.ask(start)).choices[0].message, USER] for start in starts]
+        assert server.gateway._anonymous._num_tokens <= 6000
+        kept = len(server.gateway._anonymous._answers)
+        assert 10 < kept < 300
+        assert (await server.ask(messages[-1])).model_extra["prompt_kind"] == "extended"
+        assert caplog.text == ""
+        for i in (0, 1):
+            assert (await server.ask(messages[i])).model_extra["prompt_kind"] == "forgotten"
+        assert caplog.text.count("its last answer was forgotten") == 1
+        assert "/s/<name>/v1" in caplog.text
+
+
+async def test_three_hundred_agents_continue_without_sessions():
+    async with running(QWEN, "hello<|im_end|>") as server:
+        starts = [[{"role": "user", "content": f"agent {i}"}] for i in range(300)]
+        messages = [[*start, (await server.ask(start)).choices[0].message, USER] for start in starts]
+        assert (await server.ask(messages[0])).model_extra["prompt_kind"] == "extended"
+
+
+async def test_one_tool_call_per_turn_is_the_sampled_turn_up_to_its_first_call():
+    async with running(QWEN, CALLS, "done<|im_end|>") as server:
+        whole = (await server.ask([USER], tools=TOOLS, parallel_tool_calls=True)).choices[0].message
+        assert len(whole.tool_calls) == 2
+        server.engine.script = says(QWEN, CALLS, "done<|im_end|>")
+        choice = (await server.ask([USER], tools=TOOLS, parallel_tool_calls=False, logprobs=True)).choices[0]
+        assert [call.function.arguments for call in choice.message.tool_calls] == ['{"city": "Paris"}']
+        assert choice.finish_reason == "tool_calls"
+        kept = choice.message.model_extra["generation_token_ids"]
+        assert server.text(kept).endswith("</tool_call>")
+        assert kept == whole.model_extra["generation_token_ids"][: len(kept)]
+        assert choice.message.content == "looking"
+        result = {"role": "tool", "tool_call_id": choice.message.tool_calls[0].id, "content": "sun"}
+        answer = await server.ask([USER, choice.message, result], tools=TOOLS, parallel_tool_calls=False)
+        assert answer.model_extra["prompt_kind"] == "extended"
+        assert "</tool_call><|im_end|>\n<|im_start|>user" in server.text(server.engine.prompts[-1])
+
+
+async def test_a_higher_token_limit_than_the_runs_is_the_runs():
+    async with running(QWEN, "hello there<|im_end|>", sampling=Sampling(max_tokens=2)) as server:
+        choice = (await server.ask([USER], max_tokens=4096)).choices[0]
+        assert server.engine.samplings[0].max_tokens == 2
+        assert choice.finish_reason == "length"
 
 
 async def test_all_concurrent_requests_are_recorded():

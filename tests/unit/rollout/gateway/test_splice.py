@@ -55,7 +55,7 @@ async def test_an_echoed_message_is_spliced_with_its_exact_ids():
         assert message.model_extra["generation_token_ids"] == odd
         assert prompt[: len(server.engine.prompts[0]) + len(odd)] == [*server.engine.prompts[0], *odd]
         assert second.model_extra["prompt_kind"] == "extended"
-        assert second.choices[0].message.model_extra["prompt_token_ids"] == prompt
+        assert second.model_extra["prompt_token_ids"] == prompt
 
 
 @pytest.mark.parametrize("turn", ["_Skinny<|im_end|>", CALL], ids=["text", "tool call"])
@@ -148,7 +148,7 @@ async def test_a_turn_that_ended_on_another_stop_token_gets_no_second_terminator
 async def test_a_turn_with_its_ids_but_without_its_reasoning_is_an_edited_turn():
     async with running(QWEN, "<think>\nhm\n</think>\n\nanswer<|im_end|>") as server:
         message = (await server.ask([USER])).choices[0].message
-        kept = stripped(message, "prompt_token_ids", "generation_token_ids", "generation_log_probs")
+        kept = stripped(message, "generation_token_ids", "generation_log_probs")
         answer = await server.ask([USER, kept, MORE])
         assert answer.model_extra["prompt_kind"] == "turn_edited"
         assert "hm" not in server.text(server.engine.prompts[1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from typing import Any
 
 import aiohttp
 import numpy as np
@@ -13,6 +14,8 @@ import torch
 from rollout.engine.protocol import Sampling
 from rollout.errors import EngineError, EvidenceError, RequestError
 from rollout.records import EngineCall, FinishReason, SamplingSupport, VersionSpan
+from rollout.saved_rollouts import call_to_json
+from rollout.server import remote_rank_engine
 from rollout.server.remote_rank_engine import EngineService, RemoteRankEngine
 from rollout.system.background_loop import BackgroundLoop
 
@@ -111,3 +114,37 @@ def test_a_request_without_the_key_is_refused(loop: BackgroundLoop, own: FakeEng
     assert loop.run(status({})) == loop.run(status({"Authorization": "Bearer wrong"})) == 401
     assert own.asked == []
     assert loop.run(status({"Authorization": "Bearer secret"})) == 200
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sampled_logprobs": ["-0.1", -0.2]},
+        {"sampled_logprobs": [False, -0.2]},
+        {"sampled_ids": [True, 6]},
+        {"prompt_ids": ["1", 2]},
+        {"version_spans": [["4", 0, 2]]},
+        {"support": {"offsets": ["0", "1", "3"], "token_ids": [5, 6, 9]}},
+        {"support": {"offsets": [0, 1, 3], "token_ids": [5, 6, "9"]}},
+        {"support": {"offsets": [False, True, 3], "token_ids": [5, 6, 9]}},
+        {"support": {"offsets": [0, 1, 3], "token_ids": [5, 6, 9.0]}},
+    ],
+)
+def test_evidence_in_another_form_is_refused(
+    loop: BackgroundLoop, peer: RemoteRankEngine, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(remote_rank_engine, "call_to_json", lambda call: call_to_json(call) | change)
+    with pytest.raises(EvidenceError):
+        loop.run(peer.generate((1, 2), SAMPLING))
+
+
+@pytest.mark.parametrize("scores", [["-0.5"], [False], [None], "0", None])
+def test_scores_in_another_form_are_refused(
+    loop: BackgroundLoop, own: FakeEngine, peer: RemoteRankEngine, monkeypatch: pytest.MonkeyPatch, scores: Any
+) -> None:
+    async def score(ids: Sequence[int]) -> Any:
+        return scores
+
+    monkeypatch.setattr(own, "score", score)
+    with pytest.raises(EvidenceError, match="the engine of rank 1"):
+        loop.run(peer.score([1, 2]))

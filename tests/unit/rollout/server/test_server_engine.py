@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import time
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from rollout.errors import ConfigError, EngineError, EvidenceError, RequestError
 from rollout.records import FinishReason, VersionSpan
 from rollout.server import client as server_client
 from rollout.server.generate_route import ROUTE, encode_answer
-from rollout.server.server_engine import GENERATE, ServerEngine
+from rollout.server.server_engine import GENERATE, ServerEngine, read_facts
 from rollout.system.background_loop import BackgroundLoop
 from tests.fixtures.fake_server import (
     KEY,
@@ -153,6 +154,47 @@ def test_a_missing_route_names_the_missing_flag(connected: Connected) -> None:
         connected.loop.run(connected.engine.pause("wait"))
 
 
+@pytest.mark.parametrize("mode", ["wait", "abort"])
+def test_a_request_during_a_pause_that_refuses_requests_is_sent_after_it(connected: Connected, mode: str) -> None:
+    async def pause_and_generate() -> asyncio.Task[Any]:
+        await connected.engine.pause(mode)
+        waiting = asyncio.ensure_future(connected.engine.generate((5, 6), SAMPLING))
+        await asyncio.sleep(0.05)
+        return waiting
+
+    connected.server.will("/pause", says({"status": "paused"}))
+    connected.server.will("/resume", says({"status": "resumed"}))
+    connected.server.will(GENERATE, says({"error": {"message": "Generation is paused."}}, status=503))  # as vLLM 0.33
+    waiting = connected.loop.run(pause_and_generate())
+    connected.server.will(GENERATE, says(completion()))
+    connected.loop.run(connected.engine.resume())
+    assert connected.loop.run(asyncio.wait_for(waiting, 10)).sampled_ids == (7, 8, 9)
+    paths = [path for path, _ in connected.server.requests]
+    assert paths == [*["/pause"] * (2 if mode == "abort" else 1), "/resume", GENERATE]
+
+
+def test_a_request_waits_for_the_end_of_a_pause_within_its_limit(
+    connected: Connected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connected.server.will("/pause", says({"status": "paused"}))
+    connected.loop.run(connected.engine.pause("wait"))
+    monkeypatch.setattr(connected.engine, "_request_timeout_s", 0.1)
+    with pytest.raises(EngineError, match=r"stayed paused for 0.1 s.*request_timeout_s"):
+        connected.generate()
+
+
+def test_a_disabled_route_names_the_missing_flag_and_no_key(connected: Connected) -> None:
+    """vLLM answers 403 where a server was started without the flag."""
+    disabled = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
+    connected.server.will(GENERATE, says({"error": {"message": disabled}}, status=403))
+    with pytest.raises(EngineError, match="start the server with --enable-scale-out") as failure:
+        connected.generate()
+    assert "key" not in str(failure.value)
+    connected.server.will("/pause", says({"error": {"message": "Forbidden"}}, status=403))
+    with pytest.raises(EngineError, match=r"rollout\.api_key_env"):
+        connected.loop.run(connected.engine.pause("wait"))
+
+
 def test_a_step_of_a_weight_update_is_never_retried(connected: Connected) -> None:
     connected.server.will("/update_weights", says("no", status=500))
     with pytest.raises(EngineError, match="failed: HTTP 500"):
@@ -178,6 +220,11 @@ LOGPROBS = completion()["choices"][0]["logprobs"]["content"]
         (wrong(logprobs={"content": LOGPROBS[::-1]}), "do not belong to the 3 sampled tokens"),
         (wrong(logprobs={"content": [*LOGPROBS[:2], {**LOGPROBS[2], "logprob": -9999.0}]}), "logprob -9999"),
         (wrong(logprobs={"content": [*LOGPROBS[:2], {**LOGPROBS[2], "logprob": None}]}), "not one completion"),
+        (wrong(logprobs={"content": [*LOGPROBS[:2], {**LOGPROBS[2], "logprob": "-0.5"}]}), "not one completion"),
+        (wrong(logprobs={"content": [*LOGPROBS[:2], {**LOGPROBS[2], "logprob": False}]}), "not one completion"),
+        (wrong(token_ids=[7, 8, True]), "not one completion"),
+        (wrong(logprobs={"content": [{**LOGPROBS[0], "token_id": False}]}, token_ids=[0]), "not one completion"),
+        (wrong(weight_versions=[{"version": "3", "start": False, "end": 3}]), "not one completion"),
         (wrong(finish_reason="error"), "unknown finish reason 'error'"),
         (wrong(finish_reason=None), "unknown finish reason"),
         (wrong(weight_versions=None), "no weight version"),
@@ -219,6 +266,8 @@ def test_scores_of_other_ids_are_refused(connected: Connected) -> None:
     connected.server.will(GENERATE, scored(6, 7, first={}))
     assert connected.loop.run(connected.engine.score([5, 6, 7])) == [-3.0, -3.5]
     others = [scored(6), scored(6, 8), scored(6, 7, first={"5": {"logprob": -1.0}})]
+    for value in ("-0.5", False, None):
+        others.append(says({"prompt_logprobs": [None, {"6": {"logprob": -0.5}}, {"7": {"logprob": value}}]}))
     for other in (*others, says({"prompt_logprobs": None}), says(completion())):
         connected.server.will(GENERATE, other)
         with pytest.raises(EvidenceError, match="do not belong to the 3 ids"):
@@ -353,3 +402,23 @@ def test_invalid_prompts_are_not_sent(connected: Connected) -> None:
         with pytest.raises(EngineError, match=message):
             connected.generate(prompt=prompt)
     assert connected.server.requests == []
+
+
+@pytest.mark.parametrize(
+    ("model", "device", "warns"),
+    [
+        ({"dtype": "torch.bfloat16"}, "cuda", True),
+        ({"dtype": "torch.bfloat16", "hf_overrides": {"head_dtype": "float32"}}, "cuda", False),
+        ({"dtype": "torch.float32", "hf_overrides": None}, "cuda", False),
+        ({"dtype": "torch.bfloat16"}, "cpu", False),
+    ],
+)
+def test_a_gpu_server_with_a_narrower_head_than_the_trainers_is_reported(
+    model: dict[str, Any], device: str, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = SERVER_INFO["vllm_config"]
+    described = {
+        "vllm_config": {**config, "model_config": {**config["model_config"], **model}, "device_config": device}
+    }
+    read_facts("http://gpu:8000", described)
+    assert ("head_dtype" in caplog.text) is warns

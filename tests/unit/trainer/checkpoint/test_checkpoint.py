@@ -92,6 +92,26 @@ def test_retention_never_removes_the_checkpoint_just_saved_nor_the_last_good_one
     assert [path.name for path in checkpoint.complete(tmp_path)[0]] == ["step-12"]
 
 
+def test_a_checkpoint_moved_to_another_disk_loses_only_its_link(tmp_path):
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    save(run, 1, 2)
+    for update in (1, 2):
+        shutil.move(run / f"step-{update}", disk / f"step-{update}")
+        (run / f"step-{update}").symlink_to(disk / f"step-{update}")
+    (run / "step-0").write_text("a note of the user")
+    save(run, 2, keep=2)  # the same update again: its link is replaced
+    save(run, 3, keep=1)
+    assert sorted(path.name for path in run.iterdir()) == ["latest", "step-0", "step-3"]
+    assert sorted(path.name for path in disk.iterdir()) == ["step-1", "step-2"]
+
+
+def test_latest_is_replaced_only_if_it_is_a_link(tmp_path):
+    (tmp_path / "latest").mkdir()
+    save(tmp_path, 1, 2)
+    assert not (tmp_path / "latest").is_symlink()
+    assert checkpoint.find("auto", tmp_path)[0] == tmp_path / "step-2"
+
+
 @pytest.mark.parametrize("keep", [1, 2])
 def test_a_failed_save_keeps_the_earlier_checkpoint(tmp_path, keep, monkeypatch):
     saved = save(tmp_path, 1)

@@ -8,6 +8,7 @@ import textwrap
 import time
 from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Barrier
+from pathlib import Path
 
 import pytest
 
@@ -88,3 +89,36 @@ def test_runs_that_begin_in_the_same_second_get_different_directories(tmp_path, 
         names.append(directory.path.name)
     assert len(set(names)) == 3
     assert names[1] == f"{names[0]}-2"
+
+
+@pytest.mark.parametrize("folder", ["{elsewhere}/", "envs/", "../", ""], ids=["absolute", "below", "above", "plain"])
+def test_a_run_directory_is_below_run_root_wherever_the_environment_is(tmp_path, monkeypatch, folder):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    config = Config(run_root="runs")
+    config.environment.name = f"{folder.format(elsewhere=tmp_path / 'elsewhere')}my_env.py:Env"
+    directory, lock = open_run(config, SavedState())
+    assert lock is not None
+    lock.close()
+    assert directory.path.parent == Path("runs")
+    assert directory.path.name.startswith("my_env-2")
+    assert Path("runs/latest").resolve() == directory.path.resolve()
+
+
+def test_latest_is_replaced_only_if_it_is_a_link(tmp_path, caplog):
+    for name in ("a", "b"):
+        _, lock = open_run(Config(run_root=str(tmp_path), run_name=name), SavedState())
+        assert lock is not None
+        lock.close()
+        assert (tmp_path / "latest").readlink() == Path(name)
+    for make in (Path.touch, Path.mkdir):
+        own = tmp_path / make.__name__
+        own.mkdir()
+        make(own / "latest")
+        _, lock = open_run(Config(run_root=str(own), run_name="a"), SavedState())
+        assert lock is not None
+        lock.close()
+        assert not (own / "latest").is_symlink()
+        assert "latest is not a link" in caplog.text
+        assert sorted(entry.name for entry in own.iterdir()) == ["a", "latest"]
+        caplog.clear()

@@ -52,15 +52,25 @@ def test_settings_come_from_the_run_unless_the_user_gave_them(run: Path):
     path = find_rollouts(run)
     assert run_overrides(path, []) == [
         'model.path="models/it\'s mine"',
-        "model.trust_remote_code=false",
         "rollout.temperature=0.7",
         "data.heldout_path=null",
         "eval.every=0",
     ]
     assert run_overrides(path, ["rollout.temperature=1.0", "model.path=x", "eval.every=0"]) == [
-        "model.trust_remote_code=false",
         "data.heldout_path=null",
     ]
+
+
+@pytest.mark.parametrize("text", ["model: {path: '${oc.env:HOME}'}", "- 1", "model: {path: {a: b}}"])
+def test_settings_that_are_no_plain_values_are_refused(run: Path, text: str):
+    (run / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.yaml"):
+        run_overrides(find_rollouts(run), [])
+
+
+def test_code_of_the_model_is_never_trusted_because_the_run_did(run: Path):
+    (run / "config.yaml").write_text("model: {path: a, trust_remote_code: true}")
+    assert not any("trust" in override for override in run_overrides(find_rollouts(run), []))
 
 
 def test_a_file_outside_a_run_sets_nothing(tmp_path: Path):
@@ -73,4 +83,4 @@ def test_hydra_reads_the_overrides_back_unchanged(run: Path):
     values = [
         override.value() for override in OverridesParser.create().parse_overrides(run_overrides(find_rollouts(run), []))
     ]
-    assert values == ["models/it's mine", False, 0.7, None, 0]
+    assert values == ["models/it's mine", 0.7, None, 0]

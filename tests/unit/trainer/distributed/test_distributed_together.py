@@ -8,7 +8,7 @@ from rollout.errors import ConfigError, EngineError, LockstepError
 from tests.fixtures.distributed import FakeRank, on_ranks
 
 
-def raised_by_ranks(failure: Exception) -> list[BaseException]:
+def raised_by_ranks(failure: BaseException) -> list[BaseException]:
     """The error that each of two ranks raises when work fails on rank 0."""
 
     def run(rank: FakeRank) -> BaseException:
@@ -43,6 +43,34 @@ def test_the_rank_that_failed_raises_its_own_error() -> None:
 
 def test_every_rank_gets_its_own_result() -> None:
     assert on_ranks(2, lambda rank: rank.together(lambda: rank.rank)) == [0, 1]
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize(
+    ("failure", "expected"),
+    [
+        (ValueError("a model wrote \ud800"), "rank 0 failed: ValueError: a model wrote \\ud800"),
+        (EngineError("answered \x1b[2J\udfff"), "answered \\x1b[2J\\udfff"),
+        (Unprintable(), "rank 0 failed: Unprintable: (its message cannot be printed)"),
+        (ValueError(), "rank 0 failed: ValueError: "),
+        (SystemExit(3), "rank 0 failed: SystemExit: 3"),
+    ],
+    ids=["surrogate", "engine", "unprintable", "empty", "exit"],
+)
+def test_no_failure_is_lost_whatever_its_text(failure: BaseException, expected: str) -> None:
+    own, found = raised_by_ranks(failure)
+    assert own is failure
+    assert str(found) == expected
+
+
+def test_a_rank_does_not_wait_for_one_whose_error_is_very_long() -> None:
+    _, found = raised_by_ranks(ValueError("begin" + "x" * 10_000_000 + "end"))
+    assert len(str(found)) < 30_000
+    assert str(found).endswith("end")
 
 
 def test_a_failed_rank_leaves_process_groups_open_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,6 +86,15 @@ def test_a_server_is_started_on_loopback_and_guarded(monkeypatch: pytest.MonkeyP
     assert "rollout.server.guard.RequireKey" not in command(config(rollout__api_key_env=None))
 
 
+@pytest.mark.parametrize("words", [["--hf-token", "hunter2"], ["--hf-token=hunter2"], ["--api-key", "hunter2"]])
+def test_the_printed_command_of_a_server_has_no_key(words: list[str]):
+    made = config()
+    made.server.vllm_args = ["--tensor-parallel-size", "2", *words]
+    assert "hunter2" not in shell_line(made)
+    assert "--tensor-parallel-size 2" in shell_line(made)
+    assert command(made)[-len(words) :] == words
+
+
 def test_vllm_parses_the_command_of_a_server_on_a_gpu(monkeypatch: pytest.MonkeyPatch):
     made = config(rollout__max_model_len=4096)
     made.model.dtype = "bfloat16"

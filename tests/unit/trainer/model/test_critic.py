@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, GPT2Config, GPT2LMHeadModel
 
 from rollout.errors import ConfigError
 from rollout.records import TrainingRow
@@ -127,3 +127,37 @@ def test_a_critic_can_have_a_learning_rate_of_its_own(saved):
     assert all(scale_of[id(parameter)] == pytest.approx(10) for parameter in module.critic.parameters())
     assert all(scale_of[id(parameter)] == 1 for parameter in module.policy.parameters())
     assert len(scale_of) == len(list(module.parameters()))
+
+
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+def test_values_are_computed_in_float32_under_autocast(weights: torch.dtype):
+    torch.manual_seed(0)
+    head = ValueHead(32)
+    torch.nn.init.normal_(head.linear.weight)
+    torch.nn.init.constant_(head.linear.bias, 20.0)
+    head.to(weights)
+    hidden_TD = torch.randn(64, 32).to(torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        values_T = head(hidden_TD)
+    exact_T = head.double()(hidden_TD.double())
+    assert values_T.dtype == torch.float32
+    assert float((values_T - exact_T).abs().max()) < 1e-4
+    values_T.sum().backward()
+    assert head.linear.weight.grad is not None
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt2"])
+def test_a_loaded_head_computes_in_float32_too(name: str, tmp_path):
+    saved_as_a_critic(name, tmp_path)
+    critic = Critic.from_pretrained(tmp_path)
+    hidden_TD = torch.randn(8, critic.head.linear.in_features)
+    with torch.autocast("cpu", torch.bfloat16):
+        found_T = critic.head(hidden_TD)
+    assert torch.equal(found_T, critic.head(hidden_TD))
+
+
+def saved_as_a_critic(name: str, path) -> None:
+    model = MODELS[name]()
+    config = model.config
+    config.num_labels = 1
+    AutoModelForTokenClassification.from_config(config).save_pretrained(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -90,6 +91,15 @@ class TestAlarms:
         ]
 
 
+class TestLines:
+    def test_text_from_outside_cannot_control_the_terminal_or_be_markup(self):
+        run, stream = console(width=200)
+        for printed in (run.say, run.warn, lambda text: run.alarms([text]), lambda _: run.alarms([])):
+            printed("a/[/b]x[red] \x1b[2J\ud800\\")
+        assert "\x1b" not in stream.getvalue()
+        assert stream.getvalue().count("a/[/b]x[red] \\x1b[2J\\ud800\\") == 4
+
+
 class TestProgress:
     def test_bars_count_rollouts_and_disappear(self):
         run, stream = console(width=100)
@@ -133,6 +143,11 @@ class TestRollouts:
         run.sample(rollout("\x1b]0;owned\x07 [red]a[/red] \x1b[2J"))
         assert not set("\x1b\x07") & set(stream.getvalue())
         assert "[red]a[/red]" in stream.getvalue()
+
+    def test_a_role_cannot_control_the_terminal(self):
+        run, stream = console()
+        run.sample(replace(rollout("a"), messages=({"role": "\x1b[2J[/b]", "content": "x"},)))
+        assert "\x1b" not in stream.getvalue()
 
     def test_long_messages_lose_their_middle(self):
         text = "a" * 5000 + "b" * 5000

@@ -135,3 +135,13 @@ class TestTools:
         (run / "rollouts" / "step-000003.jsonl").rename(run / "rollouts" / "step-000003-untrained-4.jsonl")
         status, said = tool("scripts/inspect_run.py", run)
         assert status == 0, said
+
+    def test_names_of_metrics_cannot_control_the_terminal_or_be_markup(self, run: Path):
+        odd = line(3, **{"environment/[/b]x": 1.0, "environment/\x1b[2J": 2.0, "environment/\ud800": 3.0})
+        (run / "metrics.jsonl").write_text(json.dumps(odd))
+        status, said = tool("scripts/inspect_run.py", run.rename(run.with_name("[bold]run")))
+        assert status == 0, said
+        assert "[bold]run, update 3" in said
+        assert "environment/[/b]x" in said
+        assert "environment/\\x1b[2J" in said
+        assert "\x1b" not in said

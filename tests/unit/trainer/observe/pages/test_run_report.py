@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import re
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -21,7 +23,7 @@ from tests.fixtures.paths import ROOT
 from trainer.config.schema import Config
 from trainer.config.tree import plain
 from trainer.observe.pages.chart import HEIGHT, MAX_POINTS, WIDTH, Chart, Curve, number
-from trainer.observe.pages.run_report import report, stages
+from trainer.observe.pages.run_report import report, stages, write_report
 from trainer.observe.pages.token_view import TEMPLATE as TOKEN_VIEW
 from trainer.observe.saved_run import SavedRun
 
@@ -159,6 +161,40 @@ class TestSafety:
         assert "<script" not in page
         assert "<img" not in page
         assert page.count("&lt;script&gt;document.title") >= 6
+
+    def test_text_that_no_encoding_has_is_replaced(self, tmp_path: Path):
+        rollouts = [rollout(i, 0.0, said="a \ud800", error="b \udfff", status=RolloutStatus.FAILED) for i in range(2)]
+        run = write_run(tmp_path / "run", [line(1)], rollouts)
+        write_report(SavedRun.read(run), run / "report.html")
+        page = (run / "report.html").read_text(encoding="utf-8")
+        assert "a ?" in page
+        assert "b \\udfff" in page
+
+    def test_a_report_that_cannot_be_written_leaves_the_older_one(self, run: Path, monkeypatch: pytest.MonkeyPatch):
+        page = run / "report.html"
+        write_report(SavedRun.read(run), page)
+        before = page.read_text()
+
+        def full_disk(*_: object) -> None:
+            raise OSError("no space left on device")
+
+        monkeypatch.setattr("os.fsync", full_disk)
+        with pytest.raises(OSError, match="no space"):
+            write_report(SavedRun.read(run), page)
+        assert page.read_text() == before
+        assert not list(run.glob("*.partial"))
+
+    def test_a_report_can_go_to_a_pipe_or_through_a_link(self, run: Path, tmp_path: Path):
+        read, write = os.pipe()
+        with open(read, encoding="utf-8") as reader, ThreadPoolExecutor() as thread:
+            found = thread.submit(reader.read)
+            write_report(SavedRun.read(run), Path(f"/dev/fd/{write}"))
+            os.close(write)
+            assert found.result().startswith("<!DOCTYPE html>")
+        (tmp_path / "link.html").symlink_to(tmp_path / "page.html")
+        write_report(SavedRun.read(run), tmp_path / "link.html")
+        assert (tmp_path / "link.html").is_symlink()
+        assert (tmp_path / "page.html").is_file()
 
 
 class TestChart:

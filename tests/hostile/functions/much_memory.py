@@ -1,0 +1,7 @@
+# Takes memory beyond the limit.
+# outcome: exception
+# says: MemoryError
+
+
+def score(rollout):
+    return float(len(bytearray(10 * 2**30)))

@@ -1,0 +1,7 @@
+# Recurses without end.
+# outcome: exception
+# says: RecursionError
+
+
+def score(rollout):
+    return score(rollout)

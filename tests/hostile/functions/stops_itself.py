@@ -1,0 +1,7 @@
+# Stops its process.
+# outcome: timeout
+import os
+
+
+def score(rollout):
+    os.kill(os.getpid(), 19)

@@ -1,0 +1,35 @@
+"""Warnings about combinations that are another algorithm than their names say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+
+from trainer.checks.algorithm import algorithm_warnings
+from trainer.cli import CONFIG_DIR, schema, to_config
+
+
+def warnings(*overrides: str) -> list[str]:
+    ConfigStore.instance().store(name="schema", node=schema())
+    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+        return list(algorithm_warnings(to_config(compose("train", overrides=[*overrides]))))
+
+
+def test_gspo_over_tokens_weights_rollouts_by_length() -> None:
+    (sentence,) = warnings("algorithm=gspo", "algorithm.normalizer=token")
+    assert "set algorithm.normalizer=grpo" in sentence
+
+
+@pytest.mark.parametrize("setting", ["algorithm.epochs=2", "algorithm.minibatches=2"])
+def test_several_updates_of_a_loss_without_a_ratio_are_off_policy(setting: str) -> None:
+    (sentence,) = warnings("algorithm=rloo", setting)
+    assert "has no ratio, so 1 of the 2 updates" in sentence
+    assert warnings("algorithm=grpo", setting) == []
+
+
+@pytest.mark.parametrize("preset", sorted(path.stem for path in Path(CONFIG_DIR, "algorithm").glob("*.yaml")))
+def test_presets_are_what_their_names_say(preset: str) -> None:
+    assert warnings(f"algorithm={preset}") == []

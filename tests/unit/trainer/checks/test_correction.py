@@ -1,0 +1,28 @@
+"""Bounds of correction weights."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer.checks.correction import correction_problems
+from trainer.config.schema import Config
+
+
+def problems(mode: str, low: float, high: float) -> list[str]:
+    config = Config()
+    config.correction.mode, config.correction.low, config.correction.high = mode, low, high
+    return list(correction_problems(config))
+
+
+@pytest.mark.parametrize("mode", ["token_mask", "sequence_mask", "sequence_product_mask"])
+def test_a_mask_that_excludes_tokens_on_policy_is_refused(mode: str) -> None:
+    for low, high in ((1.5, 2.0), (0.1, 0.9)):
+        (problem,) = problems(mode, low, high)
+        assert "exclude 1" in problem
+        assert "set correction.low=0.5 correction.high=2.0" in problem
+    for low, high in ((0.5, 2.0), (1.0, 2.0), (0.0, 1.0)):
+        assert problems(mode, low, high) == []
+
+
+def test_truncation_only_scales_such_tokens_so_it_is_accepted() -> None:
+    assert problems("token_truncate", 0.0, 0.9) == []

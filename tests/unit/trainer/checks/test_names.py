@@ -1,0 +1,52 @@
+"""Names of functions that need something from the system."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import trainer.checks.names
+from rollout.errors import ConfigError
+from tests.unit.trainer.test_cli import composed
+from trainer.checks.names import sandbox_problems
+from trainer.checks.validate import validate
+from trainer.config.user_code import runs_unisolated
+
+CODE = "reward.functions=[code_tests]"
+UNSAFE = "+reward.settings.code_tests.unsafe=true"
+
+
+def test_a_system_that_cannot_isolate_programs_is_refused_at_the_start(monkeypatch):
+    monkeypatch.setattr(trainer.checks.names, "isolation_problem", lambda: "no namespaces here")
+    assert list(sandbox_problems(composed(CODE))) == ["reward.functions names code_tests: no namespaces here"]
+    assert list(sandbox_problems(composed(CODE, UNSAFE))) == []
+    assert list(sandbox_problems(composed("reward.functions=[exact_match]"))) == []
+
+
+def test_only_true_turns_the_isolation_off():
+    assert runs_unisolated(composed(CODE, UNSAFE))
+    assert not runs_unisolated(composed(CODE))
+    assert not runs_unisolated(composed(CODE, "+reward.settings.code_tests.unsafe=1"))
+    assert not runs_unisolated(composed("reward.functions=[exact_match]", UNSAFE))
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[str]:
+    """Overrides of a training run that validates, with a data set and a model of its own."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "print 4", "question": "print 4", "answer": "4", "tests": ["assert True"]}\n')
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    return [f"data.path={rows}", "data.heldout_path=null", f"model.path={model}", "environment=single_turn"]
+
+
+def test_the_check_of_a_run_includes_the_sandbox(arguments, monkeypatch):
+    monkeypatch.setattr(trainer.checks.names, "isolation_problem", lambda: None)
+    validate(composed(*arguments, CODE))
+    monkeypatch.setattr(trainer.checks.names, "isolation_problem", lambda: "no namespaces here")
+    with pytest.raises(ConfigError, match="no namespaces here"):
+        validate(composed(*arguments, CODE))
+    validate(composed(*arguments, CODE), needs_data=False)
+    validate(composed(*arguments, CODE, UNSAFE))

@@ -1,0 +1,131 @@
+"""Run directories with any content: each tool reads them or refuses them with a typed error, and runs none of their
+code."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rollout.errors import ConfigError, DataError, LockstepError
+from rollout.saved_rollouts import to_json
+from tests.fixtures.mutations import JSON, mutated
+from tests.unit.project.test_security import evil_model  # noqa: F401  # a fixture
+from tests.unit.trainer.observe.pages.test_run_report import line, rollout, write_run
+from tests.unit.trainer.observe.test_saved_run_damaged import tool
+from trainer.config.schema import Config
+from trainer.config.tree import plain
+from trainer.observe.console import RunConsole
+from trainer.observe.metrics_log import read_metrics
+from trainer.observe.pages.run_report import report
+from trainer.observe.saved_run import SavedRun
+
+CONFIG = plain(Config())
+PROVENANCE = {"code": {"commit": "abc", "is_changed": True}, "packages": {}}
+LINE = line(1, **{"eval/reward_mean": 0.5, "eval/x/reward_mean": 0.5})
+ROLLOUT = json.loads(json.dumps(to_json(rollout(0, 1.0))))
+
+
+def shown(run: Path) -> None:
+    """Read a run and render it as the tools do."""
+    saved = SavedRun.read(run)
+    report(saved)
+    for one in saved.rollouts:
+        RunConsole(enabled=False, total_updates=0).sample(one)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_any_run_directory_is_shown_or_refused(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
+    run: Path = tmp_path_factory.mktemp("run") / "run"
+    write_run(run, [line(1)], [])
+    part = data.draw(st.sampled_from(["config", "provenance", "metrics", "rollout"]))
+    config, provenance, metrics, one = CONFIG, PROVENANCE, LINE, ROLLOUT
+    if part == "config":
+        section = data.draw(st.sampled_from(["correction", "model", "rollout", "data"]))
+        config = {**CONFIG, section: data.draw(mutated(CONFIG[section]))}
+    elif part == "provenance":
+        provenance = data.draw(mutated(PROVENANCE) | JSON)
+    elif part == "metrics":
+        metrics = data.draw(mutated(LINE) | JSON)
+    else:
+        one = data.draw(mutated(ROLLOUT))
+    (run / "config.yaml").write_text(yaml.safe_dump(config), errors="replace")
+    (run / "provenance.json").write_text(json.dumps(provenance))
+    (run / "metrics.jsonl").write_text(json.dumps(metrics) + "\n" + json.dumps(line(2)))
+    (run / "rollouts").mkdir(exist_ok=True)
+    (run / "rollouts" / "step-000001.jsonl").write_text(json.dumps(one))
+    with contextlib.suppress(LockstepError):
+        shown(run)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "kind"),
+    [
+        ("config.yaml", "a: [", ConfigError),
+        ("config.yaml", "- 1", ConfigError),
+        ("config.yaml", "model: {dtype: int7}", ConfigError),
+        ("config.yaml", "correction: {alarm_kl: x}", ConfigError),
+        ("provenance.json", "[]", DataError),
+        ("provenance.json", '{"code": []}', DataError),
+        ("provenance.json", '{"code": {"commit": 5}}', DataError),
+        ("provenance.json", "[" * 100_000, DataError),
+        ("metrics.jsonl", '{"step": "a"}\n{"step": 1}', DataError),
+        ("metrics.jsonl", '{"step": 1, "reward/mean": "a"}\n{"step": 1}', DataError),
+        ("metrics.jsonl", '{"step": 1, "reward/mean": 1' + "0" * 400 + '}\n{"step": 1}', DataError),
+        ("metrics.jsonl", '{"step": true}\n{"step": 1}', DataError),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, file: str, text: str, kind: type[Exception]) -> None:
+    run = write_run(tmp_path / "run", [line(1)], [])
+    (run / file).write_text(text)
+    with pytest.raises(kind, match=file.replace(".", r"\.")):
+        shown(run)
+
+
+def test_a_run_of_another_version_without_the_alarm_settings_has_a_report(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [line(1, **{"rollout_correction/kl": 0.5})], [])
+    (run / "config.yaml").write_text("seed: 1\n")
+    assert len(SavedRun.read(run).alarms()) == 1
+    report(SavedRun.read(run))
+
+
+def test_metrics_that_are_not_finite_are_absent(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "a": NaN, "b": -Infinity, "c": null, "d": 1e999}\n')
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "a": None, "b": None, "c": None, "d": None}]
+
+
+@pytest.mark.parametrize("name", ["step-.jsonl", "step-x.jsonl", "step-zzz-9.jsonl", "step-²²²²²².jsonl"])
+def test_a_file_that_no_run_writes_is_not_read(tmp_path: Path, name: str) -> None:
+    run = write_run(tmp_path / "run", [line(1)], [rollout(0, 1.0)])
+    (run / "rollouts" / "step-000001.jsonl").rename(run / "rollouts" / name)
+    assert SavedRun.read(run).rollouts == []
+
+
+def test_the_name_of_a_run_is_not_a_formula(tmp_path: Path) -> None:
+    status, said = tool("scripts/plot.py", write_run(tmp_path / "$x_{", [line(1)], []), "--metrics", "reward/mean")
+    assert status == 0, said
+
+
+def test_tokens_are_shown_without_code_of_the_model(tmp_path: Path, evil_model: Path) -> None:  # noqa: F811
+    run = write_run(tmp_path / "run", [line(1)], [rollout(0, 1.0)])
+    evil_model.rename(run / "model")
+    status, said = tool("scripts/inspect_run.py", run, "--tokens")
+    assert not (tmp_path / "fired").exists()
+    assert "[y/N]" not in said
+    assert (status, "without its own code" in said) in ((0, False), (1, True))
+    huge = json.dumps({**ROLLOUT, "calls": [{**ROLLOUT["calls"][0], "sampled_ids": [2**60, 3]}]})
+    (run / "rollouts" / "step-000001.jsonl").write_text(huge)
+    status, said = tool("scripts/inspect_run.py", run, "--tokens")
+    assert str(2**60) in said or status == 1
+    for damaged in ("[1", '{"model": 3}'):
+        (run / "model" / "tokenizer.json").write_text(damaged)
+        status, said = tool("scripts/inspect_run.py", run, "--tokens")
+        assert status == 1
+        assert "without its own code" in said

@@ -1,0 +1,59 @@
+"""Chat templates of a model directory: errors of any kind are typed, and one that does not end is given up."""
+
+from __future__ import annotations
+
+import time
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+
+from rollout.errors import TemplateError
+from tests.fixtures.tokenizers import chat_tokenizer
+from trainer import build
+from trainer.config.schema import Config
+
+LOOP = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
+"""It ends after the test, in its own thread."""
+
+
+def config(directory: Path, template: str | None) -> Config:
+    tokenizer = deepcopy(chat_tokenizer("qwen3"))
+    if template is not None:
+        tokenizer.chat_template = template
+    tokenizer.save_pretrained(directory)
+    made = Config()
+    made.model.path = str(directory)
+    return made
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+        "{{ 'x' * 10 ** 18 }}",
+        "{{ 10 ** 400 * 1.5 }}",
+        "{{ 1 // 0 }}",
+        "{{ messages[0]['content'] + 1 }}",
+    ],
+    ids=["recursion", "memory", "overflow", "division", "type"],
+)
+def test_a_template_that_fails_is_a_template_error(tmp_path: Path, template: str) -> None:
+    with pytest.raises(TemplateError, match="chat template"):
+        build.make_chat(config(tmp_path, template))
+
+
+def test_a_template_that_does_not_end_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "CHAT_LIMIT_S", 1.0)
+    started = time.monotonic()
+    with pytest.raises(TemplateError, match=r"chat template.* 1 s"):
+        build.make_chat(config(tmp_path, LOOP))
+    assert time.monotonic() - started < 20
+
+
+def test_errors_about_the_model_stay_what_they_are(tmp_path: Path) -> None:
+    made = Config()
+    made.model.path = str(tmp_path)
+    with pytest.raises((OSError, ValueError)):
+        build.make_chat(made)
+    assert build.make_chat(config(tmp_path / "model", None)).stop_token_ids
