@@ -27,6 +27,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from rollout.errors import CheckpointError, LockstepError
+from rollout.system.plain_files import read_plain
 from trainer.config.changes import settings_hash
 from trainer.distributed.distributed import Distributed
 
@@ -219,7 +220,7 @@ def check(path: Path) -> str | None:
     if path.name.startswith(PARTIAL):
         return "was never finished"
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
+        manifest = json.loads(read_plain(path / MANIFEST))
         files = manifest["files"]
         TrainerState(**manifest["state"])
         if manifest["schema"] != SCHEMA:
@@ -296,8 +297,8 @@ def is_resharded(path: Path, distributed: Distributed) -> bool:
 def saved_settings(path: Path) -> Mapping[str, Any] | None:
     """Return the settings stored in a checkpoint; None for versions that stored none."""
     try:
-        settings = json.loads((path / CONFIG).read_text())
-    except (OSError, ValueError):
+        settings = json.loads(read_plain(path / CONFIG))
+    except (OSError, ValueError, RecursionError):
         return None
     return settings if isinstance(settings, dict) else None
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from rollout.errors import DataError
 from rollout.records import Rollout, RolloutStatus
+from rollout.system.plain_files import read_plain
 from trainer.evaluate import estimates
 from trainer.evaluate.estimates import Estimate
 
@@ -243,7 +244,7 @@ def write_results(
 def read_results(path: Path, settings: Mapping[str, Any]) -> list[SetResult]:
     """Read a file of `write_results`. Raises `DataError` for other files, and for samples with other settings."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_plain(path))
         if content["schema"] != SCHEMA:
             raise DataError(f"{path} has schema {content['schema']}, this version reads {SCHEMA}; evaluate again")
         results = [
