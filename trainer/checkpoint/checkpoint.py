@@ -80,9 +80,11 @@ class TrainerState:
             if not isinstance(getattr(self, name), list | tuple):
                 raise ValueError(f"{name}: expected a list, found {getattr(self, name)!r}")
         counts = [self.step, self.update, self.data_cursor, self.skipped_updates, self.skipped_in_a_row]
-        counts += self.unfinished
-        if not all(type(count) is int and count >= 0 for count in counts):
-            raise ValueError(f"expected non-negative integers, found {counts}")
+        if not isinstance(self.resting_rows, Mapping):
+            raise ValueError(f"resting_rows: expected an object, found {self.resting_rows!r}")
+        counts += [*self.unfinished, *self.resting_rows.values()]
+        if not all(type(count) is int and 0 <= count < 2**63 for count in counts):
+            raise ValueError(f"expected non-negative integers of 64 bits, found {counts}")
         if not isinstance(self.noise_floor, Mapping):
             raise ValueError(f"noise_floor: expected an object, found {self.noise_floor!r}")
         if not all(type(value) in (int, float) for value in self.noise_floor.values()):
