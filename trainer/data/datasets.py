@@ -108,8 +108,8 @@ def _csv_rows(path: Path) -> Iterator[dict[str, str | None]]:
         for row in rows:
             if len(row) > len(header):
                 raise DataError(
-                    f"data set {path}:{rows.line_num} has {len(row)} fields, the header has {len(header)}; put texts with "
-                    "commas in quotes, or name every column"
+                    f"data set {path}:{rows.line_num} has {len(row)} fields, the header has {len(header)}; put texts "
+                    "with commas in quotes, or name every column"
                 )
             if row:
                 yield dict(zip_longest(header, row))

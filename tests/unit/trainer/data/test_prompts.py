@@ -379,7 +379,7 @@ def test_a_long_field_of_a_csv_file_is_read(tmp_path: Path) -> None:
 def test_a_value_that_python_cannot_hold_is_an_error_of_the_data(tmp_path: Path, column: pyarrow.Array) -> None:
     path = str(tmp_path / "x.parquet")
     parquet.write_table(pyarrow.table({"prompt": ["a"], "other": column}), path)
-    with pytest.raises(DataError, match="x.parquet"):
+    with pytest.raises(DataError, match=r"x\.parquet"):
         read_first_row(path)
-    with pytest.raises(DataError, match="x.parquet.* row 0 cannot be read"):
+    with pytest.raises(DataError, match=r"x\.parquet.* row 0 cannot be read"):
         load_data_set(DataSetConfig(path=path, split="train"))
