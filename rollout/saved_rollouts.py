@@ -75,6 +75,18 @@ def read_rollouts(path: Path) -> Iterator[Rollout]:
         raise DataError(f"{path}:{number} is not a saved rollout: {error}") from error
 
 
+def check_ids(rollouts: Iterable[Rollout], *, vocab_size: int) -> None:
+    """Raise `DataError` for token ids that the model has no embedding of. vocab_size: rows of its embedding."""
+    for rollout in rollouts:
+        for call in rollout.calls:
+            largest = max((*call.prompt.own_ids, *call.sampled_ids))
+            if largest >= vocab_size:
+                raise DataError(
+                    f"rollout {rollout.rollout_id} has the token id {largest}, but the model has {vocab_size} ids; set "
+                    "model.path to the model that sampled it"
+                )
+
+
 def read_newest_rollouts(directory: Path) -> tuple[Path | None, list[Rollout], list[str]]:
     """Return the newest readable file of a run, its rollouts, and one sentence per skipped file.
 

@@ -26,9 +26,9 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rollout.errors import ConfigError
+from rollout.errors import ConfigError, DataError
 from rollout.records import Rollout
-from rollout.saved_rollouts import read_rollouts
+from rollout.saved_rollouts import check_ids, read_rollouts
 from rollout.system.background_loop import BackgroundLoop
 from trainer.build import load_policy, make_chat, make_rewards, make_sampler, make_sampling
 from trainer.checkpoint import checkpoint
@@ -189,6 +189,7 @@ class _Replay:
         dropped = [group for group in step.groups if not is_kept(group, config)]
         collected = Collected.of(kept, dropped, (), config)
         self._restore(step.weights_update)
+        check_ids(step.rollouts, vocab_size=self._vocab_size)
         trainer = Trainer(
             config,
             distributed=distributed,
@@ -211,6 +212,9 @@ class _Replay:
         # The step was judged in the run. Here it may be skipped again, but not end the replay.
         self._config.optimizer.spike, self._config.optimizer.max_skipped_updates = "off", 2
         self._restore(attempt.update - 1)
+        largest = max(int(row.ids.max()) for row in batch.rows)
+        if largest >= self._vocab_size:
+            raise DataError(f"{path} has the token id {largest}, but the model has {self._vocab_size} ids")
         seen_N = torch.full((batch.layout.num_tokens,), torch.nan)
         report = self._updater.optimizer_step(
             batch, targets, np.array(attempt.rollouts), seen_N, lr=attempt.lr, is_first=attempt.is_first
@@ -260,7 +264,9 @@ class _Replay:
         """Load the newest weights up to this update. Warns if results are not comparable bit for bit."""
         run, config, distributed, warn = self._run, self._config, self._distributed, self._console.warn
         torch.manual_seed(config.seed)
-        module = with_critic(load_policy(config), config)
+        policy = load_policy(config)
+        self._vocab_size = policy.vocab_size
+        module = with_critic(policy, config)
         optimizer = make_optimizer(module, config.optimizer, is_sharded=distributed.zero_stage > 0)
         self._module = distributed.prepare(module, optimizer)
         self._updater = Updater(self._module, distributed, config)

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollout.errors import ConfigError, DataError, LockstepError
-from rollout.saved_rollouts import to_json
+from rollout.saved_rollouts import check_ids, to_json
 from tests.fixtures.mutations import JSON, mutated
 from tests.unit.project.test_security import evil_model  # noqa: F401  # a fixture
 from tests.unit.trainer.observe.pages.test_run_report import line, rollout, write_run
@@ -192,6 +192,14 @@ def test_a_step_other_than_an_update_is_refused(tmp_path: Path, step: str) -> No
     (tmp_path / "metrics.jsonl").write_text(f'{{"step": {step}}}\n{{"step": 1}}\n')
     with pytest.raises(DataError, match=r"metrics\.jsonl:1 .*expected the number of an update"):
         read_metrics(tmp_path / "metrics.jsonl")
+
+
+def test_ids_without_an_embedding_are_refused() -> None:
+    made = rollout(0, 1.0)
+    largest = max(token for call in made.calls for token in (*call.prompt_ids, *call.sampled_ids))
+    check_ids([made], vocab_size=largest + 1)
+    with pytest.raises(DataError, match=f"rollout 0 has the token id {largest}, but the model has {largest} ids"):
+        check_ids([made], vocab_size=largest)
 
 
 def test_a_picture_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
