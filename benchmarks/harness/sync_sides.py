@@ -49,7 +49,7 @@ class Sync:
         self._parameters = dict(model.named_parameters())
         self._dtype = dtype
         source = ZeroSource(model, dtype=dtype, bucket_bytes=bucket_bytes, readers=[0])
-        self._metas = {meta.name: meta for meta in source.metadata()}
+        self._metas = {meta.name: meta for meta in source.metadata}
         self.buckets = source.buckets()
         self._is_sender = dist.get_rank() == 0
         self.receiver = Receiver() if self._is_sender else None

@@ -121,6 +121,9 @@ class EmbeddedEngine:
         self.weight_transfer_backend = weight_transfer_backend
         self._request_timeout_s = request_timeout_s
         self._request_ids = itertools.count()
+        self._admits = asyncio.Event()
+        """Unset from a pause that drains or aborts until the engine resumes: vLLM 0.33 refuses requests meanwhile."""
+        self._admits.set()
         is_cpu = not torch.cuda.is_available()
         eager = is_cpu and not compile_on_cpu
         if is_cpu and compile_on_cpu:
@@ -226,12 +229,15 @@ class EmbeddedEngine:
     async def pause(self, mode: str) -> None:
         if mode not in PAUSE_MODES:
             raise ConfigError(f"pause mode must be one of {', '.join(PAUSE_MODES)}, found {mode!r}")
+        if mode != "keep":
+            self._admits.clear()
         if mode == "abort":  # buffered tokens are sent when requests freeze, not when they are aborted
             await self._call(self.llm.pause_generation(mode="keep", clear_cache=False), "pause")
         await self._call(self.llm.pause_generation(mode=mode, clear_cache=True), "pause")  # type: ignore[arg-type]
 
     async def resume(self) -> None:
         await self._call(self.llm.resume_generation(), "resume")
+        self._admits.set()
 
     async def weight_version(self) -> int:
         label = await self._call(self.llm.get_weight_version(), "read the weight version")
@@ -279,6 +285,7 @@ class EmbeddedEngine:
         if self._llm is not None and self._llm.output_handler is not None:
             self._llm.output_handler.cancel()  # otherwise it reports the shutdown as a death
         await asyncio.to_thread(self._shutdown)
+        self._admits.set()
 
     def _shutdown(self) -> None:
         atexit.unregister(self._shutdown)
@@ -302,6 +309,7 @@ class EmbeddedEngine:
         return await self._call(self._final_output(ids, settings), "sample", timeout_s=self._request_timeout_s)
 
     async def _final_output(self, ids: Sequence[int], settings: SamplingParams) -> RequestOutput:
+        await self._admits.wait()
         stream = self.llm.generate({"prompt_token_ids": list(ids)}, settings, f"lockstep-{next(self._request_ids)}")
         outputs = [output async for output in stream]
         if len(outputs) != 1:

@@ -46,11 +46,11 @@ class BufferedOutputs(Base):
         """Client and unsent outputs, by request."""
 
     def update_from_output(
-        self, scheduled: SchedulerOutput, sampled: ModelRunnerOutput
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        if sampled.logprobs is not None:
-            sampled.logprobs = _copy(sampled.logprobs)
-        messages = super().update_from_output(scheduled, sampled)
+        if model_runner_output.logprobs is not None:
+            model_runner_output.logprobs = _copy(model_runner_output.logprobs)
+        messages = super().update_from_output(scheduler_output, model_runner_output)
         is_frozen = self.pause_state == PauseState.PAUSED_ALL
         for client, message in list(messages.items()):
             message.outputs = [

@@ -1,6 +1,6 @@
 """Client of a vLLM server: the `SyncedEngine` protocol over HTTP.
 
-The server is plain vLLM 0.32 with Lockstep installed for the gloo transfer and the middleware (docs/engines.md).
+The server is plain vLLM with Lockstep installed for the gloo transfer and the middleware (docs/engines.md).
 Settings that make its samples unusable are found when the run connects.
 
 A server restarted during a run has the weights it loaded, not those of the run. Its tokens then carry a version that
@@ -9,6 +9,7 @@ this process never sent, and are refused.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -107,6 +108,9 @@ class ServerEngine:
         self.weight_transfer_backend = facts.weight_transfer_backend
         self.vocab_size = vocab_size
         self._sent_labels: set[str] = set()
+        self._admits = asyncio.Event()
+        """Unset from a pause that drains or aborts until the server resumes: vLLM 0.33 refuses requests meanwhile."""
+        self._admits.set()
         self._liveness = Liveness(
             self._probe,
             name=self.name,
@@ -142,6 +146,8 @@ class ServerEngine:
         await self._client.get("/health", timeout_s=CONTROL_TIMEOUT_S, attempts=1)
 
     async def pause(self, mode: str) -> None:
+        if mode != "keep":
+            self._admits.clear()
         if mode == "abort":  # buffered tokens are sent when requests freeze, not when they are aborted
             await self._client.post("/pause?mode=keep&clear_cache=false", timeout_s=CONTROL_TIMEOUT_S)
         # Draining takes as long as the longest request.
@@ -149,6 +155,7 @@ class ServerEngine:
 
     async def resume(self) -> None:
         await self._client.post("/resume", timeout_s=CONTROL_TIMEOUT_S)
+        self._admits.set()
 
     async def weight_version(self) -> int:
         described = await self._client.get("/weight_info", timeout_s=CONTROL_TIMEOUT_S)
@@ -185,6 +192,13 @@ class ServerEngine:
 
     async def _sample(self, route: str, ids: Sequence[int], params: Mapping[str, Any]) -> Any:
         body = {"token_ids": list(ids), "sampling_params": params}
+        try:
+            await asyncio.wait_for(self._admits.wait(), self._request_timeout_s)
+        except TimeoutError:
+            raise EngineError(
+                f"{self.name} stayed paused for {self._request_timeout_s:g} s, the limit of a request; read why the "
+                "weight sync did not end, or raise rollout.request_timeout_s"
+            ) from None
         try:
             return await self._liveness.guard(self._client.post(route, body, timeout_s=self._request_timeout_s))
         except RequestError as error:

@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -175,8 +176,15 @@ class _Pass:
         self.seconds += time.perf_counter() - started
 
 
+class _Metadata(list[ParamMeta]):
+    """Metadata of a source: an attribute in vLLM 0.33 and a method in vLLM 0.32, so the attribute can be called."""
+
+    def __call__(self) -> list[ParamMeta]:
+        return self
+
+
 class ZeroSource(WeightSource):
-    """A `WeightSource` over the trained module, in its wrappers.
+    """A `WeightSource` over the trained module, in its wrappers, as vLLM 0.32 and 0.33 read it.
 
     Under ZeRO-3 iteration is a collective: every rank must iterate to the end, or call `drain`.
 
@@ -213,9 +221,10 @@ class ZeroSource(WeightSource):
         """Seconds the last pass spent waiting for buckets and copying them."""
         return self._pass.seconds
 
-    def metadata(self) -> list[ParamMeta]:
-        """Return names, dtypes and full shapes in order of iteration. No collective, no copy."""
-        return [meta for bucket in self.buckets() for meta in bucket]
+    @cached_property
+    def metadata(self) -> _Metadata:  # type: ignore[override]  # a method in vLLM 0.32
+        """Names, dtypes and full shapes in order of iteration, without owners: every rank takes part in the gather."""
+        return _Metadata(meta for bucket in self.buckets() for meta in bucket)
 
     def buckets(self) -> list[list[ParamMeta]]:
         return [bucket.metas for bucket in self._buckets]
@@ -226,12 +235,16 @@ class ZeroSource(WeightSource):
         for bucket in self._pass.buckets():
             yield from bucket
 
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the same; vLLM 0.33 iterates by this name."""
+        return iter(self)
+
     def parts(self) -> list[list[Part]]:
         """Return, for each tensor of `metadata`, the parts that this rank's engines need, in order."""
         return [
             [Part(one.owner, one.in_range, one.count) for one in self._shard_ranges[meta.name]]
             or [Part(self._rank, 0, count) for count in [math.prod(meta.shape)] if count]
-            for meta in self.metadata()
+            for meta in self.metadata
         ]
 
     @property

@@ -138,7 +138,7 @@ class WeightSync:
 
         readers = [rank for rank, found in enumerate(by_rank) if found]
         self._source = ZeroSource(module, dtype=dtype, bucket_bytes=bucket_bytes, readers=readers)
-        self._sizes = [meta.dtype.itemsize * math.prod(meta.shape) for meta in self._source.metadata()]
+        self._sizes = [meta.dtype.itemsize * math.prod(meta.shape) for meta in self._source.metadata]
         self._engines = ControlPlane(engines, deadline_s, is_staged=self._backend == "gloo")
         self._address, self._bucket_bytes = address, bucket_bytes
         self._store: TCPStore | None = None

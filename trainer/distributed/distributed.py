@@ -391,7 +391,7 @@ class Distributed:
         with torch.no_grad():
             for name, parameter in own.items():
                 parameter.copy_(saved[name])
-        state = torch.load(directory / OPTIMIZER, map_location=self.device, weights_only=True)
+        state = torch.load(directory / OPTIMIZER, map_location="cpu", weights_only=True)
         self._optimizer.load_state_dict(state)
 
     def save_pretrained(

@@ -66,7 +66,7 @@ class GlooUpdateInfo(WeightTransferUpdateInfo):
 
     @classmethod
     def of(cls, source: ZeroSource) -> Self:
-        metas = source.metadata()
+        metas = source.metadata
         return cls(
             names=[meta.name for meta in metas],
             dtype_names=[str(meta.dtype).removeprefix("torch.") for meta in metas],

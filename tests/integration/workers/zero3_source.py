@@ -163,7 +163,7 @@ def in_parts(source: ZeroSource, expected: dict[str, torch.Tensor]) -> dict[str,
     plan: list[Any] = [source.parts()]
     dist.broadcast_object_list(plan)
     wrong = []
-    for meta, parts in zip(source.metadata(), plan[0], strict=True):
+    for meta, parts in zip(source.metadata, plan[0], strict=True):
         whole = torch.empty(meta.shape, dtype=meta.dtype)
         covered = 0
         for part in parts:
@@ -201,7 +201,7 @@ def exchanged(source: ZeroSource) -> dict[str, Any]:
     for _ in source:
         pass
     dist.batch_isend_irecv = exchange
-    of_tensors = [nbytes(meta) for meta in source.metadata()]
+    of_tensors = [nbytes(meta) for meta in source.metadata]
     return {"sizes": sizes, "of_tensors": of_tensors}
 
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from vllm.config import ModelConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import RetryableRequestError
 
-from rollout.engine.embedded import _check_compiler, device_arguments
-from rollout.errors import ConfigError
+from rollout.engine.embedded import EmbeddedEngine, _check_compiler, device_arguments
+from rollout.engine.protocol import Sampling
+from rollout.errors import ConfigError, EngineError
+from rollout.system.background_loop import BackgroundLoop
 from tests.fixtures.models import save_tiny_model
 
 
@@ -43,3 +50,80 @@ def test_a_compiled_engine_needs_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setenv("CXX", "icpx")
     with pytest.raises(ConfigError, match="icpx cannot be found"):
         _check_compiler()
+
+
+class RefusesWhilePaused:
+    """Stand-in for vLLM 0.33, which refuses requests from a pause that drains or aborts until it resumes."""
+
+    errored = False
+    output_handler = None
+    model_config = SimpleNamespace(max_model_len=64, dtype=torch.float32, get_vocab_size=lambda: 512)
+
+    def __init__(self) -> None:
+        self.refuses = False
+        self.answered = self.refused = 0
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        self.refuses = mode != "keep"
+
+    async def resume_generation(self) -> None:
+        self.refuses = False
+
+    async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncIterator[str]:
+        if self.refuses:
+            self.refused += 1
+            raise RetryableRequestError("Generation is paused. Please retry after it resumes.")
+        self.answered += 1
+        yield "answer"
+
+    def shutdown(self, timeout: float) -> None:
+        pass
+
+
+class Paused(EmbeddedEngine):
+    async def _build(self) -> Any:
+        return RefusesWhilePaused()
+
+
+@pytest.mark.parametrize("mode", ["wait", "abort", "keep"])
+def test_requests_wait_for_the_end_of_a_pause_that_refuses_them(tmp_path: Path, mode: str) -> None:
+    async def pause_and_request() -> asyncio.Task[Any]:
+        await engine.pause(mode)
+        waiting = asyncio.ensure_future(engine._request([5], {}))
+        await asyncio.sleep(0.05)
+        return waiting
+
+    with BackgroundLoop() as loop:
+        engine = Paused("model", loop=loop, log_path=tmp_path / "engine.log")
+        waiting = loop.run(pause_and_request())
+        stand_in: Any = engine.llm
+        assert stand_in.answered == (1 if mode == "keep" else 0)
+        loop.run(engine.resume())
+        assert loop.run(asyncio.wait_for(waiting, 10)) == "answer"
+        assert (stand_in.answered, stand_in.refused) == (1, 0)
+        loop.run(engine.close())
+
+
+def test_a_request_that_waits_for_a_pause_ends_with_the_engine(tmp_path: Path) -> None:
+    async def close_while_one_waits() -> None:
+        await engine.pause("wait")
+        waiting = asyncio.ensure_future(engine.generate([5], Sampling(max_tokens=4)))
+        await asyncio.sleep(0.05)
+        await engine.close()
+        await asyncio.wait_for(waiting, 10)
+
+    with BackgroundLoop() as loop:
+        engine = Paused("model", loop=loop, log_path=tmp_path / "engine.log")
+        with pytest.raises(EngineError, match="the engine was closed"):
+            loop.run(close_while_one_waits())
+
+
+def test_an_engine_that_died_while_paused_answers_again_after_its_restart(tmp_path: Path) -> None:
+    with BackgroundLoop() as loop:
+        engine = Paused("model", loop=loop, log_path=tmp_path / "engine.log")
+        loop.run(engine.pause("wait"))
+        stand_in: Any = engine.llm
+        stand_in.errored = True
+        assert engine.restart_if_dead()
+        assert loop.run(asyncio.wait_for(engine._request([5], {}), 10)) == "answer"
+        loop.run(engine.close())

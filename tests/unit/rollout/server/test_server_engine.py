@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import gzip
 import time
@@ -153,6 +154,35 @@ def test_a_missing_route_names_the_missing_flag(connected: Connected) -> None:
     connected.server.will("/pause", says({"error": {"message": "Not Found"}}, status=404))
     with pytest.raises(EngineError, match="VLLM_SERVER_DEV_MODE=1"):
         connected.loop.run(connected.engine.pause("wait"))
+
+
+@pytest.mark.parametrize("mode", ["wait", "abort"])
+def test_a_request_during_a_pause_that_refuses_requests_is_sent_after_it(connected: Connected, mode: str) -> None:
+    async def pause_and_generate() -> asyncio.Task[Any]:
+        await connected.engine.pause(mode)
+        waiting = asyncio.ensure_future(connected.engine.generate((5, 6), SAMPLING))
+        await asyncio.sleep(0.05)
+        return waiting
+
+    connected.server.will("/pause", says({"status": "paused"}))
+    connected.server.will("/resume", says({"status": "resumed"}))
+    connected.server.will(GENERATE, says({"error": {"message": "Generation is paused."}}, status=503))  # as vLLM 0.33
+    waiting = connected.loop.run(pause_and_generate())
+    connected.server.will(GENERATE, says(completion()))
+    connected.loop.run(connected.engine.resume())
+    assert connected.loop.run(asyncio.wait_for(waiting, 10)).sampled_ids == (7, 8, 9)
+    paths = [path for path, _ in connected.server.requests]
+    assert paths == [*["/pause"] * (2 if mode == "abort" else 1), "/resume", GENERATE]
+
+
+def test_a_request_waits_for_the_end_of_a_pause_within_its_limit(
+    connected: Connected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connected.server.will("/pause", says({"status": "paused"}))
+    connected.loop.run(connected.engine.pause("wait"))
+    monkeypatch.setattr(connected.engine, "_request_timeout_s", 0.1)
+    with pytest.raises(EngineError, match=r"stayed paused for 0.1 s.*request_timeout_s"):
+        connected.generate()
 
 
 def test_a_disabled_route_names_the_missing_flag_and_no_key(connected: Connected) -> None:

@@ -20,6 +20,7 @@ from rollout.weights.cuda_ipc import (
     CudaIpcTrainerWeightTransferEngine,
     CudaIpcWeightTransferEngine,
 )
+from rollout.weights.source import ZeroSource
 
 UUID = "GPU-4c1d"
 BUFFER_BYTES = 64
@@ -113,7 +114,8 @@ def rebuilt_from(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     monkeypatch.setattr(packed_tensor.torch, "empty", allocate)
     monkeypatch.setattr(packed_tensor, "reduce_tensor", reduce)
     monkeypatch.setattr(reductions, "rebuild_cuda_tensor", rebuild)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
+    for accelerator in (torch.cuda, torch.accelerator):  # vLLM 0.32 asks one, 0.33 the other
+        monkeypatch.setattr(accelerator, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=UUID))
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
@@ -130,6 +132,10 @@ def weights() -> dict[str, torch.Tensor]:
     }
 
 
+def source() -> ZeroSource:
+    return ZeroSource(torch.nn.ParameterDict(weights()))
+
+
 def worker_of(model: Model) -> CudaIpcWeightTransferEngine:
     config = SimpleNamespace(parallel_config=None, model_config=None)
     return CudaIpcWeightTransferEngine(None, config, torch.device("cuda", 1), model)  # type: ignore[arg-type]
@@ -139,7 +145,7 @@ def test_the_engine_loads_what_the_trainer_sends(rebuilt_from: list[tuple[Any, .
     model = Model()
     client = Client(worker_of(model))
     info = CudaIpcTrainerInitInfo(rank=0, packed_buffer_size_bytes=BUFFER_BYTES)
-    sender = CudaIpcTrainerWeightTransferEngine.trainer_init(info, client=client, source=weights().items())  # type: ignore[arg-type]
+    sender = CudaIpcTrainerWeightTransferEngine.trainer_init(info, client=client, source=source())
     sender.send_weights()
 
     assert client.calls == ["start", "update", "update", "finish"], "all weights do not fit into one buffer"
@@ -156,13 +162,15 @@ def test_the_engine_loads_what_the_trainer_sends(rebuilt_from: list[tuple[Any, .
 def test_a_rank_without_an_engine_takes_part_in_the_gather_alone(rebuilt_from: list[tuple[Any, ...]]) -> None:
     taken = []
 
-    def source() -> Iterator[tuple[str, torch.Tensor]]:
-        for item in weights().items():
-            taken.append(item[0])
-            yield item
+    class Noted(ZeroSource):
+        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in super().__iter__():
+                taken.append(name)
+                yield name, tensor
 
     info = CudaIpcTrainerInitInfo(rank=1)
-    sender = CudaIpcTrainerWeightTransferEngine.trainer_init(info, client=None, source=source())  # type: ignore[arg-type]
+    noted = Noted(torch.nn.ParameterDict(weights()))
+    sender = CudaIpcTrainerWeightTransferEngine.trainer_init(info, client=None, source=noted)  # type: ignore[arg-type]
     sender.send_weights()
     assert taken == ["a", "b", "c", "d"]
     assert rebuilt_from == []

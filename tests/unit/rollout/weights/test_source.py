@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -55,16 +57,29 @@ def test_a_plain_model_yields_its_checkpoint_and_tied_weights_once(tied: bool) -
 
     assert set(pairs) == set(dict(model.named_parameters()))
     assert ("lm_head.weight" in pairs) is not tied
-    assert [(m.name, m.shape, m.dtype) for m in source.metadata()] == [
+    assert [(m.name, m.shape, m.dtype) for m in source.metadata] == [
         (name, tuple(tensor.shape), tensor.dtype) for name, tensor in source
     ]
+
+
+def test_both_interfaces_of_vllms_weight_source_give_the_same() -> None:
+    source = ZeroSource(tiny_qwen3(tied=True))
+
+    # vLLM 0.32 calls a method and iterates over the source.
+    assert source.metadata() == source.metadata
+    # vLLM 0.33 refuses classes without a cached property, and reads sources by `iter_full`.
+    assert isinstance(vars(ZeroSource)["metadata"], cached_property)
+    assert source.metadata is source.metadata
+    assert [name for name, _ in source.iter_full()] == [meta.name for meta in source.metadata] == list(dict(source))
+    # Without owners every rank takes part in the gather.
+    assert [getattr(meta, "owners", None) for meta in source.metadata] == [None] * len(source.metadata)
 
 
 def test_sent_weights_are_cast_and_the_model_keeps_its_dtype() -> None:
     model = tiny_qwen3(tied=True)
     source = ZeroSource(model, dtype=torch.bfloat16)
 
-    assert {tensor.dtype for _, tensor in source} == {torch.bfloat16} == {m.dtype for m in source.metadata()}
+    assert {tensor.dtype for _, tensor in source} == {torch.bfloat16} == {m.dtype for m in source.metadata}
     assert {param.dtype for param in model.parameters()} == {torch.float32}
 
 

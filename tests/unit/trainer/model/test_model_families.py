@@ -28,7 +28,7 @@ def test_sent_weights_have_the_names_and_values_of_the_checkpoint(family: str, t
     assert sorted(sent) == sorted(saved)
     for name, tensor in sent.items():
         assert torch.equal(tensor, saved[name]), name
-    metas = ZeroSource(policy.model).metadata()
+    metas = ZeroSource(policy.model).metadata
     assert {meta.name: tuple(meta.shape) for meta in metas} == {name: tuple(t.shape) for name, t in saved.items()}
 
 
