@@ -123,10 +123,11 @@ def _status(error: LockstepError) -> int:
 
 
 def _composed_by(compose: Callable[[], Any]) -> None:
-    """Run Hydra. Raises `ConfigError` for `group=5` and `group=null`, for which Hydra raises a bare ValueError."""
+    """Run Hydra. Raises `ConfigError` for `group=5`, `group=null` and `group=[a]`, for which Hydra raises
+    a bare ValueError or TypeError."""
     try:
         compose()
-    except ValueError as error:
+    except (ValueError, TypeError) as error:  # Hydra's for a group that is set to a list
         for word in sys.argv[1:]:
             group, _, option = word.lstrip("+").partition("=")
             options = _options(group)
