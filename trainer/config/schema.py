@@ -78,6 +78,9 @@ class ModelConfig:
         None, "initial separate critic: a model, a reward model, or a run's critic/; null: model.path", when=CRITIC
     )
     reference_path: str | None = setting(None, "frozen reference for the KL term; null: model.path", when=REFERENCE)
+    chat_template: str | None = setting(
+        None, "chat template in place of the model's: hermes (ChatML with tools), or a Jinja file; null: the model's"
+    )
     gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass to save memory")
     compile: bool = setting(False, "torch.compile the layers of the trained models; not under ZeRO-3")
     trust_remote_code: bool = setting(False, "run code that ships with the model, in trainer and engine")
