@@ -1,11 +1,13 @@
 """Evaluation on held-out rows, with its own sampling settings.
 
-Runs between updates of a training run, or standalone (`scripts/evaluate.py`). A row gets the same seeds in every
-evaluation with the same `seed`, so that sampling noise is common to compared models.
+Runs between updates of a training run, or standalone (`scripts/evaluate.py`). A row of a data set gets the same seeds
+in every evaluation with the same `seed`, so that sampling noise is common to compared models. Data sets of different
+names have different seeds, so that they are independent samples.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import tempfile
 from collections.abc import Sequence
@@ -38,7 +40,7 @@ from trainer.evaluate.results import (
 from trainer.observe.console import RunConsole
 
 EVALUATION_STEP = 2**31 - 1
-"""Step in sampling seeds, constant so that prompts get the same seeds in every evaluation."""
+"""Step in the sampling seeds of data.heldout_path, constant so that a row gets the same seeds in every evaluation."""
 COMPARED = (
     *("seed", "environment.name", "environment.max_turns", "reward.functions", "eval.samples_per_prompt"),
     *("eval.temperature", "eval.top_p", "eval.top_k", "eval.min_p", "eval.pass_threshold", "eval.pass_reward"),
@@ -83,7 +85,7 @@ class Evaluator:
         settings = self._config.eval
         results, kept = [], []
         for name, data in self._data.items():
-            rollouts = self._sample_and_score(data)
+            rollouts = self._sample_and_score(data, step=evaluation_step(name))
             prompts = prompt_results(
                 rollouts,
                 label_column=settings.by,
@@ -94,7 +96,7 @@ class Evaluator:
             kept += rollouts
         return Evaluation(results=tuple(results), rollouts=tuple(kept))
 
-    def _sample_and_score(self, data: DataSet) -> list[Rollout]:
+    def _sample_and_score(self, data: DataSet, *, step: int) -> list[Rollout]:
         settings = self._config.eval
         count = len(data) if settings.prompts is None else min(settings.prompts, len(data))
         rollouts = self._loop.run(
@@ -102,10 +104,18 @@ class Evaluator:
                 [data[index] for index in range(count)],
                 samples_per_prompt=settings.samples_per_prompt,
                 sampling=self._sampling,
-                step=EVALUATION_STEP,
+                step=step,
             )
         )
         return self._loop.run(self._rewards.score(rollouts, in_metrics=False, is_shaped=False))
+
+
+def evaluation_step(name: str) -> int:
+    """Return the step in the sampling seeds of a data set: a function of its name, beyond all steps of training."""
+    if not name:
+        return EVALUATION_STEP
+    digest = hashlib.blake2b(name.encode(), digest_size=4).digest()
+    return EVALUATION_STEP + 1 + int.from_bytes(digest, "big")
 
 
 def comparable_settings(config: Config) -> dict[str, Any]:

@@ -1,0 +1,52 @@
+"""Sampling seeds of evaluations: by data set, row and sample."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from rewards.composition import Reward, RewardSet
+from rollout.episode.conversation import request_seed
+from rollout.records import Rollout
+from rollout.system.background_loop import BackgroundLoop
+from tests.unit.rewards.test_shaping import rollout
+from trainer.config.schema import Config, DataSetConfig
+from trainer.evaluate.evaluator import Evaluator
+
+
+class FakeSampler:
+    """Notes the steps of the sampling seeds, data set by data set."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    async def collect(self, examples: Any, *, step: int, **settings: Any) -> list[Rollout]:
+        self.steps.append(step)
+        return [rollout(8) for _ in examples]
+
+
+def steps(directory: Path, *sets: str) -> list[int]:
+    """Return the step in the seeds of data.heldout_path and of further sets, evaluated together."""
+    path = directory / "rows.jsonl"
+    path.write_text(json.dumps({"question": "q", "answer": "7"}) + "\n")
+    config, sampler = Config(), FakeSampler()
+    config.data.heldout_path = str(path)
+    config.eval.sets = {name: DataSetConfig(path=str(path)) for name in sets}
+    rewards = RewardSet([Reward(name="half", function=lambda found: 0.5)])
+    chat: Any = SimpleNamespace(stop_token_ids=())
+    with BackgroundLoop() as loop:
+        Evaluator(config, sampler=sampler, rewards=rewards, loop=loop, chat=chat).evaluate()  # type: ignore[arg-type]
+    return sampler.steps
+
+
+def test_data_sets_are_independent_samples(tmp_path: Path) -> None:
+    found = steps(tmp_path, "easy", "hard")
+    assert len({request_seed(0, step, 0) for step in found}) == 3
+
+
+def test_a_data_set_keeps_its_seeds_whatever_is_evaluated_beside_it(tmp_path: Path) -> None:
+    main, hard = steps(tmp_path, "hard")
+    assert [main, hard] == [steps(tmp_path, "easy", "hard")[i] for i in (0, 2)]
+    assert main == 2**31 - 1, "the seeds of earlier versions, to which saved results are compared"
