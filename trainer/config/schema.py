@@ -9,6 +9,7 @@ Imports nothing heavy, so that mistakes are found before torch is loaded. String
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -341,7 +342,11 @@ class OptimizerConfig:
 
 @dataclass
 class LoggerConfig:
-    wandb: str = setting("off", "Weights & Biases", choices=("off", "online", "offline"))
+    wandb: str = setting(
+        "off",
+        "Weights & Biases; auto: as the environment variable WANDB_MODE says, online without it",
+        choices=("off", "auto", "online", "offline"),
+    )
     project: str = setting("lockstep", "W&B project", when=WANDB)
     entity: str | None = setting(None, "W&B entity", when=WANDB)
     wandb_id: str | None = setting(
@@ -363,6 +368,11 @@ class LoggerConfig:
         above=0,
     )
     save_rollouts: bool = setting(True, "write all rollouts of each step as JSONL into the run directory")
+
+    @property
+    def wandb_mode(self) -> str | None:
+        """W&B's mode with auto resolved; None if W&B's own settings decide."""
+        return os.environ.get("WANDB_MODE") if self.wandb == "auto" else self.wandb
 
 
 @dataclass
