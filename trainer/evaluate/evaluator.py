@@ -79,12 +79,12 @@ class Evaluator:
             min_p=config.eval.min_p,
             is_trained=False,
         )
-        self._data = heldout_data(config)
+        self.data = heldout_data(config)
 
     def evaluate(self) -> Evaluation:
         settings = self._config.eval
         results, kept = [], []
-        for name, data in self._data.items():
+        for name, data in self.data.items():
             rollouts = self._sample_and_score(data, step=evaluation_step(name))
             prompts = prompt_results(
                 rollouts,

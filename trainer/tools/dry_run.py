@@ -45,7 +45,7 @@ from trainer.model.memory_plan import GIB
 from trainer.model.shape import planned_shape
 from trainer.observe.console import RunConsole
 from trainer.observe.transcript import conversation
-from trainer.run.assembly import show_memory_plan
+from trainer.run.assembly import show_memory_plan, show_scale
 from trainer.run.library_logs import quiet_third_parties
 
 SHOWN_ROWS = 2
@@ -76,6 +76,7 @@ def dry_run(config: Config) -> None:
         console.print(Rule("[bold]memory[/bold], an estimate for rank 0", style="dim", align="left"))
         shape = planned_shape(config)
         show_memory_plan(shape, config, distributed, run_console)
+        show_scale(shape, config, run_console)
         available = f"{distributed.device_memory / GIB:.3g} GiB are available"
         console.print(f"{shape.parameters:,} parameters, {shape.trained:,} trained; {available}")
         console.print(Rule("[bold]the first rows of the data[/bold]", style="dim", align="left"))
