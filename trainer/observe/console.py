@@ -1,7 +1,8 @@
 """Console output of a run: progress with remaining time, a row per step, alarms, rollouts.
 
 A terminal has two bars at the bottom, for updates and for the rollouts of the step, and rows scroll above them, with as
-many columns as fit. Elsewhere (log file, CI) a step is one plain line of named numbers. Text from outside is printed
+many columns as fit. Elsewhere (log file, CI) a step is one plain line of named numbers, and long stages print lines in
+between. Text from outside is printed
 as safe text without markup, so that it cannot style or forge the console.
 """
 
@@ -22,6 +23,7 @@ from rich.text import Text
 from rollout.records import Rollout
 from rollout.safe_text import safe_text
 from rollout.sampler.sampler import OnRollout
+from trainer.observe.progress import ProgressLines
 from trainer.observe.transcript import conversation
 
 HEADER_EVERY = 20
@@ -145,6 +147,11 @@ class RunConsole:
             yield arrived
         finally:
             progress.update(task, visible=False)
+
+    def progress(self, work: str, total: int) -> ProgressLines:
+        """Return lines on long work that samples `total` rollouts, for `with`; none beside bars."""
+        is_silent = self._console.quiet or self._progress is not None
+        return ProgressLines(None if is_silent else self.say, work=work, total=total)
 
     @property
     def _remaining(self) -> str:

@@ -22,13 +22,20 @@ class FakeSampler:
     def __init__(self) -> None:
         self.steps: list[int] = []
 
-    async def collect(self, examples: Any, *, step: int, **settings: Any) -> list[Rollout]:
+    async def collect(self, examples: Any, *, step: int, on_rollout: Any, **settings: Any) -> list[Rollout]:
         self.steps.append(step)
-        return [rollout(8) for _ in examples]
+        found = [rollout(8) for _ in examples]
+        for one in found:
+            on_rollout(one)
+        return found
 
 
-def steps(directory: Path, *sets: str) -> list[int]:
-    """Return the step in the seeds of data.heldout_path and of further sets, evaluated together."""
+def steps(directory: Path, *sets: str, said: list[str] | None = None) -> list[int]:
+    """Return the step in the seeds of data.heldout_path and of further sets, evaluated together.
+
+    said: list to which progress is appended.
+    """
+    notes = [] if said is None else said
     path = directory / "rows.jsonl"
     path.write_text(json.dumps({"question": "q", "answer": "7"}) + "\n")
     config, sampler = Config(), FakeSampler()
@@ -37,7 +44,9 @@ def steps(directory: Path, *sets: str) -> list[int]:
     rewards = RewardSet([Reward(name="half", function=lambda found: 0.5)])
     chat: Any = SimpleNamespace(stop_token_ids=())
     with BackgroundLoop() as loop:
-        Evaluator(config, sampler=sampler, rewards=rewards, loop=loop, chat=chat).evaluate()  # type: ignore[arg-type]
+        evaluator = Evaluator(config, sampler=sampler, rewards=rewards, loop=loop, chat=chat)  # type: ignore[arg-type]
+        notes.append(f"{evaluator.num_rollouts} rollouts")
+        evaluator.evaluate(lambda rollout: notes.append("arrived"), notes.append)
     return sampler.steps
 
 
@@ -50,3 +59,9 @@ def test_a_data_set_keeps_its_seeds_whatever_is_evaluated_beside_it(tmp_path: Pa
     main, hard = steps(tmp_path, "hard")
     assert [main, hard] == [steps(tmp_path, "easy", "hard")[i] for i in (0, 2)]
     assert main == 2**31 - 1, "the seeds of earlier versions, to which saved results are compared"
+
+
+def test_an_evaluation_reports_its_progress(tmp_path: Path) -> None:
+    said: list[str] = []
+    steps(tmp_path, "hard", said=said)
+    assert said == ["2 rollouts", "rollout", "arrived", "reward", "rollout of hard", "arrived", "reward of hard"]
