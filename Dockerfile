@@ -15,7 +15,8 @@
 #
 # devel instead of runtime: DeepSpeed and the kernels of vLLM compile at first use and need nvcc. The torch 2.13 wheels
 # are built for CUDA 13.0, which needs a driver of version 580 or later on the host.
-FROM nvidia/cuda:13.0.2-devel-ubuntu24.04
+# The digest is that of the tag 13.0.2-devel-ubuntu24.04, for x86_64 and aarch64.
+FROM nvidia/cuda:13.0.2-devel-ubuntu24.04@sha256:5dc1bca23d05bd37b011be68ec470c03b403a5da07ec3a86e41af9470e9d0cc6
 
 # Unpinned: Ubuntu removes superseded versions from its archive, so a pinned build would stop working.
 # hadolint ignore=DL3008
@@ -32,6 +33,7 @@ WORKDIR /lockstep
 # has no GPU, so the accelerator is named. The cache lies outside of the home directory: its parents would belong to
 # root, and the compile caches of torch and vLLM need the home directory at run time.
 COPY --chown=1000:1000 pyproject.toml README.md ./
+COPY --chown=1000:1000 requirements requirements
 COPY --chown=1000:1000 scripts/install.sh scripts/install.sh
 RUN --mount=type=cache,target=/var/cache/pip,uid=1000,gid=1000 \
     mkdir trainer rollout rewards demo \

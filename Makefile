@@ -20,11 +20,12 @@ NUM_PROCESSES ?= 2
 TEST_WORKERS ?= 3
 BENCH ?= $(basename $(notdir $(wildcard benchmarks/*.py)))
 BIN := $(VENV)/bin
+AUDIT := .venv-audit
 # Programs of the environment are called by name: ninja by torch, accelerate by scripts.
 export PATH := $(abspath $(BIN)):$(PATH)
 export PYTHON ACCELERATOR VENV
 
-.PHONY: help install model train train-zero3 test test-unit test-slow lint format plot report bench gpu-check docs clean
+.PHONY: help install model train train-zero3 test test-unit test-slow lint format plot report bench gpu-check docs lock sbom audit clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -84,7 +85,26 @@ gpu-check: install ## Check every path that needs a GPU, on this machine; ARGS="
 docs: install ## Write the generated pages of docs/ from the code, and build the site of docs/ into site/
 	$(BIN)/python -m scripts.list_settings
 	$(BIN)/python -m scripts.map_code
+	$(BIN)/python -m scripts.list_licenses
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build # not --quiet: that hides warnings from strict mode, too
+
+lock: ## Write requirements/ from pyproject.toml (needs uv and a network); ARGS="--upgrade", "--upgrade-package NAME"
+	@command -v uv >/dev/null || { echo "make lock: uv was not found. Install it, for example: pipx install uv" >&2; exit 1; }
+	uv run --quiet --no-project --python ">=3.11,<3.14" --with packaging python -m scripts.lock $(ARGS)
+
+# Not in VENV: the tools need packages of their own.
+$(AUDIT)/installed: requirements/audit.txt | install
+	$(BIN)/python -m venv $(AUDIT)
+	$(AUDIT)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r $<
+	@touch $@
+
+sbom: $(AUDIT)/installed ## Write the bills of materials dist/sbom-*.json (CycloneDX) of the locked packages
+	@mkdir -p dist
+	cat requirements/cpu.txt requirements/torch-cpu.txt | $(AUDIT)/bin/cyclonedx-py requirements - --pyproject pyproject.toml --output-reproducible -o dist/sbom-cpu.json
+	$(AUDIT)/bin/cyclonedx-py requirements requirements/cuda.txt --pyproject pyproject.toml --output-reproducible -o dist/sbom-cuda.json
+
+audit: $(AUDIT)/installed ## Look up known vulnerabilities of the locked packages (needs a network)
+	@$(BIN)/python -m scripts.audit_packages $(AUDIT)/bin/pip-audit $(ARGS)
 
 clean: ## Remove caches and build output; keeps .venv, models and runs
 	rm -rf .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info

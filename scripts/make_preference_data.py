@@ -1,6 +1,6 @@
 """Make a preference task: a small pretrained language model, queries, and comparisons labeled by a noisy judge.
 
-    python scripts/make_preference_data.py --task sentiment          # under a minute on two cores
+    python scripts/make_preference_data.py --task sentiment          # about 90 s of CPU time
     python scripts/make_preference_data.py --task descriptiveness
 
 Writes models/<task>_lm and data/preferences/<task>/. The recipe is in demo/preferences/.

@@ -10,8 +10,10 @@ Writes PNG, or SVG if `--out` ends with it.
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from pathlib import Path
+from typing import Any
 
 MISMATCH = (
     ("rollout_correction/logp_diff_abs_max", "largest |Δ logp| of a token"),
@@ -38,7 +40,7 @@ def series(lines: list[dict[str, float]], name: str) -> tuple[list[float], list[
     return [step for step, _ in points], [value for _, value in points]
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "runs", type=Path, nargs="*", default=[Path("runs/latest")], help="run directories (default: runs/latest)"
@@ -63,10 +65,7 @@ def main() -> None:
             panel.set(title=metric, xlabel="update")
             panel.grid(alpha=0.25)
         panels[0][0].legend(frameon=False)
-        out = arguments.out or arguments.runs[0] / "metrics.png"
-        figure.savefig(out, dpi=140)
-        print(out)
-        return
+        return save(figure, arguments.out, arguments.runs[0] / "metrics.png")
 
     figure, (reward, mismatch) = pyplot.subplots(1, 2, figsize=(10, 3.4), constrained_layout=True)
     for run in arguments.runs:
@@ -94,10 +93,25 @@ def main() -> None:
         axis.grid(alpha=0.25)
     if len(arguments.runs) > 1:
         reward.legend(frameon=False, fontsize=8)
-    out = arguments.out or arguments.runs[0] / "curves.png"
-    figure.savefig(out, dpi=140)
+    return save(figure, arguments.out, arguments.runs[0] / "curves.png")
+
+
+def save(figure: Any, out: Path | None, default: Path) -> int:
+    """Write the picture and return the exit status."""
+    from rollout.safe_text import print_error
+    from rollout.system.plain_files import own_output, write_whole
+
+    try:
+        out = out or own_output(default)
+        picture = io.BytesIO()
+        figure.savefig(picture, dpi=140, format=out.suffix.removeprefix(".") or "png")
+        write_whole(out, picture.getvalue())
+    except (OSError, ValueError) as error:  # matplotlib's for an unknown format
+        print_error(error)
+        return 1
     print(out)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -25,11 +25,12 @@ def main() -> int:
 
     from rollout.errors import ConfigError, LockstepError
     from rollout.safe_text import print_error
+    from rollout.system.plain_files import own_output
     from trainer.observe.pages.run_report import write_report
     from trainer.observe.saved_run import SavedRun
 
-    out = arguments.out or arguments.run / "report.html"
     try:
+        out = arguments.out or own_output(arguments.run / "report.html")
         run = SavedRun.read(arguments.run)
         write_report(run, out)
     except (LockstepError, OSError) as error:

@@ -87,14 +87,31 @@ def launch(
         _print(_message(error))
         sys.exit(_status(error))
     for config in configs:
-        try:
-            main(config)
-        except LockstepError as error:
-            _print(_message(error))
-            _end(_status(error))
-        except Exception:
-            traceback.print_exc()
-            _end(1)
+        run_or_end(lambda config=config: main(config))
+
+
+def run_or_end(work: Callable[[], None]) -> None:
+    """Call `work`. After a failure, print it and end the process without destroying what is open.
+
+    Transports and process groups that are destroyed while others use them wait for these, or abort with status -6.
+    """
+    try:
+        work()
+    except LockstepError as error:
+        _print(_message(error))
+        status = _status(error)
+    except Exception:
+        traceback.print_exc()
+        status = 1
+    else:
+        return
+    watchdog = threading.Timer(EXIT_LIMIT_S, os._exit, (status,))
+    watchdog.daemon = True
+    watchdog.start()
+    atexit._run_exitfuncs()  # engines, loggers
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _message(error: LockstepError) -> str:
@@ -105,25 +122,12 @@ def _status(error: LockstepError) -> int:
     return 2 if isinstance(error, ConfigError) else 1
 
 
-def _end(status: int) -> None:
-    """End the process after a failure in `main`, without destroying what it leaves open.
-
-    Transports and process groups that are destroyed while others use them wait for these, or abort with status -6.
-    """
-    watchdog = threading.Timer(EXIT_LIMIT_S, os._exit, (status,))
-    watchdog.daemon = True
-    watchdog.start()
-    atexit._run_exitfuncs()  # engines, loggers
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
-
-
 def _composed_by(compose: Callable[[], Any]) -> None:
-    """Run Hydra. Raises `ConfigError` for `group=5` and `group=null`, for which Hydra raises a bare ValueError."""
+    """Run Hydra. Raises `ConfigError` for `group=5`, `group=null` and `group=[a]`, for which Hydra raises
+    a bare ValueError or TypeError."""
     try:
         compose()
-    except ValueError as error:
+    except (ValueError, TypeError) as error:  # Hydra's for a group that is set to a list
         for word in sys.argv[1:]:
             group, _, option = word.lstrip("+").partition("=")
             options = _options(group)

@@ -54,7 +54,7 @@ class PreferenceRecipe:
 def make_preferences(
     task: str, model_dir: Path, data_dir: Path, *, seed: int = 0, recipe: PreferenceRecipe | None = None
 ) -> None:
-    """Write model and data. Deterministic on one machine for a given seed; under a minute on two cores.
+    """Write model and data. Deterministic on one machine for a given seed; about 90 s of CPU time.
 
     Raises:
         ConfigError: the task is unknown.

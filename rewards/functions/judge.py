@@ -34,7 +34,8 @@ Question:
 {marker}
 {answer}
 {marker}"""
-_SCORE = re.compile(r"score\s*:\s*\**\s*([-+]?\d+(?:\.\d+)?)", re.IGNORECASE)
+# Possessive: two runs of spaces side by side would take quadratic time on a reply of spaces.
+_SCORE = re.compile(r"score\s*+:\s*+\**+\s*+([-+]?\d+(?:\.\d+)?)", re.IGNORECASE)
 
 
 class _Unavailable(Exception):

@@ -15,8 +15,8 @@ def tool_calls_match(rollout: Rollout, *, column: str = "answer") -> float:
     """Return 1 if the first assistant turn makes exactly the calls of the reference, in any order; else 0.
 
     The reference is a list, or its JSON text, of `{"name": ..., "arguments": {...}}`; an empty list expects no call.
-    Calls are equal if name and arguments are equal as JSON: 1 equals 1.0, but not "1". A call that could not be parsed
-    is wrong. Raises `DataError`: the reference is not such a list.
+    Calls are equal if name and arguments are equal as JSON: 1 equals 1.0, but not "1" or true. A call that could not be
+    parsed is wrong. Raises `DataError`: the reference is not such a list.
     """
     expected = [_call(entry, column) for entry in _list(reference(rollout, column), column)]
     turn = next((message for message in rollout.messages if message["role"] == "assistant"), {})
@@ -47,7 +47,7 @@ def _call(entry: Any, column: str) -> tuple[str, Any]:
         raise DataError(
             f"tool_calls_match: column {column!r}: expected calls with name and arguments, found {entry!r:.80}"
         )
-    return call["name"], _arguments(call.get("arguments"))
+    return call["name"], _without_booleans(_arguments(call.get("arguments")))
 
 
 def _arguments(value: Any) -> Any:
@@ -61,3 +61,12 @@ def _arguments(value: Any) -> Any:
         return {}
     # Columnar files give every call the arguments of all calls, and null for those of other calls.
     return {key: item for key, item in value.items() if item is not None} if isinstance(value, Mapping) else value
+
+
+def _without_booleans(value: Any) -> Any:
+    """Replace booleans by tuples, which no JSON value equals: in Python, True equals 1."""
+    if isinstance(value, bool):
+        return ("boolean", value)
+    if isinstance(value, Mapping):
+        return {key: _without_booleans(item) for key, item in value.items()}
+    return [_without_booleans(item) for item in value] if isinstance(value, list | tuple) else value

@@ -210,7 +210,7 @@ def _run(source: str, stdin: str, limits: Limits, *, isolated: bool) -> Executio
         reader, writer = os.pipe()
         with open(reader, "rb", buffering=0) as report, _launch(interpreter, feed, writer) as process:
             try:
-                is_ready = bool(select.select([report], [], [], START_TIMEOUT_S)[0])
+                is_ready = _is_readable(report, START_TIMEOUT_S)
                 said = report.read(100) if is_ready else b""
                 if not said.startswith(b"started\n"):
                     raise SandboxError(_no_start(process, isolated=isolated))
@@ -224,6 +224,12 @@ def _run(source: str, stdin: str, limits: Limits, *, isolated: bool) -> Executio
     status = int(words[1]) if len(words) == 2 else -signal.SIGKILL  # process 1 was killed, or the time is over
     ended = Ended.TIMEOUT if not in_time else Ended.KILLED if status < 0 else Ended.EXITED
     return Execution(ended=ended, status=status, stdout=stdout, stderr=stderr, is_cut=is_cut)
+
+
+def _is_readable(file: IO[bytes], timeout_s: float) -> bool:
+    poll = select.poll()  # select() refuses descriptors from 1024 on
+    poll.register(file, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))
 
 
 def _launch(interpreter: str, feed: IO[bytes], writer: int) -> subprocess.Popen[bytes]:

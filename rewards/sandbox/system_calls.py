@@ -28,6 +28,8 @@ REFUSED = {
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),
+    # The kernel's log, which no namespace separates; open to all where kernel.dmesg_restrict is 0.
+    "syslog": (103, 116),
     # Large interfaces of the kernel that Python does not use. Calls by io_uring also pass no filter.
     "io_uring_setup": (425, 425),
     "userfaultfd": (323, 282),

@@ -147,6 +147,11 @@ class Chat:
         """
         return self._read(sampled_ids, tools or ()).message(sampled_ids, prompt_ids=prompt_ids)
 
+    def has_called(self, sampled_ids: Sequence[int], tools: Tools) -> bool:
+        """Return True if a complete call is in the turn, also if the turn goes on with an incomplete one."""
+        turn = self._read(sampled_ids, tools)
+        return bool(turn.calls) or turn.is_broken_after_call
+
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, special tokens included."""
         # A model's output layer may be padded beyond the vocabulary; such ids have no text.

@@ -13,10 +13,11 @@ Not covered: XML-style arguments (Qwen3-Coder) and Python-style call lists (Llam
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -28,6 +29,8 @@ MAX_DEPTH = 100
 """Greatest nesting of arguments. Templates and JSON writers recurse, and a model must not exhaust the stack."""
 
 _HERMES_CALL = re.compile(rf"{TOOL_CALL_OPEN}(.*?)(?:{TOOL_CALL_CLOSE}|(?={TOOL_CALL_OPEN})|\Z)", re.DOTALL)
+
+_LLAMA3_SEPARATOR = re.compile(r"[; \n\t]+")
 
 _THINK_TAG = re.compile(f"{THINK_OPEN}|{THINK_CLOSE}")
 
@@ -48,6 +51,8 @@ class Turn:
     calls: tuple[ToolCall, ...] = ()
     errors: tuple[str, ...] = ()
     """One sentence per malformed call; its text is still in `content`."""
+    is_broken_after_call: bool = False
+    """True if a well-formed call comes first and the rest makes the whole turn malformed (Llama 3)."""
     ends_in_reasoning: bool = False
     """True if the reasoning was never closed, or nothing follows it in a format that ends turns by an answer."""
 
@@ -60,14 +65,13 @@ class Turn:
         if self.reasoning is not None:
             message["reasoning_content"] = self.reasoning
         if self.calls:
-            turn = (tuple(sampled_ids), hashlib.blake2b(array("q", prompt_ids).tobytes()).digest())
             message["tool_calls"] = [
                 {
-                    "id": _call_id(turn, index),
+                    "id": call_id,
                     "type": "function",
                     "function": {"name": call.name, "arguments": call.arguments},
                 }
-                for index, call in enumerate(self.calls)
+                for call_id, call in zip(_call_ids(sampled_ids, prompt_ids), self.calls, strict=False)
             ]
         if self.errors:
             message["tool_call_errors"] = list(self.errors)
@@ -159,7 +163,7 @@ def parse_llama3(text: str, *, tool_names: Collection[str] = (), reasoning_is_op
     for part in _json_values(body):
         found = _read_call(part, arguments_keys=("parameters", "arguments"))
         if isinstance(found, str):
-            return Turn(content=content, reasoning=reasoning, errors=(found,))
+            return Turn(content=content, reasoning=reasoning, errors=(found,), is_broken_after_call=bool(calls))
         calls.append(found)
     return Turn(content="", reasoning=reasoning, calls=tuple(calls))
 
@@ -173,14 +177,16 @@ def _json_values(text: str) -> list[str]:
     """Split `{...}; {...}` into its values. The last part is the rest that is not JSON, if any."""
     decoder = json.JSONDecoder()
     parts = []
-    while text:
+    start = 0
+    while start < len(text):
         try:
-            _, end = decoder.raw_decode(text)
+            _, end = decoder.raw_decode(text, start)
         except (ValueError, RecursionError):
-            parts.append(text)
+            parts.append(text[start:])
             break
-        parts.append(text[:end])
-        text = text[end:].lstrip("; \n\t")
+        parts.append(text[start:end])
+        separator = _LLAMA3_SEPARATOR.match(text, end)
+        start = end if separator is None else separator.end()
     return parts or [""]
 
 
@@ -240,7 +246,11 @@ def _kind(value: object) -> str:
     return names.get(type(value), "null")
 
 
-def _call_id(turn: object, index: int) -> str:
-    """Return the id of a call, equal for equal turns: nine letters and digits, a form that every template accepts."""
-    digest = hashlib.blake2b(repr((turn, index)).encode(), digest_size=5)
-    return digest.hexdigest()[:9]
+def _call_ids(sampled_ids: Sequence[int], prompt_ids: Sequence[int]) -> Iterator[str]:
+    """Yield ids of calls, equal for equal turns: nine letters and digits, a form that every template accepts."""
+    turn = (tuple(sampled_ids), hashlib.blake2b(array("q", prompt_ids).tobytes()).digest())
+    shared = hashlib.blake2b(f"({turn!r}, ".encode(), digest_size=5)
+    for index in itertools.count():
+        digest = shared.copy()  # a hash of the whole turn for each call would take quadratic time
+        digest.update(f"{index})".encode())
+        yield digest.hexdigest()[:9]

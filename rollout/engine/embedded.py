@@ -191,8 +191,16 @@ class EmbeddedEngine:
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> EngineCall:
         """See `Engine.generate`."""
         room = check_prompt(prompt_ids, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
-        output = await self._request(prompt_ids, sample_params(sampling, room=room))
-        return engine_call(prompt_ids, answer_of(output.outputs[0]), with_support=sampling.truncates, source=self.name)
+        params = sample_params(sampling, room=room)
+        output = await self._request(prompt_ids, params)
+        return engine_call(
+            prompt_ids,
+            answer_of(output.outputs[0]),
+            with_support=sampling.truncates,
+            max_tokens=params["max_tokens"],
+            vocab_size=self.vocab_size,
+            source=self.name,
+        )
 
     async def score(self, ids: Sequence[int]) -> list[float]:
         """See `Engine.score`."""

@@ -148,14 +148,29 @@ def score_params() -> dict[str, Any]:
     }
 
 
-def engine_call(prompt_ids: Sequence[int], answer: Answer, *, with_support: bool, source: str) -> EngineCall:
+def engine_call(
+    prompt_ids: Sequence[int],
+    answer: Answer,
+    *,
+    with_support: bool,
+    max_tokens: int,
+    vocab_size: int,
+    source: str,
+) -> EngineCall:
     """Validate an answer and return the record of the call.
 
     Raises `EvidenceError` if ids, logprobs, support or version spans are missing or inconsistent, `EngineError` if the
     sampling weights have no valid version. with_support: True if sampling was truncated, so the candidates must be the
-    whole support. source: name of the engine, for messages.
+    whole support. max_tokens: number of tokens that were requested. vocab_size: number of rows of the trainer's
+    embedding. source: name of the engine, for messages.
     """
     sampled = tuple(answer.sampled_ids)
+    if len(sampled) > max_tokens:
+        raise EvidenceError(f"{source}: {len(sampled)} sampled tokens, {max_tokens} were requested")
+    ids = answer.candidate_ids
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        outside = next(token for token in ids if not 0 <= token < vocab_size)
+        raise EvidenceError(f"{source}: token id {outside} is outside the vocabulary of {vocab_size}")
     if len(answer.starts) != len(sampled) or tuple(answer.candidate_ids[start] for start in answer.starts) != sampled:
         raise EvidenceError(f"{source}: the logprobs do not belong to the {len(sampled)} sampled tokens")
     if answer.finish_reason not in set(FinishReason):

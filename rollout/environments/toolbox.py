@@ -24,11 +24,15 @@ from jsonschema.exceptions import best_match
 from rollout.chat.tool_calls import refuse_constant
 from rollout.errors import ConfigError
 from rollout.records import Message
+from rollout.safe_text import error_text
 from rollout.system.deadline import DeadlineExceeded, TooManyAbandoned, call_with_deadline, function_name
 from rollout.system.user_functions import load_functions
 
 MAX_ERROR_CHARS = 500
 """Length of an error in a tool message. An exception's text may hold a whole document."""
+
+MAX_CALLS = 128
+"""Most calls of one turn that are run. A model that repeats itself writes thousands: a thread and a message each."""
 
 ToolFunction = Callable[..., Any]
 
@@ -43,9 +47,11 @@ class ToolFault(StrEnum):
     BAD_ARGUMENTS = "bad_arguments"
     """Arguments are missing, unknown or of the wrong type."""
     EXCEPTION = "exception"
-    """The function raised."""
+    """The function raised, or its result cannot be written as text."""
     TIMEOUT = "timeout"
     """The function did not return in time; a sync one may still be running."""
+    TOO_MANY = "too_many"
+    """The turn has more than `MAX_CALLS` calls; one result for all further ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,10 +102,11 @@ class Toolbox:
     async def answer(self, message: Message) -> list[ToolResult]:
         """Run all tool calls of an assistant message at the same time; return results in the order of the calls.
 
-        Malformed calls (`tool_call_errors`) are answered after them. Empty if the message calls no tool. Never raises,
-        whatever the message holds.
+        Malformed calls (`tool_call_errors`) are answered after them, and calls beyond `MAX_CALLS` by one result. Empty
+        if the message calls no tool. Never raises, whatever the message holds.
         """
-        results = await asyncio.gather(*(self._call(call) for call in message.get("tool_calls") or ()))
+        calls, errors = message.get("tool_calls") or (), message.get("tool_call_errors") or ()
+        results = await asyncio.gather(*(self._call(call) for call in calls[:MAX_CALLS]))
         unread = [
             ToolResult(
                 name="tool_call",
@@ -107,9 +114,17 @@ class Toolbox:
                 content=_error_text(f"the tool call could not be read: {error}"),
                 fault=ToolFault.MALFORMED,
             )
-            for number, error in enumerate(message.get("tool_call_errors") or ())
+            for number, error in enumerate(errors[: MAX_CALLS - len(results)])
         ]
-        return [*results, *unread]
+        answered = [*results, *unread]
+        num_left = len(calls) + len(errors) - len(answered)
+        if num_left:
+            text = f"{num_left} further tool calls were not run; a turn may have {MAX_CALLS}"
+            further = ToolResult(
+                name="tool_call", call_id="further", content=_error_text(text), fault=ToolFault.TOO_MANY
+            )
+            answered.append(further)
+        return answered
 
     async def _call(self, call: Mapping[str, Any]) -> ToolResult:
         name = str(call["function"]["name"])
@@ -133,8 +148,11 @@ class Toolbox:
         if isinstance(finished.error, DeadlineExceeded | TooManyAbandoned):
             return _error_text(f"{name} timed out: {finished.error}"), ToolFault.TIMEOUT
         if finished.error is not None:
-            return _error_text(f"{type(finished.error).__name__}: {finished.error}"), ToolFault.EXCEPTION
-        return self._result_text(finished.value), None
+            return _exception_text(finished.error), ToolFault.EXCEPTION
+        try:
+            return self._result_text(finished.value), None
+        except Exception as error:  # an integer of more than 4300 digits, a list too deep, `__str__` of a user's class
+            return _exception_text(error), ToolFault.EXCEPTION
 
     def _result_text(self, value: Any) -> str:
         text = _printable(value if isinstance(value, str) else _to_json(value))
@@ -213,6 +231,10 @@ def _to_json(value: Any) -> str:
 
 def _error_text(text: str) -> str:
     return _printable(f"error: {text}"[:MAX_ERROR_CHARS])
+
+
+def _exception_text(error: BaseException) -> str:
+    return _error_text(f"{type(error).__name__}: {error_text(error)}")
 
 
 def _printable(text: str) -> str:

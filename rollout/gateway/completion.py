@@ -105,7 +105,7 @@ def _read(chat: Chat, call: EngineCall, request: ChatRequest) -> tuple[EngineCal
     call, stop = cut_at_stop(call, request.stop_strings, chat.decode)
     message = dict(chat.parse(call.sampled_ids, tools, prompt_ids=call.prompt_ids))
     if request.one_call and len(message.get("tool_calls", ())) > 1:
-        call = _first_tokens(call, _length_at(call, lambda ids: "tool_calls" in chat.parse(ids, tools)))
+        call = _first_tokens(call, _length_at(call, lambda ids: chat.has_called(ids, tools)))
         message = dict(chat.parse(call.sampled_ids, tools, prompt_ids=call.prompt_ids))
     elif stop is not None:
         _hide_stop(message, stop)

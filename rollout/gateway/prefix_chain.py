@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -49,11 +50,14 @@ class Prefix:
         """Return the conversation without messages."""
         return cls(None, {}, _hash(b"", [dict(tool) for tool in tools]), tools)
 
-    def then(self, message: Message) -> Prefix:
-        """Return this conversation with one more message, which has no token ids."""
+    def then(self, message: Message, *, names: Mapping[str, str] = MappingProxyType({})) -> Prefix:
+        """Return this conversation with one more message, which has no token ids.
+
+        names: names of the tools that were called before, by the ids of the calls.
+        """
         (said,) = normalize_messages([message])
         if said["role"] == "tool" and not said.get("name"):
-            said["name"] = self._name_of_call(said.get("tool_call_id"))
+            said["name"] = names.get(said.get("tool_call_id", ""))
         said = {key: value for key, value in said.items() if value not in (None, "") or key in ("role", "content")}
         return Prefix(self, message, _hash(self.digest, said), self._tools)
 
@@ -84,14 +88,6 @@ class Prefix:
             yield prefix
             prefix = prefix._parent
 
-    def _name_of_call(self, call_id: object) -> str | None:
-        """Return the name of the tool that was called with this id, most recently."""
-        for prefix in self._backwards():
-            for call in reversed(prefix.message.get("tool_calls", ())):
-                if call["id"] == call_id:
-                    return call["function"]["name"]
-        return None
-
 
 class Prefixes:
     """The conversations that a session knows, by the JSON that clients sent."""
@@ -108,12 +104,15 @@ class Prefixes:
         prefix = self._known.get(key)
         if prefix is None:
             prefix = self._known[key] = Prefix.root(tools)
+        names: dict[str, str] = {}
         for index, message in enumerate(messages):
             key = (id(prefix), _key_of(message))  # a child holds its parent, so the id is not used twice
             known = self._known.get(key)
             if known is None:
-                known = self._known[key] = prefix.then(read_message(message, f"messages[{index}]"))
+                known = self._known[key] = prefix.then(read_message(message, f"messages[{index}]"), names=names)
             prefix = known
+            for call in prefix.message.get("tool_calls", ()):
+                names[call["id"]] = call["function"]["name"]
         return prefix
 
 

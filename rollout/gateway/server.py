@@ -312,12 +312,7 @@ class Gateway:
             response = web.Response(body=events, headers=headers)
         else:
             response = web.json_response(completion_body(completion, model=model, decode=decode))
-        try:
-            async with asyncio.timeout(TRANSFER_S):
-                await response.prepare(request)
-                await response.write_eof()
-        except TimeoutError:
-            raise ConnectionResetError(f"the client did not read its answer in {TRANSFER_S:g} s") from None
+        await _send(request, response)
         return response
 
     async def _tokenize(self, request: web.Request) -> web.Response:
@@ -411,7 +406,28 @@ class _Refused(asyncio.Protocol):
 async def errors_as_json(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Answer every error in the form of the OpenAI API, without internal details."""
+    """Answer every error in the form of the OpenAI API, without internal details, in limited time."""
+    response = await _answer(request, handler)
+    if not response.prepared:
+        await _send(request, response)
+    return response
+
+
+async def _send(request: web.Request, response: web.StreamResponse) -> None:
+    """Write a response. Raises `ConnectionError` if the client has disconnected, or does not read it in time."""
+    try:
+        async with asyncio.timeout(TRANSFER_S):
+            await response.prepare(request)
+            await response.write_eof()
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()  # a plain close would wait until the client reads what is already written
+        raise ConnectionResetError(f"the client did not read its answer in {TRANSFER_S:g} s") from None
+
+
+async def _answer(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
     try:
         if (request.headers.get("Content-Encoding") or "identity").lower() != "identity":
             raise ApiError("Content-Encoding is not supported; send the body as it is", status=415)

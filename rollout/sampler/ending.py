@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rollout.errors import EngineError, LockstepError
 from rollout.records import EngineCall, FinishReason, RolloutStatus
+from rollout.safe_text import error_text
 from rollout.system.deadline import DeadlineExceeded
 
 
@@ -34,6 +35,6 @@ def ending(
     if isinstance(error, DeadlineExceeded):
         return RolloutStatus.FAILED, f"{name} did not finish: {error}; raise environment.settings.timeout_s"
     if error is not None:
-        return RolloutStatus.FAILED, f"{name} raised {type(error).__name__}: {error}"
+        return RolloutStatus.FAILED, f"{name} raised {type(error).__name__}: {error_text(error)}"
     was_cut = bool(calls) and calls[-1].finish_reason is FinishReason.LENGTH
     return (RolloutStatus.TRUNCATED if was_cut else RolloutStatus.COMPLETED), None

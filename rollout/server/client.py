@@ -23,6 +23,9 @@ KEEP_ALIVE_S = 4.0
 """Shorter than the 5 s after which uvicorn closes an idle connection, so that no closing connection is reused."""
 RETRIED_STATUS = (500, 502, 503, 504)
 SHOWN_CHARS = 400
+MAX_ANSWER_BYTES = 2**30
+"""Size limit of an answer. A context of a million tokens is 140 MB in vLLM's own form, without a support."""
+CHUNK_BYTES = 2**20
 
 
 class _Transient(Exception):
@@ -38,11 +41,14 @@ class ServerClient:
 
     def __init__(self, url: str, *, api_key: str | None) -> None:
         self.url = url.rstrip("/")
-        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        # Compressed answers could be a thousand times larger than what arrives.
+        headers = {"Accept-Encoding": "identity"}
+        if api_key is not None:
+            headers["Authorization"] = f"Bearer {api_key}"
         # Unlimited connections: every episode has a request in flight.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
         # trust_env stays off: no proxy between a trainer and its engines.
-        self._session = aiohttp.ClientSession(headers=headers, connector=connector)
+        self._session = aiohttp.ClientSession(headers=headers, connector=connector, auto_decompress=False)
 
     async def get(self, path: str, *, timeout_s: float | None, attempts: int = ATTEMPTS) -> Any:
         return await self._request("GET", path, None, timeout_s=timeout_s, attempts=attempts)
@@ -83,8 +89,9 @@ class ServerClient:
                 data=data,
                 headers={"Content-Type": "application/json"},
                 timeout=aiohttp.ClientTimeout(total=timeout_s),
+                allow_redirects=False,  # prompts and weights go to the named server only
             ) as response:
-                raw = await response.read()
+                raw = await _body(response, source=self.url + path)
                 status = response.status
         except TimeoutError:
             raise EngineError(
@@ -112,6 +119,19 @@ class ServerClient:
         ) from failure
 
 
+async def _body(response: aiohttp.ClientResponse, *, source: str) -> bytes:
+    """Read an answer. Raises `EvidenceError` beyond `MAX_ANSWER_BYTES`."""
+    parts, size = [], 0
+    async for part in response.content.iter_chunked(CHUNK_BYTES):
+        parts.append(part)
+        size += len(part)
+        if size > MAX_ANSWER_BYTES:
+            raise EvidenceError(
+                f"{source} answered more than {MAX_ANSWER_BYTES} bytes, expected a vLLM server; check the address"
+            )
+    return b"".join(parts)
+
+
 def read_json(raw: bytes, *, source: str) -> Any:
     """Return the JSON of an answer; None if it is empty. Raises `EvidenceError` for anything else."""
     if not raw:
@@ -130,13 +150,15 @@ def _error_text(raw: bytes) -> str:
     text = raw.decode("utf-8", errors="replace")
     try:
         error = json.loads(text)["error"]
-        text = error["message"] if isinstance(error, dict) else str(error)
+        text = str(error["message"] if isinstance(error, dict) else error)
     except (ValueError, KeyError, TypeError, RecursionError):
         pass
     return " ".join(text.split())[:SHOWN_CHARS]
 
 
 def _hint(status: int, path: str) -> str:
+    if 300 <= status < 400:
+        return "; redirects are not followed: name the address of the server itself in rollout.urls"
     if status in (403, 404) and path.startswith("/inference"):  # vLLM's answers without the flag
         return "; start the server with --enable-scale-out (python scripts/serve_engine.py does)"
     if status in (401, 403):

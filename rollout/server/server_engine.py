@@ -121,10 +121,18 @@ class ServerEngine:
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> EngineCall:
         """See `Engine.generate`. Also raises `EngineError` for weights that this process never sent."""
         room = check_prompt(prompt_ids, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
-        raw = await self._sample(self._route, prompt_ids, sample_params(sampling, room=room))
+        params = sample_params(sampling, room=room)
+        raw = await self._sample(self._route, prompt_ids, params)
         answer = read_answer(raw, with_support=sampling.truncates, source=self.name, is_compact=self._route == ROUTE)
         self._check_labels(answer)
-        return engine_call(prompt_ids, answer, with_support=sampling.truncates, source=self.name)
+        return engine_call(
+            prompt_ids,
+            answer,
+            with_support=sampling.truncates,
+            max_tokens=params["max_tokens"],
+            vocab_size=self.vocab_size,
+            source=self.name,
+        )
 
     async def score(self, ids: Sequence[int]) -> list[float]:
         """See `Engine.score`."""
@@ -230,9 +238,9 @@ def read_facts(url: str, described: Any) -> ServerFacts:
         model, parallel = config["model_config"], config["parallel_config"]
         transfer = config["weight_transfer_config"] or {}
         facts = ServerFacts(
-            max_model_len=int(model["max_model_len"]),
-            dtype=getattr(torch, str(model["dtype"]).removeprefix("torch.")),
-            num_workers=int(parallel["world_size"]) * int(parallel["data_parallel_size"]),
+            max_model_len=_count(model["max_model_len"]),
+            dtype=_dtype(model["dtype"]),
+            num_workers=_count(parallel["world_size"]) * _count(parallel["data_parallel_size"]),
             weight_transfer_backend=str(transfer.get("backend")),
         )
         logprobs_mode = str(model["logprobs_mode"])
@@ -304,6 +312,19 @@ def read_checksums(answer: Any, *, source: str) -> dict[str, str]:
     """Return checksums by parameter. Raises `EngineError` without them."""
     with _malformed_raises(EngineError, f"{source}: no checksums in {answer!r:.200}"):
         return {str(name): str(checksum) for name, checksum in answer["checksums"].items()}
+
+
+def _count(value: Any) -> int:
+    if not 1 <= (count := integer(value)) < 2**31:
+        raise ValueError(f"{count} is not a count of at least 1")
+    return count
+
+
+def _dtype(value: Any) -> torch.dtype:
+    found = getattr(torch, str(value).removeprefix("torch."))
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"{value} is not a dtype")
+    return found
 
 
 def _token_id(value: Any) -> int:

@@ -95,7 +95,10 @@ async def _call_in_thread(function: Callable[..., Any], args: Any, kwargs: Any, 
     # A daemon thread per call (about 0.1 ms), not an executor: executor threads are joined at exit, so one that hangs
     # would keep a finished run from ending.
     thread = threading.Thread(target=work, name=f"deadline:{function_name(function)}", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError as error:  # the system allows no further thread
+        return Finished(error=error)
     try:
         async with asyncio.timeout(timeout_s):
             return await finished

@@ -25,6 +25,7 @@ from scripts.gpu_checks.loop import ROOT, launched, python
 from scripts.gpu_checks.measured import Measured, above, below, equal, shown
 from scripts.gpu_checks.subject import Served, Subject
 from trainer.batch.step_batch import StepBatch
+from trainer.cli import run_or_end
 from trainer.config.schema import Config, CorrectionConfig
 from trainer.credit.correction import StepCorrection
 from trainer.credit.old_policy import Recomputed
@@ -180,4 +181,4 @@ def _rollouts() -> list[Rollout]:
 
 
 if __name__ == "__main__":
-    _rank(Path(sys.argv[1]), Path(sys.argv[2]))
+    run_or_end(lambda: _rank(Path(sys.argv[1]), Path(sys.argv[2])))

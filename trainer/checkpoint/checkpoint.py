@@ -27,6 +27,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from rollout.errors import CheckpointError, LockstepError
+from rollout.system.plain_files import read_plain
 from trainer.config.changes import settings_hash
 from trainer.distributed.distributed import Distributed
 
@@ -79,9 +80,11 @@ class TrainerState:
             if not isinstance(getattr(self, name), list | tuple):
                 raise ValueError(f"{name}: expected a list, found {getattr(self, name)!r}")
         counts = [self.step, self.update, self.data_cursor, self.skipped_updates, self.skipped_in_a_row]
-        counts += self.unfinished
-        if not all(type(count) is int and count >= 0 for count in counts):
-            raise ValueError(f"expected non-negative integers, found {counts}")
+        if not isinstance(self.resting_rows, Mapping):
+            raise ValueError(f"resting_rows: expected an object, found {self.resting_rows!r}")
+        counts += [*self.unfinished, *self.resting_rows.values()]
+        if not all(type(count) is int and 0 <= count < 2**63 for count in counts):
+            raise ValueError(f"expected non-negative integers of 64 bits, found {counts}")
         if not isinstance(self.noise_floor, Mapping):
             raise ValueError(f"noise_floor: expected an object, found {self.noise_floor!r}")
         if not all(type(value) in (int, float) for value in self.noise_floor.values()):
@@ -219,7 +222,7 @@ def check(path: Path) -> str | None:
     if path.name.startswith(PARTIAL):
         return "was never finished"
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
+        manifest = json.loads(read_plain(path / MANIFEST))
         files = manifest["files"]
         TrainerState(**manifest["state"])
         if manifest["schema"] != SCHEMA:
@@ -296,8 +299,8 @@ def is_resharded(path: Path, distributed: Distributed) -> bool:
 def saved_settings(path: Path) -> Mapping[str, Any] | None:
     """Return the settings stored in a checkpoint; None for versions that stored none."""
     try:
-        settings = json.loads((path / CONFIG).read_text())
-    except (OSError, ValueError):
+        settings = json.loads(read_plain(path / CONFIG))
+    except (OSError, ValueError, RecursionError):
         return None
     return settings if isinstance(settings, dict) else None
 

@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rollout.errors import ConfigError
+from rollout.system.plain_files import read_plain
 
 MAX_BYTES = 2**20
 """Maximum size: a hundred times that of a usual file."""
@@ -22,9 +23,7 @@ MAX_DEPTH = 64
 def read_saved(path: Path) -> DictConfig:
     """Read a saved configuration. Raises `ConfigError`: the file is missing, damaged, or holds what no run writes."""
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise ConfigError(f"{path} has {path.stat().st_size} bytes, expected at most {MAX_BYTES}")
-        text = path.read_text(encoding="utf-8")
+        text = read_plain(path, limit=MAX_BYTES)
         _check_events(path, text)
         tree = OmegaConf.create(text)
     except (OSError, ValueError, TypeError, yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:

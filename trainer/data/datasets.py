@@ -9,15 +9,22 @@ from __future__ import annotations
 import csv
 import difflib
 import json
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from rollout.environments.prompt import PROMPT_COLUMNS
 from rollout.errors import DataError
+from rollout.safe_text import error_text
 
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 """Loader of `datasets` by the suffix of a local file."""
+
+
+UNREADABLE = (OSError, ValueError, TypeError, OverflowError, NotImplementedError, RecursionError, csv.Error)
+"""Errors of readers for damaged files, and for values that Python cannot hold."""
 
 
 def is_file(path: str) -> bool:
@@ -38,15 +45,16 @@ def load_rows(path: str, split: str, subset: str | None = None) -> Any:
     if local.suffix == ".jsonl":
         _check_lines(local)
     try:
+        if local.suffix == ".csv":
+            deque(_csv_rows(local), maxlen=0)  # checks every row
         if is_file(path):
             rows = datasets.load_dataset(
                 FILE_FORMATS[local.suffix], data_files=str(local), split="train", keep_in_memory=False
             )
         else:
             rows = datasets.load_dataset(path, subset, split=split)
-    except (OSError, ValueError, DatasetGenerationError) as error:
-        cause = error.__cause__ or error
-        raise DataError(f"data set {path} cannot be loaded: {str(cause).splitlines()[0]}") from error
+    except (*UNREADABLE, DatasetGenerationError) as error:
+        raise DataError(f"data set {path} cannot be loaded: {reason(error.__cause__ or error)}") from error
     if len(rows) == 0:
         raise _no_rows(path)
     return rows
@@ -58,10 +66,8 @@ def read_first_row(path: str) -> Mapping[str, Any]:
     read = {".jsonl": _first_line, ".json": _first_of_json, ".csv": _first_of_csv, ".parquet": _first_of_parquet}
     try:
         row = read[local.suffix](local)
-    except DataError:
-        raise
-    except (OSError, ValueError, RecursionError, csv.Error) as error:
-        raise DataError(f"data set {path} cannot be loaded: {str(error).splitlines()[0]}") from error
+    except UNREADABLE as error:
+        raise DataError(f"data set {path} cannot be loaded: {reason(error)}") from error
     if row is None:
         raise _no_rows(path)
     if not isinstance(row, dict):
@@ -87,8 +93,26 @@ def _first_of_json(path: Path) -> Any:
 
 
 def _first_of_csv(path: Path) -> Any:
+    return next(_csv_rows(path), None)
+
+
+def _csv_rows(path: Path) -> Iterator[dict[str, str | None]]:
+    """Yield the rows of a CSV file. Raises `DataError` with the line number of a row with more fields than the header:
+    pandas takes its first ones for an index, and moves the others to wrong columns."""
+    csv.field_size_limit(2**31 - 1)  # of this process; the default is less than a long prompt
     with path.open(encoding="utf-8", newline="") as file:
-        return next(csv.DictReader(file), None)
+        rows = csv.reader(file)
+        header = next((row for row in rows if row), [])
+        if twice := next((name for name in header if header.count(name) > 1), None):
+            raise DataError(f"data set {path}: the header has {twice} twice; rename one of the columns")
+        for row in rows:
+            if len(row) > len(header):
+                raise DataError(
+                    f"data set {path}:{rows.line_num} has {len(row)} fields, the header has {len(header)}; put texts "
+                    "with commas in quotes, or name every column"
+                )
+            if row:
+                yield dict(zip_longest(header, row))
 
 
 def _first_of_parquet(path: Path) -> Any:
@@ -115,6 +139,11 @@ def _check_lines(path: Path) -> None:
             raise
         where = f":{number}" if isinstance(error, json.JSONDecodeError) else ""
         raise DataError(f"data set {path}{where} cannot be loaded: {str(error).splitlines()[0]}") from error
+
+
+def reason(error: BaseException) -> str:
+    """Return the first line of an error, or its type if it has no text."""
+    return next(iter(error_text(error).splitlines()), type(error).__name__)
 
 
 def _no_rows(path: str) -> DataError:

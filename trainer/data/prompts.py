@@ -23,7 +23,7 @@ import numpy as np
 from rollout.environments.prompt import PROMPT_COLUMNS, PromptReader
 from rollout.errors import DataError
 from trainer.config.schema import Config, CurriculumConfig, DataSetConfig
-from trainer.data.datasets import load_rows, rename
+from trainer.data.datasets import UNREADABLE, load_rows, reason, rename
 
 Row = Mapping[str, Any]
 
@@ -53,7 +53,11 @@ class DataSet:
 
     def __getitem__(self, index: int) -> Row:
         settings = self._settings
-        row = rename(self._rows[index], settings.columns or {}, of=settings.path)
+        try:
+            values = self._rows[index]
+        except UNREADABLE as error:
+            raise DataError(f"data set {settings.path}: row {index} cannot be read: {reason(error)}") from error
+        row = rename(values, settings.columns or {}, of=settings.path)
         if settings.system_prompt is not None:
             row["messages"] = list(PromptReader(system=settings.system_prompt).messages(row))
         if settings.environment is not None:

@@ -91,16 +91,23 @@ def connect_servers(config: Config, *, loop: BackgroundLoop) -> list[ServerEngin
 
 
 def engine_key(variable: str | None) -> str | None:
-    """Return the key of the servers. Raises `ConfigError` if the environment variable is not set."""
+    """Return the key of the servers. Raises `ConfigError` if the environment variable is not set, or has another value
+    than a header can carry."""
     if variable is None:
         return None
-    if not os.environ.get(variable):
+    key = os.environ.get(variable)
+    if not key:
         raise ConfigError(
             f"the key of the vLLM servers is expected in the environment variable {variable}, which is not set; "
             f"`export {variable}=$(openssl rand -hex 32)` for servers and trainer alike, or set rollout.api_key_env="
             "null for servers without a key"
         )
-    return os.environ[variable]
+    if not (key.isascii() and key.isprintable() and key == key.strip()):
+        raise ConfigError(
+            f"the key in the environment variable {variable} has spaces at its ends, line breaks, or characters other "
+            f"than ASCII, which HTTP headers cannot carry; set another one: `export {variable}=$(openssl rand -hex 32)`"
+        )
+    return key
 
 
 def embedded_engine(config: Config, *, loop: BackgroundLoop, log_path: Path, **placed: Any) -> EmbeddedEngine:

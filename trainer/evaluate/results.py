@@ -12,11 +12,14 @@ from typing import Any
 
 from rollout.errors import DataError
 from rollout.records import Rollout, RolloutStatus
+from rollout.system.plain_files import read_plain
 from trainer.evaluate import estimates
 from trainer.evaluate.estimates import Estimate
 
 SCHEMA = 1
 """Version of the JSON file."""
+MAX_NUMBER = 1e100
+"""Largest number of a file: sums and squares of it do not overflow."""
 NOTE = "value [95 % interval]; pass@k: Wilson over prompts, means and differences: normal over prompts"
 """Last line of a table."""
 
@@ -243,25 +246,20 @@ def write_results(
 def read_results(path: Path, settings: Mapping[str, Any]) -> list[SetResult]:
     """Read a file of `write_results`. Raises `DataError` for other files, and for samples with other settings."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_plain(path))
         if content["schema"] != SCHEMA:
             raise DataError(f"{path} has schema {content['schema']}, this version reads {SCHEMA}; evaluate again")
         results = [
             SetResult(
-                name=item["name"],
-                prompts=tuple(
-                    PromptResult(
-                        prompt=found["prompt"],
-                        label=found["label"],
-                        rewards=tuple(map(float, found["rewards"])),
-                        passed=tuple(map(bool, found["passed"])),
-                    )
-                    for found in item["prompts"]
-                ),
-                facts=item["facts"],
+                name=_typed(item["name"], str),
+                prompts=tuple(map(_read_prompt, item["prompts"])),
+                facts={str(name): _number(value) for name, value in _typed(item["facts"], dict).items()},
             )
             for item in content["sets"]
         ]
+        for result in results:
+            if len({len(prompt.rewards) for prompt in result.prompts}) != 1:
+                raise ValueError(f"{title(result.name)}: expected prompts with the same number of samples each")
         found = dict(content["settings"])
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         if isinstance(error, DataError):
@@ -277,6 +275,33 @@ def read_results(path: Path, settings: Mapping[str, Any]) -> list[SetResult]:
             f"{', '.join(f'{name}={settings[name]}' for name in other)}; evaluate both with the same settings"
         )
     return results
+
+
+def _read_prompt(found: Mapping[str, Any]) -> PromptResult:
+    """Read the samples of a prompt. Raises KeyError, TypeError, ValueError."""
+    rewards, passed = map(_number, found["rewards"]), (_typed(value, bool) for value in found["passed"])
+    if len(found["rewards"]) != len(found["passed"]) or not found["rewards"]:
+        raise ValueError(f"{len(found['rewards'])} rewards and {len(found['passed'])} verdicts of a prompt")
+    return PromptResult(
+        prompt=_typed(found["prompt"], str),
+        label=_typed(found["label"], str | None),
+        rewards=tuple(rewards),
+        passed=tuple(passed),
+    )
+
+
+def _typed(value: Any, kind: Any) -> Any:
+    """Return a value of this type. Raises TypeError for another."""
+    if not isinstance(value, kind):
+        raise TypeError(f"found {value!r:.80}, expected {getattr(kind, '__name__', kind)}")
+    return value
+
+
+def _number(value: Any) -> float:
+    """Return a number whose sums do not overflow. Raises TypeError, ValueError."""
+    if isinstance(value, bool) or not abs(_typed(value, int | float)) <= MAX_NUMBER:
+        raise ValueError(f"{value!r:.80} is not a finite number")
+    return float(value)
 
 
 def _finite(value: Any) -> Any:

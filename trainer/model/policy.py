@@ -76,6 +76,11 @@ class Policy(nn.Module):
         return cls(adapted, is_compiled=is_compiled, **setup)
 
     @property
+    def vocab_size(self) -> int:
+        """Number of rows of the embedding."""
+        return self.causal_lm.config.get_text_config().vocab_size
+
+    @property
     def causal_lm(self) -> PreTrainedModel:
         """The transformers model itself, with any adapters inside."""
         inner = self.model.get_base_model() if is_adapted(self.model) else self.model

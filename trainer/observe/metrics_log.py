@@ -16,11 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from rollout.errors import ConfigError, DataError
+from rollout.system.plain_files import plain_lines
 from trainer.config.schema import LoggerConfig
 from trainer.observe.wandb_run import Lineage, WandbRun
 
 log = logging.getLogger(__name__)
 
+MAX_NUMBER = 1e100
+"""Largest number that counts as finite: far beyond float32, and its squares and sums do not overflow."""
+MAX_UPDATE = 2**53
 BATCH = "rollout/batch"
 """Metric with the number of rollout batches so far."""
 
@@ -76,7 +80,7 @@ class MetricsLog:
                 values = json.loads(line)
                 if values[BATCH] <= batch if BATCH in values else values["step"] <= update:
                     kept.append(line)
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 continue  # torn by a kill or a full disk; a damaged log must not stop a resume
         temporary = self._path.with_suffix(".partial")
         temporary.write_text("".join(f"{line}\n" for line in kept))
@@ -111,18 +115,20 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """
     if not path.is_file():
         raise ConfigError(f"{path} does not exist; name a run directory, for example runs/latest")
-    texts = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    lines = []
-    for number, text in enumerate(texts, start=1):
-        try:
-            line = _line(json.loads(text))
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            if number == len(texts):
-                break
-            raise DataError(
-                f"{path}:{number} is not a line of metrics: {error}; delete that line to see the others"
-            ) from error
-        lines.append(line)
+    lines: list[dict[str, Any]] = []
+    damaged: DataError | None = None
+    try:
+        for number, text in enumerate(plain_lines(path), start=1):
+            if damaged is not None:
+                raise damaged
+            try:
+                lines.append(_line(json.loads(text)))
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                damaged = DataError(
+                    f"{path}:{number} is not a line of metrics: {error}; delete that line to see the others"
+                )
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
     return lines
 
 
@@ -135,6 +141,7 @@ def _line(values: Any) -> dict[str, float | None]:
             raise TypeError(f"{name} is {value!r:.80}, expected a number")
         if type(value) is int and abs(value) > sys.float_info.max:
             raise ValueError(f"{name} is an integer beyond floats")
-    if values["step"] is None or not math.isfinite(values["step"]):
-        raise ValueError("step is not a finite number")
-    return {name: None if value is None or not math.isfinite(value) else value for name, value in values.items()}
+    step = values["step"]
+    if step is None or not 0 <= step <= MAX_UPDATE or step != int(step):
+        raise ValueError(f"step is {step!r:.80}, expected the number of an update")
+    return {name: None if value is None or not abs(value) <= MAX_NUMBER else value for name, value in values.items()}

@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from rollout.errors import ConfigError, DataError
 from rollout.records import Rollout
 from rollout.saved_rollouts import read_newest_rollouts
+from rollout.system.plain_files import read_plain
 from trainer.checkpoint.run_dir import RunDirectory
 from trainer.config.saved_config import read_saved
 from trainer.observe.alarms import AlarmThresholds, alarms
@@ -127,7 +128,7 @@ class SavedRun:
 def _provenance(path: Path) -> dict[str, Any]:
     """Read provenance.json. Raises `DataError`."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        found = json.loads(read_plain(path, errors="replace"))
         code = found.get("code", {})
         if not isinstance(code.get("commit"), str | None):
             raise TypeError("code.commit is not text")

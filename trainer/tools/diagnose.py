@@ -14,6 +14,7 @@ from torch import Tensor
 from rollout.chat.chat import Chat
 from rollout.engine.pool import EnginePool
 from rollout.errors import ConfigError
+from rollout.saved_rollouts import check_ids
 from rollout.system.background_loop import BackgroundLoop
 from trainer.batch.step_batch import StepBatch
 from trainer.build import load_policy, make_chat
@@ -25,6 +26,7 @@ from trainer.diagnosis.examiner import Examiner
 from trainer.diagnosis.saved import load_rollouts
 from trainer.distributed.distributed import Distributed
 from trainer.engines.start import start_engine
+from trainer.model.policy import Policy
 from trainer.observe.pages.token_view import write_token_view
 from trainer.run.library_logs import quiet_third_parties
 from trainer.score.scorer import Scorer
@@ -52,6 +54,8 @@ def run(
     if rollouts is not None:
         case = Case(name="saved_rollouts", purpose="rollouts saved by a run", rollouts=load_rollouts(rollouts))
         with open_examiner(config, chat, engine=None) as examiner:
+            assert isinstance(examiner.policy, Policy)
+            check_ids(case.rollouts, vocab_size=examiner.policy.vocab_size)
             diagnosis = examiner.examine([case], variant)
     else:
         console.print(f"starting the engine with {config.model.path} ...", markup=False)
@@ -61,7 +65,10 @@ def run(
             with open_examiner(config, chat, engine=engine) as examiner:
                 diagnosis = examiner.examine(cases, variant)
     if html is not None:
-        write_token_view(html, diagnosis)
+        try:
+            write_token_view(html, diagnosis)
+        except OSError as error:
+            raise ConfigError(f"--html {html} cannot be written: {error}") from error
         console.print(f"token view   {html}", markup=False)
     if as_json:
         print(json.dumps(diagnosis.to_json(), allow_nan=False))

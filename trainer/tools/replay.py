@@ -11,6 +11,7 @@ ranks, results are equal bit for bit.
 from __future__ import annotations
 
 import math
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,9 +26,9 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rollout.errors import ConfigError
+from rollout.errors import ConfigError, DataError
 from rollout.records import Rollout
-from rollout.saved_rollouts import read_rollouts
+from rollout.saved_rollouts import check_ids, read_rollouts
 from rollout.system.background_loop import BackgroundLoop
 from trainer.build import load_policy, make_chat, make_rewards, make_sampler, make_sampling
 from trainer.checkpoint import checkpoint
@@ -52,6 +53,7 @@ from trainer.update.batch_dumps import read_dump
 from trainer.update.optimizer import make_optimizer
 from trainer.update.updater import Updater
 
+CHECKPOINT = re.compile(r"step-([1-9][0-9]{0,17})")
 NOT_REPLAYED = ("time/", "perf/", "sync/", "eval/", "health/", "data/", "reward/errors/", "rollout/engine_restarts")
 """Prefixes of metrics that a replay does not compute, or that measure time."""
 
@@ -151,13 +153,20 @@ def saved_step(run: Path, update: int) -> SavedStep:
     rollouts = tuple(read_rollouts(path))
     lines = read_metrics(run / "metrics.jsonl")
     # A batch that trained nothing repeats the update of the batch before it, so the first line is the right one.
-    place = next((i for i, line in enumerate(lines) if line["step"] == update and BATCH in line), None)
+    place = next((i for i, line in enumerate(lines) if line["step"] == update and line.get(BATCH) is not None), None)
     if place is None or not rollouts:
         raise ConfigError(f"{run / 'metrics.jsonl'} has no line for update {update}; name another --step")
     spans = [span.version for rollout in rollouts for call in rollout.calls for span in call.version_spans]
     before = lines[place - 1]["step"] if place else min(spans, default=0)
     logged = lines[place]
     return SavedStep(rollouts=rollouts, logged=logged, weights_update=int(before), num_steps=int(logged[BATCH]) - 1)
+
+
+def checkpoints_up_to(run: Path, update: int) -> list[tuple[int, Path]]:
+    """Return (update, path) of the checkpoints of a run up to an update by name, the newest first."""
+    named = [(CHECKPOINT.fullmatch(path.name), path) for path in (run / "checkpoints").glob("step-*")]
+    found = [(int(name[1]), path) for name, path in named if name and int(name[1]) <= update]
+    return sorted(found, reverse=True)
 
 
 class _Replay:
@@ -180,6 +189,7 @@ class _Replay:
         dropped = [group for group in step.groups if not is_kept(group, config)]
         collected = Collected.of(kept, dropped, (), config)
         self._restore(step.weights_update)
+        check_ids(step.rollouts, vocab_size=self._vocab_size)
         trainer = Trainer(
             config,
             distributed=distributed,
@@ -202,6 +212,9 @@ class _Replay:
         # The step was judged in the run. Here it may be skipped again, but not end the replay.
         self._config.optimizer.spike, self._config.optimizer.max_skipped_updates = "off", 2
         self._restore(attempt.update - 1)
+        largest = max(int(row.ids.max()) for row in batch.rows)
+        if largest >= self._vocab_size:
+            raise DataError(f"{path} has the token id {largest}, but the model has {self._vocab_size} ids")
         seen_N = torch.full((batch.layout.num_tokens,), torch.nan)
         report = self._updater.optimizer_step(
             batch, targets, np.array(attempt.rollouts), seen_N, lr=attempt.lr, is_first=attempt.is_first
@@ -251,13 +264,15 @@ class _Replay:
         """Load the newest weights up to this update. Warns if results are not comparable bit for bit."""
         run, config, distributed, warn = self._run, self._config, self._distributed, self._console.warn
         torch.manual_seed(config.seed)
-        module = with_critic(load_policy(config), config)
+        policy = load_policy(config)
+        self._vocab_size = policy.vocab_size
+        module = with_critic(policy, config)
         optimizer = make_optimizer(module, config.optimizer, is_sharded=distributed.zero_stage > 0)
         self._module = distributed.prepare(module, optimizer)
         self._updater = Updater(self._module, distributed, config)
         self._updater.num_updates = update
-        names = ((number, run / "checkpoints" / f"step-{number}") for number in range(update, 0, -1))
-        found, path = next((one for one in names if checkpoint.check(one[1]) is None), (0, None))
+        named = checkpoints_up_to(run, update)
+        found, path = next((one for one in named if checkpoint.check(one[1]) is None), (0, None))
         self._console.say(f"weights        {path or config.model.path}")
         self._is_exact = found == update
         if path is not None:

@@ -22,6 +22,7 @@ import torch
 from safetensors import SafetensorError
 
 from rollout.errors import DataError
+from rollout.system.plain_files import read_plain
 from trainer.batch.step_batch import StepBatch, decode, encode
 from trainer.config.schema import CorrectionConfig
 from trainer.credit.correction import StepCorrection
@@ -72,14 +73,26 @@ def write_dump(root: Path, attempt: Attempt, batch: StepBatch, targets: Targets)
 def read_dump(directory: Path, settings: CorrectionConfig) -> tuple[Attempt, StepBatch, Targets]:
     """Read a dump. settings: of its run. Raises `DataError` if the directory is not an intact dump."""
     try:
-        values = json.loads((directory / ATTEMPT).read_text())
+        values = json.loads(read_plain(directory / ATTEMPT))
         sums = {str(name): float(value) for name, value in values["sums"].items()}
         attempt = Attempt(
             **values | {"rollouts": tuple(values["rollouts"]), "sums": sums, "grad_norm": float(values["grad_norm"])}
         )
+        for name in (BATCH, TARGETS):
+            if not (directory / name).is_file():
+                raise FileNotFoundError(f"{name} is missing, or no regular file")
         batch = decode((directory / BATCH).read_bytes())
         targets = _targets(safetensors.torch.load_file(directory / TARGETS), settings)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+        SafetensorError,
+    ) as error:
         raise DataError(f"{directory} is not a dumped batch: {type(error).__name__}: {error}") from error
     return attempt, batch, targets
 

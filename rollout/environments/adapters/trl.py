@@ -23,6 +23,7 @@ from rollout.environments.toolbox import Toolbox
 from rollout.environments.tools import ToolEnvironment
 from rollout.errors import ConfigError, DataError
 from rollout.records import Message
+from rollout.safe_text import error_text
 from rollout.system.deadline import call_with_deadline
 from rollout.system.user_functions import load_function
 
@@ -86,10 +87,13 @@ class TRLEnvironment(ToolEnvironment):
             return {}
         finished = await call_with_deadline(get_reward, timeout_s=self._timeout_s)
         if finished.error is not None:  # reported by the reward function, which then finds no reward
-            return {"environment_error": f"get_reward: {type(finished.error).__name__}: {finished.error}"}
+            return {"environment_error": f"get_reward: {type(finished.error).__name__}: {error_text(finished.error)}"}
         if finished.value is None:
             return {"environment_error": "get_reward returned None"}
-        return {"environment_reward": float(finished.value)}
+        try:
+            return {"environment_reward": float(finished.value)}
+        except OverflowError:
+            return {"environment_error": "get_reward returned an integer that does not fit a float"}
 
     def _opening(self, example: Mapping[str, Any], observation: Any) -> Sequence[Message]:
         if self._prompt.find(example) is None:  # the environment owns the prompt

@@ -29,6 +29,7 @@ def test_packages_are_installed_before_the_code_is_copied() -> None:
     before, _, after = DOCKERFILE.partition("bash scripts/install.sh")
     assert re.findall(r"^COPY --chown=\S+ (.*)$", before, re.MULTILINE) == [
         "pyproject.toml README.md ./",
+        "requirements requirements",
         "scripts/install.sh scripts/install.sh",
     ]
     assert "COPY --chown=1000:1000 . ." in after

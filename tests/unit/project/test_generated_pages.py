@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from scripts import generated, list_settings, map_code
+from scripts import generated, list_licenses, list_settings, map_code
 from tests.fixtures.paths import ROOT
 
-PAGES = map_code.PAGES | list_settings.PAGES
+PAGES = map_code.PAGES | list_settings.PAGES | list_licenses.PAGES
 
 
 @pytest.mark.parametrize("name", PAGES)

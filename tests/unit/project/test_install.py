@@ -43,11 +43,30 @@ case "$1" in
 esac
 """
 
+LOCKED = "--require-hashes --no-deps --no-build-isolation --use-pep517"
+PROJECT = "--no-deps --no-build-isolation --editable ."
+CPU_TORCH = f"{LOCKED} --requirement requirements/torch-cpu.txt"
+BUILD_TOOLS = f"{LOCKED} --requirement requirements/build.txt"
+
 
 class Machine:
     """A checkout and its own PATH."""
 
-    PROGRAMS = ("bash", "cat", "cp", "date", "dirname", "grep", "head", "mkdir", "mv", "rm", "rmdir", "sha256sum")
+    PROGRAMS = (
+        "bash",
+        "cat",
+        "cp",
+        "date",
+        "dirname",
+        "grep",
+        "head",
+        "mkdir",
+        "mv",
+        "rm",
+        "rmdir",
+        "sed",
+        "sha256sum",
+    )
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -58,6 +77,7 @@ class Machine:
         (self.checkout / "scripts").mkdir(parents=True)
         for name in ("pyproject.toml", "scripts/install.sh"):
             shutil.copy(ROOT / name, self.checkout / name)
+        shutil.copytree(ROOT / "requirements", self.checkout / "requirements")
         for name in self.PROGRAMS:
             (self.bin / name).symlink_to(str(shutil.which(name)))
         self.add("uname", '[ "$1" = -s ] && echo Linux || echo x86_64')
@@ -96,42 +116,38 @@ def machine(tmp_path: Path) -> Machine:
 # Packages and their source
 
 
-def test_a_machine_without_a_gpu_gets_the_cpu_torch_first_and_is_held_to_it(machine: Machine) -> None:
+def test_a_machine_without_a_gpu_gets_the_cpu_torch_first_and_nothing_that_is_not_locked(machine: Machine) -> None:
     finished = machine.install()
     assert finished.returncode == 0, finished.stderr
-    assert machine.take_pip_calls() == [
-        "torch==2.13.0+cpu",
-        "--constraint .venv/constraints.txt --editable .[cpu,test]",
-        "uninstall --quiet --yes torchvision torchaudio torchcodec",
-    ]
-    assert (machine.venv / "constraints.txt").read_text() == "torch==2.13.0+cpu\n"
+    assert "torch 2.13.0, CPU build" in finished.stdout
+    assert machine.take_pip_calls() == [CPU_TORCH, BUILD_TOOLS, f"{LOCKED} --requirement requirements/cpu.txt", PROJECT]
 
 
 def test_the_cpu_torch_comes_from_its_own_index_where_the_configured_one_lacks_it(machine: Machine) -> None:
-    (machine.root / "refuse").write_text("--no-input torch==")
+    (machine.root / "refuse").write_text("use-pep517 --requirement requirements/torch")
     finished = machine.install()
     assert finished.returncode == 0, finished.stderr
     assert "pip says no" not in finished.stderr, "the first attempt is allowed to fail"
     assert machine.take_pip_calls()[:2] == [
-        "torch==2.13.0+cpu",
-        "--index-url https://download.pytorch.org/whl/cpu torch==2.13.0+cpu",
+        CPU_TORCH,
+        CPU_TORCH.replace("--requirement", "--index-url https://download.pytorch.org/whl/cpu --requirement"),
     ]
 
 
 def test_a_cpu_torch_that_is_nowhere_is_never_replaced_by_the_cuda_build(machine: Machine) -> None:
-    (machine.root / "refuse").write_text("torch==")
+    (machine.root / "refuse").write_text("torch-cpu")
     finished = machine.install()
     assert finished.returncode == 1
     assert finished.stderr.count("pip says no") == 2, "both attempts are shown in full"
     assert len(machine.take_pip_calls()) == 2
 
 
-def test_a_machine_with_a_gpu_gets_the_cuda_build_and_keeps_its_vision_packages(machine: Machine) -> None:
+def test_a_machine_with_a_gpu_gets_the_cuda_build(machine: Machine) -> None:
     machine.add("nvidia-smi", "echo 'GPU 0: NVIDIA H100'")
     finished = machine.install()
     assert finished.returncode == 0, finished.stderr
     assert "for cuda" in finished.stdout
-    assert machine.take_pip_calls() == ["--editable .[cuda,test]"]
+    assert machine.take_pip_calls() == [BUILD_TOOLS, f"{LOCKED} --requirement requirements/cuda.txt", PROJECT]
 
 
 @pytest.mark.parametrize("says", ["echo 'NVIDIA-SMI has failed'; exit 9", "echo 'No devices were found'"])
@@ -158,14 +174,15 @@ def test_a_second_call_does_nothing_and_says_nothing(machine: Machine) -> None:
     assert machine.take_pip_calls() == []
 
 
-def test_a_changed_pyproject_is_installed_into_the_same_environment(machine: Machine) -> None:
+@pytest.mark.parametrize("changed", ["pyproject.toml", "requirements/cpu.txt", "requirements/torch-cpu.txt"])
+def test_another_pin_is_installed_into_the_same_environment(machine: Machine, changed: str) -> None:
     machine.install()
     (machine.venv / "witness").touch()
     machine.take_pip_calls()
-    with (machine.checkout / "pyproject.toml").open("a") as pyproject:
-        pyproject.write("# another pin\n")
+    with (machine.checkout / changed).open("a") as file:
+        file.write("# another pin\n")
     assert machine.install().returncode == 0
-    assert len(machine.take_pip_calls()) == 3
+    assert len(machine.take_pip_calls()) == 4
     assert (machine.venv / "witness").exists()
 
 
@@ -178,7 +195,7 @@ def test_an_install_that_failed_is_done_again_from_the_start(machine: Machine) -
     (machine.root / "refuse").unlink()
     machine.take_pip_calls()
     assert machine.install().returncode == 0
-    assert len(machine.take_pip_calls()) == 3
+    assert len(machine.take_pip_calls()) == 4
     assert not (machine.venv / "witness").exists()
     assert machine.install().stdout == ""
 
@@ -194,7 +211,7 @@ def test_an_upgrade_that_failed_is_not_taken_for_a_finished_one(machine: Machine
     (machine.root / "refuse").unlink()
     machine.take_pip_calls()
     assert machine.install().returncode == 0
-    assert len(machine.take_pip_calls()) == 3
+    assert len(machine.take_pip_calls()) == 4
 
 
 def test_another_accelerator_gets_a_new_environment(machine: Machine) -> None:

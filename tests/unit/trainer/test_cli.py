@@ -275,6 +275,7 @@ def test_a_mistake_on_the_command_line_gets_one_line(argument: str, expected: st
     ("argument", "expected"),
     [
         ("rollout=5", "rollout=5 does not exist; expected one of: colocated, embedded, server"),
+        ("model=[1,2]", "model=[1,2]"),
         ("model=null", "model=null does not exist; expected one of: calculator"),
         ("=3", "expected key=value"),
         ('run_name="abc', 'run_name="abc is not key=value'),

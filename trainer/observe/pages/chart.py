@@ -19,6 +19,9 @@ NUM_COLORS = 6
 LOG_DECADES = 12
 """Height of a logarithmic axis in powers of ten; smaller values are drawn at the bottom."""
 
+SMALLEST_DECADE = -300
+"""Power of ten below which floats lose precision."""
+
 Points = Sequence[tuple[float, float]]
 
 
@@ -121,7 +124,7 @@ def number(value: float) -> str:
 
 def round_up(step: float) -> float:
     """Return the next 1, 2 or 5 times a power of ten."""
-    power = 10.0 ** math.floor(math.log10(step))
+    power = 10.0 ** max(math.floor(math.log10(step)), SMALLEST_DECADE)
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= step * (1 - 1e-9))
 
 

@@ -6,11 +6,12 @@ text in them.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import jinja2
+
+from rollout.system.plain_files import write_whole
 
 TEMPLATES = Path(__file__).parent
 
@@ -30,17 +31,4 @@ def render(template: str, **values: Any) -> str:
 
 def write_page(path: Path, page: str) -> None:
     """Write a page and create its directories. On failure an older file is kept. Raises OSError."""
-    if path.exists() and not path.is_file():  # a pipe or a device cannot be replaced
-        path.write_text(page, encoding="utf-8")
-        return
-    path = path.resolve()  # a link stays a link
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(page)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_whole(path, page.encode())

@@ -88,7 +88,7 @@ def tiles(run: SavedRun) -> Iterator[tuple[str, str]]:
         yield "held out, last", number(held_out[-1][1])
     seconds = sum(run.values("time/step"))
     if seconds:
-        yield "time in steps", str(timedelta(seconds=round(seconds)))
+        yield "time in steps", duration(seconds)
     sampled = sum(run.values("rollout/sampled_tokens"))
     if sampled:
         yield "sampled tokens", f"{sampled:,.0f}"
@@ -100,6 +100,12 @@ def tiles(run: SavedRun) -> Iterator[tuple[str, str]]:
     match = run.values("rollout/token_match_rate")
     if match:
         yield "token match, smallest", number(min(match))
+
+
+def duration(seconds: float) -> str:
+    """Format as days, hours, minutes and seconds; in seconds if it is longer than any run."""
+    is_possible = abs(seconds) < timedelta.max.total_seconds()
+    return str(timedelta(seconds=round(seconds))) if is_possible else f"{number(seconds)} s"
 
 
 def learning_charts(run: SavedRun) -> Iterator[Chart]:

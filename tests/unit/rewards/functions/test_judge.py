@@ -10,6 +10,7 @@ from aiohttp import web
 from rewards.composition import FaultTolerance, RewardSet, make_reward_set
 from rollout.errors import ConfigError
 from rollout.records import Rollout, RolloutStatus
+from tests.fixtures.cost import cpu_s
 from tests.unit.rewards.workers.test_pool import rollout
 
 
@@ -107,3 +108,9 @@ def test_the_judge_sees_the_reference_if_a_column_is_set():
 def test_judge_settings_are_checked():
     with pytest.raises(ConfigError, match="url"):
         make_reward_set(["llm_judge"])
+
+
+def test_a_reply_of_spaces_costs_work_in_proportion_to_its_length():
+    judge = Judge((200, "score:" + " " * 15_000 + "x\nScore: ** 7"))
+    assert cpu_s(lambda: judge()) < 3  # 6 s for the pattern alone if it backtracks
+    assert judge()[0].reward == pytest.approx(0.7)

@@ -45,3 +45,10 @@ def test_a_call_that_could_not_be_parsed_is_wrong() -> None:
 def test_a_malformed_reference_is_an_error_not_a_zero(reference: object) -> None:
     with pytest.raises(DataError, match="tool_calls_match: column 'answer'"):
         judged([ROME], reference)
+
+
+@pytest.mark.parametrize("wrong", [1, 1.0, "true", [True]])
+def test_a_boolean_equals_no_number(wrong: object) -> None:
+    true, other = ({"name": "f", "arguments": {"on": [{"x": value}]}} for value in (True, wrong))
+    assert judged([true], [true]) == 1
+    assert judged([true], [other]) == judged([other], [true]) == 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -287,3 +289,18 @@ def test_odd_sources_and_inputs_are_run_or_refused_by_the_interpreter():
         "import sys\nprint(len(sys.stdin.read()))", stdin="x" * 50_000_000, limits=Limits(timeout_s=30.0)
     )
     assert large.stdout == "50000000\n"
+
+
+@contained
+def test_a_process_with_thousands_of_open_files_can_run_programs():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    opened = []
+    try:
+        with contextlib.suppress(OSError):  # as many as the system allows: the trainer has sockets and files
+            opened += [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+        assert run_python("print(1)").stdout == "1\n"
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

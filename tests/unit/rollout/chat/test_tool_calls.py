@@ -18,6 +18,7 @@ from rollout.chat.tool_calls import (
     parse_llama3,
     split_reasoning,
 )
+from tests.fixtures.cost import cpu_s
 
 
 def hermes(*bodies: str) -> str:
@@ -237,3 +238,18 @@ def test_a_turn_ends_in_its_reasoning_if_no_tag_outside_calls_closes_it(text: st
     assert not parse_harmony(
         "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b"
     ).ends_in_reasoning
+
+
+def test_ids_of_calls_depend_on_the_turn_and_stay_the_same() -> None:
+    turn = parse_hermes(hermes('{"name": "f"}', '{"name": "f"}'))
+    assert [call["id"] for call in turn.message([1, 2, 3], prompt_ids=[4, 5])["tool_calls"]] == [
+        "2d8596a6c",
+        "f616994a7",
+    ]
+
+
+def test_a_turn_of_thousands_of_calls_costs_work_in_proportion_to_its_length() -> None:
+    turn = parse_hermes('<tool_call>{"name":"f"}</tool_call>' * 5000)
+    assert cpu_s(lambda: turn.message(range(30_000), prompt_ids=range(1000))) < 2  # 14 s with a hash of all ids each
+    text = '{"name":"f"};' * 100_000
+    assert cpu_s(lambda: parse_llama3(text, tool_names=["f"])) < 3  # 6 s with a copy of the rest for each

@@ -38,7 +38,7 @@ BASE64 = st.binary(max_size=12).map(lambda raw: base64.b64encode(raw).decode())
 def test_a_completion_is_valid_evidence_or_refused(reply: Any, with_support: bool) -> None:
     with contextlib.suppress(EvidenceError, EngineError):
         read = read_answer(reply, with_support=with_support, source="s")
-        call = engine_call((5, 6), read, with_support=with_support, source="s")
+        call = engine_call((5, 6), read, with_support=with_support, max_tokens=8, vocab_size=512, source="s")
         assert len(call.sampled_ids) == len(call.sampled_logprobs)
 
 
@@ -55,6 +55,8 @@ def test_a_compact_completion_is_valid_evidence_or_refused(reply: Any, with_supp
             (5, 6),
             read_answer(reply, with_support=with_support, source="s", is_compact=True),
             with_support=with_support,
+            max_tokens=8,
+            vocab_size=512,
             source="s",
         )
         assert len(call.sampled_ids) == len(call.sampled_logprobs)

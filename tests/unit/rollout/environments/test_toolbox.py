@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
+import threading
 import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.environments.toolbox import Toolbox, ToolFault, count_results
+from rollout.environments.toolbox import MAX_CALLS, Toolbox, ToolFault, count_results
 from rollout.errors import ConfigError
 
 
@@ -264,6 +266,54 @@ async def test_tools_are_loaded_from_a_users_file(tmp_path):
         Toolbox([], files=[f"{tmp_path}/absent.py:double"])
     with pytest.raises(ConfigError, match=r"expected path/to/file\.py:name"):
         Toolbox([], files=["os.system"])
+
+
+class Nameless(Exception):
+    def __str__(self) -> str:
+        raise OSError("no text")
+
+
+@pytest.mark.parametrize(
+    ("returned", "says"),
+    [
+        (lambda: 10**5000, "ValueError: Exceeds the limit"),
+        (lambda: functools.reduce(lambda inner, _: [inner], range(100_000), []), "RecursionError"),
+        (lambda: {}[10**5000], "KeyError"),
+        (lambda: {"item": Nameless()}, "OSError: no text"),
+        (lambda: (_ for _ in ()).throw(Nameless()), "Nameless"),
+    ],
+    ids=["digits", "depth", "key", "text", "error"],
+)
+async def test_a_result_or_an_error_that_cannot_be_written_is_answered_with_an_error(returned, says):
+    def produce() -> str:
+        """Produce something."""
+        return returned()
+
+    result = await call(produce, "{}")
+    assert result.fault is ToolFault.EXCEPTION
+    assert result.content.startswith(f"error: {says}")
+
+
+@pytest.mark.parametrize("num_errors", [0, 5])
+async def test_calls_beyond_the_limit_of_a_turn_are_not_run_and_get_one_answer(num_errors):
+    calls = [("sleep", {"seconds": 0.0})] * (MAX_CALLS + 7)
+    results = await Toolbox([sleep]).answer(message(*calls, errors=("not JSON",) * num_errors))
+    assert [result.content for result in results[:MAX_CALLS]] == ["slept"] * MAX_CALLS
+    (last,) = results[MAX_CALLS:]
+    assert last.fault is ToolFault.TOO_MANY
+    assert last.content == f"error: {7 + num_errors} further tool calls were not run; a turn may have {MAX_CALLS}"
+    unread = await Toolbox([]).answer(message(errors=("not JSON",) * 5000))
+    assert len(unread) == MAX_CALLS + 1
+    assert "4872 further tool calls" in unread[-1].content
+
+
+async def test_a_call_that_gets_no_thread_is_answered(monkeypatch):
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    result = await call(add, '{"a": 1}')
+    assert (result.fault, result.content) == (ToolFault.EXCEPTION, "error: RuntimeError: can't start new thread")
 
 
 json_values = st.recursive(

@@ -10,7 +10,9 @@ import pytest
 
 from rollout.gateway import prefix_chain as module
 from rollout.gateway.errors import ApiError
+from rollout.gateway.messages import MAX_MESSAGES
 from rollout.gateway.prefix_chain import Prefixes
+from tests.fixtures.cost import cpu_s
 from tests.fixtures.gateway import running
 from tests.fixtures.tokenizers import chat_tokenizer
 
@@ -95,6 +97,24 @@ def test_digests_compare_what_a_model_reads(one, other, are_equal):
     prefixes = Prefixes()
     assert (prefixes.read(one, ()).digest == prefixes.read(other, ()).digest) is are_equal
     assert prefixes.read(one, ()).digest != prefixes.read(one, ({"type": "function"},)).digest
+
+
+def test_a_result_has_the_name_of_the_latest_call_with_its_id():
+    result = {"role": "tool", "tool_call_id": "a", "content": "x"}
+    conversation = [call("f", "{}"), call("g", "{}", call_id="b"), call("h", "{}"), result]
+    named, wrong = ([*conversation[:-1], {**result, "name": name}] for name in ("h", "f"))
+    prefixes = Prefixes()
+    digest = prefixes.read(conversation, ()).digest
+    assert digest == prefixes.read(named, ()).digest
+    assert digest != prefixes.read(wrong, ()).digest
+    begun = prefixes.read(conversation[:-1], ())
+    assert digest == prefixes.read(conversation, ()).digest, "the calls are in messages that are known"
+    assert begun.messages == tuple(prefixes.read(conversation, ()).messages[:-1])
+
+
+def test_results_without_a_call_cost_work_in_proportion_to_their_number():
+    results = [{"role": "tool", "tool_call_id": "x", "content": str(number)} for number in range(MAX_MESSAGES)]
+    assert cpu_s(lambda: Prefixes().read(results, ())) < 10  # minutes with a search of all messages for each
 
 
 def test_token_ids_on_a_message_of_another_role_are_refused_after_the_message_is_known():

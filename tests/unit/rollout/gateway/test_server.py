@@ -17,7 +17,7 @@ from rollout.saved_rollouts import from_json
 from tests.fixtures.gateway import Running, running, says
 from tests.fixtures.tokenizers import chat_tokenizer
 
-QWEN = chat_tokenizer("qwen3")
+QWEN, LLAMA = chat_tokenizer("qwen3"), chat_tokenizer("llama3")
 USER = {"role": "user", "content": "say it"}
 CALLS = (
     "<think>\nhm\n</think>\n\nlooking"
@@ -167,7 +167,7 @@ async def test_requests_that_cannot_be_sampled_on_policy_are_refused_with_the_ex
 
 async def test_errors_become_exceptions_of_the_openai_client():
     async with running(QWEN, "hello<|im_end|>", max_model_len=64) as server:
-        wrong = openai.AsyncOpenAI(base_url=server.gateway.base_url, api_key="wrong", max_retries=0)
+        wrong = server.client.with_options(api_key="wrong")
         with pytest.raises(openai.AuthenticationError) as caught:
             await wrong.chat.completions.create(model="policy", messages=[USER])
         assert caught.value.code == "invalid_api_key"
@@ -256,7 +256,7 @@ async def test_an_answer_after_the_end_of_its_episode_is_not_recorded():
             return script(*arguments)
 
         server.engine.script = ends_the_episode
-        client = openai.AsyncOpenAI(base_url=server.gateway.base_url, api_key=session.key)
+        client = server.client.with_options(api_key=session.key, max_retries=2)
         await client.chat.completions.create(model="m", messages=[USER])
         assert session.calls == ()
 
@@ -265,7 +265,7 @@ async def test_requests_of_an_episode_are_seeded_by_its_seed_and_their_number():
     async def seeds(seed: int) -> list[int | None]:
         async with running(QWEN, "hello<|im_end|>") as server:
             session = server.gateway.open_session(sampling=Sampling(max_tokens=9), seed=seed, max_requests=9)
-            client = openai.AsyncOpenAI(base_url=server.gateway.base_url, api_key=session.key)
+            client = server.client.with_options(api_key=session.key, max_retries=2)
             await client.chat.completions.create(model="m", messages=[USER], seed=1)
             await client.chat.completions.create(model="m", messages=[USER], n=2, seed=1)
             return [sampling.seed for sampling in server.engine.samplings]
@@ -377,6 +377,14 @@ async def test_one_tool_call_per_turn_is_the_sampled_turn_up_to_its_first_call()
         answer = await server.ask([USER, choice.message, result], tools=TOOLS, parallel_tool_calls=False)
         assert answer.model_extra["prompt_kind"] == "extended"
         assert "</tool_call><|im_end|>\n<|im_start|>user" in server.text(server.engine.prompts[-1])
+
+
+async def test_one_tool_call_per_turn_is_the_first_also_where_the_next_is_incomplete_for_long():
+    calls = [json.dumps({"name": "get_weather", "parameters": {"city": city}}) for city in ("Rome", "Oslo " * 30)]
+    async with running(LLAMA, "; ".join(calls) + "<|eot_id|>") as server:
+        choice = (await server.ask([USER], tools=TOOLS, parallel_tool_calls=False)).choices[0]
+        assert [call.function.arguments for call in choice.message.tool_calls] == ['{"city": "Rome"}']
+        assert server.text(choice.message.model_extra["generation_token_ids"]) == calls[0]
 
 
 async def test_a_higher_token_limit_than_the_runs_is_the_runs():

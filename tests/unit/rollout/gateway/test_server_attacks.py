@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import itertools
 import json
 import logging
+import socket
+from collections.abc import Awaitable, Iterator
 
 import aiohttp
 import openai
@@ -28,6 +31,11 @@ async def raw_answer(server: Running, request: bytes, *, timeout_s: float = 20) 
     answer = await asyncio.wait_for(reader.read(), timeout_s)
     writer.close()
     return answer
+
+
+async def in_turn(sends: Iterator[Awaitable[None]]) -> None:
+    for send in sends:
+        await send
 
 
 def headers_of(server: Running) -> dict[str, str]:
@@ -69,6 +77,22 @@ async def test_a_request_that_is_half_sent_times_out_and_others_are_served_meanw
         assert received[:3] == [b"", b"", b""]
         assert received[3].startswith(b"HTTP/1.1 408")
         assert b"did not arrive in 0.5 s" in received[3]
+
+
+@pytest.mark.parametrize(("route", "has_key"), [("/v1/models", True), ("/v1/models", False), ("/nothing", False)])
+async def test_a_client_that_does_not_read_its_answers_is_disconnected(monkeypatch, route, has_key):
+    monkeypatch.setattr("rollout.gateway.server.TRANSFER_S", 0.5)
+    async with running(QWEN, "hello<|im_end|>") as server:
+        key = f"Authorization: Bearer {server.gateway.api_key}\r\n" if has_key else ""
+        requests = f"GET {route} HTTP/1.1\r\nHost: x\r\n{key}\r\n".encode() * 1000
+        port = int(server.gateway.base_url.rpartition(":")[2].split("/")[0])
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.setblocking(False)
+            loop = asyncio.get_running_loop()
+            endless = (loop.sock_sendall(client, requests) for _ in itertools.count())
+            with pytest.raises(ConnectionError):
+                await asyncio.wait_for(in_turn(endless), 20)
+        await server.ask([USER])
 
 
 async def test_a_compressed_request_is_refused_before_it_is_unpacked():

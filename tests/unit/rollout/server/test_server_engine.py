@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gzip
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from aiohttp import web
 
 from rollout.engine.engine_answers import Answer
 from rollout.engine.protocol import Sampling
@@ -231,6 +233,8 @@ LOGPROBS = completion()["choices"][0]["logprobs"]["content"]
         (wrong(weight_versions=[{"version": "3", "start": 0, "end": 2}]), "3 tokens were sampled"),
         (wrong(weight_versions=[{"version": "3", "start": 1, "end": 3}]), "do not tile"),
         (wrong(token_ids=["7", "8", "9"]), "not one completion"),
+        (says(completion((7, 8, VOCAB_SIZE))), "outside the vocabulary of 512"),
+        (says(completion((7,) * 9)), "9 sampled tokens, 8 were requested"),
     ],
 )
 def test_inconsistent_evidence_is_refused(connected: Connected, reply: Any, message: str) -> None:
@@ -255,6 +259,63 @@ def test_an_incomplete_support_is_refused(connected: Connected) -> None:
     connected.server.will(GENERATE, says(completion((7,), logprobs=content(0.25, 0.5, 0.0), weight_versions=versions)))
     with pytest.raises(EvidenceError, match=r"probability of 0\.7500"):
         connected.generate(truncated)
+
+
+@pytest.mark.parametrize("outside", [-1, VOCAB_SIZE])
+def test_a_support_with_an_id_outside_the_vocabulary_is_refused(loop: BackgroundLoop, outside: int) -> None:
+    half = -0.6931472
+    with ExitStack() as stack:
+        server = start(loop, stack, FakeServer())
+        answer = Answer(
+            sampled_ids=[7],
+            candidate_ids=[7, outside],
+            candidate_logprobs=[half, half],
+            starts=[0],
+            finish_reason="length",
+            versions=[("default", 0, 1)],
+        )
+        server.will(ROUTE, says(encode_answer(answer)))
+        engine = connect(loop, server)
+        stack.callback(lambda: loop.run(engine.close()))
+        with pytest.raises(EvidenceError, match=f"token id {outside} is outside the vocabulary of 512"):
+            loop.run(engine.generate((5, 6), Sampling(max_tokens=8, seed=1, top_p=0.9, top_k=2)))
+
+
+@pytest.mark.parametrize("message", [None, 5, ["busy"], {"text": "busy"}])
+def test_an_error_answer_of_any_form_is_shown(connected: Connected, message: Any) -> None:
+    connected.server.will(GENERATE, says({"error": {"message": message}}, status=400))
+    with pytest.raises(EngineError, match="refused: HTTP 400"):
+        connected.generate()
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_is_not_followed(connected: Connected, loop: BackgroundLoop, status: int) -> None:
+    with ExitStack() as stack:
+        other = start(loop, stack, FakeServer())
+
+        async def elsewhere(request: Any) -> Any:
+            return web.Response(status=status, headers={"Location": other.url + GENERATE})
+
+        connected.server.will(GENERATE, elsewhere)
+        with pytest.raises(EngineError, match=f"HTTP {status}.*redirects are not followed"):
+            connected.generate()
+        assert other.requests == []
+
+
+def test_an_answer_beyond_the_size_limit_is_refused(connected: Connected, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_client, "MAX_ANSWER_BYTES", 1000)
+    connected.server.will(GENERATE, raw(b" " * 1001))
+    with pytest.raises(EvidenceError, match="more than 1000 bytes"):
+        connected.generate()
+
+
+def test_a_compressed_answer_is_not_expanded(connected: Connected) -> None:
+    async def bomb(request: Any) -> Any:
+        return web.Response(body=gzip.compress(b" " * 10**7), headers={"Content-Encoding": "gzip"})
+
+    connected.server.will(GENERATE, bomb)
+    with pytest.raises(EvidenceError, match=r"answered \d{4,5} bytes that are not JSON"):
+        connected.generate()
 
 
 def test_scores_of_other_ids_are_refused(connected: Connected) -> None:
@@ -346,6 +407,9 @@ def test_a_wrong_key_names_the_setting(loop: BackgroundLoop) -> None:
         ("scheduler_config", {"enable_chunked_prefill": True}, "--no-enable-chunked-prefill"),
         ("model_config", {"dtype": "strange"}, "serve_engine.py"),
         ("parallel_config", {"world_size": None}, "serve_engine.py"),
+        ("parallel_config", {"world_size": -1}, "serve_engine.py"),
+        ("model_config", {"dtype": "nn"}, "serve_engine.py"),
+        ("model_config", {"max_model_len": 0}, "serve_engine.py"),
     ],
 )
 def test_a_server_with_unusable_samples_is_refused_with_the_flag(

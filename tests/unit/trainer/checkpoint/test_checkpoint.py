@@ -310,3 +310,32 @@ def test_a_manifest_cannot_name_files_outside(tmp_path):
     manifest["files"]["../../../etc/passwd"] = {}
     (tmp_path / "step-1" / MANIFEST).write_text(json.dumps(manifest))
     assert "outside" in str(checkpoint.check(tmp_path / "step-1"))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"resting_rows": ["a"]},
+        {"resting_rows": None},
+        {"resting_rows": {"a": "x"}},
+        {"resting_rows": {"a": -1}},
+        {"update": 2**63},
+        {"data_cursor": 10**30},
+        {"unfinished": [2**63]},
+    ],
+)
+def test_a_state_that_a_resumed_run_cannot_use_is_refused(tmp_path, values):
+    save(tmp_path, 1)
+    manifest = json.loads((tmp_path / "step-1" / MANIFEST).read_text())
+    manifest["state"] |= values
+    (tmp_path / "step-1" / MANIFEST).write_text(json.dumps(manifest))
+    assert checkpoint.check(tmp_path / "step-1") == "has no readable manifest (ValueError)"
+
+
+def test_pipes_and_deep_nesting_neither_block_nor_end_a_resume(tmp_path):
+    save(tmp_path, 1)
+    (tmp_path / "step-1" / "config.json").write_text("[" * 100_000)
+    assert checkpoint.saved_settings(tmp_path / "step-1") is None
+    (tmp_path / "step-2").mkdir()
+    os.mkfifo(tmp_path / "step-2" / MANIFEST)
+    assert checkpoint.complete(tmp_path)[1] == ["step-2: has no readable manifest (OSError)"]

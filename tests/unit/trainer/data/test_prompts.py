@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyarrow import parquet
 
 from rollout.environments import make_environment
 from rollout.errors import DataError
@@ -332,3 +335,51 @@ def test_unfinished_rows_not_begun_again_stay_unfinished() -> None:
     order.take(2)
     assert order.unfinished == (7,)
     assert order.cursor == 9
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ("prompt,answer\n1,2,3,4\n", "x.csv:2 has 4 fields, the header has 2"),
+        ("prompt,answer\n1,2,\n3,4,\n", "x.csv:2 has 3 fields, the header has 2"),
+        ("prompt,answer\na,1\nb,c,1\n", "x.csv:3 has 3 fields, the header has 2"),
+        ("prompt,prompt\na,b\n", "x.csv: the header has prompt twice"),
+    ],
+)
+def test_fields_without_a_column_of_their_own_are_refused(tmp_path: Path, text: str, where: str) -> None:
+    """Else pandas moves all values to other columns, without an error."""
+    path = tmp_path / "x.csv"
+    path.write_text(text)
+    with pytest.raises(DataError, match=re.escape(where)):
+        load_rows(str(path), "train")
+    if "x.csv:3" not in where:
+        with pytest.raises(DataError, match=re.escape(where)):
+            read_first_row(str(path))
+
+
+def test_a_long_field_of_a_csv_file_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text("\nprompt,answer\n" + "a" * 200_000 + "\n")
+    for row in (read_first_row(str(path)), load_rows(str(path), "train")[0]):
+        assert row == {"prompt": "a" * 200_000, "answer": None}
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pyarrow.array([2**62], pyarrow.duration("s")),
+        pyarrow.array([2**30], pyarrow.date32()),
+        pyarrow.array([1], pyarrow.timestamp("s", tz="No/Where")),
+        pyarrow.Array.from_buffers(
+            pyarrow.string(), 1, [None, pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0"), pyarrow.py_buffer(b"\xff")]
+        ),
+    ],
+    ids=["duration", "date", "zone", "text"],
+)
+def test_a_value_that_python_cannot_hold_is_an_error_of_the_data(tmp_path: Path, column: pyarrow.Array) -> None:
+    path = str(tmp_path / "x.parquet")
+    parquet.write_table(pyarrow.table({"prompt": ["a"], "other": column}), path)
+    with pytest.raises(DataError, match=r"x\.parquet"):
+        read_first_row(path)
+    with pytest.raises(DataError, match=r"x\.parquet.* row 0 cannot be read"):
+        load_data_set(DataSetConfig(path=path, split="train"))

@@ -71,6 +71,14 @@ def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch):
     assert engine_key(None) is None
 
 
+@pytest.mark.parametrize("key", ["secret\n", " secret", "sec\r\nret", "s\u00e9cret", "\udcff"])
+def test_a_key_that_no_header_carries_is_refused_without_showing_it(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_ENGINE_KEY", key)
+    with pytest.raises(ConfigError, match="HTTP headers cannot carry") as refused:
+        engine_key("LOCKSTEP_ENGINE_KEY")
+    assert "secret" not in str(refused.value)
+
+
 def test_a_server_is_started_on_loopback_and_guarded(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("LOCKSTEP_ENGINE_KEY", "do-not-show-this")
     words = command(config())

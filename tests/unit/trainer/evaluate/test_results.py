@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -147,3 +148,34 @@ def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(DataError, match=r"eval\.output=|evaluate again"):
         read_results(path, {})
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("prompts",), []),
+        (("name",), ["x"]),
+        (("name",), {"x": 1}),
+        (("facts",), 5),
+        (("prompts", 0, "rewards"), [math.nan, 1.0]),
+        (("prompts", 0, "rewards"), [1e308, 1e308]),
+        (("prompts", 0, "rewards"), ["1", "2"]),
+        (("prompts", 0, "rewards"), [True, False]),
+        (("prompts", 0, "passed"), ["", 0]),
+        (("prompts", 0, "prompt"), 5),
+        (("prompts", 0, "label"), ["x"]),
+        (("prompts", 1), {"prompt": "b", "label": None, "rewards": [1.0], "passed": [True]}),
+    ],
+)
+def test_results_of_another_form_are_refused(tmp_path: Path, place: tuple[str | int, ...], value: object) -> None:
+    path = tmp_path / "results.json"
+    write_results(path, [result([[1.0, 0.0], [1.0, 1.0]])], model="m", settings=SETTINGS)
+    content = json.loads(path.read_text())
+    *outer, last = place
+    node = content["sets"][0]
+    for key in outer:
+        node = node[key]
+    node[last] = value
+    path.write_text(json.dumps(content))
+    with pytest.raises(DataError, match="is not the result of an evaluation"):
+        read_results(path, SETTINGS)

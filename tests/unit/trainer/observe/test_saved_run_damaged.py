@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.errors import DataError
+from rollout.errors import ConfigError, DataError
 from rollout.records import Rollout
 from rollout.saved_rollouts import read_newest_rollouts, read_rollouts, write_rollouts
 from tests.fixtures.forked_python import forked_python
@@ -20,7 +20,7 @@ from trainer.observe.metrics_log import BATCH
 from trainer.observe.pages.run_report import report
 from trainer.observe.saved_run import SavedRun
 from trainer.run.hub import last_metrics
-from trainer.tools.replay import saved_step
+from trainer.tools.replay import checkpoints_up_to, saved_step
 
 TORN = '{"step": 4, "reward/me'
 
@@ -96,6 +96,17 @@ class TestTools:
         assert len(SavedRun.read(run).lines) == 3
         assert saved_step(run, 3).num_steps == 2
         assert last_metrics(run / "metrics.jsonl")["step"] == 3
+
+    def test_a_line_without_the_number_of_its_batch_is_not_replayed(self, run: Path):
+        (run / "metrics.jsonl").write_text(json.dumps(line(3) | {BATCH: None}) + "\n")
+        with pytest.raises(ConfigError, match="no line for update 3"):
+            saved_step(run, 3)
+
+    def test_checkpoints_of_a_step_are_found_at_once_whatever_its_number(self, run: Path):
+        for name in ("step-2", "step-10", "step-007", "step-x", "step-²"):
+            (run / "checkpoints" / name).mkdir(parents=True)
+        assert [number for number, _ in checkpoints_up_to(run, 10**17)] == [10, 2]
+        assert [number for number, _ in checkpoints_up_to(run, 9)] == [2]
 
     def test_all_tools_name_an_earlier_damaged_line(self, run: Path):
         lines = (run / "metrics.jsonl").read_text().splitlines()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollout.errors import ConfigError, DataError, LockstepError
-from rollout.saved_rollouts import to_json
+from rollout.saved_rollouts import check_ids, to_json
 from tests.fixtures.mutations import JSON, mutated
 from tests.unit.project.test_security import evil_model  # noqa: F401  # a fixture
 from tests.unit.trainer.observe.pages.test_run_report import line, rollout, write_run
@@ -25,6 +26,7 @@ from trainer.observe.console import RunConsole
 from trainer.observe.metrics_log import read_metrics
 from trainer.observe.pages.run_report import report
 from trainer.observe.saved_run import SavedRun
+from trainer.tools.replay import settings_of
 
 CONFIG = plain(Config())
 PROVENANCE = {"code": {"commit": "abc", "is_changed": True}, "packages": {}}
@@ -129,3 +131,78 @@ def test_tokens_are_shown_without_code_of_the_model(tmp_path: Path, evil_model: 
         status, said = tool("scripts/inspect_run.py", run, "--tokens")
         assert status == 1
         assert "without its own code" in said
+
+
+@pytest.mark.parametrize(
+    ("script", "default"),
+    [("report.py", "report.html"), ("plot.py", "curves.png"), ("report.py", "report.html.partial")],
+)
+def test_a_link_in_a_run_leads_no_page_to_another_file(tmp_path: Path, script: str, default: str) -> None:
+    run = write_run(tmp_path / "run", [line(1)], [])
+    (tmp_path / "precious").write_text("mine")
+    (run / default).symlink_to(tmp_path / "precious")
+    status, said = tool(f"scripts/{script}", run)
+    assert (tmp_path / "precious").read_text() == "mine"
+    assert (status, "is a link" in said) == ((0, False) if default.endswith("partial") else (1, True))
+
+
+@pytest.mark.parametrize(
+    "name", ["config.yaml", "metrics.jsonl", "provenance.json", "rollouts/step-000009.jsonl", "report.html"]
+)
+def test_a_pipe_in_a_run_blocks_no_tool(tmp_path: Path, name: str) -> None:
+    run = write_run(tmp_path / "run", [line(1)], [rollout(0, 1.0)])
+    (run / name).unlink(missing_ok=True)
+    os.mkfifo(run / name)
+    tool("scripts/report.py", run)
+    if name == "config.yaml":
+        with pytest.raises(ConfigError, match="not a regular file"):
+            settings_of(run, [], sample=False)
+    if name.startswith("rollouts"):
+        assert tool("scripts/inspect_run.py", run)[0] == 0
+
+
+def test_a_file_without_an_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write_run(tmp_path / "run", [line(1)], [])
+    (run / "rollouts").mkdir(exist_ok=True)
+    (run / "rollouts" / "step-000009.jsonl").symlink_to("/dev/zero")
+    assert "not a regular file" in SavedRun.read(run).passed_over[0]
+    sparse = run / "rollouts" / "step-000008.jsonl"
+    with sparse.open("w") as file:
+        file.truncate(2**32)
+    assert "a line of more than" in SavedRun.read(run).passed_over[1]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"time/step": 1e300},
+        {"time/step": 1e99, "reward/mean": 1e99, "reward/std": 1e99},
+        {"time/step": -1e308, "reward/mean": -1e308, "rollout_correction/kl": 5e-324},
+        {"reward/mean": 5e-324},
+        {"rollout/sampled_tokens": 1e308, "time/step": 5e-324},
+    ],
+)
+def test_extreme_numbers_have_a_report(tmp_path: Path, changes: dict[str, float]) -> None:
+    run = write_run(tmp_path / "run", [line(1, **changes), line(2), line(3, **changes)], [])
+    report(SavedRun.read(run))
+
+
+@pytest.mark.parametrize("step", ["-1", "0.5", "1e300", "1" + "0" * 30])
+def test_a_step_other_than_an_update_is_refused(tmp_path: Path, step: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": {step}}}\n{{"step": 1}}\n')
+    with pytest.raises(DataError, match=r"metrics\.jsonl:1 .*expected the number of an update"):
+        read_metrics(tmp_path / "metrics.jsonl")
+
+
+def test_ids_without_an_embedding_are_refused() -> None:
+    made = rollout(0, 1.0)
+    largest = max(token for call in made.calls for token in (*call.prompt_ids, *call.sampled_ids))
+    check_ids([made], vocab_size=largest + 1)
+    with pytest.raises(DataError, match=f"rollout 0 has the token id {largest}, but the model has {largest} ids"):
+        check_ids([made], vocab_size=largest)
+
+
+def test_a_picture_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [line(1)], [])
+    for out in ("/proc/none/x.png", tmp_path / "x.exe"):
+        assert tool("scripts/plot.py", run, "--out", out)[0] == 1

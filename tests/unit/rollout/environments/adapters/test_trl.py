@@ -115,6 +115,20 @@ async def test_an_error_in_get_reward_fails_the_reward_and_not_the_run():
     assert "division by zero" in (scored.error or "")
 
 
+@pytest.mark.parametrize(
+    ("produce", "says"),
+    [(lambda: 10**400, "does not fit a float"), (lambda: {}[10**5000], "KeyError")],
+    ids=["value", "error"],
+)
+async def test_a_reward_that_cannot_be_written_fails_the_reward_and_not_the_run(produce, says):
+    class Endless(Guess):
+        async def get_reward(self) -> float:
+            return produce()
+
+    rollout = await play(TRLEnvironment(Endless), Policy(lambda prompt: "no tool"), example=ROW)
+    assert says in rollout.outcome["environment_error"]
+
+
 async def test_a_missing_factory_and_a_missing_reset_are_refused():
     with pytest.raises(ConfigError, match=r"settings\.factory=path"):
         TRLEnvironment()
