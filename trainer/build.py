@@ -51,6 +51,7 @@ def make_chat(config: Config) -> Chat:
                 config.model.path,
                 history=config.environment.history,
                 trust_remote_code=config.model.trust_remote_code,
+                template=config.model.chat_template,
             )
             made.set_result(chat)
         except BaseException as error:  # raised again below

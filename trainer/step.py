@@ -79,8 +79,11 @@ class Trainer:
         """Version of the weights: the number of optimizer updates done."""
         return self._updater.num_updates
 
-    def step(self, on_rollout: OnRollout = lambda rollout: None) -> StepReport:
-        watch, version = Stopwatch(), self.version
+    def step(
+        self, on_rollout: OnRollout = lambda rollout: None, on_stage: Callable[[str], None] = lambda name: None
+    ) -> StepReport:
+        """Make one training step; a collective. on_stage: called with its name when a stage begins."""
+        watch, version = Stopwatch(on_stage), self.version
         collected = self._collect(watch, on_rollout)
         batch = self._share(collected)
         with watch.stage("score"):

@@ -6,7 +6,7 @@ A stage ends when the device has run the kernels that it launched. Else they wou
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -16,12 +16,15 @@ from torch.profiler import record_function
 class Stopwatch:
     """Accumulator of the time of each stage."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_stage: Callable[[str], None] = lambda name: None) -> None:
+        """on_stage: called with its name when a stage begins."""
+        self._on_stage = on_stage
         self._started = time.perf_counter()
         self._seconds: dict[str, float] = {}
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
+        self._on_stage(name)
         started = time.perf_counter()
         try:
             with record_function(f"lockstep/{name}"):  # for `profile=true`; costs microseconds without it

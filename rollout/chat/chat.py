@@ -22,6 +22,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFas
 from rollout.chat.harmony import CONTROL_IDS, STOPS, HarmonyRenderer, load_encoding, parity, parse_harmony
 from rollout.chat.messages import Tools
 from rollout.chat.template import History, TemplateRenderer
+from rollout.chat.template_files import CONTROL_TOKENS, template_text
 from rollout.chat.tool_calls import Turn, parse_hermes, parse_llama3
 from rollout.errors import ConfigError, TemplateError
 from rollout.records import EngineCall, Message
@@ -51,6 +52,8 @@ class Chat:
         names = (tokenizer.eos_token, *_STOPS[self._format])
         stops = [*(vocabulary[str(name)] for name in names if name in vocabulary), *stop_token_ids]
         self._opens_reasoning = False
+        self._shows_tools = False
+        """True once a prompt with tools differed from the one without them."""
         self._renderer: HarmonyRenderer | TemplateRenderer
         if CONTROL_IDS.items() <= vocabulary.items():
             self._renderer = HarmonyRenderer(load_encoding(), history=History(history), stop_token_ids=stops)
@@ -66,9 +69,23 @@ class Chat:
             self._opens_reasoning = self._renderer.opens_reasoning
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, *, history: str = "keep", trust_remote_code: bool = False) -> Chat:
-        """Load a model's tokenizer, and the ids that end a turn from its generation_config.json if it has one."""
+    def from_pretrained(
+        cls, path: str | Path, *, history: str = "keep", trust_remote_code: bool = False, template: str | None = None
+    ) -> Chat:
+        """Load a model's tokenizer, and the ids that end a turn from its generation_config.json if it has one.
+
+        template: a shipped template or a file, in place of the tokenizer's own (`rollout/chat/template_files.py`).
+        Raises `ConfigError` if it cannot be read, or if the tokenizer lacks its control tokens.
+        """
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        if template is not None:
+            tokenizer.chat_template = template_text(template)
+            lacking = [token for token in CONTROL_TOKENS.get(template, ()) if token not in tokenizer.get_vocab()]
+            if lacking:
+                raise ConfigError(
+                    f"model.chat_template={template} writes {' and '.join(lacking)}, which the tokenizer of {path} "
+                    "does not have; set model.chat_template=<file.jinja with the control tokens of this model>"
+                )
         return cls(tokenizer, history=history, stop_token_ids=_generation_stops(path))
 
     @property
@@ -79,6 +96,26 @@ class Chat:
     def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
         """Return the ids of a conversation, up to the start of the next assistant turn. Raises `TemplateError`."""
         return self._renderer.prompt(messages, tools)
+
+    def require_tools(self, messages: Sequence[Message], tools: Tools) -> None:
+        """Raise `ConfigError` if the template drops the tools: then the prompt is the same without them.
+
+        Without this check a model would be trained on tools that it never hears of. Rendered once per `Chat`.
+        """
+        if self._shows_tools or not tools:
+            return
+        if self._renderer.prompt(messages, tools) != self._renderer.prompt(messages, ()):
+            self._shows_tools = True
+            return
+        names = ", ".join(str(tool.get("function", tool).get("name", "?")) for tool in tools)
+        vocabulary = self.tokenizer.get_vocab()
+        fitting = [name for name, tokens in CONTROL_TOKENS.items() if all(token in vocabulary for token in tokens)]
+        remedy = " or ".join([*(f"model.chat_template={name}" for name in fitting), "model.chat_template=<file.jinja>"])
+        raise ConfigError(
+            f"the chat template of {self.tokenizer.name_or_path or 'the model'} drops the tools of the environment "
+            f"({names}): the prompt is the same with and without them, expected a template that lists `tools`; "
+            f"set {remedy}, or take a model whose template lists them"
+        )
 
     def extend(
         self, call: EngineCall, history: Sequence[Message], new_messages: Sequence[Message], tools: Tools = ()

@@ -54,6 +54,7 @@ class Conversation:
         Raises:
             ContextFullError: the conversation no longer fits the model.
             CallLimitError: the episode has no calls left, or is over.
+            ConfigError: the chat template drops the tools.
             TemplateError: the chat template refuses the messages.
             EngineError, EvidenceError: the engine failed. The episode ends with it, even if it is caught here.
         """
@@ -77,6 +78,8 @@ class Conversation:
             extended = chat.extend(self.last_call, self._messages, self._unanswered, self._tools)
             if extended is not None:
                 return extended
+        else:
+            chat.require_tools(self.messages, self._tools)
         return chat.prompt(self.messages, self._tools)
 
 

@@ -97,4 +97,5 @@ def data_file_problems(config: Config, *, trains: bool) -> Iterator[str]:
         paths["data.heldout_path"] = config.data.heldout_path
     for name, path in paths.items():
         if is_file(path) and not file_exists(path):
-            yield f"{name}={path} does not exist (looked in {Path.cwd()}); set {name}=<file or hub id>"
+            also = ", or data.heldout_path=null for no held-out data" if trains and name == "data.heldout_path" else ""
+            yield f"{name}={path} does not exist (looked in {Path.cwd()}); set {name}=<file or hub id>{also}"

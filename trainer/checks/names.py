@@ -14,6 +14,7 @@ from rewards.functions.programs import code_tests
 from rewards.outcomes import ERRORS
 from rewards.resolve import MODEL, check_built_in
 from rewards.sandbox.sandbox import isolation_problem
+from rollout.chat.template_files import template_text
 from rollout.environments import ENVIRONMENTS, make_environment
 from rollout.errors import ConfigError
 from trainer.config.hints import closest
@@ -33,6 +34,11 @@ def model_problems(config: Config) -> Iterator[str]:
                 f"model.{name}={path} has no config.json; set it to a directory written by `save_pretrained`, or set "
                 f"model.{name}=null for model.path"
             )
+    if config.model.chat_template is not None:
+        try:
+            template_text(config.model.chat_template)
+        except ConfigError as error:
+            yield str(error)
     if lacks_model(config.model.path):
         task = Path(config.model.path).name
         is_demo = task in ("calculator", "chain", "reverse")

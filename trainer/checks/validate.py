@@ -22,6 +22,7 @@ from trainer.checks.names import (
     sandbox_problems,
 )
 from trainer.checks.staleness import asynchrony_problems
+from trainer.checks.tracking import tracking_problems
 from trainer.config.launcher import launch_problems
 from trainer.config.schema import Config
 
@@ -42,6 +43,8 @@ def validate(config: Config, *, needs_data: bool = True, trains: bool = True) ->
         if needs_data:
             problems += [*data_file_problems(config, trains=trains), *reward_model_problems(config)]
             problems += run_problems(config)
+        if needs_data and trains:
+            problems += tracking_problems(config)
     if not problems:  # last, because an environment may load user files
         problems += environment_problems(config)
     if not problems and needs_data:

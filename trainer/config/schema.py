@@ -9,6 +9,7 @@ Imports nothing heavy, so that mistakes are found before torch is loaded. String
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -78,6 +79,9 @@ class ModelConfig:
         None, "initial separate critic: a model, a reward model, or a run's critic/; null: model.path", when=CRITIC
     )
     reference_path: str | None = setting(None, "frozen reference for the KL term; null: model.path", when=REFERENCE)
+    chat_template: str | None = setting(
+        None, "chat template in place of the model's: hermes (ChatML with tools), or a Jinja file; null: the model's"
+    )
     gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass to save memory")
     compile: bool = setting(False, "torch.compile the layers of the trained models; not under ZeRO-3")
     trust_remote_code: bool = setting(False, "run code that ships with the model, in trainer and engine")
@@ -338,7 +342,11 @@ class OptimizerConfig:
 
 @dataclass
 class LoggerConfig:
-    wandb: str = setting("off", "Weights & Biases", choices=("off", "online", "offline"))
+    wandb: str = setting(
+        "off",
+        "Weights & Biases; auto: as the environment variable WANDB_MODE says, online without it",
+        choices=("off", "auto", "online", "offline"),
+    )
     project: str = setting("lockstep", "W&B project", when=WANDB)
     entity: str | None = setting(None, "W&B entity", when=WANDB)
     wandb_id: str | None = setting(
@@ -360,6 +368,11 @@ class LoggerConfig:
         above=0,
     )
     save_rollouts: bool = setting(True, "write all rollouts of each step as JSONL into the run directory")
+
+    @property
+    def wandb_mode(self) -> str | None:
+        """W&B's mode with auto resolved; None if W&B's own settings decide."""
+        return os.environ.get("WANDB_MODE") if self.wandb == "auto" else self.wandb
 
 
 @dataclass

@@ -15,12 +15,12 @@ begun ahead of their training (`rollout.max_staleness`) are tracked by their pla
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from rollout.environments.prompt import PromptReader
+from rollout.environments.prompt import PROMPT_COLUMNS, PromptReader
 from rollout.errors import DataError
 from trainer.config.schema import Config, CurriculumConfig, DataSetConfig
 from trainer.data.datasets import UNREADABLE, load_rows, reason, rename
@@ -66,6 +66,17 @@ class DataSet:
             row[DATASET] = self.name
         return row
 
+    def prompts(self, reader: PromptReader) -> Iterator[Any]:
+        """Yield the prompts of all rows as the file holds them, without reading other columns."""
+        names = {*reader.columns, *PROMPT_COLUMNS}
+        renamed = {name: path for name, path in (self._settings.columns or {}).items() if name in names}
+        there = self._rows.column_names
+        read = {path if path in there else path.partition(".")[0] for path in renamed.values()} or names
+        for row in self._rows.select_columns(sorted(read.intersection(there))):
+            row = rename(row, renamed, of=self._settings.path)
+            if (name := reader.find(row)) is not None:
+                yield row[name]
+
     def subset(self, kept: Sequence[int]) -> DataSet:
         """Return the data set with these rows only."""
         if not kept:
@@ -105,14 +116,14 @@ class Prompts:
         curriculum: CurriculumConfig | None = None,
     ) -> None:
         """sets: objects with a length and integer indices. weights: shares of the sets; None: equal."""
-        self._sets = list(sets)
+        self.sets = list(sets)
         self._seed = seed
         self._shuffle = shuffle
         self._curriculum = curriculum if curriculum is not None and curriculum.rest_epochs else None
-        self._pattern = _mix(weights or [1.0] * len(self._sets))
+        self._pattern = _mix(weights or [1.0] * len(self.sets))
         self._draws = np.bincount(self._pattern)
         """Number of places in a block, by set."""
-        same = self._pattern[:, None] == np.arange(len(self._sets))
+        same = self._pattern[:, None] == np.arange(len(self.sets))
         self._earlier = (np.cumsum(same, axis=0) - same)[np.arange(len(self._pattern)), self._pattern]
         """Number of earlier places of the same set, by place in a block."""
         self._orders: dict[int, tuple[int, np.ndarray]] = {}
@@ -125,7 +136,7 @@ class Prompts:
 
     def __len__(self) -> int:
         """Number of rows of all data sets together."""
-        return sum(map(len, self._sets))
+        return sum(map(len, self.sets))
 
     def metrics(self) -> dict[str, float]:
         """Return `data/*`: epochs over all rows, and with a curriculum the number of resting rows."""
@@ -176,7 +187,7 @@ class Prompts:
             self.resting[key] = int(epoch) + rule.rest_epochs + 1
 
     def _row(self, which: int, epoch: int, index: int) -> Row:
-        row = self._sets[which][index]
+        row = self.sets[which][index]
         return row if self._curriculum is None else {**row, ROW_KEY: f"{which}:{index}@{epoch}"}
 
     def _locate(self, k: int) -> tuple[int, int, int]:
@@ -184,12 +195,12 @@ class Prompts:
         block, place = divmod(k, len(self._pattern))
         which = int(self._pattern[place])
         drawn = block * int(self._draws[which]) + int(self._earlier[place])
-        epoch, position = divmod(drawn, len(self._sets[which]))
+        epoch, position = divmod(drawn, len(self.sets[which]))
         return which, epoch, int(self._order(which, epoch)[position])
 
     def _order(self, which: int, epoch: int) -> np.ndarray:
         if which not in self._orders or self._orders[which][0] != epoch:
-            size = len(self._sets[which])
+            size = len(self.sets[which])
             seed = [self._seed, epoch, which] if which else [self._seed, epoch]
             order = np.random.default_rng(seed).permutation(size) if self._shuffle else np.arange(size)
             self._orders[which] = (epoch, order)

@@ -1,14 +1,16 @@
 """Evaluation on held-out rows, with its own sampling settings.
 
-Runs between updates of a training run, or standalone (`scripts/evaluate.py`). A row gets the same seeds in every
-evaluation with the same `seed`, so that sampling noise is common to compared models.
+Runs between updates of a training run, or standalone (`scripts/evaluate.py`). A row of a data set gets the same seeds
+in every evaluation with the same `seed`, so that sampling noise is common to compared models. Data sets of different
+names have different seeds, so that they are independent samples.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -17,7 +19,7 @@ from typing import Any
 from rewards.composition import RewardSet
 from rollout.chat.chat import Chat
 from rollout.records import Rollout
-from rollout.sampler.sampler import Sampler
+from rollout.sampler.sampler import OnRollout, Sampler
 from rollout.saved_rollouts import write_rollouts
 from rollout.system.background_loop import BackgroundLoop
 from trainer.build import make_chat, make_rewards, make_sampler, make_sampling
@@ -38,7 +40,7 @@ from trainer.evaluate.results import (
 from trainer.observe.console import RunConsole
 
 EVALUATION_STEP = 2**31 - 1
-"""Step in sampling seeds, constant so that prompts get the same seeds in every evaluation."""
+"""Step in the sampling seeds of data.heldout_path, constant so that a row gets the same seeds in every evaluation."""
 COMPARED = (
     *("seed", "environment.name", "environment.max_turns", "reward.functions", "eval.samples_per_prompt"),
     *("eval.temperature", "eval.top_p", "eval.top_k", "eval.min_p", "eval.pass_threshold", "eval.pass_reward"),
@@ -77,13 +79,25 @@ class Evaluator:
             min_p=config.eval.min_p,
             is_trained=False,
         )
-        self._data = heldout_data(config)
+        self.data = heldout_data(config)
 
-    def evaluate(self) -> Evaluation:
+    @property
+    def num_rollouts(self) -> int:
+        """Number of rollouts of an evaluation, over all data sets."""
+        return sum(map(self._num_prompts, self.data.values())) * self._config.eval.samples_per_prompt
+
+    def evaluate(
+        self, on_rollout: OnRollout = lambda rollout: None, on_stage: Callable[[str], None] = lambda name: None
+    ) -> Evaluation:
+        """Evaluate on all data sets. on_stage: called when the sampling or the scoring of one begins."""
         settings = self._config.eval
         results, kept = [], []
-        for name, data in self._data.items():
-            rollouts = self._sample_and_score(data)
+        for name, data in self.data.items():
+            of = f" of {name}" if name else ""
+            on_stage(f"rollout{of}")
+            sampled = self._sample(data, step=evaluation_step(name), on_rollout=on_rollout)
+            on_stage(f"reward{of}")
+            rollouts = self._loop.run(self._rewards.score(sampled, in_metrics=False, is_shaped=False))
             prompts = prompt_results(
                 rollouts,
                 label_column=settings.by,
@@ -94,18 +108,28 @@ class Evaluator:
             kept += rollouts
         return Evaluation(results=tuple(results), rollouts=tuple(kept))
 
-    def _sample_and_score(self, data: DataSet) -> list[Rollout]:
-        settings = self._config.eval
-        count = len(data) if settings.prompts is None else min(settings.prompts, len(data))
-        rollouts = self._loop.run(
+    def _num_prompts(self, data: DataSet) -> int:
+        limit = self._config.eval.prompts
+        return len(data) if limit is None else min(limit, len(data))
+
+    def _sample(self, data: DataSet, *, step: int, on_rollout: OnRollout) -> list[Rollout]:
+        return self._loop.run(
             self._sampler.collect(
-                [data[index] for index in range(count)],
-                samples_per_prompt=settings.samples_per_prompt,
+                [data[index] for index in range(self._num_prompts(data))],
+                samples_per_prompt=self._config.eval.samples_per_prompt,
                 sampling=self._sampling,
-                step=EVALUATION_STEP,
+                step=step,
+                on_rollout=on_rollout,
             )
         )
-        return self._loop.run(self._rewards.score(rollouts, in_metrics=False, is_shaped=False))
+
+
+def evaluation_step(name: str) -> int:
+    """Return the step in the sampling seeds of a data set: a function of its name, beyond all steps of training."""
+    if not name:
+        return EVALUATION_STEP
+    digest = hashlib.blake2b(name.encode(), digest_size=4).digest()
+    return EVALUATION_STEP + 1 + int.from_bytes(digest, "big")
 
 
 def comparable_settings(config: Config) -> dict[str, Any]:
@@ -161,7 +185,9 @@ def _evaluate_model(config: Config, console: RunConsole) -> Evaluation:
             rewards.load()
             chat = make_chat(config)
             sampler = make_sampler(config, engine=engine, chat=chat)
-            return Evaluator(config, sampler=sampler, rewards=rewards, loop=loop, chat=chat).evaluate()
+            evaluator = Evaluator(config, sampler=sampler, rewards=rewards, loop=loop, chat=chat)
+            with console.progress("evaluation", evaluator.num_rollouts) as lines:
+                return evaluator.evaluate(lines.rollout, lines.stage)
         finally:
             rewards.close()
             loop.run(engine.close())

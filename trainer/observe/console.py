@@ -1,7 +1,8 @@
 """Console output of a run: progress with remaining time, a row per step, alarms, rollouts.
 
 A terminal has two bars at the bottom, for updates and for the rollouts of the step, and rows scroll above them, with as
-many columns as fit. Elsewhere (log file, CI) a step is one plain line of named numbers. Text from outside is printed
+many columns as fit. Elsewhere (log file, CI) a step is one plain line of named numbers, and long stages print lines in
+between. Text from outside is printed
 as safe text without markup, so that it cannot style or forge the console.
 """
 
@@ -22,6 +23,7 @@ from rich.text import Text
 from rollout.records import Rollout
 from rollout.safe_text import safe_text
 from rollout.sampler.sampler import OnRollout
+from trainer.observe.progress import ProgressLines
 from trainer.observe.transcript import conversation
 
 HEADER_EVERY = 20
@@ -30,6 +32,8 @@ ALARM_AGAIN_EVERY = 20
 PACE_OVER = 20
 """Steps in the median that predicts the remaining time."""
 REFRESH_PER_S = 4
+SHOWN_SHARE = 0.01
+"""Share of a step above which the line of the step shows the time of a stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +48,8 @@ class Column:
     """On narrow terminals, columns with the highest rank are dropped first."""
     is_optional: bool = False
     """True if only runs whose first step has the metric show it: with a reference or a critic."""
+    is_stage: bool = False
+    """True for the time of a stage, which only runs with that stage show; a line leaves out short ones."""
 
     def cell(self, metrics: Mapping[str, float]) -> str:
         return self.form.format(metrics[self.key]) if self.key in metrics else "-"
@@ -63,9 +69,10 @@ COLUMNS = (
     Column(name="gradnorm", key="optim/grad_norm", form="{:.2f}", width=8, rank=3),
     Column(name="tok/s", key="perf/tokens_per_s", form="{:.0f}", width=6, rank=3),
     Column(name="step s", key="time/step", form="{:.2f}", width=6, rank=1),
-    Column(name="rollout s", key="time/rollout", form="{:.2f}", width=9, rank=4),
-    Column(name="update s", key="time/update", form="{:.2f}", width=8, rank=4),
-    Column(name="sync s", key="time/sync", form="{:.2f}", width=6, rank=5),
+    *(
+        Column(name=f"{stage} s", key=f"time/{stage}", form="{:.2f}", width=len(stage) + 2, rank=rank, is_stage=True)
+        for stage, rank in (("wait", 4), ("rollout", 4), ("reward", 5), ("score", 4), ("update", 4), ("sync", 5))
+    ),
 )
 """Score, KL and length are adjacent: reward hacking shows as a score that rises together with them."""
 
@@ -141,6 +148,11 @@ class RunConsole:
         finally:
             progress.update(task, visible=False)
 
+    def progress(self, work: str, total: int) -> ProgressLines:
+        """Return lines on long work that samples `total` rollouts, for `with`; none beside bars."""
+        is_silent = self._console.quiet or self._progress is not None
+        return ProgressLines(None if is_silent else self.say, work=work, total=total)
+
     @property
     def _remaining(self) -> str:
         left = self._pace.seconds_per_update
@@ -157,11 +169,13 @@ class RunConsole:
         if self._progress is not None:
             self._progress.update(self._tasks["updates"], completed=update, note=self._remaining)
         if not self._rows:
-            self._columns = tuple(c for c in COLUMNS if not c.is_optional or c.key in metrics)
+            self._columns = tuple(c for c in COLUMNS if not (c.is_optional or c.is_stage) or c.key in metrics)
         if self._console.is_terminal:
             self._table_row(update, metrics)
         else:
-            named = "  ".join(f"{column.name} {column.cell(metrics)}" for column in self._columns)
+            shortest = SHOWN_SHARE * metrics.get("time/step", 0.0)
+            shown = (c for c in self._columns if not c.is_stage or metrics.get(c.key, 0.0) > shortest)
+            named = "  ".join(f"{column.name} {column.cell(metrics)}" for column in shown)
             self.say(f"update {update}/{self._total_updates}  {named}  {self._remaining}".rstrip())
         self._rows += 1
 
@@ -197,24 +211,30 @@ class RunConsole:
 
 
 class Pace:
-    """Seconds per update: the median over the last steps, which a checkpoint or an evaluation barely shifts."""
+    """Seconds per update: the median over the last steps, which a checkpoint or an evaluation barely shifts.
+
+    The first step is left out: it compiles, allocates and measures the noise floor.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._reached_at: float | None = None
         self._per_update: deque[float] = deque(maxlen=PACE_OVER)
+        self._is_first = True
         self.update = 0
 
     def reached(self, update: int) -> None:
         """Record that this many updates are done now."""
         now = self._clock()
         if self._reached_at is not None and update > self.update:
-            self._per_update.append((now - self._reached_at) / (update - self.update))
+            if not self._is_first:
+                self._per_update.append((now - self._reached_at) / (update - self.update))
+            self._is_first = False
         self.update, self._reached_at = update, now
 
     @property
     def seconds_per_update(self) -> float | None:
-        """Median seconds per update; None before the first."""
+        """Median seconds per update; None before the second step."""
         return statistics.median(self._per_update) if self._per_update else None
 
 

@@ -69,7 +69,7 @@ class WandbRun:
             "group": settings.group,
             "name": directory.name,
             "id": self.id,
-            "mode": settings.wandb,
+            "mode": settings.wandb_mode,
             "dir": str(directory),
             "config": {**run_config, "forked_from": lineage.parent},
             # W&B's own metadata contains the command line with secrets; `run_config` has the provenance.
@@ -82,7 +82,7 @@ class WandbRun:
             except (wandb.Error, ValueError) as error:
                 log.warning("W&B cannot fork %s (%s); logging as an independent run", lineage.parent, error)
         self._run = run or wandb.init(resume="allow", **arguments)
-        self.url: str | None = self._run.url if settings.wandb == "online" else None
+        self.url: str | None = self._run.url or None  # an offline run has none
         self._run.define_metric(AXIS, hidden=True)
         self._run.define_metric("*", step_metric=AXIS)
         for name, summary in SUMMARIES.items():

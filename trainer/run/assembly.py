@@ -11,6 +11,7 @@ from rollout.system.background_loop import BackgroundLoop
 from rollout.weights.sync import WeightSync
 from trainer.build import load_policy, make_chat, make_rewards, make_sampler, make_sampling
 from trainer.checkpoint.run_dir import RunDirectory
+from trainer.checks.scale import disk_notes, overlap_warnings, size_warnings
 from trainer.collect.async_source import Producer
 from trainer.collect.source import Collector, RolloutSource
 from trainer.config.schema import Config
@@ -74,6 +75,7 @@ def assemble(
         prepared = distributed.prepare(module, optimizer)
     shape = ModelShape.of(module, policy.model, policy.causal_lm.config)
     show_memory_plan(shape, config, distributed, console)
+    show_scale(shape, config, console)
     updater = Updater(prepared, distributed, config)
     updater.scorer.budget.warn = console.warn
     rewards = make_rewards(config)
@@ -87,6 +89,9 @@ def assemble(
             Evaluator(config, sampler=sampler, rewards=rewards, loop=loop, chat=chat) if sampler and evaluates else None
         )
     )
+    if evaluator is not None and distributed.is_main:
+        for sentence in overlap_warnings(config, prompts.sets, evaluator.data):
+            console.warn(sentence)
     make_source: Callable[..., RolloutSource] = Producer if config.rollout.max_staleness else Collector
     rollouts = make_source(
         config,
@@ -161,8 +166,8 @@ def _announcement(config: Config) -> str:
     return f"starting {engines}{' of every rank' if config.rollout.engine == 'colocated' else ''} ..."
 
 
-def show_memory_plan(shape: ModelShape, config: Config, distributed: Distributed, console: RunConsole) -> None:
-    """Print the memory plan, and the remedies if the device has less."""
+def show_memory_plan(shape: ModelShape, config: Config, distributed: Distributed, console: RunConsole) -> str | None:
+    """Print the memory plan, and the remedies if the device has less; return the sentence with the remedies."""
     plan = memory_plan(
         shape,
         config,
@@ -172,6 +177,15 @@ def show_memory_plan(shape: ModelShape, config: Config, distributed: Distributed
     warning = advice(plan, config, available=distributed.device_memory, zero_stage=distributed.zero_stage)
     if warning is not None:
         console.warn(warning)
+    return warning
+
+
+def show_scale(shape: ModelShape, config: Config, console: RunConsole) -> None:
+    """Print the disk space that a large model needs, and settings that are unusual for one."""
+    for sentence in disk_notes(config, shape):
+        console.say(sentence)
+    for sentence in size_warnings(config, shape):
+        console.warn(sentence)
 
 
 def _load_reward_models(rewards: RewardSet, engines: Engines, distributed: Distributed) -> None:

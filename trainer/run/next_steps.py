@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -9,6 +10,8 @@ from pathlib import Path
 
 from trainer.config.redaction import redact_words
 
+CHECKOUT = Path(__file__).resolve().parents[2]
+"""Directory of scripts/ and configs/."""
 NOT_REPEATED = ("run_name=", "resume=", "updates=")
 SAMPLED_AND_SCORED = re.compile(r"(experiment|model|data|environment|reward|rollout|eval)[=.]")
 """Settings on which an evaluation depends."""
@@ -28,20 +31,35 @@ def next_steps(
 ) -> str:
     """Return lines of a name and a path or command each.
 
+    Paths are those of the directory where the user stands, so that a command can be pasted there.
+
     words: command line of the run without the script, of which secrets are redacted. launcher: command in front of
     scripts/train.py. has_heldout: True if the run has held-out data, which an evaluation needs.
     """
+    shown_run, shown_model = shown(run), shown(model)
     goal = updates if update < updates else 2 * updates
     own = [word for word in redact_words(words) if not word.startswith(NOT_REPEATED)]
     resumed = [*own, f"run_name={run.name}", "resume=auto", f"updates={goal}"]
     evaluated = [word for word in own if SAMPLED_AND_SCORED.match(word) and not word.startswith(TRAINING_ONLY)]
-    evaluate = f"python scripts/evaluate.py {shlex.join([f'model.path={model}', *evaluated])}"
+    evaluate = f"python {script('evaluate')} {shlex.join([f'model.path={shown_model}', *evaluated])}"
     lines = {
-        "model": str(model),
-        **({"critic": str(critic)} if critic else {}),
-        "resume": f"{launcher} scripts/train.py {shlex.join(resumed)}",
+        "model": shown_model,
+        **({"critic": shown(critic)} if critic else {}),
+        "resume": f"{launcher} {script('train')} {shlex.join(resumed)}",
         **({"evaluate": evaluate} if has_heldout else {}),
-        "inspect": f"python scripts/inspect_run.py {shlex.quote(str(run))}",
-        "report": f"python scripts/report.py {shlex.quote(str(run))}",
+        "inspect": f"python {script('inspect_run')} {shlex.quote(shown_run)}",
+        "report": f"python {script('report')} {shlex.quote(shown_run)}",
     }
     return "\n".join(f"{name:<14} {text}" for name, text in lines.items())
+
+
+def script(name: str) -> str:
+    """Return the path of a script of this checkout, quoted for a shell."""
+    return shlex.quote(shown(CHECKOUT / "scripts" / f"{name}.py"))
+
+
+def shown(path: Path) -> str:
+    """Return a path relative to the working directory if it is below that, else an absolute one."""
+    # Not resolved further: a link such as runs/latest stays as the user knows it.
+    absolute, here = Path(os.path.abspath(path)), Path.cwd()
+    return str(absolute.relative_to(here)) if absolute.is_relative_to(here) else str(absolute)

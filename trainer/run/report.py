@@ -21,6 +21,7 @@ from trainer.observe.metrics_log import MetricsLog
 from trainer.observe.step_metrics import StepReport
 from trainer.observe.wandb_media import step_media
 from trainer.run.assembly import Parts
+from trainer.run.next_steps import script, shown
 from trainer.update.batch_dumps import Attempt, write_dump
 from trainer.update.schedule import is_due
 
@@ -96,4 +97,4 @@ class Reporter:
         self._console.warn(f"update {attempt.update} {done}: {attempt.reason}")
         with self.log.tolerating("dumping a batch"):
             path = write_dump(self._directory.dumps, attempt, batch, targets)
-            self._console.warn(f"its batch is in {path}; python scripts/replay.py {shlex.quote(str(path))}")
+            self._console.warn(f"its batch is in {path}; python {script('replay')} {shlex.quote(shown(path))}")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from rollout.records import Rollout
 from rollout.system.background_loop import BackgroundLoop
 from rollout.system.gc_freeze import gc_frozen
 from trainer.checkpoint.run_dir import RunDirectory, open_run
@@ -14,6 +15,7 @@ from trainer.checks.algorithm import algorithm_warnings
 from trainer.config.schema import Config
 from trainer.config.user_code import code_of_files, runs_unisolated
 from trainer.distributed.distributed import Distributed
+from trainer.evaluate.evaluator import Evaluation
 from trainer.observe.console import RunConsole
 from trainer.observe.step_metrics import StepReport
 from trainer.run.assembly import Parts, assemble
@@ -130,8 +132,17 @@ class Life:
     def _step(self, parts: Parts) -> StepReport:
         self._heartbeat.beat("step", update=parts.trainer.version + 1)
         batch_size = self._config.rollout.prompts_per_step * self._config.rollout.samples_per_prompt
-        with self._profiler.step(), self._console.rollouts(batch_size) as on_rollout:
-            return parts.trainer.step(on_rollout)
+        with (
+            self._profiler.step(),
+            self._console.rollouts(batch_size) as on_bar,
+            self._console.progress(f"update {parts.trainer.version + 1}", batch_size) as lines,
+        ):
+
+            def on_rollout(rollout: Rollout) -> None:
+                on_bar(rollout)
+                lines.rollout(rollout)
+
+            return parts.trainer.step(on_rollout, lines.stage)
 
     def _evaluate(self, parts: Parts, update: int) -> Mapping[str, float]:
         """Evaluate on held-out rows with rank 0's engine; a collective, for which the other ranks wait."""
@@ -140,9 +151,14 @@ class Life:
         self._heartbeat.beat("evaluation", update=update)
         started = time.perf_counter()
         evaluator = parts.evaluator
-        evaluation = parts.recovery.attempt(
-            lambda: self._distributed.together(lambda: None if evaluator is None else evaluator.evaluate())
-        )
+
+        def evaluate() -> Evaluation | None:
+            if evaluator is None:
+                return None
+            with self._console.progress("evaluation", evaluator.num_rollouts) as lines:
+                return evaluator.evaluate(lines.rollout, lines.stage)
+
+        evaluation = parts.recovery.attempt(lambda: self._distributed.together(evaluate))
         if evaluation is None:
             return {}
         assert self._reporter is not None, "the rank with the engine writes the logs"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from typing import Any
 
@@ -21,7 +22,7 @@ from trainer.observe.metrics_log import MetricsLog
 from trainer.observe.wandb_run import Lineage
 from trainer.run.assembly import Parts
 from trainer.run.hub import last_metrics, push
-from trainer.run.next_steps import next_steps
+from trainer.run.next_steps import CHECKOUT, next_steps, shown
 from trainer.run.provenance import provenance
 
 
@@ -127,7 +128,8 @@ def _launcher(distributed: Distributed) -> str:
         return "python"
     file = f"zero{distributed.zero_stage}" if distributed.zero_stage else "ddp"
     processes = f"--num_processes {distributed.world_size}"
-    return f"accelerate launch --config_file configs/accelerate/{file}.yaml {processes}"
+    config_file = shlex.quote(shown(CHECKOUT / "configs" / "accelerate" / f"{file}.yaml"))
+    return f"accelerate launch --config_file {config_file} {processes}"
 
 
 def _upload(config: Config, directory: RunDirectory, console: RunConsole) -> None:

@@ -30,6 +30,7 @@ from rollout.environments.mixed import environment_of
 from rollout.episode.environment import RunsItself
 from rollout.episode.episode import run_episode
 from rollout.episode.rows import rows_from_calls
+from rollout.errors import ConfigError
 from rollout.records import EngineCall, FinishReason, Rollout, TrainingRow
 from rollout.safe_text import terminal_safe
 from rollout.system.background_loop import BackgroundLoop
@@ -45,7 +46,7 @@ from trainer.model.memory_plan import GIB
 from trainer.model.shape import planned_shape
 from trainer.observe.console import RunConsole
 from trainer.observe.transcript import conversation
-from trainer.run.assembly import show_memory_plan
+from trainer.run.assembly import show_memory_plan, show_scale
 from trainer.run.library_logs import quiet_third_parties
 
 SHOWN_ROWS = 2
@@ -59,7 +60,10 @@ PLACEHOLDER = "(the model's answer)"
 
 
 def dry_run(config: Config) -> None:
-    """Check and print everything; a collective. Raises the `LockstepError` that the run would raise."""
+    """Check and print everything; a collective.
+
+    Raises the `LockstepError` that the run would raise, and `ConfigError` if the memory plan exceeds the device.
+    """
     quiet_third_parties()
     distributed = Distributed.start(dtype=config.model.dtype, max_grad_norm=config.optimizer.max_grad_norm)
     console = Console(highlight=False, quiet=not distributed.is_main)
@@ -75,7 +79,8 @@ def dry_run(config: Config) -> None:
         console.print(table)
         console.print(Rule("[bold]memory[/bold], an estimate for rank 0", style="dim", align="left"))
         shape = planned_shape(config)
-        show_memory_plan(shape, config, distributed, run_console)
+        too_large = show_memory_plan(shape, config, distributed, run_console)
+        show_scale(shape, config, run_console)
         available = f"{distributed.device_memory / GIB:.3g} GiB are available"
         console.print(f"{shape.parameters:,} parameters, {shape.trained:,} trained; {available}")
         console.print(Rule("[bold]the first rows of the data[/bold]", style="dim", align="left"))
@@ -87,6 +92,8 @@ def dry_run(config: Config) -> None:
     overrides = shlex.join(redact_words([word for word in sys.argv[1:] if not word.startswith("dry_run=")]))
     launcher = "python" if distributed.world_size == 1 else "accelerate launch ..."
     console.print(Rule(style="dim"))
+    if too_large is not None:
+        raise ConfigError(f"the run does not fit into memory: {too_large}")
     console.print("All checks passed. To start the run, leave dry_run out:", style="bold")
     console.print(f"{launcher} {shlex.quote(sys.argv[0])} {overrides}", markup=False, soft_wrap=True)
 

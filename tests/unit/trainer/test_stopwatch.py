@@ -26,3 +26,12 @@ def test_a_failed_stage_keeps_its_error_and_does_not_wait(monkeypatch: pytest.Mo
     with pytest.raises(ValueError, match="in the stage"), watch.stage("update"):
         raise ValueError("in the stage")
     assert watch.metrics()["time/update"] >= 0
+
+
+def test_the_begin_of_a_stage_is_told():
+    begun: list[str] = []
+    watch = Stopwatch(begun.append)
+    with watch.stage("score"):
+        assert begun == ["score"]
+    with watch.stage("update"):
+        assert begun == ["score", "update"]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
+from statistics import fmean
 
 from trainer.config.tree import flow, settings
 from trainer.objective.correction.mismatch import PREFIX
@@ -17,6 +18,8 @@ from trainer.observe.transcript import content_text, shortened, tool_calls
 TEMPLATE = "report.html.jinja"
 SHOWN_ROLLOUTS = 3
 """Number of worst rollouts, and of best ones."""
+AVERAGED = 5
+"""Largest number of updates in the first and the last reward: a single one is noisy."""
 MAX_MESSAGE_CHARS = 6000
 STAGES = ("rollout", "reward", "score", "update", "sync")
 """Stages in `time/*`, in the order of a step."""
@@ -72,11 +75,17 @@ def tiles(run: SavedRun) -> Iterator[tuple[str, str]]:
     last = run.lines[-1]["step"] if run.lines else 0
     yield "updates", f"{last:g} of {run.setting('updates')}"
     rewards = run.values("reward/mean")
-    if rewards:
+    few = min(AVERAGED, len(rewards) // 2)
+    if few > 1:
+        first, last = fmean(rewards[:few]), fmean(rewards[-few:])
+        yield f"reward, mean of first {few} → last {few}", f"{number(first)} → {number(last)}"
+    elif rewards:
         yield "reward, first → last", f"{number(rewards[0])} → {number(rewards[-1])}"
-    held_out = run.values("eval/reward_mean")
-    if held_out:
-        yield "held out, last", number(held_out[-1])
+    held_out = run.series("eval/reward_mean")
+    if len(held_out) > 1 and held_out[0][0] == 0:  # measured before training
+        yield "held out, before → last", f"{number(held_out[0][1])} → {number(held_out[-1][1])}"
+    elif held_out:
+        yield "held out, last", number(held_out[-1][1])
     seconds = sum(run.values("time/step"))
     if seconds:
         yield "time in steps", duration(seconds)

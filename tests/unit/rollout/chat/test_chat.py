@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from rollout.chat.chat import Chat
 from rollout.errors import ConfigError, TemplateError
 from rollout.records import FinishReason
 from tests.fixtures.conversations import FAMILIES, USER, WEATHER, a_call, encoded
-from tests.fixtures.tokenizers import chat_tokenizer
+from tests.fixtures.paths import ROOT
+from tests.fixtures.tokenizers import TEMPLATES, chat_tokenizer
 
 
 def test_a_sampled_turn_becomes_an_openai_message() -> None:
@@ -115,3 +117,54 @@ def test_messages_are_not_modified() -> None:
     chat.prompt([*messages, *new], [WEATHER])
     chat.extend(a_call([1], [2]), messages, new, [WEATHER])
     assert json.dumps([messages, new, WEATHER]) == before
+
+
+def test_a_template_that_drops_the_tools_is_refused_with_one_that_shows_them() -> None:
+    dropping = Chat(chat_tokenizer("chatml"))
+    with pytest.raises(ConfigError, match=r"drops the tools.*\(get_weather\).*set model\.chat_template=hermes or"):
+        dropping.require_tools([USER], [WEATHER])
+    dropping.require_tools([USER], [])
+    Chat(chat_tokenizer("qwen3")).require_tools([USER], [WEATHER])
+    other = chat_tokenizer("llama3", template=(TEMPLATES / "llama3.jinja").read_text().replace("tools", "nothing"))
+    with pytest.raises(ConfigError, match=r"set model\.chat_template=<file\.jinja>") as refused:
+        Chat(other).require_tools([USER], [WEATHER])
+    assert "hermes" not in str(refused.value), "its control tokens are not those of this model"
+
+
+def test_the_shipped_template_shows_tools_and_extends_a_conversation_with_calls(tmp_path: Path) -> None:
+    chat_tokenizer("chatml").save_pretrained(tmp_path)
+    chat = Chat.from_pretrained(tmp_path, template="hermes")
+    chat.require_tools([USER], [WEATHER])
+    system = {"role": "system", "content": "Be brief."}
+    prompt = chat.prompt([system, USER], [WEATHER])
+    assert "Be brief.\n\n# Tools" in chat.decode(prompt)
+    said = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call><|im_end|>'
+    sampled = chat.tokenizer.encode(said, add_special_tokens=False)
+    message = chat.parse(sampled, [WEATHER])
+    assert message["tool_calls"][0]["function"]["name"] == "get_weather"
+    result = {"role": "tool", "name": "get_weather", "tool_call_id": "1", "content": "sunny"}
+    extended = chat.extend(a_call(prompt, sampled), [system, USER, message], [result], [WEATHER])
+    assert extended is not None
+    assert chat.decode(extended) == chat.decode(chat.prompt([system, USER, message, result], [WEATHER]))
+
+
+def test_a_template_is_a_file_or_a_shipped_one_for_the_models_control_tokens(tmp_path: Path) -> None:
+    chat_tokenizer("llama3").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"hermes writes <\|im_start\|> and <\|im_end\|>, which the tokenizer"):
+        Chat.from_pretrained(tmp_path, template="hermes")
+    with pytest.raises(ConfigError, match="is neither hermes nor a file"):
+        Chat.from_pretrained(tmp_path, template=str(tmp_path / "none.jinja"))
+    own = tmp_path / "own.jinja"
+    own.write_text((TEMPLATES / "llama3.jinja").read_text() + "{# own #}")
+    assert str(Chat.from_pretrained(tmp_path, template=str(own)).tokenizer.chat_template).endswith("{# own #}")
+
+
+def test_past_tool_calls_of_a_data_row_are_rendered_as_examples(tmp_path: Path) -> None:
+    (page,) = re.findall(r"```json\n(.+?)```", (ROOT / "docs" / "data.md").read_text(), re.DOTALL)
+    chat_tokenizer("chatml").save_pretrained(tmp_path)
+    chat = Chat.from_pretrained(tmp_path, template="hermes")
+    shown = chat.decode(chat.prompt(json.loads(page)["messages"], [WEATHER]))
+    call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "2+3"}}\n</tool_call><|im_end|>'
+    assert call in shown
+    assert "<tool_response>\n5\n</tool_response>" in shown
+    assert shown.endswith("compute 64*22-55<|im_end|>\n<|im_start|>assistant\n")

@@ -9,11 +9,15 @@ from typing import Any
 
 import pytest
 
+from rollout.chat.chat import Chat
+from rollout.environments.calculator import CalculatorEnvironment
 from rollout.episode.environment import OpenConversation, Step
+from rollout.episode.episode import run_episode
 from rollout.episode.rows import rows_from_calls
-from rollout.errors import ContextFullError, LockstepError
+from rollout.errors import ConfigError, ContextFullError, LockstepError
 from rollout.records import Message, RolloutStatus
-from tests.fixtures.policies import Policy, play
+from tests.fixtures.policies import Policy, play, sampling
+from tests.fixtures.tokenizers import chat_tokenizer
 
 
 @dataclass
@@ -152,3 +156,19 @@ async def test_equal_calls_in_two_turns_get_different_ids() -> None:
     ids = [message["tool_calls"][0]["id"] for message in rollout.messages if message.get("tool_calls")]
     assert len(set(ids)) == len(ids) == 3
     assert [message["tool_call_id"] for message in rollout.messages if message["role"] == "tool"] == ids
+
+
+async def test_a_model_that_would_never_hear_of_its_tools_is_refused_before_it_samples():
+    engine: Any = Policy(lambda prompt: "4")
+    with pytest.raises(ConfigError, match=r"drops the tools of the environment \(calculator\)"):
+        await run_episode(
+            engine=engine,
+            chat=Chat(chat_tokenizer("chatml")),
+            environment=CalculatorEnvironment(),
+            example={"question": "2+2"},
+            sampling=sampling(),
+            max_turns=1,
+            rollout_id=0,
+            group_id=0,
+            seed=1,
+        )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import re
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
+from tests.fixtures.paths import ROOT
 from tests.unit.rewards.workers.test_pool import rollout
 from trainer.observe.console import ALARM_AGAIN_EVERY, COLUMNS, Pace, RunConsole, fitting
 from trainer.observe.transcript import MAX_SHOWN_CHARS, shortened, tool_calls
@@ -35,6 +37,20 @@ class TestRows:
         assert first.startswith("update 1/80  reward 0.500  ± 0.50  tokens 0.5")
         assert second.endswith(" left")
         assert "\x1b" not in stream.getvalue()
+
+    def test_a_line_shows_all_stages_that_took_more_than_a_percent_of_the_step(self):
+        run, stream = console()
+        step = {key: value for key, value in STEP.items() if not key.startswith("time/")} | {"time/step": 100.0}
+        run.row({**step, "step": 1, "time/score": 95.0, "time/reward": 0.5, "time/update": 4.0})
+        run.row({**step, "step": 2, "time/score": 0.5, "time/reward": 5.0, "time/update": 94.0})
+        first, second = stream.getvalue().splitlines()
+        assert first.endswith("step s 100.00  score s 95.00  update s 4.00")
+        assert "step s 100.00  reward s 5.00  update s 94.00" in second
+
+    def test_every_timed_stage_has_a_column(self):
+        sources = [*(ROOT / "trainer" / "collect").glob("*.py"), ROOT / "trainer" / "step.py"]
+        timed = {name for path in sources for name in re.findall(r'watch\.stage\("(\w+)"\)', path.read_text())}
+        assert timed == {column.key.removeprefix("time/") for column in COLUMNS if column.is_stage}
 
     @pytest.mark.parametrize("width", [40, 80, 120, 200])
     def test_on_a_terminal_a_row_fits_its_width(self, width: int):
@@ -67,10 +83,18 @@ class TestPace:
             pace.reached(update)
         assert pace.seconds_per_update == 10
 
+    def test_the_first_step_does_not_predict_the_others(self):
+        now = [0.0]
+        pace = Pace(lambda: now[0])
+        for update, seconds, expected in ((0, 0, None), (1, 100, None), (2, 10, 10), (3, 12, 11)):
+            now[0] += seconds
+            pace.reached(update)
+            assert pace.seconds_per_update == expected
+
     def test_steps_may_have_several_updates_or_none(self):
         now = [0.0]
         pace = Pace(lambda: now[0])
-        for update, at in ((4, 0), (8, 40), (8, 50)):
+        for update, at in ((4, 0), (8, 400), (8, 410), (12, 450)):
             now[0] = at
             pace.reached(update)
         assert pace.seconds_per_update == 10

@@ -191,3 +191,16 @@ def test_failing_media_do_not_end_the_run(tmp_path: Path, caplog: pytest.LogCapt
     metrics.close()
     assert "ZeroDivisionError" in caplog.text
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["health/logger_errors"] == 1.0
+
+
+def test_the_mode_of_the_environment_is_followed_unless_one_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    for mode, is_written in (("auto", False), ("offline", True)):
+        directory = tmp_path / mode
+        directory.mkdir()
+        metrics = MetricsLog(directory / "metrics.jsonl", LoggerConfig(wandb=mode), run_config={})
+        metrics.write(1, {"x": 1.0})
+        metrics.close()
+        assert metrics.url is None
+        assert bool(list(directory.rglob("*.wandb"))) == is_written
+        assert "health/logger_errors" not in (directory / "metrics.jsonl").read_text()

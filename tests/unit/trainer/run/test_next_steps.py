@@ -5,6 +5,9 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
+import pytest
+
+from tests.fixtures.paths import ROOT
 from trainer.run.next_steps import next_steps
 
 RUN = Path("runs/my run")
@@ -44,3 +47,17 @@ def test_secrets_are_redacted():
 def test_a_critic_is_listed_if_the_run_has_one():
     assert "critic" not in steps()
     assert "critic" in steps(critic=RUN / "critic")
+
+
+def test_commands_can_be_pasted_where_the_user_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    pasted = steps()
+    for name in ("resume", "evaluate", "inspect", "report"):
+        assert Path(pasted[name][1]) == ROOT / "scripts" / Path(pasted[name][1]).name, "not below this directory"
+        assert Path(pasted[name][1]).is_file()
+    assert pasted["inspect"][-1] == str(RUN)
+    elsewhere = steps(run=Path("/data/runs/a"), model=Path("/data/runs/a/model"))
+    assert elsewhere["report"][-1] == "/data/runs/a"
+    monkeypatch.chdir(ROOT)
+    assert steps(run=tmp_path / "a")["inspect"] == ["python", "scripts/inspect_run.py", str(tmp_path / "a")]
+    assert steps(run=ROOT / "runs" / "a")["inspect"][-1] == "runs/a"

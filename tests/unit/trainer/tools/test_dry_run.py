@@ -172,3 +172,12 @@ def test_the_command_shows_the_run_starts_no_engine_and_writes_nothing(own: tupl
         assert words in " ".join(done.stdout.split()), words
     assert not (tmp_path / "runs").exists()
     assert done.stderr == ""
+
+
+def test_a_plan_larger_than_the_device_is_a_problem_of_the_dry_run(own: tuple[str, ...], tmp_path: Path):
+    command = [sys.executable, "scripts/train.py", "dry_run=true", *own, "rollout.kv_cache_gib=1000000"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 2, done.stdout
+    assert "All checks passed" not in done.stdout
+    assert "lockstep: the run does not fit into memory:" in done.stderr
+    assert "rollout.kv_cache_gib=500000" in done.stderr

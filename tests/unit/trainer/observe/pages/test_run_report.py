@@ -23,7 +23,7 @@ from tests.fixtures.paths import ROOT
 from trainer.config.schema import Config
 from trainer.config.tree import plain
 from trainer.observe.pages.chart import HEIGHT, MAX_POINTS, WIDTH, Chart, Curve, number
-from trainer.observe.pages.run_report import report, stages, write_report
+from trainer.observe.pages.run_report import report, stages, tiles, write_report
 from trainer.observe.pages.token_view import TEMPLATE as TOKEN_VIEW
 from trainer.observe.saved_run import SavedRun
 
@@ -83,7 +83,8 @@ class TestContent:
         page = html.unescape(report(SavedRun.read(run)))
         for words in (
             "10 of 10",
-            "0.05 → 0.5",
+            "reward, mean of first 5 → last 5",
+            "0.15 → 0.4",
             "0:00:20",
             "update 10: mean 0.5",
             "token_budget",
@@ -92,6 +93,14 @@ class TestContent:
         ):
             assert words in page, words
         assert 'calculator(expression="The answer is 3")' in page
+
+    def test_held_out_reward_has_its_value_before_training_beside_it(self, tmp_path: Path):
+        lines = [{"step": 0, "eval/reward_mean": 0.484}, line(1), line(2, **{"eval/reward_mean": 0.781})]
+        found = dict(tiles(SavedRun.read(write_run(tmp_path / "run", lines, []))))
+        assert found["held out, before → last"] == "0.484 → 0.781"
+        assert found["reward, first → last"] == "0.05 → 0.1"
+        found = dict(tiles(SavedRun.read(write_run(tmp_path / "other", lines[1:], []))))
+        assert found["held out, last"] == "0.781", "not measured before training"
 
     def test_alarms_are_listed_with_their_updates(self, run: Path):
         kl, match = SavedRun.read(run).alarms()

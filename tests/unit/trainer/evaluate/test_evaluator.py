@@ -1,0 +1,67 @@
+"""Sampling seeds of evaluations: by data set, row and sample."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from rewards.composition import Reward, RewardSet
+from rollout.episode.conversation import request_seed
+from rollout.records import Rollout
+from rollout.system.background_loop import BackgroundLoop
+from tests.unit.rewards.test_shaping import rollout
+from trainer.config.schema import Config, DataSetConfig
+from trainer.evaluate.evaluator import Evaluator
+
+
+class FakeSampler:
+    """Notes the steps of the sampling seeds, data set by data set."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    async def collect(self, examples: Any, *, step: int, on_rollout: Any, **settings: Any) -> list[Rollout]:
+        self.steps.append(step)
+        found = [rollout(8) for _ in examples]
+        for one in found:
+            on_rollout(one)
+        return found
+
+
+def steps(directory: Path, *sets: str, said: list[str] | None = None) -> list[int]:
+    """Return the step in the seeds of data.heldout_path and of further sets, evaluated together.
+
+    said: list to which progress is appended.
+    """
+    notes = [] if said is None else said
+    path = directory / "rows.jsonl"
+    path.write_text(json.dumps({"question": "q", "answer": "7"}) + "\n")
+    config, sampler = Config(), FakeSampler()
+    config.data.heldout_path = str(path)
+    config.eval.sets = {name: DataSetConfig(path=str(path)) for name in sets}
+    rewards = RewardSet([Reward(name="half", function=lambda found: 0.5)])
+    chat: Any = SimpleNamespace(stop_token_ids=())
+    with BackgroundLoop() as loop:
+        evaluator = Evaluator(config, sampler=sampler, rewards=rewards, loop=loop, chat=chat)  # type: ignore[arg-type]
+        notes.append(f"{evaluator.num_rollouts} rollouts")
+        evaluator.evaluate(lambda rollout: notes.append("arrived"), notes.append)
+    return sampler.steps
+
+
+def test_data_sets_are_independent_samples(tmp_path: Path) -> None:
+    found = steps(tmp_path, "easy", "hard")
+    assert len({request_seed(0, step, 0) for step in found}) == 3
+
+
+def test_a_data_set_keeps_its_seeds_whatever_is_evaluated_beside_it(tmp_path: Path) -> None:
+    main, hard = steps(tmp_path, "hard")
+    assert [main, hard] == [steps(tmp_path, "easy", "hard")[i] for i in (0, 2)]
+    assert main == 2**31 - 1, "the seeds of earlier versions, to which saved results are compared"
+
+
+def test_an_evaluation_reports_its_progress(tmp_path: Path) -> None:
+    said: list[str] = []
+    steps(tmp_path, "hard", said=said)
+    assert said == ["2 rollouts", "rollout", "arrived", "reward", "rollout of hard", "arrived", "reward of hard"]
