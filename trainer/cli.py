@@ -25,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rollout.errors import ConfigError, LockstepError
 from rollout.safe_text import print_error
+from rollout.system.compute_threads import wait_briefly
 from rollout.system.orphan_guard import exit_when_orphaned
 from trainer.checks.validate import validate
 from trainer.config.hints import closest
@@ -58,6 +59,7 @@ def launch(
         config_class: dataclass schema of the configuration.
         check: raises `ConfigError` for conflicting values; None: `validate`, for a `Config`.
     """
+    wait_briefly()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank; a killed launcher cannot end it
         exit_when_orphaned(
             message=f"rank {os.environ.get('RANK', '?')} ends, because its launcher is gone; start the run again with "
