@@ -49,7 +49,7 @@ def bound(policy: Policy, batch: StepBatch, config: Config) -> Callable[[], None
     packs = [
         collate(batch.rows, indices, batch.layout, device=DEVICE)
         for indices in plan(
-            [len(row) for row in batch.rows], num_ranks=1, token_budget=config.token_budget
+            [len(row) for row in batch.rows], num_ranks=1, token_budget=config.pack_tokens
         ).microbatches[0]
     ]
     head = policy.causal_lm.get_output_embeddings()

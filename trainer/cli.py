@@ -13,7 +13,7 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ EXIT_LIMIT_S = 60.0
 """Time that engines and loggers have to close after a failure [s]."""
 QUANTIZED = re.compile(r"4bit|8bit|quant|qlora", re.IGNORECASE)
 """Settings of other trainers that quantize the base weights under adapters."""
+DEMO_DATA = "data/demo/"
+"""Beginning of the demo's data files in `configs/data/`."""
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
 
 
@@ -77,6 +79,8 @@ def launch(
         _composed_by(compose)
         for tree in composed:  # empty after --help and --cfg
             config = to_config(tree, config_class)
+            if isinstance(config, Config):
+                drop_demo_heldout(config, sys.argv[1:])
             if check is None:
                 validate(config, needs_data=needs_data)
             else:
@@ -164,6 +168,18 @@ def to_config(tree: DictConfig, config_class: type = Config) -> Any:
         config.data.sources = _data_sets("data.sources", config.data.sources)
         config.eval.sets = _data_sets("eval.sets", config.eval.sets)
     return config
+
+
+def drop_demo_heldout(config: Config, words: Sequence[str]) -> None:
+    """Set data.heldout_path to null if it is the demo's, and neither training data nor the command line asks for it.
+
+    The default group data=calculator names both, and `data.path=...` replaces only one.
+    """
+    heldout, data = config.data.heldout_path or "", config.data
+    paths = [source.path for source in data.sources.values()] or [data.path]
+    is_given = any(word.lstrip("+").startswith("data.heldout_path=") for word in words)
+    if heldout.startswith(DEMO_DATA) and not is_given and not any(path.startswith(DEMO_DATA) for path in paths):
+        data.heldout_path = None
 
 
 def _data_sets(setting: str, entries: dict[str, Any]) -> dict[str, DataSetConfig]:

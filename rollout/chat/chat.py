@@ -112,7 +112,7 @@ class Chat:
         fitting = [name for name, tokens in CONTROL_TOKENS.items() if all(token in vocabulary for token in tokens)]
         remedy = " or ".join([*(f"model.chat_template={name}" for name in fitting), "model.chat_template=<file.jinja>"])
         raise ConfigError(
-            f"the chat template of {self.tokenizer.name_or_path or 'the model'} drops the tools of the environment "
+            f"the chat template of {self.tokenizer.name_or_path or 'the model'} drops the tools "
             f"({names}): the prompt is the same with and without them, expected a template that lists `tools`; "
             f"set {remedy}, or take a model whose template lists them"
         )

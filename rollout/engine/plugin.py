@@ -1,4 +1,4 @@
-"""Lockstep's vLLM plugin: its weight transfers, and the lifetime of engine processes.
+"""Lockstep's vLLM plugin: weight transfers, exact logprobs on a CPU, logs, and the lifetime of engine processes.
 
 vLLM calls `register` in each of its processes (entry point `vllm.general_plugins`). A process started by
 `rollout/engine/embedded.py`, marked by `CHILD_ENV`, then exits with its parent, also after SIGKILL (vLLM's own would
@@ -9,9 +9,11 @@ Not covered: the seconds before plugins are loaded, in which a child imports vLL
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 
+from rollout.engine import cpu_logprobs
 from rollout.system.orphan_guard import exit_when_orphaned
 
 CHILD_ENV = "LOCKSTEP_ENGINE_CHILD"
@@ -25,10 +27,21 @@ TRANSPORTS = (
 )
 """Weight transfers: name, modules of the engine's and the trainer's side, and the beginning of their class names."""
 
+RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
+
+
+def is_not_of_a_head(record: logging.LogRecord) -> bool:
+    """Return False for vLLM's warning, at every weight sync, that a head has loaded nothing.
+
+    A tied head has no weights of its own. The sync itself refuses missing weights, and its canary wrong ones.
+    """
+    return record.args != ("ParallelLMHead",)
+
 
 def register() -> None:
     """Entry point `lockstep`; may be called repeatedly."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory, WeightTransferTrainerFactory
+    from vllm.platforms import current_platform
 
     # Registering a name twice is an error in vLLM, which has no public way to look a name up.
     for name, receiver, sender, prefix in TRANSPORTS:
@@ -36,6 +49,9 @@ def register() -> None:
             WeightTransferEngineFactory.register_engine(name, receiver, f"{prefix}WeightTransferEngine")
         if name not in WeightTransferTrainerFactory._registry:
             WeightTransferTrainerFactory.register_engine(name, sender, f"{prefix}TrainerWeightTransferEngine")
+    logging.getLogger(RELOAD_LOGGER).addFilter(is_not_of_a_head)
+    if current_platform.is_cpu():
+        cpu_logprobs.install()
     parent = multiprocessing.parent_process()
     if CHILD_ENV in os.environ and parent is not None:
         if os.getpgrp() != os.getpid():  # a process that already leads a group may not start a session

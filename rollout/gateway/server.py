@@ -436,6 +436,8 @@ async def _answer(
         return _error(error)
     except TemplateError as error:
         return _error(ApiError(str(error), param="messages"))
+    except ConfigError as error:  # the chat template drops the tools
+        return _error(ApiError(str(error), param="tools"))
     except web.HTTPRequestEntityTooLarge as error:
         return _error(ApiError(f"the request is too large: {error.text}", status=413))
     except web.HTTPException as error:

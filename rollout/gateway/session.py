@@ -84,7 +84,7 @@ class Session:
         self.refusal: str | None = None
         """Error code of the last request, if it was refused at a limit of the session or the model."""
         self.failure: LockstepError | None = None
-        """First failure of the engine or its evidence."""
+        """First failure of the engine or its evidence, or of a chat template that drops the tools."""
         self._max_requests = max_requests
         self._max_calls = max_calls
         self._max_tokens = max_tokens

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from rollout.chat.chat import Chat
+from rollout.errors import ConfigError
 from rollout.gateway.prefix_chain import Prefix
 from rollout.gateway.session import Answer, Session
 
@@ -55,13 +56,16 @@ class Prompt:
 
 
 def make_prompt(chat: Chat, session: Session, conversation: Prefix, last_ids: Sequence[int] | None) -> Prompt:
-    """Return the ids to sample from. Raises `TemplateError` if the chat template refuses the messages.
+    """Return the ids to sample from.
+
+    Raises `TemplateError` if the chat template refuses the messages. Raises `ConfigError`, and records it as the
+    session's failure, if the template drops the tools.
 
     last_ids: sampled ids that the client sent with the last assistant message, if it did.
     """
     turn = conversation.up_to_last_turn()
     if turn is None:
-        return Prompt(ids=tuple(chat.prompt(conversation.messages, conversation.tools)), kind=PromptKind.ROOT)
+        return Prompt(ids=_rendered(chat, session, conversation), kind=PromptKind.ROOT)
     answer = _choose(session.find(turn), last_ids)
     if answer is None:
         kind = _why_not_found(session, turn, last_ids)
@@ -71,7 +75,16 @@ def make_prompt(chat: Chat, session: Session, conversation: Prefix, last_ids: Se
         if ids is not None and len(ids) > len(prefix) and tuple(ids[: len(prefix)]) == prefix:
             return Prompt(ids=tuple(ids), kind=PromptKind.EXTENDED)
         kind = PromptKind.UNPROVEN
-    return Prompt(ids=tuple(chat.prompt(conversation.messages, conversation.tools)), kind=kind)
+    return Prompt(ids=_rendered(chat, session, conversation), kind=kind)
+
+
+def _rendered(chat: Chat, session: Session, conversation: Prefix) -> tuple[int, ...]:
+    try:
+        chat.require_tools(conversation.messages, conversation.tools)
+    except ConfigError as error:
+        session.failed(error)
+        raise
+    return tuple(chat.prompt(conversation.messages, conversation.tools))
 
 
 def _choose(candidates: Sequence[Answer], sampled_ids: Sequence[int] | None) -> Answer | None:

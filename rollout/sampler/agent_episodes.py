@@ -49,7 +49,8 @@ async def run_agent_episode(
     The rollout is FAILED if the agent raises or does not end in time. If it was refused for the limit of requests
     (`max_turns`) or of the context, the samples before are trained. One of the `slots` is held while the agent runs.
 
-    Raises `EngineError` if the engine failed, `ConfigError` if the agent returned neither a mapping nor None.
+    Raises `EngineError` if the engine failed, `ConfigError` if the agent returned neither a mapping nor None, or if the
+    chat template drops the tools of its requests.
     """
     session = gateway.open_session(sampling=sampling, seed=seed, max_requests=max_turns)
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rollout.errors import EngineError, LockstepError
+from rollout.errors import ConfigError, EngineError, LockstepError
 from rollout.records import EngineCall, FinishReason, RolloutStatus
 from rollout.safe_text import error_text
 from rollout.system.deadline import DeadlineExceeded
@@ -18,15 +18,17 @@ def ending(
     limit: RolloutStatus | None,
     calls: Sequence[EngineCall],
 ) -> tuple[RolloutStatus, str | None]:
-    """Return the status of the episode, and a sentence if it is FAILED. Raises `EngineError` if the engine failed.
+    """Return the status of the episode, and a sentence if it is FAILED.
+
+    Raises `EngineError` if the engine failed, `ConfigError` if the chat template drops the tools of the requests.
 
     Args:
         name: name of the function, for the sentence.
         error: error raised by the function.
-        failure: failure of the engine or its evidence; it decides even if the function caught it.
+        failure: failure of the engine, its evidence or the chat template; it decides even if the function caught it.
         limit: status of the limit that ended the episode; what was sampled before is trained.
     """
-    if isinstance(failure, EngineError):
+    if isinstance(failure, EngineError | ConfigError):
         raise failure
     if failure is not None:
         return RolloutStatus.FAILED, f"{type(failure).__name__}: {failure}"

@@ -10,11 +10,10 @@ from typing import Any
 from rollout.environments.prompt import PromptReader
 from trainer.config.schema import Config
 from trainer.data.prompts import DataSet
+from trainer.model.chosen import SMALL_MODEL
 from trainer.model.memory_plan import FLOAT32, OPTIMIZER_BYTES
 from trainer.model.shape import ModelShape
 
-LARGE_MODEL = 50_000_000
-"""Parameters above which a learning rate for small models destroys a pretrained one."""
 HIGH_LR = 1e-4
 GB = 1e9
 SHOWN_CHECKPOINT_BYTES = 1 * GB
@@ -26,9 +25,10 @@ def size_warnings(config: Config, shape: ModelShape) -> Iterator[str]:
     """Yield one sentence per setting that is unusual for a model of this size."""
     optimizer = config.optimizer
     is_full_adam = optimizer.name.startswith("adamw") and not config.model.lora.rank
-    if is_full_adam and shape.parameters > LARGE_MODEL and optimizer.lr > HIGH_LR:
+    lr = optimizer.peak_lr
+    if is_full_adam and shape.parameters > SMALL_MODEL and lr > HIGH_LR:
         yield (
-            f"optimizer.lr={optimizer.lr:g} for all weights of a model of {shape.parameters / 1e6:,.0f} M parameters; "
+            f"optimizer.lr={lr:g} for all weights of a model of {shape.parameters / 1e6:,.0f} M parameters; "
             "usual are 1e-6 to 1e-5, and 1e-5 to 2e-4 for adapters (model.lora.rank=16): set optimizer.lr=1e-6"
         )
 

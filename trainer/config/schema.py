@@ -41,6 +41,10 @@ from trainer.objective.declare import ADVANTAGES
 from trainer.setting import setting
 
 OPTIMIZERS = ("adamw", "adamw_tf", "adamw_8bit", "muon", "sgd")
+PACK_TOKENS = 16_384
+"""`token_budget` where it is null and memory suffices."""
+SMALL_MODEL_LR = 3e-4
+"""`optimizer.lr` where it is null and the model is small."""
 CPU_CACHE_GIB = 0.25
 """`rollout.kv_cache_gib` of engines on a CPU, unless set."""
 ATTENTIONS = ("auto", "packed_rows", "flash_attention_2", "flash_attention_3", "sdpa", "eager")
@@ -117,7 +121,9 @@ class DataConfig:
     path: str = setting("data/demo/calculator/train.jsonl", "JSONL, JSON, CSV or parquet file, or a hub data set id")
     subset: str | None = setting(None, "configuration of a hub data set that has several")
     split: str = setting("train", "split of a hub data set")
-    heldout_path: str | None = setting(None, "file or hub id for evaluation; null: no evaluation data")
+    heldout_path: str | None = setting(
+        None, "file or hub id for evaluation; null: none. The demo's is left out with other training data"
+    )
     heldout_split: str = setting("test", "split of a hub data set for evaluation")
     columns: dict[str, str] = setting(
         {}, "renamed columns, {prompt: question, answer: solution}; `a.b` is column b inside of column a"
@@ -311,7 +317,12 @@ class CorrectionConfig:
 @dataclass
 class OptimizerConfig:
     name: str = setting("adamw", "optimizer (trainer/update/optimizer.py)", choices=OPTIMIZERS)
-    lr: float = setting(3e-4, "peak learning rate", above=0)
+    lr: float | None = setting(
+        None,
+        "peak learning rate; null: 3e-4 for models of at most 50 M parameters, 1e-6 for larger ones, 1e-5 for their "
+        "adapters",
+        above=0,
+    )
     critic_lr: float | None = setting(
         None,
         "peak learning rate of a critic, on the same schedule (adamw, adamw_tf, sgd); null: lr",
@@ -338,6 +349,11 @@ class OptimizerConfig:
         10.0, "gradient norm of a spike, as a multiple of the median of earlier ones", low=1, when=SPIKES
     )
     spike_window: int = setting(64, "recent updates for the median of gradient norms", low=MIN_NORMS, when=SPIKES)
+
+    @property
+    def peak_lr(self) -> float:
+        """lr with null resolved, as long as the model's size has not chosen a lower one."""
+        return SMALL_MODEL_LR if self.lr is None else self.lr
 
 
 @dataclass
@@ -459,7 +475,12 @@ class Config:
     )
     profile: bool = setting(False, "trace steps on every rank with torch.profiler, into profile/ of the run directory")
     profile_steps: int = setting(1, "number of traced steps, after the first one", low=1, when=PROFILE)
-    token_budget: int = setting(16384, "maximum number of tokens per packed microbatch of a rank", low=1)
+    token_budget: int | None = setting(
+        None,
+        "maximum number of tokens per packed microbatch of a rank; null: 16384, or the largest smaller power of two "
+        "that fits the memory plan",
+        low=1,
+    )
     share_prefixes: str = setting(
         "auto",
         "compute common prefixes of rows (prompts of groups, histories of branches) once per pack; auto: if attention "
@@ -490,6 +511,11 @@ class Config:
             return sets
         main = DataSetConfig(path=self.data.heldout_path, subset=self.data.subset)
         return {"": self.data.complete(main, split), **sets}
+
+    @property
+    def pack_tokens(self) -> int:
+        """token_budget with null resolved, as long as no memory plan has chosen a smaller one."""
+        return PACK_TOKENS if self.token_budget is None else self.token_budget
 
     @property
     def has_critic(self) -> bool:

@@ -122,9 +122,9 @@ def memory_plan(shape: ModelShape, config: Config, sharding: Sharding) -> Memory
         optimizer=share(OPTIMIZER_BYTES[config.optimizer.name] * shape.trained, from_stage=1),
         reference=share(reference * shape.engine_parameters, from_stage=3) if needs_copy else 0,
         activations=activation_bytes(
-            shape, config.token_budget, compute=compute, is_checkpointed=config.model.gradient_checkpointing
+            shape, config.pack_tokens, compute=compute, is_checkpointed=config.model.gradient_checkpointing
         ),
-        logits=logits_bytes(shape, config.token_budget),
+        logits=logits_bytes(shape, config.pack_tokens),
         gathered=min(bucket, compute * shape.parameters) * buckets,
         communication=communication,
         live_weights=compute * live,
@@ -201,8 +201,8 @@ def advice(plan: MemoryPlan, config: Config, *, available: int, zero_stage: int)
 def _helpful(plan: MemoryPlan, config: Config, zero_stage: int) -> Iterator[tuple[int, str]]:
     """Yield overrides with the bytes that each would save, roughly."""
     states = plan.masters + plan.gradients + plan.optimizer
-    if config.token_budget > config.rollout.max_model_len:
-        yield plan.activations // 2, f"token_budget={max(config.token_budget // 2, config.rollout.max_model_len)}"
+    if config.pack_tokens > config.rollout.max_model_len:
+        yield plan.activations // 2, f"token_budget={max(config.pack_tokens // 2, config.rollout.max_model_len)}"
     if not config.model.gradient_checkpointing:
         yield plan.activations * 3 // 4, "model.gradient_checkpointing=true"
     if not config.model.lora.rank:

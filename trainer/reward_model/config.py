@@ -10,7 +10,7 @@ from pathlib import Path
 from rollout.errors import ConfigError
 from trainer.checks.declared import value_problems
 from trainer.checks.names import run_name_problems
-from trainer.config.schema import LoggerConfig, OptimizerConfig
+from trainer.config.schema import SMALL_MODEL_LR, LoggerConfig, OptimizerConfig
 from trainer.data.datasets import is_file
 from trainer.setting import setting
 
@@ -62,7 +62,7 @@ class RewardModelConfig:
     model: RewardModelSettings = field(default_factory=RewardModelSettings)
     data: ComparisonData = field(default_factory=ComparisonData)
     normalization: NormalizationConfig = field(default_factory=NormalizationConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=SMALL_MODEL_LR))
     logger: LoggerConfig = field(default_factory=LoggerConfig)
 
 
@@ -87,6 +87,8 @@ def _problems(config: RewardModelConfig) -> Iterator[str]:
         value = operator.attrgetter(name)(config)
         if value != operator.attrgetter(name)(RewardModelConfig()):
             yield f"{name}={value} has no effect on reward model training; leave it out"
+    if config.optimizer.lr is None:
+        yield "optimizer.lr=null is chosen by size for policies only; set optimizer.lr=1e-5"
     yield from run_name_problems(config.run_name)
     if config.normalization.num_samples == 1:
         yield (

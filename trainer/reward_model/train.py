@@ -95,7 +95,7 @@ class RewardModelTraining:
         """Make one optimizer step on these comparisons of all ranks."""
         lr = learning_rate(
             self.num_updates,
-            peak=self._config.optimizer.lr,
+            peak=self._config.optimizer.peak_lr,
             schedule=self._config.optimizer.schedule,
             warmup_updates=self._config.optimizer.warmup_updates,
             total_updates=total_updates,

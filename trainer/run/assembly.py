@@ -21,9 +21,10 @@ from trainer.distributed.distributed import Distributed
 from trainer.engines.recovery import Recovery
 from trainer.engines.run_engines import Engines, start_engines
 from trainer.evaluate.evaluator import Evaluator
+from trainer.model.chosen import with_chosen
 from trainer.model.critic import policy_of, with_critic
 from trainer.model.memory_plan import advice, memory_plan
-from trainer.model.shape import ModelShape
+from trainer.model.shape import ModelShape, planned_shape
 from trainer.observe.console import RunConsole
 from trainer.run.library_logs import ThirdPartyLog
 from trainer.score.reference import make_reference
@@ -164,6 +165,21 @@ def _announcement(config: Config) -> str:
     number = config.rollout.num_engines
     engines = f"{number} engines" if number > 1 else "the engine"
     return f"starting {engines}{' of every rank' if config.rollout.engine == 'colocated' else ''} ..."
+
+
+def choose(config: Config, distributed: Distributed, console: RunConsole) -> Config:
+    """Choose learning rate and token budget for this model and device, where they are null; a collective."""
+    if config.optimizer.lr is not None and config.token_budget is not None:
+        return config
+
+    def chosen() -> Config:
+        shape, memory = planned_shape(config), distributed.device_memory
+        return with_chosen(config, shape, distributed.sharding, available=memory, say=console.say)
+
+    with distributed.whole_models():
+        made = distributed.together(chosen)
+    made.token_budget = distributed.broadcast(made.token_budget)  # devices may differ, packs may not
+    return made
 
 
 def show_memory_plan(shape: ModelShape, config: Config, distributed: Distributed, console: RunConsole) -> str | None:

@@ -66,7 +66,7 @@ def model_card(config: Config, metrics: Mapping[str, float]) -> str:
         "updates": str(config.updates),
         "rollouts per batch": f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples",
         "longest answer": f"{rollout.max_tokens_per_turn} tokens per turn, {config.environment.max_turns} turns",
-        "learning rate": f"{config.optimizer.lr:g} ({config.optimizer.name}, {config.optimizer.schedule})",
+        "learning rate": f"{config.optimizer.peak_lr:g} ({config.optimizer.name}, {config.optimizer.schedule})",
         "adapters": f"LoRA of rank {config.model.lora.rank}, merged" if config.model.lora.rank else "none",
         "seed": str(config.seed),
     }

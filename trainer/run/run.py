@@ -18,7 +18,7 @@ from trainer.distributed.distributed import Distributed
 from trainer.evaluate.evaluator import Evaluation
 from trainer.observe.console import RunConsole
 from trainer.observe.step_metrics import StepReport
-from trainer.run.assembly import Parts, assemble
+from trainer.run.assembly import Parts, assemble, choose
 from trainer.run.heartbeat import Heartbeat, WallTime
 from trainer.run.interrupt import Interrupt
 from trainer.run.library_logs import ThirdPartyLog
@@ -34,8 +34,9 @@ def run(config: Config, on_step: Callable[[StepReport], None] = lambda report: N
     with libraries.held_output():  # DeepSpeed and the transports of a cluster print while ranks meet
         distributed = Distributed.start(dtype=config.model.dtype, max_grad_norm=config.optimizer.max_grad_norm)
     with distributed:
-        directory, _lock = open_run(config, distributed)
         console = RunConsole(enabled=distributed.is_main, total_updates=config.updates)
+        config = choose(config, distributed, console)
+        directory, _lock = open_run(config, distributed)
         libraries.open(directory.logs / f"libraries-rank-{distributed.rank}.log", console.warn)
         with libraries.shown_on_failure(), BackgroundLoop() as loop:
             console.say(f"run directory  {directory.path}")

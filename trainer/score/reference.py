@@ -46,7 +46,7 @@ def make_reference(config: Config, distributed: Distributed, module: nn.Module) 
     policy = policy_of(distributed.unwrapped)
     settings = {
         "temperature": config.rollout.temperature,
-        "token_budget": config.token_budget,
+        "token_budget": config.pack_tokens,
         "share_prefixes": config.share_prefixes,
     }
     if is_adapted(policy.model) and config.model.reference_path is None:

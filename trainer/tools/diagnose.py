@@ -99,7 +99,7 @@ def open_examiner(config: Config, chat: Chat, *, engine: EnginePool | None) -> I
         module = distributed.prepare(policy, make_optimizer(policy, config.optimizer))
 
         def score(batch: StepBatch, *, temperature: float, alone: bool = False) -> Tensor:
-            budget = 1 if alone else config.token_budget  # rows above the budget are packed alone
+            budget = 1 if alone else config.pack_tokens  # rows above the budget are packed alone
             settings = {"token_budget": budget, "share_prefixes": config.share_prefixes}
             return Scorer(module, distributed, temperature=temperature, **settings).score(batch)
 

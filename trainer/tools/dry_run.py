@@ -46,7 +46,7 @@ from trainer.model.memory_plan import GIB
 from trainer.model.shape import planned_shape
 from trainer.observe.console import RunConsole
 from trainer.observe.transcript import conversation
-from trainer.run.assembly import show_memory_plan, show_scale
+from trainer.run.assembly import choose, show_memory_plan, show_scale
 from trainer.run.library_logs import quiet_third_parties
 
 SHOWN_ROWS = 2
@@ -70,6 +70,7 @@ def dry_run(config: Config) -> None:
     with distributed, BackgroundLoop() as loop:
         chat = make_chat(config)
         run_console = RunConsole(enabled=distributed.is_main, total_updates=0)
+        config = choose(config, distributed, run_console)
         prompts = make_prompts(config, distributed, loop, chat, say=run_console.say)
         console.print(settings_tree(plain(config)))
         console.print(Rule("[bold]counts[/bold]", style="dim", align="left"))
@@ -108,14 +109,14 @@ def run_counts(config: Config, *, ranks: int, data_rows: int) -> dict[str, str]:
     updates_per_step = algorithm.epochs * algorithm.minibatches
     steps = math.ceil(config.updates / updates_per_step)
     taken = rollout.prompts_per_step * steps
-    rows_per_pack = max(1, config.token_budget // rollout.max_model_len)
+    rows_per_pack = max(1, config.pack_tokens // rollout.max_model_len)
     packs = math.ceil(math.ceil(batch / algorithm.minibatches / ranks) / rows_per_pack)
     return {
         "a step samples": f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples = {batch:,} "
         f"rollouts, at most {tokens:,} sampled tokens"
         + (f"; up to {extra:,} more rollouts (refills or greedy answers)" if extra else ""),
         "a step trains": f"{updates_per_step} optimizer updates on {batch // algorithm.minibatches:,} rollouts each",
-        "an update runs": f"at most {packs} packs of {config.token_budget:,} tokens on each of {ranks} rank(s), if all "
+        "an update runs": f"at most {packs} packs of {config.pack_tokens:,} tokens on each of {ranks} rank(s), if all "
         f"rows are as long as the context of {rollout.max_model_len:,}",
         "the run makes": f"{config.updates:,} updates in {steps:,} steps, {steps * batch:,} rollouts",
         "the run reads": f"{taken:,} prompts, {taken / data_rows:.2f} times the {data_rows:,} rows of the data",

@@ -41,11 +41,12 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig, *, is_sharded: bo
     bitsandbytes or a GPU, and for `muon` on sharded state.
     """
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-    critic_scale = (config.critic_lr or config.lr) / config.lr
+    lr = config.peak_lr
+    critic_scale = (config.critic_lr or lr) / lr
     groups = parameter_groups(named, config.weight_decay, critic_scale=critic_scale)
-    adam: dict[str, Any] = {"lr": config.lr, "betas": (config.betas[0], config.betas[1]), "eps": config.eps}
+    adam: dict[str, Any] = {"lr": lr, "betas": (config.betas[0], config.betas[1]), "eps": config.eps}
     if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
+        return torch.optim.SGD(groups, lr=lr, momentum=config.momentum)
     if config.name == "adamw_tf":
         return TFAdamW(groups, **adam, fused=True)
     if config.name == "adamw_8bit":
@@ -57,7 +58,7 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig, *, is_sharded: bo
         others = [(n, p) for n, p in named if n not in hidden]
         muon = torch.optim.Muon(
             parameter_groups(hidden.items(), config.weight_decay, critic_scale=critic_scale),
-            lr=config.lr,
+            lr=lr,
             momentum=config.momentum,
             adjust_lr_fn="match_rms_adamw",  # steps of AdamW's size, so that one learning rate serves both
         )

@@ -63,7 +63,7 @@ class Updater:
             module,
             distributed,
             temperature=config.rollout.temperature,
-            token_budget=config.token_budget,
+            token_budget=config.pack_tokens,
             share_prefixes=config.share_prefixes,
         )
         self.num_updates = 0
@@ -80,7 +80,7 @@ class Updater:
         settings = self._config.optimizer
         lr = learning_rate(  # one for all epochs and minibatches of a rollout batch
             self.num_updates,
-            peak=settings.lr,
+            peak=settings.peak_lr,
             schedule=settings.schedule,
             warmup_updates=settings.warmup_updates,
             total_updates=self._config.updates,

@@ -12,7 +12,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 from rollout.errors import ConfigError
 from trainer.checks.validate import validate
-from trainer.cli import CONFIG_DIR, launch, schema, to_config
+from trainer.cli import CONFIG_DIR, drop_demo_heldout, launch, schema, to_config
 from trainer.config.schema import Config
 
 ROOT = CONFIG_DIR.parent
@@ -39,6 +39,22 @@ def complete(tmp_path: Path) -> tuple[str, ...]:
     data = tmp_path / "rows.jsonl"
     data.write_text('{"question": "1+1", "answer": "2"}\n')
     return (f"model.path={tmp_path}", f"data.path={data}", "data.heldout_path=null")
+
+
+def test_the_demos_heldout_data_is_left_out_with_other_training_data() -> None:
+    for words, expected in (
+        ([], "data/demo/calculator/heldout.jsonl"),
+        (["data.path=data/demo/calculator/train_2.jsonl"], "data/demo/calculator/heldout.jsonl"),
+        (["data.path=my.jsonl"], None),
+        (["data.sources.a.path=my.jsonl"], None),
+        (["data.sources.a.path=data/demo/a.jsonl", "data.sources.b.path=b"], "data/demo/calculator/heldout.jsonl"),
+        (["data.path=my.jsonl", "data.heldout_path=data/demo/x.jsonl"], "data/demo/x.jsonl"),
+        (["data.path=my.jsonl", "data.heldout_path=other.jsonl"], "other.jsonl"),
+        (["data=gsm8k", "data.path=my.jsonl"], "openai/gsm8k"),
+    ):
+        config = composed(*words)
+        drop_demo_heldout(config, words)
+        assert config.data.heldout_path == expected, words
 
 
 NEEDS_A_SETTING = {
@@ -194,8 +210,8 @@ def test_defaults_are_the_schema_or_a_group_value(complete: tuple[str, ...]) -> 
         (["hub.repo=mine"], ["set hub.repo=<user or organization>/<name>"]),
         (["model.path=models/nothing"], ["model.path=<directory or hub id>"]),
         (["data.path=nowhere.jsonl"], ["data.path=<file or hub id>"]),
-        (["optimizer.lr=0"], ["optimizer.lr=0.0 must be greater than 0", "set optimizer.lr=0.0003"]),
-        (["optimizer.lr=inf"], ["set optimizer.lr=0.0003"]),
+        (["optimizer.lr=0"], ["optimizer.lr=0.0 must be greater than 0", "set optimizer.lr=null"]),
+        (["optimizer.lr=inf"], ["set optimizer.lr=null"]),
         (["rollout.temperature=nan"], ["set rollout.temperature=1.0"]),
         (["algorithm.clip_high=nan"], ["set algorithm.clip_high=0.28"]),
         (["seed=-1"], ["set seed=0"]),
@@ -255,7 +271,7 @@ def test_all_problems_are_reported_at_once(complete: tuple[str, ...]) -> None:
     [
         ("algorithm.clip_hgh=0.3", "did you mean 'algorithm.clip_high'"),
         ("+algorithm.extra=1", "algorithm.extra is not a setting"),
-        ("optimizer.lr=fast", "optimizer.lr: found fast, expected float; set optimizer.lr=0.0003"),
+        ("optimizer.lr=fast", "optimizer.lr: found fast, expected float; set optimizer.lr=null"),
         ("algorithm=dr_grop", "did you mean 'dr_grpo'"),
         ("model.path=models/nothing", "model.path=models/nothing has no config.json"),
         ("nonsense", "nonsense is not key=value"),

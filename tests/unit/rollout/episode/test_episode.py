@@ -160,7 +160,7 @@ async def test_equal_calls_in_two_turns_get_different_ids() -> None:
 
 async def test_a_model_that_would_never_hear_of_its_tools_is_refused_before_it_samples():
     engine: Any = Policy(lambda prompt: "4")
-    with pytest.raises(ConfigError, match=r"drops the tools of the environment \(calculator\)"):
+    with pytest.raises(ConfigError, match=r"drops the tools \(calculator\)"):
         await run_episode(
             engine=engine,
             chat=Chat(chat_tokenizer("chatml")),

@@ -35,10 +35,10 @@ def engine_saying(*turns: str, **options: Any) -> ScriptedEngine:
 async def collect(
     agent: Any, engine: ScriptedEngine, *, prompts: int = 1, samples: int = 1, **settings
 ) -> list[Rollout]:
-    max_turns = settings.pop("max_turns", 8)
+    max_turns, chat = settings.pop("max_turns", 8), settings.pop("chat", CHAT)
     sampler = Sampler(
         engine=engine,
-        chat=CHAT,
+        chat=chat,
         make_environment=partial(make_environment, "agent", agent=agent, **settings),
         max_turns=max_turns,
         seed=5,
@@ -245,6 +245,28 @@ async def test_a_dead_engine_ends_the_batch_even_if_agents_catch_the_error():
     engine.error = EngineError("the engine is dead")
     with pytest.raises(EngineError, match="the engine is dead"):
         await collect(agent, engine)
+
+
+async def test_a_template_that_drops_the_tools_ends_the_batch_even_if_agents_catch_the_error():
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {}}}}
+    answered: list[int] = []
+
+    async def agent(base_url: str, api_key: str, example: dict[str, Any]) -> None:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+            try:
+                await client.chat.completions.create(
+                    model="m",
+                    messages=[{"role": "user", "content": "hi"}],
+                    tools=[tool],  # type: ignore[list-item]
+                )
+            except openai.BadRequestError as error:
+                answered.append(error.status_code)
+
+    with pytest.raises(ConfigError, match=r"drops the tools \(get_weather\).*set model\.chat_template=hermes"):
+        await collect(agent, engine_saying("fine<|im_end|>"), chat=Chat(chat_tokenizer("chatml")))
+    assert answered == [400]
+    (rollout,) = await collect(agent, engine_saying("fine<|im_end|>"))
+    assert rollout.status is RolloutStatus.COMPLETED
 
 
 async def test_an_outcome_that_is_not_a_mapping_is_refused():

@@ -29,6 +29,7 @@ def shape(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
 
 def test_a_learning_rate_for_small_models_is_warned_of_in_a_full_fine_tune(shape: ModelShape):
     config = Config()
+    config.optimizer.lr = 3e-4
     (sentence,) = size_warnings(config, shape)
     assert sentence.startswith("optimizer.lr=0.0003 for all weights of a model of 135 M parameters; usual are 1e-6")
     assert not list(size_warnings(config, replace(shape, parameters=49_000_000)))
