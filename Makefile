@@ -4,6 +4,7 @@
 #           ACCELERATOR=cpu|cuda     which vLLM to install (default: cuda when nvidia-smi lists a GPU)
 #           VENV=.venv               where the environment is
 #           SKIP_INSTALL=1           use the environment in VENV without installing (containers, conda)
+#           RECIPE=gsm8k_ppo         recipe of `make reproduce` (docs/recipes.md)
 #           ARGS="..."               settings for training, for example ARGS="algorithm=dr_grpo optimizer.lr=1e-4"
 #           NUM_PROCESSES=2          ranks of train-zero3
 #           PYTEST_ARGS="..."        for the test targets, for example PYTEST_ARGS="-k packing -x"
@@ -15,6 +16,7 @@ SHELL := bash
 
 VENV ?= .venv
 ARGS ?=
+RECIPE ?=
 PYTEST_ARGS ?=
 NUM_PROCESSES ?= 2
 TEST_WORKERS ?= 3
@@ -25,7 +27,7 @@ AUDIT := .venv-audit
 export PATH := $(abspath $(BIN)):$(PATH)
 export PYTHON ACCELERATOR VENV
 
-.PHONY: help install model train train-zero3 test test-unit test-slow lint format plot report bench gpu-check docs lock sbom audit clean
+.PHONY: help install model train train-zero3 reproduce test test-unit test-slow lint format plot report bench gpu-check docs lock sbom audit clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -43,6 +45,12 @@ train: model ## Train the demo model to use a calculator; settings in ARGS
 
 train-zero3: model ## Train on NUM_PROCESSES=2 processes with DeepSpeed ZeRO-3
 	$(BIN)/accelerate launch --config_file configs/accelerate/zero3.yaml --num_processes $(NUM_PROCESSES) scripts/train.py $(ARGS)
+
+ifeq ($(RECIPE),demo_calculator)
+reproduce: model
+endif
+reproduce: install ## Reproduce a published result and judge it; RECIPE=<name>, without it a list; ARGS for settings
+	@$(BIN)/python -m scripts.reproduce $(RECIPE) $(ARGS)
 
 test: install ## Unit and integration tests that need no GPU; PYTEST_ARGS for pytest
 	@started=$$SECONDS; status=0; \
@@ -86,6 +94,7 @@ docs: install ## Write the generated pages of docs/ from the code, and build the
 	$(BIN)/python -m scripts.list_settings
 	$(BIN)/python -m scripts.map_code
 	$(BIN)/python -m scripts.list_licenses
+	$(BIN)/python -m scripts.recipes.page
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build # not --quiet: that hides warnings from strict mode, too
 
 lock: ## Write requirements/ from pyproject.toml (needs uv and a network); ARGS="--upgrade", "--upgrade-package NAME"

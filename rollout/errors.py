@@ -46,6 +46,10 @@ class RankLostError(SyncError):
     """Another rank is gone or does not answer; further collectives would fail."""
 
 
+class SearchError(LockstepError, RuntimeError):
+    """A search server does not answer, or its answer cannot be used."""
+
+
 class RewardError(LockstepError, RuntimeError):
     """Rewards fail too often to continue."""
 

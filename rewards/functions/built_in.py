@@ -15,6 +15,7 @@ from rewards.functions.answers import expected, final_answer
 from rewards.functions.judge import llm_judge
 from rewards.functions.mathematics import math_equal
 from rewards.functions.programs import code_tests
+from rewards.functions.tagged import question_answer, similarity
 from rewards.functions.tool_calls import tool_calls_match
 from rewards.shaping import length_penalty
 from rollout.errors import ConfigError, DataError
@@ -52,15 +53,35 @@ def contains(rollout: Rollout, *, column: str = "answer", ignore_case: bool = Fa
     return float(re.search(pattern, final_answer(rollout), re.IGNORECASE if ignore_case else 0) is not None)
 
 
-def numeric(rollout: Rollout, *, column: str = "answer", rel_tol: float = 1e-6, abs_tol: float = 1e-9) -> float:
+def numeric(
+    rollout: Rollout,
+    *,
+    column: str = "answer",
+    after: str | None = None,
+    rel_tol: float = 1e-6,
+    abs_tol: float = 1e-9,
+) -> float:
     r"""Return 1 if the last number of the answer equals the last number of the reference.
 
     A number in the last `\boxed{}` of either wins over later ones. Thousands may be separated by commas.
+    after: only the number that directly follows the last `after` of the answer counts, `#### 72` for "####".
     """
-    value, reference = last_number(final_answer(rollout)), last_number(expected(rollout, column))
+    answer = final_answer(rollout)
+    value, reference = last_number(answer), last_number(expected(rollout, column))
+    if after is not None:
+        value = _number_after(answer, after)
     if reference is None:
         raise DataError(f"numeric: column {column!r} holds no number: {rollout.example[column]!r}")
     return float(value is not None and math.isclose(value, reference, rel_tol=rel_tol, abs_tol=abs_tol))
+
+
+def _number_after(text: str, marker: str) -> float | None:
+    """Return the number behind the last marker that has one: a model may end with further, empty markers."""
+    for part in reversed(text.split(marker)[1:]):
+        found = _NUMBER.match(part.lstrip(" $"))
+        if found is not None:
+            return last_number(found[0])
+    return None
 
 
 def last_number(text: str) -> float | None:
@@ -129,9 +150,11 @@ FUNCTIONS: dict[str, Callable[..., float | Awaitable[float]]] = {
         math_equal,
         code_tests,
         tool_calls_match,
+        question_answer,
+        similarity,
         llm_judge,
     )
 }
 
-ISOLATED = frozenset({"regex", "math_equal", "code_tests"})
+ISOLATED = frozenset({"regex", "math_equal", "code_tests", "similarity"})
 """Built-ins that may hang on a model's text, and therefore always run in a process that can be killed."""

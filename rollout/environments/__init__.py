@@ -13,6 +13,7 @@ from rollout.environments.agent import AgentEnvironment
 from rollout.environments.calculator import CalculatorEnvironment, SlowCalculatorEnvironment
 from rollout.environments.chain import ChainEnvironment
 from rollout.environments.mixed import AnyEnvironment, Mixed
+from rollout.environments.search import SearchEnvironment
 from rollout.environments.single_turn import SingleTurn
 from rollout.environments.subagents import SubAgents
 from rollout.environments.tools import ToolEnvironment
@@ -40,6 +41,7 @@ def make_environment(name: str, **settings: Any) -> AnyEnvironment:
 ENVIRONMENTS: dict[str, Callable[..., AnyEnvironment]] = {
     "single_turn": SingleTurn,
     "tools": ToolEnvironment,
+    "search": SearchEnvironment,
     "user": SimulatedUser,
     "mixed": partial(Mixed, make=make_environment),
     "calculator": CalculatorEnvironment,

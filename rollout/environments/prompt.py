@@ -21,6 +21,9 @@ class PromptReader:
     """Column with a text (one user turn) or a list of messages; None: the first of messages, prompt, question."""
     system: str | None = None
     """System turn for rows without one."""
+    template: str = "{prompt}"
+    """Text of the user turn around the row's text, for instance with the wanted form of the answer. Rows with messages
+    are not changed."""
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -39,7 +42,11 @@ class PromptReader:
                 f"{', '.join(example) or 'none'}; name the column with environment.prompt_column"
             )
         value = example[name]
-        turns = ({"role": "user", "content": value},) if isinstance(value, str) else _read_messages(name, value)
+        turns = (
+            ({"role": "user", "content": self.template.replace("{prompt}", value)},)
+            if isinstance(value, str)
+            else _read_messages(name, value)
+        )
         if self.system is not None and turns[0]["role"] not in ("system", "developer"):
             return ({"role": "system", "content": self.system}, *turns)
         return turns

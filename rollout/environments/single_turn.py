@@ -9,7 +9,7 @@ from typing import Any
 from rollout.chat.messages import Tools
 from rollout.environments.prompt import PromptReader
 from rollout.episode.environment import Step
-from rollout.errors import DataError
+from rollout.errors import ConfigError, DataError
 from rollout.records import Message
 
 JSON_TYPES = {
@@ -23,9 +23,23 @@ class SingleTurn:
     """Ends after the first assistant turn. The row's tools are shown to the model and never run."""
 
     def __init__(
-        self, *, prompt_column: str | None = None, system_prompt: str | None = None, tools_column: str = "tools"
+        self,
+        *,
+        prompt_column: str | None = None,
+        system_prompt: str | None = None,
+        prompt_template: str = "{prompt}",
+        tools_column: str = "tools",
     ):
-        self._prompt = PromptReader(column=prompt_column, system=system_prompt)
+        """prompt_template: the user turn, with {prompt} for the row's text; rows with messages are not changed.
+
+        Raises `ConfigError`: a template without {prompt}.
+        """
+        if "{prompt}" not in prompt_template:
+            raise ConfigError(
+                f"prompt_template={prompt_template!r:.80} has no {{prompt}}, so that all rows would be the same; set "
+                "environment.settings.prompt_template='{prompt} Answer in one word.'"
+            )
+        self._prompt = PromptReader(column=prompt_column, system=system_prompt, template=prompt_template)
         self._tools_column = tools_column
         self.tools: Tools = ()
 

@@ -31,8 +31,8 @@ RUN = (
     r"make (train|model|report|plot|help)\b"
 )
 """Commands that are run here, as a pattern of their beginnings."""
-PLANNED = r"make (test|test-unit|lint|install|format|docs)\b|bash \.ci/run\b"
-"""Commands that are only planned here (`make -n`), because they change the checkout or run these tests."""
+PLANNED = r"make (test|test-unit|lint|install|format|docs|reproduce)\b|bash \.ci/run\b"
+"""Commands that are only planned here (`make -n`): they change the checkout, run these tests, or have their own."""
 
 SHORT = {
     "RUN": "updates=2 rollout.prompts_per_step=2 rollout.samples_per_prompt=4 eval.prompts=4",
@@ -62,7 +62,7 @@ make() {
     done
     case $1 in
         train) args="$args $RUN" ;;
-        test | test-unit | lint | install | format | docs) words+=(--dry-run) ;;
+        test | test-unit | lint | install | format | docs | reproduce) words+=(--dry-run) ;;
     esac
     command make "${words[@]}" SKIP_INSTALL=1 VENV=$VENV ARGS="$args"
 }

@@ -85,10 +85,11 @@ class MemoryPlan:
         return f"memory         {self.total / GIB:.3g} GiB planned per rank{turns}: {', '.join(cells)}"
 
 
-def memory_plan(shape: ModelShape, config: Config, sharding: Sharding) -> MemoryPlan:
-    """Plan the memory of one rank."""
+def memory_plan(shape: ModelShape, config: Config, sharding: Sharding, *, on_gpu: bool | None = None) -> MemoryPlan:
+    """Plan the memory of one rank. on_gpu: None for the device of this machine."""
     world_size, zero_stage = sharding.world_size, sharding.zero_stage
-    is_half, on_gpu = config.model.dtype == "bfloat16", torch.cuda.is_available()
+    on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
+    is_half = config.model.dtype == "bfloat16"
     compute = BFLOAT16 if is_half else FLOAT32
 
     def share(size: float, *, from_stage: int) -> int:
@@ -129,7 +130,7 @@ def memory_plan(shape: ModelShape, config: Config, sharding: Sharding) -> Memory
         communication=communication,
         live_weights=compute * live,
         engine_weights=compute * shape.engine_parameters * engines,
-        kv_cache=int((cache_gib(config) or 0) * GIB) * engines,
+        kv_cache=int((cache_gib(config, on_gpu=on_gpu) or 0) * GIB) * engines,
         engine_workspace=engine_workspace_bytes(shape, requests=config.rollout.max_num_seqs, compute=compute) * engines
         if on_gpu
         else 0,
@@ -146,10 +147,11 @@ def engine_workspace_bytes(shape: ModelShape, *, requests: int, compute: int) ->
     return BATCH_TOKENS * layer + 2 * requests * shape.vocabulary * FLOAT32 + CUDA_GRAPHS
 
 
-def cache_gib(config: Config) -> float | None:
-    """Return the configured KV cache of an engine on this machine [GiB]; None: what its GPU has left."""
+def cache_gib(config: Config, *, on_gpu: bool | None = None) -> float | None:
+    """Return the configured KV cache of an engine [GiB]; None: what its GPU has left. on_gpu: as in `memory_plan`."""
+    on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
     configured = config.rollout.kv_cache_gib
-    return CPU_CACHE_GIB if configured is None and not torch.cuda.is_available() else configured
+    return CPU_CACHE_GIB if configured is None and not on_gpu else configured
 
 
 def cache_gib_left(plan: MemoryPlan, *, available: int) -> float:

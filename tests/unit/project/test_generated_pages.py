@@ -9,9 +9,10 @@ import pytest
 import yaml
 
 from scripts import generated, list_licenses, list_settings, map_code
+from scripts.recipes import page
 from tests.fixtures.paths import ROOT
 
-PAGES = map_code.PAGES | list_settings.PAGES | list_licenses.PAGES
+PAGES = map_code.PAGES | list_settings.PAGES | list_licenses.PAGES | page.PAGES
 
 
 @pytest.mark.parametrize("name", PAGES)

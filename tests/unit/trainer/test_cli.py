@@ -75,7 +75,9 @@ def test_every_config_file_composes_and_validates(
     monkeypatch.setenv("WANDB_API_KEY", "k")  # as after `wandb login`
     columns = ("question", "answer", "prompt", "problem", "solution", "query", "answers")
     rows = tmp_path / "all.jsonl"
-    rows.write_text(json.dumps(dict.fromkeys(columns, "1") | {"reward_model": {"ground_truth": "1"}}) + "\n")
+    rows.write_text(
+        json.dumps(dict.fromkeys(columns, "1") | {"reward_model": {"ground_truth": {"target": "1"}}}) + "\n"
+    )
     heldout = f"data.heldout_path={rows}"  # for experiments with evaluation
     config = composed(f"{path.parent}={path.name}", *complete, f"data.path={rows}", heldout)
     if "model" in config.reward.settings:

@@ -108,3 +108,12 @@ def test_every_built_in_has_a_docstring_and_is_listed_by_its_name():
     for name, function in FUNCTIONS.items():
         assert function.__name__ == name
         assert function.__doc__
+
+
+@pytest.mark.parametrize(
+    ("answer", "value"),
+    [("so 3 + 4 = 7\n#### 7", 1), ("#### 7. #### 8", 0), ("#### 8 #### 7", 1), ("7", 0), (r"\boxed{7}", 0),
+     ("#### 7 and 9 more", 1), ("#### 7####", 1), ("####7", 1), ("#### $1,007", 0), ("#### about 7", 0), ("####", 0)],
+)  # fmt: skip
+def test_only_the_number_behind_the_marker_counts_where_one_is_set(answer, value):
+    assert numeric(rollout(answer, reference="3 + 4 = <<3+4=7>>7\n#### 7"), after="####") == value

@@ -11,6 +11,7 @@ from rollout.errors import ConfigError
 
 NEEDED = {
     "mixed": {"environments": {"calculator": {}}},
+    "search": {"url": "http://127.0.0.1:8000/retrieve"},
     "agent": {"agent": print},
     "trl": {"factory": dict},
     "trl_rollout": {"rollout_func": print},

@@ -44,3 +44,9 @@ def test_empty_keys_that_columnar_files_add_are_left_out():
 def test_a_row_without_a_prompt_that_can_be_answered_is_refused_with_the_reason(row, says):
     with pytest.raises(DataError, match=says):
         PromptReader().messages(row)
+
+
+def test_a_template_surrounds_texts_and_not_messages():
+    prompt = PromptReader(template="{prompt} Answer in one word.")
+    assert prompt.messages({"question": "why?"})[0]["content"] == "why? Answer in one word."
+    assert prompt.messages({"messages": [{"role": "user", "content": "why?"}]})[0]["content"] == "why?"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from rollout.environments import make_environment
+from rollout.errors import ConfigError
 from tests.fixtures.turns import say
 
 
@@ -10,3 +13,14 @@ async def test_an_episode_ends_after_one_turn():
     environment = make_environment("single_turn", system_prompt="be brief")
     assert len(await environment.reset({"prompt": "q"})) == 2
     assert (await environment.step(say("a"))).done
+
+
+async def test_a_template_surrounds_the_row_s_prompt():
+    environment = make_environment("single_turn", prompt_template="Solve: {prompt}\nBe brief, as in {this}.")
+    (turn,) = await environment.reset({"prompt": "x = {prompt}?"})
+    assert turn["content"] == "Solve: x = {prompt}?\nBe brief, as in {this}."
+
+
+def test_a_template_without_the_prompt_is_refused():
+    with pytest.raises(ConfigError, match=r"has no \{prompt\}.*prompt_template="):
+        make_environment("single_turn", prompt_template="Be brief.")

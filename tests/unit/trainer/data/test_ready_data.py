@@ -28,7 +28,10 @@ from trainer.reward_model.data import Lengths, read_comparisons
 
 FILES = FIXTURES / "data"
 EXPERIMENTS = sorted((CONFIG_DIR / "experiment").glob("*.yaml"))
-READY = {"gsm8k": "numeric", "math": "math", "dapo_math": "math", "xlam": "tool_calls"}
+READY = {
+    **{"gsm8k": "numeric", "math": "math", "dapo_math": "math", "xlam": "tool_calls"},
+    **{"reverse_text": "reverse_text", "nq_hotpotqa": "question_answer"},
+}
 """Reward group by data group, as in the data group's file."""
 
 
@@ -73,6 +76,17 @@ ANSWERS: dict[str, list[tuple[dict[str, Any], float]]] = {
         ({"content": "Answer: $32$"}, 1.0),
         ({"content": "32 is too small.\nAnswer: 64"}, 0.0),
     ],
+    "reverse_text": [
+        ({"content": "<reversed_text>\nti otni degrem saw revir ehT\n</reversed_text>"}, 1.0),
+        ({"content": "ti otni degrem saw revir ehT"}, 0.0),
+        ({"content": "<reversed_text>saw revir ehT</reversed_text>"}, 2 * 13 / (13 + 28)),
+    ],
+    "nq_hotpotqa": [
+        ({"content": "<think>France.</think> <answer>paris</answer>"}, 1.0),
+        ({"content": "<answer> City of Light. </answer>"}, 1.0),
+        ({"content": "<answer>Lyon</answer>"}, 0.0),
+        ({"content": "Paris"}, 0.0),
+    ],
     "xlam": [
         ({"content": "", "tool_calls": [call("weather", city="Rome", days=3), call("weather", city="Oslo")]}, 1.0),
         ({"content": "", "tool_calls": [call("weather", city="Rome", days=3)]}, 0.0),
@@ -92,7 +106,7 @@ async def test_rows_of_a_hub_data_set_become_prompts_that_are_scored(name: str, 
     assert chat.prompt(messages, environment.tools)
     assert messages[-1]["role"] == "user"
     assert (messages[0]["role"] == "system") == (config.data.system_prompt is not None)
-    rewards = make_reward_set(config.reward.functions)
+    rewards = make_reward_set(config.reward.functions, config.reward.weights, config.reward.settings)
     try:
         turns, expected = zip(*ANSWERS[name], strict=True)
         rollouts = [
@@ -106,7 +120,7 @@ async def test_rows_of_a_hub_data_set_become_prompts_that_are_scored(name: str, 
     finally:
         rewards.close()
     assert [rollout.error for rollout in scored] == [None] * len(scored)
-    assert [rollout.reward for rollout in scored] == list(expected)
+    assert [rollout.reward for rollout in scored] == pytest.approx(list(expected))
 
 
 async def test_tools_of_a_row_are_shown_in_openai_form(model: str) -> None:
@@ -164,7 +178,9 @@ def test_the_commands_at_the_top_of_an_experiment_are_accepted(file: Path, tmp_p
     (tmp_path / "config.json").write_text("{}")
     rows = tmp_path / "rows.jsonl"
     columns = ("prompt", "question", "answer", "problem", "solution", "query", "answers")
-    rows.write_text(json.dumps(dict.fromkeys(columns, "1") | {"reward_model": {"ground_truth": "1"}}) + "\n")
+    rows.write_text(
+        json.dumps(dict.fromkeys(columns, "1") | {"reward_model": {"ground_truth": {"target": "1"}}}) + "\n"
+    )
     checked = 0
     for script, *overrides in commands(file):
         if script == "scripts/train_reward_model.py":

@@ -1,0 +1,1 @@
+"""Recipes: published results as experiments, with their plan, their judgment and their page in docs/."""
