@@ -9,8 +9,8 @@ import time
 from types import FrameType
 
 TERMINATED = 143
-"""Exit status of a run that SIGTERM stopped. Ctrl-C is the wish of a user, so a run that it stopped ends with 0; SIGTERM
-is a scheduler's, which takes 0 for a complete run and would not start it again."""
+"""Exit status of a run that SIGTERM stopped. Schedulers send it, and take 0 for a complete run that they need not start
+again. A user who presses Ctrl-C gets 0."""
 ECHO_S = 2.0
 """Window in which a second signal counts as a repetition: a scheduler signals the whole process group, and the launcher
 then passes its own signal on to the ranks [s]."""

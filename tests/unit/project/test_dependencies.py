@@ -21,8 +21,7 @@ OURS = {*LIBRARY, "scripts", "benchmarks", "tests", "harness", "gradients"}
 NOT_DECLARED = {
     "bitsandbytes",  # optimizer.name=adamw_8bit names the command that installs it
     "triton",  # a part of the CUDA builds of torch
-    "dstack",  # checks of launch files, skipped without it: many packages for one schema
-    "sky",  # the same
+    "sky",  # a check of launch files, which is skipped without it: many packages for one schema
 }
 FOR_USERS = ("cpu", "cuda", "plot", "math", "verifiers")
 
@@ -56,7 +55,7 @@ def python_files(*folders: str) -> list[Path]:
 
 
 def test_the_library_imports_only_declared_packages() -> None:
-    """What another dependency happens to bring may be absent from its next version."""
+    """A package that another dependency brings may be absent from its next version."""
     assert undeclared(python_files(*LIBRARY), *FOR_USERS) == {}
 
 

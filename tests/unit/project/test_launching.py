@@ -25,7 +25,8 @@ TOPOLOGIES = ("colocated", "servers")
 SERVERS = {"colocated": 0, "servers": 2}
 KEY = "0123456789abcdef"
 
-# The programs that a node executes. A server runs until it is told to end; the trainer ends by itself, or waits if told.
+# The programs that a node executes. A server runs until it gets a signal; the trainer ends by itself, or with WAITS set
+# also at a signal.
 STAND_IN = f"""#!{sys.executable}
 import json, os, signal, sys, time
 from pathlib import Path
@@ -152,7 +153,7 @@ def test_every_node_gets_a_command_that_its_program_accepts(platform: str, topol
         else addresses(topology)
     )
     for rank, host in enumerate(hosts):
-        program, *words = start(platform, topology, rank).said()["argv"]
+        program, *words = start(platform, topology, rank, WAITS="yes").said()["argv"]
         if rank >= 2:
             assert program == "python"
             assert words[0] == "scripts/serve_engine.py"
@@ -228,9 +229,7 @@ def test_a_server_that_dies_under_skypilot_fails_its_node(start):
 )
 def test_a_wrong_variable_is_named(variables: dict[str, str], message: str):
     environment = {"PATH": os.environ["PATH"], **variables}
-    done = subprocess.run(
-        ["bash", "scripts/run_node.sh"], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
-    )
+    done = subprocess.run(["bash", "scripts/run_node.sh"], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 2
     assert message in done.stderr
 
