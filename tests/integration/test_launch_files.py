@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from tests.unit.project.test_launching import on_kubernetes
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
@@ -119,6 +122,29 @@ def test_two_machines_make_the_update_of_all_ranks(tmp_path: Path) -> None:
     options = ["--num_processes", "2", "--main_process_port", str(free_port()), "--machine_rank"]
     machines = [launch(tmp_path, "multi_node", *options, rank) for rank in ("1", "0")]
     finish(*machines)
+    check(tmp_path, num_ranks=2, zero_stage=3)
+
+
+def test_two_pods_of_the_kubernetes_file_make_the_update_of_all_ranks(tmp_path: Path) -> None:
+    """The lines of the file, as two processes on loopback, with the script of this test in the place of train.py."""
+    port = str(free_port())
+    for name in ("scripts/run_node.sh", "configs/accelerate/multi_node.yaml"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "scripts" / "train.py").write_text(SCRIPT)
+    pods = []
+    for rank in range(2):
+        line, variables = on_kubernetes("colocated", rank)
+        own = {"NODES": "127.0.0.1 127.0.0.1", "GPUS": "1", "PORT": port, "VENV": sys.prefix, "PYTHONPATH": str(ROOT)}
+        own |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": str(tmp_path / "compiled")}
+        pods.append(
+            subprocess.Popen(
+                [*line[: line.index("run") + 1], str(tmp_path)],
+                cwd=tmp_path, env={**os.environ, **variables, **own},
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            )
+        )  # fmt: skip
+    finish(*pods)
     check(tmp_path, num_ranks=2, zero_stage=3)
 
 

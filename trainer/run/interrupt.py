@@ -8,6 +8,9 @@ import sys
 import time
 from types import FrameType
 
+TERMINATED = 143
+"""Exit status of a run that SIGTERM stopped. Schedulers send it, and take 0 for a complete run that they need not start
+again. A user who presses Ctrl-C gets 0."""
 ECHO_S = 2.0
 """Window in which a second signal counts as a repetition: a scheduler signals the whole process group, and the launcher
 then passes its own signal on to the ranks [s]."""
@@ -18,6 +21,7 @@ class Interrupt:
 
     def __init__(self) -> None:
         self._first_s: float | None = None
+        self._first_number = 0
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._handle)
 
@@ -25,10 +29,20 @@ class Interrupt:
     def requested(self) -> bool:
         return self._first_s is not None
 
+    @property
+    def terminated(self) -> bool:
+        """True if the first signal was SIGTERM."""
+        return self._first_number == signal.SIGTERM
+
+    def close(self) -> None:
+        """Ignore signals from here on: everything is saved, and a launcher signals the ranks that it finds left."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self._first_s is None:
-            self._first_s = now
+            self._first_s, self._first_number = now, number
             _say("finishing this update, then saving (Ctrl-C again: exit at once)")
         elif now - self._first_s > ECHO_S:
             _say("exited at once; set resume=auto to continue from the last checkpoint")

@@ -20,7 +20,7 @@ from trainer.observe.console import RunConsole
 from trainer.observe.step_metrics import StepReport
 from trainer.run.assembly import Parts, assemble, choose
 from trainer.run.heartbeat import Heartbeat, WallTime
-from trainer.run.interrupt import Interrupt
+from trainer.run.interrupt import TERMINATED, Interrupt
 from trainer.run.library_logs import ThirdPartyLog
 from trainer.run.profiling import StepProfiler
 from trainer.run.report import Reporter
@@ -29,7 +29,10 @@ from trainer.update.schedule import is_due
 
 
 def run(config: Config, on_step: Callable[[StepReport], None] = lambda report: None) -> None:
-    """Train as configured. Raises `LockstepError` on all ranks. on_step: called on all ranks after step and logs."""
+    """Train as configured. on_step: called on all ranks after step and logs.
+
+    Raises `LockstepError` on all ranks, and `SystemExit` on all ranks if SIGTERM to one of them stopped the run.
+    """
     libraries = ThirdPartyLog()
     with libraries.held_output():  # DeepSpeed and the transports of a cluster print while ranks meet
         distributed = Distributed.start(dtype=config.model.dtype, max_grad_norm=config.optimizer.max_grad_norm)
@@ -52,6 +55,11 @@ def run(config: Config, on_step: Callable[[StepReport], None] = lambda report: N
             life.begin(parts)
             with gc_frozen():
                 life.train(parts, on_step)
+        if life.is_terminated:
+            distributed.barrier()  # at the first status that is not 0, a launcher ends its other ranks
+            life.close()
+    if life.is_terminated:
+        raise SystemExit(TERMINATED)
 
 
 class Life:
@@ -80,6 +88,8 @@ class Life:
         """None on ranks other than 0."""
         self._checkpoint_s = 0.0
         """Seconds of the last checkpoint, until they are reported."""
+        self.is_terminated = False
+        """True on every rank if SIGTERM to one of them stopped the run before its last update."""
 
     def begin(self, parts: Parts) -> None:
         """Restore the checkpoint that `resume` asks for, and open the logs."""
@@ -130,6 +140,10 @@ class Life:
             self._heartbeat.close()
             parts.engines.close()
 
+    def close(self) -> None:
+        """End the handling of signals, after everything is saved on all ranks."""
+        self._interrupt.close()
+
     def _step(self, parts: Parts) -> StepReport:
         self._heartbeat.beat("step", update=parts.trainer.version + 1)
         batch_size = self._config.rollout.prompts_per_step * self._config.rollout.samples_per_prompt
@@ -175,4 +189,6 @@ class Life:
     def _must_stop(self) -> bool:
         """Return True if any rank was asked to stop or is out of time; agreed by all: the next step is a collective."""
         stops = self._interrupt.requested or self._wall_time.is_over
-        return bool(self._distributed.sum(torch.tensor([float(stops)])).item())
+        asked = self._distributed.sum(torch.tensor([float(stops), float(self._interrupt.terminated)])).tolist()
+        self.is_terminated = asked[1] > 0
+        return asked[0] > 0

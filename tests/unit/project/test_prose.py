@@ -34,7 +34,7 @@ def found(text: str, name: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ('RETOKENISE = "labelled"', [(1, "RETOKENISE"), (1, "labelled")]),
         ("# (P9), seed 003 and tokens.md rule 9", [(1, "(P9)"), (1, "seed 003"), (1, "tokens.md rule 9")]),
         ("# an A100 (G) of ../shared", [(1, "../shared")]),
-        ('"cd /work/main"', [(1, "/work/")]),
+        ('"cd /work/project"', [(1, "/work/")]),
         ("# https://example.org/work/items and docs/work.md", []),
         ("what = whether = None  # what a policy is", []),
     ],

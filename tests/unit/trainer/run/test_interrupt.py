@@ -8,12 +8,16 @@ import subprocess
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from tests.fixtures.forked_python import forked_python
 from tests.fixtures.paths import ROOT
 from trainer.checkpoint import checkpoint
+from trainer.run.run import Life
 
 SAVES = """
     import sys, time
@@ -78,3 +82,24 @@ def test_a_second_signal_exits_at_once(tmp_path: Path, again: signal.Signals) ->
     found, skipped = checkpoint.complete(tmp_path)
     assert [path.name for path in found] == ["step-1"]
     assert [sentence.partition(":")[0] for sentence in skipped] == [".partial-step-2"]
+
+
+class Ranks:
+    """This rank and another one, which asks for what is given."""
+
+    def __init__(self, *asked: float) -> None:
+        self._asked = torch.tensor(asked)
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor + self._asked
+
+
+@pytest.mark.parametrize(
+    ("asked", "stops", "is_terminated"), [((0, 0), False, False), ((1, 0), True, False), ((1, 1), True, True)]
+)
+def test_a_rank_knows_that_another_one_got_sigterm(asked: tuple[float, ...], stops: bool, is_terminated: bool) -> None:
+    life: Any = object.__new__(Life)
+    life._interrupt = SimpleNamespace(requested=False, terminated=False)
+    life._wall_time = SimpleNamespace(is_over=False)
+    life._distributed = Ranks(*asked)
+    assert (life._must_stop(), life.is_terminated) == (stops, is_terminated)
