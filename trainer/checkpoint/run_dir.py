@@ -9,6 +9,7 @@
                 dumps/                batches of refused updates (trainer/update/batch_dumps.py)
                 model/                the trained policy, for `from_pretrained`
                 critic/               with algorithm.advantage=gae: the critic, for model.critic_path
+                trackers/             files of TensorBoard, MLflow and SwanLab
                 logs/                 output of the engine and other libraries
                 profile/              traces, with profile=true
     runs/latest                       link to the newest run

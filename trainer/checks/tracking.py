@@ -1,4 +1,4 @@
-"""The login that a run tracked by Weights & Biases needs.
+"""The packages of trackers, and the login that a run tracked by Weights & Biases needs.
 
 Imports nothing of W&B, whose import starts a service. Where its settings files name a server, a key or a mode, the
 login is assumed.
@@ -6,19 +6,31 @@ login is assumed.
 
 from __future__ import annotations
 
+import importlib.util
 import netrc
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from trainer.config.schema import Config
+from trainer.config.schema import Config, LoggerConfig
 
 SERVER = "https://api.wandb.ai"
 
 
+def package_problems(logger: LoggerConfig) -> Iterator[str]:
+    """Yield one sentence per tracker whose package is missing."""
+    for name in logger.trackers:
+        if importlib.util.find_spec(name) is None:
+            yield (
+                f"logger.{name}=true needs {name}, which is not installed; `pip install 'lockstep-rl[{name}]'`, or "
+                f"set logger.{name}=false"
+            )
+
+
 def tracking_problems(config: Config) -> Iterator[str]:
-    """Yield the problem of a run that shall log to W&B's server and has no login."""
+    """Yield missing packages, and the problem of a run that shall log to W&B's server and has no login."""
+    yield from package_problems(config.logger)
     if (config.logger.wandb_mode or "online") == "online" and not _has_login():
         yield (
             f"logger.wandb={config.logger.wandb} logs to {_server()}, and no login was found; log in with "

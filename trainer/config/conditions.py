@@ -28,6 +28,11 @@ COLOCATED = When(
 )
 AHEAD = When(instead="rollout.max_staleness=1", holds=lambda c: c.rollout.max_staleness > 0)
 WANDB = When(instead="logger=wandb", holds=lambda c: c.logger.wandb != "off", because=("logger.wandb",))
+PROJECTS = When(
+    instead="logger=wandb",
+    holds=lambda c: c.logger.wandb != "off" or c.logger.mlflow or c.logger.trackio or c.logger.swanlab,
+    because=("logger.wandb",),
+)
 ADAPTED_KL = When(
     instead="algorithm.advantage=gae algorithm.kl_place=reward algorithm.kl_coef=0.15",
     holds=lambda c: c.has_critic and c.algorithm.kl_place == "reward" and c.algorithm.kl_coef > 0,

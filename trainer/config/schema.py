@@ -28,6 +28,7 @@ from trainer.config.conditions import (
     MOMENTUM,
     OWN_ENGINES,
     PROFILE,
+    PROJECTS,
     REFERENCE,
     SERVERS,
     SPIKES,
@@ -363,18 +364,28 @@ class LoggerConfig:
         "Weights & Biases; auto: as the environment variable WANDB_MODE says, online without it",
         choices=("off", "auto", "online", "offline"),
     )
-    project: str = setting("lockstep", "W&B project", when=WANDB)
+    tensorboard: bool = setting(False, "TensorBoard, with files in the run directory")
+    mlflow: bool = setting(
+        False, "MLflow, on the server MLFLOW_TRACKING_URI; without it in a database in the run directory"
+    )
+    trackio: bool = setting(
+        False, "Trackio, in TRACKIO_DIR or its default, or on TRACKIO_SPACE_ID or TRACKIO_SERVER_URL"
+    )
+    swanlab: bool = setting(
+        False, "SwanLab, as the environment variable SWANLAB_MODE says; without it offline, in the run directory"
+    )
+    project: str = setting("lockstep", "project of W&B, Trackio and SwanLab, experiment of MLflow", when=PROJECTS)
     entity: str | None = setting(None, "W&B entity", when=WANDB)
     wandb_id: str | None = setting(
         None, "W&B run to continue; null: that of a resumed run, a new one for a fork", when=WANDB
     )
-    group: str | None = setting(None, "W&B group of related runs", when=WANDB)
+    group: str | None = setting(None, "group of related runs; in MLflow the tag group", when=PROJECTS)
     wandb_media_every: int = setting(
         10,
-        "updates between rollout tables, token views and histograms in W&B, starting with the first; 0: never",
+        "updates between rollout tables, token views and histograms in trackers, starting with the first; 0: never",
         low=0,
     )
-    wandb_rollouts: int = setting(64, "maximum number of rollouts per table in W&B", low=0)
+    wandb_rollouts: int = setting(64, "maximum number of rollouts per table in trackers", low=0)
     print_rollouts: int = setting(1, "sample rollouts printed per report", low=0)
     print_rollouts_every: int = setting(10, "updates between printed sample rollouts; 0: never", low=0)
     peak_tflops: float | None = setting(
@@ -384,6 +395,11 @@ class LoggerConfig:
         above=0,
     )
     save_rollouts: bool = setting(True, "write all rollouts of each step as JSONL into the run directory")
+
+    @property
+    def trackers(self) -> list[str]:
+        """Enabled trackers other than W&B. Each name is that of the setting, the Python package and the extra."""
+        return [name for name in ("tensorboard", "mlflow", "trackio", "swanlab") if getattr(self, name)]
 
     @property
     def wandb_mode(self) -> str | None:

@@ -1,7 +1,7 @@
-"""Metrics of a run: `metrics.jsonl`, written and read back, and Weights & Biases if enabled. Rank 0 only.
+"""Metrics of a run: `metrics.jsonl`, written and read back, and trackers such as W&B if enabled. Rank 0 only.
 
-The step axis is the optimizer update. A failing logger (network, quota, full disk) never ends a run: it warns once and
-is counted in `health/logger_errors`.
+The step axis is the optimizer update. A failing logger (network, quota, full disk) never ends a run: each one warns
+once, and all failures are counted in `health/logger_errors`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,10 @@ from typing import Any
 from rollout.errors import ConfigError, DataError
 from rollout.system.plain_files import plain_lines
 from trainer.config.schema import LoggerConfig
-from trainer.observe.wandb_run import Lineage, WandbRun
+from trainer.observe.trackers.background import Background
+from trainer.observe.trackers.kinds import KINDS
+from trainer.observe.trackers.tracker import Medium, Session, Tracker
+from trainer.observe.trackers.wandb_run import Lineage, WandbRun
 
 log = logging.getLogger(__name__)
 
@@ -30,27 +34,45 @@ BATCH = "rollout/batch"
 
 
 class MetricsLog:
-    """Writer of one JSON object per step, mirrored to W&B."""
+    """Writer of one JSON object per step, mirrored to the trackers."""
 
     def __init__(
         self, path: Path, config: LoggerConfig, *, run_config: Mapping[str, Any], lineage: Lineage | None = None
     ) -> None:
-        """path: of the file. run_config: configuration for W&B. lineage: None for a new run."""
+        """path: of the file. run_config: configuration for trackers. lineage: None for a new run."""
         self._path = path
         self._errors = 0
+        self._warned: set[str] = set()
+        self._lock = threading.Lock()
+        """Guards the two above: trackers in threads fail, too."""
+        self._trackers: dict[str, Tracker] = {}
         self._wandb: WandbRun | None = None
         lineage = lineage or Lineage()
         self.wandb_id = lineage.run_id if lineage.is_same_run else None
         """Id for checkpoints, kept even if W&B cannot be reached now."""
         if config.wandb != "off":
-            with self.tolerating("W&B"):
+            with self.tolerating(WandbRun.label):
                 self._wandb = WandbRun(config, directory=path.parent, run_config=run_config, lineage=lineage)
+                self._trackers[WandbRun.label] = self._wandb
                 self.wandb_id = self._wandb.id
+        session = Session(
+            settings=config, directory=path.parent, run_config=run_config, resumed_at=lineage.continued_update
+        )
+        self._places: dict[str, str] = {}
+        for kind in map(KINDS.__getitem__, config.trackers):
+            self._trackers[kind.label] = Background(kind, session, self.tolerating)
+            self._places[kind.label] = str(kind.place(config, path.parent))
 
     @property
     def url(self) -> str | None:
         """Page of the run on W&B, if it is online."""
         return None if self._wandb is None else self._wandb.url
+
+    @property
+    def places(self) -> dict[str, str]:
+        """Location of each tracker's data, with the command that shows them, by the tracker's name."""
+        place = None if self._wandb is None else self._wandb.place
+        return {**({} if place is None else {WandbRun.label: str(place)}), **self._places}
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one step. Non-finite numbers become null, because JSON has none."""
@@ -59,15 +81,21 @@ class MetricsLog:
         line = {"step": step, **{k: (v if math.isfinite(v) else None) for k, v in sorted(metrics.items())}}
         with self.tolerating(str(self._path)), self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
-        if self._wandb is not None:
-            with self.tolerating("W&B"):
-                self._wandb.log(step, metrics)
+        for label, tracker in self._trackers.items():
+            with self.tolerating(label):
+                tracker.log(step, metrics)
 
-    def media(self, step: int, make: Callable[[], Mapping[str, Any]]) -> None:
-        """Log tables, pages and histograms to W&B; `make` runs only if W&B is on."""
-        if self._wandb is not None:
-            with self.tolerating("W&B"):
-                self._wandb.log(step, make())
+    def media(self, step: int, make: Callable[[], Mapping[str, Medium]]) -> None:
+        """Log tables, pages and histograms to the trackers that show them; `make` runs only if a tracker is on."""
+        if not self._trackers:
+            return
+        media: Mapping[str, Medium] = {}
+        with self.tolerating("making tables, pages and histograms"):
+            media = make()
+        for label, tracker in self._trackers.items():
+            if shown := {name: medium for name, medium in media.items() if isinstance(medium, tracker.shows)}:
+                with self.tolerating(label):
+                    tracker.log(step, shown)
 
     def truncate_after(self, *, update: int, batch: int) -> None:
         """Drop the lines after a resumed batch. A batch that trained nothing has the update of the one before it, so
@@ -87,18 +115,23 @@ class MetricsLog:
         temporary.replace(self._path)  # atomic: a kill leaves the old file or the new one
 
     def close(self) -> None:
-        if self._wandb is not None:
-            with self.tolerating("W&B"):
-                self._wandb.finish()
+        """Close the trackers, with the run as failed if an exception is propagating."""
+        failed = sys.exc_info()[0] is not None
+        for label, tracker in self._trackers.items():
+            with self.tolerating(label):
+                tracker.finish(failed=failed)
 
     @contextmanager
     def tolerating(self, what: str) -> Iterator[None]:
-        """Suppress errors of the block: warn at the first of the run, and count all."""
+        """Suppress errors of the block: warn at the first of each `what`, and count all."""
         try:
             yield
         except Exception as error:  # one of the three places that tolerate faults, each with a counter
-            self._errors += 1
-            if self._errors == 1:
+            with self._lock:
+                self._errors += 1
+                is_first = what not in self._warned
+                self._warned.add(what)
+            if is_first:
                 log.warning(
                     "%s failed (%s: %s); the run goes on, further failures are counted in health/logger_errors",
                     what,

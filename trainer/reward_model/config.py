@@ -10,6 +10,7 @@ from pathlib import Path
 from rollout.errors import ConfigError
 from trainer.checks.declared import value_problems
 from trainer.checks.names import run_name_problems
+from trainer.checks.tracking import package_problems
 from trainer.config.schema import SMALL_MODEL_LR, LoggerConfig, OptimizerConfig
 from trainer.data.datasets import is_file
 from trainer.setting import setting
@@ -83,6 +84,7 @@ UNUSED = (
 
 def _problems(config: RewardModelConfig) -> Iterator[str]:
     yield from value_problems(config)
+    yield from package_problems(config.logger)
     for name in UNUSED:
         value = operator.attrgetter(name)(config)
         if value != operator.attrgetter(name)(RewardModelConfig()):

@@ -22,7 +22,17 @@ from rollout.errors import ConfigError
 from rollout.system.captured_output import redirect_output
 
 OWN = ("trainer", "rollout", "rewards")
-VERBOSE_LIBRARIES = ("deepspeed", "DeepSpeed", "accelerate", "datasets", "torch.distributed", "transformers", "wandb")
+VERBOSE_LIBRARIES = (
+    "deepspeed",
+    "DeepSpeed",
+    "accelerate",
+    "datasets",
+    "torch.distributed",
+    "transformers",
+    "wandb",
+    "mlflow",
+    "alembic",
+)
 """Loggers of libraries that install their own handlers or levels."""
 RENAMED_COLLECTIVES = r"torch\.distributed"
 """Module whose FutureWarnings are ignored: one per call of a collective that DeepSpeed calls by its old name."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trainer.config.redaction import redact_words
+from trainer.observe.trackers.view import shown
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 """Directory of scripts/ and configs/."""
@@ -28,13 +28,15 @@ def next_steps(
     launcher: str,
     critic: Path | None,
     has_heldout: bool,
+    trackers: Mapping[str, str],
 ) -> str:
     """Return lines of a name and a path or command each.
 
     Paths are those of the directory where the user stands, so that a command can be pasted there.
 
     words: command line of the run without the script, of which secrets are redacted. launcher: command in front of
-    scripts/train.py. has_heldout: True if the run has held-out data, which an evaluation needs.
+    scripts/train.py. has_heldout: True if the run has held-out data, which an evaluation needs. trackers: text for
+    each tracker.
     """
     shown_run, shown_model = shown(run), shown(model)
     goal = updates if update < updates else 2 * updates
@@ -49,6 +51,7 @@ def next_steps(
         **({"evaluate": evaluate} if has_heldout else {}),
         "inspect": f"python {script('inspect_run')} {shlex.quote(shown_run)}",
         "report": f"python {script('report')} {shlex.quote(shown_run)}",
+        **trackers,
     }
     return "\n".join(f"{name:<14} {text}" for name, text in lines.items())
 
@@ -56,10 +59,3 @@ def next_steps(
 def script(name: str) -> str:
     """Return the path of a script of this checkout, quoted for a shell."""
     return shlex.quote(shown(CHECKOUT / "scripts" / f"{name}.py"))
-
-
-def shown(path: Path) -> str:
-    """Return a path relative to the working directory if it is below that, else an absolute one."""
-    # Not resolved further: a link such as runs/latest stays as the user knows it.
-    absolute, here = Path(os.path.abspath(path)), Path.cwd()
-    return str(absolute.relative_to(here)) if absolute.is_relative_to(here) else str(absolute)

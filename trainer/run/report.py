@@ -1,4 +1,4 @@
-"""Reports of a run: metrics, console, W&B, saved rollouts, alarms and evaluations, written by rank 0."""
+"""Reports of a run: metrics, console, trackers, saved rollouts, alarms and evaluations, written by rank 0."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from trainer.observe.alarms import AlarmThresholds, alarms
 from trainer.observe.console import RunConsole
 from trainer.observe.first_step import first_step_summary
 from trainer.observe.metrics_log import MetricsLog
+from trainer.observe.step_media import step_media
 from trainer.observe.step_metrics import StepReport
-from trainer.observe.wandb_media import step_media
+from trainer.observe.trackers.view import shown
 from trainer.run.assembly import Parts
-from trainer.run.next_steps import script, shown
+from trainer.run.next_steps import script
 from trainer.update.batch_dumps import Attempt, write_dump
 from trainer.update.schedule import is_due
 

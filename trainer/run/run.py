@@ -130,7 +130,8 @@ class Life:
                 on_step(report)
             if saved_at != trainer.version:
                 self._save(parts)
-            save_model(parts, self._directory, self._console)
+            places = self._reporter.log.places if self._reporter else {}
+            save_model(parts, self._directory, self._console, trackers=places)
         finally:
             self._profiler.close()
             self._console.end()

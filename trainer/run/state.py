@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from rollout.errors import DataError, HubError
@@ -19,10 +20,11 @@ from trainer.model.critic import ActorCritic, policy_of, save_critic
 from trainer.model.lora import is_adapted, save_merged
 from trainer.observe.console import RunConsole
 from trainer.observe.metrics_log import MetricsLog
-from trainer.observe.wandb_run import Lineage
+from trainer.observe.trackers.view import shown
+from trainer.observe.trackers.wandb_run import Lineage
 from trainer.run.assembly import Parts
 from trainer.run.hub import last_metrics, push
-from trainer.run.next_steps import CHECKOUT, next_steps, shown
+from trainer.run.next_steps import CHECKOUT, next_steps
 from trainer.run.provenance import provenance
 
 
@@ -59,8 +61,8 @@ def open_metrics(parts: Parts, directory: RunDirectory, console: RunConsole, res
     directory.provenance.write_text(json.dumps(origin, indent=2) + "\n")
     run_config: dict[str, Any] = {**plain(parts.config), "provenance": origin}
     metrics = MetricsLog(directory.metrics, parts.config.logger, run_config=run_config, lineage=lineage)
-    if metrics.url is not None:
-        console.say(f"W&B            {metrics.url}")
+    for tracker, place in metrics.places.items():
+        console.say(f"{tracker:<14} {place}")
     metrics.truncate_after(update=parts.updater.num_updates, batch=parts.trainer.num_steps)
     return metrics
 
@@ -90,8 +92,11 @@ def save_state(parts: Parts, directory: RunDirectory, *, wandb_id: str | None) -
     )
 
 
-def save_model(parts: Parts, directory: RunDirectory, console: RunConsole) -> None:
-    """Write the trained model and critic, print the commands that use them, and upload the model; a collective."""
+def save_model(parts: Parts, directory: RunDirectory, console: RunConsole, *, trackers: Mapping[str, str]) -> None:
+    """Write the trained model and critic, print the commands that use them, and upload the model; a collective.
+
+    trackers: location of the data of each tracker, and the command that shows them.
+    """
     config, distributed = parts.config, parts.distributed
     policy = policy_of(distributed.unwrapped)
     if is_adapted(policy.model):
@@ -117,6 +122,7 @@ def save_model(parts: Parts, directory: RunDirectory, console: RunConsole) -> No
             launcher=_launcher(distributed),
             critic=directory.critic if has_saved_critic else None,
             has_heldout=bool(config.heldout_sets()),
+            trackers=trackers,
         )
     )
     if config.hub.repo is not None and update >= config.updates:

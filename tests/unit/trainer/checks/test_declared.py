@@ -63,6 +63,7 @@ REFUSED = [
     ("data.curriculum.max_pass_rate=0.9", "set data.curriculum.rest_epochs=1"),
     ("reward.isolation=thread reward.workers=8", "reward.isolation=thread; set reward.isolation=process"),
     ("logger.project=mine", "logger.wandb=off; set logger=wandb"),
+    ("logger.entity=me", "logger.wandb=off; set logger=wandb"),
     ("hub.private=false", "hub.repo=null; set hub.repo=<user or organization>/<name>"),
     ("eval.output=a.json", "does nothing in training; set it for scripts/evaluate.py, or eval.output=null"),
 ]
@@ -83,6 +84,7 @@ COUNTS = [
     "reward.isolation=thread reward.workers=8 reward.functions=[math_equal]",
     "reward.workers=8 reward.functions=[mine.py:score]",
     "logger=wandb logger.project=mine",
+    "logger=mlflow logger.project=mine logger.group=lr",
 ]
 
 

@@ -44,3 +44,17 @@ def test_a_login_is_found_where_wandb_keeps_it(tmp_path: Path, monkeypatch: pyte
     monkeypatch.delenv("WANDB_BASE_URL")
     monkeypatch.setenv("WANDB_API_KEY", "k")
     assert not list(tracking_problems(composed("logger=wandb")))
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "mlflow", "trackio", "swanlab"])
+def test_a_tracker_without_its_package_is_refused_with_what_to_type(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (problem,) = tracking_problems(composed(f"logger={name}"))
+    assert f"`pip install 'lockstep-rl[{name}]'`" in problem
+    assert f"set logger.{name}=false" in problem
+
+
+def test_several_trackers_are_chosen_as_a_list(monkeypatch: pytest.MonkeyPatch):
+    config = composed("logger=[wandb,mlflow,tensorboard]", "logger.trackio=true").logger
+    assert config.wandb == "auto"
+    assert config.trackers == ["tensorboard", "mlflow", "trackio"]

@@ -17,7 +17,7 @@ WORDS = [*DATA, "optimizer.lr=1e-4", "updates=5"]
 
 def steps(**changes: object) -> dict[str, list[str]]:
     defaults = {"run": RUN, "model": RUN / "model", "update": 5, "updates": 5, "launcher": "python", "critic": None}
-    lines = next_steps(WORDS, **(defaults | {"has_heldout": True} | changes)).splitlines()  # type: ignore[arg-type]
+    lines = next_steps(WORDS, **(defaults | {"has_heldout": True, "trackers": {}} | changes)).splitlines()  # type: ignore[arg-type]
     return {line.split()[0]: shlex.split(line[14:]) for line in lines}
 
 
@@ -39,6 +39,7 @@ def test_secrets_are_redacted():
     lines = next_steps(
         [*WORDS, "gateway.api_key=hunter2", "reward.settings.judge={token: hunter2}"],
         run=RUN, model=RUN / "model", update=5, updates=5, launcher="python", critic=None, has_heldout=True,
+        trackers={},
     )  # fmt: skip
     assert "hunter2" not in lines
     assert "'gateway.api_key=<redacted>'" in lines
@@ -61,3 +62,10 @@ def test_commands_can_be_pasted_where_the_user_stands(tmp_path: Path, monkeypatc
     monkeypatch.chdir(ROOT)
     assert steps(run=tmp_path / "a")["inspect"] == ["python", "scripts/inspect_run.py", str(tmp_path / "a")]
     assert steps(run=ROOT / "runs" / "a")["inspect"][-1] == "runs/a"
+
+
+def test_the_data_of_each_tracker_and_their_command_are_listed():
+    assert steps(trackers={"TensorBoard": "tensorboard --logdir a  # data: a"})["TensorBoard"][:2] == [
+        "tensorboard",
+        "--logdir",
+    ]

@@ -12,13 +12,15 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import sys
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainer.config.schema import LoggerConfig
+from trainer.observe.trackers.tracker import Histogram, Medium, Page, Place, Table, Values
+from trainer.observe.trackers.view import shown
 
 log = logging.getLogger(__name__)
 
@@ -47,13 +49,24 @@ class Lineage:
     """True if the run continues in its own directory; False for a fork."""
 
     @property
+    def continued_update(self) -> int | None:
+        """Update from which a run continues in its own directory; None for a new run or a fork."""
+        return self.update if self.is_same_run and self.update else None
+
+    @property
     def parent(self) -> str | None:
         """Branch point of a fork, in W&B's form; None for other runs."""
         return None if self.run_id is None or self.is_same_run else f"{self.run_id}?_step={self.update}"
 
 
 class WandbRun:
-    """W&B run, open from start to end of a training run. Every method may raise what W&B raises."""
+    """W&B run, open from start to end of a training run. Every method may raise what W&B raises.
+
+    W&B's service takes the calls in a process of its own, so they need no thread here.
+    """
+
+    label = "W&B"
+    shows = (Table, Histogram, Page)
 
     def __init__(
         self, settings: LoggerConfig, *, directory: Path, run_config: Mapping[str, Any], lineage: Lineage
@@ -62,6 +75,7 @@ class WandbRun:
         os.environ.setdefault("WANDB_SILENT", "true")  # the console is for the rows of the run
         import wandb  # here: importing it reads its settings and starts a service
 
+        self._directory = directory
         self.id = lineage.run_id if lineage.run_id and lineage.is_same_run else secrets.token_hex(4)
         arguments: dict[str, Any] = {
             "project": settings.project,
@@ -88,10 +102,32 @@ class WandbRun:
         for name, summary in SUMMARIES.items():
             self._run.define_metric(name, step_metric=AXIS, summary=summary)
 
-    def log(self, update: int, values: Mapping[str, Any]) -> None:
-        """Log numbers and media of an update. Several calls for one update are one row."""
-        self._run.log({AXIS: update, **values}, step=update)
+    @property
+    def place(self) -> Place | None:
+        """Page of the run, or its files and their upload; None for a disabled run."""
+        if self.url is not None:
+            return Place(data=self.url, view="")
+        if self._run.settings.mode != "offline":
+            return None
+        files = shown(self._directory / "wandb")
+        return Place(data=files, view=f"wandb sync {shlex.quote(files)}/offline-run-*")
 
-    def finish(self) -> None:
-        """Close the run, as failed if an exception is propagating."""
-        self._run.finish(exit_code=0 if sys.exc_info()[0] is None else 1)
+    def log(self, update: int, values: Values) -> None:
+        """Log numbers and media of an update. Several calls for one update are one row."""
+        self._run.log({AXIS: update, **{name: _converted(value) for name, value in values.items()}}, step=update)
+
+    def finish(self, *, failed: bool) -> None:
+        self._run.finish(exit_code=1 if failed else 0)
+
+
+def _converted(value: float | Medium) -> Any:
+    import wandb
+
+    match value:
+        case Table():
+            return wandb.Table(columns=list(value.columns), data=[list(row) for row in value.rows])
+        case Histogram():
+            return wandb.Histogram(np_histogram=(value.counts, value.edges))
+        case Page():
+            return wandb.Html(value.html, inject=False)
+    return value

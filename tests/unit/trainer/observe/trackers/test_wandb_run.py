@@ -17,9 +17,9 @@ from tests.fixtures.made_up_model import TOKENIZER, FakeTrainer, step_batch, two
 from tests.fixtures.paths import ROOT
 from trainer.config.schema import Config, LoggerConfig
 from trainer.observe.metrics_log import MetricsLog
+from trainer.observe.step_media import COLUMNS, distributions, step_media, table_rows
 from trainer.observe.step_metrics import StepReport
-from trainer.observe.wandb_media import COLUMNS, distributions, step_media, table_rows
-from trainer.observe.wandb_run import SUMMARIES, Lineage, WandbRun
+from trainer.observe.trackers.wandb_run import SUMMARIES, Lineage, WandbRun
 from trainer.run.provenance import provenance
 
 OFFLINE = LoggerConfig(wandb="offline", group="sweep")
@@ -134,7 +134,7 @@ def test_a_resumed_run_keeps_its_id_and_a_fork_gets_a_new_one_with_its_origin(tm
         lineage = Lineage(run_id="abcd1234", update=20, is_same_run=is_same_run)
         run = WandbRun(LoggerConfig(wandb="offline"), directory=directory, run_config={}, lineage=lineage)
         run.log(21, {"reward/mean": 1.0})
-        run.finish()
+        run.finish(failed=False)
         assert wandb_files.run_record(directory).run_id == run.id
         assert (run.id == "abcd1234") is is_same_run
         assert wandb_files.run_config(directory)["forked_from"] == (None if is_same_run else "abcd1234?_step=20")

@@ -1,4 +1,4 @@
-"""W&B media: a table of rollouts, the token view of some of them, histograms."""
+"""Media of a step for trackers: a table of rollouts, the token view of some of them, histograms."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from trainer.objective.kl import bounded
 from trainer.objective.per_rollout import rollout_mean
 from trainer.observe.pages.token_view import token_view
 from trainer.observe.step_metrics import StepReport
+from trainer.observe.trackers.tracker import Histogram, Medium, Page, Table
 from trainer.observe.transcript import content_text, tool_calls
 
 BINS = 64
@@ -28,20 +29,19 @@ COLUMNS = (
 )
 
 
-def step_media(report: StepReport, config: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def step_media(report: StepReport, config: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, Medium]:
     """Return the media of one step by name."""
-    import wandb  # here: see trainer/observe/wandb_run.py
-
-    rows: list[Any] = table_rows(report)[: config.logger.wandb_rollouts]
-    media: dict[str, Any] = {"media/rollouts": wandb.Table(columns=list(COLUMNS), data=rows)}
+    rows = table_rows(report)[: config.logger.wandb_rollouts]
+    media: dict[str, Medium] = {"media/rollouts": Table(columns=COLUMNS, rows=rows)}
     for name, values in distributions(report).items():
         if len(values):
-            media[f"histograms/{name}"] = wandb.Histogram(np_histogram=np.histogram(values, bins=BINS))
+            counts, edges = np.histogram(values, bins=BINS)
+            media[f"histograms/{name}"] = Histogram(counts=counts, edges=edges)
     if report.batch.layout.num_tokens:
         texts = TokenTexts(tokenizer)
         shown = [rollout for rollout in report.rollouts if rollout.is_trainable][:VIEWED_ROLLOUTS]
-        page = token_view(diagnose_step(shown, report.batch, report.logp_train_N, texts, config))
-        media["media/token_view"] = wandb.Html(page, inject=False)
+        diagnosis = diagnose_step(shown, report.batch, report.logp_train_N, texts, config)
+        media["media/token_view"] = Page(html=token_view(diagnosis))
     return media
 
 

@@ -1,0 +1,1 @@
+"""Trackers of experiments behind one interface: W&B, TensorBoard, MLflow, Trackio, SwanLab."""

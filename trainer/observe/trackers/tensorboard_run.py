@@ -1,0 +1,86 @@
+"""A run in TensorBoard: event files in the run directory.
+
+A resumed run tells TensorBoard the update it continues from, and TensorBoard drops what was logged after that.
+"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import yaml
+
+from trainer.config.schema import LoggerConfig
+from trainer.observe.trackers.tracker import (
+    Histogram,
+    Medium,
+    Place,
+    Session,
+    Table,
+    Values,
+    media,
+    numbers,
+    tracker_directory,
+)
+from trainer.observe.trackers.view import shown
+
+
+class TensorBoardRun:
+    """One run; see `LocalTracker`."""
+
+    label: ClassVar[str] = "TensorBoard"
+    shows: ClassVar[tuple[type[Medium], ...]] = (Table, Histogram)
+    keeps_first: ClassVar[bool] = False
+
+    @staticmethod
+    def place(settings: LoggerConfig, directory: Path) -> Place:
+        data = tracker_directory(directory, "tensorboard")
+        return Place(data=shown(data), view=shlex.join(["tensorboard", "--logdir", shown(data)]))
+
+    def __init__(self, session: Session) -> None:
+        from torch.utils.tensorboard.writer import SummaryWriter  # here: an optional package, slow to import
+
+        data = tracker_directory(session.directory, "tensorboard")
+        self.id = session.name
+        resumed_at = session.resumed_at
+        # Without a checkpoint, an earlier start in this directory has nothing that counts.
+        self._writer = SummaryWriter(str(data), purge_step=0 if resumed_at is None else resumed_at + 1)
+        self._writer.add_text("config", f"```\n{yaml.safe_dump(dict(session.run_config), sort_keys=False)}\n```")
+
+    def log(self, update: int, values: Values) -> None:
+        for name, number in numbers(values).items():
+            self._writer.add_scalar(name, number, update)
+        for name, medium in media(values).items():
+            if isinstance(medium, Table):
+                self._writer.add_text(name, _markdown(medium), update)
+            elif isinstance(medium, Histogram):
+                self._histogram(update, name, medium)
+        self._writer.flush()  # a killed run keeps all it logged
+
+    def _histogram(self, update: int, name: str, histogram: Histogram) -> None:
+        middles = (histogram.edges[:-1] + histogram.edges[1:]) / 2
+        counts = histogram.counts.astype(float)
+        self._writer.add_histogram_raw(
+            name, global_step=update, num=int(counts.sum()),
+            min=float(histogram.edges[0]), max=float(histogram.edges[-1]),
+            sum=float(np.dot(counts, middles)), sum_squares=float(np.dot(counts, middles**2)),
+            bucket_limits=histogram.edges[1:].tolist(), bucket_counts=counts.tolist(),
+        )  # fmt: skip
+
+    def finish(self, *, failed: bool) -> None:
+        self._writer.close()
+
+
+def _markdown(table: Table) -> str:
+    rows = [table.columns, ["---"] * len(table.columns), *table.rows]
+    return "\n".join(f"| {' | '.join(map(_cell, row))} |" for row in rows)
+
+
+def _cell(value: object) -> str:
+    """Return the text of a cell, in which nothing is markup."""
+    text = str(value)
+    for mark, written in (("&", "&amp;"), ("<", "&lt;"), ("|", "&#124;"), ("\n", "<br>")):
+        text = text.replace(mark, written)
+    return text
