@@ -68,7 +68,7 @@ class Generation:
         samples = bool(found.pop("do_sample"))
         until = tuple(map(str, handle_stop_sequences(found.pop("until"), None)))
         # do_sample without a temperature is temperature 1, as in the backends of lm-eval.
-        temperature = float(found.pop("temperature", 1.0)) if samples else 0.0
+        temperature = float(found.pop("temperature", 1.0)) * samples
         max_tokens, top_p = int(found.pop("max_gen_toks")), float(found.pop("top_p", 1.0))
         top_k, min_p = int(found.pop("top_k", 0)), float(found.pop("min_p", 0.0))
         if other := {name: value for name, value in found.items() if NEUTRAL.get(name) != value}:
