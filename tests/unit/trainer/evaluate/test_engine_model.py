@@ -98,9 +98,16 @@ def test_scores_are_those_of_the_hugging_face_backend(engine: ModelEngine) -> No
 
 def test_a_continuation_is_greedy_only_if_every_token_is_the_most_probable(engine: ModelEngine) -> None:
     model, tokenizer = model_over(engine), byte_tokenizer()
-    prompt = tokenizer.encode("Q")
-    best = tokenizer.decode(engine.loop.run(engine.generate(prompt, Sampling(max_tokens=1))).sampled_ids)
-    found = [model.loglikelihood([request("loglikelihood", "Q", text)])[0][1] for text in (best, "~", best + "~")]
+
+    def best_after(text: str) -> str:
+        call = engine.loop.run(engine.generate(tokenizer.encode(text), Sampling(max_tokens=1)))
+        return str(tokenizer.decode(call.sampled_ids))
+
+    # The model samples bytes, of which only ASCII ones are a text of their own.
+    prompt, best = next((text, best_after(text)) for text in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if best_after(text).isascii())
+    worse = "~" if best != "~" else "!"
+    texts = (best, worse, best + worse + worse)
+    found = [model.loglikelihood([request("loglikelihood", prompt, text)])[0][1] for text in texts]
     assert found == [True, False, False]
 
 
@@ -312,3 +319,19 @@ def test_ids_of_a_text_with_its_bos_have_one_bos(engine: ModelEngine) -> None:
     for text in ("plain", "<eos>templated"):
         model.tok_encode(text)
     assert calls == [{}, {"add_special_tokens": False}]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"tasks": ["lockstep_sums"]}, r"has no task lockstep_sums; the nearest are lockstep_sum\b"),
+        ({"gen_kwargs": {"max_gen_toks": CONTEXT}}, r"samples up to 128 tokens.*set rollout\.max_model_len=256"),
+        ({"gen_kwargs": {"num_beams": 4}}, "lockstep_sum has generation_kwargs of num_beams=4"),
+    ],
+)
+def test_tasks_that_cannot_be_evaluated_are_refused_when_they_are_loaded(
+    engine: ModelEngine, tmp_path: Path, settings: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        run_tasks(engine, tmp_path, **{"tasks": ["lockstep_sum"], **settings})
+    assert engine.scored == engine.sampled == []
