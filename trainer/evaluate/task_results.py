@@ -68,7 +68,12 @@ class TaskMetric:
             return _around(self.value, math.inf if self.stderr is None else self.stderr)
         if self.form == "mean" and set(values) <= {0.0, 1.0}:
             return estimates.proportion(values, trials_per_value=1)
-        return _around(self.value, estimates.standard_error(self.influences()))
+        # Bounds of x, so that those of a perplexity are positive.
+        total = math.fsum(document.weight for document in self.documents)
+        x = math.fsum(values) / total
+        half = Z_95 * estimates.standard_error(self.influences()) / abs(_slope(self.form, x))
+        low, high = sorted(_value(self.form, bound) for bound in (x - half, x + half))
+        return Estimate(value=self.value, low=low, high=high)
 
     def influences(self) -> list[float]:
         """Return the influence of each document on the value, with mean 0; their standard error is the value's.

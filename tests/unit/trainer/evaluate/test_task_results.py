@@ -82,6 +82,12 @@ def test_the_interval_of_a_ratio_is_that_of_the_jackknife() -> None:
     assert (estimate.high - estimate.low) / 2 == pytest.approx(estimates.Z_95 * stderr, rel=0.05)
 
 
+def test_the_interval_of_a_perplexity_is_positive() -> None:
+    words = [(-10.0, 1), (-1.0, 1), (-20.0, 1)]
+    estimate = metric_of("perplexity", words, math.exp(31 / 3), higher=False).estimate()
+    assert 0 < estimate.low < estimate.value < estimate.high
+
+
 def test_a_corpus_metric_has_the_interval_of_lm_evals_standard_error_and_no_paired_difference() -> None:
     values = [("a reference", "an answer"), ("another", "one more")]
     found = metric_of("bleu", values, 12.0, stderr=2.0)
