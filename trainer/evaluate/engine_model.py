@@ -103,7 +103,7 @@ class EngineModel(TemplateLM):
         number of sampled tokens of each answer.
         """
         super().__init__()
-        self.tokenizer = tokenizer
+        self.tokenizer: Any = tokenizer  # its stubs allow lists of ids for single ones
         self._engine = engine
         self._stop_token_ids = tuple(stop_token_ids)
         self._seed = seed
