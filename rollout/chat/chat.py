@@ -77,16 +77,8 @@ class Chat:
         template: a shipped template or a file, in place of the tokenizer's own (`rollout/chat/template_files.py`).
         Raises `ConfigError` if it cannot be read, or if the tokenizer lacks its control tokens.
         """
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-        if template is not None:
-            tokenizer.chat_template = template_text(template)
-            lacking = [token for token in CONTROL_TOKENS.get(template, ()) if token not in tokenizer.get_vocab()]
-            if lacking:
-                raise ConfigError(
-                    f"model.chat_template={template} writes {' and '.join(lacking)}, which the tokenizer of {path} "
-                    "does not have; set model.chat_template=<file.jinja with the control tokens of this model>"
-                )
-        return cls(tokenizer, history=history, stop_token_ids=_generation_stops(path))
+        tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code, template=template)
+        return cls(tokenizer, history=history, stop_token_ids=generation_stops(path))
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -182,7 +174,22 @@ def _format_of(vocabulary: Mapping[str, int]) -> str:
     return "hermes"
 
 
-def _generation_stops(path: str | Path) -> list[int]:
+def load_tokenizer(path: str | Path, *, trust_remote_code: bool, template: str | None) -> PreTrainedTokenizerFast:
+    """Load a model's tokenizer with its chat template, or with `template`. Raises as `Chat.from_pretrained`."""
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    if template is not None:
+        tokenizer.chat_template = template_text(template)
+        lacking = [token for token in CONTROL_TOKENS.get(template, ()) if token not in tokenizer.get_vocab()]
+        if lacking:
+            raise ConfigError(
+                f"model.chat_template={template} writes {' and '.join(lacking)}, which the tokenizer of {path} "
+                "does not have; set model.chat_template=<file.jinja with the control tokens of this model>"
+            )
+    return tokenizer
+
+
+def generation_stops(path: str | Path) -> list[int]:
+    """Return the ids that end a text in a model's generation_config.json; none without the file."""
     try:
         eos = GenerationConfig.from_pretrained(path).eos_token_id
     except OSError:  # the model has no generation_config.json

@@ -204,6 +204,10 @@ class EmbeddedEngine:
 
     async def score(self, ids: Sequence[int]) -> list[float]:
         """See `Engine.score`."""
+        return (await self.score_ranked(ids))[0]
+
+    async def score_ranked(self, ids: Sequence[int]) -> tuple[list[float], list[int]]:
+        """See `Engine.score_ranked`."""
         from vllm.logprobs import FlatLogprobs
 
         check_prompt(ids, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
@@ -212,7 +216,7 @@ class EmbeddedEngine:
         # Position 0 has no logprob, so the flat list starts with the token at position 1.
         if not isinstance(flat, FlatLogprobs) or list(flat.token_ids) != list(ids[1:]):
             raise EvidenceError(f"engine score: the logprobs do not belong to the {len(ids)} ids that were sent")
-        return list(flat.logprobs)
+        return list(flat.logprobs), [int(rank or 0) for rank in flat.ranks]
 
     def restart_if_dead(self) -> bool:
         if self._llm is None or not self._llm.errored:

@@ -52,7 +52,15 @@ class EnginePool:
             self._in_flight[chosen] -= 1
 
     async def score(self, ids: Sequence[int]) -> list[float]:
-        return await self.members[self._least_loaded()].score(ids)
+        return (await self.score_ranked(ids))[0]
+
+    async def score_ranked(self, ids: Sequence[int]) -> tuple[list[float], list[int]]:
+        chosen = self._least_loaded()
+        self._in_flight[chosen] += 1
+        try:
+            return await self.members[chosen].score_ranked(ids)
+        finally:
+            self._in_flight[chosen] -= 1
 
     async def close(self) -> None:
         await asyncio.gather(*(member.close() for member in self.members))

@@ -87,6 +87,10 @@ class Engine(Protocol):
         """
         ...
 
+    async def score_ranked(self, ids: Sequence[int]) -> tuple[list[float], list[int]]:
+        """Return the scores of `score`, and the rank of each scored token in its distribution; 1: the most probable."""
+        ...
+
     async def close(self) -> None:
         """Release the engine; closing twice is allowed."""
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # it imports transformers, which takes seconds: environments 
     from rollout.chat.chat import Chat
 
 
-def request_seed(*parts: int) -> int:
+def request_seed(*parts: object) -> int:
     """Return a 31-bit seed that depends on all parts and is the same on every machine."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 from aiohttp import web
 
-from rollout.engine.engine_answers import number
+from rollout.engine.engine_answers import integer, number
 from rollout.engine.protocol import PooledEngine, Sampling
 from rollout.errors import EngineError, EvidenceError, error_named
 from rollout.records import EngineCall
@@ -81,8 +81,8 @@ class EngineService:
         sampling = Sampling(**settings)
         return call_to_json(await self._engine.generate(body["prompt_ids"], sampling))
 
-    async def _score(self, body: Any) -> list[float]:
-        return await self._engine.score(body["ids"])
+    async def _score(self, body: Any) -> tuple[list[float], list[int]]:
+        return await self._engine.score_ranked(body["ids"])
 
 
 class RemoteRankEngine:
@@ -108,10 +108,14 @@ class RemoteRankEngine:
         return call_from_json(await self._ask("/generate", body))
 
     async def score(self, ids: Sequence[int]) -> list[float]:
-        scores = await self._ask("/score", {"ids": list(ids)})
+        return (await self.score_ranked(ids))[0]
+
+    async def score_ranked(self, ids: Sequence[int]) -> tuple[list[float], list[int]]:
+        answer = await self._ask("/score", {"ids": list(ids)})
         try:
-            return [number(score) for score in scores]
-        except TypeError as error:
+            scores, ranks = answer
+            return [number(score) for score in scores], [integer(rank) for rank in ranks]
+        except (TypeError, ValueError) as error:
             raise EvidenceError(f"{self.name}: the logprobs of {len(ids)} ids are not numbers ({error})") from error
 
     async def close(self) -> None:

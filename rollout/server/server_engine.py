@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import torch
@@ -36,6 +36,8 @@ from rollout.server.client import ServerClient, wait_until_healthy
 from rollout.server.generate_route import ROUTE, decode_answer
 from rollout.server.liveness import Liveness
 from rollout.system.background_loop import BackgroundLoop
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -136,8 +138,16 @@ class ServerEngine:
 
     async def score(self, ids: Sequence[int]) -> list[float]:
         """See `Engine.score`."""
+        return read_scores(await self._score(ids), ids, source=self.name)
+
+    async def score_ranked(self, ids: Sequence[int]) -> tuple[list[float], list[int]]:
+        """See `Engine.score_ranked`."""
+        answer = await self._score(ids)
+        return read_scores(answer, ids, source=self.name), read_ranks(answer, ids, source=self.name)
+
+    async def _score(self, ids: Sequence[int]) -> Any:
         check_prompt(ids, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
-        return read_scores(await self._sample(GENERATE, ids, score_params()), ids, source=self.name)
+        return await self._sample(GENERATE, ids, score_params())
 
     def restart_if_dead(self) -> bool:
         return False  # a run does not own its servers
@@ -295,11 +305,20 @@ def read_answer(answer: Any, *, with_support: bool, source: str, is_compact: boo
 
 def read_scores(answer: Any, ids: Sequence[int], *, source: str) -> list[float]:
     """Return the logprobs of all ids but the first. Raises `EvidenceError` if they belong to other ids."""
+    return _read_scored(answer, ids, lambda token: number(token["logprob"]), source=source)
+
+
+def read_ranks(answer: Any, ids: Sequence[int], *, source: str) -> list[int]:
+    """Return the ranks of all ids but the first, 1 for the most probable. Raises `EvidenceError` as `read_scores`."""
+    return _read_scored(answer, ids, lambda token: integer(token["rank"]), source=source)
+
+
+def _read_scored(answer: Any, ids: Sequence[int], read: Callable[[Any], T], *, source: str) -> list[T]:
     with _malformed_raises(EvidenceError, f"{source}: the logprobs do not belong to the {len(ids)} ids that were sent"):
         first, *others = answer["prompt_logprobs"]
         if first or len(others) != len(ids) - 1:  # the first id has no logprob: vLLM sends null or {}
             raise ValueError(f"{len(others)} logprobs for {len(ids)} ids, with {first} for the first")
-        return [number(position[str(token)]["logprob"]) for token, position in zip(ids[1:], others, strict=True)]
+        return [read(position[str(token)]) for token, position in zip(ids[1:], others, strict=True)]
 
 
 def read_label(described: Any, *, source: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,12 +10,13 @@ from pathlib import Path
 from trainer.checks.declared import value_problems
 from trainer.checks.names import lacks_model
 from trainer.config.hints import closest
-from trainer.config.paths import file_exists
+from trainer.config.paths import file_exists, path_exists
 from trainer.config.schema import Config
 from trainer.data.datasets import is_file
 
 NAME = re.compile(r"[\w-]+")
 """Name of a data set, a part of metric names."""
+LM_EVAL = "lm-eval>=0.4.13,<0.5"
 WITHOUT_PROMPTS = ("agent", "verifiers", "trl_rollout")
 """Environments that write their own prompts."""
 
@@ -75,6 +77,7 @@ def evaluation_problems(config: Config) -> Iterator[str]:
             f"eval.pass_reward={settings.pass_reward} is not among reward.functions ({', '.join(names)})"
             f"{closest(settings.pass_reward, names)}; set eval.pass_reward=null for the weighted sum"
         )
+    yield from _lm_eval_problems(config)
     other = settings.compare_to
     if other is None:
         return
@@ -84,6 +87,25 @@ def evaluation_problems(config: Config) -> Iterator[str]:
         yield f"eval.compare_to={other} has no config.json; expected a model, or the JSON file of an evaluation"
 
 
+def _lm_eval_problems(config: Config) -> Iterator[str]:
+    """Yield one sentence per problem of `eval.lm_eval`; task names are checked when lm-eval loads them."""
+    settings = config.eval.lm_eval
+    if settings.include_path is not None and not path_exists(settings.include_path):
+        yield (
+            f"eval.lm_eval.include_path={settings.include_path} does not exist (looked in {Path.cwd()}); set it to the "
+            "directory of your task files, or to null"
+        )
+    if not settings.tasks:
+        return
+    if importlib.util.find_spec("lm_eval") is None:
+        yield f"eval.lm_eval.tasks needs the lm-eval package; type: pip install '{LM_EVAL}'"
+    if settings.fewshot_as_multiturn and not settings.apply_chat_template:
+        yield (
+            "eval.lm_eval.fewshot_as_multiturn=true needs the chat template; set "
+            "eval.lm_eval.apply_chat_template=true, or eval.lm_eval.fewshot_as_multiturn=false"
+        )
+
+
 def data_file_problems(config: Config, *, trains: bool) -> Iterator[str]:
     """Yield one sentence per missing file. trains: True if training data is needed."""
     paths = {f"eval.sets.{name}.path": data_set.path for name, data_set in config.eval.sets.items()}
@@ -91,9 +113,9 @@ def data_file_problems(config: Config, *, trains: bool) -> Iterator[str]:
         paths |= {f"data.sources.{name}.path": source.path for name, source in config.data.sources.items()}
     elif trains:
         paths["data.path"] = config.data.path
-    elif not config.heldout_sets():
+    elif not config.heldout_sets() and not config.eval.lm_eval.tasks:
         yield "no held-out data is set; set data.heldout_path=<file or hub id>"
-    if config.data.heldout_path is not None:
+    if config.data.heldout_path is not None and (trains or not config.eval.lm_eval.tasks):
         paths["data.heldout_path"] = config.data.heldout_path
     for name, path in paths.items():
         if is_file(path) and not file_exists(path):

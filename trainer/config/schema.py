@@ -414,6 +414,28 @@ class CheckpointConfig:
 
 
 @dataclass
+class LmEvalConfig:
+    tasks: list[str] = setting(
+        [], "tasks of lm-eval to evaluate in place of data.heldout_path: names, patterns or files", when=EVALUATE_SCRIPT
+    )
+    include_path: str | None = setting(None, "directory of further task files; null: none", when=EVALUATE_SCRIPT)
+    num_fewshot: int | None = setting(
+        None, "examples in a prompt; null: the task's own number", low=0, when=EVALUATE_SCRIPT
+    )
+    apply_chat_template: bool = setting(False, "render prompts with the chat template", when=EVALUATE_SCRIPT)
+    fewshot_as_multiturn: bool = setting(
+        False, "with the chat template: write examples as turns of a conversation", when=EVALUATE_SCRIPT
+    )
+    system_instruction: str | None = setting(None, "system prompt; null: none", when=EVALUATE_SCRIPT)
+    gen_kwargs: dict[str, Any] = setting(
+        {}, "generation settings in place of the tasks' own, for example {max_gen_toks: 2048}", when=EVALUATE_SCRIPT
+    )
+    confirm_run_unsafe_code: bool = setting(
+        False, "run programs of the model without isolation, for tasks that do", when=EVALUATE_SCRIPT
+    )
+
+
+@dataclass
 class EvalConfig:
     every: int = setting(0, "updates between evaluations on held-out data, also after the last update; 0: never", low=0)
     before_training: bool = setting(False, "evaluate before the first update and after the last one")
@@ -440,6 +462,7 @@ class EvalConfig:
     output: str | None = setting(
         None, "scripts/evaluate.py: JSON file for results, with rollouts beside it as .jsonl", when=EVALUATE_SCRIPT
     )
+    lm_eval: LmEvalConfig = field(default_factory=LmEvalConfig)
 
 
 @dataclass
@@ -520,10 +543,13 @@ class Config:
     server: ServerConfig = field(default_factory=ServerConfig)
 
     def heldout_sets(self) -> dict[str, DataSetConfig]:
-        """Return the held-out sets by name, with inherited settings; the name of data.heldout_path is empty."""
+        """Return the held-out sets by name, with inherited settings; the name of data.heldout_path is empty.
+
+        Tasks of lm-eval replace data.heldout_path, whose default is that of the demo.
+        """
         split = self.data.heldout_split
         sets = {name: self.data.complete(data_set, split) for name, data_set in self.eval.sets.items()}
-        if self.data.heldout_path is None:
+        if self.data.heldout_path is None or self.eval.lm_eval.tasks:
             return sets
         main = DataSetConfig(path=self.data.heldout_path, subset=self.data.subset)
         return {"": self.data.complete(main, split), **sets}

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from rollout.environments.adapters.verifiers import evaluation_rows
 from rollout.environments.prompt import PROMPT_COLUMNS, PromptReader
 from rollout.errors import DataError
 from trainer.config.schema import Config, CurriculumConfig, DataSetConfig
@@ -27,6 +28,8 @@ from trainer.data.datasets import UNREADABLE, load_rows, reason, rename
 
 Row = Mapping[str, Any]
 
+OF_ENVIRONMENT = "environment"
+"""Path of held-out data that the environment brings."""
 DATASET = "dataset"
 """Column with the name of the data set, if the run has several."""
 ROW_KEY = "data_row"
@@ -99,8 +102,21 @@ def training_data(config: Config) -> list[DataSet]:
 
 
 def heldout_data(config: Config) -> dict[str, DataSet]:
-    """Load the held-out data by name: data.heldout_path under an empty name, then eval.sets."""
-    return {name: load_data_set(settings, name=name or None) for name, settings in config.heldout_sets().items()}
+    """Load the held-out data by name: data.heldout_path under an empty name, then eval.sets.
+
+    The path `environment` stands for the evaluation data of an environment that brings its own.
+    """
+    return {
+        name: DataSet(evaluation_rows(**config.environment.settings), settings, name=name or None)
+        if brings_data(config, settings.path)
+        else load_data_set(settings, name=name or None)
+        for name, settings in config.heldout_sets().items()
+    }
+
+
+def brings_data(config: Config, path: str) -> bool:
+    """Return True if this path stands for data of the environment, not for a file or a data set of the hub."""
+    return path == OF_ENVIRONMENT and config.environment.name == "verifiers"
 
 
 class Prompts:

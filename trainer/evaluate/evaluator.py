@@ -14,10 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rewards.composition import RewardSet
 from rollout.chat.chat import Chat
+from rollout.engine.pool import EnginePool
 from rollout.records import Rollout
 from rollout.sampler.sampler import OnRollout, Sampler
 from rollout.saved_rollouts import write_rollouts
@@ -37,7 +38,18 @@ from trainer.evaluate.results import (
     rollout_facts,
     write_results,
 )
+from trainer.evaluate.task_results import (
+    TaskComparison,
+    TaskMetric,
+    compare_tasks,
+    read_tasks,
+    task_comparison_lines,
+    task_lines,
+)
 from trainer.observe.console import RunConsole
+
+if TYPE_CHECKING:  # imports lm-eval, an extra
+    from trainer.evaluate.tasks import TaskRun, Tasks
 
 EVALUATION_STEP = 2**31 - 1
 """Step in the sampling seeds of data.heldout_path, constant so that a row gets the same seeds in every evaluation."""
@@ -46,18 +58,26 @@ COMPARED = (
     *("eval.temperature", "eval.top_p", "eval.top_k", "eval.min_p", "eval.pass_threshold", "eval.pass_reward"),
 )
 """Settings that must be equal for a comparison: sampling, and the definition of a pass."""
+TASK_SETTINGS = ("num_fewshot", "apply_chat_template", "fewshot_as_multiturn", "system_instruction", "gen_kwargs")
+"""Settings of `eval.lm_eval` that must be equal for a comparison."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
     """Results of one model on all held-out data."""
 
-    results: tuple[SetResult, ...]
-    rollouts: tuple[Rollout, ...]
+    results: tuple[SetResult, ...] = ()
+    rollouts: tuple[Rollout, ...] = ()
+    tasks: TaskRun | None = None
+    """Results of the tasks of lm-eval, if there are any."""
 
     @property
     def metrics(self) -> dict[str, float]:
-        return {name: value for result in self.results for name, value in result.metrics().items()}
+        found = {name: value for result in self.results for name, value in result.metrics().items()}
+        if self.tasks is not None:
+            found |= {name: value for metric in self.tasks.metrics for name, value in metric.metrics().items()}
+            found |= self.tasks.facts()
+        return found
 
 
 class Evaluator:
@@ -133,9 +153,19 @@ def evaluation_step(name: str) -> int:
 
 
 def comparable_settings(config: Config) -> dict[str, Any]:
-    """Return the settings that must be equal for a comparison."""
-    max_tokens = config.eval.max_tokens_per_turn or config.rollout.max_tokens_per_turn
-    return {name: attrgetter(name)(config) for name in COMPARED} | {"eval.max_tokens_per_turn": max_tokens}
+    """Return the settings that must be equal for a comparison: those of sampling, and those of tasks of lm-eval."""
+    settings = config.eval
+    if not settings.lm_eval.tasks:
+        names = COMPARED
+    else:
+        names = (
+            *(COMPARED if config.heldout_sets() else ("seed",)),
+            *(f"eval.lm_eval.{name}" for name in TASK_SETTINGS),
+        )
+    found = {name: attrgetter(name)(config) for name in names}
+    if config.heldout_sets():
+        found["eval.max_tokens_per_turn"] = settings.max_tokens_per_turn or config.rollout.max_tokens_per_turn
+    return found
 
 
 def run(config: Config) -> None:
@@ -143,22 +173,33 @@ def run(config: Config) -> None:
     settings = config.eval
     other = settings.compare_to
     console = RunConsole(enabled=True, total_updates=0)
+    tasks = _load_tasks(config, console) if settings.lm_eval.tasks else None
     sampled_with = comparable_settings(config)
     before: Sequence[SetResult] | None = None
+    tasks_before: Sequence[TaskMetric] = ()
     if other is not None and other.endswith(".json"):
         before = read_results(Path(other).expanduser(), sampled_with)
+        tasks_before = read_tasks(Path(other).expanduser()) if tasks is not None else ()
     elif other is not None:
-        before = _evaluate_model(replace(config, model=replace(config.model, path=other)), console).results
-    evaluation = _evaluate_model(config, console)
+        compared = _evaluate_model(replace(config, model=replace(config.model, path=other)), console, tasks)
+        before, tasks_before = compared.results, () if compared.tasks is None else compared.tasks.metrics
+    evaluation = _evaluate_model(config, console, tasks)
     for rollout in evaluation.rollouts[: config.logger.print_rollouts]:
         console.sample(rollout)
-    for line in result_lines(evaluation.results):
-        console.say(line)
     comparisons: Sequence[PairedComparison] = ()
-    if before is not None:
-        comparisons = compare(before, evaluation.results)
-        for line in comparison_lines(comparisons, str(other), config.model.path):
+    if evaluation.results:
+        for line in result_lines(evaluation.results):
             console.say(line)
+        if before is not None:
+            comparisons = compare(before, evaluation.results)
+            for line in comparison_lines(comparisons, str(other), config.model.path):
+                console.say(line)
+    metrics = evaluation.metrics | {name: value for item in comparisons for name, value in item.metrics().items()}
+    found: dict[str, Any] = {}
+    if evaluation.tasks is not None:
+        compared_tasks = _show_tasks(evaluation.tasks, tasks_before, console, str(other), config.model.path)
+        metrics |= {name: value for item in compared_tasks for name, value in item.metrics().items()}
+        found = evaluation.tasks.to_json(compared_tasks)
     if settings.output is not None:
         path = Path(settings.output).expanduser()
         write_results(
@@ -168,26 +209,72 @@ def run(config: Config) -> None:
             settings=sampled_with,
             comparisons=comparisons,
             compared_to=other,
+            others=found,
         )
         write_rollouts(path.with_suffix(".jsonl"), evaluation.rollouts)
         console.say(f"results        {path}\nrollouts       {path.with_suffix('.jsonl')}")
-    print(
-        json.dumps(evaluation.metrics | {name: value for item in comparisons for name, value in item.metrics().items()})
-    )
+        if evaluation.tasks is not None:
+            samples = path.with_suffix(".tasks.jsonl")
+            evaluation.tasks.write_samples(samples)
+            console.say(f"documents      {samples}")
+    print(json.dumps(metrics))
 
 
-def _evaluate_model(config: Config, console: RunConsole) -> Evaluation:
+def _evaluate_model(config: Config, console: RunConsole, tasks: Tasks | None) -> Evaluation:
     with tempfile.TemporaryDirectory(prefix="lockstep-evaluate-") as logs, BackgroundLoop() as loop:
-        console.say(f"starting the engine with {config.model.path} ...")
+        path = config.model.path
+        console.say(f"starting the engine with {path} ...")
         engine = start_engine(config, loop=loop, log_path=Path(logs) / "engine.log")
-        rewards = make_rewards(config)
         try:
-            rewards.load()
-            chat = make_chat(config)
-            sampler = make_sampler(config, engine=engine, chat=chat)
-            evaluator = Evaluator(config, sampler=sampler, rewards=rewards, loop=loop, chat=chat)
-            with console.progress("evaluation", evaluator.num_rollouts) as lines:
-                return evaluator.evaluate(lines.rollout, lines.stage)
+            evaluation = _evaluate_sets(config, engine, loop, console) if config.heldout_sets() else Evaluation()
+            if tasks is None:
+                return evaluation
+            with console.progress("lm-eval", 0) as lines:
+                run = tasks.evaluate(engine, model_path=path, on_stage=lines.requests, on_answer=lines.answer)
+                return replace(evaluation, tasks=run)
         finally:
-            rewards.close()
             loop.run(engine.close())
+
+
+def _evaluate_sets(config: Config, engine: EnginePool, loop: BackgroundLoop, console: RunConsole) -> Evaluation:
+    rewards = make_rewards(config)
+    try:
+        rewards.load()
+        chat = make_chat(config)
+        sampler = make_sampler(config, engine=engine, chat=chat)
+        evaluator = Evaluator(config, sampler=sampler, rewards=rewards, loop=loop, chat=chat)
+        with console.progress("evaluation", evaluator.num_rollouts) as lines:
+            return evaluator.evaluate(lines.rollout, lines.stage)
+    finally:
+        rewards.close()
+
+
+def _load_tasks(config: Config, console: RunConsole) -> Tasks:
+    """Load the tasks of lm-eval, and check them with the tokenizer of every model that will be evaluated."""
+    console.say(f"loading {', '.join(config.eval.lm_eval.tasks)} of lm-eval ...")
+    from trainer.evaluate.tasks import Tasks  # here: lm-eval is an extra, and takes seconds to import
+
+    tasks = Tasks(config)
+    other = config.eval.compare_to
+    for path in (config.model.path, *(() if other is None or other.endswith(".json") else (other,))):
+        tasks.check_tokenizer(path)
+    return tasks
+
+
+def _show_tasks(
+    run: TaskRun, before: Sequence[TaskMetric], console: RunConsole, first: str, second: str
+) -> Sequence[TaskComparison]:
+    """Print the results of tasks, compared with those of another model if there are any."""
+    for line in task_lines(run.metrics):
+        console.say(line)
+    if run.num_truncated:
+        console.warn(
+            f"{run.num_truncated} of {run.num_requests} requests lost the beginning of their context, which did not "
+            "fit into rollout.max_model_len; raise it for results that can be compared with published ones"
+        )
+    if not before:
+        return ()
+    comparisons = compare_tasks(before, run.metrics)
+    for line in task_comparison_lines(comparisons, first, second):
+        console.say(line)
+    return comparisons

@@ -221,8 +221,12 @@ def write_results(
     settings: Mapping[str, Any],
     comparisons: Sequence[PairedComparison] = (),
     compared_to: str | None = None,
+    others: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write metrics and every prompt's samples as one JSON object. settings: see `comparable_settings`."""
+    """Write metrics and every prompt's samples as one JSON object.
+
+    settings: see `comparable_settings`. others: further entries, of other kinds of results.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {
         "schema": SCHEMA,
@@ -240,6 +244,7 @@ def write_results(
     }
     if compared_to is not None:
         content["comparison"] = {"with": compared_to, "sets": [_finite(asdict(item)) for item in comparisons]}
+    content |= others or {}
     path.write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
@@ -251,9 +256,9 @@ def read_results(path: Path, settings: Mapping[str, Any]) -> list[SetResult]:
             raise DataError(f"{path} has schema {content['schema']}, this version reads {SCHEMA}; evaluate again")
         results = [
             SetResult(
-                name=_typed(item["name"], str),
+                name=typed_value(item["name"], str),
                 prompts=tuple(map(_read_prompt, item["prompts"])),
-                facts={str(name): _number(value) for name, value in _typed(item["facts"], dict).items()},
+                facts={str(name): finite_number(value) for name, value in typed_value(item["facts"], dict).items()},
             )
             for item in content["sets"]
         ]
@@ -279,27 +284,27 @@ def read_results(path: Path, settings: Mapping[str, Any]) -> list[SetResult]:
 
 def _read_prompt(found: Mapping[str, Any]) -> PromptResult:
     """Read the samples of a prompt. Raises KeyError, TypeError, ValueError."""
-    rewards, passed = map(_number, found["rewards"]), (_typed(value, bool) for value in found["passed"])
+    rewards, passed = map(finite_number, found["rewards"]), (typed_value(value, bool) for value in found["passed"])
     if len(found["rewards"]) != len(found["passed"]) or not found["rewards"]:
         raise ValueError(f"{len(found['rewards'])} rewards and {len(found['passed'])} verdicts of a prompt")
     return PromptResult(
-        prompt=_typed(found["prompt"], str),
-        label=_typed(found["label"], str | None),
+        prompt=typed_value(found["prompt"], str),
+        label=typed_value(found["label"], str | None),
         rewards=tuple(rewards),
         passed=tuple(passed),
     )
 
 
-def _typed(value: Any, kind: Any) -> Any:
+def typed_value(value: Any, kind: Any) -> Any:
     """Return a value of this type. Raises TypeError for another."""
     if not isinstance(value, kind):
         raise TypeError(f"found {value!r:.80}, expected {getattr(kind, '__name__', kind)}")
     return value
 
 
-def _number(value: Any) -> float:
+def finite_number(value: Any) -> float:
     """Return a number whose sums do not overflow. Raises TypeError, ValueError."""
-    if isinstance(value, bool) or not abs(_typed(value, int | float)) <= MAX_NUMBER:
+    if isinstance(value, bool) or not abs(typed_value(value, int | float)) <= MAX_NUMBER:
         raise ValueError(f"{value!r:.80} is not a finite number")
     return float(value)
 
@@ -334,8 +339,8 @@ def comparison_lines(comparisons: Sequence[PairedComparison], first: str, second
     """Yield the differences from the first model to the second, paired by prompt."""
     yield f"{second} minus {first}, on the same prompts with the same seeds"
     for item in comparisons:
-        cells = [f"reward {_signed(item.reward)}"]
-        cells += [f"pass@{k} {_signed(rate)}" for k, rate in item.pass_rates.items()]
+        cells = [f"reward {signed(item.reward)}"]
+        cells += [f"pass@{k} {signed(rate)}" for k, rate in item.pass_rates.items()]
         yield f"{title(item.name)}  {'  '.join(cells)}"
         same = item.prompts - item.better - item.worse
         yield f"{'':{len(title(item.name))}}  better on {item.better} prompts, worse on {item.worse}, equal on {same}"
@@ -354,6 +359,6 @@ def _rows(results: Sequence[SetResult]) -> Iterator[tuple[str, SetResult]]:
             yield from ((f"  {label}", part) for label, part in parts.items())
 
 
-def _signed(estimate: Estimate) -> str:
+def signed(estimate: Estimate) -> str:
     mark = "" if estimate.low <= 0 <= estimate.high else " *"
     return f"{estimate.value:+.3f} [{estimate.low:+.3f}, {estimate.high:+.3f}]{mark}"

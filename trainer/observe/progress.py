@@ -1,4 +1,4 @@
-"""Progress of long work as lines, for log files and pipes: stage, time in it, rollouts so far.
+"""Progress of long work as lines, for log files and pipes: stage, time in it, rollouts or requests so far.
 
 A thread prints them, because a stage such as the update keeps the main thread busy.
 """
@@ -21,6 +21,7 @@ class ProgressLines:
 
     def __init__(self, say: Callable[[str], None] | None, *, work: str, total: int) -> None:
         """say: None to print nothing. work: name at the start of a line. total: expected number of rollouts."""
+        self._unit = "rollouts"
         self._say = say
         self._work = work
         self._total = total
@@ -33,10 +34,19 @@ class ProgressLines:
         """Record that a stage begins now."""
         self._stage, self._since = name, time.monotonic()
 
+    def requests(self, stage: str, total: int) -> None:
+        """Record that a stage of this many requests begins now; further counts are of requests."""
+        self._unit, self._total, self._count, self._tokens = "requests", total, 0, 0
+        self.stage(stage)
+
     def rollout(self, rollout: Rollout) -> None:
         """Record that a rollout has arrived."""
+        self.answer(rollout.num_sampled)
+
+    def answer(self, num_sampled: int) -> None:
+        """Record that a request was answered with this many sampled tokens."""
         self._count += 1
-        self._tokens += rollout.num_sampled
+        self._tokens += num_sampled
 
     def __enter__(self) -> ProgressLines:
         if self._say is not None:
@@ -57,5 +67,5 @@ class ProgressLines:
         while not self._ended.wait(EVERY_S):
             stage = f"{self._stage} for " if self._stage else ""
             total = max(self._total, self._count)  # dynamic sampling may request more than one batch
-            arrived = f"{self._count:,} of {total:,} rollouts, {self._tokens:,} tokens sampled"
+            arrived = f"{self._count:,} of {total:,} {self._unit}, {self._tokens:,} tokens sampled"
             say(f"... {self._work}: {stage}{time.monotonic() - self._since:.0f} s; {arrived}")

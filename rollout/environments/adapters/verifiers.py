@@ -26,7 +26,7 @@ from typing import Any
 
 from rollout.environments.agent import AgentEnvironment
 from rollout.environments.prompt import PromptReader
-from rollout.errors import ConfigError
+from rollout.errors import ConfigError, DataError
 from rollout.system.background_loop import BackgroundLoop
 
 INPUT_COLUMNS = ("answer", "info", "task", "example_id")
@@ -49,6 +49,19 @@ class VerifiersEnvironment(AgentEnvironment):
     def _play(self, base_url: str, api_key: str, example: Mapping[str, Any]) -> Mapping[str, Any]:
         """Run one rollout as an agent: block this thread while the package works in its own loop."""
         return _loop().run(_rollout(self._environment, base_url, api_key, example), timeout=self.timeout_s)
+
+
+def evaluation_rows(env_id: str | None = None, *, args: Mapping[str, Any] | None = None, **limits: Any) -> Any:
+    """Return the evaluation data set of an environment, a `datasets.Dataset`; without one, the package gives its
+    training data. Takes the settings of `VerifiersEnvironment`, and raises as it does; `DataError` without any data."""
+    environment = VerifiersEnvironment(env_id, args=args, **limits)._environment
+    try:
+        rows = environment.get_eval_dataset()
+    except Exception as error:  # a user's module may raise anything
+        raise DataError(f"the verifiers environment {env_id!r} gives no evaluation data: {error}") from error
+    if len(rows) == 0:
+        raise DataError(f"the verifiers environment {env_id!r} has an empty evaluation data set")
+    return rows
 
 
 def _check_installed(env_id: str) -> None:

@@ -45,8 +45,8 @@ class FakeEngine:
             raise self.failure
         return CALL
 
-    async def score(self, ids: Sequence[int]) -> list[float]:
-        return [-float(token) for token in ids[1:]]
+    async def score_ranked(self, ids: Sequence[int]) -> tuple[list[float], list[int]]:
+        return [-float(token) for token in ids[1:]], list(ids[1:])
 
 
 @pytest.fixture
@@ -83,6 +83,7 @@ def test_a_call_and_its_answer_arrive_unchanged(loop: BackgroundLoop, own: FakeE
     assert CALL.support is not None
     assert found.support.token_ids.tolist() == CALL.support.token_ids.tolist()
     assert loop.run(peer.score([1, 2, 3])) == [-2.0, -3.0]
+    assert loop.run(peer.score_ranked([1, 2, 3])) == ([-2.0, -3.0], [2, 3])
     assert (peer.dtype, peer.vocab_size, peer.max_model_len) == (torch.bfloat16, 512, 64)
 
 
@@ -138,13 +139,15 @@ def test_evidence_in_another_form_is_refused(
         loop.run(peer.generate((1, 2), SAMPLING))
 
 
-@pytest.mark.parametrize("scores", [["-0.5"], [False], [None], "0", None])
+@pytest.mark.parametrize(
+    "scores", [[["-0.5"], [1]], [[False], [1]], [[None], [1]], [[-0.5], ["1"]], [[-0.5], [0.5]], [[-0.5]], "0", None]
+)
 def test_scores_in_another_form_are_refused(
     loop: BackgroundLoop, own: FakeEngine, peer: RemoteRankEngine, monkeypatch: pytest.MonkeyPatch, scores: Any
 ) -> None:
-    async def score(ids: Sequence[int]) -> Any:
+    async def score_ranked(ids: Sequence[int]) -> Any:
         return scores
 
-    monkeypatch.setattr(own, "score", score)
+    monkeypatch.setattr(own, "score_ranked", score_ranked)
     with pytest.raises(EvidenceError, match="the engine of rank 1"):
         loop.run(peer.score([1, 2]))

@@ -335,6 +335,18 @@ def test_scores_of_other_ids_are_refused(connected: Connected) -> None:
             connected.loop.run(connected.engine.score([5, 6, 7]))
 
 
+def test_ranks_are_those_of_the_scored_tokens(connected: Connected) -> None:
+    def ranked(rank: Any) -> Any:
+        return says({"prompt_logprobs": [None, {"6": {"logprob": -0.5, "rank": rank}}]})
+
+    connected.server.will(GENERATE, ranked(3))
+    assert connected.loop.run(connected.engine.score_ranked([5, 6])) == ([-0.5], [3])
+    for other in (ranked("3"), ranked(None), ranked(1.5), says({"prompt_logprobs": [None, {"6": {"logprob": -0.5}}]})):
+        connected.server.will(GENERATE, other)
+        with pytest.raises(EvidenceError, match="do not belong to the 2 ids"):
+            connected.loop.run(connected.engine.score_ranked([5, 6]))
+
+
 @pytest.mark.parametrize("label", ["default", "2", "half-loaded-5"])
 def test_tokens_of_weights_that_the_run_never_sent_are_refused(connected: Connected, label: str) -> None:
     """A restarted server answers normally, with the weights it loaded."""

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from rewards.composition import Reward, RewardSet
 from rollout.episode.conversation import request_seed
 from rollout.records import Rollout
 from rollout.system.background_loop import BackgroundLoop
 from tests.unit.rewards.test_shaping import rollout
+from trainer.checks.data import evaluation_problems
 from trainer.config.schema import Config, DataSetConfig
-from trainer.evaluate.evaluator import Evaluator
+from trainer.evaluate.evaluator import Evaluator, comparable_settings
 
 
 class FakeSampler:
@@ -65,3 +69,39 @@ def test_an_evaluation_reports_its_progress(tmp_path: Path) -> None:
     said: list[str] = []
     steps(tmp_path, "hard", said=said)
     assert said == ["2 rollouts", "rollout", "arrived", "reward", "rollout of hard", "arrived", "reward of hard"]
+
+
+def with_tasks(**settings: Any) -> Config:
+    config = Config()
+    config.data.heldout_path = "demo.jsonl"
+    config.eval.lm_eval.tasks = ["gsm8k"]
+    for name, value in settings.items():
+        setattr(config.eval.lm_eval, name, value)
+    return config
+
+
+def test_tasks_replace_the_held_out_data_but_no_named_sets() -> None:
+    config = with_tasks()
+    assert config.heldout_sets() == {}
+    config.eval.sets = {"mine": DataSetConfig(path="mine.jsonl")}
+    assert list(config.heldout_sets()) == ["mine"]
+
+
+def test_only_settings_of_what_is_evaluated_must_agree() -> None:
+    config = with_tasks(num_fewshot=3)
+    found = comparable_settings(config)
+    assert found["eval.lm_eval.num_fewshot"] == 3
+    assert "environment.name" not in found
+    config.eval.sets = {"mine": DataSetConfig(path="mine.jsonl")}
+    assert {"environment.name", "eval.lm_eval.num_fewshot"} <= comparable_settings(config).keys()
+    config.eval.lm_eval.tasks = []
+    assert not any("lm_eval" in name for name in comparable_settings(config)), "files of earlier versions lack them"
+
+
+def test_a_missing_package_is_named_before_the_engine_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    config = with_tasks(include_path="no/such/directory", fewshot_as_multiturn=True)
+    found = "\n".join(evaluation_problems(config))
+    assert "pip install 'lm-eval>=0.4.13,<0.5'" in found
+    assert "eval.lm_eval.include_path=no/such/directory does not exist" in found
+    assert "eval.lm_eval.apply_chat_template=true" in found

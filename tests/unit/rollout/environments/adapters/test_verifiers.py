@@ -5,17 +5,22 @@ from __future__ import annotations
 import importlib.util
 import signal
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from rollout.environments import make_environment
+from rollout.environments.adapters import verifiers as adapter
 from rollout.episode.rows import rows_from_calls
-from rollout.errors import ConfigError
+from rollout.errors import ConfigError, DataError
 from rollout.records import RolloutStatus
 from rollout.sampler.sampler import Sampler
 from tests.fixtures.gateway import ScriptedEngine, says
 from tests.fixtures.paths import FIXTURES
 from tests.fixtures.policies import CHAT, TOKENIZER, sampling
+from trainer.config.schema import Config
+from trainer.data.prompts import heldout_data
 
 ENVIRONMENTS = FIXTURES / "verifiers_environments"
 needs_verifiers = pytest.mark.skipif(
@@ -70,3 +75,39 @@ async def test_a_rollout_at_the_limit_of_turns_is_kept(monkeypatch: pytest.Monke
     (rollout,) = await sampler.collect(rows, samples_per_prompt=1, sampling=sampling(), step=0)
     assert rollout.status is RolloutStatus.MAX_TURNS
     assert len(rollout.calls) == 2
+
+
+def environment_with(monkeypatch: pytest.MonkeyPatch, rows: list[Any] | Exception) -> None:
+    """Stand in for an installed environment with this evaluation data."""
+
+    def get_eval_dataset() -> list[Any]:
+        if isinstance(rows, Exception):
+            raise rows
+        return rows
+
+    monkeypatch.setattr(adapter, "_check_installed", lambda env_id: None)
+    monkeypatch.setattr(adapter, "_load", lambda env_id, args: SimpleNamespace(get_eval_dataset=get_eval_dataset))
+
+
+def test_the_evaluation_data_of_an_environment_is_held_out_data(monkeypatch: pytest.MonkeyPatch):
+    rows = [{"prompt": [{"role": "user", "content": "say one"}], "answer": "one"}]
+    environment_with(monkeypatch, rows)
+    config = Config()
+    config.environment.name, config.environment.settings = "verifiers", {"env_id": "word", "timeout_s": 5.0}
+    config.data.heldout_path = "environment"
+    (data,) = heldout_data(config).values()
+    assert [data[0]] == rows
+
+
+@pytest.mark.parametrize("rows", [[], ValueError("no data")])
+def test_an_environment_without_evaluation_data_is_refused(monkeypatch: pytest.MonkeyPatch, rows: Any):
+    environment_with(monkeypatch, rows)
+    with pytest.raises(DataError, match="evaluation data"):
+        adapter.evaluation_rows("word")
+
+
+@needs_verifiers
+def test_a_real_environment_gives_its_evaluation_data(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(ENVIRONMENTS)
+    rows = adapter.evaluation_rows("verifiers-word-env")
+    assert [row["answer"] for row in rows] == ["one", "two", "three"]
