@@ -68,7 +68,9 @@ def make_data(task: str, folder: Path, *, seed: int = 0) -> bool:
     return True
 
 
-def make_rows(task: RealTask, *, seed: int, train: int = TRAIN_ROWS, heldout: int = HELDOUT_ROWS) -> dict[str, list[Row]]:
+def make_rows(
+    task: RealTask, *, seed: int, train: int = TRAIN_ROWS, heldout: int = HELDOUT_ROWS
+) -> dict[str, list[Row]]:
     """Return the rows of a task by file name: no question occurs twice, neither in one file nor in both.
 
     Raises `ConfigError`: reasoning-gym is missing, or the task has too few questions.
@@ -98,7 +100,9 @@ def make_rows(task: RealTask, *, seed: int, train: int = TRAIN_ROWS, heldout: in
 def dataset(task: RealTask, seed: int) -> Any:
     """Return the data set of reasoning-gym, whose entry k depends on seed + k. Raises `ConfigError` without it."""
     if importlib.util.find_spec("reasoning_gym") is None:
-        raise ConfigError("the package reasoning-gym is missing, which makes the tasks; run: pip install 'lockstep-rl[real]'")
+        raise ConfigError(
+            "the package reasoning-gym is missing, which makes the tasks; run: pip install 'lockstep-rl[real]'"
+        )
     import reasoning_gym
 
     return reasoning_gym.create_dataset(task.generator, seed=seed, size=MAX_DRAWS, **task.settings)
@@ -144,9 +148,7 @@ TASKS: dict[str, RealTask] = {
             settings={"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2},
             shots=2,
         ),
-        RealTask(
-            name="words", generator="word_sequence_reversal", settings={"min_words": 3, "max_words": 5}, shots=2
-        ),
+        RealTask(name="words", generator="word_sequence_reversal", settings={"min_words": 3, "max_words": 5}, shots=2),
         RealTask(name="gcd", generator="gcd", settings={"min_value": 2, "max_value": 50}, shots=2),
         RealTask(
             name="calculator",

