@@ -249,7 +249,7 @@ def main() -> None:
         parser.error(f"--threads {args.threads}: expected a number, or best")
     if args.picture and (args.curve is None or len(args.workloads) != 1):
         parser.error("--picture draws the curves of one workload: add --curve UPDATES and --workloads NAME")
-    threads = None if args.threads == "best" else dict.fromkeys(SIDES, int(args.threads))
+    threads: dict[str, int] | None = None if args.threads == "best" else dict.fromkeys(SIDES, int(args.threads))
     names = list(HEADLINES.values()) if args.quick and args.workloads == list(WORKLOADS) else args.workloads
     updates = 2 if args.quick else args.curve or args.updates
     rows: list[dict[str, object]] = []
