@@ -106,7 +106,6 @@ def measure(pair: Pair, *, updates: int, warm_up: int) -> tuple[Said, dict[str, 
     """Return the reports of these updates of each side after the first, and the chosen threads."""
     trials = {side: pair.candidates(side) for side in SIDES}
     rounds = {side: warm_up * len(counts) if len(counts) > 1 else 0 for side, counts in trials.items()}
-    (ROOT / "runs").mkdir(exist_ok=True)
     with (
         tempfile.TemporaryDirectory(dir=ROOT / "runs", prefix=".benchmark-") as folder,
         contextlib.ExitStack() as stack,
@@ -252,6 +251,7 @@ def main() -> None:
     threads: dict[str, int] | None = None if args.threads == "best" else dict.fromkeys(SIDES, int(args.threads))
     names = list(HEADLINES.values()) if args.quick and args.workloads == list(WORKLOADS) else args.workloads
     updates = 2 if args.quick else args.curve or args.updates
+    (ROOT / "runs").mkdir(exist_ok=True)
     rows: list[dict[str, object]] = []
     ratios, curves = {}, {}
     for name in names:
