@@ -14,6 +14,7 @@ goal is below 0.1. `all_in_tools_fraction` is the share in which all episodes wa
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import tempfile
@@ -39,25 +40,24 @@ def single_turns(batches: int, tokens: int) -> dict[str, dict[str, float]]:
     """Return sampled tokens of each side per second and per CPU second, over all batches but the first."""
     script, logs = Path(__file__).parent / "harness" / "engine_sides.py", ROOT / "runs" / "benchmarks"
     threads = str(max(1, len(os.sched_getaffinity(0)) - 1))
-    sides = {
-        name: Opponent(
-            script,
-            [name, "--batches", str(batches + 1), "--tokens", str(tokens)],
-            log=logs / f"rollout-{name}.log",
-            environment={"OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"},
-        )
-        for name in SIDES
-    }
-    try:
+    with contextlib.ExitStack() as stack:
+        sides = {
+            name: stack.enter_context(
+                Opponent(
+                    script,
+                    [name, "--batches", str(batches + 1), "--tokens", str(tokens)],
+                    log=logs / f"rollout-{name}.log",
+                    environment={"OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"},
+                )
+            )
+            for name in SIDES
+        }
         for side in sides.values():
             side.first_turn()
         turns = {name: [] for name in sides}
         for _ in range(batches):
             for name, side in sides.items():
                 turns[name].append(side.turn())
-    finally:
-        for side in sides.values():
-            side.close()
     return {
         name: {clock: sum(turn["tokens"] for turn in taken) / sum(turn[clock] for turn in taken) for clock in CLOCKS}
         for name, taken in turns.items()

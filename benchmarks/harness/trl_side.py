@@ -1,10 +1,10 @@
 """TRL's side of a comparison: `GRPOTrainer` of TRL 1.16 on the same workload, waiting for its turn after each update.
 
-Settings of the computation are those of Lockstep's demo: GRPO advantages divided by the group's standard deviation, a
-clip of 0.2 and 0.28, one denominator over all tokens of the batch (TRL's `dapo`), no KL term, AdamW with the same
-rates. Settings of speed alone are the fastest found: no gradient checkpointing, the whole batch in one pass, SDPA, no
-reports. Several turns use its `tools=`. When it generates with transformers, TRL neither scores old logprobs nor
-corrects for the sampler, and so does less work than Lockstep.
+Settings of the computation are translated from the configuration of Lockstep's side: model, chat template, rows and
+their order, batch, sampling, reward functions, clip, optimizer, seed. Both divide advantages by the group's standard
+deviation, and the loss by all tokens of the batch (TRL's `dapo`). Settings of speed alone are the fastest found: no
+gradient checkpointing, the whole batch in one pass, SDPA, no reports. Several turns use its `tools=`. When it generates
+with transformers, TRL neither scores old logprobs nor corrects for the sampler, and so does less work than Lockstep.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,65 +24,96 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import torch
 from datasets import Dataset
-from transformers import AutoTokenizer, TrainerCallback
+from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import qwen3_template
 
 from harness.ranks import start_other_ranks
-from harness.sentence import is_right
 from harness.turns import Turn
-from harness.workloads import PEER_ENGINES, WORKLOADS, Workload
+from harness.workloads import COMPARED, PEER_ENGINES, TOOL_TOKENS, configuration
+from rewards.resolve import resolve
+from rewards.trl import BatchReward
 from rollout.environments.calculator import calculator
+from rollout.environments.prompt import PromptReader
+from rollout.records import Rollout
+from trainer.build import make_chat
+from trainer.config.schema import Config
+from trainer.data.prompts import Prompts, training_data
+
+TOOLS: dict[str, list[Callable[..., Any]]] = {"calculator": [calculator]}
+"""Tools of each environment that has some."""
 
 
-def reward(completions: list[list[dict[str, Any]]], answer: list[str], **_: Any) -> list[float]:
-    """Return rewards in TRL's form."""
-    return [
-        float(is_right(str(messages[-1]["content"]), expected))
-        for messages, expected in zip(completions, answer, strict=True)
-    ]
+def dataset_of(config: Config, updates: int) -> Dataset:
+    """Return the rows of these updates in the order in which Lockstep draws them."""
+    prompts = Prompts(training_data(config), seed=config.seed, shuffle=config.data.shuffle)
+    rows = prompts.take(updates * config.rollout.prompts_per_step)
+    reader = PromptReader(column=config.environment.settings.get("prompt_column"))
+    return Dataset.from_list([{"prompt": list(reader.messages(row)), "row": json.dumps(dict(row))} for row in rows])
 
 
-def config_of(
-    workload: Workload, *, engine: str, updates: int, micro_batch: int, ranks: int, output: str
-) -> GRPOConfig:
+def reward_of(config: Config) -> Callable[..., list[float]]:
+    """Return the reward function of the configuration in TRL's form: Lockstep's own, on the same messages."""
+    (name,) = config.reward.functions
+    function = resolve(name, config.reward.settings.get(name, {}))
+
+    def reward(
+        prompts: list[list[dict[str, Any]]], completions: list[list[dict[str, Any]]], row: list[str], **_: Any
+    ) -> list[float]:
+        rollouts = [
+            Rollout(rollout_id=index, group_id=0, calls=(), messages=(*prompt, *completion), example=json.loads(text))
+            for index, (prompt, completion, text) in enumerate(zip(prompts, completions, row, strict=True))
+        ]
+        if isinstance(function, BatchReward):
+            return list(function.function(**function.arguments(rollouts)))
+        return [float(function(rollout)) for rollout in rollouts]
+
+    return reward
+
+
+def config_of(config: Config, *, engine: str, updates: int, micro_batch: int, ranks: int, output: str) -> GRPOConfig:
+    """Translate the settings. micro_batch: rollouts in one pass of all ranks together."""
+    sampling, algorithm, optimizer = config.rollout, config.algorithm, config.optimizer
+    batch = sampling.prompts_per_step * sampling.samples_per_prompt
     generation: dict[str, Any] = {}
     if engine == "vllm":
-        generation["max_tokens"] = workload.max_tokens_per_turn
-        if workload.fixed_tokens is not None:
+        generation["max_tokens"] = sampling.max_tokens_per_turn
+        if sampling.ignore_eos:
             generation["ignore_eos"] = True
     else:
-        generation["max_new_tokens"] = workload.max_tokens_per_turn
-        if workload.fixed_tokens is not None:
-            generation["min_new_tokens"] = workload.fixed_tokens
+        generation["max_new_tokens"] = sampling.max_tokens_per_turn
+        if sampling.ignore_eos:
+            generation["min_new_tokens"] = sampling.max_tokens_per_turn
     return GRPOConfig(
         output_dir=output,
         # Update
         loss_type="dapo",
-        epsilon=0.2,
-        epsilon_high=0.28,
-        beta=0.0,
+        epsilon=algorithm.clip_low,
+        epsilon_high=algorithm.clip_high,
+        beta=algorithm.kl_coef,
         scale_rewards="group",
-        learning_rate=workload.learning_rate,
+        learning_rate=optimizer.lr,
         lr_scheduler_type="constant",
-        adam_beta1=0.9,
-        adam_beta2=0.95,
-        weight_decay=0.0,
-        max_grad_norm=1.0,
+        adam_beta1=optimizer.betas[0],
+        adam_beta2=optimizer.betas[1],
+        adam_epsilon=optimizer.eps,
+        weight_decay=optimizer.weight_decay,
+        max_grad_norm=optimizer.max_grad_norm,
         max_steps=updates,
         # Rollouts
-        num_generations=workload.samples_per_prompt,
+        shuffle_dataset=False,
+        num_generations=sampling.samples_per_prompt,
         per_device_train_batch_size=micro_batch // ranks,
-        gradient_accumulation_steps=workload.batch // micro_batch,
-        max_completion_length=workload.horizon,
-        max_tool_calling_iterations=workload.max_turns - 1,
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
+        gradient_accumulation_steps=batch // micro_batch,
+        max_completion_length=config.environment.max_turns * (sampling.max_tokens_per_turn + TOOL_TOKENS),
+        max_tool_calling_iterations=config.environment.max_turns - 1,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
         generation_kwargs=generation,
         use_vllm=engine == "vllm",
         vllm_mode="colocate",
-        vllm_max_model_length=workload.max_model_len,
+        vllm_max_model_length=sampling.max_model_len,
         use_transformers_continuous_batching=engine == "paged",
         # Speed
         gradient_checkpointing=False,
@@ -93,16 +125,19 @@ def config_of(
         logging_steps=1,
         disable_tqdm=True,
         dataloader_pin_memory=False,
-        seed=0,
+        seed=config.seed,
     )
 
 
 class AfterEachUpdate(TrainerCallback):
     """Ends the turn when an update is logged, which is the last step of an update in TRL."""
 
-    def __init__(self, turn: Turn, workload: Workload) -> None:
+    def __init__(self, turn: Turn, batch: int) -> None:
         self._turn = turn
-        self._batch = workload.batch
+        self._batch = batch
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._turn.begin()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
         if logs and "completions/mean_length" in logs:
@@ -115,41 +150,41 @@ class AfterEachUpdate(TrainerCallback):
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("workload", choices=WORKLOADS)
+    parser.add_argument("workload", choices=COMPARED)
     parser.add_argument("--updates", type=int, required=True)
     parser.add_argument("--engine", choices=PEER_ENGINES, default="transformers")
-    parser.add_argument("--micro-batch", type=int, default=128)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--micro-batch", type=int, help="rollouts in one pass (default: the whole batch)")
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--save-to", help="directory for the trained model")
+    parser.add_argument("settings", nargs="*", help="further settings of Lockstep's side to translate")
     arguments = parser.parse_args()
     turn = Turn()
     start_other_ranks(arguments.ranks)
-    torch.set_num_threads(arguments.threads)
-    workload = WORKLOADS[arguments.workload]
-    tokenizer = AutoTokenizer.from_pretrained(workload.model_path)
-    tokenizer.response_template = qwen3_template  # the demo's template writes calls and reasoning as Qwen3's does
-    rows = [json.loads(line) for line in workload.data_path.read_text().splitlines()]
-    dataset = Dataset.from_list(
-        [{"prompt": [{"role": "user", "content": row["question"]}], "answer": row["answer"]} for row in rows]
-    )
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+    config = configuration([*COMPARED[arguments.workload].settings(), *arguments.settings])
+    batch = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+    tokenizer = make_chat(config).tokenizer
+    tokenizer.response_template = qwen3_template  # of templates that write calls and reasoning as Qwen3's does
     with tempfile.TemporaryDirectory() as output:
         trainer = GRPOTrainer(
-            model=str(workload.model_path),
-            reward_funcs=reward,
+            model=config.model.path,
+            reward_funcs=reward_of(config),
             args=config_of(
-                workload,
+                config,
                 engine=arguments.engine,
                 updates=arguments.updates,
-                micro_batch=arguments.micro_batch,
+                micro_batch=arguments.micro_batch or batch,
                 ranks=arguments.ranks,
                 output=output,
             ),
-            train_dataset=dataset,
+            train_dataset=dataset_of(config, arguments.updates),
             processing_class=tokenizer,
-            tools=[calculator] if workload.max_turns > 1 else None,
-            callbacks=[AfterEachUpdate(turn, workload)],
+            tools=TOOLS.get(config.environment.name),
+            callbacks=[AfterEachUpdate(turn, batch)],
         )
         trainer.train()
+        if arguments.save_to:
+            trainer.save_model(arguments.save_to)
 
 
 if __name__ == "__main__":

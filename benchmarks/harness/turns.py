@@ -1,10 +1,12 @@
 """Turns of two trainer processes: each makes one update on request, and then waits.
 
-So both are warm, other load affects both, and neither computes while the other is timed.
+So both are warm, other load affects both, and neither computes while the other is timed. A process whose benchmark
+ends early, or is killed, ends too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -12,12 +14,16 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
-from torch import distributed
+from torch import distributed, get_num_threads, set_num_threads  # not by torch's name, which vLLM replaces on a CPU
 
 GO, DONE = "BENCHMARK_GO_FD", "BENCHMARK_DONE_FD"
+FINISH = "finish"
+"""Answer to a report after which the trainer goes on to its end alone."""
+END_S = 600.0
+"""Time for a trainer to end after its last turn: it may save its model [s]."""
 
 
 class Turn:
@@ -34,15 +40,23 @@ class Turn:
             self._go = os.fdopen(int(os.environ[GO]))
             self._done = os.fdopen(int(os.environ[DONE]), "w")
 
+    def begin(self) -> None:
+        """Leave out what came before: call it after the startup."""
+        self._started = time.perf_counter()
+
     def over(self, **facts: float) -> None:
-        """Report the update, and wait for the next turn; call it on every rank."""
+        """Report the update, and wait for the next turn; call it on every rank. facts: may replace `seconds`."""
         wait_for_all_ranks()
         if self.is_heard:
             seconds = time.perf_counter() - self._started
-            print(json.dumps({"seconds": seconds, **facts}), file=self._done, flush=True)
-            self._go.readline()
+            print(json.dumps({"seconds": seconds, "threads": get_num_threads(), **facts}), file=self._done, flush=True)
+            answer = self._go.readline().split()
+            if not answer:
+                raise SystemExit("the benchmark has ended")
+            if answer[0].isdigit():
+                set_num_threads(int(answer[0]))
         wait_for_all_ranks()
-        self._started = time.perf_counter()
+        self.begin()
 
 
 def wait_for_all_ranks() -> None:
@@ -74,10 +88,13 @@ class Opponent:
         """Wait for the first update."""
         return self._answer()
 
-    def turn(self) -> dict[str, Any]:
-        """Request one update; return its report, with `seconds` by the trainer and `cpu_s` of all its processes."""
+    def turn(self, threads: int | None = None) -> dict[str, Any]:
+        """Request one update; return its report, with `seconds` by the trainer and `cpu_s` of all its processes.
+
+        threads: compute threads of the trainer's process from now on; None: unchanged.
+        """
         before = self._cpu_seconds()
-        print("go", file=self._go, flush=True)
+        print(threads or "go", file=self._go, flush=True)
         answer = self._answer()
         return {**answer, "cpu_s": self._cpu_seconds() - before}
 
@@ -88,13 +105,35 @@ class Opponent:
         return sum(time.user + time.system for time in times)
 
     def close(self) -> None:
-        """Wait for the end of the process after its last turn; kill it if it does not end."""
-        self._go.close()
+        """Let the process go on to its end and wait for it; kill it if it does not end."""
         try:
-            self._process.wait(timeout=60)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            print(FINISH, file=self._go, flush=True)
+            self._go.close()
+            self._process.wait(timeout=END_S)
+        except (BrokenPipeError, subprocess.TimeoutExpired):
+            self.kill()
+
+    def kill(self) -> None:
+        """End the process and its children at once."""
+        try:
+            trainer = psutil.Process(self._process.pid)
+            family = [*trainer.children(recursive=True), trainer]
+        except psutil.NoSuchProcess:
+            family = []
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        """Close after the last turn; kill after an error."""
+        if kind is None:
+            self.close()
+        else:
+            self.kill()
 
     def _answer(self) -> dict[str, Any]:
         line = self._done.readline()

@@ -2,30 +2,42 @@
 
     equal       the demo: turns of nearly the same length (multi-turn), or exactly (single-turn, no end token)
     lognormal   turns with a log-normal number of tokens (`long_winded.py`)
+    real        SmolLM2-135M-Instruct on tasks of reasoning-gym, in one turn, or in several with a tool (real_tools)
 
 In both trainers the model decides the lengths; only `fixed_tokens` forces them.
 """
 
 from __future__ import annotations
 
+import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from harness.long_winded import make_long_winded_model
 
+if TYPE_CHECKING:
+    from trainer.config.schema import Config
+
 ROOT = Path(__file__).resolve().parents[2]
 PEER_ENGINES = ("transformers", "paged", "vllm")
-"""Engines of TRL's generation; paged: its continuous batching."""
+"""Engines of TRL's generation; paged: its continuous batching; vllm: in its process."""
+SENTENCE = Path(__file__).parent / "sentence.py"
+TOOL_TOKENS = 24
+"""Longest answer of the tools, with the tokens around it."""
+SAME_UPDATE = ("optimizer.schedule=constant", "optimizer.warmup_updates=0", "algorithm.advantage_eps=1e-4")
+"""Settings that TRL cannot express otherwise: a rate that falls to a share of itself, and another epsilon."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A task, a model and a batch, shared by both sides."""
+    """A task of the demo, a model and a batch, shared by both sides."""
 
     name: str
     task: str
-    """Task of the demo: data, environment and reward."""
+    """Data, environment and reward."""
     max_turns: int
     is_long_winded: bool = False
     fixed_tokens: int | None = None
@@ -49,13 +61,29 @@ class Workload:
         return ROOT / "data" / "demo" / self.task / "train.jsonl"
 
     @property
-    def horizon(self) -> int:
-        """Maximal number of tokens after the prompt: turns, and tool answers between them."""
-        return self.max_turns * (self.max_tokens_per_turn + 24)
-
-    @property
     def max_model_len(self) -> int:
-        return 160 + self.horizon
+        return 160 + self.max_turns * (self.max_tokens_per_turn + TOOL_TOKENS)
+
+    def settings(self) -> list[str]:
+        """Return the overrides of a run of Lockstep on this workload; `trl_side.py` translates them."""
+        return [
+            f"model={self.task}",
+            f"data={self.task}",
+            f"environment={self.task}",
+            f"model.path={self.model_path}",
+            f"data.path={self.data_path}",
+            f"data.heldout_path={self.data_path.with_name('heldout.jsonl')}",
+            f"environment.max_turns={self.max_turns}",
+            f"rollout.prompts_per_step={self.prompts}",
+            f"rollout.samples_per_prompt={self.samples_per_prompt}",
+            f"rollout.max_tokens_per_turn={self.max_tokens_per_turn}",
+            f"rollout.max_model_len={self.max_model_len}",
+            f"rollout.ignore_eos={str(self.fixed_tokens is not None).lower()}",
+            f"reward.functions=[{SENTENCE}:right_sentence]",
+            "reward.isolation=thread",
+            f"optimizer.lr={self.learning_rate}",
+            *SAME_UPDATE,
+        ]
 
     def prepare(self) -> None:
         """Make the model and its data if they are missing."""
@@ -92,3 +120,56 @@ WORKLOADS = {
         ),
     )
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RealWorkload:
+    """SmolLM2-135M-Instruct on a task of reasoning-gym, as an experiment of the repository trains it."""
+
+    name: str
+    experiment: str
+    task: str
+    """Name of the task in `demo/real/tasks.py`."""
+
+    @property
+    def model_path(self) -> Path:
+        return ROOT / "models" / "smollm2-135m-instruct"
+
+    def settings(self) -> list[str]:
+        """Return the overrides of a run of Lockstep on this workload; `trl_side.py` translates them."""
+        return [
+            f"experiment={self.experiment}",
+            f"model.path={self.model_path}",
+            f"data.path={ROOT}/data/real/{self.task}/train.jsonl",
+            f"data.heldout_path={ROOT}/data/real/{self.task}/heldout.jsonl",
+            "reward.isolation=thread",
+            *SAME_UPDATE,
+        ]
+
+    def prepare(self) -> None:
+        """Make the model and its data if they are missing."""
+        command = [sys.executable, "scripts/make_real_model.py", "--task", self.task]
+        subprocess.run(command, cwd=ROOT, stdout=sys.stderr, check=True)
+
+
+COMPARED: dict[str, Workload | RealWorkload] = {
+    **WORKLOADS,
+    "real": RealWorkload(name="real", experiment="real", task="sums"),
+    "real_tools": RealWorkload(name="real_tools", experiment="real_calculator", task="calculator"),
+}
+"""Workloads that `compare_trl.py` can run."""
+
+
+def configuration(settings: Sequence[str]) -> Config:
+    """Return the checked settings of a run with these overrides."""
+    from hydra import compose, initialize_config_dir
+    from hydra.core.config_store import ConfigStore
+
+    from trainer.checks.validate import validate
+    from trainer.cli import CONFIG_DIR, schema, to_config
+
+    ConfigStore.instance().store(name="schema", node=schema())
+    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+        config = to_config(compose("train", overrides=list(settings)))
+    validate(config)
+    return config

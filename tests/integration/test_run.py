@@ -179,6 +179,11 @@ def test_the_last_lines_say_how_to_continue(first_run: tuple[Path, str]) -> None
         assert word in output
 
 
+def test_the_last_evaluation_is_compared_with_the_one_before_training(first_run: tuple[Path, str]) -> None:
+    assert "before training -> " in first_run[1]
+    assert "update 12 minus update 0, on the same prompts" in first_run[1]
+
+
 def test_checkpoints_are_whole_and_only_the_newest_are_kept(first_run: tuple[Path, str]) -> None:
     found, skipped = checkpoint.complete(first_run[0] / "checkpoints")
     assert [path.name for path in found] == ["step-8", "step-12"]

@@ -22,6 +22,11 @@ from trainer.config.paths import file_exists, path_exists
 from trainer.config.schema import Config
 from trainer.config.user_code import runs_unisolated
 
+_MADE_BY = {
+    **{task: f"make_demo_model.py --task {task}" for task in ("calculator", "chain", "reverse")},
+    "smollm2-135m-instruct": "make_real_model.py",
+}
+"""Commands that make models of this repository, by the name of their directory."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -40,9 +45,8 @@ def model_problems(config: Config) -> Iterator[str]:
         except ConfigError as error:
             yield str(error)
     if lacks_model(config.model.path):
-        task = Path(config.model.path).name
-        is_demo = task in ("calculator", "chain", "reverse")
-        make = f"run `python scripts/make_demo_model.py --task {task}`" if is_demo else "expected a saved model"
+        command = _MADE_BY.get(Path(config.model.path).name)
+        make = f"run `python scripts/{command}`" if command else "expected a saved model"
         yield f"model.path={config.model.path} has no config.json; {make}, or set model.path=<directory or hub id>"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
+from pathlib import Path
 
 from rollout.records import Rollout
 from rollout.saved_rollouts import write_rollouts
@@ -12,7 +13,7 @@ from trainer.batch.step_batch import StepBatch
 from trainer.checkpoint.run_dir import RunDirectory
 from trainer.credit.targets import Targets
 from trainer.evaluate.evaluator import Evaluation, comparable_settings
-from trainer.evaluate.results import result_lines, write_results
+from trainer.evaluate.results import compare, comparison_lines, read_results, result_lines, title, write_results
 from trainer.model.shape import update_flops
 from trainer.observe.alarms import AlarmThresholds, alarms
 from trainer.observe.console import RunConsole
@@ -75,6 +76,22 @@ class Reporter:
                 settings=comparable_settings(self._config),
             )
         self._save_rollouts(f"evaluations/{path.stem}.jsonl", evaluation.rollouts)
+        first = path.with_name("update-000000.json")
+        if update and update >= self._config.updates and first.is_file():
+            self._compare(first, evaluation, update)
+
+    def _compare(self, first: Path, evaluation: Evaluation, update: int) -> None:
+        """Print the gain of the whole run: its last evaluation and the one before training, paired by prompt."""
+        with self.log.tolerating("comparing with the evaluation before training"):
+            before = read_results(first, comparable_settings(self._config))
+            comparisons = compare(before, evaluation.results)
+            by_name = {result.name: result for result in before}
+            for result in evaluation.results:
+                if result.name in by_name:
+                    was, now = by_name[result.name].rewards(), result.rewards()
+                    self._console.say(f"{title(result.name)}  mean reward {was} before training -> {now}")
+            for line in comparison_lines(comparisons, "update 0", f"update {update}"):
+                self._console.say(line)
 
     def _save_rollouts(self, name: str, rollouts: Sequence[Rollout]) -> None:
         if self._config.logger.save_rollouts:

@@ -22,7 +22,7 @@ LAUNCH_FILES = sorted((ROOT / "configs" / "accelerate").glob("*.yaml"))
 
 # Set by `make test` for its own tests, or by a container; these tests need the defaults.
 MAKE_VARIABLES = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "SKIP_INSTALL", "VENV", "PYTHON", "ACCELERATOR"}
-MAKE_VARIABLES |= {"ARGS", "PYTEST_ARGS", "NUM_PROCESSES", "BENCH"}
+MAKE_VARIABLES |= {"ARGS", "PYTEST_ARGS", "NUM_PROCESSES", "BENCH", "TASK"}
 
 
 def make(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -48,7 +48,7 @@ def test_make_without_a_target_lists_every_target_and_every_target_is_phony() ->
     assert set(phony.split()) == targets, "a file with the name of a target, such as docs, would switch it off"
 
 
-@pytest.mark.parametrize("target", ["train", "train-zero3", "test", "test-unit", "test-slow", "lint", "format"])
+@pytest.mark.parametrize("target", ["train", "train-zero3", "real", "test", "test-unit", "test-slow", "lint", "format"])
 def test_a_target_installs_before_it_runs(target: str) -> None:
     commands = make("--dry-run", target).stdout
     install, *others = [line for line in commands.splitlines() if "scripts/install.sh" in line or ".venv/bin/" in line]

@@ -1,0 +1,147 @@
+"""The rows of the real tasks: deterministic, disjoint, and rewarded as reasoning-gym scores them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from demo.real import tasks
+from demo.real.tasks import TASKS, dataset, make_data, make_rows
+from rewards.composition import make_reward_set
+from rollout.environments import make_environment
+from rollout.errors import ConfigError
+from rollout.records import Rollout
+from tests.fixtures.paths import ROOT
+from tests.unit.trainer.data.test_ready_data import composed
+
+NAMES = sorted(TASKS)
+
+
+@pytest.fixture(autouse=True)
+def _needs_reasoning_gym(request: pytest.FixtureRequest) -> None:
+    if "without" not in request.node.name and "names" not in request.node.name:
+        pytest.importorskip("reasoning_gym")
+
+
+def rows_of(name: str, *, seed: int = 0, train: int = 120, heldout: int = 16) -> dict[str, list[dict[str, Any]]]:
+    return make_rows(TASKS[name], seed=seed, train=train, heldout=heldout)
+
+
+def question(row: dict[str, Any]) -> str:
+    return row["messages"][-1]["content"]
+
+
+def experiment(name: str) -> str:
+    return "real" if name == tasks.DEFAULT else f"real_{name}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_depend_on_the_seed_alone(name: str) -> None:
+    assert rows_of(name) == rows_of(name)
+    assert rows_of(name) != rows_of(name, seed=1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_question_is_in_two_rows_or_in_an_example_whatever_the_seeds(name: str) -> None:
+    files = rows_of(name)
+    asked = [question(row) for rows in files.values() for row in rows]
+    examples = {turn["content"] for turn in files["train.jsonl"][0]["messages"][:-1] if turn["role"] == "user"}
+    assert len({*asked, *examples}) == len(asked) + len(examples)
+    trained = {question(row) for seed in range(3) for row in rows_of(name, seed=seed)["train.jsonl"]}
+    for seed in range(3):
+        assert not trained & {question(row) for row in rows_of(name, seed=seed)["heldout.jsonl"]}
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_the_reward_is_the_score_of_reasoning_gym(name: str) -> None:
+    """On right answers, wrong answers and no answers of real rows."""
+    task = TASKS[name]
+    config = composed(f"experiment={experiment(name)}", "model.path=x")
+    data = dataset(task, 0)
+    entries = {str(entry["question"]): entry for entry in (data[index] for index in range(120))}
+    rows = rows_of(name, train=24, heldout=2)["train.jsonl"]
+    wrong = rows[1:] + rows[:1]
+    rollouts, expected = [], []
+    for row, other in zip(rows, wrong, strict=True):
+        for answer in (row["answer"], other["answer"], "I do not know", ""):
+            turns = (*row["messages"], {"role": "assistant", "content": answer})
+            rollouts.append(
+                Rollout(rollout_id=len(rollouts), group_id=0, calls=(), example=row, messages=turns, reward=0.0)
+            )
+            expected.append(float(data.score_answer(answer, entries[question(row)]) == 1.0))
+    rewards = make_reward_set(config.reward.functions)
+    try:
+        scored = await rewards.score(rollouts)
+    finally:
+        rewards.close()
+    assert [rollout.error for rollout in scored] == [None] * len(scored)
+    assert [rollout.reward for rollout in scored] == expected
+    assert expected[::4] == [1.0] * len(rows)
+    assert 0.0 in expected[1::4]
+
+
+async def test_the_example_of_the_calculator_calls_it_and_its_result_is_the_answer() -> None:
+    row = rows_of("calculator")["train.jsonl"][0]
+    user, call, result, answer, _ = row["messages"]
+    environment = make_environment("calculator")
+    await environment.reset({"question": user["content"]})
+    step = await environment.step(call)
+    assert step.messages[0]["content"] == result["content"] == answer["content"]
+    assert not step.done
+
+
+def test_a_task_with_too_few_questions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "MAX_DRAWS", 50)
+    with pytest.raises(ConfigError, match=r"too few different questions: \d+ of 120 rows for train.jsonl.*in 50 draws"):
+        rows_of(tasks.DEFAULT)
+
+
+def test_a_second_call_writes_nothing_and_a_damaged_set_is_written_again(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    assert make_data(tasks.DEFAULT, folder)
+    written = {path.name: path.read_text() for path in folder.iterdir()}
+    assert sorted(written) == ["heldout.jsonl", "recipe.json", "train.jsonl"]
+    assert [len(written[name].splitlines()) for name in ("train.jsonl", "heldout.jsonl")] == [2048, 256]
+    assert not make_data(tasks.DEFAULT, folder)
+    (folder / "heldout.jsonl").unlink()
+    assert make_data(tasks.DEFAULT, folder)
+    assert make_data(tasks.DEFAULT, folder, seed=1), "another seed gives other rows"
+    assert make_data(tasks.DEFAULT, folder)
+    assert {path.name: path.read_text() for path in folder.iterdir()} == written
+
+
+def test_without_reasoning_gym_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"reasoning-gym is missing.*pip install 'lockstep-rl\[real\]'"):
+        make_data(tasks.DEFAULT, tmp_path)
+
+
+def test_the_names_of_tasks_experiments_and_make_targets_are_the_same() -> None:
+    others = {path.stem.removeprefix("real_") for path in (ROOT / "configs/experiment").glob("real_*.yaml")}
+    assert {*others, tasks.DEFAULT} == set(TASKS)
+    makefile = (ROOT / "Makefile").read_text()
+    (listed,) = re.findall(r"^real: .*TASK=([\w|]+)", makefile, re.MULTILINE)
+    assert set(listed.split("|")) == others
+    for name in TASKS:
+        config = composed(f"experiment={experiment(name)}")
+        assert config.data.path == f"data/real/{name}/train.jsonl"
+        assert config.data.heldout_path == f"data/real/{name}/heldout.jsonl"
+
+
+def test_the_names_of_methods_change_a_real_run_by_one_override() -> None:
+    assert composed("experiment=real", "method=lora").model.lora.rank > 0
+    assert composed("experiment=real", "method=lora").optimizer.lr >= 5 * composed("experiment=real").optimizer.lr
+    assert composed("experiment=real", "method=ppo").has_critic
+    assert composed("experiment=real", "method=ppo", "optimizer.lr=1e-6").optimizer.lr == 1e-6
+
+
+def test_rows_are_json_lines_of_a_chat_and_an_answer(tmp_path: Path) -> None:
+    make_data("calculator", tmp_path)
+    for line in (tmp_path / "train.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        assert row["messages"][-1]["role"] == "user"
+        assert isinstance(row["answer"], str)
