@@ -21,7 +21,7 @@ from demo.tasks import is_heldout
 from rollout.environments.calculator import evaluate
 from rollout.errors import ConfigError
 
-DEFAULT = "sums"
+DEFAULT = "names"
 Row = dict[str, Any]
 Message = dict[str, Any]
 
@@ -143,13 +143,18 @@ TASKS: dict[str, RealTask] = {
     task.name: task
     for task in (
         RealTask(
-            name="sums",
-            generator="chain_sum",
-            settings={"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2},
+            name="names",
+            generator="needle_haystack",
+            settings={"min_num_statements": 3, "max_num_statements": 5},
             shots=2,
         ),
-        RealTask(name="words", generator="word_sequence_reversal", settings={"min_words": 3, "max_words": 5}, shots=2),
-        RealTask(name="gcd", generator="gcd", settings={"min_value": 2, "max_value": 50}, shots=2),
+        RealTask(name="words", generator="word_sequence_reversal", settings={"min_words": 3, "max_words": 3}, shots=4),
+        RealTask(
+            name="sums",
+            generator="chain_sum",
+            settings={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
+            shots=2,
+        ),
         RealTask(
             name="calculator",
             generator="products",
