@@ -150,10 +150,10 @@ TASKS: dict[str, RealTask] = {
         ),
         RealTask(name="words", generator="word_sequence_reversal", settings={"min_words": 3, "max_words": 3}, shots=4),
         RealTask(
-            name="sums",
-            generator="chain_sum",
-            settings={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
-            shots=2,
+            name="family",
+            generator="family_relationships",
+            settings={"min_family_size": 3, "max_family_size": 4},
+            shots=3,
         ),
         RealTask(
             name="calculator",
