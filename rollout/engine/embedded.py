@@ -57,6 +57,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+CPU_BLOCK_TOKENS = 32
+"""Tokens of a block of the KV cache on a CPU, the least that its attention takes."""
 BATCH_TOKENS = 8192
 """Tokens of a batch of the engine, in which it also splits longer prompts on a GPU. vLLM's default is 2,048."""
 WATCH_S = 0.5
@@ -364,6 +366,8 @@ def device_arguments(*, is_cpu: bool, dtype: str, max_model_len: int | None) -> 
             # A partial prefill of a request with a seed kills the CPU worker, so a whole prompt must fit one step.
             "max_num_batched_tokens": None if max_model_len is None else max(max_model_len, BATCH_TOKENS),
             "enable_chunked_prefill": False,
+            # vLLM's 128 would compute most of a prompt again for each sample of its group: whole blocks are shared.
+            "block_size": CPU_BLOCK_TOKENS,
         }
     arguments: dict[str, Any] = {"max_num_batched_tokens": BATCH_TOKENS}
     if dtype != "float32":

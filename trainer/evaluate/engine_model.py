@@ -64,7 +64,7 @@ class Generation:
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Generation:
         """Read the `generation_kwargs` of a task. Raises `ConfigError` for one that the engine does not have."""
-        found = dict(normalize_gen_kwargs(dict(given), DEFAULT_MAX_TOKENS))
+        found: dict[str, Any] = dict(normalize_gen_kwargs(dict(given), DEFAULT_MAX_TOKENS))
         samples = bool(found.pop("do_sample"))
         until = tuple(map(str, handle_stop_sequences(found.pop("until"), None)))
         # do_sample without a temperature is temperature 1, as in the backends of lm-eval.

@@ -185,9 +185,10 @@ class Tasks:
             raise DataError(
                 f"lm-eval failed on {', '.join(self.names)}: {type(error).__name__}: {error_text(error)}"
             ) from error
+        assert results is not None, "only other ranks of lm-eval have none"
         return TaskRun(
             metrics=task_metrics(results),
-            samples=results["samples"],
+            samples=dict(results["samples"]),
             num_requests=model.num_requests,
             num_truncated=model.num_truncated,
         )

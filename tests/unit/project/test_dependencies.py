@@ -23,7 +23,9 @@ NOT_DECLARED = {
     "triton",  # a part of the CUDA builds of torch
     "sky",  # a check of launch files, which is skipped without it: many packages for one schema
 }
-FOR_USERS = ("cpu", "cuda", "plot", "math", "verifiers")
+FOR_USERS = (
+    "cpu", "cuda", "plot", "math", "verifiers", "lm-eval", "real", "tensorboard", "mlflow", "trackio", "swanlab"
+)  # fmt: skip
 
 
 def imports(tree: ast.AST) -> Iterator[str]:

@@ -38,6 +38,7 @@ ENTRIES = {
     "reward.settings": ("numeric", {"rel_tol": 0.5}),
     "reward.on_error": ("timeout", "raise"),
     "correction.rejection": ("token_k3", 0.25),
+    "eval.lm_eval.gen_kwargs": ("temperature", 0.5),
     "eval.sets": ("mine", {"path": "rows.jsonl"}),
     "eval.sets.mine.columns": ("prompt", "question"),
 }

@@ -58,7 +58,7 @@ class MlflowRun:
         )
 
     def __init__(self, session: Session) -> None:
-        from mlflow import MlflowClient  # here: an optional package, seconds to import
+        from mlflow import MlflowClient  # type: ignore[import-not-found]  # here: an optional package, seconds to import
 
         uri, artifacts = os.environ.get("MLFLOW_TRACKING_URI"), None
         if not uri:
@@ -78,7 +78,7 @@ class MlflowRun:
         self._configuration(session.run_config)
 
     def _configuration(self, run_config: Mapping[str, Any]) -> None:
-        from mlflow.entities import Param
+        from mlflow.entities import Param  # type: ignore[import-not-found]
 
         params = [Param(_allowed(name), str(value)) for name, value in _leaves(run_config)]
         params = [param for param in params if len(param.value) <= MAX_PARAM]
@@ -87,7 +87,7 @@ class MlflowRun:
         self._client.log_dict(self.id, dict(run_config), "config.json")
 
     def log(self, update: int, values: Values) -> None:
-        from mlflow.entities import Metric
+        from mlflow.entities import Metric  # type: ignore[import-not-found]
 
         now = int(time.time() * 1000)
         metrics = [Metric(_allowed(name), number, now, update) for name, number in numbers(values).items()]

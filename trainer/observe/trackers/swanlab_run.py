@@ -38,7 +38,7 @@ class SwanlabRun:
         return Place(data=data, view=shlex.join(["swanlab", "watch", data]))
 
     def __init__(self, session: Session) -> None:
-        import swanlab  # here: an optional package, slow to import
+        import swanlab  # type: ignore[import-not-found]  # here: an optional package, slow to import
 
         self._swanlab = swanlab
         self.id = session.id or secrets.token_hex(8)

@@ -47,7 +47,7 @@ class TrackioRun:
         return Place(data=data, view=shlex.join(["trackio", "show", "--project", settings.project]), store=data)
 
     def __init__(self, session: Session) -> None:
-        import trackio  # here: an optional package, slow to import
+        import trackio  # type: ignore[import-not-found]  # here: an optional package, slow to import
 
         self._trackio = trackio
         # The name is Trackio's key, and runs of several directories may have one.
