@@ -1,8 +1,8 @@
 """The bash blocks of README and docs, run unchanged in a reader's directory.
 
-Covered: every block that does not state a need for GPUs, the hub, the package index or an optional package. Files on a page are written
-first; settings behind the reader's own cut runs to two small updates. Not covered: the printed output. All are for
-`make test-slow`; tests/unit/project/test_docs_names.py refuses a command that is not known here.
+Covered: every block that does not state a need for GPUs, the hub, the package index or an optional package. Files on a
+page are written first; settings behind the reader's own cut runs to two small updates. Not covered: the printed output.
+All are for `make test-slow`; tests/unit/project/test_docs_names.py refuses a command that is not known here.
 """
 
 from __future__ import annotations
