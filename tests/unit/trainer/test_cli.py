@@ -16,10 +16,11 @@ from trainer.cli import CONFIG_DIR, drop_demo_heldout, launch, schema, to_config
 from trainer.config.schema import Config
 
 ROOT = CONFIG_DIR.parent
+LAUNCHERS = ("accelerate", "kubernetes", "skypilot", "dstack")
 GROUP_FILES = sorted(
     path.relative_to(CONFIG_DIR).with_suffix("")
     for path in CONFIG_DIR.glob("*/*.yaml")
-    if path.parent.name not in ("accelerate", "kubernetes", "skypilot", "dstack")  # of launchers
+    if path.parent.name not in LAUNCHERS
 )
 
 
@@ -86,11 +87,11 @@ def test_every_config_file_composes_and_validates(
 
 
 def test_every_file_under_configs_has_a_test() -> None:
-    """This module composes groups and train.yaml, test_packaging.py reads the launch files with Accelerate, and
+    """This module composes groups and train.yaml, test_packaging.py and test_launching.py read the launch files, and
     test_ready_data.py composes train_reward_model.yaml."""
     found = {path.relative_to(CONFIG_DIR) for path in CONFIG_DIR.rglob("*.yaml")}
     groups = {path.with_suffix(".yaml") for path in GROUP_FILES}
-    launch_files = {path for path in found if path.parent.name == "accelerate"}
+    launch_files = {path for path in found if path.parent.name in LAUNCHERS}
     assert found - groups - launch_files == {Path("train.yaml"), Path("train_reward_model.yaml")}
 
 
