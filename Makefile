@@ -48,9 +48,7 @@ train: model ## Train the demo model to use a calculator; settings in ARGS
 train-zero3: model ## Train on NUM_PROCESSES=2 processes with DeepSpeed ZeRO-3
 	$(BIN)/accelerate launch --config_file configs/accelerate/zero3.yaml --num_processes $(NUM_PROCESSES) scripts/train.py $(ARGS)
 
-# The packages of the extra `real` are installed when they are missing: no other target needs them.
 real: install ## Train a real model, SmolLM2-135M, on two CPU cores; TASK=words|family|calculator, ARGS
-	@$(BIN)/python -c 'import gguf, reasoning_gym' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -e '.[real]'
 	$(BIN)/python scripts/make_real_model.py $(if $(TASK),--task $(TASK))
 	$(BIN)/python scripts/train.py experiment=real$(if $(TASK),_$(TASK)) $(ARGS)
 	$(BIN)/python scripts/report.py

@@ -29,6 +29,8 @@ from harness.results import argument_parser, report
 from harness.turns import Opponent
 from harness.workloads import COMPARED, ROOT
 
+from rollout.system.compute_threads import waiting
+
 STILL = "optimizer.lr=1e-9"
 """Setting that keeps the lengths of rollouts."""
 CLOCKS = {"lockstep": ("time/update", "seconds"), "trl": ("seconds",)}
@@ -69,7 +71,7 @@ def measure(name: str, *, busy: Sequence[int], repeats: int, threads: int | None
             )
             stack.callback(sides[side].kill)
 
-        start("lockstep", ["--run-root", folder, "--plain"])
+        start("lockstep", ["--run-root", folder, "--plain"], **waiting())
         if with_trl:
             start("trl", [], OMP_NUM_THREADS=str(threads or len(os.sched_getaffinity(0))))
         said: dict[str, Said] = {side: {count: [] for count in rounds} for side in sides}

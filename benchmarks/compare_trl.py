@@ -44,6 +44,8 @@ from harness.results import argument_parser, machine, report
 from harness.turns import Opponent
 from harness.workloads import COMPARED, PEER_ENGINES, ROOT, WORKLOADS, RealWorkload, Workload
 
+from rollout.system.compute_threads import waiting
+
 SIDES = ("lockstep", "trl")
 HEADLINES = {"multi_turn_ratio": "multi_lognormal", "single_turn_ratio": "single_equal"}
 WARM_UP = 2
@@ -95,6 +97,7 @@ class Pair:
                         "OMP_NUM_THREADS": str(max(self.candidates(side))),
                         "TOKENIZERS_PARALLELISM": "false",
                         "HF_HUB_OFFLINE": "1",
+                        **(waiting() if side == "lockstep" else {}),
                     },
                 )
             )

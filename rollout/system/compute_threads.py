@@ -17,7 +17,11 @@ CHOICES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 """Environment variables by which users choose the wait themselves."""
 
 
+def waiting() -> dict[str, str]:
+    """Return the environment variables that set the wait; none if users have chosen it."""
+    return {} if any(name in os.environ for name in CHOICES) else {"GOMP_SPINCOUNT": str(SPIN_COUNT)}
+
+
 def wait_briefly() -> None:
     """Set the wait for this process and its children, unless the environment does; before torch is imported."""
-    if not any(name in os.environ for name in CHOICES):
-        os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
+    os.environ.update(waiting())
