@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from demo.tokenizer import TURN_END, train_tokenizer
 from rollout.episode.rows import rows_from_calls
@@ -81,6 +82,26 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def searching_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model with a chain of tokens that it almost always samples: a search for "Paris"."""
+    directory = tmp_path_factory.mktemp("searching")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    policy = AutoModelForCausalLM.from_pretrained(model)
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "?"}], add_generation_prompt=True)["input_ids"]
+    tags = [tokenizer.convert_tokens_to_ids(name) for name in ("<search>", "</search>", TURN_END)]
+    chain = [prompt[-1], tags[0], *tokenizer.encode(" Paris", add_special_tokens=False), *tags[1:]]
+    with torch.no_grad():
+        embedding, head = policy.get_input_embeddings().weight, policy.get_output_embeddings().weight
+        directions = torch.eye(embedding.shape[1])[: len(chain)]
+        embedding[chain] = 10 * directions  # far above what the layers add
+        head.zero_()
+        head[chain[1:]] = 2 * directions[:-1]
+    tokenizer.save_pretrained(directory)
+    policy.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
 def search_server() -> Iterator[tuple[str, list[str]]]:
     """Serve Search-R1's protocol; yield the URL and the queries it gets."""
     queries: list[str] = []
@@ -131,10 +152,12 @@ def test_reverse_text_runs_and_is_judged(model: Path, tmp_path: Path) -> None:
 
 
 def test_search_r1_searches_and_trains_no_token_of_the_results(
-    model: Path, search_server: tuple[str, list[str]], tmp_path: Path
+    searching_model: Path, search_server: tuple[str, list[str]], tmp_path: Path
 ) -> None:
     url, queries = search_server
-    train(*words("search_r1", model, tmp_path, f"environment.settings.url={url}", "rollout.prompts_per_step=4"))
+    train(
+        *words("search_r1", searching_model, tmp_path, f"environment.settings.url={url}", "rollout.prompts_per_step=4")
+    )
     check_run("search_r1", tmp_path)
     assert queries, "the model must search, or nothing is tested"
     path = tmp_path / "recipe-search_r1" / "rollouts" / "step-000002.jsonl"
