@@ -23,8 +23,8 @@ FILE_FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "p
 """Loader of `datasets` by the suffix of a local file."""
 
 
-UNREADABLE = (OSError, ValueError, TypeError, OverflowError, NotImplementedError, RecursionError, csv.Error)
-"""Errors of readers for damaged files, and for values that Python cannot hold."""
+UNREADABLE = (OSError, ValueError, TypeError, OverflowError, KeyError, NotImplementedError, RecursionError, csv.Error)
+"""Errors of readers for damaged files, and for values that Python cannot hold; pytz's for a zone is a `KeyError`."""
 
 
 def is_file(path: str) -> bool:

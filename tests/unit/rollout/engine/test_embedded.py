@@ -15,7 +15,7 @@ from vllm.config import ModelConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import RetryableRequestError
 
-from rollout.engine.embedded import EmbeddedEngine, _check_compiler, device_arguments
+from rollout.engine.embedded import CPU_BLOCK_TOKENS, EmbeddedEngine, _check_compiler, device_arguments
 from rollout.engine.protocol import Sampling
 from rollout.errors import ConfigError, EngineError
 from rollout.system.background_loop import BackgroundLoop
@@ -24,7 +24,7 @@ from tests.fixtures.models import save_tiny_model
 
 def test_settings_for_cpus_alone_are_not_given_to_gpus() -> None:
     on_cpu = device_arguments(is_cpu=True, dtype="bfloat16", max_model_len=9000)
-    assert on_cpu == {"max_num_batched_tokens": 9000, "enable_chunked_prefill": False}
+    assert on_cpu == {"max_num_batched_tokens": 9000, "enable_chunked_prefill": False, "block_size": CPU_BLOCK_TOKENS}
     on_gpu = device_arguments(is_cpu=False, dtype="bfloat16", max_model_len=9000)
     assert on_gpu == {"max_num_batched_tokens": 8192, "hf_overrides": {"head_dtype": "float32"}}
     assert "hf_overrides" not in device_arguments(is_cpu=False, dtype="float32", max_model_len=9000)
