@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from harness.ranks import start_other_ranks
 from harness.turns import Turn
-from harness.workloads import COMPARED, configuration
+from harness.workloads import COMPARED, RealWorkload, Workload, configuration
 from trainer.observe.step_metrics import StepReport
 from trainer.run.run import run
 
@@ -26,12 +26,12 @@ UNSAVED += ("eval.before_training=false",)
 """Settings that leave out the work between updates."""
 
 
-def speed(ranks: int) -> list[str]:
+def speed(workload: Workload | RealWorkload, ranks: int) -> list[str]:
     """Return the settings of speed alone."""
     num_engines = min(MAX_ENGINES, len(os.sched_getaffinity(0)))
     return [
         f"rollout.num_engines={num_engines}" if ranks == 1 else "rollout=colocated",
-        "rollout.compile_engine=true",
+        f"rollout.compile_engine={str(workload.is_engine_compiled).lower()}",
     ]
 
 
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--run-root", required=True)
     parser.add_argument("--plain", action="store_true", help="leave engines as the configuration has them")
     parser.add_argument("settings", nargs="*", help="further settings of the run")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     turn = Turn()
     start_other_ranks(arguments.ranks)
 
@@ -61,9 +61,10 @@ def main() -> None:
             **({"seconds": times["time/step"]} if report.update == 1 else {}),  # without the startup
         )
 
+    workload = COMPARED[arguments.workload]
     settings = [
-        *COMPARED[arguments.workload].settings(),
-        *([] if arguments.plain else speed(arguments.ranks)),
+        *workload.settings(),
+        *([] if arguments.plain else speed(workload, arguments.ranks)),
         *UNSAVED,
         f"updates={arguments.updates}",
         f"run_root={arguments.run_root}",

@@ -3,7 +3,7 @@
 Settings of the computation are translated from the configuration of Lockstep's side: model, chat template, rows and
 their order, batch, sampling, reward functions, clip, optimizer, seed. Both divide advantages by the group's standard
 deviation, and the loss by all tokens of the batch (TRL's `dapo`). Settings of speed alone are the fastest found: no
-gradient checkpointing, the whole batch in one pass, SDPA, no reports. Several turns use its `tools=`. When it generates
+gradient checkpointing, few passes, SDPA, no reports. Several turns use its `tools=`. When it generates
 with transformers, TRL neither scores old logprobs nor corrects for the sampler, and so does less work than Lockstep.
 """
 
@@ -153,15 +153,16 @@ def main() -> None:
     parser.add_argument("workload", choices=COMPARED)
     parser.add_argument("--updates", type=int, required=True)
     parser.add_argument("--engine", choices=PEER_ENGINES, default="transformers")
-    parser.add_argument("--micro-batch", type=int, help="rollouts in one pass (default: the whole batch)")
+    parser.add_argument("--micro-batch", type=int, help="rollouts in one pass (default: the workload's)")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--save-to", help="directory for the trained model")
     parser.add_argument("settings", nargs="*", help="further settings of Lockstep's side to translate")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     turn = Turn()
     start_other_ranks(arguments.ranks)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
-    config = configuration([*COMPARED[arguments.workload].settings(), *arguments.settings])
+    workload = COMPARED[arguments.workload]
+    config = configuration([*workload.settings(), *arguments.settings])
     batch = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     tokenizer = make_chat(config).tokenizer
     tokenizer.response_template = qwen3_template  # of templates that write calls and reasoning as Qwen3's does
@@ -173,7 +174,7 @@ def main() -> None:
                 config,
                 engine=arguments.engine,
                 updates=arguments.updates,
-                micro_batch=arguments.micro_batch or batch,
+                micro_batch=arguments.micro_batch or workload.micro_batch or batch,
                 ranks=arguments.ranks,
                 output=output,
             ),
