@@ -20,7 +20,7 @@ from rollout.engine.protocol import Sampling
 from rollout.errors import ConfigError, DataError
 from rollout.records import EngineCall, FinishReason, VersionSpan
 from rollout.system.background_loop import BackgroundLoop
-from tests.fixtures.lm_eval_tasks import NAMES, task_files, text_model
+from tests.fixtures.lm_eval_tasks import NAMES, task_files, text_model, values_by_metric
 from tests.fixtures.models import byte_tokenizer, sampled_logprobs
 from trainer.config.schema import Config
 from trainer.evaluate.engine_model import EngineModel, Generation
@@ -243,12 +243,7 @@ def test_tasks_of_every_output_type_have_the_results_of_the_hugging_face_backend
     run = run_tasks(engine, tmp_path)
     expected = expected_results(tmp_path)
     found = {(metric.task, f"{metric.metric},{metric.filter}"): metric.value for metric in run.metrics}
-    wanted = {
-        (task, key): value
-        for task, values in expected["results"].items()
-        for key, value in values.items()
-        if "," in key and "_stderr" not in key
-    }
+    wanted = values_by_metric(expected)
     assert found.keys() == wanted.keys()
     assert {task for task, _ in found} == set(NAMES)
     for key, value in wanted.items():
