@@ -86,6 +86,7 @@ def main() -> int:
     mismatch.axhline(EXPECTED_KL, color="0.5", linestyle="--", linewidth=1)
     mismatch.axhline(CRITICAL_KL, color="0.5", linewidth=1)
     mismatch.set(xlabel="update", ylabel="engine against trainer [nats]", yscale="log", ylim=(None, 1))
+    mismatch.yaxis.set_major_formatter(lambda value, place: f"{value:g}")  # the default writes formulas
     for level, text in ((EXPECTED_KL, "on policy below"), (CRITICAL_KL, "critical above")):
         mismatch.annotate(text, (1, level), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8)
     mismatch.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(0, 0.68))

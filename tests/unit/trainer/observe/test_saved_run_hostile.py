@@ -30,6 +30,7 @@ from trainer.tools.replay import settings_of
 
 CONFIG = plain(Config())
 PROVENANCE = {"code": {"commit": "abc", "is_changed": True}, "packages": {}}
+MISMATCH = "rollout_correction/logp_diff_abs_max"
 LINE = line(1, **{"eval/reward_mean": 0.5, "eval/x/reward_mean": 0.5})
 ROLLOUT = json.loads(json.dumps(to_json(rollout(0, 1.0))))
 
@@ -113,6 +114,15 @@ def test_a_file_that_no_run_writes_is_not_read(tmp_path: Path, name: str) -> Non
 def test_the_name_of_a_run_is_not_a_formula(tmp_path: Path) -> None:
     status, said = tool("scripts/plot.py", write_run(tmp_path / "$x_{", [line(1)], []), "--metrics", "reward/mean")
     assert status == 0, said
+
+
+def test_the_labels_of_the_curves_are_numbers(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [line(update, **{MISMATCH: 10.0**-update}) for update in (2, 6)], [])
+    status, said = tool("scripts/plot.py", run, "--out", tmp_path / "curves.svg")
+    assert status == 0, said
+    drawn = (tmp_path / "curves.svg").read_text()  # its comments have the texts
+    assert "<!-- 1e-06 -->" in drawn
+    assert "mathdefault" not in drawn
 
 
 def test_tokens_are_shown_without_code_of_the_model(tmp_path: Path, evil_model: Path) -> None:  # noqa: F811
