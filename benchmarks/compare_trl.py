@@ -209,7 +209,14 @@ def record(pair: Pair, *, seeds: Sequence[int], updates: int, picture: Path) -> 
     settings = [text.replace(f"{ROOT}/", "") for text in workload.settings()]
     content = CurveFile(
         picture.with_suffix(".json"),
-        {"workload": workload.name, "updates": updates, "peer_engine": pair.engine, "settings": settings},
+        {
+            "workload": workload.name,
+            "updates": updates,
+            "peer_engine": pair.engine,
+            "ranks": pair.ranks,
+            "threads": "best" if pair.threads is None else dict(pair.threads),
+            "settings": settings,
+        },
     )
     for seed in content.missing(seeds):
         if "threads" not in content.facts:
