@@ -105,9 +105,9 @@ def test_a_check_that_exceeds_its_limit_fails_and_leaves_no_process(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("PYTHON_EXEC", raising=False)
-    found = run_check(made_up("endless", limit_s=20), tmp_path, rehearses=True)
+    found = run_check(made_up("endless", limit_s=40), tmp_path, rehearses=True)
     assert found.verdict == FAILED
-    assert "timed out after 20 s" in found.reason
+    assert "timed out after 40 s" in found.reason
     wait_until_gone([int((tmp_path / "endless" / "pid").read_text())], timeout_s=5)
 
 

@@ -107,11 +107,11 @@ HOSTILE = [
 
 @pytest.mark.parametrize(("function", "outcome"), HOSTILE)
 def test_a_hostile_function_drops_the_rollout_and_is_counted(function, outcome):
-    tolerance = FaultTolerance(timeout_s=0.2, max_error_rate=1.0)
+    tolerance = FaultTolerance(timeout_s=0.8, max_error_rate=1.0)
     rewards = RewardSet([Reward(name="exact", function=exact_match), Reward(name="bad", function=function)], tolerance)
     started = time.monotonic()
     scored = score(rewards, [rollout("7"), rollout("8")])
-    assert time.monotonic() - started < 2.5
+    assert time.monotonic() - started < 8
     for one in scored:
         assert one.status is RolloutStatus.FAILED
         assert not one.is_trainable
