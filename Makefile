@@ -7,7 +7,7 @@
 #           RECIPE=gsm8k_ppo         recipe of `make reproduce` (docs/recipes.md)
 #           ARGS="..."               settings for training, for example ARGS="algorithm=dr_grpo optimizer.lr=1e-4"
 #           NUM_PROCESSES=2          ranks of train-zero3
-#           TASK=words               another task of `make real`: words, family, calculator
+#           TASK=words               task of `make real`: names (the default), words, family, calculator
 #           PYTEST_ARGS="..."        for the test targets, for example PYTEST_ARGS="-k packing -x"
 #           TEST_WORKERS=3           processes of `make test`; 0: one, in this terminal (for a debugger)
 
@@ -48,9 +48,9 @@ train: model ## Train the demo model to use a calculator; settings in ARGS
 train-zero3: model ## Train on NUM_PROCESSES=2 processes with DeepSpeed ZeRO-3
 	$(BIN)/accelerate launch --config_file configs/accelerate/zero3.yaml --num_processes $(NUM_PROCESSES) scripts/train.py $(ARGS)
 
-real: install ## Train a real model, SmolLM2-135M, on two CPU cores; TASK=words|family|calculator, ARGS
+real: install ## Train a real model, SmolLM2-135M, on two CPU cores; TASK=names|words|family|calculator, ARGS
 	$(BIN)/python scripts/make_real_model.py $(if $(TASK),--task $(TASK))
-	$(BIN)/python scripts/train.py experiment=real$(if $(TASK),_$(TASK)) $(ARGS)
+	$(BIN)/python scripts/train.py experiment=real$(if $(filter-out names,$(TASK)),_$(TASK)) $(ARGS)
 	$(BIN)/python scripts/report.py
 
 ifeq ($(RECIPE),demo_calculator)

@@ -65,6 +65,11 @@ def restore(
     if changed:
         listed = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changed.items())
         warnings.append(f"settings changed since {path.name} was saved, in effect from now on: {listed}")
+        if "updates" in changed and config.optimizer.schedule != "constant":
+            warnings.append(
+                f"from now on the learning rate follows its {config.optimizer.schedule} schedule over {config.updates} "
+                "updates"
+            )
     is_fork = not belongs_to(path, checkpoints)
     if not is_fork and config.resume != "auto":
         numbers = (other.name.removeprefix("step-") for other in checkpoints.glob("step-*"))

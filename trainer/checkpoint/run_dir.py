@@ -20,7 +20,9 @@ Rank 0 chooses the name and broadcasts it, because a name may contain the time.
 from __future__ import annotations
 
 import fcntl
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
@@ -65,7 +67,7 @@ def open_run(config: Config, distributed: Distributed) -> tuple[RunDirectory, IO
         if not distributed.is_main:
             return ""
         root = Path(config.run_root)
-        name = _free_name(root, config.environment.name) if config.run_name is None else config.run_name
+        name = _free_name(root, _label(config, sys.argv)) if config.run_name is None else config.run_name
         run = RunDirectory(root / name)
         if run.path.exists() and config.resume == "never":
             raise ConfigError(
@@ -93,9 +95,15 @@ def open_run(config: Config, distributed: Distributed) -> tuple[RunDirectory, IO
     return RunDirectory(Path(path)), lock
 
 
-def _free_name(root: Path, environment: str) -> str:
-    """Return an unused name: that of the environment, or of its file without the directory, and the time."""
-    label = Path(environment.rpartition(":")[0] or environment).stem
+def _label(config: Config, words: Sequence[str]) -> str:
+    """Return the name of the experiment on a command line, else of the environment, without its file's directory."""
+    experiment = [word.removeprefix("experiment=") for word in words if word.startswith("experiment=")]
+    environment = config.environment.name
+    return Path((experiment or [environment.rpartition(":")[0] or environment])[-1]).stem
+
+
+def _free_name(root: Path, label: str) -> str:
+    """Return an unused name of a label and the time."""
     name = f"{label}-{time.strftime('%Y%m%d-%H%M%S')}"
     return next(n for n in (name, *(f"{name}-{i}" for i in range(2, 1000))) if not (root / n).exists())
 

@@ -169,6 +169,11 @@ def environment_problems(config: Config) -> Iterator[str]:
             "environment.name=single_turn, or environment.name=path/to/file.py:ClassName"
         )
         return
+    if name == "tools" and not config.environment.settings.get("files"):
+        yield (
+            "environment=tools has no tools; set 'environment.settings.files=[my_tools.py:search,lookup]', or "
+            "environment=single_turn"
+        )
     try:
         make_environment(name, **config.environment.settings)
     except ConfigError as error:

@@ -20,7 +20,7 @@ SCHEMA = 1
 """Version of the JSON file."""
 MAX_NUMBER = 1e100
 """Largest number of a file: sums and squares of it do not overflow."""
-NOTE = "value [95 % interval]; pass@k: Wilson over prompts, means and differences: normal over prompts"
+NOTE = "value [95 % interval]; pass@k: Wilson over prompts, means and differences: normal over prompts; *: without 0"
 """Last line of a table."""
 
 

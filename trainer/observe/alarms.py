@@ -83,4 +83,9 @@ def alarms(metrics: Mapping[str, float], thresholds: AlarmThresholds) -> list[st
             f"rollout/token_match_rate is {match_rate:.6g}, below {thresholds.token_match_rate:g}: tokens are trained "
             "that the engine did not sample. Run scripts/diagnose.py."
         )
+    if metrics.get("reward/std") == 0.0:
+        found.append(
+            f"reward/std is 0: every rollout of this step has the reward {metrics.get('reward/mean', math.nan):g}, so "
+            "none is better than another. Read some with scripts/inspect_run.py."
+        )
     return found

@@ -34,7 +34,7 @@ def first_step_summary(batch: StepBatch, logp_train_N: torch.Tensor, tokenizer: 
         f"  loss mask   {num_trained} sampled tokens are trained ({num_trained / num_tokens:.1%}), "
         f"{num_tokens - num_trained} are context",
         f"  forced      {forced} of them have a sampling logprob of at least {FORCED_LOGPROB} "
-        f"({forced / num_trained:.1%}); they are trained like the others",
+        f"({forced / num_trained:.1%}); they were almost certain, and are trained like the others",
         f"  logp_samp   {_spread(samp_N)}",
         f"  logp_train  {_spread(logp_train_N)}",
         f"  kl_v1       {metrics[PREFIX + 'kl_v1']:+.2e}, without forced tokens {_unforced(metrics, 'kl_v1')}",

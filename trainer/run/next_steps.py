@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trainer.config.redaction import redact_words
-from trainer.observe.trackers.view import shown
+from trainer.observe.trackers.view import program, shown
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 """Directory of scripts/ and configs/."""
@@ -43,14 +43,14 @@ def next_steps(
     own = [word for word in redact_words(words) if not word.startswith(NOT_REPEATED)]
     resumed = [*own, f"run_name={run.name}", "resume=auto", f"updates={goal}"]
     evaluated = [word for word in own if SAMPLED_AND_SCORED.match(word) and not word.startswith(TRAINING_ONLY)]
-    evaluate = f"python {script('evaluate')} {shlex.join([f'model.path={shown_model}', *evaluated])}"
+    evaluate = f"{program('python')} {script('evaluate')} {shlex.join([f'model.path={shown_model}', *evaluated])}"
     lines = {
         "model": shown_model,
         **({"critic": shown(critic)} if critic else {}),
         "resume": f"{launcher} {script('train')} {shlex.join(resumed)}",
         **({"evaluate": evaluate} if has_heldout else {}),
-        "inspect": f"python {script('inspect_run')} {shlex.quote(shown_run)}",
-        "report": f"python {script('report')} {shlex.quote(shown_run)}",
+        "inspect": f"{program('python')} {script('inspect_run')} {shlex.quote(shown_run)}",
+        "report": f"{program('python')} {script('report')} {shlex.quote(shown_run)}",
         **trackers,
     }
     return "\n".join(f"{name:<14} {text}" for name, text in lines.items())

@@ -21,7 +21,7 @@ from trainer.observe.first_step import first_step_summary
 from trainer.observe.metrics_log import MetricsLog
 from trainer.observe.step_media import step_media
 from trainer.observe.step_metrics import StepReport
-from trainer.observe.trackers.view import shown
+from trainer.observe.trackers.view import program, shown
 from trainer.run.assembly import Parts
 from trainer.run.next_steps import script
 from trainer.update.batch_dumps import Attempt, write_dump
@@ -115,4 +115,6 @@ class Reporter:
         self._console.warn(f"update {attempt.update} {done}: {attempt.reason}")
         with self.log.tolerating("dumping a batch"):
             path = write_dump(self._directory.dumps, attempt, batch, targets)
-            self._console.warn(f"its batch is in {path}; python {script('replay')} {shlex.quote(shown(path))}")
+            self._console.warn(
+                f"its batch is in {path}; {program('python')} {script('replay')} {shlex.quote(shown(path))}"
+            )

@@ -20,7 +20,7 @@ from trainer.model.critic import ActorCritic, policy_of, save_critic
 from trainer.model.lora import is_adapted, save_merged
 from trainer.observe.console import RunConsole
 from trainer.observe.metrics_log import MetricsLog
-from trainer.observe.trackers.view import shown
+from trainer.observe.trackers.view import program, shown
 from trainer.observe.trackers.wandb_run import Lineage
 from trainer.run.assembly import Parts
 from trainer.run.hub import last_metrics, push
@@ -131,11 +131,11 @@ def save_model(parts: Parts, directory: RunDirectory, console: RunConsole, *, tr
 
 def _launcher(distributed: Distributed) -> str:
     if distributed.world_size == 1 and not distributed.zero_stage:
-        return "python"
+        return program("python")
     file = f"zero{distributed.zero_stage}" if distributed.zero_stage else "ddp"
     processes = f"--num_processes {distributed.world_size}"
     config_file = shlex.quote(shown(CHECKOUT / "configs" / "accelerate" / f"{file}.yaml"))
-    return f"accelerate launch --config_file {config_file} {processes}"
+    return f"{program('accelerate')} launch --config_file {config_file} {processes}"
 
 
 def _upload(config: Config, directory: RunDirectory, console: RunConsole) -> None:

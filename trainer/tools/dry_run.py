@@ -45,6 +45,7 @@ from trainer.distributed.distributed import Distributed
 from trainer.model.memory_plan import GIB
 from trainer.model.shape import planned_shape
 from trainer.observe.console import RunConsole
+from trainer.observe.trackers.view import program
 from trainer.observe.transcript import conversation
 from trainer.run.assembly import choose, show_memory_plan, show_scale
 from trainer.run.library_logs import quiet_third_parties
@@ -82,7 +83,7 @@ def dry_run(config: Config) -> None:
         shape = planned_shape(config)
         too_large = show_memory_plan(shape, config, distributed, run_console)
         show_scale(shape, config, run_console)
-        available = f"{distributed.device_memory / GIB:.3g} GiB are available"
+        available = f"the memory has {distributed.device_memory / GIB:.3g} GiB"
         console.print(f"{shape.parameters:,} parameters, {shape.trained:,} trained; {available}")
         console.print(Rule("[bold]the first rows of the data[/bold]", style="dim", align="left"))
         rollouts, notes = loop.run(preview(config, chat, prompts.take(min(SHOWN_ROWS, len(prompts)))))
@@ -91,7 +92,7 @@ def dry_run(config: Config) -> None:
         for rollout in rollouts:
             _print_rollout(console, rollout, TokenTexts(chat.tokenizer))
     overrides = shlex.join(redact_words([word for word in sys.argv[1:] if not word.startswith("dry_run=")]))
-    launcher = "python" if distributed.world_size == 1 else "accelerate launch ..."
+    launcher = program("python") if distributed.world_size == 1 else f"{program('accelerate')} launch ..."
     console.print(Rule(style="dim"))
     if too_large is not None:
         raise ConfigError(f"the run does not fit into memory: {too_large}")

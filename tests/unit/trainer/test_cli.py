@@ -60,6 +60,7 @@ def test_the_demos_heldout_data_is_left_out_with_other_training_data() -> None:
 
 NEEDS_A_SETTING = {
     "agent": "agent=path",
+    "tools": "files=.my_tools.py",
     "trl": "factory=path",
     "trl_rollout": "rollout_func=path",
     "verifiers": "env_id=<id",
@@ -99,7 +100,7 @@ def test_every_file_under_configs_has_a_test() -> None:
 def test_an_environment_without_its_required_setting_names_the_override(
     name: str, override: str, complete: tuple[str, ...]
 ) -> None:
-    with pytest.raises(ConfigError, match=f"set environment.settings.{override}"):
+    with pytest.raises(ConfigError, match=f"set '?environment.settings.{override}"):
         validate(composed(f"environment={name}", *complete))
 
 
@@ -273,6 +274,8 @@ def test_all_problems_are_reported_at_once(complete: tuple[str, ...]) -> None:
     ("argument", "expected"),
     [
         ("algorithm.clip_hgh=0.3", "did you mean 'algorithm.clip_high'"),
+        ("optimizer.learning_rate=1e-5", "did you mean 'optimizer.lr'"),
+        ("num_generations=8", "did you mean 'rollout.samples_per_prompt'"),
         ("+algorithm.extra=1", "algorithm.extra is not a setting"),
         ("optimizer.lr=fast", "optimizer.lr: found fast, expected float; set optimizer.lr=null"),
         ("algorithm=dr_grop", "did you mean 'dr_grpo'"),

@@ -1,8 +1,10 @@
-"""Paths in printed commands."""
+"""Paths and programs in printed commands."""
 
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 from pathlib import Path
 
 
@@ -11,3 +13,12 @@ def shown(path: Path) -> str:
     # Not resolved further: a link such as runs/latest stays as the user knows it.
     absolute, here = Path(os.path.abspath(path)), Path.cwd()
     return str(absolute.relative_to(here)) if absolute.is_relative_to(here) else str(absolute)
+
+
+def program(name: str) -> str:
+    """Return a program of this Python environment as a shell finds it: by its path unless the environment is active.
+
+    `make` uses an environment that its user has not activated.
+    """
+    is_active = sys.prefix == sys.base_prefix or os.environ.get("VIRTUAL_ENV") == sys.prefix
+    return name if is_active else shlex.quote(shown(Path(sys.prefix) / "bin" / name))

@@ -161,3 +161,15 @@ def test_only_zero_checkpoints_are_resharded_for_other_ranks(tmp_path: Path) -> 
     (path / checkpoint.MANIFEST).write_text(json.dumps(manifest))
     ranks = [SavedState(world_size=size, zero_stage=stage) for size, stage in ((2, 3), (4, 3), (2, 2), (1, 0))]
     assert [checkpoint.is_resharded(path, rank) for rank in ranks] == [False, True, True, True]
+
+
+@pytest.mark.parametrize(("schedule", "is_said"), [("linear", True), ("constant", False)])
+def test_more_updates_move_the_schedule_of_the_learning_rate(schedule: str, is_said: bool, tmp_path: Path) -> None:
+    def of(updates: int) -> Config:
+        made = config(resume="auto", run_name="a", updates=updates)
+        made.optimizer.schedule = schedule
+        return made
+
+    save(tmp_path, 4, of(4))
+    said = [sentence for sentence in resumed(of(8), tmp_path).warnings if "schedule over 8 updates" in sentence]
+    assert bool(said) == is_said

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import re
 import subprocess
+import sys
 import textwrap
 import time
 from multiprocessing.queues import Queue
@@ -27,6 +29,26 @@ def test_the_saved_config_holds_no_key(tmp_path):
     assert REDACTED in directory.config.read_text()
     assert lock is not None
     lock.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "label"),
+    [
+        (["scripts/train.py", "experiment=real_words", "updates=2"], "single_turn", "real_words"),
+        (["scripts/train.py", "updates=2"], "single_turn", "single_turn"),
+        (["scripts/train.py"], "envs/my_env.py:MyEnvironment", "my_env"),
+    ],
+)
+def test_a_run_is_named_after_its_experiment_or_its_environment(
+    words: list[str], environment: str, label: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", words)
+    config = Config(run_root=str(tmp_path))
+    config.environment.name = environment
+    directory, lock = open_run(config, SavedState())
+    assert lock is not None
+    lock.close()
+    assert re.fullmatch(rf"{label}-\d{{8}}-\d{{6}}", directory.path.name)
 
 
 def test_only_one_process_runs_in_a_directory(tmp_path):

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.fixtures.paths import ROOT
+from trainer.observe.trackers.view import program
 from trainer.run.next_steps import next_steps
 
 RUN = Path("runs/my run")
 DATA = ["data.path=a.jsonl", "data.columns={prompt: task}", "reward.functions=[f.py:g]"]
 WORDS = [*DATA, "optimizer.lr=1e-4", "updates=5"]
+
+
+@pytest.fixture(autouse=True)
+def active_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VIRTUAL_ENV", sys.prefix)
 
 
 def steps(**changes: object) -> dict[str, list[str]]:
@@ -69,3 +76,16 @@ def test_the_data_of_each_tracker_and_their_command_are_listed():
         "tensorboard",
         "--logdir",
     ]
+
+
+def test_programs_of_an_environment_that_is_not_active_have_their_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    assert steps()["inspect"][0] == "python"
+    monkeypatch.delenv("VIRTUAL_ENV")
+    monkeypatch.setattr(sys, "prefix", str(ROOT / ".venv"))  # as `make` runs it
+    monkeypatch.chdir(ROOT)
+    assert steps()["inspect"][0] == ".venv/bin/python"
+    assert program("accelerate") == ".venv/bin/accelerate"
+    monkeypatch.chdir(tmp_path)
+    assert steps()["inspect"][0] == str(ROOT / ".venv/bin/python")
+    monkeypatch.setattr(sys, "base_prefix", sys.prefix)  # conda, or the system's own Python
+    assert program("python") == "python"

@@ -283,6 +283,12 @@ def test_each_alarm_names_its_metric_and_threshold(name, value, sentence):
     assert name in alarm
 
 
+def test_equal_rewards_of_a_whole_step_raise_an_alarm():
+    (alarm,) = alarms(HEALTHY | {"reward/mean": 0.0, "reward/std": 0.0}, AlarmThresholds())
+    assert alarm.startswith("reward/std is 0: every rollout of this step has the reward 0")
+    assert alarms(HEALTHY | {"reward/mean": 0.5, "reward/std": 0.5}, AlarmThresholds()) == []
+
+
 def test_stale_tokens_have_no_noise_alarm_and_their_kl_alarm_names_the_staleness():
     stale = HEALTHY | {PREFIX + "version_lag_max": 2.0}
     assert alarms(stale | {PREFIX + "k3_kl": 4.1e-3}, AlarmThresholds()) == []
