@@ -159,7 +159,7 @@ TASKS: dict[str, RealTask] = {
             name="calculator",
             generator="products",
             settings={"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 3},
-            shots=1,
+            shots=3,
             play=_calculate,
         ),
     )
