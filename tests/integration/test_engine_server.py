@@ -227,10 +227,12 @@ def test_without_the_key_nothing_but_health_answers(server: EngineServer):
     assert status("/health") == status("/is_paused", key=KEY) == 200
 
 
-def test_the_server_and_the_sync_listen_on_loopback_only(remote: Trained):
-    remote.push()
-    opened = listening() | listening(remote.servers[0].process.pid)
-    assert opened
+def test_the_server_and_the_sync_listen_on_loopback_only(server: EngineServer):
+    before = listening() - listening(server.process.pid)  # of other tests in this process
+    with trained([server]) as remote:
+        remote.push()
+        opened = (listening() | listening(server.process.pid)) - before
+    assert len(opened) > len(listening(server.process.pid)), "the sync listens as well"
     assert [entry for entry in opened if not is_loopback(entry[0])] == []
 
 

@@ -27,7 +27,7 @@ def test_trackers_have_each_update_once_and_no_secret(demo: tuple[str, ...], tmp
     settings = (
         *demo, *SMALL, f"run_root={tmp_path}", "run_name=tracked", "checkpoint.every=2", "checkpoint.keep=2",
         "logger=[wandb,tensorboard]", "logger.wandb=offline", f"reward.functions=['{name}']",
-        f"reward.settings={{'{name}': {{api_key: {SECRET}}}}}", "reward.isolation=thread", "data.heldout_path=null",
+        f"reward.settings.reward.api_key={SECRET}", "reward.isolation=thread", "data.heldout_path=null",
     )  # fmt: skip
     run = tmp_path / "tracked"
     output = train(*settings, "updates=4")

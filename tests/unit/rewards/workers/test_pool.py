@@ -101,7 +101,7 @@ def sleeps_then_leaves(rollout):
     time.sleep(60)
 
 def write_to_sockets(data):
-    for fd in range(3, 64):
+    for fd in map(int, os.listdir("/proc/self/fd")):
         try:
             if os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
                 view = memoryview(data)
