@@ -1,32 +1,27 @@
 """Mapping of a module's parameters to checkpoint-named tensors for weight transfer.
 
-LoRA adapters are merged into copies; the training weights are never modified. transformers stacks all experts of a
-layer in one tensor; checkpoints, and so vLLM's loaders, have tensors per expert:
-
-    mlp.experts.gate_up_proj (E, 2I, D)  ->  mlp.experts.<e>.gate_proj.weight, mlp.experts.<e>.up_proj.weight (I, D)
-    mlp.experts.down_proj    (E, D, I)   ->  mlp.experts.<e>.down_proj.weight (D, I)
+LoRA adapters are merged into copies; the training weights are never modified. Names are those of the checkpoint
+(`rollout/weights/checkpoint_names.py`). Buffers that a checkpoint has, such as the correction biases of routers, are
+sent in their own dtype.
 
 Covered: PEFT LoRA on layers with `get_delta_weight` (linear, embedding, convolution), `modules_to_save`, tied weights
-(sent once, under the first name), experts of qwen2_moe, qwen3_moe and gpt_oss (whose checkpoints are stacked too).
-Refused: DoRA, and experts of other model types: a wrong name would load weights in the wrong place. Not covered: models
-whose checkpoint names differ from their module names in other ways.
+(sent once, under the first name). Refused: DoRA.
 """
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 from vllm.distributed.weight_transfer.base import ParamMeta
 
 from rollout.errors import SyncError
+from rollout.weights.checkpoint_names import Place, checkpoint_places
 from rollout.weights.shards import ParamRange, full_shape
 
 if TYPE_CHECKING:
@@ -34,11 +29,6 @@ if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
 
 PEFT_PREFIX = "base_model.model."
-EXPERTS_SEPARATE = ("qwen2_moe", "qwen3_moe")
-"""Model types whose checkpoints have tensors per expert, under the names above."""
-EXPERTS_STACKED = ("gpt_oss",)
-"""Model types whose checkpoints are stacked as in transformers."""
-EXPERTS_NAME = re.compile(r"(?P<layer>.+\.mlp\.experts)\.(?P<kind>gate_up_proj|down_proj)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +53,7 @@ def checkpoint_tensors(module: nn.Module, dtype: torch.dtype | None) -> Iterator
         if isinstance(module, PeftModel):
             yield from _peft_tensors(module, dtype)
             return
-    for name, param in module.named_parameters():
-        yield from _plain_tensors(name, param, dtype, module)
+    yield from _tensors(module, _saved(module), dtype, {})
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -83,47 +72,39 @@ def unwrap(module: nn.Module) -> nn.Module:
             return module
 
 
-def _sent_dtype(param: nn.Parameter, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and param.dtype.is_floating_point else param.dtype
+def _sent_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    if dtype is None or not isinstance(tensor, nn.Parameter) or not tensor.dtype.is_floating_point:
+        return tensor.dtype
+    return dtype
 
 
-def _plain_tensors(
-    name: str, param: nn.Parameter, dtype: torch.dtype | None, model: nn.Module
+def _saved(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return parameters, tied ones once, and the buffers that a checkpoint has."""
+    buffers = {
+        f"{path}.{name}" if path else name: buffer
+        for path, inner in module.named_modules()
+        for name, buffer in inner.named_buffers(recurse=False)
+        if name not in inner._non_persistent_buffers_set
+    }
+    return {**dict(module.named_parameters()), **buffers}
+
+
+def _tensors(
+    model: nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    dtype: torch.dtype | None,
+    adapted: Mapping[str, LoraLayer],
 ) -> Iterator[CheckpointTensor]:
-    """Yield one tensor, or one per expert matrix of the checkpoint."""
-    shape, sent = full_shape(param), _sent_dtype(param, dtype)
-    parts: Iterable[tuple[str, tuple[int, ...], int]] = [(name, shape, 0)]
-    if len(shape) == 3 and ".experts." in name:
-        assert isinstance(model, PreTrainedModel), "experts are named by model type"
-        parts = _expert_parts(name, shape, model.config.get_text_config().model_type)
-    for part_name, part_shape, first in parts:
-        yield CheckpointTensor(ParamMeta(part_name, sent, part_shape), (ParamRange(param, first, part_shape, sent),))
-
-
-def _expert_parts(name: str, shape: tuple[int, ...], model_type: str) -> Iterator[tuple[str, tuple[int, ...], int]]:
-    """Yield name, shape and first element of each checkpoint tensor in a stacked one; each is contiguous in it.
-
-    Raises `SyncError` for a model type that is not covered.
-    """
-    if model_type in EXPERTS_STACKED:
-        yield name, shape, 0
-        return
-    match = EXPERTS_NAME.fullmatch(name)
-    if model_type not in EXPERTS_SEPARATE or match is None:
-        raise SyncError(
-            f"weight sync does not know how the engine names the experts in {name} of a {model_type} model; set "
-            f"model.path to a model of type {', '.join((*EXPERTS_SEPARATE, *EXPERTS_STACKED))}, or to one without "
-            "experts"
-        )
-    layer = match["layer"]
-    for expert in range(shape[0]):
-        first = expert * shape[1] * shape[2]
-        if match["kind"] == "down_proj":
-            yield f"{layer}.{expert}.down_proj.weight", shape[1:], first
+    """Yield the checkpoint's tensors of these parameters and buffers. Both mappings are by the names in `model`."""
+    for place in checkpoint_places(model, {name: full_shape(tensor) for name, tensor in tensors.items()}):
+        tensor = tensors[place.source]
+        if place.source in adapted:
+            yield _merged_tensor(place, adapted[place.source], tensor, dtype)
             continue
-        half = (shape[1] // 2, shape[2])
-        yield f"{layer}.{expert}.gate_proj.weight", half, first
-        yield f"{layer}.{expert}.up_proj.weight", half, first + half[0] * half[1]
+        sent = _sent_dtype(tensor, dtype)
+        yield CheckpointTensor(
+            ParamMeta(place.name, sent, place.shape), (ParamRange(tensor, place.first, place.shape, sent),)
+        )
 
 
 def _peft_tensors(model: PeftModel, dtype: torch.dtype | None) -> Iterator[CheckpointTensor]:
@@ -150,16 +131,18 @@ def _peft_tensors(model: PeftModel, dtype: torch.dtype | None) -> Iterator[Check
                 "peft.LoraConfig, or without an adapter"
             )
     _refuse_tied(model, set(merged))
-    for full_name, param in model.named_parameters():
+    tensors: dict[str, torch.Tensor] = {}
+    adapted: dict[str, LoraLayer] = {}
+    for full_name, tensor in _saved(model).items():
         if full_name.startswith(tuple(not_sent)):
             continue
         name = full_name
         for old, new in renamed.items():
             name = name.replace(old, new)
+        tensors[name] = tensor
         if full_name in merged:
-            yield _merged_tensor(name, merged[full_name], param, dtype)
-        else:
-            yield from _plain_tensors(name, param, dtype, model.get_base_model())
+            adapted[name] = merged[full_name]
+    yield from _tensors(model.get_base_model(), tensors, dtype, adapted)
 
 
 def _refuse_tied(model: nn.Module, adapted: set[str]) -> None:
@@ -174,7 +157,10 @@ def _refuse_tied(model: nn.Module, adapted: set[str]) -> None:
             )
 
 
-def _merged_tensor(name: str, layer: LoraLayer, weight: nn.Parameter, dtype: torch.dtype | None) -> CheckpointTensor:
+def _merged_tensor(place: Place, layer: LoraLayer, weight: torch.Tensor, dtype: torch.dtype | None) -> CheckpointTensor:
+    name = place.name
+    if place.shape != full_shape(weight):
+        raise SyncError(f"weight sync cannot merge an adapter on {place.source}, of which checkpoints have parts")
     if layer.lora_magnitude_vector:
         raise SyncError(f"weight sync cannot merge DoRA ({name}); set LoraConfig.use_dora=False")
     adapters = [name for name in layer.active_adapters if name in layer.scaling and name not in layer.merged_adapters]
@@ -190,7 +176,7 @@ def _merged_tensor(name: str, layer: LoraLayer, weight: nn.Parameter, dtype: tor
                 total += layer.get_delta_weight(adapter).to(total)  # type: ignore[attr-defined]
         return total
 
-    meta = ParamMeta(name, _sent_dtype(weight, dtype), full_shape(weight))
+    meta = ParamMeta(name, _sent_dtype(weight, dtype), place.shape)
     ranges = tuple(ParamRange(p, 0, full_shape(p), p.dtype) for p in (weight, *adapter_params))
     return CheckpointTensor(meta, ranges, merge)
 

@@ -23,16 +23,15 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from rollout.errors import SyncError
 
 
 @dataclass(frozen=True, slots=True)
 class ParamRange:
-    """Consecutive elements of a parameter, sharded or not, and the dtype in which they are sent."""
+    """Consecutive elements of a parameter, sharded or not, or of a buffer, and the dtype in which they are sent."""
 
-    param: nn.Parameter
+    param: torch.Tensor
     start: int
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -53,7 +52,7 @@ class ShardRange:
     count: int
 
 
-def is_sharded(param: nn.Parameter) -> bool:
+def is_sharded(param: torch.Tensor) -> bool:
     if "deepspeed" not in sys.modules:  # importing it takes seconds; without it nothing is sharded
         return False
     from deepspeed.runtime.zero.utils import is_zero_param
@@ -61,7 +60,7 @@ def is_sharded(param: nn.Parameter) -> bool:
     return is_zero_param(param)
 
 
-def full_shape(param: nn.Parameter) -> tuple[int, ...]:
+def full_shape(param: torch.Tensor) -> tuple[int, ...]:
     return tuple(param.ds_shape) if is_sharded(param) else tuple(param.shape)  # type: ignore[attr-defined]
 
 
@@ -193,7 +192,7 @@ def owners(ranges: Sequence[ParamRange]) -> list[int]:
     return list(groups.pop()) if groups else []
 
 
-def _check_readable(param: nn.Parameter) -> None:
+def _check_readable(param: torch.Tensor) -> None:
     from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
 
     shard: torch.Tensor = param.ds_tensor  # type: ignore[attr-defined]

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, MixtralConfig
+from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import Chunk, WeightConverter, WeightRenaming
 
 from rollout.episode.rows import rows_from_calls
 from rollout.errors import ConfigError, SyncError
 from rollout.records import EngineCall, FinishReason
 from rollout.weights.source import ZeroSource
-from tests.fixtures.families import FAMILIES, HEADS, SIZES, WINDOW, save_family
+from tests.fixtures.families import FAMILIES, WINDOW, save_family
 from tests.fixtures.models import sampled_logprobs
 from trainer.batch.packing import collate
 from trainer.model.policy import Policy
@@ -70,10 +71,20 @@ def test_quantized_weights_are_refused_before_they_are_read(tmp_path: Path) -> N
         Policy.from_pretrained(tmp_path)
 
 
-def test_experts_whose_names_are_unknown_are_refused() -> None:
-    config = MixtralConfig(**SIZES, **HEADS, num_local_experts=2, num_experts_per_tok=1)
-    with pytest.raises(
-        SyncError,
-        match=r"experts in model\.layers\.0\..* of a mixtral model; set model\.path to a model of type qwen2_moe",
-    ):
-        ZeroSource(AutoModelForCausalLM.from_config(config))
+def test_a_checkpoint_that_joins_weights_is_refused() -> None:
+    model = AutoModelForCausalLM.from_config(FAMILIES["qwen3"]())
+    split = WeightConverter(["qkv_proj.weight"], ["q_proj.weight", "k_proj.weight", "v_proj.weight"], [Chunk(dim=0)])
+    model._weight_conversions = [split]
+    with pytest.raises(SyncError, match=r"qkv_proj\.weight.*computes from other tensors.*docs/models\.md"):
+        ZeroSource(model)
+
+
+def test_names_of_a_loaded_model_are_those_of_its_own_checkpoint(tmp_path: Path) -> None:
+    """Checkpoints of other versions have other names, which `save_pretrained` writes again."""
+    path = save_family("qwen3", tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    model._weight_conversions = [WeightRenaming("transformer", "model")]
+    names = dict(ZeroSource(model))
+    assert "transformer.layers.0.self_attn.q_proj.weight" in names
+    model.save_pretrained(tmp_path / "again")
+    assert sorted(names) == sorted(load_file(tmp_path / "again" / "model.safetensors"))
