@@ -1,6 +1,6 @@
 """Preparation of a transformers decoder for packed rows, shared by policy and critic.
 
-    config ─► refuse what cannot be packed ─► weights ─► `prepare`: attention per row, no randomness, checkpointing
+    config ─► refuse what cannot be packed ─► weights ─► `prepare`: layers per row, no randomness, checkpointing
                                                      ─► `compile_layers` ─► `packed_hidden_states`
 
 Shape legend: _L tokens of the pack, _D hidden size.
@@ -22,13 +22,16 @@ from rollout.errors import ConfigError
 from trainer.batch.packing import PackedBatch
 from trainer.config.launcher import COMPILE_UNDER_ZERO3
 from trainer.config.schema import ATTENTIONS, Config
-from trainer.model import packed_attention
+from trainer.model import packed_attention, recurrent
 
 AUTO = "auto"
 """`packed_rows`, which chooses its kernels by device and dtype."""
 
-PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
-"""Layer types that mix tokens only through attention, which respects rows. Recurrent layers carry state across."""
+PACKABLE_LAYERS = frozenset(
+    {"full_attention", "sliding_attention", "linear_attention", "mamba", "hybrid", "conv", "mlp", "moe"}
+)
+"""Layer types, as transformers names them, whose rows can be kept apart in a pack: by attention, by
+trainer/model/recurrent.py, or because they do not mix tokens."""
 
 _RANDOM = ("dropout", "drop_rate", "pdrop", "layerdrop", "jitter")
 """Substrings of config fields and module attributes that make a forward pass random."""
@@ -83,6 +86,7 @@ def prepare(
     """
     refuse_unpackable(model)
     packed_attention.register()
+    recurrent.isolate_rows(model)
     model.set_attn_implementation(choose_attention(attn_implementation, model, compute_dtype))
     disable_randomness(model)
     if gradient_checkpointing:
@@ -94,8 +98,9 @@ def prepare(
 def compile_layers(model: nn.Module) -> None:
     """Compile each layer by itself, in place. Parameter names stay, and equal layers share one compilation.
 
-    Pack lengths are symbolic, so a new length does not recompile. Attention and the fused head are not compiled. Raises
-    `ConfigError` if ZeRO-3 has partitioned the weights, or transformers marks no layers in this model.
+    Pack lengths are symbolic, so a new length does not recompile. Attention, the fused head and recurrent layers, which
+    run once per row, are not compiled. Raises `ConfigError` if ZeRO-3 has partitioned the weights, or transformers marks
+    no layers in this model.
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
@@ -109,7 +114,8 @@ def compile_layers(model: nn.Module) -> None:
     if torch.cuda.is_available():
         _compile_on_all_cores()
     for layer in layers:
-        layer.compile(dynamic=True)
+        if not any(recurrent.recurrent_layers(layer)):
+            layer.compile(dynamic=True)
 
 
 def _compile_on_all_cores() -> None:
@@ -128,7 +134,10 @@ def attention_of(model: PreTrainedModel) -> str:
 def can_share_prefixes(module: nn.Module) -> bool:
     """True if all models inside support packs with shared prefixes (trainer/batch/prefixes.py)."""
     models = [part for part in module.modules() if isinstance(part, PreTrainedModel)]
-    return bool(models) and all(attention_of(model) == packed_attention.PACKED_ROWS for model in models)
+    return bool(models) and all(
+        attention_of(model) == packed_attention.PACKED_ROWS and not any(recurrent.recurrent_layers(model))
+        for model in models
+    )
 
 
 def packed_hidden_states(decoder: PreTrainedModel, packed: PackedBatch) -> torch.Tensor:
@@ -147,6 +156,8 @@ def packed_hidden_states(decoder: PreTrainedModel, packed: PackedBatch) -> torch
             "max_length_q": longest,
             "max_length_k": longest,
         }
+    if any(recurrent.recurrent_layers(decoder)):
+        arguments |= recurrent.row_arguments(packed) | {"packed": packed}
     # sdpa, eager: without mask and cache, transformers builds a block-causal mask from restarting position ids.
     output = decoder(input_ids=packed.ids[None], position_ids=packed.position_ids[None], use_cache=False, **arguments)
     return output.last_hidden_state[0]
@@ -171,8 +182,8 @@ def refuse_architecture(config: PreTrainedConfig) -> None:
     unpackable = sorted(set(text.to_dict().get("layer_types") or ()) - PACKABLE_LAYERS)
     if unpackable:
         raise ConfigError(
-            f"model type {config.model_type} has layers of type {', '.join(unpackable)}, which let rows of a pack "
-            f"see each other; expected only {' and '.join(sorted(PACKABLE_LAYERS))}: set model.path to such a model"
+            f"model type {config.model_type} has layers of type {', '.join(unpackable)}, whose rows cannot be kept "
+            f"apart in a pack; expected only {', '.join(sorted(PACKABLE_LAYERS))}: set model.path to such a model"
         )
 
 
@@ -180,7 +191,7 @@ def refuse_unpackable(model: PreTrainedModel) -> None:
     """Raise ConfigError if the model cannot keep rows of a pack apart."""
     refuse_architecture(model.config)
     name = type(model).__name__
-    if not model._supports_attention_backend:
+    if not model._can_set_attn_implementation():
         raise ConfigError(
             f"{name} does not route its attention through transformers' attention interface, so rows of a pack cannot "
             "be kept apart; set model.path to a model that does (most decoders in transformers 5)"

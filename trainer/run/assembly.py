@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from rewards.composition import RewardSet
 from rollout.chat.chat import Chat
 from rollout.system.background_loop import BackgroundLoop
@@ -79,6 +81,7 @@ def assemble(
     show_scale(shape, config, console)
     updater = Updater(prepared, distributed, config)
     updater.scorer.budget.warn = console.warn
+    updater.scorer.refuse_leaks(policy, dtype=getattr(torch, config.model.dtype), with_values=config.has_critic)
     rewards = make_rewards(config)
     distributed.together(lambda: _load_reward_models(rewards, engines, distributed))
     chat = make_chat(config)

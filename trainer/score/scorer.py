@@ -19,7 +19,9 @@ from trainer.batch.packing import PackedBatch, collate
 from trainer.batch.prefix_bundles import plan_bundles
 from trainer.batch.step_batch import StepBatch
 from trainer.distributed.distributed import Distributed
+from trainer.model import isolation
 from trainer.model.decoder import can_share_prefixes
+from trainer.model.policy import Policy
 from trainer.score.token_budget import TokenBudget
 
 
@@ -73,11 +75,7 @@ class Scorer:
     def _run(
         self, batch: StepBatch, rows: Sequence[int], token_budget: int | None, *, with_values: bool
     ) -> tuple[Tensor, ...]:
-        arguments = {"with_values": True} if with_values else {}
-
-        def forward(packed: PackedBatch) -> Tensor:
-            logp_T, _, *values_T = self._module(packed, temperature=self._temperature, with_entropy=False, **arguments)
-            return torch.stack([output_T.float() for output_T in (logp_T, *values_T)])
+        forward = partial(self._forward, with_values=with_values)
 
         def all_packs(token_budget: int) -> Tensor:
             packs = self.plan(batch, rows, token_budget=token_budget).microbatches[self._distributed.rank]
@@ -95,6 +93,25 @@ class Scorer:
             outputs_N = self.budget.attempt(all_packs, lengths, at_most=token_budget)
         # Each token was scored on one rank, the others hold 0.
         return tuple(self._distributed.sum(outputs_N))
+
+    def _forward(self, packed: PackedBatch, *, with_values: bool) -> Tensor:
+        """Return (1, T) logprobs, or (2, T) logprobs and values."""
+        arguments = {"with_values": True} if with_values else {}
+        logp_T, _, *values_T = self._module(packed, temperature=self._temperature, with_entropy=False, **arguments)
+        return torch.stack([output_T.float() for output_T in (logp_T, *values_T)])
+
+    def refuse_leaks(self, policy: Policy, *, dtype: torch.dtype, with_values: bool) -> None:
+        """Raise `ConfigError` if rows of a pack can see each other; a collective.
+
+        policy: the one inside the module. dtype: of the computation.
+        """
+        isolation.check(
+            partial(self._forward, with_values=with_values),
+            vocab_size=policy.vocab_size,
+            name=type(policy.causal_lm).__name__,
+            dtype=dtype,
+            device=self._distributed.device,
+        )
 
     def score_repacked(self, batch: StepBatch) -> Tensor:
         """Score with the smallest possible packs, about one row each; a collective."""

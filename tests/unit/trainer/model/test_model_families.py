@@ -15,7 +15,6 @@ from rollout.errors import ConfigError, SyncError
 from rollout.records import EngineCall, FinishReason
 from rollout.weights.source import ZeroSource
 from tests.fixtures.families import FAMILIES, WINDOW, save_family
-from tests.fixtures.models import sampled_logprobs
 from trainer.batch.packing import collate
 from trainer.model.policy import Policy
 
@@ -34,9 +33,7 @@ def test_sent_weights_have_the_names_and_values_of_the_checkpoint(family: str, t
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_packed_rows_score_as_the_transformers_model_does_and_reach_every_parameter(
-    family: str, tmp_path: Path
-) -> None:
+def test_packed_rows_have_the_scores_and_gradients_of_each_row_alone(family: str, tmp_path: Path) -> None:
     """Compare rows longer than the sliding window, in one pack, with the plain model under eager attention."""
     path = save_family(family, tmp_path)
     policy = Policy.from_pretrained(path)
@@ -55,12 +52,25 @@ def test_packed_rows_score_as_the_transformers_model_does_and_reach_every_parame
         )
     rows = [row for index, call in enumerate(calls) for row in rows_from_calls([call], rollout_id=index)]
     found, _ = policy(collate(rows, range(len(rows))), with_entropy=False)
-    expected = [logprob for call in calls for logprob in sampled_logprobs(plain, call.prompt_ids, call.sampled_ids)]
-    assert found.tolist() == pytest.approx(expected, abs=1e-3)
+    expected = torch.cat([logprobs(plain, call) for call in calls])
+    assert found.tolist() == pytest.approx(expected.tolist(), abs=1e-3)
 
-    found.sum().backward()
-    without = [name for name, p in policy.named_parameters() if p.grad is None or not bool(p.grad.isfinite().all())]
-    assert not without, "parameters without a finite gradient"
+    weights = torch.randn(len(found), generator=generator)
+    (found * weights).sum().backward()
+    (expected * weights).sum().backward()
+    gradients = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    for name, parameter in policy.model.named_parameters():
+        assert parameter.grad is not None, name
+        own = gradients[name]
+        assert own is not None, name
+        assert (parameter.grad - own).norm() <= 1e-3 * own.norm(), name
+
+
+def logprobs(model: torch.nn.Module, call: EngineCall) -> torch.Tensor:
+    """Return log π of each sampled token, with gradients."""
+    ids = torch.tensor([[*call.prompt_ids, *call.sampled_ids]])
+    found = torch.log_softmax(model(ids).logits[0, :-1].float(), -1).gather(1, ids[0, 1:, None])[:, 0]
+    return found[len(call.prompt_ids) - 1 :]
 
 
 def test_quantized_weights_are_refused_before_they_are_read(tmp_path: Path) -> None:

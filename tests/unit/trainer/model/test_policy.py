@@ -9,6 +9,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     BartConfig,
+    BloomConfig,
     Gemma2Config,
     GptOssConfig,
     GraniteConfig,
@@ -238,7 +239,8 @@ def test_a_support_restricts_the_normalization():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (MambaConfig(num_hidden_layers=1, hidden_size=16, vocab_size=32), "attention interface"),
+        (BloomConfig(n_layer=1, hidden_size=16, n_head=2, vocab_size=32), "attention interface"),
+        (MambaConfig(num_hidden_layers=1, hidden_size=16, vocab_size=32), "takes no position ids"),
         (qwen3(layer_types=["full_attention", "chunked_attention"]), "chunked_attention"),
     ],
 )
