@@ -99,8 +99,8 @@ def compile_layers(model: nn.Module) -> None:
     """Compile each layer by itself, in place. Parameter names stay, and equal layers share one compilation.
 
     Pack lengths are symbolic, so a new length does not recompile. Attention, the fused head and recurrent layers, which
-    run once per row, are not compiled. Raises `ConfigError` if ZeRO-3 has partitioned the weights, or transformers marks
-    no layers in this model.
+    run once per row, are not compiled. Raises `ConfigError` if ZeRO-3 has partitioned the weights, or transformers
+    marks no layers in this model.
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
