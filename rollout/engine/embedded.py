@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_exponential_jitter
 
+from rollout.engine.arguments import engine_arguments
 from rollout.engine.engine_answers import (
     UNUSABLE_PREFIX,
     answer_of,
@@ -57,10 +58,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-CPU_BLOCK_TOKENS = 32
-"""Tokens of a block of the KV cache on a CPU, the least that its attention takes."""
-BATCH_TOKENS = 8192
-"""Tokens of a batch of the engine, in which it also splits longer prompts on a GPU. vLLM's default is 2,048."""
 WATCH_S = 0.5
 """Interval at which a waiting call checks that the engine is alive."""
 SHUTDOWN_TIMEOUT_S = 5.0
@@ -146,7 +143,13 @@ class EmbeddedEngine:
             "max_model_len": max_model_len,
             "kv_cache_memory_bytes": None if kv_cache_gib is None else int(kv_cache_gib * 2**30),
             "max_num_seqs": max_num_seqs,
-            **device_arguments(is_cpu=is_cpu, dtype=dtype, max_model_len=max_model_len),
+            **engine_arguments(
+                model_path,
+                is_cpu=is_cpu,
+                dtype=dtype,
+                max_model_len=max_model_len,
+                trust_remote_code=trust_remote_code,
+            ),
             "seed": seed,
             "enforce_eager": eager,
             "gpu_memory_utilization": gpu_memory_utilization,
@@ -357,23 +360,6 @@ class EmbeddedEngine:
         return EngineError(
             f"cannot {action}: the engine is dead; resume the run from its last checkpoint\n{_log_tail(self.log_path)}"
         )
-
-
-def device_arguments(*, is_cpu: bool, dtype: str, max_model_len: int | None) -> dict[str, Any]:
-    """Return vLLM's engine arguments that depend on the device."""
-    if is_cpu:
-        return {
-            # A partial prefill of a request with a seed kills the CPU worker, so a whole prompt must fit one step.
-            "max_num_batched_tokens": None if max_model_len is None else max(max_model_len, BATCH_TOKENS),
-            "enable_chunked_prefill": False,
-            # vLLM's 128 would compute most of a prompt again for each sample of its group: whole blocks are shared.
-            "block_size": CPU_BLOCK_TOKENS,
-        }
-    arguments: dict[str, Any] = {"max_num_batched_tokens": BATCH_TOKENS}
-    if dtype != "float32":
-        # The trainer's logits are float32. Logits of 16 to 32 have steps of 0.125 in bfloat16.
-        arguments["hf_overrides"] = {"head_dtype": "float32"}
-    return arguments
 
 
 def _environment_variables(

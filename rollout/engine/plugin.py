@@ -13,7 +13,7 @@ import logging
 import multiprocessing
 import os
 
-from rollout.engine import cpu_logprobs
+from rollout.engine import cpu_delta_net, cpu_logprobs
 from rollout.system.orphan_guard import exit_when_orphaned
 
 CHILD_ENV = "LOCKSTEP_ENGINE_CHILD"
@@ -52,6 +52,7 @@ def register() -> None:
     logging.getLogger(RELOAD_LOGGER).addFilter(is_not_of_a_head)
     if current_platform.is_cpu():
         cpu_logprobs.install()
+        cpu_delta_net.install()
     parent = multiprocessing.parent_process()
     if CHILD_ENV in os.environ and parent is not None:
         if os.getpgrp() != os.getpid():  # a process that already leads a group may not start a session

@@ -179,7 +179,7 @@ def refuse_architecture(config: PreTrainedConfig) -> None:
             f"model type {config.model_type} is an encoder-decoder; expected a decoder-only causal language model "
             "(for example Qwen3, Llama, Gemma, Mistral): set model.path to one"
         )
-    unpackable = sorted(set(text.to_dict().get("layer_types") or ()) - PACKABLE_LAYERS)
+    unpackable = sorted(set(getattr(text, "layer_types", None) or ()) - PACKABLE_LAYERS)
     if unpackable:
         raise ConfigError(
             f"model type {config.model_type} has layers of type {', '.join(unpackable)}, whose rows cannot be kept "

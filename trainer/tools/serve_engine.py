@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-from rollout.engine.embedded import device_arguments
+from rollout.engine.arguments import engine_arguments
 from rollout.engine.plugin import CHILD_ENV, SCHEDULER
 from rollout.errors import ConfigError, SyncError
 from rollout.server.guard import KEY_ENV
@@ -39,8 +39,12 @@ def command(config: Config) -> list[str]:
     arguments += ["--weight-transfer-config", json.dumps({"backend": "nccl" if on_gpu else "gloo"})]
     arguments += ["--dtype", config.model.dtype, "--seed", str(config.seed)]
     arguments += ["--max-model-len", str(settings.max_model_len), "--max-num-seqs", str(settings.max_num_seqs)]
-    for name, value in device_arguments(
-        is_cpu=not on_gpu, dtype=config.model.dtype, max_model_len=settings.max_model_len
+    for name, value in engine_arguments(
+        config.model.path,
+        is_cpu=not on_gpu,
+        dtype=config.model.dtype,
+        max_model_len=settings.max_model_len,
+        trust_remote_code=config.model.trust_remote_code,
     ).items():
         flag = name.replace("_", "-")
         shown_value = json.dumps(value) if isinstance(value, dict) else str(value)

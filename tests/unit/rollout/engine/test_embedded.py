@@ -15,25 +15,40 @@ from vllm.config import ModelConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import RetryableRequestError
 
-from rollout.engine.embedded import CPU_BLOCK_TOKENS, EmbeddedEngine, _check_compiler, device_arguments
+from rollout.engine.arguments import CPU_BLOCK_TOKENS, engine_arguments
+from rollout.engine.embedded import EmbeddedEngine, _check_compiler
 from rollout.engine.protocol import Sampling
 from rollout.errors import ConfigError, EngineError
 from rollout.system.background_loop import BackgroundLoop
+from tests.fixtures.families import FAMILIES
 from tests.fixtures.models import save_tiny_model
 
 
-def test_settings_for_cpus_alone_are_not_given_to_gpus() -> None:
-    on_cpu = device_arguments(is_cpu=True, dtype="bfloat16", max_model_len=9000)
+def arguments(path: Path, *, is_cpu: bool, dtype: str = "bfloat16", max_model_len: int | None = 9000) -> dict[str, Any]:
+    return engine_arguments(path, is_cpu=is_cpu, dtype=dtype, max_model_len=max_model_len, trust_remote_code=False)
+
+
+def test_settings_for_cpus_alone_are_not_given_to_gpus(tmp_path: Path) -> None:
+    on_cpu = arguments(tmp_path, is_cpu=True)
     assert on_cpu == {"max_num_batched_tokens": 9000, "enable_chunked_prefill": False, "block_size": CPU_BLOCK_TOKENS}
-    on_gpu = device_arguments(is_cpu=False, dtype="bfloat16", max_model_len=9000)
+    on_gpu = arguments(tmp_path, is_cpu=False)
     assert on_gpu == {"max_num_batched_tokens": 8192, "hf_overrides": {"head_dtype": "float32"}}
-    assert "hf_overrides" not in device_arguments(is_cpu=False, dtype="float32", max_model_len=9000)
+    assert "hf_overrides" not in arguments(tmp_path, is_cpu=False, dtype="float32")
     assert {*on_cpu, *on_gpu} <= {field.name for field in dataclasses.fields(AsyncEngineArgs)}
 
 
+def test_recurrent_layers_have_their_own_arguments(tmp_path: Path) -> None:
+    for family in ("falcon_h1", "qwen3_5", "lfm2"):
+        FAMILIES[family]().save_pretrained(tmp_path)
+        assert arguments(tmp_path, is_cpu=True)["enable_prefix_caching"] is False
+    assert arguments(tmp_path, is_cpu=False)["hf_overrides"] == {"head_dtype": "float32", "conv_dim": 64}
+    FAMILIES["qwen3"]().save_pretrained(tmp_path)
+    assert "enable_prefix_caching" not in arguments(tmp_path, is_cpu=True)
+
+
 def test_a_float32_head_is_what_vllm_reads_from_the_setting(tmp_path: Path) -> None:
-    overrides = device_arguments(is_cpu=False, dtype="bfloat16", max_model_len=None)["hf_overrides"]
     save_tiny_model(tmp_path, tied=True)
+    overrides = arguments(tmp_path, is_cpu=False)["hf_overrides"]
     config = ModelConfig(str(tmp_path), dtype="bfloat16", skip_tokenizer_init=True, hf_overrides=overrides)
     assert config.head_dtype == torch.float32
     assert ModelConfig(str(tmp_path), dtype="bfloat16", skip_tokenizer_init=True).head_dtype == torch.bfloat16
