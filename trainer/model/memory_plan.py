@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from rollout.engine.embedded import BATCH_TOKENS
+from rollout.engine.arguments import BATCH_TOKENS
 from rollout.errors import ConfigError
 from trainer.config.schema import CPU_CACHE_GIB, Config
 from trainer.distributed.sharding import Sharding
