@@ -39,7 +39,8 @@ def engine_arguments(
             # The trainer's logits are float32. Logits of 16 to 32 have steps of 0.125 in bfloat16.
             overrides["head_dtype"] = "float32"
     if "conv" in layers:
-        overrides["conv_dim"] = hidden_size  # LFM2's convolutions, under the name that vLLM reads
+        # LFM2's sizes under the names that vLLM reads, which checkpoints of transformers 5 do not have.
+        overrides |= {"conv_dim": hidden_size, "block_dim": hidden_size}
     return {**arguments, "hf_overrides": overrides} if overrides else arguments
 
 

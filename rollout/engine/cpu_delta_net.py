@@ -9,7 +9,7 @@ Not covered: speculative decoding.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch.nn import functional as F
@@ -19,16 +19,17 @@ def install() -> None:
     """Replace the layer's CPU operator, for engines that are created later; may be called repeatedly."""
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 
-    if gdn_attention.cpu_gdn_attention_core.__module__ == __name__:
-        return
     in_bfloat16 = gdn_attention.cpu_gdn_attention_core
+    if in_bfloat16.__module__ == __name__:
+        return
 
-    # vLLM reads the annotations to declare the operator.
-    def core(mixed_qkv, b, a, core_attn_out, layer_name):  # type: ignore[no-untyped-def]
+    def core(
+        mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, core_attn_out: torch.Tensor, layer_name: Any
+    ) -> None:
         compute = in_bfloat16 if mixed_qkv.dtype == torch.bfloat16 else delta_net
         compute(mixed_qkv, b, a, core_attn_out, layer_name)
 
-    core.__annotations__ = dict(in_bfloat16.__annotations__)
+    core.__annotations__ = get_type_hints(in_bfloat16) | {"return": None}  # from which vLLM declares the operator
     gdn_attention.cpu_gdn_attention_core = core
 
 

@@ -41,7 +41,11 @@ def test_recurrent_layers_have_their_own_arguments(tmp_path: Path) -> None:
     for family in ("falcon_h1", "qwen3_5", "lfm2"):
         FAMILIES[family]().save_pretrained(tmp_path)
         assert arguments(tmp_path, is_cpu=True)["enable_prefix_caching"] is False
-    assert arguments(tmp_path, is_cpu=False)["hf_overrides"] == {"head_dtype": "float32", "conv_dim": 64}
+    assert arguments(tmp_path, is_cpu=False)["hf_overrides"] == {
+        "head_dtype": "float32",
+        "conv_dim": 64,
+        "block_dim": 64,
+    }
     FAMILIES["qwen3"]().save_pretrained(tmp_path)
     assert "enable_prefix_caching" not in arguments(tmp_path, is_cpu=True)
 
