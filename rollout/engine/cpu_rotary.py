@@ -1,9 +1,9 @@
 """Rotary positions on a CPU for queries and keys with a dimension of heads.
 
-vLLM's CPU kernel (`rotary_embedding` in csrc/cpu/pos_encoding.cpp) takes flat heads, (tokens, heads × head size), alone.
-Of a tensor (tokens, heads, head size) it reads the stride of a head as that of a token, and so rotates the wrong
-elements without an error. The multi-head latent attention of DeepSeek-V2 and -V3 and the attention of LFM2 pass
-such tensors: their logprobs were off by 0.4 to 1.2 nats. CUDA's kernel takes both shapes.
+vLLM's CPU kernel (`rotary_embedding` in csrc/cpu/pos_encoding.cpp) takes only flat heads, (tokens, heads × head size).
+In a tensor (tokens, heads, head size) it takes the stride of a head for that of a token, and so rotates the wrong
+elements without an error. The latent attention of DeepSeek-V2 and V3 and the attention of LFM2 pass such tensors; their
+logprobs were wrong by 0.4 to 1.2. CUDA's kernel takes both shapes.
 """
 
 from __future__ import annotations

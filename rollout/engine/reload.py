@@ -8,8 +8,9 @@ contradiction, given memory, and loaded once more; then the reload processes the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import nn
@@ -35,7 +36,7 @@ def install() -> None:
 def _repair_loading(model: nn.Module) -> None:
     if "load_weights" in model.__dict__:
         return
-    load_once = model.load_weights
+    load_once = cast(Callable[[Weights], set[str] | None], model.load_weights)
 
     def load_weights(weights: Weights) -> set[str] | None:
         """Load weights, twice if parameters were bypassed; an iterator is read whole first."""
