@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader import reload
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from rollout.engine.plugin import register
+from rollout.weights.cuda_ipc import CudaIpcWeightTransferEngine
 
 Named = list[tuple[str, torch.Tensor]]
 
@@ -127,3 +131,17 @@ def test_parameters_that_are_not_sent_keep_their_values() -> None:
     update(model, [first])
     update(model, [[(name, tensor) for name, tensor in new_weights(model, 2) if "mixed" in name]])
     check(model, [(name, tensor) for name, tensor in first if "mixed" not in name])
+
+
+@pytest.mark.parametrize("transport", [NCCLWeightTransferEngine, CudaIpcWeightTransferEngine])
+def test_transports_that_stream_to_gpus_begin_with_the_repair(transport: type[WeightTransferEngine]) -> None:
+    model = loaded_model()
+    engine = transport.__new__(transport)
+    engine.model, engine.model_config = model, None  # type: ignore[assignment]
+    engine._packed_importer = SimpleNamespace(close=lambda: None)  # type: ignore[attr-defined]
+    weights = new_weights(model, 1)
+    engine.start_weight_update()
+    for chunk in one_by_one(weights):
+        engine.model.load_weights(chunk)
+    engine.finish_weight_update()
+    check(model, weights)
