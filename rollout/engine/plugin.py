@@ -1,4 +1,4 @@
-"""Lockstep's vLLM plugin: weight transfers, exact logprobs on a CPU, logs, and the lifetime of engine processes.
+"""Lockstep's vLLM plugin: weight transfers, repairs of vLLM, logs, and the lifetime of engine processes.
 
 vLLM calls `register` in each of its processes (entry point `vllm.general_plugins`). A process started by
 `rollout/engine/embedded.py`, marked by `CHILD_ENV`, then exits with its parent, also after SIGKILL (vLLM's own would
@@ -13,7 +13,7 @@ import logging
 import multiprocessing
 import os
 
-from rollout.engine import cpu_delta_net, cpu_logprobs
+from rollout.engine import cpu_delta_net, cpu_logprobs, cpu_rotary, reload
 from rollout.system.orphan_guard import exit_when_orphaned
 
 CHILD_ENV = "LOCKSTEP_ENGINE_CHILD"
@@ -50,9 +50,11 @@ def register() -> None:
         if name not in WeightTransferTrainerFactory._registry:
             WeightTransferTrainerFactory.register_engine(name, sender, f"{prefix}TrainerWeightTransferEngine")
     logging.getLogger(RELOAD_LOGGER).addFilter(is_not_of_a_head)
+    reload.install()
     if current_platform.is_cpu():
         cpu_logprobs.install()
         cpu_delta_net.install()
+        cpu_rotary.install()
     parent = multiprocessing.parent_process()
     if CHILD_ENV in os.environ and parent is not None:
         if os.getpgrp() != os.getpid():  # a process that already leads a group may not start a session

@@ -129,6 +129,16 @@ def bucket_bytes(planned: Planned) -> int:
     return bucket_layout([meta for meta, _ in planned])[1]
 
 
+class _OnDevice:
+    """Named tensors, moved to a device one by one, each time they are iterated over."""
+
+    def __init__(self, named: Sequence[tuple[str, torch.Tensor]], device: torch.device) -> None:
+        self._named, self._device = named, device
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, tensor.to(self._device)) for name, tensor in self._named)
+
+
 class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
     """Worker side: receive into staging, load in `finish`."""
 
@@ -170,12 +180,13 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-        expected = {name for name, _ in self.model.named_parameters()}
+        held = {name for name, _ in self.model.named_parameters()}
         staged, self._staged = self._staged, []
         initialize_layerwise_reload(self.model)
+        # Without the parameters that vLLM derives from others, such as W_UV of multi-head latent attention.
+        expected = held & {name for name, _ in self.model.named_parameters()}
         try:
-            weights = ((name, tensor.to(self.device)) for name, tensor in staged)
-            loaded = self.model.load_weights(weights)  # type: ignore[operator]
+            loaded = self.model.load_weights(_OnDevice(staged, self.device))  # type: ignore[operator]
         finally:
             # Also after an error: otherwise layers stay on the meta device and the next step kills the engine.
             finalize_layerwise_reload(self.model, self.model_config)
