@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
+
+from rollout.errors import ConfigError
 
 CPU_BLOCK_TOKENS = 32
 """Tokens of a block of the KV cache on a CPU, the least that its attention takes."""
@@ -18,10 +21,11 @@ RECURRENT_LAYERS = frozenset({"linear_attention", "mamba", "hybrid", "conv"})
 def engine_arguments(
     path: str | Path, *, is_cpu: bool, dtype: str, max_model_len: int | None, trust_remote_code: bool
 ) -> dict[str, Any]:
-    """Return vLLM's engine arguments for this device and the model at `path`, a directory or hub id."""
+    """Return vLLM's engine arguments for this device and the model at `path`, a directory or hub id.
+
+    Raises `ConfigError` if vLLM needs a package for the model that is not installed.
+    """
     arguments: dict[str, Any]
-    overrides: dict[str, Any] = {}
-    layers, hidden_size = _layers(path, trust_remote_code=trust_remote_code)
     if is_cpu:
         arguments = {
             # A partial prefill of a request with a seed kills the CPU worker, so a whole prompt must fit one step.
@@ -30,24 +34,30 @@ def engine_arguments(
             # vLLM's 128 would compute most of a prompt again for each sample of its group: whole blocks are shared.
             "block_size": CPU_BLOCK_TOKENS,
         }
-        if layers & RECURRENT_LAYERS:
-            # vLLM 0.32 caches recurrent states between the chunks of a prompt, and here a prompt is one chunk.
-            arguments["enable_prefix_caching"] = False
     else:
         arguments = {"max_num_batched_tokens": BATCH_TOKENS}
-        if dtype != "float32":
-            # The trainer's logits are float32. Logits of 16 to 32 have steps of 0.125 in bfloat16.
-            overrides["head_dtype"] = "float32"
+    overrides: dict[str, Any] = {}
+    if not is_cpu and dtype != "float32":
+        # The trainer's logits are float32. Logits of 16 to 32 have steps of 0.125 in bfloat16.
+        overrides["head_dtype"] = "float32"
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError):  # vLLM reads it again, and says what is wrong
+        config = PreTrainedConfig()
+    text = config.get_text_config()
+    layers = frozenset(getattr(text, "layer_types", None) or ())
+    if is_cpu and layers & RECURRENT_LAYERS:
+        # vLLM 0.32 caches recurrent states between the chunks of a prompt, and here a prompt is one chunk.
+        arguments["enable_prefix_caching"] = False
     if "conv" in layers:
         # LFM2's sizes under the names that vLLM reads, which checkpoints of transformers 5 do not have.
-        overrides |= {"conv_dim": hidden_size, "block_dim": hidden_size}
+        overrides |= {"conv_dim": text.hidden_size, "block_dim": text.hidden_size}
+    if hasattr(config, "vision_config"):
+        arguments["limit_mm_per_prompt"] = {"image": 0, "video": 0}  # leaves out the vision tower, which is not trained
+    if text.model_type.startswith("qwen3_5") and find_spec("torchvision") is None:
+        raise ConfigError(
+            f"vLLM imports torchvision for model type {config.model_type}, also without images, and it is not "
+            "installed: pip install torchvision, on a machine without a GPU with "
+            "--index-url https://download.pytorch.org/whl/cpu"
+        )
     return {**arguments, "hf_overrides": overrides} if overrides else arguments
-
-
-def _layers(path: str | Path, *, trust_remote_code: bool) -> tuple[frozenset[str], int]:
-    """Return the types of a model's layers, where its config names them, and its hidden size."""
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).get_text_config()
-    except (OSError, ValueError):  # vLLM reads it again, and says what is wrong
-        return frozenset(), 0
-    return frozenset(getattr(config, "layer_types", None) or ()), config.hidden_size

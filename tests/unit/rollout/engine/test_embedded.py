@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen3_5Config
 from vllm.config import ModelConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import RetryableRequestError
@@ -38,7 +39,7 @@ def test_settings_for_cpus_alone_are_not_given_to_gpus(tmp_path: Path) -> None:
 
 
 def test_recurrent_layers_have_their_own_arguments(tmp_path: Path) -> None:
-    for family in ("falcon_h1", "qwen3_5", "lfm2"):
+    for family in ("falcon_h1", "qwen3_next", "lfm2"):
         FAMILIES[family]().save_pretrained(tmp_path)
         assert arguments(tmp_path, is_cpu=True)["enable_prefix_caching"] is False
     assert arguments(tmp_path, is_cpu=False)["hf_overrides"] == {
@@ -48,6 +49,17 @@ def test_recurrent_layers_have_their_own_arguments(tmp_path: Path) -> None:
     }
     FAMILIES["qwen3"]().save_pretrained(tmp_path)
     assert "enable_prefix_caching" not in arguments(tmp_path, is_cpu=True)
+
+
+def test_qwen3_5_without_torchvision_is_refused_with_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Qwen3_5Config(text_config=FAMILIES["qwen3_5"]().to_dict()).save_pretrained(tmp_path)
+    monkeypatch.setattr("rollout.engine.arguments.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"model type qwen3_5,.*pip install torchvision.*whl/cpu"):
+        arguments(tmp_path, is_cpu=True)
+    monkeypatch.setattr("rollout.engine.arguments.find_spec", lambda name: object())
+    assert arguments(tmp_path, is_cpu=True)["limit_mm_per_prompt"] == {"image": 0, "video": 0}
 
 
 def test_a_float32_head_is_what_vllm_reads_from_the_setting(tmp_path: Path) -> None:
