@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 from transformers.core_model_loading import Chunk, WeightConverter, WeightRenaming
 
 from rollout.episode.rows import rows_from_calls
@@ -98,3 +98,22 @@ def test_names_of_a_loaded_model_are_those_of_its_own_checkpoint(tmp_path: Path)
     assert "transformer.layers.0.self_attn.q_proj.weight" in names
     model.save_pretrained(tmp_path / "again")
     assert sorted(names) == sorted(load_file(tmp_path / "again" / "model.safetensors"))
+
+
+def test_the_text_of_a_checkpoint_with_a_vision_tower_is_sent_and_saved_under_its_names(tmp_path: Path) -> None:
+    vision = {
+        "depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64, "patch_size": 4,
+        "num_position_embeddings": 64,
+    }  # fmt: skip
+    config = Qwen3_5Config(text_config=FAMILIES["qwen3_5"]().to_dict(), vision_config=vision)
+    Qwen3_5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    policy = Policy.from_pretrained(tmp_path)
+    sent = dict(ZeroSource(policy.model))
+    assert sorted(sent) == sorted(name for name in saved if "visual" not in name)
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in sent.items())
+
+    policy.model.save_pretrained(tmp_path / "trained")
+    again = Policy.from_pretrained(tmp_path / "trained")
+    for (name, own), loaded in zip(policy.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(own, loaded), name
