@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from demo.manifest import DemoInfo, find_made, recipe_hash, write_manifest
+from demo.manifest import DEFAULT_ARCHITECTURE, DemoInfo, find_made, recipe_hash, write_manifest
 from demo.play import demonstrate, sampled_reward
 from demo.tasks import TASKS, DemoTask, Row, draw_unique
 from demo.tokenizer import train_tokenizer, untrained
@@ -30,7 +30,14 @@ TRAIN_ROWS, HELDOUT_ROWS = 4096, 256
 CORPUS_EPISODES = 400
 
 
-def make_demo(task: str, model_dir: Path | str, data_dir: Path | str, seed: int, console: Console) -> DemoInfo:
+def make_demo(
+    task: str,
+    model_dir: Path | str,
+    data_dir: Path | str,
+    seed: int,
+    console: Console,
+    architecture: str = DEFAULT_ARCHITECTURE,
+) -> DemoInfo:
     """Write `train.jsonl` and `heldout.jsonl` to `data_dir` and a model with tokenizer to `model_dir`.
 
     Also writes `heldout_harder.jsonl` if the task has rows beyond its training distribution (chain: 3 and 4 hops).
@@ -44,23 +51,26 @@ def make_demo(task: str, model_dir: Path | str, data_dir: Path | str, seed: int,
     if task not in TASKS:
         raise ConfigError(f"unknown demo task {task!r}; expected one of {', '.join(TASKS)}")
     model_dir, data_dir = Path(model_dir), Path(data_dir)
-    made = find_made(task, model_dir, data_dir, seed)
+    made = find_made(task, model_dir, data_dir, seed, architecture)
     if made is not None:
         return made
     with _only_maker(model_dir):
-        made = find_made(task, model_dir, data_dir, seed)  # another process may have made it meanwhile
-        return made if made is not None else _make(TASKS[task], model_dir, data_dir, seed, console)
+        # Another process may have made it meanwhile.
+        made = find_made(task, model_dir, data_dir, seed, architecture)
+        return made or _make(TASKS[task], model_dir, data_dir, seed, console, architecture)
 
 
-def _make(chosen: DemoTask, model_dir: Path, data_dir: Path, seed: int, console: Console) -> DemoInfo:
+def _make(
+    chosen: DemoTask, model_dir: Path, data_dir: Path, seed: int, console: Console, architecture: str
+) -> DemoInfo:
     task, recipe = chosen.name, Recipe()
-    recipe_key = recipe_hash(task, seed)  # now, because the code may be edited while this runs
+    recipe_key = recipe_hash(task, seed, architecture)  # now, because the code may be edited while this runs
 
     data = _write_data(chosen, data_dir, seed)
     rng = random.Random(seed)
     corpus = demonstrate(chosen, data["train.jsonl"][:CORPUS_EPISODES], untrained(), rng, noisy=True)
     tokenizer = train_tokenizer(episode.text for episode in corpus)
-    model = new_model(tokenizer, seed)
+    model = new_model(tokenizer, seed, architecture)
     num_parameters = model.num_parameters()
     console.print(
         f"{task}: {len(data['train.jsonl'])} training rows, {len(data['heldout.jsonl'])} held out; "

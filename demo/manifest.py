@@ -16,6 +16,8 @@ from typing import Any
 
 from rollout.errors import ConfigError
 
+DEFAULT_ARCHITECTURE = "qwen3"
+ARCHITECTURE_NAMES = (DEFAULT_ARCHITECTURE, "qwen3_moe", "falcon_h1", "qwen3_next", "gpt_oss")
 TASK_NAMES = ("calculator", "chain", "reverse")
 MANIFEST = "lockstep_demo.json"
 
@@ -23,6 +25,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 # The code that determines the files. Its syntax trees are the recipe: a change of a number or a rule makes the demo
 # again, a change of comments, docstrings or layout does not.
 _RECIPE_SOURCES = (
+    "demo/architectures.py",
     "demo/make.py",
     "demo/play.py",
     "demo/pretraining.py",
@@ -50,8 +53,10 @@ class DemoInfo:
     """True if it was made earlier and reused."""
 
 
-def find_made(task: str, model_dir: Path, data_dir: Path, seed: int) -> DemoInfo | None:
-    """Return the demo in these directories if task, seed, recipe and the hash of every file match, else None.
+def find_made(
+    task: str, model_dir: Path, data_dir: Path, seed: int, architecture: str = DEFAULT_ARCHITECTURE
+) -> DemoInfo | None:
+    """Return the demo in these directories if its settings, its recipe and the hash of every file match, else None.
 
     Raises:
         ConfigError: `model_dir` holds files that no demo script wrote, so they must not be overwritten.
@@ -68,7 +73,7 @@ def find_made(task: str, model_dir: Path, data_dir: Path, seed: int) -> DemoInfo
     roots = {"model": model_dir, "data": data_dir}
     files = [(roots[name.split("/")[0]] / name.split("/")[1], digest) for name, digest in manifest["sha256"].items()]
     is_intact = all(file.is_file() and _sha256(file) == digest for file, digest in files)
-    if manifest["recipe_hash"] != recipe_hash(task, seed) or not is_intact:
+    if manifest["recipe_hash"] != recipe_hash(task, seed, architecture) or not is_intact:
         return None
     return DemoInfo(**manifest["info"], model_dir=model_dir, data_dir=data_dir, is_cached=True)
 
@@ -88,9 +93,9 @@ def write_manifest(
     (directory / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
 
-def recipe_hash(task: str, seed: int) -> str:
-    """Hash everything that determines the files: task, seed, code and the version of torch."""
-    parts = [task, str(seed), importlib.metadata.version("torch").split("+")[0]]
+def recipe_hash(task: str, seed: int, architecture: str = DEFAULT_ARCHITECTURE) -> str:
+    """Hash everything that determines the files: task, seed, architecture, code and the version of torch."""
+    parts = [task, str(seed), architecture, importlib.metadata.version("torch").split("+")[0]]
     parts += [_syntax((_ROOT / name).read_text(encoding="utf-8")) for name in _RECIPE_SOURCES]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 

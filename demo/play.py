@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from transformers import DynamicCache, PreTrainedTokenizerFast, Qwen3ForCausalLM
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
 
 from demo.tasks import DemoTask, Row, answer_text
 from demo.tokenizer import TURN_END
@@ -105,7 +105,7 @@ def tokenize(episode: Episode, tokenizer: PreTrainedTokenizerFast) -> Demonstrat
 
 @torch.no_grad()
 def sampled_reward(
-    model: Qwen3ForCausalLM,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     task: DemoTask,
     rows: Sequence[Row],
@@ -137,7 +137,7 @@ def sampled_reward(
 
 
 def _sample_turns(
-    model: Qwen3ForCausalLM,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     texts: list[str],
     generator: torch.Generator,

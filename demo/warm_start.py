@@ -12,8 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from demo.architectures import ARCHITECTURES
+from demo.manifest import DEFAULT_ARCHITECTURE
 from demo.play import Demonstration, demonstrate, sampled_reward, tokenize
 from demo.pretraining import IGNORED, descend, make_adam, next_token_loss, sample_from_everything
 from demo.tasks import DemoTask, draw_unique
@@ -49,36 +51,24 @@ Report = Callable[[str, int, float, float | None], None]
 """Function that is called after each step with stage, step, loss and, if it was measured, the sampled reward."""
 
 
-def new_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
-    """Make a Qwen3 of about 0.6 M parameters with random weights."""
+def new_model(
+    tokenizer: PreTrainedTokenizerFast, seed: int, architecture: str = DEFAULT_ARCHITECTURE
+) -> PreTrainedModel:
+    """Make a model with random weights, one of `ARCHITECTURES`; the Qwen3 has about 0.6 M parameters."""
     end_id, pad_id = (tokenizer.get_vocab()[token] for token in (TURN_END, PAD))
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=32,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        initializer_range=0.06,  # three times the usual: narrow models learn to copy sooner
-        bos_token_id=None,
-        eos_token_id=end_id,
-        pad_token_id=pad_id,
-        dtype="float32",
-    )
+    config = ARCHITECTURES[architecture](vocab_size=len(tokenizer), eos_token_id=end_id, pad_token_id=pad_id)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     generation = model.generation_config
+    assert generation is not None
     generation.eos_token_id, generation.pad_token_id = end_id, pad_id
     sample_from_everything(model)
     return model
 
 
 def warm_start(
-    model: Qwen3ForCausalLM,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     task: DemoTask,
     *,
@@ -137,7 +127,7 @@ def warm_start(
     return final
 
 
-def imitation_loss(model: Qwen3ForCausalLM, demonstrations: Sequence[Demonstration]) -> torch.Tensor:
+def imitation_loss(model: PreTrainedModel, demonstrations: Sequence[Demonstration]) -> torch.Tensor:
     """Return the mean cross-entropy of the learned tokens."""
     length = max(len(item.ids) for item in demonstrations)
     ids_BT = torch.zeros(len(demonstrations), length, dtype=torch.long)

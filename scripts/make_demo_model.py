@@ -2,6 +2,7 @@
 
     python scripts/make_demo_model.py                     # calculator, about a minute on two cores
     python scripts/make_demo_model.py --task chain
+    python scripts/make_demo_model.py --architecture falcon_h1
 
 Writes train.jsonl and heldout.jsonl to data/demo/<task> and the model with its tokenizer to models/<task>. A second
 call finds them and ends. The recipe is in demo/.
@@ -13,7 +14,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from demo.manifest import TASK_NAMES, find_made
+from demo.manifest import ARCHITECTURE_NAMES, DEFAULT_ARCHITECTURE, TASK_NAMES, find_made
 from rollout.errors import LockstepError
 
 
@@ -22,14 +23,22 @@ def main() -> int:
     parser.add_argument(
         "--task", choices=TASK_NAMES, default="calculator", help="task of the demo (default: calculator)"
     )
-    parser.add_argument("--out", type=Path, help="directory of the model (default: models/<task>)")
+    parser.add_argument(
+        "--architecture", choices=ARCHITECTURE_NAMES, default=DEFAULT_ARCHITECTURE,
+        help=f"model type of the model (default: {DEFAULT_ARCHITECTURE})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--out", type=Path, help="directory of the model (default: models/<task>, or models/<task>-<architecture>)"
+    )
     parser.add_argument("--data", type=Path, help="directory of the data (default: data/demo/<task>)")
     parser.add_argument("--seed", type=int, default=0, help="seed of data, initialization and warm start (default: 0)")
     arguments = parser.parse_args()
-    model_dir = arguments.out or Path("models") / arguments.task
+    architecture = arguments.architecture
+    suffix = "" if architecture == DEFAULT_ARCHITECTURE else f"-{architecture}"
+    model_dir = arguments.out or Path("models") / f"{arguments.task}{suffix}"
     data_dir = arguments.data or Path("data") / "demo" / arguments.task
     try:
-        made = find_made(arguments.task, model_dir, data_dir, arguments.seed)
+        made = find_made(arguments.task, model_dir, data_dir, arguments.seed, architecture)
         if made is not None:
             print(f"{made.task}: {model_dir} and {data_dir} exist already, made by this recipe")
             return 0
@@ -39,7 +48,7 @@ def main() -> int:
         from trainer.run.library_logs import quiet_third_parties
 
         quiet_third_parties()
-        make_demo(arguments.task, model_dir, data_dir, arguments.seed, Console())
+        make_demo(arguments.task, model_dir, data_dir, arguments.seed, Console(), architecture)
     except LockstepError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

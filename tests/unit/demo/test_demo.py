@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from demo import manifest
+from demo.architectures import ARCHITECTURES
 from demo.make import make_rows
-from demo.manifest import MANIFEST, TASK_NAMES, find_made, recipe_hash, write_manifest
+from demo.manifest import ARCHITECTURE_NAMES, MANIFEST, TASK_NAMES, find_made, recipe_hash, write_manifest
 from demo.play import _sample_turns, demonstrate, sampled_reward, tokenize
 from demo.tasks import TASKS, answer_text, draw_unique, is_heldout
 from demo.tokenizer import MARKUP_TOKENS, PAD, TURN_END, VOCAB_SIZE, train_tokenizer, untrained
@@ -226,6 +227,13 @@ def test_the_model_is_small_tied_and_deterministic():
     assert model.dtype is torch.float32
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
     assert model.generation_config.eos_token_id == _CALCULATOR_TOKENIZER.eos_token_id
+
+
+def test_the_names_of_architectures_are_those_of_their_configs():
+    assert tuple(ARCHITECTURES) == ARCHITECTURE_NAMES
+    for name in ARCHITECTURES:
+        assert new_model(_CALCULATOR_TOKENIZER, seed=0, architecture=name).config.model_type == name
+    assert recipe_hash("calculator", 0, "qwen3_moe") != recipe_hash("calculator", 0)
 
 
 def test_only_assistant_tokens_are_learned():
