@@ -100,6 +100,7 @@ gpu-check: install ## Check every path that needs a GPU, on this machine; ARGS="
 docs: install ## Write the generated pages of docs/ from the code, and build the site of docs/ into site/
 	$(BIN)/python -m scripts.list_settings
 	$(BIN)/python -m scripts.map_code
+	$(BIN)/python -m scripts.list_models
 	$(BIN)/python -m scripts.list_licenses
 	$(BIN)/python -m scripts.recipes.page
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build # not --quiet: that hides warnings from strict mode, too

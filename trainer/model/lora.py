@@ -7,7 +7,8 @@ The engine gets merged weights (`rollout/weights/source.py`). A finished run lea
 adapters disabled.
 
 Covered: linear layers of the decoder, in one process and under DDP, ZeRO-2 and ZeRO-3. Not covered: adapters on the
-head or on an embedding tied to it (the engine holds one weight for both), DoRA, dropout (the sampler has none).
+head or on an embedding tied to it (the engine holds one weight for both), on experts, DoRA, dropout (the sampler has
+none).
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 ADAPTER_DIRECTORY = "adapter"
+PEFT_REFUSES, PEFT_REFUSES_IN = frozenset({"out_proj", "conv1d"}), frozenset({"falcon_h1", "nemotron_h"})
+"""Layers, and the model types in which peft refuses adapters on them."""
+OF_EXPERTS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+"""Names of the layers of an expert in checkpoints. peft 0.21 adapts stacked experts in place of them."""
 
 
 def is_adapted(model: nn.Module) -> TypeGuard[PeftModel]:
@@ -54,7 +59,7 @@ def add_adapters(model: PreTrainedModel, settings: LoraConfig) -> PeftModel:
             r=settings.rank,
             lora_alpha=settings.alpha,  # type: ignore[arg-type]  # any number works: peft only divides it by the rank
             lora_dropout=0.0,
-            target_modules="all-linear" if wanted is None else list(wanted),  # all-linear excludes the head
+            target_modules=default_targets(model) if wanted is None else list(wanted),
             task_type="CAUSAL_LM",
         ),
     )
@@ -62,16 +67,41 @@ def add_adapters(model: PreTrainedModel, settings: LoraConfig) -> PeftModel:
     return adapted
 
 
+def default_targets(model: PreTrainedModel) -> str | list[str]:
+    """Return the linear layers that get adapters unless `model.lora.target_modules` names others.
+
+    All but the head; without those that peft 0.21 refuses in Mamba-2 layers, and without the names of experts' layers
+    in a mixture of experts, which peft would take for stacked experts, of which the engine is sent parts.
+    """
+    left_out = PEFT_REFUSES if model.config.get_text_config().model_type in PEFT_REFUSES_IN else frozenset()
+    if any(".experts." in name for name, _ in model.named_parameters()):
+        left_out |= OF_EXPERTS
+    if not left_out:
+        return "all-linear"  # excludes the head
+    return sorted(_linear_names(model) - left_out)
+
+
+def _linear_names(model: PreTrainedModel) -> set[str]:
+    """Return the last parts of the names of all linear layers but the head."""
+    head = model.get_output_embeddings()
+    linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head)
+    return {name.rpartition(".")[2] for name in linear}
+
+
 def _check_targets(model: PreTrainedModel, wanted: list[str]) -> None:
     head = model.get_output_embeddings()
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    found = {name.rpartition(".")[2] for name, module in linear.items() if module is not head}
     for target in wanted:
         matching = [name for name in linear if name == target or name.endswith(f".{target}")]
+        if OF_EXPERTS & {target} and any(".experts." in name for name, _ in model.named_parameters()):
+            raise ConfigError(
+                f"model.lora.target_modules={wanted}: {target} names layers of experts, which {type(model).__name__} "
+                "stacks in one tensor, and adapters on them cannot be sent to the engine; leave it out"
+            )
         if not matching:
             raise ConfigError(
                 f"model.lora.target_modules={wanted}: {type(model).__name__} has no linear layer named {target}; "
-                f"it has {', '.join(sorted(found))}"
+                f"it has {', '.join(sorted(_linear_names(model)))}"
             )
         if any(linear[name] is head for name in matching):
             raise ConfigError(

@@ -25,6 +25,7 @@ from trainer.engines.run_engines import Engines, start_engines
 from trainer.evaluate.evaluator import Evaluator
 from trainer.model.chosen import with_chosen
 from trainer.model.critic import policy_of, with_critic
+from trainer.model.families import untested
 from trainer.model.memory_plan import advice, memory_plan
 from trainer.model.shape import ModelShape, planned_shape
 from trainer.observe.console import RunConsole
@@ -81,6 +82,8 @@ def assemble(
     show_scale(shape, config, console)
     updater = Updater(prepared, distributed, config)
     updater.scorer.budget.warn = console.warn
+    if (sentence := untested(policy.causal_lm.config.get_text_config().model_type)) is not None:
+        console.warn(sentence)
     updater.scorer.refuse_leaks(policy, dtype=getattr(torch, config.model.dtype), with_values=config.has_critic)
     rewards = make_rewards(config)
     distributed.together(lambda: _load_reward_models(rewards, engines, distributed))

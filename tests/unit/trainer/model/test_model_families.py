@@ -16,6 +16,8 @@ from rollout.records import EngineCall, FinishReason
 from rollout.weights.source import ZeroSource
 from tests.fixtures.families import FAMILIES, WINDOW, save_family
 from trainer.batch.packing import collate
+from trainer.config.schema import LoraConfig
+from trainer.model import families, recurrent
 from trainer.model.policy import Policy
 
 
@@ -71,6 +73,43 @@ def logprobs(model: torch.nn.Module, call: EngineCall) -> torch.Tensor:
     ids = torch.tensor([[*call.prompt_ids, *call.sampled_ids]])
     found = torch.log_softmax(model(ids).logits[0, :-1].float(), -1).gather(1, ids[0, 1:, None])[:, 0]
     return found[len(call.prompt_ids) - 1 :]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_merged_adapters_are_sent_as_peft_saves_them(family: str, tmp_path: Path) -> None:
+    path = save_family(family, tmp_path)
+    policy = Policy.from_pretrained(path, lora=LoraConfig(rank=2))
+    adapted = [parameter for name, parameter in policy.named_parameters() if "lora_" in name]
+    assert adapted
+    with torch.no_grad():
+        for parameter in adapted:
+            parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(0))
+    sent = {name: tensor.clone() for name, tensor in ZeroSource(policy.model)}
+    before = load_file(path / "model.safetensors")
+    policy.model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert sorted(sent) == sorted(merged) == sorted(before)
+    for name, tensor in merged.items():
+        torch.testing.assert_close(sent[name], tensor, msg=name)
+    assert any(not torch.equal(sent[name], before[name]) for name in sent)
+
+
+def test_a_family_that_is_listed_is_tested_and_the_reverse() -> None:
+    tested = {config().get_text_config().model_type for config in FAMILIES.values()}
+    listed = [name for family in families.FAMILIES for name in family.model_types]
+    assert sorted(listed) == sorted(tested)
+    for config in (make() for make in FAMILIES.values()):
+        (family,) = (one for one in families.FAMILIES if config.model_type in one.model_types)
+        model = AutoModelForCausalLM.from_config(config)
+        assert family.is_recurrent == any(recurrent.recurrent_layers(model))
+        assert family.has_experts == any("experts" in name for name, _ in model.named_parameters())
+
+
+def test_a_run_of_another_family_says_what_was_not_tested() -> None:
+    assert families.untested("qwen3") is None
+    sentence = families.untested("olmo3") or ""
+    assert "model type olmo3 is not among the families of docs/models.md" in sentence
+    assert "by no test: the gradient of every parameter, adapters" in sentence
 
 
 def test_quantized_weights_are_refused_before_they_are_read(tmp_path: Path) -> None:
