@@ -81,6 +81,13 @@ CHECKS = (
         limit_s=500,
     ),
     Check(
+        name="recurrent",
+        module="scripts.gpu_checks.numerics",
+        expected="rows of a pack change each other's scores by less than 0.03 in Falcon-H1 and Qwen3-Next, by the "
+        "kernels of causal-conv1d, flash-linear-attention and mamba-ssm where they are installed, else row by row",
+        rehearses=True,
+    ),
+    Check(
         name="attention",
         module="scripts.gpu_checks.numerics",
         expected="packed rows against each row alone in transformers' own attention, with and without shared prefixes "

@@ -9,12 +9,15 @@ from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AutoModelForCausalLM
 
+from demo.architectures import ARCHITECTURES
 from rollout.episode.rows import rows_from_calls
 from rollout.records import EngineCall, FinishReason, TrainingRow
 from scripts.gpu_checks.measured import Measured, above, below, equal
 from scripts.gpu_checks.subject import Subject
-from trainer.batch.packing import collate
+from trainer.batch.packing import PackedBatch, collate
+from trainer.model import isolation
 from trainer.model.fused_head import fused_logprobs
 from trainer.model.policy import Policy
 
@@ -47,6 +50,22 @@ def attention(subject: Subject) -> list[Measured]:
                 below(f"{which}: mean |Δ log π|", difference, subject.pick(0.01, 1e-5)),
                 above(f"{which}: cosine of gradients", cosine, subject.pick(0.999, 0.99999)),
             ]
+    return found
+
+
+def recurrent(subject: Subject) -> list[Measured]:
+    found = []
+    for name in ("falcon_h1", "qwen3_next"):
+        torch.manual_seed(0)
+        config = ARCHITECTURES[name](vocab_size=512, eos_token_id=0, pad_token_id=0)
+        policy = Policy(AutoModelForCausalLM.from_config(config).to(subject.device), compute_dtype=subject.dtype)
+
+        def score(packed: PackedBatch, policy: Policy = policy) -> torch.Tensor:
+            with subject.autocast():
+                return policy(packed, with_entropy=False)[0][None]
+
+        leak = isolation.leak(score, vocab_size=512, device=subject.device)
+        found.append(below(f"{name}: mean |Δ log π| by other rows", leak, subject.pick(0.03, 1e-5)))
     return found
 
 
