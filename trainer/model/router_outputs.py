@@ -22,7 +22,6 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from rollout.errors import ConfigError
 from trainer.config.schema import AlgorithmConfig
-from trainer.model.policy import Policy
 
 
 class RouterOutput(NamedTuple):
@@ -36,13 +35,12 @@ class RouterOutput(NamedTuple):
 
 
 class RouterOutputs:
-    """Recorder of the routers of a policy."""
+    """Recorder of the routers of a decoder."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, decoder: PreTrainedModel) -> None:
         """Register the hooks. Do it after `Distributed.prepare`, so that they see outputs as ZeRO-3 hands them on."""
         self._records: list[RouterOutput] | None = None
         self._keeps_logits = False
-        decoder = policy.causal_lm.get_decoder()
         found = routers(decoder)
         self.num_routers = len(found)
         for router, index in found:
@@ -65,7 +63,8 @@ class RouterOutputs:
             logits_LE = outputs[index].flatten(0, -2)
             chosen = next((one for one in outputs if not one.is_floating_point()), None)
             if chosen is None:  # Llama 4 gives scores of all experts
-                chosen = logits_LE.topk(num_chosen, dim=-1).indices
+                # Detached: the layer computed again under checkpointing must save the same tensors, without the hook's.
+                chosen = logits_LE.detach().topk(num_chosen, dim=-1).indices
             kept = logits_LE if self._keeps_logits else None
             self._records.append(RouterOutput(chosen.flatten(0, -2).long(), logits_LE.shape[-1], kept))
 
@@ -90,20 +89,19 @@ def top_k(decoder: PreTrainedModel) -> int:
     return int(decoder.config.get_text_config().to_dict().get("num_experts_per_tok") or 0)
 
 
-def router_coefs(policy: Policy, algorithm: AlgorithmConfig) -> tuple[float, float]:
+def router_coefs(decoder: PreTrainedModel, algorithm: AlgorithmConfig) -> tuple[float, float]:
     """Return the weights of aux loss and z-loss, from the model's config where the settings are null.
 
     Raises `ConfigError` for a model without known routers, and for null if its config has no such weight.
     """
-    aux = _coef(policy, "router_aux_coef", algorithm.router_aux_coef, "router_aux_loss_coef")
-    return aux, _coef(policy, "router_z_coef", algorithm.router_z_coef, "router_z_loss_coef")
+    aux = _coef(decoder, "router_aux_coef", algorithm.router_aux_coef, "router_aux_loss_coef")
+    return aux, _coef(decoder, "router_z_coef", algorithm.router_z_coef, "router_z_loss_coef")
 
 
-def _coef(policy: Policy, name: str, value: float | None, field: str) -> float:
+def _coef(decoder: PreTrainedModel, name: str, value: float | None, field: str) -> float:
     if value == 0:
         return 0.0
     setting = f"algorithm.{name}={'null' if value is None else value}"
-    decoder = policy.causal_lm.get_decoder()
     config = decoder.config.get_text_config()
     if not routers(decoder):
         raise ConfigError(

@@ -78,7 +78,7 @@ def planned_shape(config: Config) -> ModelShape:
         shapes = packable_config(model.path, setting="model.path", trust_remote_code=trust)
         causal_lm = AutoModelForCausalLM.from_config(shapes, trust_remote_code=trust)
         policy = Policy(add_adapters(causal_lm, model.lora) if model.lora.rank else causal_lm, **setup)
-        router_coefs(policy, config.algorithm)
+        router_coefs(policy.causal_lm.get_decoder(), config.algorithm)
         module: nn.Module = policy
         if config.has_critic and model.critic == "shared":
             module = ActorCritic.shared(policy)

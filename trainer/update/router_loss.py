@@ -44,8 +44,9 @@ class RouterLoss:
         """module: from `Distributed.prepare`. Raises `ConfigError` for settings that need a mixture of experts."""
         self._scorer = scorer
         policy = next((part for part in module.modules() if isinstance(part, Policy)), None)
-        self._outputs = RouterOutputs(policy) if policy else None
-        self._aux_coef, self._z_coef = router_coefs(policy, algorithm) if policy else (0.0, 0.0)
+        decoder = policy.causal_lm.get_decoder() if policy else None
+        self._outputs = RouterOutputs(decoder) if decoder else None
+        self._aux_coef, self._z_coef = router_coefs(decoder, algorithm) if decoder else (0.0, 0.0)
 
     @contextmanager
     def recorded(self) -> Iterator[list[RouterOutput]]:

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DeepseekV3Config
+from transformers import AutoModelForCausalLM, DeepseekV3Config, Llama4TextConfig, Llama4TextModel, PreTrainedModel
 
 from rollout.errors import ConfigError
 from tests.fixtures.families import FAMILIES, SIZES
 from trainer.batch.packing import collate, whole_row
 from trainer.config.schema import AlgorithmConfig, Config
 from trainer.model.policy import Policy
-from trainer.model.router_outputs import RouterOutputs, router_coefs
+from trainer.model.router_outputs import RouterOutputs, router_coefs, routers
 from trainer.model.shape import planned_shape
 
 MIXTURES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "granitemoe", "gpt_oss")
@@ -33,6 +33,10 @@ def policy_of(family: str, **setup: bool) -> Policy:
     return Policy(AutoModelForCausalLM.from_config(config()), **setup)
 
 
+def decoder_of(policy: Policy) -> PreTrainedModel:
+    return policy.causal_lm.get_decoder()
+
+
 @pytest.mark.parametrize("family", CONFIGS)
 def test_recorded_logits_are_those_of_transformers_and_the_choices_those_of_the_router(family: str) -> None:
     policy = policy_of(family)
@@ -40,7 +44,7 @@ def test_recorded_logits_are_those_of_transformers_and_the_choices_those_of_the_
         for name, buffer in policy.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.tensor([3.0, -3.0, 3.0, -3.0]))  # experts 0 and 2, whatever the logits say
-    outputs = RouterOutputs(policy)
+    outputs = RouterOutputs(decoder_of(policy))
     packed = collate([whole_row(IDS)], [0])
     with outputs.recorded(with_logits=True) as records:
         policy(packed)
@@ -60,7 +64,7 @@ def test_nothing_is_recorded_outside_of_the_block_and_in_recomputed_passes() -> 
     policy = policy_of("qwen3_moe", gradient_checkpointing=True)
     runs: list[int] = []
     policy.causal_lm.get_submodule("model.layers.0").register_forward_pre_hook(lambda *_: runs.append(1))
-    outputs = RouterOutputs(policy)
+    outputs = RouterOutputs(decoder_of(policy))
     packed = collate([whole_row(IDS)], [0])
     with outputs.recorded(with_logits=True) as records:
         logp_T, _ = policy(packed)
@@ -79,7 +83,7 @@ def test_a_checkpointed_layer_gives_router_losses_the_same_gradient() -> None:
     gradients = []
     for checkpointing in (False, True):
         policy = policy_of("qwen3_moe", gradient_checkpointing=checkpointing)
-        outputs = RouterOutputs(policy)
+        outputs = RouterOutputs(decoder_of(policy))
         with outputs.recorded(with_logits=True) as records:
             logp_T, _ = policy(collate([whole_row(IDS)], [0]))
         loss = sum(record.logits_LE.logsumexp(-1).square().sum() for record in records)  # type: ignore[union-attr]
@@ -88,23 +92,42 @@ def test_a_checkpointed_layer_gives_router_losses_the_same_gradient() -> None:
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-5, atol=1e-6)
 
 
+def test_choices_that_a_router_does_not_name_are_its_largest_logits() -> None:
+    """Llama 4's router gives scores of all experts, of which those that are not chosen are 0. Checked under gradient
+    checkpointing, where a hook must not save tensors for the backward pass."""
+    config = Llama4TextConfig(**SIZES, intermediate_size_mlp=128, num_local_experts=4, num_experts_per_tok=2)
+    model = Llama4TextModel(config)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    scores: list[torch.Tensor] = []
+    for router, _ in routers(model.train()):
+        router.register_forward_hook(lambda module, inputs, output: scores.append(output[0]))
+    outputs = RouterOutputs(model)
+    with outputs.recorded(with_logits=True) as records:
+        hidden = model(torch.tensor([IDS]), use_cache=False).last_hidden_state
+    assert len(records) == 2
+    for record, scores_LE in zip(records, scores, strict=True):
+        assert torch.equal(record.chosen_LK.sort().values, scores_LE.nonzero()[:, 1].view(-1, 2))
+    losses = [record.logits_LE.square().sum() for record in records if record.logits_LE is not None]
+    (hidden.sum() + sum(losses)).backward()
+
+
 def test_a_dense_model_has_no_routers_and_refuses_their_losses() -> None:
     policy = policy_of("qwen3")
-    assert RouterOutputs(policy).num_routers == 0
-    assert router_coefs(policy, AlgorithmConfig()) == (0.0, 0.0)
+    assert RouterOutputs(decoder_of(policy)).num_routers == 0
+    assert router_coefs(decoder_of(policy), AlgorithmConfig()) == (0.0, 0.0)
     message = r"algorithm\.router_z_coef=0\.1 needs a mixture of experts.*found qwen3.*set algorithm\.router_z_coef=0"
     with pytest.raises(ConfigError, match=message):
-        router_coefs(policy, AlgorithmConfig(router_z_coef=0.1))
+        router_coefs(decoder_of(policy), AlgorithmConfig(router_z_coef=0.1))
 
 
 def test_null_takes_the_weight_of_the_model_or_says_that_it_has_none() -> None:
     policy = policy_of("olmoe")
-    assert router_coefs(policy, AlgorithmConfig(router_aux_coef=None)) == (0.01, 0.0)
-    assert router_coefs(policy, AlgorithmConfig(router_aux_coef=0.3, router_z_coef=0.2)) == (0.3, 0.2)
+    assert router_coefs(decoder_of(policy), AlgorithmConfig(router_aux_coef=None)) == (0.01, 0.0)
+    assert router_coefs(decoder_of(policy), AlgorithmConfig(router_aux_coef=0.3, router_z_coef=0.2)) == (0.3, 0.2)
     with pytest.raises(ConfigError, match=r"router_z_coef=null takes router_z_loss_coef.*olmoe does not have"):
-        router_coefs(policy, AlgorithmConfig(router_z_coef=None))
+        router_coefs(decoder_of(policy), AlgorithmConfig(router_z_coef=None))
     with pytest.raises(ConfigError, match=re.escape("set algorithm.router_aux_coef to a number")):
-        router_coefs(policy_of("glm4_moe"), AlgorithmConfig(router_aux_coef=None))
+        router_coefs(decoder_of(policy_of("glm4_moe")), AlgorithmConfig(router_aux_coef=None))
 
 
 def test_a_dry_run_refuses_what_the_run_refuses(tmp_path: Path) -> None:

@@ -16,9 +16,7 @@ LAYERS, TOKENS, EXPERTS, CHOSEN = 3, 40, 6, 2
 @pytest.fixture
 def logits() -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [
-        (2 * torch.randn(TOKENS, EXPERTS, generator=generator)).double().requires_grad_() for _ in range(LAYERS)
-    ]
+    return [(2 * torch.randn(TOKENS, EXPERTS, generator=generator)).double().requires_grad_() for _ in range(LAYERS)]
 
 
 def chosen(logits_XTE: list[Tensor]) -> list[Tensor]:
