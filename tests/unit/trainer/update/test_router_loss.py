@@ -19,11 +19,13 @@ from tests.fixtures.distributed import FakeRank, flat_gradient, on_ranks
 from tests.fixtures.families import FAMILIES
 from tests.integration.workers.gradients import fixed_rollouts
 from trainer.batch.step_batch import ROW_ARRAYS, StepBatch
-from trainer.config.schema import AlgorithmConfig, Config, CorrectionConfig
+from trainer.config.schema import AlgorithmConfig, Config, CorrectionConfig, LoraConfig
 from trainer.credit.correction import StepCorrection
 from trainer.credit.old_policy import Recomputed
 from trainer.credit.targets import Targets
 from trainer.model import router_outputs
+from trainer.model.critic import ActorCritic, Critic
+from trainer.model.lora import add_adapters
 from trainer.model.policy import Policy
 from trainer.update.updater import Updater
 
@@ -149,6 +151,42 @@ def test_gradient_checkpointing_does_not_change_the_gradient(
     gradient, metrics = updated(moe_policy(gradient_checkpointing=True), batch, config(**LOSSES), targets_of(batch))
     assert relative_error(gradient, whole[0]) < 1e-5
     assert metrics["router/load_cv"] == pytest.approx(whole[1]["router/load_cv"])
+
+
+def test_with_adapters_the_gradient_of_the_router_losses_is_theirs(batch: StepBatch) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(FAMILIES["qwen3_moe"]())
+    policy = Policy(add_adapters(model, LoraConfig(rank=4, alpha=8)))
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    targets = targets_of(batch, advantage=0.0)
+    expected, _ = updated(policy, batch, config(**LOSSES), targets)
+    found, metrics = updated(policy, batch, config(token_budget=96, **LOSSES), targets)
+    assert metrics["router/aux_loss"] > 0
+    assert float(expected.norm()) > 1e-4
+    assert relative_error(found, expected) < 1e-5
+
+
+@pytest.mark.slow
+def test_compiled_layers_give_router_losses_the_same_gradient(
+    batch: StepBatch, whole: tuple[Tensor, dict[str, float]]
+) -> None:
+    compiled = moe_policy(is_compiled=True, gradient_checkpointing=True)
+    gradient, metrics = updated(compiled, batch, config(**LOSSES), targets_of(batch))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
+    assert relative_error(gradient, whole[0]) < 1e-5
+    assert {name: metrics[name] for name in NAMES} == pytest.approx({name: whole[1][name] for name in NAMES}, rel=1e-5)
+
+
+def test_the_routers_of_a_critic_have_no_losses(policy: Policy, batch: StepBatch) -> None:
+    critic = Critic(AutoModelForCausalLM.from_config(FAMILIES["qwen3_moe"]()).get_decoder())
+    updater = Updater(ActorCritic(policy, critic), FakeRank(policy), config(**LOSSES))
+    packed = updater.scorer.packed(batch, [0, 1])
+    with updater._routers.recorded() as records:
+        updater.scorer.forward(packed, with_values=True)
+    assert len(records) == 2, "one per layer of the policy"
 
 
 def test_a_history_that_two_rows_repeat_counts_once(policy: Policy) -> None:
