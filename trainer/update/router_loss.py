@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from rollout.errors import TrainingError
 from trainer.batch.packing import PackedBatch
 from trainer.batch.step_batch import StepBatch
 from trainer.config.schema import AlgorithmConfig
@@ -69,6 +70,7 @@ class RouterLoss:
         def load(packed: PackedBatch) -> Tensor:
             with outputs.recorded(with_logits=False) as records:
                 self._scorer.forward(packed)
+            self._refuse_missing(records)
             kept = keep_N[packed.token_index_T].nonzero().squeeze(1)
             return _load(records, packed.target_index_T[kept.to(packed.target_index_T.device)])
 
@@ -84,7 +86,10 @@ class RouterLoss:
             positions_T: positions in the pack from which its kept tokens are predicted.
             fraction_E: f of the step.
             num_tokens: kept tokens of the step.
+
+        Raises `TrainingError` if a router was not recorded that a loss needs.
         """
+        self._refuse_missing(records)
         if not records:
             return RouterTerms(loss=None, sums={}, load_XE=torch.zeros(0, 0, dtype=torch.float64))
         logits_XTE = [record.logits_LE[positions_T] for record in records if record.logits_LE is not None]
@@ -98,6 +103,15 @@ class RouterLoss:
             weighted.append(self._z_coef * sums["router/z_loss"])
         loss = torch.stack(weighted).sum() / max(num_tokens, 1) if weighted else None
         return RouterTerms(loss=loss, sums=sums, load_XE=_load(records, positions_T))
+
+    def _refuse_missing(self, records: Sequence[RouterOutput]) -> None:
+        expected = self._outputs.num_routers if self._outputs and (self._aux_coef or self._z_coef) else 0
+        if len(records) < expected:
+            raise TrainingError(
+                f"{len(records)} of {expected} routers ran as modules in a forward pass; expected all of them, because "
+                "a loss reads their logits. The model computes its experts in another way (a fused kernel?); set "
+                "algorithm.router_aux_coef=0 algorithm.router_z_coef=0"
+            )
 
 
 def _load(records: Sequence[RouterOutput], positions_T: Tensor) -> Tensor:

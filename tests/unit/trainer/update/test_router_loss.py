@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from rollout.episode.rows import rows_from_calls
+from rollout.errors import TrainingError
 from rollout.records import EngineCall, FinishReason, Rollout
 from tests.fixtures.distributed import FakeRank, flat_gradient, on_ranks
 from tests.fixtures.families import FAMILIES
@@ -187,6 +188,16 @@ def test_the_routers_of_a_critic_have_no_losses(policy: Policy, batch: StepBatch
     with updater._routers.recorded() as records:
         updater.scorer.forward(packed, with_values=True)
     assert len(records) == 2, "one per layer of the policy"
+
+
+def test_a_router_that_is_bypassed_ends_the_update(batch: StepBatch) -> None:
+    """As a fused kernel would bypass it, which reads the router's weight without calling the module."""
+    policy = moe_policy()
+    updater = Updater(policy, FakeRank(policy), config(router_z_coef=Z))
+    router, _ = router_outputs.routers(policy.causal_lm.get_decoder())[1]
+    router._forward_hooks.clear()
+    with pytest.raises(TrainingError, match=r"1 of 2 routers ran.*set algorithm\.router_aux_coef=0"):
+        updater.update(batch, targets_of(batch))
 
 
 def test_a_history_that_two_rows_repeat_counts_once(policy: Policy) -> None:
