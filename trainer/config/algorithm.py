@@ -47,6 +47,14 @@ class AlgorithmFields:
         0.2, "clip range of values around those before the update [reward]; null: none", above=0, when=CRITIC
     )
     entropy_coef: float = setting(0.0, "weight of the entropy bonus", low=0)
+    router_aux_coef: float | None = setting(
+        0.0,
+        "mixtures of experts: weight of the load-balancing loss of the routers; null: the model's router_aux_loss_coef",
+        low=0,
+    )
+    router_z_coef: float | None = setting(
+        0.0, "mixtures of experts: weight of the z-loss of the routers; null: the model's router_z_loss_coef", low=0
+    )
     kl_coef: float = setting(0.0, "weight of the KL from the frozen reference; 0: no reference is loaded", low=0)
     kl_target: float | None = setting(
         None, "KL per rollout to which kl_coef adapts [nats]; null: kl_coef is fixed", above=0, when=ADAPTED_KL

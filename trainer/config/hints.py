@@ -16,6 +16,8 @@ OTHER_NAMES = {
     "num_iterations": "algorithm.epochs",
     "ppo_epochs": "algorithm.epochs",
     "beta": "algorithm.kl_coef",
+    "router_aux_loss_coef": "algorithm.router_aux_coef",
+    "router_z_loss_coef": "algorithm.router_z_coef",
     "epsilon": "algorithm.clip_low",
     "epsilon_high": "algorithm.clip_high",
     "warmup_steps": "optimizer.warmup_updates",

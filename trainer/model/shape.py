@@ -14,6 +14,7 @@ from trainer.model.critic import ActorCritic, Critic
 from trainer.model.decoder import decoder_setup, packable_config
 from trainer.model.lora import add_adapters
 from trainer.model.policy import Policy
+from trainer.model.router_outputs import router_coefs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,13 +70,15 @@ class ModelShape:
 def planned_shape(config: Config) -> ModelShape:
     """Measure the modules that a run would train, on the meta device: in milliseconds, without reading weights.
 
-    Raises `ConfigError` where the run itself would: no model at a path, or one that cannot be a policy or critic.
+    Raises `ConfigError` where the run itself would: no model at a path, one that cannot be a policy or critic, or one
+    without the routers that `algorithm` has losses for.
     """
     model, setup, trust = config.model, decoder_setup(config), config.model.trust_remote_code
     with torch.device("meta"):
         shapes = packable_config(model.path, setting="model.path", trust_remote_code=trust)
         causal_lm = AutoModelForCausalLM.from_config(shapes, trust_remote_code=trust)
         policy = Policy(add_adapters(causal_lm, model.lora) if model.lora.rank else causal_lm, **setup)
+        router_coefs(policy.causal_lm.get_decoder(), config.algorithm)
         module: nn.Module = policy
         if config.has_critic and model.critic == "shared":
             module = ActorCritic.shared(policy)

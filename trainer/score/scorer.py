@@ -7,7 +7,7 @@ Shape legend: _N trained tokens of the step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -62,6 +62,10 @@ class Scorer:
             batch.rows, pack, batch.layout, share_prefixes=self._shares_prefixes, device=self._distributed.device
         )
 
+    def forward(self, packed: PackedBatch, **arguments: bool) -> tuple[Tensor, ...]:
+        """Run the module on a pack without entropy. arguments: further ones of its forward."""
+        return self._module(packed, temperature=self._temperature, with_entropy=False, **arguments)
+
     def score(self, batch: StepBatch, rows: Sequence[int] | None = None, *, token_budget: int | None = None) -> Tensor:
         """Return (N,) float32 logprobs of trained tokens, 0 outside of `rows` (default: all); a collective."""
         chosen = range(len(batch.rows)) if rows is None else rows
@@ -75,7 +79,7 @@ class Scorer:
     def _run(
         self, batch: StepBatch, rows: Sequence[int], token_budget: int | None, *, with_values: bool
     ) -> tuple[Tensor, ...]:
-        forward = partial(self._forward, with_values=with_values)
+        forward = partial(self._scores, with_values=with_values)
 
         def all_packs(token_budget: int) -> Tensor:
             packs = self.plan(batch, rows, token_budget=token_budget).microbatches[self._distributed.rank]
@@ -94,10 +98,10 @@ class Scorer:
         # Each token was scored on one rank, the others hold 0.
         return tuple(self._distributed.sum(outputs_N))
 
-    def _forward(self, packed: PackedBatch, *, with_values: bool) -> Tensor:
+    def _scores(self, packed: PackedBatch, *, with_values: bool) -> Tensor:
         """Return (1, T) logprobs, or (2, T) logprobs and values."""
         arguments = {"with_values": True} if with_values else {}
-        logp_T, _, *values_T = self._module(packed, temperature=self._temperature, with_entropy=False, **arguments)
+        logp_T, _, *values_T = self.forward(packed, **arguments)
         return torch.stack([output_T.float() for output_T in (logp_T, *values_T)])
 
     def refuse_leaks(self, policy: Policy, *, dtype: torch.dtype, with_values: bool) -> None:
@@ -106,12 +110,27 @@ class Scorer:
         policy: the one inside the module. dtype: of the computation.
         """
         isolation.check(
-            partial(self._forward, with_values=with_values),
+            partial(self._scores, with_values=with_values),
             vocab_size=policy.vocab_size,
             name=type(policy.causal_lm).__name__,
             dtype=dtype,
             device=self._distributed.device,
         )
+
+    def total(self, batch: StepBatch, rows: Sequence[int], measure: Callable[[PackedBatch], Tensor]) -> Tensor:
+        """Return the sum of `measure(packed)` over the packs of all ranks, without gradients; a collective.
+
+        measure: calls `forward` once, and returns a tensor of one shape.
+        """
+
+        def all_packs(token_budget: int) -> Tensor:
+            packs = self.plan(batch, rows, token_budget=token_budget).microbatches[self._distributed.rank]
+            measured = [self.budget.agreed(partial(measure, self.packed(batch, pack))) for pack in packs]
+            return torch.stack(measured).sum(0)
+
+        with torch.no_grad():
+            measured = self.budget.attempt(all_packs, [len(batch.rows[row]) for row in rows])
+        return self._distributed.sum(measured)
 
     def score_repacked(self, batch: StepBatch) -> Tensor:
         """Score with the smallest possible packs, about one row each; a collective."""

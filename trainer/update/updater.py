@@ -24,6 +24,7 @@ from trainer.credit.old_policy import FromEngine
 from trainer.credit.targets import Targets
 from trainer.distributed.distributed import Distributed
 from trainer.objective.kl import kl_term
+from trainer.objective.load_balance import load_metrics
 from trainer.objective.loss_normalization import StepCounts, loss_coefficients, normalized_loss
 from trainer.objective.losses import POLICY_LOSSES
 from trainer.objective.losses.inputs import LossInputs
@@ -31,6 +32,7 @@ from trainer.objective.per_rollout import rollout_count, rollout_mean
 from trainer.objective.value_loss import clipped_value_loss
 from trainer.score.scorer import Scorer
 from trainer.update.batch_dumps import Attempt
+from trainer.update.router_loss import RouterLoss
 from trainer.update.schedule import learning_rate
 from trainer.update.update_guard import UpdateGuard
 
@@ -66,6 +68,7 @@ class Updater:
             token_budget=config.pack_tokens,
             share_prefixes=config.share_prefixes,
         )
+        self._routers = RouterLoss(module, self.scorer, config.algorithm)
         self.num_updates = 0
         """Number of optimizer steps done; the version of the weights."""
         self.guard = UpdateGuard(config.optimizer)
@@ -123,33 +126,36 @@ class Updater:
         rows = np.flatnonzero(chosen).tolist()
         counts, tokens_S = self._counts(batch, targets, rollouts)
         seq_log_ratio_S = self._sequence_log_ratio(batch, targets, rows, is_first=is_first)
+        fraction_E = self._routers.fractions(batch, rows, targets.keep_N, counts.num_tokens)
         budget = self.scorer.budget
 
-        def gradients(token_budget: int) -> tuple[dict[str, float], dict[str, float]]:
-            """Run forward and backward of this rank's share; return its sums and the plan's metrics."""
+        def gradients(token_budget: int) -> tuple[dict[str, float], Tensor, dict[str, float]]:
+            """Run forward and backward of this rank's share; return its sums, expert load, and the plan's metrics."""
             share = self.scorer.plan(batch, rows, token_budget=token_budget)
             sums: dict[str, Tensor] = {}
+            loads: list[Tensor] = []
             logprobs: list[tuple[Tensor, Tensor]] = []
             packs = list(share.microbatches[self._distributed.rank])
             if self._distributed.world_size > 1 and not self._distributed.uses_deepspeed:
                 packs.append(())  # DDP reduces in it, so that all others may run out of memory: see `TokenBudget`
             for number, pack in enumerate(packs):
                 packed = self.scorer.packed(batch, pack)
-                forward = partial(self._microbatch_loss, packed, targets, counts, tokens_S, seq_log_ratio_S)
+                forward = partial(self._microbatch_loss, packed, targets, counts, tokens_S, seq_log_ratio_S, fraction_E)
                 with self._distributed.accumulate(is_last=number == len(packs) - 1) as backward:
-                    loss, logp_T, microbatch_sums = budget.agreed(forward)
+                    loss, logp_T, microbatch_sums, load_XE = budget.agreed(forward)
                     # Ranks average gradients; the loss is a sum over them.
                     budget.agreed(partial(backward, loss * self._distributed.world_size))
                 # Results stay on the device until the last microbatch: a copy would wait for the kernels queued so far.
                 logprobs.append((packed.token_index_T, logp_T.detach().float()))
+                loads.append(load_XE)
                 for name, value in microbatch_sums.items():
                     sums[name] = sums.get(name, 0.0) + value.detach().double()
             for index_T, logp_T in logprobs:
                 seen_N[index_T] = torch.where(seen_N[index_T].isnan(), logp_T.cpu(), seen_N[index_T])
             totals = torch.stack(list(sums.values())).tolist() if sums else []
-            return dict(zip(sums, totals, strict=True)), share.metrics()
+            return dict(zip(sums, totals, strict=True)), torch.stack(loads).sum(0), share.metrics()
 
-        sums, share_metrics = budget.attempt(
+        sums, load_XE, share_metrics = budget.attempt(
             gradients, [len(batch.rows[row]) for row in rows], discard=self._module.zero_grad
         )
         names = sorted(sums)
@@ -185,6 +191,7 @@ class Updater:
             **(ppo if self._has_critic else {}),
             "optim/grad_norm": grad_norm,
             "optim/lr": lr,
+            **load_metrics(self._distributed.sum(load_XE) if load_XE.numel() else load_XE),
             **share_metrics,
             "perf/token_budget": float(budget.tokens),
         }
@@ -196,10 +203,12 @@ class Updater:
         counts: StepCounts,
         tokens_S: Tensor,
         seq_log_ratio_S: Tensor | None,
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return this microbatch's share of the step's loss, its logprobs, and its sums for metrics."""
+        fraction_E: Tensor | None,
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor], Tensor]:
+        """Return this microbatch's share of the step's loss, its logprobs, sums for metrics, and expert load."""
         algorithm = self._config.algorithm
-        logp_T, entropy_T, values_T = self._forward(packed)
+        with self._routers.recorded() as records:
+            logp_T, entropy_T, values_T = self._forward(packed)
         keep_T = targets.keep_N[packed.token_index_T]
         kept_index_T = packed.token_index_T[keep_T]
 
@@ -241,8 +250,11 @@ class Updater:
         )
         # A pack without trained tokens still runs backward, through zeros: its rank takes part in every collective.
         loss = normalized_loss(loss_T, coefficient_T) + 0.0 * (logp_T.sum() + values_T.sum())
-        metrics |= {"policy/entropy": entropy_T[keep].detach().sum(), "policy/loss": loss.detach()}
-        return loss, logp_T, metrics
+        router = self._routers.terms(records, packed.target_index_T[keep], fraction_E, counts.num_tokens)
+        if router.loss is not None:
+            loss = loss + router.loss
+        metrics |= {"policy/entropy": entropy_T[keep].detach().sum(), "policy/loss": loss.detach(), **router.sums}
+        return loss, logp_T, metrics, router.load_XE
 
     def _forward(self, packed: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Return logp_T, entropy_T and values_T, which are 0 without a critic."""

@@ -2,10 +2,10 @@
 
 Started by tests/integration/test_gradients.py, by itself or by `accelerate launch`:
 
-    gradients.py MODEL_DIR OUT.npz PRESET[,PRESET...] TOKEN_BUDGET [checkpointing] [apart]
+    gradients.py MODEL_DIR OUT.npz PRESET[,PRESET...] TOKEN_BUDGET [checkpointing] [apart] [experts]
 
 A preset is a file of configs/algorithm; each gets a KL term against the reference, a copy of the model.
-apart: rows do not share prefixes.
+apart: rows do not share prefixes. experts: the model is a mixture of experts, and losses about its routers are added.
 """
 
 import sys
@@ -31,12 +31,15 @@ from trainer.update.updater import Updater
 PRESETS = Path(__file__).resolve().parents[3] / "configs" / "algorithm"
 
 
-def settings_of(preset: str) -> AlgorithmConfig:
+ROUTER_LOSSES = {"router_aux_coef": 0.5, "router_z_coef": 0.02}
+
+
+def settings_of(preset: str, **more: float) -> AlgorithmConfig:
     """Return the preset with KL and entropy terms and a clip that is narrow enough to clip this batch on both sides."""
     values = yaml.safe_load((PRESETS / f"{preset}.yaml").read_text())
     if values["loss"] == "ppo_clip":
         values |= {"clip_low": 0.05, "clip_high": 0.1}
-    return AlgorithmConfig(**values, kl_coef=0.1, entropy_coef=0.01)
+    return AlgorithmConfig(**values, kl_coef=0.1, entropy_coef=0.01, **more)
 
 
 REWARDS = (0.0, 1.0, 0.75, 1.0, 0.0, 0.0, 0.25, 0.0, 1.0)
@@ -117,7 +120,8 @@ def main(model_dir: str, out: str, algorithms: str, token_budget: str, *flags: s
     result: dict[str, np.ndarray] = {}
     reference = None
     for name in algorithms.split(","):
-        config = Config(algorithm=settings_of(name), token_budget=int(token_budget))
+        algorithm = settings_of(name, **(ROUTER_LOSSES if "experts" in flags else {}))
+        config = Config(algorithm=algorithm, token_budget=int(token_budget))
         config.model.path = model_dir
         config.share_prefixes = "never" if "apart" in flags else "auto"
         updater = Updater(module, distributed, config)
@@ -134,6 +138,9 @@ def main(model_dir: str, out: str, algorithms: str, token_budget: str, *flags: s
         assert targets.advantages_N.abs().min() > 0, "a token without an advantage proves nothing of the loss"
         # `old` is not of the weights before this update, so losses per sequence need the ratio of a pass of their own.
         metrics = updater.update(batch, replace(targets, old=FromEngine(old))).metrics
+        result |= {
+            f"metrics/{metric}": np.array(value) for metric, value in metrics.items() if metric.startswith("router/")
+        }
         result["shared_tokens_frac"] = np.array(metrics["perf/shared_tokens_frac"])
         result |= {f"{name}/{parameter}": grad for parameter, grad in distributed.gradients.items()}
     result["layer_runs_per_pack"] = np.array(runs["layer"] / runs["pack"])

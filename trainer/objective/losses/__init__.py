@@ -4,6 +4,8 @@ The inputs hold only tokens of the loss mask. Normalization (`trainer/objective/
 (`trainer/objective/kl.py`) and the entropy bonus are separate. The loss of a microbatch is
 
     Σ_t coefficient_t · (loss_t + β kl_t − entropy_coef · entropy_t)
+
+to which mixtures of experts may add losses about their routers (`trainer/objective/load_balance.py`).
 """
 
 from trainer.objective.declare import POLICY_LOSSES, import_all

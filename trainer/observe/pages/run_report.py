@@ -133,8 +133,18 @@ def learning_charts(run: SavedRun) -> Iterator[Chart]:
         ("Gradient norm", "", "before clipping", "optim/grad_norm", (0.0, None)),
         ("KL from the reference", "nats per rollout", "kl", "objective/kl", (0.0, None)),
         ("Value function", "", "explained variance", "value/explained_variance", (None, 1.0)),
+        ("Load-balancing loss", "", "before its weight", "router/aux_loss", (0.0, None)),
+        ("Unused experts", "", "over all layers", "router/unused_experts", (0.0, None)),
     ):
         yield Chart(title=title, unit=unit, curves=curves(run, {name: metric}), limits=limits)
+    loads = {"busiest expert": "router/load_max", "standard deviation": "router/load_cv"}
+    yield Chart(
+        title="Load of experts",
+        unit="mean loads",
+        curves=curves(run, loads),
+        limits=(0.0, None),
+        note="trained tokens per expert, in the worst layer",
+    )
 
 
 def mismatch_charts(run: SavedRun) -> Iterator[Chart]:

@@ -111,6 +111,15 @@ class TestContent:
         assert "updates 4 to 5" in page
         assert "1 alarm<" in page  # the badge counts the alarms of the last step
 
+    def test_the_load_of_experts_is_shown_for_models_that_have_them(self, run: Path, tmp_path: Path):
+        load = {"router/load_max": 2.0, "router/load_cv": 0.5, "router/unused_experts": 3.0}
+        lines = [line(update, **load) for update in (1, 2)]
+        page = report(SavedRun.read(write_run(tmp_path / "experts", lines, [])))
+        dense = report(SavedRun.read(run))
+        for title in ("Load of experts", "Unused experts"):
+            assert title in page
+            assert title not in dense
+
     def test_a_non_finite_number_is_an_alarm(self, tmp_path: Path):
         run = write_run(tmp_path / "run", [line(1), line(2, **{"rollout_correction/kl": None})], [])
         (alarm,) = SavedRun.read(run).alarms()
