@@ -25,8 +25,8 @@ from trainer.model.policy import Policy
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
-TOLERANCE = 1e-4
-"""Bound of log π in nats, in float32."""
+TOLERANCE, TOLERANCES = 1e-4, {"nemotron_h": 1e-3}
+"""Bound of log π in nats, in float32. Of Nemotron-H the engine is 5e-4 from float64, and transformers 2e-6."""
 CACHED = tuple(range(40, 120))
 """A prompt of several blocks of the engine's cache, whose second sample reads its prefix from there."""
 PROMPTS = (*(tuple(range(3, 3 + length)) for length in (2 * WINDOW, 5, WINDOW + 1)), CACHED, CACHED)
@@ -45,7 +45,7 @@ def scored(policy: Policy, calls: list[EngineCall]) -> torch.Tensor:
 def test_a_family_samples_trains_and_syncs(family: str, tmp_path: Path) -> None:
     if family.startswith("qwen3_5"):
         pytest.importorskip("torchvision")
-    path = save_family(family, tmp_path / "model")
+    path, tolerance = save_family(family, tmp_path / "model"), TOLERANCES.get(family, TOLERANCE)
     with BackgroundLoop() as loop, forks_for_spawns():
         engine = EmbeddedEngine(
             path, loop=loop, log_path=tmp_path / "engine.log", max_model_len=320, kv_cache_gib=0.0625, num_threads=1
@@ -68,7 +68,7 @@ def test_a_family_samples_trains_and_syncs(family: str, tmp_path: Path) -> None:
                 return torch.log_softmax(logits, -1).gather(1, torch.tensor(ids)[1:, None])[:, 0].tolist()
 
             calls = sample()
-            assert mismatch(calls) < TOLERANCE, "engine and trainer load different models"
+            assert mismatch(calls) < tolerance, "engine and trainer load different models"
 
             scored(policy, calls).sum().backward()
             without = [name for name, p in policy.named_parameters() if p.grad is None or not p.grad.isfinite().all()]
@@ -78,9 +78,9 @@ def test_a_family_samples_trains_and_syncs(family: str, tmp_path: Path) -> None:
             for version in (1, 2):
                 perturb(policy, seed=version)
                 assert mismatch(calls) > 0.1, "the perturbation is too small for this test to mean anything"
-                assert sync.push(version).canary_abs_diff < TOLERANCE
+                assert sync.push(version).canary_abs_diff < tolerance
                 calls = sample()
-                assert mismatch(calls) < TOLERANCE, f"the engine does not have the weights of update {version}"
+                assert mismatch(calls) < tolerance, f"the engine does not have the weights of update {version}"
         finally:
             if sync is not None:
                 sync.close()
