@@ -108,6 +108,8 @@ class PackedBatch:
     """(T + 1,): token t was drawn from `support_ids[support_offsets[t]:support_offsets[t + 1]]`; None: from the whole
     vocabulary."""
     support_ids: torch.Tensor | None = None
+    routes: torch.Tensor | None = None
+    """(L, layers, k) int16 experts of each token, -1 where they are unknown; None: the model chooses all of them."""
 
     @property
     def num_tokens(self) -> int:

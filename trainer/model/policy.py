@@ -27,6 +27,7 @@ from trainer.config.schema import LoraConfig
 from trainer.model import decoder
 from trainer.model.fused_head import FusedHead, LogitTransform
 from trainer.model.lora import add_adapters, is_adapted
+from trainer.model.routing import Routing
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -50,6 +51,7 @@ class Policy(nn.Module):
         causal_lm = self.causal_lm
         decoder.prepare(causal_lm, **setup)
         causal_lm.set_output_embeddings(fused_head(causal_lm))
+        self.routing = Routing(causal_lm)
         self.logit_scale, self.softcap = logit_settings(causal_lm.config.get_text_config())
         self._compare_head_with_model()
         if is_compiled:
