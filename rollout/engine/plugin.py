@@ -1,4 +1,4 @@
-"""Lockstep's vLLM plugin: weight transfers, exact logprobs on a CPU, logs, and the lifetime of engine processes.
+"""Lockstep's vLLM plugin: weight transfers, logprobs and routed experts on a CPU, logs, lifetime of engine processes.
 
 vLLM calls `register` in each of its processes (entry point `vllm.general_plugins`). A process started by
 `rollout/engine/embedded.py`, marked by `CHILD_ENV`, then exits with its parent, also after SIGKILL (vLLM's own would
@@ -13,7 +13,7 @@ import logging
 import multiprocessing
 import os
 
-from rollout.engine import cpu_logprobs
+from rollout.engine import cpu_logprobs, cpu_routes
 from rollout.system.orphan_guard import exit_when_orphaned
 
 CHILD_ENV = "LOCKSTEP_ENGINE_CHILD"
@@ -52,6 +52,7 @@ def register() -> None:
     logging.getLogger(RELOAD_LOGGER).addFilter(is_not_of_a_head)
     if current_platform.is_cpu():
         cpu_logprobs.install()
+        cpu_routes.install()
     parent = multiprocessing.parent_process()
     if CHILD_ENV in os.environ and parent is not None:
         if os.getpgrp() != os.getpid():  # a process that already leads a group may not start a session

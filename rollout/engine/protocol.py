@@ -44,6 +44,8 @@ class Sampling:
     """Per request; the same seed gives the same tokens in any batch."""
     is_trained: bool = True
     """False in evaluation, which needs no support of truncated sampling."""
+    with_routes: bool = False
+    """Return the experts that each token was routed to, from an engine started to return them."""
     affinity: tuple[int, ...] | None = None
     """Key of requests that share a prefix. A pool sends them to one engine, which has the prefix cached."""
 

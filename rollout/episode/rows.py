@@ -156,6 +156,9 @@ def _row(leaf: _Node, trained: Sequence[_Node], *, rollout_id: int, group_id: in
         rollout_id=rollout_id,
         group_id=group_id,
         support=_joined_support(trained),
+        # The leaf's own call forwarded its prompt, but where an earlier call has sampled it, the routes are those of
+        # that call (`Routes.after`), as the logprobs are. The last sampled token is not forwarded.
+        routes=None if leaf.call.routes is None else leaf.call.routes.whole,
     )
 
 

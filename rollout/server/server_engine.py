@@ -33,7 +33,7 @@ from rollout.engine.protocol import Sampling
 from rollout.errors import ConfigError, EngineError, EvidenceError, LockstepError, RequestError
 from rollout.records import EngineCall
 from rollout.server.client import ServerClient, wait_until_healthy
-from rollout.server.generate_route import ROUTE, decode_answer
+from rollout.server.generate_route import ROUTE, decode_answer, decode_array
 from rollout.server.liveness import Liveness
 from rollout.system.background_loop import BackgroundLoop
 
@@ -131,6 +131,7 @@ class ServerEngine:
             prompt_ids,
             answer,
             with_support=sampling.truncates,
+            with_routes=sampling.with_routes,
             max_tokens=params["max_tokens"],
             vocab_size=self.vocab_size,
             source=self.name,
@@ -300,6 +301,7 @@ def read_answer(answer: Any, *, with_support: bool, source: str, is_compact: boo
                 (str(span["version"]), integer(span["start"]), integer(span["end"]))
                 for span in choice["weight_versions"] or ()
             ],
+            routes=decode_array(choice.get("routed_experts")),
         )
 
 

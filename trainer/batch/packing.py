@@ -20,8 +20,10 @@ import torch
 
 from rollout.errors import EvidenceError
 from rollout.records import TrainingRow
-from trainer.batch.prefixes import Prefix, shared, whole
+from trainer.batch.prefixes import Prefix, Stretches, shared, whole
 
+NO_ROUTE = -1
+"""Expert of a token without a route."""
 DUMMY_LENGTH = 2
 """Shortest row in which a token attends to another one."""
 
@@ -109,7 +111,7 @@ class PackedBatch:
     vocabulary."""
     support_ids: torch.Tensor | None = None
     routes: torch.Tensor | None = None
-    """(L, layers, k) int16 experts of each token, -1 where they are unknown; None: the model chooses all of them."""
+    """(L, layers, k) int16 experts of each token, `NO_ROUTE` if unknown; None: the model chooses for all tokens."""
 
     @property
     def num_tokens(self) -> int:
@@ -131,6 +133,7 @@ def collate(
     layout: StepLayout | None = None,
     *,
     share_prefixes: bool = False,
+    with_routes: bool = True,
     device: torch.device | str = "cpu",
 ) -> PackedBatch:
     """Pack `rows[i] for i in indices`, with their trained tokens in that order.
@@ -142,6 +145,7 @@ def collate(
             collectively and every rank must make the same passes. It adds exact zeros to the gradient.
         layout: of the whole step; by default that of `rows`.
         share_prefixes: hold common prefixes once, for attention that supports it (`packed_rows`).
+        with_routes: False leaves the routes of the rows out, for a model that routes by itself.
         device: device of the tensors.
 
     Raises:
@@ -177,6 +181,7 @@ def collate(
         ),
         support_offsets=None if support is None else _int64(support[0]),
         support_ids=None if support is None else _int64(support[1]),
+        routes=_routes(chosen, stretches) if with_routes else None,
     )
     return batch.to(device)
 
@@ -221,6 +226,22 @@ def _support(chosen: Sequence[TrainingRow], counts: Sequence[int]) -> tuple[np.n
     sizes = np.concatenate([np.diff(support.offsets) for support in supports])
     offsets = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
     return offsets, np.concatenate([support.token_ids for support in supports])
+
+
+def _routes(chosen: Sequence[TrainingRow], stretches: Stretches) -> torch.Tensor | None:
+    """Return the (L, layers, k) int16 experts of the tokens of a pack, or None if no row has any.
+
+    A shared token has the experts of the last row that knows them. Rows of one history agree; samples that happen to
+    begin alike were routed alike, up to ties.
+    """
+    routed = [row.routes for row in chosen if row.routes is not None]
+    if not routed:
+        return None
+    experts = np.full((len(stretches.ids), *routed[0].shape[1:]), NO_ROUTE, dtype=np.int16)
+    for row, place in zip(chosen, stretches.places, strict=True):
+        if row.routes is not None:
+            experts[place[: len(row.routes)]] = row.routes
+    return torch.from_numpy(experts)
 
 
 def _int64(array: np.ndarray) -> torch.Tensor:

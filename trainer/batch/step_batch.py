@@ -10,7 +10,7 @@ Shape legend: _S delivered rollouts of the step, _K their turns, _N trained toke
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -64,6 +64,7 @@ class StepBatch:
 
         Raises:
             EvidenceError: only some rows carry their sampling support; the ratios of the others would be over another.
+                Or only some carry the engine's routes, or routes of different shapes.
         """
         greedy = greedy_rewards or {}
         delivered = sorted((r for r in rollouts if r.is_trainable), key=lambda rollout: rollout.rollout_id)
@@ -75,6 +76,7 @@ class StepBatch:
         num_supports = sum(row.support is not None for row in rows)
         if 0 < num_supports < len(rows):
             raise EvidenceError(f"{num_supports} of {len(rows)} rows carry the sampling support; expected all or none")
+        _check_routes(rows)
         by_turn = [turn_rewards(rollout, reported=with_turn_rewards) for rollout in delivered]
         return cls(
             rows=rows,
@@ -124,6 +126,22 @@ class StepBatch:
         """(K,) int64 numbers of turns within their rollouts."""
         return torch.from_numpy(np.concatenate([np.zeros(0, int), *map(np.arange, self.num_turns_S)]))
 
+    @property
+    def num_row_tokens(self) -> int:
+        """Number of tokens of all rows."""
+        return sum(map(len, self.rows))
+
+    def with_routes(self, routes: np.ndarray | None) -> StepBatch:
+        """Return the batch with other routes, of all tokens of its rows in order; None: with none.
+
+        routes: (tokens, layers, k) unsigned.
+        """
+        if routes is None:
+            return replace(self, rows=tuple(replace(row, routes=None) for row in self.rows))
+        bounds = pairwise(np.cumsum([0, *map(len, self.rows)]))
+        of_rows = zip(self.rows, bounds, strict=True)
+        return replace(self, rows=tuple(replace(row, routes=routes[start:end]) for row, (start, end) in of_rows))
+
     def _trained(self, name: str) -> torch.Tensor:
         parts = [getattr(row, name)[row.loss_mask] for row in self.rows]
         return torch.from_numpy(np.concatenate(parts)) if parts else torch.zeros(0)
@@ -137,6 +155,14 @@ def encode(batch: StepBatch) -> bytes:
 def decode(payload: bytes) -> StepBatch:
     arrays = safetensors.numpy.load(payload)
     return StepBatch(rows=tuple(_rows(arrays)), **{name: arrays[name] for name in _batch_arrays()})
+
+
+def _check_routes(rows: Sequence[TrainingRow]) -> None:
+    """Raise `EvidenceError` unless all rows carry routes of one shape, or none does."""
+    profiles = {None if row.routes is None else (row.routes.dtype.str, *row.routes.shape[1:]) for row in rows}
+    if len(profiles) > 1:
+        found = ", ".join(sorted("none" if profile is None else str(profile) for profile in profiles))
+        raise EvidenceError(f"rows carry routes of different kinds (dtype, layers, experts per token): {found}")
 
 
 def _batch_arrays() -> list[str]:
@@ -157,6 +183,10 @@ def _row_arrays(rows: Sequence[TrainingRow]) -> dict[str, np.ndarray]:
     if supports:
         arrays["support_sizes"] = np.concatenate([np.diff(support.offsets) for support in supports])
         arrays["support_ids"] = np.concatenate([support.token_ids for support in supports])
+    routes = [row.routes for row in rows if row.routes is not None]
+    if routes:
+        arrays["routes"] = np.concatenate(routes)
+        arrays["route_counts"] = np.array(list(map(len, routes)), dtype=np.int64)
     return arrays
 
 
@@ -165,6 +195,8 @@ def _rows(arrays: dict[str, np.ndarray]) -> list[TrainingRow]:
     trained = np.concatenate([[0], np.cumsum(arrays["loss_mask"])])[bounds]
     sizes = arrays.get("support_sizes")
     support_bounds = None if sizes is None else np.concatenate([[0], np.cumsum(sizes)])
+    routed = arrays.get("routes")
+    route_bounds = np.concatenate([[0], np.cumsum(arrays.get("route_counts", []), dtype=np.int64)])
 
     def support(i: int) -> SamplingSupport | None:
         if support_bounds is None:
@@ -178,6 +210,7 @@ def _rows(arrays: dict[str, np.ndarray]) -> list[TrainingRow]:
             rollout_id=int(arrays["row_rollout"][i]),
             group_id=int(arrays["row_group"][i]),
             support=support(i),
+            routes=None if routed is None else routed[route_bounds[i] : route_bounds[i + 1]],
         )
         for i, (start, end) in enumerate(pairwise(bounds))
     ]

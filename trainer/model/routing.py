@@ -32,9 +32,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rollout.errors import TrainingError
+from trainer.batch.packing import NO_ROUTE
 
-NO_ROUTE = -1
-"""Expert of a token without a route."""
 EXPERTS = "experts"
 """Name of the experts inside a sparse block."""
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
