@@ -211,7 +211,8 @@ class EngineCall:
 
     Raises `EvidenceError` for counts that disagree, ids that are not non-negative integers, logprobs that are no
     numbers, non-finite, positive or the engine's filler, version spans that do not tile the tokens, a sampled token
-    outside its support, and routes of another number of tokens. Nothing is converted: the text "-0.5" and False are not logprobs.
+    outside its support, and routes of another number of tokens. Nothing is converted: the text "-0.5" and False are not
+    logprobs.
     """
 
     prompt: Prompt

@@ -1,9 +1,9 @@
 """Routed experts on a CPU: vLLM's own capture and store, driven by the model runner that runs there.
 
-vLLM returns the experts that each token of a request was routed to (`enable_return_routed_experts`) from Model Runner V2
-alone, which needs Triton; on a CPU runs V1. Its parts do not depend on the runner: the scheduler announces requests and
-their block hashes with each step, `AuxOutputWorkerConnector` captures the step's experts and keeps those of cached
-blocks, and the scheduler takes them from the step's output. Here the runner makes these calls.
+vLLM returns the experts of each token (`enable_return_routed_experts`) from Model Runner V2 alone, which needs Triton;
+on a CPU V1 runs. The parts do not depend on the runner: the scheduler announces requests and their block hashes with
+each step, `AuxOutputWorkerConnector` captures the step's experts and keeps those of cached blocks, and the scheduler
+takes them from the step's output. Here V1 makes these calls.
 
 Tokens found in the prefix cache keep the experts of the request that computed them. The store of cached blocks takes
 (layers x experts per token) bytes per token of the KV cache, twice that beyond 256 experts.

@@ -202,7 +202,7 @@ class EmbeddedEngine:
             prompt_ids,
             answer_of(output.outputs[0]),
             with_support=sampling.truncates,
-            with_routes=sampling.with_routes,
+            with_routes=sampling.needs_routes,
             max_tokens=params["max_tokens"],
             vocab_size=self.vocab_size,
             source=self.name,

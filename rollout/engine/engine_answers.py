@@ -164,9 +164,14 @@ def engine_call(
     """Validate an answer and return the record of the call.
 
     Raises `EvidenceError` if ids, logprobs, support, routes or version spans are missing or inconsistent, `EngineError`
-    if the sampling weights have no valid version. with_support: True if sampling was truncated, so the candidates must
-    be the whole support. with_routes: `Sampling.with_routes`; other routes are dropped. max_tokens: number of tokens that were requested. vocab_size: number of rows of the trainer's
-    embedding. source: name of the engine, for messages.
+    if the sampling weights have no valid version.
+
+    Args:
+        with_support: True if sampling was truncated, so the candidates must be the whole support.
+        with_routes: `Sampling.needs_routes`; other routes are dropped.
+        max_tokens: number of tokens that were requested.
+        vocab_size: number of rows of the trainer's embedding.
+        source: name of the engine, for messages.
     """
     sampled = tuple(answer.sampled_ids)
     if len(sampled) > max_tokens:
@@ -183,8 +188,8 @@ def engine_call(
         raise EvidenceError(f"{source}: the sampled tokens have no weight version")
     if with_routes and answer.routes is None:
         raise EvidenceError(
-            f"{source} returns no routed experts; start it with --enable-return-routed-experts (scripts/serve_engine.py "
-            "does with the same settings), or set correction.routing_replay=off"
+            f"{source} returns no routed experts; start it with --enable-return-routed-experts, or set "
+            "correction.routing_replay=off"
         )
     return EngineCall(
         prompt_ids=tuple(prompt_ids),

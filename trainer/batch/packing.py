@@ -186,6 +186,11 @@ def collate(
     return batch.to(device)
 
 
+def row_places(rows: Sequence[TrainingRow], indices: Sequence[int], *, share_prefixes: bool) -> Sequence[np.ndarray]:
+    """Return the positions of each row's tokens in the pack that `collate` makes of the same arguments."""
+    return (shared if share_prefixes else whole)([rows[i].ids for i in indices]).places
+
+
 def pack(row_lengths: Sequence[int], token_budget: int) -> list[list[int]]:
     """Return the row indices of packs of at most `token_budget` tokens, by first-fit decreasing. Deterministic.
 

@@ -54,6 +54,7 @@ class StepBatch:
         mask_truncated: bool,
         greedy_rewards: Mapping[int, float] | None = None,
         with_turn_rewards: bool = False,
+        with_routes: bool = False,
     ) -> StepBatch:
         """Make the rows of the trainable rollouts of a step.
 
@@ -61,10 +62,11 @@ class StepBatch:
             mask_truncated: True masks rollouts that ended on a length limit.
             greedy_rewards: by group id.
             with_turn_rewards: False gives the last turn the whole reward.
+            with_routes: keep the engine's routes, which all rows must have; False leaves them out.
 
         Raises:
             EvidenceError: only some rows carry their sampling support; the ratios of the others would be over another.
-                Or only some carry the engine's routes, or routes of different shapes.
+                Or a row lacks the engine's routes, or rows have routes of different models.
         """
         greedy = greedy_rewards or {}
         delivered = sorted((r for r in rollouts if r.is_trainable), key=lambda rollout: rollout.rollout_id)
@@ -76,7 +78,10 @@ class StepBatch:
         num_supports = sum(row.support is not None for row in rows)
         if 0 < num_supports < len(rows):
             raise EvidenceError(f"{num_supports} of {len(rows)} rows carry the sampling support; expected all or none")
-        _check_routes(rows)
+        if with_routes:
+            _check_routes(rows)
+        else:
+            rows = tuple(replace(row, routes=None) for row in rows)
         by_turn = [turn_rewards(rollout, reported=with_turn_rewards) for rollout in delivered]
         return cls(
             rows=rows,
@@ -126,18 +131,8 @@ class StepBatch:
         """(K,) int64 numbers of turns within their rollouts."""
         return torch.from_numpy(np.concatenate([np.zeros(0, int), *map(np.arange, self.num_turns_S)]))
 
-    @property
-    def num_row_tokens(self) -> int:
-        """Number of tokens of all rows."""
-        return sum(map(len, self.rows))
-
-    def with_routes(self, routes: np.ndarray | None) -> StepBatch:
-        """Return the batch with other routes, of all tokens of its rows in order; None: with none.
-
-        routes: (tokens, layers, k) unsigned.
-        """
-        if routes is None:
-            return replace(self, rows=tuple(replace(row, routes=None) for row in self.rows))
+    def with_routes(self, routes: np.ndarray) -> StepBatch:
+        """Return the batch with other routes. routes: (tokens, layers, k) of all tokens of its rows, in order."""
         bounds = pairwise(np.cumsum([0, *map(len, self.rows)]))
         of_rows = zip(self.rows, bounds, strict=True)
         return replace(self, rows=tuple(replace(row, routes=routes[start:end]) for row, (start, end) in of_rows))
@@ -158,11 +153,18 @@ def decode(payload: bytes) -> StepBatch:
 
 
 def _check_routes(rows: Sequence[TrainingRow]) -> None:
-    """Raise `EvidenceError` unless all rows carry routes of one shape, or none does."""
-    profiles = {None if row.routes is None else (row.routes.dtype.str, *row.routes.shape[1:]) for row in rows}
+    """Raise `EvidenceError` unless all rows carry routes of one model."""
+    found = [row.routes for row in rows if row.routes is not None]
+    if len(found) < len(rows):
+        raise EvidenceError(
+            f"{len(rows) - len(found)} of {len(rows)} rows have no routed experts of the engine; sample them with "
+            "correction.routing_replay=engine, or set correction.routing_replay=off"
+        )
+    profiles = {(routes.dtype.name, *routes.shape[1:]) for routes in found}
     if len(profiles) > 1:
-        found = ", ".join(sorted("none" if profile is None else str(profile) for profile in profiles))
-        raise EvidenceError(f"rows carry routes of different kinds (dtype, layers, experts per token): {found}")
+        raise EvidenceError(
+            f"rows have routes of several models: (dtype, layers, experts per token) {sorted(profiles)}"
+        )
 
 
 def _batch_arrays() -> list[str]:

@@ -11,8 +11,8 @@ through the gate.
 
     packed.routes (L, layers, k) ─► layer i, which takes `packed` ─► its sparse block: topk ─► given experts
 
-A layer reads the routes from its own arguments, which gradient checkpointing keeps for the backward pass. Tokens without
-a route (-1) get the model's own choice.
+A layer reads the routes from its own arguments, which gradient checkpointing keeps for the backward pass. A token
+without a route (-1) gets the model's own choice.
 
 Covered: sparse blocks with a child named `experts`, with ZeRO-3, DDP, LoRA and gradient checkpointing. Not covered:
 attention other than `packed_rows`, whose layers are not given `packed`; compiled layers.
@@ -22,7 +22,7 @@ Shape legend: _L tokens of the pack.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,8 +31,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from rollout.errors import TrainingError
+from rollout.errors import ConfigError, TrainingError
 from trainer.batch.packing import NO_ROUTE
+from trainer.config.schema import Config
+from trainer.model.decoder import packable_config
 
 EXPERTS = "experts"
 """Name of the experts inside a sparse block."""
@@ -40,10 +42,26 @@ NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names of the number of routed experts in configs."""
 
 
+NARROW = 256
+"""Largest number of experts whose indices fit one byte."""
+
+
 def num_experts(config: PreTrainedConfig) -> int:
     """Return the number of routed experts of a layer; 0 for a dense model."""
     text = config.get_text_config().to_dict()
     return next((int(text[name]) for name in NUM_EXPERTS if text.get(name)), 0)
+
+
+def refuse_dense(config: Config) -> None:
+    """Raise `ConfigError` if routes shall be replayed in a model without routers."""
+    path, replay = config.model.path, config.correction.routing_replay
+    if replay != "off" and not num_experts(
+        packable_config(path, setting="model.path", trust_remote_code=config.model.trust_remote_code)
+    ):
+        raise ConfigError(
+            f"correction.routing_replay={replay} needs a mixture of experts, but model.path={path} is a dense model; "
+            "set correction.routing_replay=off"
+        )
 
 
 class Routing:
@@ -56,14 +74,15 @@ class Routing:
         self._num_layers = len(layers)
         self._routers: dict[int, _Router] = {}
         experts = num_experts(model.config)
+        self._dtype = torch.uint8 if experts <= NARROW else torch.int16
         for index, layer in enumerate(layers):
             block = next((part for part in layer.modules() if EXPERTS in dict(part.named_children())), None)
             if experts and block is not None:
                 self._routers[index] = _Router(layer, block, index=index, num_layers=len(layers), num_experts=experts)
 
     @contextmanager
-    def recording(self) -> Any:
-        """Record the experts of the forward passes inside; yield a function that returns those of the last one."""
+    def recording(self) -> Iterator[Callable[[], Tensor]]:
+        """Record the experts of a forward pass inside; yield a function that returns them, (L, layers, k) integers."""
         for router in self._routers.values():
             router.is_recording = True
         try:
@@ -73,12 +92,11 @@ class Routing:
                 router.is_recording, router.chosen = False, None
 
     def _chosen(self) -> Tensor:
-        """Return the (L, layers, k) int16 experts of the last forward pass; `NO_ROUTE` in dense layers."""
+        """Return the (L, layers, k) experts of the last forward pass, 0 in dense layers."""
         chosen = {index: router.chosen for index, router in self._routers.items() if router.chosen is not None}
         assert chosen, "a dense model has no routes"
-        some = next(iter(chosen.values()))
-        none = torch.full_like(some, NO_ROUTE)
-        return torch.stack([chosen.get(index, none) for index in range(self._num_layers)], 1).short()
+        dense = torch.zeros_like(next(iter(chosen.values())))
+        return torch.stack([chosen.get(index, dense) for index in range(self._num_layers)], 1).to(self._dtype)
 
 
 class _Router:

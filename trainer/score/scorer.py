@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from trainer.batch.assignment import Plan, plan
-from trainer.batch.packing import PackedBatch, collate
+from trainer.batch.packing import PackedBatch, collate, row_places
 from trainer.batch.prefix_bundles import plan_bundles
 from trainer.batch.step_batch import StepBatch
 from trainer.distributed.distributed import Distributed
@@ -34,11 +35,16 @@ class Scorer:
         temperature: float,
         token_budget: int,
         share_prefixes: str = "auto",
+        with_routes: bool = True,
     ) -> None:
-        """module: policy from `Distributed.prepare` or `prepare_frozen`. share_prefixes: the setting."""
+        """module: policy from `Distributed.prepare` or `prepare_frozen`. share_prefixes: the setting.
+
+        with_routes: False for a model that chooses its experts itself, although the rows carry routes.
+        """
         self._module = module
         self._distributed = distributed
         self._temperature = temperature
+        self._with_routes = with_routes
         self._shares_prefixes = share_prefixes != "never" and can_share_prefixes(module)
         self.budget = TokenBudget(token_budget, distributed)
 
@@ -57,44 +63,84 @@ class Scorer:
     def packed(self, batch: StepBatch, pack: Sequence[int]) -> PackedBatch:
         """Collate the rows of a pack from `plan`, on the device."""
         return collate(
-            batch.rows, pack, batch.layout, share_prefixes=self._shares_prefixes, device=self._distributed.device
+            batch.rows,
+            pack,
+            batch.layout,
+            share_prefixes=self._shares_prefixes,
+            with_routes=self._with_routes,
+            device=self._distributed.device,
         )
 
     def score(self, batch: StepBatch, rows: Sequence[int] | None = None, *, token_budget: int | None = None) -> Tensor:
         """Return (N,) float32 logprobs of trained tokens, 0 outside of `rows` (default: all); a collective."""
         chosen = range(len(batch.rows)) if rows is None else rows
-        return self._run(batch, chosen, token_budget, with_values=False)[0]
+        return self._run(batch, chosen, token_budget)[0][0]
 
-    def score_with_values(self, batch: StepBatch) -> tuple[Tensor, Tensor]:
-        """Return (N,) logprobs and values, from one pass of a module with a critic; a collective."""
-        logp_N, values_N = self._run(batch, range(len(batch.rows)), None, with_values=True)
-        return logp_N, values_N
+    def score_with(
+        self, batch: StepBatch, *, values: bool = False, routes: bool = False
+    ) -> tuple[Tensor, Tensor | None, StepBatch]:
+        """Return (N,) logprobs, values, and the batch with the experts of this pass as its routes; a collective.
+
+        values: of a module with a critic; otherwise None. routes: of a mixture of experts; otherwise the same batch.
+        """
+        outputs_N, routed = self._run(batch, range(len(batch.rows)), with_values=values, with_routes=routes)
+        return outputs_N[0], outputs_N[1] if values else None, batch if routed is None else batch.with_routes(routed)
 
     def _run(
-        self, batch: StepBatch, rows: Sequence[int], token_budget: int | None, *, with_values: bool
-    ) -> tuple[Tensor, ...]:
-        arguments = {"with_values": True} if with_values else {}
+        self,
+        batch: StepBatch,
+        rows: Sequence[int],
+        token_budget: int | None = None,
+        *,
+        with_values: bool = False,
+        with_routes: bool = False,
+    ) -> tuple[Tensor, np.ndarray | None]:
+        """Return the (1 or 2, N) logprobs and values, and the (row tokens, layers, k) experts of all tokens."""
+        arguments = {
+            name: True for name, is_set in (("with_values", with_values), ("with_routes", with_routes)) if is_set
+        }
 
-        def forward(packed: PackedBatch) -> Tensor:
-            logp_T, _, *values_T = self._module(packed, temperature=self._temperature, with_entropy=False, **arguments)
-            return torch.stack([output_T.float() for output_T in (logp_T, *values_T)])
+        def forward(packed: PackedBatch) -> tuple[Tensor, Tensor | None]:
+            logp_T, _, *others = self._module(packed, temperature=self._temperature, with_entropy=False, **arguments)
+            routes = others.pop() if with_routes else None
+            return torch.stack([output_T.float() for output_T in (logp_T, *others)]), routes
 
-        def all_packs(token_budget: int) -> Tensor:
+        def all_packs(token_budget: int) -> tuple[Tensor, Tensor | None]:
             packs = self.plan(batch, rows, token_budget=token_budget).microbatches[self._distributed.rank]
             outputs_N = torch.zeros(1 + with_values, batch.layout.num_tokens)
             outputs: list[tuple[Tensor, Tensor]] = []
+            routes: list[Tensor] = []
             for pack in packs:
                 packed = self.packed(batch, pack)
-                outputs.append((packed.token_index_T, self.budget.agreed(partial(forward, packed))))
+                output_T, routes_L = self.budget.agreed(partial(forward, packed))
+                outputs.append((packed.token_index_T, output_T))
+                routes += [] if routes_L is None else [routes_L]
             for index_T, output_T in outputs:  # after all passes, because a copy to the host waits for the device
                 outputs_N[:, index_T] = output_T.cpu()
-            return outputs_N
+            return outputs_N, self._of_rows(batch, packs, routes) if routes else None
 
         lengths = [len(batch.rows[row]) for row in rows]
         with torch.no_grad():
-            outputs_N = self.budget.attempt(all_packs, lengths, at_most=token_budget)
-        # Each token was scored on one rank, the others hold 0.
-        return tuple(self._distributed.sum(outputs_N))
+            outputs_N, routes = self.budget.attempt(all_packs, lengths, at_most=token_budget)
+        # Each token was scored on one rank, the others hold 0. Bytes of wider integers add up just as well.
+        summed = None if routes is None else self._distributed.sum(routes.view(torch.uint8)).view(routes.dtype).numpy()
+        return self._distributed.sum(outputs_N), summed
+
+    def _of_rows(self, batch: StepBatch, packs: Sequence[Sequence[int]], routes: Sequence[Tensor]) -> Tensor:
+        """Return the (row tokens, layers, k) experts of all rows, 0 for those of other ranks.
+
+        routes: (L, layers, k) of each pack of this rank.
+        """
+        starts = np.cumsum([0, *map(len, batch.rows)])
+        of_rows = torch.zeros((int(starts[-1]), *routes[0].shape[1:]), dtype=routes[0].dtype)
+        for pack, routes_L in zip(packs, routes, strict=True):
+            if pack:
+                on_host = routes_L.cpu()
+                for row, place in zip(
+                    pack, row_places(batch.rows, pack, share_prefixes=self._shares_prefixes), strict=True
+                ):
+                    of_rows[starts[row] : starts[row + 1]] = on_host[torch.from_numpy(place)]
+        return of_rows
 
     def score_repacked(self, batch: StepBatch) -> Tensor:
         """Score with the smallest possible packs, about one row each; a collective."""
