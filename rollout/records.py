@@ -140,12 +140,21 @@ class Routes:
         """Return those of the first tokens."""
         return Routes(own=self.whole[:length])
 
+    def since(self, start: int) -> np.ndarray:
+        """Return the experts of the tokens from `start` on."""
+        return self.own[start - self.num_shared :] if start >= self.num_shared else self.whole[start:]
+
     def after(self, base: Routes | None, num_shared: int) -> Routes:
-        """Return the same number of routes, those of the first tokens taken from an earlier call that has them."""
-        if base is None:
+        """Return equal routes that take those of the first tokens from an earlier call, as far as they are equal.
+
+        A token that was computed again, because it had left the prefix cache, may have had other experts.
+        """
+        if base is None or base.shape != self.shape or base.own.dtype != self.own.dtype:
             return self
-        num_shared = min(num_shared, len(base), len(self))
-        return Routes(own=self.whole[num_shared:].copy(), base=base, num_shared=num_shared)
+        whole, limit = self.whole, min(num_shared, len(base), len(self))
+        differs = (whole[:limit] != base.whole[:limit]).any((1, 2))
+        num_shared = int(differs.argmax()) if differs.any() else limit
+        return Routes(own=whole[num_shared:].copy(), base=base, num_shared=num_shared)
 
     def __len__(self) -> int:
         return self.num_shared + len(self.own)
