@@ -304,8 +304,8 @@ class CorrectionConfig:
     )
     routing_replay: str = setting(
         "off",
-        "experts of a mixture of experts in the trainer's passes; engine: those that the engine chose (R3); old: those "
-        "of the pass for the old logprobs (R2); off: the routers' own",
+        "experts of a mixture of experts in the trainer's passes; engine: R3, those that the engine chose; old: R2, "
+        "those of the pass for the old logprobs; off: the routers' own",
         choices=("off", "engine", "old"),
     )
     kl_penalty: float = setting(
