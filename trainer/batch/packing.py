@@ -20,7 +20,7 @@ import torch
 
 from rollout.errors import EvidenceError
 from rollout.records import TrainingRow
-from trainer.batch.prefixes import Prefix, Stretches, shared, whole
+from trainer.batch.prefixes import Prefix, Stretches, shared, token_keys, whole
 
 NO_ROUTE = -1
 """Expert of a token without a route."""
@@ -155,7 +155,7 @@ def collate(
         rows, indices, layout = [DUMMY], [0], None
     layout = layout or StepLayout.of(rows)
     chosen = [rows[i] for i in indices]
-    stretches = (shared if share_prefixes else whole)([row.ids for row in chosen])
+    stretches = _stretches(chosen, share_prefixes=share_prefixes, with_routes=with_routes)
     targets = [np.flatnonzero(row.loss_mask) for row in chosen]
     counts = [len(target) for target in targets]
 
@@ -186,9 +186,18 @@ def collate(
     return batch.to(device)
 
 
-def row_places(rows: Sequence[TrainingRow], indices: Sequence[int], *, share_prefixes: bool) -> Sequence[np.ndarray]:
+def row_places(
+    rows: Sequence[TrainingRow], indices: Sequence[int], *, share_prefixes: bool, with_routes: bool
+) -> Sequence[np.ndarray]:
     """Return the positions of each row's tokens in the pack that `collate` makes of the same arguments."""
-    return (shared if share_prefixes else whole)([rows[i].ids for i in indices]).places
+    return _stretches([rows[i] for i in indices], share_prefixes=share_prefixes, with_routes=with_routes).places
+
+
+def _stretches(rows: Sequence[TrainingRow], *, share_prefixes: bool, with_routes: bool) -> Stretches:
+    ids = [row.ids for row in rows]
+    if not share_prefixes:
+        return whole(ids)
+    return shared(ids, [token_keys(row) for row in rows] if with_routes else None)
 
 
 def pack(row_lengths: Sequence[int], token_budget: int) -> list[list[int]]:
@@ -234,11 +243,7 @@ def _support(chosen: Sequence[TrainingRow], counts: Sequence[int]) -> tuple[np.n
 
 
 def _routes(chosen: Sequence[TrainingRow], stretches: Stretches) -> torch.Tensor | None:
-    """Return the (L, layers, k) int16 experts of the tokens of a pack, or None if no row has any.
-
-    A shared token has the experts of the last row that knows them. Rows of one history agree; samples that happen to
-    begin alike were routed alike, up to ties.
-    """
+    """Return the (L, layers, k) int16 experts of the tokens of a pack, or None if no row has any."""
     routed = [row.routes for row in chosen if row.routes is not None]
     if not routed:
         return None

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from trainer.batch.assignment import Plan, plan
 from trainer.batch.packing import PackedBatch, collate, row_places
 from trainer.batch.prefix_bundles import plan_bundles
+from trainer.batch.prefixes import token_keys
 from trainer.batch.step_batch import StepBatch
 from trainer.distributed.distributed import Distributed
 from trainer.model.decoder import can_share_prefixes
@@ -52,7 +53,8 @@ class Scorer:
         """Assign rows (indices) to ranks and packs."""
         num_ranks, budget = self._distributed.world_size, token_budget or self.budget.tokens
         if self._shares_prefixes:
-            share = plan_bundles([batch.rows[row].ids for row in rows], num_ranks=num_ranks, token_budget=budget)
+            keys = [token_keys(batch.rows[row]) if self._with_routes else batch.rows[row].ids for row in rows]
+            share = plan_bundles(keys, num_ranks=num_ranks, token_budget=budget)
         else:
             share = plan([len(batch.rows[row]) for row in rows], num_ranks=num_ranks, token_budget=budget)
         return replace(
@@ -136,9 +138,10 @@ class Scorer:
         for pack, routes_L in zip(packs, routes, strict=True):
             if pack:
                 on_host = routes_L.cpu()
-                for row, place in zip(
-                    pack, row_places(batch.rows, pack, share_prefixes=self._shares_prefixes), strict=True
-                ):
+                places = row_places(
+                    batch.rows, pack, share_prefixes=self._shares_prefixes, with_routes=self._with_routes
+                )
+                for row, place in zip(pack, places, strict=True):
                     of_rows[starts[row] : starts[row + 1]] = on_host[torch.from_numpy(place)]
         return of_rows
 

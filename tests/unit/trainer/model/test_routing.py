@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,8 @@ from rollout.errors import ConfigError, TrainingError
 from rollout.records import TrainingRow
 from tests.fixtures.families import FAMILIES
 from tests.fixtures.models import save_tiny_model
-from trainer.batch.packing import NO_ROUTE, PackedBatch, collate, whole_row
+from trainer.batch.packing import NO_ROUTE, PackedBatch, collate, row_places, whole_row
+from trainer.batch.prefixes import MIN_SHARED
 from trainer.config.schema import Config, LoraConfig
 from trainer.model.critic import ActorCritic, Critic
 from trainer.model.lora import add_adapters
@@ -182,14 +184,26 @@ def test_shared_prefixes_carry_the_routes_of_their_rows() -> None:
     assert torch.allclose(policy(shared)[0], expected, atol=1e-5)
 
 
-def test_a_row_that_ends_in_another_one_takes_its_route_there() -> None:
-    long, layers = rows(30)[0], (2, 2)
-    routes = torch.randint(0, 4, (29, *layers), dtype=torch.uint8).numpy()
+def test_tokens_with_other_routes_are_not_shared() -> None:
+    """Two requests with one prompt, of which one token was routed otherwise in the second one."""
+    long = rows(60)[0]
+    routes = torch.randint(0, 4, (59, 3, 2), generator=torch.Generator().manual_seed(0), dtype=torch.uint8).numpy()
+    for position in (0, 20, 40, 58):
+        flipped = routes.copy()
+        flipped[position, 2, 1] ^= 1
+        pair = [replace(long, routes=routes), replace(long, routes=flipped)]
+        packed = collate(pair, [0, 1], share_prefixes=True)
+        num_shared = position if position >= MIN_SHARED else 0
+        assert packed.num_tokens == 120 - num_shared
+        assert packed.routes is not None
+        places = row_places(pair, [0, 1], share_prefixes=True, with_routes=True)
+        for row, place in zip(pair, places, strict=True):
+            assert packed.ids[place].tolist() == row.ids.tolist()
+            assert np.array_equal(packed.routes[place[:59]].numpy(), row.routes)
+            assert (packed.routes[place[59]] == NO_ROUTE).all()
+        assert collate(pair, [0, 1], share_prefixes=True, with_routes=False).num_tokens == 60
     short = replace(whole_row(long.ids[:20].tolist()), routes=routes[:19])
-    packed = collate([short, replace(long, routes=routes)], [0, 1], share_prefixes=True)
-    assert packed.routes is not None
-    assert packed.routes[:29].tolist() == routes.tolist()
-    assert (packed.routes[29] == NO_ROUTE).all()
+    assert collate([short, replace(long, routes=routes)], [0, 1], share_prefixes=True).num_tokens == 61
 
 
 def test_adapters_train_with_given_routes() -> None:
