@@ -69,15 +69,14 @@ class Routing:
 
     def __init__(self, model: PreTrainedModel) -> None:
         """model: a causal language model, changed in place. A dense model stays as it is."""
-        layers = model.get_decoder().layers
-        assert isinstance(layers, nn.ModuleList)
+        experts = num_experts(model.config)
+        layers: Sequence[nn.Module] = model.get_decoder().layers if experts else ()
         self._num_layers = len(layers)
         self._routers: dict[int, _Router] = {}
-        experts = num_experts(model.config)
         self._dtype = torch.uint8 if experts <= NARROW else torch.int16
         for index, layer in enumerate(layers):
             block = next((part for part in layer.modules() if EXPERTS in dict(part.named_children())), None)
-            if experts and block is not None:
+            if block is not None:
                 self._routers[index] = _Router(layer, block, index=index, num_layers=len(layers), num_experts=experts)
 
     @contextmanager
