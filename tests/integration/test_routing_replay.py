@@ -64,6 +64,17 @@ def sample(engine: SyncedEngine, prompts: Sequence[list[int]], *, length: int = 
     return engine.loop.run(all_of_them(), timeout=120)
 
 
+async def frozen_and_continued(engine: SyncedEngine, prompts: Sequence[list[int]]) -> list[EngineCall]:
+    """Sample, and freeze the engine meanwhile, as a weight update does; it computes the requests again."""
+    settings = Sampling(max_tokens=200, ignore_eos=True, with_routes=True, seed=1)
+    requests = [asyncio.ensure_future(engine.generate(prompt, settings)) for prompt in prompts]
+    await asyncio.sleep(0.3)
+    await engine.pause("keep")
+    assert not any(request.done() for request in requests), "the requests ended before they were frozen"
+    await engine.resume()
+    return list(await asyncio.gather(*requests))
+
+
 def assert_routed_as(policy: Policy, calls: Sequence[EngineCall]) -> None:
     """Compare the routes and logprobs of calls with the trainer's, token by token."""
     layers = sorted(policy.routing._routers)
@@ -114,6 +125,7 @@ def test_routes_survive_preemption_a_sync_and_conversations(tmp_path: Path) -> N
         assert_routed_as(policy, sample(engine, [RNG.integers(1, 500, 50).tolist() for _ in range(5)], length=120))
         assert "preempt" in (tmp_path / "engine.log").read_text().lower()
     with serving(FAMILY, tmp_path) as (engine, policy):
+        assert_routed_as(policy, engine.loop.run(frozen_and_continued(engine, [PROMPT, OTHER]), timeout=120))
         before = sample(engine, [PROMPT])
 
         def canary(ids: list[int]) -> list[float]:
@@ -153,6 +165,7 @@ def test_a_server_returns_routes_over_both_of_its_routes(tmp_path: Path) -> None
         try:
             assert engine.returns_routes
             policy = Policy.from_pretrained(path)
+            assert len(loop.run(engine.score(PROMPT), timeout=60)) == len(PROMPT) - 1
             compact = sample(engine, [PROMPT, OTHER])
             assert_routed_as(policy, compact)
             engine._route = GENERATE

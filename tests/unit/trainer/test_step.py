@@ -70,7 +70,8 @@ class World:
 
     def score_with(self, batch: StepBatch, *, values: bool, routes: bool) -> tuple[Tensor, None, StepBatch]:
         self.note("score")
-        assert not (values or routes)
+        assert not values
+        assert not routes
         return torch.full((batch.layout.num_tokens,), self.weight - 1), None, batch
 
     def score_repacked(self, batch: StepBatch) -> Tensor:
