@@ -106,7 +106,9 @@ class Policy(nn.Module):
 
     def hidden_states(self, packed: PackedBatch) -> torch.Tensor:
         """Return the (L, D) last hidden states of the pack, each row computed as if it were alone."""
-        return decoder.packed_hidden_states(self.causal_lm.get_decoder(), packed)
+        hidden_LD = decoder.packed_hidden_states(self.causal_lm.get_decoder(), packed)
+        self.routing.check_given(packed)
+        return hidden_LD
 
     def traced_states(self, packed: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the hidden states, and the (L, layers, k) experts that computed them."""

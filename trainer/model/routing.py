@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rollout.errors import ConfigError, TrainingError
-from trainer.batch.packing import NO_ROUTE
+from trainer.batch.packing import NO_ROUTE, PackedBatch
 from trainer.config.schema import Config
 from trainer.model.decoder import packable_config
 
@@ -79,6 +79,16 @@ class Routing:
             if block is not None:
                 self._routers[index] = _Router(layer, block, index=index, num_layers=len(layers), num_experts=experts)
 
+    def check_given(self, packed: PackedBatch) -> None:
+        """Raise `TrainingError` unless every router has taken the routes of the pack that was just computed."""
+        if packed.routes is not None and not (
+            self._routers and all(router.given is not None for router in self._routers.values())
+        ):
+            raise TrainingError(
+                "the layers of this model were not given the routes of their pack: it is a dense model, or hands its "
+                "layers no `packed` (attention other than packed_rows); set correction.routing_replay=off"
+            )
+
     @contextmanager
     def recording(self) -> Iterator[Callable[[], Tensor]]:
         """Record the experts of a forward pass inside; yield a function that returns them, (L, layers, k) integers."""
@@ -106,7 +116,8 @@ class _Router:
         self.chosen: Tensor | None = None
         """(L, k) experts of the last forward pass, if recorded."""
         self._index, self._num_layers, self._num_experts = index, num_layers, num_experts
-        self._given: Tensor | None = None
+        self.given: Tensor | None = None
+        """(L, k) experts to choose in this pass."""
         self._block = type(block).__name__
         self._forward = block.forward
         layer.register_forward_pre_hook(self._take, with_kwargs=True)
@@ -118,12 +129,12 @@ class _Router:
         routes = None if packed is None else packed.routes
         if routes is not None and routes.shape[1] != self._num_layers:
             raise TrainingError(f"routes of {routes.shape[1]} layers, but the model has {self._num_layers}")
-        self._given = None if routes is None else routes[:, self._index].long()
+        self.given = None if routes is None else routes[:, self._index].long()
 
     def _routed(self, *args: Any, **kwargs: Any) -> Any:
-        if self._given is None and not self.is_recording:
+        if self.given is None and not self.is_recording:
             return self._forward(*args, **kwargs)
-        choice = _Choice(self._given, num_experts=self._num_experts)
+        choice = _Choice(self.given, num_experts=self._num_experts)
         with choice:
             output = self._forward(*args, **kwargs)
         if choice.num_calls != 1:

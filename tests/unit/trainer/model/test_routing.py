@@ -241,6 +241,15 @@ def test_routes_of_another_model_are_refused() -> None:
         policy(replace(packed, routes=torch.zeros(33, 2, 3, dtype=torch.int16)))
 
 
+def test_routes_that_reach_no_layer_are_refused() -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(FAMILIES["mixtral"]())
+    routed = replace(packed_rows(), routes=torch.zeros(33, 2, 2, dtype=torch.int16))
+    for policy in (Policy(model, attn_implementation="sdpa"), policy_of("qwen3")):
+        with pytest.raises(TrainingError, match="not given the routes of their pack"):
+            policy(routed)
+
+
 def test_a_block_that_does_not_choose_by_topk_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     policy, packed = policy_of("mixtral"), packed_rows()
     router = policy.causal_lm.get_decoder().layers[0].mlp.gate
