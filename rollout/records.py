@@ -100,6 +100,73 @@ class SamplingSupport:
         return None if is_in.all() else int(np.argmin(is_in))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Routes:
+    """Experts of a mixture of experts that the engine chose for each token: those of an earlier call, then its own."""
+
+    own: np.ndarray
+    """(tokens, layers, k) unsigned integers; dense layers hold anything."""
+    base: Routes | None = None
+    num_shared: int = 0
+    """Number of tokens taken from `base`."""
+
+    def __post_init__(self) -> None:
+        if self.own.ndim != 3 or self.own.dtype.kind != "u":
+            raise EvidenceError(
+                f"routed experts: {self.own.dtype} of shape {self.own.shape}, expected unsigned integers of shape "
+                "(tokens, layers, experts per token)"
+            )
+        limit = 0 if self.base is None else len(self.base)
+        if not 0 <= self.num_shared <= limit:
+            raise EvidenceError(f"routed experts: {self.num_shared} tokens of a call that has {limit}")
+        if self.base is not None and (self.base.own.shape[1:], self.base.own.dtype) != (self.shape, self.own.dtype):
+            raise EvidenceError(f"routed experts: {self.shape} and {self.base.shape} per token in calls of one rollout")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(layers, k)."""
+        return self.own.shape[1], self.own.shape[2]
+
+    @property
+    def whole(self) -> np.ndarray:
+        """(tokens, layers, k) experts of all tokens."""
+        parts, routes, end = [self.own], self.base, self.num_shared
+        while routes is not None:  # without recursion, as in `Prompt.ids`
+            parts.append(routes.own[: max(0, end - routes.num_shared)])
+            routes, end = routes.base, min(end, routes.num_shared)
+        return np.concatenate(parts[::-1])
+
+    def first(self, length: int) -> Routes:
+        """Return those of the first tokens."""
+        return Routes(own=self.whole[:length])
+
+    def since(self, start: int) -> np.ndarray:
+        """Return the experts of the tokens from `start` on."""
+        return self.own[start - self.num_shared :] if start >= self.num_shared else self.whole[start:]
+
+    def after(self, base: Routes | None, num_shared: int) -> Routes:
+        """Return equal routes that take those of the first tokens from an earlier call, as far as they are equal.
+
+        A token that was computed again, because it had left the prefix cache, may have had other experts.
+        """
+        if base is None or base.shape != self.shape or base.own.dtype != self.own.dtype:
+            return self
+        whole, limit = self.whole, min(num_shared, len(base), len(self))
+        differs = (whole[:limit] != base.whole[:limit]).any((1, 2))
+        num_shared = int(differs.argmax()) if differs.any() else limit
+        return Routes(own=whole[num_shared:].copy(), base=base, num_shared=num_shared)
+
+    def __len__(self) -> int:
+        return self.num_shared + len(self.own)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _whole_routes, (self.whole,)  # copies without the calls they build on
+
+
+def _whole_routes(own: np.ndarray) -> Routes:
+    return Routes(own=own)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Prompt:
     """Token ids of a prompt: the first ids of an earlier call, then its own. Equal to another one with equal ids."""
@@ -152,8 +219,9 @@ class EngineCall:
     """One engine request with its token evidence, from which training rows are built.
 
     Raises `EvidenceError` for counts that disagree, ids that are not non-negative integers, logprobs that are no
-    numbers, non-finite, positive or the engine's filler, version spans that do not tile the tokens, and a sampled token
-    outside its support. Nothing is converted: the text "-0.5" and False are not logprobs.
+    numbers, non-finite, positive or the engine's filler, version spans that do not tile the tokens, a sampled token
+    outside its support, and routes of another number of tokens. Nothing is converted: the text "-0.5" and False are not
+    logprobs.
     """
 
     prompt: Prompt
@@ -163,6 +231,8 @@ class EngineCall:
     finish_reason: FinishReason
     version_spans: tuple[VersionSpan, ...] = ()
     support: SamplingSupport | None = None
+    routes: Routes | None = None
+    """Experts of all tokens but the last sampled one, which the engine did not compute. None: not asked for."""
 
     def __init__(
         self,
@@ -173,12 +243,13 @@ class EngineCall:
         prompt_ids: tuple[int, ...] | None = None,
         version_spans: tuple[VersionSpan, ...] = (),
         support: SamplingSupport | None = None,
+        routes: Routes | None = None,
         prompt: Prompt | None = None,
     ) -> None:
         """Give the prompt as `prompt_ids`, or as a `prompt` that shares ids with an earlier call."""
         if prompt_ids is not None or prompt is None:
             prompt = Prompt(own_ids=prompt_ids or ())
-        values = (prompt, sampled_ids, sampled_logprobs, finish_reason, version_spans, support)
+        values = (prompt, sampled_ids, sampled_logprobs, finish_reason, version_spans, support, routes)
         for entry, value in zip(fields(self), values, strict=True):
             object.__setattr__(self, entry.name, value)
         self._check()
@@ -214,6 +285,11 @@ class EngineCall:
             raise EvidenceError(
                 f"engine call: sampled token {outside} (id {self.sampled_ids[outside]}) is not in its support"
             )
+        if self.routes is not None and len(self.routes) != len(self.prompt) + n - 1:
+            raise EvidenceError(
+                f"engine call: routed experts of {len(self.routes)} tokens, expected {len(self.prompt) + n - 1}: those "
+                "of the prompt and of all sampled tokens but the last"
+            )
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
@@ -246,7 +322,8 @@ class PromptSharing:
         if tip is not None:
             base = self._tips[tip][0]
             prompt = Prompt(own_ids=ids[num_shared:], base=base, num_shared=num_shared)
-            call = replace(call, prompt=prompt)
+            routes = None if call.routes is None else call.routes.after(base.routes, num_shared)
+            call = replace(call, prompt=prompt, routes=routes)
             if num_shared == len(base.prompt) + len(base.sampled_ids):
                 del self._tips[tip]  # its ids are part of the new tip
         self._tips = [*self._tips[-MAX_TIPS + 1 :], (call, ids + call.sampled_ids)]
@@ -347,6 +424,8 @@ class TrainingRow:
     group_id: int = 0
     support: SamplingSupport | None = None
     """Support of the trained tokens only, in order."""
+    routes: np.ndarray | None = None
+    """(at most L, layers, k) unsigned experts of the first tokens of the row; later tokens have none."""
 
     def __post_init__(self) -> None:
         lengths = {name: len(getattr(self, name)) for name in ("loss_mask", "sampling_logprobs", "versions", "turns")}
@@ -354,6 +433,8 @@ class TrainingRow:
             raise EvidenceError(f"training row: {len(self.ids)} ids, but {lengths}")
         if len(self.ids) and self.loss_mask[0]:
             raise EvidenceError("training row: the first token is marked as trained, but has no context to predict it")
+        if self.routes is not None and len(self.routes) > len(self.ids):
+            raise EvidenceError(f"training row: {len(self.ids)} ids, but routed experts of {len(self.routes)} tokens")
 
     def __len__(self) -> int:
         return len(self.ids)

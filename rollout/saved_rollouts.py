@@ -3,14 +3,19 @@
 A call whose prompt begins as an earlier call of the rollout has `extends`, that call's index and the number of ids that
 it takes from its prompt and sampled ids, and `own_prompt_ids`, the rest. Other calls have `prompt_ids`, the whole
 prompt, as all calls in files of earlier versions.
+
+Routes (`correction.routing_replay=engine`) are compressed, and shared between calls as prompts are: about (experts per
+token x layers) bytes per token, of which a trained router's take less.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import os
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +29,7 @@ from rollout.records import (
     Prompt,
     Rollout,
     RolloutStatus,
+    Routes,
     SamplingSupport,
     VersionSpan,
     token_ids,
@@ -180,7 +186,36 @@ def call_to_json(call: EngineCall, *, base: int | None = None) -> dict[str, Any]
     }
     if call.support is not None:
         data["support"] = {"offsets": call.support.offsets.tolist(), "token_ids": call.support.token_ids.tolist()}
+    if call.routes is not None:
+        data["routes"] = _routes_to_json(call.routes, is_shared=base is not None)
     return data
+
+
+def _routes_to_json(routes: Routes, *, is_shared: bool) -> dict[str, Any]:
+    own = routes.own if is_shared else routes.whole
+    return {
+        "shared": routes.num_shared if is_shared else 0,
+        "shape": own.shape,
+        "dtype": str(own.dtype),
+        "data": base64.b64encode(zlib.compress(own.tobytes())).decode(),
+    }
+
+
+def _routes_from_json(data: Mapping[str, Any], base: EngineCall | None) -> Routes:
+    """Return the routes. Raises ValueError, KeyError or TypeError for other content."""
+    shape = tuple(token_ids("routes shape", data["shape"]))
+    dtype = np.dtype(data["dtype"])
+    num_bytes = math.prod(shape) * dtype.itemsize
+    unpacker = zlib.decompressobj()
+    try:
+        raw = unpacker.decompress(base64.b64decode(data["data"], validate=True), num_bytes + 1)
+    except zlib.error as error:
+        raise ValueError(f"routes cannot be decompressed: {error}") from error
+    if len(raw) != num_bytes:
+        raise ValueError(f"routes of shape {shape} have {len(raw)} bytes, expected {num_bytes}")
+    own = np.frombuffer(raw, dtype=dtype).reshape(shape)
+    (num_shared,) = token_ids("routes", [data["shared"]])
+    return Routes(own=own, base=base.routes if base is not None and num_shared else None, num_shared=num_shared)
 
 
 def call_from_json(data: dict[str, Any]) -> EngineCall:
@@ -188,7 +223,7 @@ def call_from_json(data: dict[str, Any]) -> EngineCall:
 
 
 def _call_from_json(data: dict[str, Any], prompt: Prompt) -> EngineCall:
-    support = data.get("support")
+    support, routes = data.get("support"), data.get("routes")
     return EngineCall(
         prompt=prompt,
         sampled_ids=tuple(data["sampled_ids"]),
@@ -201,4 +236,5 @@ def _call_from_json(data: dict[str, Any], prompt: Prompt) -> EngineCall:
             offsets=np.asarray(token_ids("support offset", support["offsets"])),
             token_ids=np.asarray(token_ids("support", support["token_ids"])).astype(np.int32),
         ),
+        routes=None if routes is None else _routes_from_json(routes, prompt.base),
     )

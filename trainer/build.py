@@ -105,6 +105,7 @@ def make_sampling(config: Config, chat: Chat, *, temperature: float) -> Sampling
         min_p=settings.min_p,
         stop_token_ids=() if settings.ignore_eos else tuple(chat.stop_token_ids),
         ignore_eos=settings.ignore_eos,
+        with_routes=config.replays_engine,
     )
 
 

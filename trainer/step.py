@@ -87,7 +87,7 @@ class Trainer:
         collected = self._collect(watch, on_rollout)
         batch = self._share(collected)
         with watch.stage("score"):
-            logprobs = self._score(batch)
+            logprobs, batch = self._score(batch)
         correction = StepCorrection.of(batch, logprobs.old, self._config.correction)
         targets, credit_metrics = self._assign_credit(batch, logprobs, correction)
         with watch.stage("update"):
@@ -147,6 +147,7 @@ class Trainer:
                 mask_truncated=self._config.rollout.mask_truncated,
                 greedy_rewards=collected.greedy_rewards,
                 with_turn_rewards=self._config.algorithm.turn_rewards,
+                with_routes=self._config.replays_engine,
             )
         )
         if self._distributed.world_size > 1:
@@ -162,14 +163,16 @@ class Trainer:
             raise TrainingError(f"{MAX_EMPTY_STEPS} steps in a row had no trainable rollout; {cause}")
         return batch
 
-    def _score(self, batch: StepBatch) -> Logprobs:
-        """Score the trained tokens with policy, critic and reference, as far as the update needs it."""
+    def _score(self, batch: StepBatch) -> tuple[Logprobs, StepBatch]:
+        """Score the trained tokens with policy, critic and reference, as far as the update needs it.
+
+        Returns the batch, too: with `correction.routing_replay=old` its rows have the experts of the policy's pass.
+        """
         scorer, form = self._updater.scorer, self._old_policy
         trained_N = values_N = repacked_N = None
-        if self._config.has_critic:
-            trained_N, values_N = scorer.score_with_values(batch)
-        elif form is Recomputed:
-            trained_N = scorer.score(batch)
+        if self._config.has_critic or form is Recomputed:
+            is_replayed = self._config.correction.routing_replay == "old"
+            trained_N, values_N, batch = scorer.score_with(batch, values=self._config.has_critic, routes=is_replayed)
         every = self._config.correction.noise_floor_every
         if every and batch.num_rollouts and (self.num_steps % every == 0 or not self.noise_floor):
             repacked_N = scorer.score_repacked(batch)
@@ -178,7 +181,7 @@ class Trainer:
             old = FromEngine(batch.sampling_logprobs_N)
         else:
             old = FromUpdate() if trained_N is None else Recomputed(trained_N)
-        return Logprobs(old=old, ref_N=ref_N, values_N=values_N, repacked_N=repacked_N)
+        return Logprobs(old=old, ref_N=ref_N, values_N=values_N, repacked_N=repacked_N), batch
 
     def _assign_credit(
         self, batch: StepBatch, logprobs: Logprobs, correction: StepCorrection

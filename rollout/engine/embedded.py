@@ -96,6 +96,7 @@ class EmbeddedEngine:
         gpu_memory_utilization: float = 0.5,
         trust_remote_code: bool = False,
         local_place: tuple[int, int] | None = None,
+        return_routes: bool = False,
     ) -> None:
         """Load the model, as version 0, and wait until the engine can sample.
 
@@ -112,6 +113,7 @@ class EmbeddedEngine:
             gpu_memory_utilization: share of the GPU's memory; ignored on CPU.
             local_place: (index, number) among the processes of this machine that each start an engine: selects the GPU
                 of that index and enables sleep, or on CPU selects a share of the cores. None: the only engine.
+            return_routes: prepare for `Sampling.with_routes`; of a mixture of experts.
 
         Raises:
             EngineError: vLLM could not load the model, or not in time.
@@ -160,6 +162,7 @@ class EmbeddedEngine:
             "disable_log_stats": True,
             "scheduler_cls": SCHEDULER,
             "trust_remote_code": trust_remote_code,
+            "enable_return_routed_experts": return_routes,
             "enable_sleep_mode": local_place is not None and not is_cpu,
         }
         self._llm: AsyncLLM | None = None
@@ -202,6 +205,7 @@ class EmbeddedEngine:
             prompt_ids,
             answer_of(output.outputs[0]),
             with_support=sampling.truncates,
+            with_routes=sampling.needs_routes,
             max_tokens=params["max_tokens"],
             vocab_size=self.vocab_size,
             source=self.name,

@@ -15,7 +15,7 @@ import numpy as np
 
 from rollout.engine.protocol import MAX_SUPPORT, Sampling
 from rollout.errors import EngineError, EvidenceError
-from rollout.records import ENGINE_FILLER_LOGPROB, EngineCall, FinishReason, SamplingSupport, VersionSpan
+from rollout.records import ENGINE_FILLER_LOGPROB, EngineCall, FinishReason, Routes, SamplingSupport, VersionSpan
 
 if TYPE_CHECKING:
     from vllm import CompletionOutput
@@ -46,6 +46,8 @@ class Answer:
     finish_reason: str | None
     versions: Sequence[tuple[str, int, int]]
     """(weight label, first token, end)."""
+    routes: np.ndarray | None = None
+    """(tokens, layers, k) experts of all tokens but the last; None: the engine returns none."""
 
     def __post_init__(self) -> None:
         num = len(self.candidate_ids)
@@ -84,6 +86,7 @@ def answer_of(output: CompletionOutput) -> Answer:
         starts=flat.start_indices,
         finish_reason=output.finish_reason,
         versions=[(span.version, span.start, span.end) for span in output.weight_versions or ()],
+        routes=output.routed_experts,
     )
 
 
@@ -153,16 +156,22 @@ def engine_call(
     answer: Answer,
     *,
     with_support: bool,
+    with_routes: bool = False,
     max_tokens: int,
     vocab_size: int,
     source: str,
 ) -> EngineCall:
     """Validate an answer and return the record of the call.
 
-    Raises `EvidenceError` if ids, logprobs, support or version spans are missing or inconsistent, `EngineError` if the
-    sampling weights have no valid version. with_support: True if sampling was truncated, so the candidates must be the
-    whole support. max_tokens: number of tokens that were requested. vocab_size: number of rows of the trainer's
-    embedding. source: name of the engine, for messages.
+    Raises `EvidenceError` if ids, logprobs, support, routes or version spans are missing or inconsistent, `EngineError`
+    if the sampling weights have no valid version.
+
+    Args:
+        with_support: True if sampling was truncated, so the candidates must be the whole support.
+        with_routes: `Sampling.needs_routes`; other routes are dropped.
+        max_tokens: number of tokens that were requested.
+        vocab_size: number of rows of the trainer's embedding.
+        source: name of the engine, for messages.
     """
     sampled = tuple(answer.sampled_ids)
     if len(sampled) > max_tokens:
@@ -177,6 +186,11 @@ def engine_call(
         raise EvidenceError(f"{source}: unknown finish reason {answer.finish_reason!r}")
     if sampled and not answer.versions:
         raise EvidenceError(f"{source}: the sampled tokens have no weight version")
+    if with_routes and answer.routes is None:
+        raise EvidenceError(
+            f"{source} returns no routed experts; start it with --enable-return-routed-experts, or set "
+            "correction.routing_replay=off"
+        )
     return EngineCall(
         prompt_ids=tuple(prompt_ids),
         sampled_ids=sampled,
@@ -187,6 +201,7 @@ def engine_call(
             for label, start, end in answer.versions
         ),
         support=_support(answer, source) if with_support else None,
+        routes=Routes(own=answer.routes) if with_routes and answer.routes is not None else None,
     )
 
 

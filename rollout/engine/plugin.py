@@ -13,7 +13,7 @@ import logging
 import multiprocessing
 import os
 
-from rollout.engine import cpu_delta_net, cpu_logprobs, cpu_rotary, cpu_router, reload
+from rollout.engine import cpu_delta_net, cpu_logprobs, cpu_rotary, cpu_router, cpu_routes, reload
 from rollout.system.orphan_guard import exit_when_orphaned
 
 CHILD_ENV = "LOCKSTEP_ENGINE_CHILD"
@@ -56,6 +56,7 @@ def register() -> None:
         cpu_delta_net.install()
         cpu_rotary.install()
         cpu_router.install()
+        cpu_routes.install()
     parent = multiprocessing.parent_process()
     if CHILD_ENV in os.environ and parent is not None:
         if os.getpgrp() != os.getpid():  # a process that already leads a group may not start a session

@@ -44,6 +44,8 @@ class Sampling:
     """Per request; the same seed gives the same tokens in any batch."""
     is_trained: bool = True
     """False in evaluation, which needs no support of truncated sampling."""
+    with_routes: bool = False
+    """Return the experts of trained requests, from an engine that was started to return them."""
     affinity: tuple[int, ...] | None = None
     """Key of requests that share a prefix. A pool sends them to one engine, which has the prefix cached."""
 
@@ -59,6 +61,11 @@ class Sampling:
         if self.temperature == 0 or not self.is_trained:
             return False
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+    @property
+    def needs_routes(self) -> bool:
+        """True if the engine must return routed experts."""
+        return self.with_routes and self.is_trained
 
 
 class Engine(Protocol):

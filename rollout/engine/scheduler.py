@@ -32,7 +32,7 @@ else:
 
 EXTRAS = (
     *("new_prompt_logprobs_tensors", "prompt_token_id_logprobs", "new_sampling_mask", "pooling_output"),
-    *("routed_experts", "kv_transfer_params", "ec_transfer_params"),
+    *("kv_transfer_params", "ec_transfer_params"),
 )
 """Fields of an output beside tokens and logprobs; an output with any of them is sent at once."""
 
@@ -79,6 +79,8 @@ class BufferedOutputs(Base):
 
     def _buffer(self, client: int, output: EngineCoreOutput) -> bool:
         """Buffer an output that need not be sent yet; return True if it was buffered."""
+        if output.routed_experts is not None:
+            output.routed_experts = output.routed_experts.copy()  # a view of those of all requests of the step
         if output.finished or any(getattr(output, name) is not None for name in EXTRAS):
             return False
         request = self.requests.get(output.request_id)
@@ -132,5 +134,8 @@ def merge_outputs(outputs: Sequence[EngineCoreOutput]) -> EngineCoreOutput:
             logprobs=np.concatenate([part.logprobs[:, :width] for part in logprobs]),
             sampled_token_ranks=np.concatenate([part.sampled_token_ranks for part in logprobs]),
         )
+    routes = [output.routed_experts for output in outputs if output.routed_experts is not None]
+    if routes:
+        last.routed_experts = np.concatenate(routes)
     last.prefill_stats = next((output.prefill_stats for output in outputs if output.prefill_stats is not None), None)
     return last

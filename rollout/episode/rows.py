@@ -156,6 +156,7 @@ def _row(leaf: _Node, trained: Sequence[_Node], *, rollout_id: int, group_id: in
         rollout_id=rollout_id,
         group_id=group_id,
         support=_joined_support(trained),
+        routes=_joined_routes(leaf),
     )
 
 
@@ -174,6 +175,23 @@ def _joined_support(trained: Sequence[_Node]) -> SamplingSupport | None:
         offsets=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
         token_ids=np.concatenate([support.token_ids for support in supports]).astype(np.int32),
     )
+
+
+def _joined_routes(leaf: _Node) -> np.ndarray | None:
+    """Return the (tokens, layers, k) experts of a row, each from the first call on its path that computed the token.
+
+    That call sampled the tokens after it, so their logprobs belong to these experts. No call computed the last token.
+    """
+    path, node = [], leaf
+    while node is not None:
+        path.append(node)
+        node = node.parent
+    parts, end = [], 0
+    for node in reversed(path):
+        if node.call.routes is not None:
+            parts.append(node.call.routes.since(end))
+            end = len(node.call.routes)
+    return np.concatenate(parts) if parts and leaf.call.routes is not None else None
 
 
 def _big_endian(ids: Sequence[int]) -> bytes:

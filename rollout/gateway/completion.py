@@ -147,6 +147,7 @@ def _first_tokens(call: EngineCall, length: int) -> EngineCall:
             replace(span, end=min(span.end, length)) for span in call.version_spans if span.start < length
         ),
         support=support,
+        routes=None if call.routes is None else call.routes.first(len(call.prompt) + length - 1),
     )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import io
 import itertools
 import json
 from collections.abc import Sequence
@@ -78,6 +79,7 @@ def encode_answer(answer: Answer) -> dict[str, Any]:
         "starts": _encode(answer.starts, np.int32),
         "finish_reason": answer.finish_reason,
         "versions": [list(span) for span in answer.versions],
+        "routed_experts": None if answer.routes is None else encode_array(answer.routes),
     }
 
 
@@ -90,7 +92,23 @@ def decode_answer(fields: Any) -> Answer:
         starts=_decode(fields["starts"], np.int32),
         finish_reason=str(fields["finish_reason"]),
         versions=[(str(label), integer(start), integer(end)) for label, start, end in fields["versions"]],
+        routes=decode_array(fields.get("routed_experts")),
     )
+
+
+def encode_array(array: np.ndarray) -> str:
+    """Return an array in the .npy format as base64, as vLLM's own route does."""
+    with io.BytesIO() as buffer:
+        np.save(buffer, array, allow_pickle=False)
+        return base64.b64encode(buffer.getbuffer()).decode()
+
+
+def decode_array(text: str | None) -> np.ndarray | None:
+    """Invert `encode_array`. Raises `ValueError` or `TypeError` for other input."""
+    if text is None:
+        return None
+    array = np.lib.format.read_array(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
+    return np.asarray(array)
 
 
 def _encode(values: Sequence[float], dtype: type[np.generic]) -> str:

@@ -33,7 +33,7 @@ from rollout.engine.protocol import Sampling
 from rollout.errors import ConfigError, EngineError, EvidenceError, LockstepError, RequestError
 from rollout.records import EngineCall
 from rollout.server.client import ServerClient, wait_until_healthy
-from rollout.server.generate_route import ROUTE, decode_answer
+from rollout.server.generate_route import ROUTE, decode_answer, decode_array
 from rollout.server.liveness import Liveness
 from rollout.system.background_loop import BackgroundLoop
 
@@ -60,6 +60,8 @@ class ServerFacts:
     dtype: torch.dtype
     num_workers: int
     weight_transfer_backend: str
+    returns_routes: bool
+    """True if `Sampling.with_routes` may be set."""
 
 
 class ServerEngine:
@@ -107,6 +109,7 @@ class ServerEngine:
         self.max_model_len = facts.max_model_len
         self.dtype = facts.dtype
         self.num_workers = facts.num_workers
+        self.returns_routes = facts.returns_routes
         self.weight_transfer_backend = facts.weight_transfer_backend
         self.vocab_size = vocab_size
         self._sent_labels: set[str] = set()
@@ -131,6 +134,7 @@ class ServerEngine:
             prompt_ids,
             answer,
             with_support=sampling.truncates,
+            with_routes=sampling.needs_routes,
             max_tokens=params["max_tokens"],
             vocab_size=self.vocab_size,
             source=self.name,
@@ -252,6 +256,7 @@ def read_facts(url: str, described: Any) -> ServerFacts:
             dtype=_dtype(model["dtype"]),
             num_workers=_count(parallel["world_size"]) * _count(parallel["data_parallel_size"]),
             weight_transfer_backend=str(transfer.get("backend")),
+            returns_routes=bool((config.get("aux_output_config") or {}).get("enable_return_routed_experts")),
         )
         logprobs_mode = str(model["logprobs_mode"])
         is_cpu = "cpu" in str(config["device_config"])
@@ -300,6 +305,7 @@ def read_answer(answer: Any, *, with_support: bool, source: str, is_compact: boo
                 (str(span["version"]), integer(span["start"]), integer(span["end"]))
                 for span in choice["weight_versions"] or ()
             ],
+            routes=decode_array(choice.get("routed_experts")),
         )
 
 

@@ -20,8 +20,10 @@ import torch
 
 from rollout.errors import EvidenceError
 from rollout.records import TrainingRow
-from trainer.batch.prefixes import Prefix, shared, whole
+from trainer.batch.prefixes import Prefix, Stretches, shared, token_keys, whole
 
+NO_ROUTE = -1
+"""Expert of a token without a route."""
 DUMMY_LENGTH = 2
 """Shortest row in which a token attends to another one."""
 
@@ -108,6 +110,8 @@ class PackedBatch:
     """(T + 1,): token t was drawn from `support_ids[support_offsets[t]:support_offsets[t + 1]]`; None: from the whole
     vocabulary."""
     support_ids: torch.Tensor | None = None
+    routes: torch.Tensor | None = None
+    """(L, layers, k) int16 experts of each token, `NO_ROUTE` if unknown; None: the model chooses for all tokens."""
 
     @property
     def num_tokens(self) -> int:
@@ -129,6 +133,7 @@ def collate(
     layout: StepLayout | None = None,
     *,
     share_prefixes: bool = False,
+    with_routes: bool = True,
     device: torch.device | str = "cpu",
 ) -> PackedBatch:
     """Pack `rows[i] for i in indices`, with their trained tokens in that order.
@@ -140,6 +145,7 @@ def collate(
             collectively and every rank must make the same passes. It adds exact zeros to the gradient.
         layout: of the whole step; by default that of `rows`.
         share_prefixes: hold common prefixes once, for attention that supports it (`packed_rows`).
+        with_routes: False leaves the routes of the rows out, for a model that routes by itself.
         device: device of the tensors.
 
     Raises:
@@ -149,7 +155,7 @@ def collate(
         rows, indices, layout = [DUMMY], [0], None
     layout = layout or StepLayout.of(rows)
     chosen = [rows[i] for i in indices]
-    stretches = (shared if share_prefixes else whole)([row.ids for row in chosen])
+    stretches = _stretches(chosen, share_prefixes=share_prefixes, with_routes=with_routes)
     targets = [np.flatnonzero(row.loss_mask) for row in chosen]
     counts = [len(target) for target in targets]
 
@@ -175,8 +181,23 @@ def collate(
         ),
         support_offsets=None if support is None else _int64(support[0]),
         support_ids=None if support is None else _int64(support[1]),
+        routes=_routes(chosen, stretches) if with_routes else None,
     )
     return batch.to(device)
+
+
+def row_places(
+    rows: Sequence[TrainingRow], indices: Sequence[int], *, share_prefixes: bool, with_routes: bool
+) -> Sequence[np.ndarray]:
+    """Return the positions of each row's tokens in the pack that `collate` makes of the same arguments."""
+    return _stretches([rows[i] for i in indices], share_prefixes=share_prefixes, with_routes=with_routes).places
+
+
+def _stretches(rows: Sequence[TrainingRow], *, share_prefixes: bool, with_routes: bool) -> Stretches:
+    ids = [row.ids for row in rows]
+    if not share_prefixes:
+        return whole(ids)
+    return shared(ids, [token_keys(row) for row in rows] if with_routes else None)
 
 
 def pack(row_lengths: Sequence[int], token_budget: int) -> list[list[int]]:
@@ -219,6 +240,18 @@ def _support(chosen: Sequence[TrainingRow], counts: Sequence[int]) -> tuple[np.n
     sizes = np.concatenate([np.diff(support.offsets) for support in supports])
     offsets = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
     return offsets, np.concatenate([support.token_ids for support in supports])
+
+
+def _routes(chosen: Sequence[TrainingRow], stretches: Stretches) -> torch.Tensor | None:
+    """Return the (L, layers, k) int16 experts of the tokens of a pack, or None if no row has any."""
+    routed = [row.routes for row in chosen if row.routes is not None]
+    if not routed:
+        return None
+    experts = np.full((len(stretches.ids), *routed[0].shape[1:]), NO_ROUTE, dtype=np.int16)
+    for row, place in zip(chosen, stretches.places, strict=True):
+        if row.routes is not None:
+            experts[place[: len(row.routes)]] = row.routes
+    return torch.from_numpy(experts)
 
 
 def _int64(array: np.ndarray) -> torch.Tensor:

@@ -6,6 +6,8 @@ attends to them, and their gradient is the sum over the rows. It equals the grad
 
 In the order of their ids, no earlier row shares more with a row than the one directly before it. Token ids are
 compared, so equal beginnings of samples are shared as well as prompts.
+
+Rows with given routes (`TrainingRow.routes`) share tokens with equal experts only: `token_keys` compare both.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+from rollout.records import TrainingRow
 
 MIN_SHARED = 16
 """Prefix length below which nothing is shared: the opening of a chat template is not worth another attention call."""
@@ -35,6 +39,23 @@ class Stretches:
     """One per stretch; empty for a stretch that begins its row."""
     places: tuple[np.ndarray, ...]
     """Positions in the pack of each row's tokens, in the order given."""
+
+
+def token_keys(row: TrainingRow) -> np.ndarray:
+    """Return (length,) int64 keys of tokens, equal for equal ids with equal routes; without routes the ids themselves.
+
+    Routes enter as a hash of 64 bits.
+    """
+    if row.routes is None:
+        return row.ids
+    flat = np.ascontiguousarray(row.routes).reshape(len(row.routes), -1).view(np.uint8)
+    words = np.pad(flat, ((0, 0), (0, -flat.shape[1] % 8))).view(np.uint64)
+    odd = np.random.default_rng(0).integers(2**63, size=words.shape[1], dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+    hashes = words @ odd
+    hashes ^= hashes >> np.uint64(32)  # low bits of a product do not depend on high bits of a word
+    keys = row.ids.astype(np.int64)
+    keys[: len(hashes)] += (hashes * odd[0]).view(np.int64)
+    return keys
 
 
 def by_ids(rows: Sequence[np.ndarray]) -> list[int]:
@@ -63,16 +84,20 @@ def whole(rows: Sequence[np.ndarray]) -> Stretches:
     )
 
 
-def shared(rows: Sequence[np.ndarray]) -> Stretches:
-    """Concatenate rows in the order of their ids, each without the prefix that it shares with its predecessor."""
+def shared(rows: Sequence[np.ndarray], keys: Sequence[np.ndarray] | None = None) -> Stretches:
+    """Concatenate rows in the order of their keys, each without the prefix that it shares with its predecessor.
+
+    keys: `token_keys` of the rows; by default the ids.
+    """
+    keys = rows if keys is None else keys
     ids: list[np.ndarray] = []
     positions: list[np.ndarray] = []
     prefixes: list[Prefix] = []
     places = [np.zeros(0, dtype=np.int64)] * len(rows)
     before, place, path, end = np.zeros(0, dtype=np.int64), places[0], (), 0
-    for i in by_ids(rows):
+    for i in by_ids(keys):
         row = rows[i]
-        start = num_shared(before, row)
+        start = num_shared(before, keys[i])
         own = len(row) - start
         place = np.concatenate([place[:start], np.arange(end, end + own)])
         path = _cut(path, start)
@@ -81,7 +106,7 @@ def shared(rows: Sequence[np.ndarray]) -> Stretches:
             positions.append(np.arange(start, len(row)))
             path = (*path, (len(prefixes), own))
             prefixes.append(path[:-1])
-        before, places[i], end = row, place, end + own
+        before, places[i], end = keys[i], place, end + own
     return Stretches(
         ids=np.concatenate(ids),
         position_ids=np.concatenate(positions),

@@ -10,7 +10,7 @@ Shape legend: _S delivered rollouts of the step, _K their turns, _N trained toke
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -54,6 +54,7 @@ class StepBatch:
         mask_truncated: bool,
         greedy_rewards: Mapping[int, float] | None = None,
         with_turn_rewards: bool = False,
+        with_routes: bool = False,
     ) -> StepBatch:
         """Make the rows of the trainable rollouts of a step.
 
@@ -61,9 +62,11 @@ class StepBatch:
             mask_truncated: True masks rollouts that ended on a length limit.
             greedy_rewards: by group id.
             with_turn_rewards: False gives the last turn the whole reward.
+            with_routes: keep the engine's routes, which all rows must have; False leaves them out.
 
         Raises:
             EvidenceError: only some rows carry their sampling support; the ratios of the others would be over another.
+                Or a row lacks the engine's routes, or rows have routes of different models.
         """
         greedy = greedy_rewards or {}
         delivered = sorted((r for r in rollouts if r.is_trainable), key=lambda rollout: rollout.rollout_id)
@@ -75,6 +78,10 @@ class StepBatch:
         num_supports = sum(row.support is not None for row in rows)
         if 0 < num_supports < len(rows):
             raise EvidenceError(f"{num_supports} of {len(rows)} rows carry the sampling support; expected all or none")
+        if with_routes:
+            _check_routes(rows)
+        else:
+            rows = tuple(replace(row, routes=None) for row in rows)
         by_turn = [turn_rewards(rollout, reported=with_turn_rewards) for rollout in delivered]
         return cls(
             rows=rows,
@@ -124,6 +131,12 @@ class StepBatch:
         """(K,) int64 numbers of turns within their rollouts."""
         return torch.from_numpy(np.concatenate([np.zeros(0, int), *map(np.arange, self.num_turns_S)]))
 
+    def with_routes(self, routes: np.ndarray) -> StepBatch:
+        """Return the batch with other routes. routes: (tokens, layers, k) of all tokens of its rows, in order."""
+        bounds = pairwise(np.cumsum([0, *map(len, self.rows)]))
+        of_rows = zip(self.rows, bounds, strict=True)
+        return replace(self, rows=tuple(replace(row, routes=routes[start:end]) for row, (start, end) in of_rows))
+
     def _trained(self, name: str) -> torch.Tensor:
         parts = [getattr(row, name)[row.loss_mask] for row in self.rows]
         return torch.from_numpy(np.concatenate(parts)) if parts else torch.zeros(0)
@@ -137,6 +150,21 @@ def encode(batch: StepBatch) -> bytes:
 def decode(payload: bytes) -> StepBatch:
     arrays = safetensors.numpy.load(payload)
     return StepBatch(rows=tuple(_rows(arrays)), **{name: arrays[name] for name in _batch_arrays()})
+
+
+def _check_routes(rows: Sequence[TrainingRow]) -> None:
+    """Raise `EvidenceError` unless all rows carry routes of one model."""
+    found = [row.routes for row in rows if row.routes is not None]
+    if len(found) < len(rows):
+        raise EvidenceError(
+            f"{len(rows) - len(found)} of {len(rows)} rows have no routed experts of the engine; sample them with "
+            "correction.routing_replay=engine, or set correction.routing_replay=off"
+        )
+    profiles = {(routes.dtype.name, *routes.shape[1:]) for routes in found}
+    if len(profiles) > 1:
+        raise EvidenceError(
+            f"rows have routes of several models: (dtype, layers, experts per token) {sorted(profiles)}"
+        )
 
 
 def _batch_arrays() -> list[str]:
@@ -157,6 +185,10 @@ def _row_arrays(rows: Sequence[TrainingRow]) -> dict[str, np.ndarray]:
     if supports:
         arrays["support_sizes"] = np.concatenate([np.diff(support.offsets) for support in supports])
         arrays["support_ids"] = np.concatenate([support.token_ids for support in supports])
+    routes = [row.routes for row in rows if row.routes is not None]
+    if routes:
+        arrays["routes"] = np.concatenate(routes)
+        arrays["route_counts"] = np.array(list(map(len, routes)), dtype=np.int64)
     return arrays
 
 
@@ -165,6 +197,8 @@ def _rows(arrays: dict[str, np.ndarray]) -> list[TrainingRow]:
     trained = np.concatenate([[0], np.cumsum(arrays["loss_mask"])])[bounds]
     sizes = arrays.get("support_sizes")
     support_bounds = None if sizes is None else np.concatenate([[0], np.cumsum(sizes)])
+    routed = arrays.get("routes")
+    route_bounds = np.concatenate([[0], np.cumsum(arrays.get("route_counts", []), dtype=np.int64)])
 
     def support(i: int) -> SamplingSupport | None:
         if support_bounds is None:
@@ -178,6 +212,7 @@ def _rows(arrays: dict[str, np.ndarray]) -> list[TrainingRow]:
             rollout_id=int(arrays["row_rollout"][i]),
             group_id=int(arrays["row_group"][i]),
             support=support(i),
+            routes=None if routed is None else routed[route_bounds[i] : route_bounds[i + 1]],
         )
         for i, (start, end) in enumerate(pairwise(bounds))
     ]

@@ -27,6 +27,8 @@ def correction_problems(config: Config) -> Iterator[str]:
     has_weights = CORRECTION_MODES[correction.mode].control is not None
     if correction.logp_old == "bypass":
         yield from _bypass(config, has_weights=has_weights)
+    if correction.routing_replay != "off":
+        yield from _replay(config)
     for name, threshold in correction.rejection.items():
         if name not in REJECTION_CRITERIA:
             yield (
@@ -41,6 +43,30 @@ def correction_problems(config: Config) -> Iterator[str]:
         elif not threshold > 0:
             setting = f"correction.rejection.{name}"
             yield f"{setting}={threshold} must be greater than 0; set {setting}=0.01"
+
+
+def _replay(config: Config) -> Iterator[str]:
+    """Yield settings with which routes cannot be replayed, or not to any effect."""
+    replay = f"correction.routing_replay={config.correction.routing_replay}"
+    if config.attention != "packed_rows":
+        yield (
+            f"{replay} needs the attention packed_rows, which hands each layer its pack, found "
+            f"model.attn_implementation={config.attention}; set model.attn_implementation=auto"
+        )
+    if config.model.compile:
+        yield f"{replay} changes routers in a way that torch.compile does not see; set model.compile=false"
+    if config.correction.routing_replay == "engine":
+        return
+    if config.correction.logp_old == "bypass":
+        yield (
+            f"{replay} replays the pass for the old logprobs, which correction.logp_old=bypass leaves out; set "
+            "correction.logp_old=recompute, or correction.routing_replay=engine"
+        )
+    elif config.algorithm.epochs * config.algorithm.minibatches == 1:
+        yield (
+            f"{replay} has no effect with one update per rollout batch, whose own pass computes the old logprobs; set "
+            "algorithm.minibatches=2, or correction.routing_replay=engine"
+        )
 
 
 def _bypass(config: Config, *, has_weights: bool) -> Iterator[str]:

@@ -302,6 +302,12 @@ class CorrectionConfig:
         "old logprobs; recompute: by the trainer; bypass: the engine's (one update per batch)",
         choices=("recompute", "bypass"),
     )
+    routing_replay: str = setting(
+        "off",
+        "experts of a mixture of experts in the trainer's passes; engine: R3, those that the engine chose; old: R2, "
+        "those of the pass for the old logprobs; off: the routers' own",
+        choices=("off", "engine", "old"),
+    )
     kl_penalty: float = setting(
         0.0, "advantage lost per nat of logp_samp - logp_old above its mean over the step", low=0
     )
@@ -568,6 +574,11 @@ class Config:
     def needs_greedy(self) -> bool:
         """True if the advantage estimator needs the greedy answer to each prompt."""
         return ADVANTAGES[self.algorithm.advantage].needs_greedy
+
+    @property
+    def replays_engine(self) -> bool:
+        """True if the trainer computes with the experts that the engine chose."""
+        return self.correction.routing_replay == "engine"
 
     @property
     def attention(self) -> str:

@@ -73,7 +73,7 @@ def _retokenized(row: TrainingRow, tokenizer: PreTrainedTokenizerBase) -> Traini
         logprobs = parts["sampling_logprobs"][index]
         parts["sampling_logprobs"][index] = np.resize(np.append(logprobs, np.zeros(len(ids))), len(ids))
         parts["ids"][index] = np.array(ids, dtype=np.int64)
-    return replace(row, support=None, **{name: np.concatenate(arrays) for name, arrays in parts.items()})
+    return replace(row, support=None, routes=None, **{name: np.concatenate(arrays) for name, arrays in parts.items()})
 
 
 def _without_final_tokens(rows: Sequence[TrainingRow]) -> list[TrainingRow]:
@@ -85,7 +85,9 @@ def _without_final_tokens(rows: Sequence[TrainingRow]) -> list[TrainingRow]:
     for row in rows:
         final = np.flatnonzero(row.loss_mask & (row.turns == last_turn[row.rollout_id]))
         end = final[len(final) // 2] if len(final) else len(row)
-        damaged.append(replace(row, support=None, **{name: getattr(row, name)[:end] for name in ROW_ARRAYS}))
+        routes = None if row.routes is None else row.routes[:end]
+        kept = {name: getattr(row, name)[:end] for name in ROW_ARRAYS}
+        damaged.append(replace(row, support=None, routes=routes, **kept))
     return [row for row in damaged if row.num_trained]
 
 

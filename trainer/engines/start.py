@@ -86,6 +86,11 @@ def connect_servers(config: Config, *, loop: BackgroundLoop) -> list[ServerEngin
                 f"restart it with --max-model-len {settings.max_model_len}, or set "
                 f"rollout.max_model_len={engine.max_model_len}"
             )
+        if config.replays_engine and not engine.returns_routes:
+            raise ConfigError(
+                f"{engine.name} returns no routed experts; restart it with --enable-return-routed-experts, or set "
+                "correction.routing_replay=off"
+            )
         engine.max_model_len = settings.max_model_len
     return engines
 
@@ -127,5 +132,6 @@ def embedded_engine(config: Config, *, loop: BackgroundLoop, log_path: Path, **p
         start_timeout_s=settings.start_timeout_s,
         trust_remote_code=config.model.trust_remote_code,
         compile_on_cpu=settings.compile_engine,
+        return_routes=config.replays_engine,
         **{"kv_cache_gib": cache_gib(config), **placed},
     )

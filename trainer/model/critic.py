@@ -128,16 +128,26 @@ class ActorCritic(nn.Module):
         return cls(policy, head.to(weight.device, weight.dtype))
 
     def forward(
-        self, packed: PackedBatch, *, temperature: float = 1.0, with_entropy: bool = True, with_values: bool = False
+        self,
+        packed: PackedBatch,
+        *,
+        temperature: float = 1.0,
+        with_entropy: bool = True,
+        with_values: bool = False,
+        with_routes: bool = False,
     ) -> tuple[Tensor, ...]:
-        """Return logp_T and entropy_T as `Policy.forward`, and with `with_values` also values_T."""
-        hidden_LD = self.policy.hidden_states(packed)
-        scored = self.policy.score(hidden_LD, packed, temperature=temperature, with_entropy=with_entropy)
+        """Return logp_T and entropy_T as `Policy.forward`, with `with_values` also values_T, and last its routes.
+
+        A separate critic is another model and routes by itself.
+        """
+        policy = self.policy
+        hidden_LD, *routes = policy.traced_states(packed) if with_routes else (policy.hidden_states(packed),)
+        scored = policy.score(hidden_LD, packed, temperature=temperature, with_entropy=with_entropy)
         if not with_values:
-            return scored
+            return (*scored, *routes)
         if isinstance(self.critic, Critic):
-            return (*scored, self.critic(packed))
-        return (*scored, self.critic(hidden_LD.index_select(0, packed.target_index_T)))
+            return (*scored, self.critic(packed), *routes)
+        return (*scored, self.critic(hidden_LD.index_select(0, packed.target_index_T)), *routes)
 
 
 def with_critic(policy: Policy, config: Config) -> Policy | ActorCritic:

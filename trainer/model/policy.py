@@ -27,6 +27,7 @@ from trainer.config.schema import LoraConfig
 from trainer.model import decoder
 from trainer.model.fused_head import FusedHead, LogitTransform
 from trainer.model.lora import add_adapters, is_adapted
+from trainer.model.routing import Routing
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -50,6 +51,7 @@ class Policy(nn.Module):
         causal_lm = self.causal_lm
         decoder.prepare(causal_lm, **setup)
         causal_lm.set_output_embeddings(fused_head(causal_lm))
+        self.routing = Routing(causal_lm)
         self.logit_scale, self.softcap = logit_settings(causal_lm.config.get_text_config())
         self._compare_head_with_model()
         if is_compiled:
@@ -88,8 +90,8 @@ class Policy(nn.Module):
         return inner
 
     def forward(
-        self, packed: PackedBatch, *, temperature: float = 1.0, with_entropy: bool = True
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, packed: PackedBatch, *, temperature: float = 1.0, with_entropy: bool = True, with_routes: bool = False
+    ) -> tuple[torch.Tensor, ...]:
         """Return logp_T and entropy_T of the trained tokens of a pack, in nats, float32 or wider.
 
         They are normalized over `packed.support_ids` if given. A pack without trained tokens gives empty tensors whose
@@ -97,12 +99,21 @@ class Policy(nn.Module):
 
         temperature: sampling temperature, which divides the logits ("The N Implementation Details of RLHF with PPO",
         Hugging Face blog, 2023: "Scale the logits by sampling temperature"). with_entropy: False returns zeros for it.
+        with_routes: also return the (L, layers, k) experts of all tokens, of a mixture of experts.
         """
-        return self.score(self.hidden_states(packed), packed, temperature=temperature, with_entropy=with_entropy)
+        hidden_LD, *routes = self.traced_states(packed) if with_routes else (self.hidden_states(packed),)
+        return (*self.score(hidden_LD, packed, temperature=temperature, with_entropy=with_entropy), *routes)
 
     def hidden_states(self, packed: PackedBatch) -> torch.Tensor:
         """Return the (L, D) last hidden states of the pack, each row computed as if it were alone."""
-        return decoder.packed_hidden_states(self.causal_lm.get_decoder(), packed)
+        hidden_LD = decoder.packed_hidden_states(self.causal_lm.get_decoder(), packed)
+        self.routing.check_given(packed)
+        return hidden_LD
+
+    def traced_states(self, packed: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the hidden states, and the (L, layers, k) experts that computed them."""
+        with self.routing.recording() as chosen:
+            return self.hidden_states(packed), chosen()
 
     def score(
         self, hidden_LD: torch.Tensor, packed: PackedBatch, *, temperature: float = 1.0, with_entropy: bool = True

@@ -15,6 +15,7 @@ from trainer.model.decoder import decoder_setup, packable_config
 from trainer.model.lora import add_adapters
 from trainer.model.policy import Policy
 from trainer.model.router_outputs import router_coefs
+from trainer.model.routing import num_experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +64,7 @@ class ModelShape:
             key_value=(text.get("num_key_value_heads") or heads) * head_dim,
             vocabulary=text["vocab_size"],
             is_tied=bool(config.tie_word_embeddings),
-            has_experts=any(text.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts")),
+            has_experts=num_experts(config) > 0,
         )
 
 

@@ -27,6 +27,7 @@ from trainer.model.chosen import with_chosen
 from trainer.model.critic import policy_of, with_critic
 from trainer.model.families import untested
 from trainer.model.memory_plan import advice, memory_plan
+from trainer.model.routing import refuse_dense
 from trainer.model.shape import ModelShape, planned_shape
 from trainer.observe.console import RunConsole
 from trainer.run.library_logs import ThirdPartyLog
@@ -69,6 +70,7 @@ def assemble(
     libraries: ThirdPartyLog,
 ) -> Parts:
     """Build the parts of a run; a collective."""
+    refuse_dense(config)
     # The engine starts first: it forks workers, which must not inherit threads of a model that computes.
     console.say(_announcement(config))
     engines = start_engines(config, distributed, loop=loop, logs=directory.logs)

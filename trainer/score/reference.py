@@ -48,6 +48,7 @@ def make_reference(config: Config, distributed: Distributed, module: nn.Module) 
         "temperature": config.rollout.temperature,
         "token_budget": config.pack_tokens,
         "share_prefixes": config.share_prefixes,
+        "with_routes": False,  # it chooses its experts itself
     }
     if is_adapted(policy.model) and config.model.reference_path is None:
         return Reference(Scorer(module, distributed, **settings), policy.model.disable_adapter)

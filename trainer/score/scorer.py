@@ -11,12 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from trainer.batch.assignment import Plan, plan
-from trainer.batch.packing import PackedBatch, collate
+from trainer.batch.packing import PackedBatch, collate, row_places
 from trainer.batch.prefix_bundles import plan_bundles
+from trainer.batch.prefixes import token_keys
 from trainer.batch.step_batch import StepBatch
 from trainer.distributed.distributed import Distributed
 from trainer.model import isolation
@@ -36,11 +38,16 @@ class Scorer:
         temperature: float,
         token_budget: int,
         share_prefixes: str = "auto",
+        with_routes: bool = True,
     ) -> None:
-        """module: policy from `Distributed.prepare` or `prepare_frozen`. share_prefixes: the setting."""
+        """module: policy from `Distributed.prepare` or `prepare_frozen`. share_prefixes: the setting.
+
+        with_routes: False for a model that chooses its experts itself, although the rows carry routes.
+        """
         self._module = module
         self._distributed = distributed
         self._temperature = temperature
+        self._with_routes = with_routes
         self._shares_prefixes = share_prefixes != "never" and can_share_prefixes(module)
         self.budget = TokenBudget(token_budget, distributed)
 
@@ -48,7 +55,8 @@ class Scorer:
         """Assign rows (indices) to ranks and packs."""
         num_ranks, budget = self._distributed.world_size, token_budget or self.budget.tokens
         if self._shares_prefixes:
-            share = plan_bundles([batch.rows[row].ids for row in rows], num_ranks=num_ranks, token_budget=budget)
+            keys = [token_keys(batch.rows[row]) if self._with_routes else batch.rows[row].ids for row in rows]
+            share = plan_bundles(keys, num_ranks=num_ranks, token_budget=budget)
         else:
             share = plan([len(batch.rows[row]) for row in rows], num_ranks=num_ranks, token_budget=budget)
         return replace(
@@ -59,7 +67,12 @@ class Scorer:
     def packed(self, batch: StepBatch, pack: Sequence[int]) -> PackedBatch:
         """Collate the rows of a pack from `plan`, on the device."""
         return collate(
-            batch.rows, pack, batch.layout, share_prefixes=self._shares_prefixes, device=self._distributed.device
+            batch.rows,
+            pack,
+            batch.layout,
+            share_prefixes=self._shares_prefixes,
+            with_routes=self._with_routes,
+            device=self._distributed.device,
         )
 
     def forward(self, packed: PackedBatch, **arguments: bool) -> tuple[Tensor, ...]:
@@ -69,40 +82,78 @@ class Scorer:
     def score(self, batch: StepBatch, rows: Sequence[int] | None = None, *, token_budget: int | None = None) -> Tensor:
         """Return (N,) float32 logprobs of trained tokens, 0 outside of `rows` (default: all); a collective."""
         chosen = range(len(batch.rows)) if rows is None else rows
-        return self._run(batch, chosen, token_budget, with_values=False)[0]
+        return self._run(batch, chosen, token_budget)[0][0]
 
-    def score_with_values(self, batch: StepBatch) -> tuple[Tensor, Tensor]:
-        """Return (N,) logprobs and values, from one pass of a module with a critic; a collective."""
-        logp_N, values_N = self._run(batch, range(len(batch.rows)), None, with_values=True)
-        return logp_N, values_N
+    def score_with(
+        self, batch: StepBatch, *, values: bool = False, routes: bool = False
+    ) -> tuple[Tensor, Tensor | None, StepBatch]:
+        """Return (N,) logprobs, values, and the batch with the experts of this pass as its routes; a collective.
+
+        values: of a module with a critic; otherwise None. routes: of a mixture of experts; otherwise the same batch.
+        """
+        outputs_N, routed = self._run(batch, range(len(batch.rows)), with_values=values, with_routes=routes)
+        return outputs_N[0], outputs_N[1] if values else None, batch if routed is None else batch.with_routes(routed)
 
     def _run(
-        self, batch: StepBatch, rows: Sequence[int], token_budget: int | None, *, with_values: bool
-    ) -> tuple[Tensor, ...]:
-        forward = partial(self._scores, with_values=with_values)
+        self,
+        batch: StepBatch,
+        rows: Sequence[int],
+        token_budget: int | None = None,
+        *,
+        with_values: bool = False,
+        with_routes: bool = False,
+    ) -> tuple[Tensor, np.ndarray | None]:
+        """Return the (1 or 2, N) logprobs and values, and the (row tokens, layers, k) experts of all tokens."""
+        forward = partial(self._scores, with_values=with_values, with_routes=with_routes)
 
-        def all_packs(token_budget: int) -> Tensor:
+        def all_packs(token_budget: int) -> tuple[Tensor, Tensor | None]:
             packs = self.plan(batch, rows, token_budget=token_budget).microbatches[self._distributed.rank]
             outputs_N = torch.zeros(1 + with_values, batch.layout.num_tokens)
             outputs: list[tuple[Tensor, Tensor]] = []
+            routes: list[Tensor] = []
             for pack in packs:
                 packed = self.packed(batch, pack)
-                outputs.append((packed.token_index_T, self.budget.agreed(partial(forward, packed))))
+                output_T, routes_L = self.budget.agreed(partial(forward, packed))
+                outputs.append((packed.token_index_T, output_T))
+                routes += [] if routes_L is None else [routes_L]
             for index_T, output_T in outputs:  # after all passes, because a copy to the host waits for the device
                 outputs_N[:, index_T] = output_T.cpu()
-            return outputs_N
+            return outputs_N, self._of_rows(batch, packs, routes) if routes else None
 
         lengths = [len(batch.rows[row]) for row in rows]
         with torch.no_grad():
-            outputs_N = self.budget.attempt(all_packs, lengths, at_most=token_budget)
-        # Each token was scored on one rank, the others hold 0.
-        return tuple(self._distributed.sum(outputs_N))
+            outputs_N, routes = self.budget.attempt(all_packs, lengths, at_most=token_budget)
+        # Each token was scored on one rank, the others hold 0. Bytes of wider integers add up just as well.
+        summed = None if routes is None else self._distributed.sum(routes.view(torch.uint8)).view(routes.dtype).numpy()
+        return self._distributed.sum(outputs_N), summed
 
-    def _scores(self, packed: PackedBatch, *, with_values: bool) -> Tensor:
-        """Return (1, T) logprobs, or (2, T) logprobs and values."""
-        arguments = {"with_values": True} if with_values else {}
-        logp_T, _, *values_T = self.forward(packed, **arguments)
-        return torch.stack([output_T.float() for output_T in (logp_T, *values_T)])
+    def _of_rows(self, batch: StepBatch, packs: Sequence[Sequence[int]], routes: Sequence[Tensor]) -> Tensor:
+        """Return the (row tokens, layers, k) experts of all rows, 0 for those of other ranks.
+
+        routes: (L, layers, k) of each pack of this rank.
+        """
+        starts = np.cumsum([0, *map(len, batch.rows)])
+        of_rows = torch.zeros((int(starts[-1]), *routes[0].shape[1:]), dtype=routes[0].dtype)
+        for pack, routes_L in zip(packs, routes, strict=True):
+            if pack:
+                on_host = routes_L.cpu()
+                places = row_places(
+                    batch.rows, pack, share_prefixes=self._shares_prefixes, with_routes=self._with_routes
+                )
+                for row, place in zip(pack, places, strict=True):
+                    of_rows[starts[row] : starts[row + 1]] = on_host[torch.from_numpy(place)]
+        return of_rows
+
+    def _scores(
+        self, packed: PackedBatch, *, with_values: bool = False, with_routes: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return (1, T) logprobs, or (2, T) logprobs and values, and the experts of all tokens if asked for."""
+        arguments = {
+            name: True for name, is_set in (("with_values", with_values), ("with_routes", with_routes)) if is_set
+        }
+        logp_T, _, *others = self.forward(packed, **arguments)
+        routes = others.pop() if with_routes else None
+        return torch.stack([output_T.float() for output_T in (logp_T, *others)]), routes
 
     def refuse_leaks(self, policy: Policy, *, dtype: torch.dtype, with_values: bool) -> None:
         """Raise `ConfigError` if rows of a pack can see each other; a collective.
@@ -110,7 +161,7 @@ class Scorer:
         policy: the one inside the module. dtype: of the computation.
         """
         isolation.check(
-            partial(self._scores, with_values=with_values),
+            lambda packed: self._scores(packed, with_values=with_values)[0],
             vocab_size=policy.vocab_size,
             name=type(policy.causal_lm).__name__,
             dtype=dtype,

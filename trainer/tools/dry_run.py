@@ -43,6 +43,7 @@ from trainer.data.prompts import Row
 from trainer.diagnosis.token_classes import TokenTexts
 from trainer.distributed.distributed import Distributed
 from trainer.model.memory_plan import GIB
+from trainer.model.routing import refuse_dense
 from trainer.model.shape import planned_shape
 from trainer.observe.console import RunConsole
 from trainer.observe.trackers.view import program
@@ -71,6 +72,7 @@ def dry_run(config: Config) -> None:
     with distributed, BackgroundLoop() as loop:
         chat = make_chat(config)
         run_console = RunConsole(enabled=distributed.is_main, total_updates=0)
+        refuse_dense(config)
         config = choose(config, distributed, run_console)
         prompts = make_prompts(config, distributed, loop, chat, say=run_console.say)
         console.print(settings_tree(plain(config)))

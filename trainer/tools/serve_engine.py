@@ -51,6 +51,7 @@ def command(config: Config) -> list[str]:
         arguments += [f"--no-{flag}"] if value is False else [f"--{flag}", shown_value]
     cache = cache_gib(config)
     arguments += [] if cache is None else ["--kv-cache-memory-bytes", str(int(cache * 2**30))]
+    arguments += ["--enable-return-routed-experts"] if config.replays_engine else []
     arguments += ["--disable-log-stats", "--disable-uvicorn-access-log"]
     arguments += ["--scheduler-cls", SCHEDULER, "--middleware", ROUTES]
     if settings.api_key_env is not None:

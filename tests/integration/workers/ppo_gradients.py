@@ -46,7 +46,7 @@ def main(model_dir: str, out: str, critic: str, token_budget: str, *flags: str) 
 
     batch = StepBatch.of(fixed_rollouts(), mask_truncated=False)
     updater = Updater(prepared, distributed, config)
-    scored, values = updater.scorer.score_with_values(batch)
+    scored, values, _ = updater.scorer.score_with(batch, values=True)
     # Off-policy on purpose: ratios and values must have moved, or clipping would not be seen.
     noise = torch.from_numpy(np.random.default_rng(1).normal(size=(3, len(scored)))).float()
     old = Recomputed(scored + 0.15 * noise[0])

@@ -68,9 +68,11 @@ class World:
 
     # Updater and its scorer
 
-    def score(self, batch: StepBatch) -> Tensor:
+    def score_with(self, batch: StepBatch, *, values: bool, routes: bool) -> tuple[Tensor, None, StepBatch]:
         self.note("score")
-        return torch.full((batch.layout.num_tokens,), self.weight - 1)
+        assert not values
+        assert not routes
+        return torch.full((batch.layout.num_tokens,), self.weight - 1), None, batch
 
     def score_repacked(self, batch: StepBatch) -> Tensor:
         self.note("score again")

@@ -153,3 +153,20 @@ def test_buffered_outputs_do_not_keep_the_memory_that_the_gpu_writes_to() -> Non
     assert [array.tolist() for array in copied[:3]] == [array.tolist() for array in pinned[:3]]
     assert copied.cu_num_generated_tokens == [0, 1, 2]
     assert not any(np.shares_memory(a, b) for a, b in zip(copied[:3], pinned[:3], strict=True))
+
+
+def test_routed_experts_of_all_steps_are_sent_together_and_copied() -> None:
+    step = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
+    scheduler = Buffered(
+        [
+            [sampled("a", 1, routed_experts=step[:2])],
+            [sampled("a", 2, routed_experts=step[2:], finish=FinishReason.STOP)],
+        ]
+    )
+    assert sent(scheduler) == {}
+    (_, (held,)) = scheduler._buffered["a"]
+    assert held.routed_experts.base is None, "a view would keep the experts of all requests of the step"
+    (message,) = scheduler.update_from_output(None, NOTHING).values()
+    (output,) = message.outputs
+    assert output.new_token_ids == [1, 2]
+    assert np.array_equal(output.routed_experts, step)

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from vllm.exceptions import VLLMValidationError
 from vllm.logprobs import FlatLogprobs
@@ -22,7 +23,10 @@ def completion() -> SimpleNamespace:
     for token, logprob in ((7, -1.5), (8, float("-inf"))):
         flat.append_fast([token], [logprob], iter([1]), [None])  # type: ignore[arg-type]
     span = SimpleNamespace(version="4", start=0, end=2)
-    return SimpleNamespace(token_ids=[7, 8], logprobs=flat, finish_reason="length", weight_versions=[span])
+    routes = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
+    return SimpleNamespace(
+        token_ids=[7, 8], logprobs=flat, finish_reason="length", weight_versions=[span], routed_experts=routes
+    )
 
 
 class Engine:
@@ -80,6 +84,9 @@ async def test_the_answer_equals_the_engines_record():
     assert (read.sampled_ids, read.candidate_ids, read.starts) == ([7, 8], [7, 8], [0, 1])
     assert read.candidate_logprobs == [-1.5, float("-inf")]
     assert (read.finish_reason, read.versions) == ("length", [("4", 0, 2)])
+    assert read.routes is not None
+    assert read.routes.dtype == np.uint8
+    assert read.routes.tolist() == np.arange(12).reshape(3, 2, 2).tolist()
     (prompt, params, _) = engine.asked[0]
     assert prompt == {"prompt_token_ids": [5, 6]}
     assert (params.seed, params.max_tokens, params.logprobs) == (3, 2, 0)

@@ -26,3 +26,27 @@ def test_a_mask_that_excludes_tokens_on_policy_is_refused(mode: str) -> None:
 
 def test_truncation_only_scales_such_tokens_so_it_is_accepted() -> None:
     assert problems("token_truncate", 0.0, 0.9) == []
+
+
+def replay_problems(replay: str, **changes: object) -> list[str]:
+    config = Config()
+    config.correction.routing_replay = replay
+    for name, value in changes.items():
+        section, setting = name.split("__")
+        setattr(getattr(config, section), setting, value)
+    return list(correction_problems(config))
+
+
+def test_routes_are_replayed_only_where_that_works() -> None:
+    assert replay_problems("engine") == []
+    assert replay_problems("old", algorithm__minibatches=2) == []
+    (problem,) = replay_problems("old")
+    assert "no effect with one update per rollout batch" in problem
+    assert "set algorithm.minibatches=2, or correction.routing_replay=engine" in problem
+    (problem,) = replay_problems("engine", model__attn_implementation="sdpa")
+    assert "found model.attn_implementation=sdpa; set model.attn_implementation=auto" in problem
+    (problem,) = replay_problems("engine", model__compile=True)
+    assert "set model.compile=false" in problem
+    assert replay_problems("engine", correction__logp_old="bypass", correction__mode="off") == []
+    (problem,) = replay_problems("old", correction__logp_old="bypass", correction__mode="off")
+    assert "which correction.logp_old=bypass leaves out" in problem

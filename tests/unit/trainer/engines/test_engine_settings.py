@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +13,14 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from rollout.errors import ConfigError
+from rollout.system.background_loop import BackgroundLoop
+from tests.fixtures.fake_server import KEY, SERVER_INFO, FakeServer
+from tests.fixtures.models import save_tiny_model
 from trainer.checks.declared import value_problems
 from trainer.checks.engines import engine_problems
 from trainer.config.schema import Config
 from trainer.distributed.distributed import choose_interface
-from trainer.engines.start import check_cores, engine_key
+from trainer.engines.start import check_cores, connect_servers, engine_key
 from trainer.tools.serve_engine import check_host, command, shell_line
 
 URL = "http://10.0.0.7:8000"
@@ -174,3 +178,26 @@ def test_a_server_compiles_its_model_when_asked():
     assert "--enforce-eager" not in command(compiled)
     assert "TORCHDYNAMO_DISABLE=1" in shell_line(eager)
     assert "TORCHDYNAMO_DISABLE=0" in shell_line(compiled)
+
+
+def test_a_server_without_routes_is_refused_if_they_are_replayed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_ENGINE_KEY", KEY)
+    made = config(rollout__max_model_len=64, correction__routing_replay="engine")
+    made.model.path = str(save_tiny_model(tmp_path, tied=True))
+    server, running = FakeServer(), {"enable_return_routed_experts": True}
+    with BackgroundLoop() as loop:
+        context = server.running()
+        loop.run(context.__aenter__())
+        try:
+            made.rollout.urls = [server.url]
+            with pytest.raises(ConfigError, match="restart it with --enable-return-routed-experts"):
+                connect_servers(made, loop=loop)
+            server.info = {"vllm_config": {**SERVER_INFO["vllm_config"], "aux_output_config": running}}
+            (engine,) = connect_servers(made, loop=loop)
+            loop.run(engine.close())
+        finally:
+            loop.run(context.__aexit__(None, None, None))
+    assert "--enable-return-routed-experts" in command(made)
+    assert "--enable-return-routed-experts" not in command(config())

@@ -77,7 +77,7 @@ def test_with_a_critic_the_kl_of_an_unchanged_policy_is_exactly_zero(
     scorer = Scorer(module, distributed, temperature=1.0, token_budget=4096)
     reference = make_reference(settings, distributed, module)
     assert reference is not None
-    logp_N, values_N = scorer.score_with_values(batch)
+    logp_N, values_N, _ = scorer.score_with(batch, values=True)
     torch.testing.assert_close(reference.score(batch), logp_N, rtol=0, atol=0)
     assert not values_N.any()
 
