@@ -13,7 +13,7 @@ import logging
 import multiprocessing
 import os
 
-from rollout.engine import cpu_delta_net, cpu_logprobs, cpu_rotary, cpu_router, cpu_routes, reload
+from rollout.engine.repairs import cpu_delta_net, cpu_logprobs, cpu_rotary, cpu_router, cpu_routes, reload
 from rollout.system.orphan_guard import exit_when_orphaned
 
 CHILD_ENV = "LOCKSTEP_ENGINE_CHILD"

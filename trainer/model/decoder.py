@@ -22,7 +22,7 @@ from rollout.errors import ConfigError
 from trainer.batch.packing import PackedBatch
 from trainer.config.launcher import COMPILE_UNDER_ZERO3
 from trainer.config.schema import ATTENTIONS, Config
-from trainer.model import packed_attention, recurrent
+from trainer.model.layers import packed_attention, recurrent
 
 AUTO = "auto"
 """`packed_rows`, which chooses its kernels by device and dtype."""
@@ -31,7 +31,7 @@ PACKABLE_LAYERS = frozenset(
     {"full_attention", "sliding_attention", "linear_attention", "mamba", "hybrid", "conv", "mlp", "moe"}
 )
 """Layer types, as transformers names them, whose rows can be kept apart in a pack: by attention, by
-trainer/model/recurrent.py, or because they do not mix tokens."""
+trainer/model/layers/recurrent.py, or because they do not mix tokens."""
 
 _RANDOM = ("dropout", "drop_rate", "pdrop", "layerdrop", "jitter")
 """Substrings of config fields and module attributes that make a forward pass random."""

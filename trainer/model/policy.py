@@ -26,8 +26,8 @@ from trainer.batch.packing import PackedBatch, collate, whole_row
 from trainer.config.schema import LoraConfig
 from trainer.model import decoder
 from trainer.model.fused_head import FusedHead, LogitTransform
+from trainer.model.layers.routing import Routing
 from trainer.model.lora import add_adapters, is_adapted
-from trainer.model.routing import Routing
 
 if TYPE_CHECKING:
     from peft import PeftModel

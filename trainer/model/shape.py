@@ -12,10 +12,10 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig
 from trainer.config.schema import Config
 from trainer.model.critic import ActorCritic, Critic
 from trainer.model.decoder import decoder_setup, packable_config
+from trainer.model.layers.router_outputs import router_coefs
+from trainer.model.layers.routing import num_experts
 from trainer.model.lora import add_adapters
 from trainer.model.policy import Policy
-from trainer.model.router_outputs import router_coefs
-from trainer.model.routing import num_experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

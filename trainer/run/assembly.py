@@ -26,8 +26,8 @@ from trainer.evaluate.evaluator import Evaluator
 from trainer.model.chosen import with_chosen
 from trainer.model.critic import policy_of, with_critic
 from trainer.model.families import untested
+from trainer.model.layers.routing import refuse_dense
 from trainer.model.memory_plan import advice, memory_plan
-from trainer.model.routing import refuse_dense
 from trainer.model.shape import ModelShape, planned_shape
 from trainer.observe.console import RunConsole
 from trainer.run.library_logs import ThirdPartyLog

@@ -42,8 +42,8 @@ from trainer.data.prompt_filter import make_prompts
 from trainer.data.prompts import Row
 from trainer.diagnosis.token_classes import TokenTexts
 from trainer.distributed.distributed import Distributed
+from trainer.model.layers.routing import refuse_dense
 from trainer.model.memory_plan import GIB
-from trainer.model.routing import refuse_dense
 from trainer.model.shape import planned_shape
 from trainer.observe.console import RunConsole
 from trainer.observe.trackers.view import program

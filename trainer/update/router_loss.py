@@ -20,8 +20,8 @@ from rollout.errors import TrainingError
 from trainer.batch.packing import PackedBatch
 from trainer.batch.step_batch import StepBatch
 from trainer.config.schema import AlgorithmConfig
+from trainer.model.layers.router_outputs import RouterOutput, RouterOutputs, router_coefs
 from trainer.model.policy import Policy
-from trainer.model.router_outputs import RouterOutput, RouterOutputs, router_coefs
 from trainer.objective.load_balance import aux_terms, expert_load, fractions, z_terms
 from trainer.score.scorer import Scorer
 

@@ -254,7 +254,7 @@ def test_recomputed_and_masked_prefixes_give_the_same_gradient(
     long_stretch: float, policy: Policy, batch: StepBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Attention recomputes the prefix as part of a causal row, or uses a mask."""
-    monkeypatch.setattr("trainer.model.packed_attention.LONG_STRETCH", long_stretch)
+    monkeypatch.setattr("trainer.model.layers.packed_attention.LONG_STRETCH", long_stretch)
     assert_equal_gradients(policy, batch, "grpo")
 
 

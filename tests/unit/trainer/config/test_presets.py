@@ -15,7 +15,7 @@ from trainer.config import schema as config
 from trainer.config.schema import AlgorithmConfig
 from trainer.credit.targets import rollout_advantages
 from trainer.model.decoder import AUTO
-from trainer.model.packed_attention import PACKED_ROWS
+from trainer.model.layers.packed_attention import PACKED_ROWS
 from trainer.objective.declare import ADVANTAGES, POLICY_LOSSES
 
 PRESETS = {file.stem: yaml.safe_load(file.read_text()) for file in (ROOT / "configs/algorithm").glob("*.yaml")}

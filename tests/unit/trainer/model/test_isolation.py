@@ -12,8 +12,9 @@ from rollout.errors import ConfigError
 from tests.fixtures.families import FAMILIES, save_family
 from tests.fixtures.models import VOCAB_SIZE
 from trainer.batch.packing import PackedBatch
-from trainer.model import isolation, recurrent
+from trainer.model import isolation
 from trainer.model.critic import ActorCritic
+from trainer.model.layers import recurrent
 from trainer.model.policy import Policy
 
 RECURRENT = ("falcon_h1", "nemotron_h", "granite_hybrid", "qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "lfm2_moe")

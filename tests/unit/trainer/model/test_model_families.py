@@ -17,7 +17,8 @@ from rollout.weights.source import ZeroSource
 from tests.fixtures.families import FAMILIES, WINDOW, save_family
 from trainer.batch.packing import collate
 from trainer.config.schema import LoraConfig
-from trainer.model import families, recurrent
+from trainer.model import families
+from trainer.model.layers import recurrent
 from trainer.model.policy import Policy
 
 

@@ -24,8 +24,8 @@ from trainer.config.schema import AlgorithmConfig, Config, CorrectionConfig, Lor
 from trainer.credit.correction import StepCorrection
 from trainer.credit.old_policy import Recomputed
 from trainer.credit.targets import Targets
-from trainer.model import router_outputs
 from trainer.model.critic import ActorCritic, Critic
+from trainer.model.layers import router_outputs
 from trainer.model.lora import add_adapters
 from trainer.model.policy import Policy
 from trainer.update.updater import Updater

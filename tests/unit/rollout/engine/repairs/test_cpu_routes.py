@@ -9,7 +9,7 @@ import pytest
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
-from rollout.engine import cpu_routes
+from rollout.engine.repairs import cpu_routes
 from tests.fixtures.families import save_family
 
 SETTINGS: dict[str, Any] = {

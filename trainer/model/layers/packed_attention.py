@@ -1,9 +1,9 @@
 """Causal attention within the rows of a pack, registered with transformers as the implementation `packed_rows`.
 
-On NVIDIA GPUs in half precision it is one kernel per layer (trainer/model/varlen_attention.py). Elsewhere, mainly on
-CPU, it is one causal SDPA call per row, on slices of the pack. No mask is built and no work crosses rows. On CPU with
-64 rows, a block-diagonal mask over the pack was 35 to 47 times slower (and takes L² memory); right-padded batches of
-similar lengths were 1.6 to 2.5 times slower.
+On NVIDIA GPUs in half precision it is one kernel per layer (trainer/model/layers/varlen_attention.py). Elsewhere,
+mainly on CPU, it is one causal SDPA call per row, on slices of the pack. No mask is built and no work crosses rows. On
+CPU with 64 rows, a block-diagonal mask over the pack was 35 to 47 times slower (and takes L² memory); right-padded
+batches of similar lengths were 1.6 to 2.5 times slower.
 
 If rows share prefixes (trainer/batch/prefixes.py), a row's call has the queries of its own stretch, and its keys are
 preceded by those of its prefix, which other rows have computed.
@@ -25,7 +25,7 @@ from transformers.masking_utils import sdpa_mask
 
 from trainer.batch.packing import PackedBatch
 from trainer.batch.prefixes import Prefix
-from trainer.model import varlen_attention
+from trainer.model.layers import varlen_attention
 
 PACKED_ROWS = "packed_rows"
 """Name of the implementation in transformers' registry (`attn_implementation`)."""

@@ -20,9 +20,9 @@ from trainer.batch.packing import NO_ROUTE, PackedBatch, collate, row_places, wh
 from trainer.batch.prefixes import MIN_SHARED
 from trainer.config.schema import Config, LoraConfig
 from trainer.model.critic import ActorCritic, Critic
+from trainer.model.layers.routing import refuse_dense
 from trainer.model.lora import add_adapters
 from trainer.model.policy import Policy
-from trainer.model.routing import refuse_dense
 
 SPARSE = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "glm4_moe", "granitemoe", "gpt_oss")
 

@@ -13,8 +13,8 @@ from rollout.errors import ConfigError
 from tests.fixtures.families import FAMILIES, SIZES
 from trainer.batch.packing import collate, whole_row
 from trainer.config.schema import AlgorithmConfig, Config
+from trainer.model.layers.router_outputs import RouterOutputs, router_coefs, routers
 from trainer.model.policy import Policy
-from trainer.model.router_outputs import RouterOutputs, router_coefs, routers
 from trainer.model.shape import planned_shape
 
 MIXTURES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "granitemoe", "gpt_oss")

@@ -1,0 +1,1 @@
+"""Layers of the decoder on packed rows: attention, recurrent layers, routers of experts."""
