@@ -1,7 +1,7 @@
 """One batch with given routes has one gradient, and one record of routes, however the trainer partitions it.
 
-The reference is one process with rows apart, which tests/unit/trainer/model/layers/test_routing.py compares with a computation
-by hand.
+The reference is one process with rows apart, which tests/unit/trainer/model/layers/test_routing.py compares with a
+computation by hand.
 """
 
 from pathlib import Path
