@@ -36,8 +36,8 @@ ARCHITECTURES: dict[str, Callable[..., PreTrainedConfig]] = {
         **SIZES, mamba_d_ssm=128, mamba_n_heads=4, mamba_d_head=32, mamba_d_state=32, mamba_n_groups=1,
         mamba_chunk_size=64, **tokens,
     ),
-    "qwen3_next": lambda **tokens: Qwen3NextConfig(
-        **SIZES, **EXPERTS, norm_topk_prob=True, shared_expert_intermediate_size=192,
+    "qwen3_next": lambda **tokens: Qwen3NextConfig(  # vLLM's has a head of its own
+        **SIZES | {"tie_word_embeddings": False}, **EXPERTS, norm_topk_prob=True, shared_expert_intermediate_size=192,
         layer_types=["linear_attention", "full_attention"], linear_key_head_dim=32, linear_value_head_dim=32,
         linear_num_key_heads=4, linear_num_value_heads=4, **tokens,
     ),
