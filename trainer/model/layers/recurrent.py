@@ -2,7 +2,9 @@
 
 Attention respects rows by its mask or its kernel. A recurrent layer carries a state from token to token, and would
 carry it from row to row: transformers' implementations in plain torch take a pack for one row, without an error, which
-moves log-probabilities by 0.7 to 6 nats. Here each row of a pack is computed by itself.
+moves log-probabilities by 0.7 to 6 nats. Here their convolutions and scans, functions of the module that defines the
+model, compute each row of a pack by itself. All else, the projections above all, is one call for the whole pack, so
+ZeRO-3 gathers the same weights on all ranks however many rows each has.
 
 On NVIDIA GPUs the kernels of causal-conv1d, flash-linear-attention and mamba-ssm take row boundaries themselves, and
 the whole pack is one call, where they are installed.
@@ -14,83 +16,82 @@ are refused by `trainer/model/isolation.py`. Not covered: shared prefixes, whose
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from trainer.batch.packing import PackedBatch
 
-KERNELS = {
-    "GatedDeltaNet": ("causal_conv1d", "fla"),
-    "Mixer": ("causal_conv1d", "mamba_ssm"),
-    "MambaLayer": ("causal_conv1d", "mamba_ssm"),
-    "ShortConv": ("causal_conv1d",),
+LAYERS = ("GatedDeltaNet", "Mixer", "MambaLayer", "ShortConv")
+"""Ends of the names of recurrent layers' classes in transformers."""
+
+
+class _Sequential(NamedTuple):
+    """A function of transformers that passes a state from token to token."""
+
+    package: str
+    """Package of its kernel, which takes row boundaries."""
+    dim: int
+    """Dimension of tokens, in its arguments and its output."""
+    arguments: tuple[int | str, ...]
+    """Positions and names of the arguments with that dimension."""
+
+
+FUNCTIONS = {
+    "causal_conv1d_fn": _Sequential("causal_conv1d", 2, (0,)),
+    "torch_chunk_gated_delta_rule": _Sequential("fla", 1, (0, 1, 2, "g", "beta")),
+    "mamba2_chunk_scan": _Sequential("mamba_ssm", 1, (0, 1, 3, 4)),
 }
-"""By the end of the name of a recurrent layer's class in transformers: the packages of its kernels, which take row
-boundaries."""
+"""By their names in the modules of transformers' models. In the other forms of these functions either a kernel takes
+row boundaries, or a cache is used, which the trainer does not have."""
 
 
 def isolate_rows(model: nn.Module) -> None:
-    """Make every recurrent layer compute each row of a pack by itself, in place; idempotent."""
-    for layer in recurrent_layers(model):
-        if not isinstance(layer, _RowByRow):
-            # The class and not the instance is changed: a copy of the model must compute with its own weights.
-            layer.__class__ = _row_by_row(type(layer))
+    """Let the recurrent layers of this model, and of others of its module, respect the rows of a pack; idempotent."""
+    for module in {sys.modules[type(layer).__module__] for layer in recurrent_layers(model)}:
+        for name, sequential in FUNCTIONS.items():
+            function = getattr(module, name, None)
+            if function is not None and not hasattr(function, "by_row"):
+                setattr(module, name, _row_by_row(function, sequential))
 
 
 def recurrent_layers(model: nn.Module) -> Iterator[nn.Module]:
-    return (module for module in model.modules() if _packages(type(module)) is not None)
+    return (module for module in model.modules() if type(module).__name__.endswith(LAYERS))
 
 
 def row_arguments(packed: PackedBatch) -> dict[str, torch.Tensor]:
     """Return the arguments of a decoder by which its recurrent layers know the rows of a pack.
 
-    seq_idx: (1, L) int32 row of each token.
+    seq_idx: (1, L) int32 row of each token. cu_seq_lens_q: as `PackedBatch.cu_seqlens`.
     """
     lengths = packed.cu_seqlens.diff()
     rows = torch.arange(packed.num_rows, dtype=torch.int32, device=lengths.device)
-    return {"seq_idx": rows.repeat_interleave(lengths, output_size=packed.num_tokens)[None]}
+    seq_idx = rows.repeat_interleave(lengths, output_size=packed.num_tokens)[None]
+    return {"seq_idx": seq_idx, "cu_seq_lens_q": packed.cu_seqlens}
 
 
-class _RowByRow(nn.Module):
-    """Base of recurrent layers that compute each row of a pack by itself."""
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        *args: Any,
-        seq_idx: torch.Tensor | None = None,
-        packed: PackedBatch | None = None,
-        attention_mask: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """hidden_states: (1, L, D). packed: the pack, if the model passes it on, with row lengths on the host.
-
-        attention_mask is that of padded batches; a pack has none.
-        """
-        compute = super().forward
+def _row_by_row(function: Callable[..., Any], sequential: _Sequential) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def compute(*args: Any, seq_idx: torch.Tensor | None = None, **kwargs: Any) -> Any:
         if seq_idx is None:
-            return compute(hidden_states, *args, attention_mask=attention_mask, **kwargs)
-        if hidden_states.is_cuda and _has_kernels(type(self)):
-            boundaries = {} if packed is None else {"cu_seq_lens_q": packed.cu_seqlens}
-            return compute(hidden_states, *args, attention_mask=None, seq_idx=seq_idx, **boundaries, **kwargs)
-        lengths = seq_idx[0].bincount().tolist() if packed is None else list(packed.row_lengths)
-        rows = hidden_states.split(lengths, 1)
-        return torch.cat([compute(row, *args, attention_mask=None, **kwargs) for row in rows], 1)
+            return function(*args, **kwargs)
+        if args[0].is_cuda and find_spec(sequential.package) is not None:
+            return function(*args, seq_idx=seq_idx, **kwargs)
+        lengths = seq_idx[0].bincount().tolist()
+        given = {**dict(enumerate(args)), **kwargs}
+        parts = {name: given[name].split(lengths, sequential.dim) for name in sequential.arguments}
+        outputs = []
+        for row in range(len(lengths)):
+            own = {name: parts[name][row] if name in parts else value for name, value in given.items()}
+            named = {name: value for name, value in own.items() if isinstance(name, str) and name != "cu_seqlens"}
+            outputs.append(function(*(own[position] for position in range(len(args))), **named))
+        if isinstance(outputs[0], tuple):  # with the last state, which is None without a cache
+            return torch.cat([output for output, _ in outputs], sequential.dim), None
+        return torch.cat(outputs, sequential.dim)
 
-
-@functools.cache
-def _row_by_row(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(kind.__name__, (_RowByRow, kind), {})
-
-
-def _packages(kind: type[nn.Module]) -> tuple[str, ...] | None:
-    return next((packages for end, packages in KERNELS.items() if kind.__name__.endswith(end)), None)
-
-
-@functools.cache
-def _has_kernels(kind: type[nn.Module]) -> bool:
-    return all(find_spec(package) is not None for package in _packages(kind) or ())
+    compute.by_row = True  # type: ignore[attr-defined]
+    return compute

@@ -43,7 +43,7 @@ def test_a_model_whose_layers_carry_state_to_the_next_row_is_refused(
 ) -> None:
     path = save_family(family, tmp_path)
     check(logprobs(Policy.from_pretrained(path, dtype=dtype)), dtype)
-    monkeypatch.setattr(recurrent, "isolate_rows", lambda model: None)
+    monkeypatch.setattr(recurrent, "row_arguments", lambda packed: {})
     with pytest.raises(ConfigError, match=r"rows of a pack change each other's scores by .* docs/models\.md"):
         check(logprobs(Policy.from_pretrained(path, dtype=dtype)), dtype)
 
