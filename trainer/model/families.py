@@ -16,7 +16,7 @@ class Family:
     model_types: tuple[str, ...]
     """`model_type` of the text config."""
     layers: str = ""
-    """What it has beside attention and dense layers."""
+    """Kinds of layers beside attention and dense layers."""
     is_recurrent: bool = False
     """Layers carry a state: the CPU engine caches no prefixes, and the trainer shares none."""
     has_experts: bool = False

@@ -53,7 +53,7 @@ def delta_net(
     layer = context.no_compile_layers[_resolve_layer_name(layer_name)]
     if context.attn_metadata is None:  # vLLM measures memory
         return
-    meta = context.attn_metadata[layer.prefix]
+    meta: Any = context.attn_metadata[layer.prefix]
     windows, states = layer.kv_cache
     if not is_conv_state_dim_first():
         windows = windows.transpose(1, 2)  # (slots, channels, width - 1)
