@@ -26,7 +26,9 @@ from trainer.model.policy import Policy
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 TOLERANCE = 2e-3
-"""Bound of log π in float32. Wide random weights and softmax over experts round more than real models."""
+"""Bound of log π in float32. Wide random weights and softcaps round more than real models."""
+CLOSE = {"deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "granitemoe", "mixtral", "olmoe", "qwen3_moe"}
+"""Families held to 1e-4. Measured: 1e-6 to 9e-6."""
 PROMPTS = tuple(tuple(range(3, 3 + length)) for length in (2 * WINDOW, 5, WINDOW + 1))
 
 
@@ -42,6 +44,7 @@ def scored(policy: Policy, calls: list[EngineCall]) -> torch.Tensor:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_samples_trains_and_syncs(family: str, tmp_path: Path) -> None:
     path = save_family(family, tmp_path / "model")
+    tolerance = 1e-4 if family in CLOSE else TOLERANCE
     with BackgroundLoop() as loop, forks_for_spawns():
         engine = EmbeddedEngine(
             path, loop=loop, log_path=tmp_path / "engine.log", max_model_len=320, kv_cache_gib=0.0625, num_threads=1
@@ -64,7 +67,7 @@ def test_a_family_samples_trains_and_syncs(family: str, tmp_path: Path) -> None:
                 return torch.log_softmax(logits, -1).gather(1, torch.tensor(ids)[1:, None])[:, 0].tolist()
 
             calls = sample()
-            assert mismatch(calls) < TOLERANCE, "engine and trainer load different models"
+            assert mismatch(calls) < tolerance, "engine and trainer load different models"
 
             scored(policy, calls).sum().backward()
             without = [name for name, p in policy.named_parameters() if p.grad is None or not p.grad.isfinite().all()]
@@ -74,9 +77,9 @@ def test_a_family_samples_trains_and_syncs(family: str, tmp_path: Path) -> None:
             for version in (1, 2):
                 perturb(policy, seed=version)
                 assert mismatch(calls) > 0.1, "the perturbation is too small for this test to mean anything"
-                assert sync.push(version).canary_abs_diff < TOLERANCE
+                assert sync.push(version).canary_abs_diff < tolerance
                 calls = sample()
-                assert mismatch(calls) < TOLERANCE, f"the engine does not have the weights of update {version}"
+                assert mismatch(calls) < tolerance, f"the engine does not have the weights of update {version}"
         finally:
             if sync is not None:
                 sync.close()
