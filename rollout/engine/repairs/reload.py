@@ -1,13 +1,16 @@
-"""Repair of vLLM's layerwise reload for loaders that copy into a parameter without its `weight_loader`.
+"""Repairs of vLLM's layerwise reload, for loaders that it does not expect.
 
 During a reload, parameters lie on the meta device, and their `weight_loader`s collect what is loaded until a layer is
 complete. A loader that copies directly, as vLLM's gpt-oss does with experts and attention sinks, copies into nothing:
 it reports the parameter as loaded, and the layer keeps its old values. Here such parameters are found by that
 contradiction, given memory, and loaded once more; then the reload processes their layers like any other.
+
+The reload also reads the `__name__` of every `weight_loader`, which a `functools.partial` lacks (norms of MiniMax-M2).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import cast
@@ -19,7 +22,7 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 
 
 def install() -> None:
-    """Let `initialize_layerwise_reload` repair the model's `load_weights`; may be called repeatedly.
+    """Let `initialize_layerwise_reload` repair the model's loaders; may be called repeatedly.
 
     All weight transfers begin with that function, and import it when they do.
     """
@@ -27,10 +30,18 @@ def install() -> None:
     from vllm.model_executor.model_loader.reload import layerwise
 
     def initialize(model: nn.Module) -> None:
+        _name_loaders(model)
         layerwise.initialize_layerwise_reload(model)
         _repair_loading(model)
 
     reload.initialize_layerwise_reload = initialize
+
+
+def _name_loaders(model: nn.Module) -> None:
+    for param in model.parameters():
+        loader = getattr(param, "weight_loader", None)
+        if isinstance(loader, functools.partial):
+            loader.__name__ = loader.func.__name__  # type: ignore[attr-defined]
 
 
 def _repair_loading(model: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 
@@ -123,6 +124,19 @@ def test_other_models_are_loaded_once() -> None:
     update(model, [weights])
     check(model, weights)
     assert model.loads == 1
+
+
+def test_partial_functions_are_loaders() -> None:
+    def scaled(param: nn.Parameter, weight: torch.Tensor, *, scale: float) -> None:
+        param.data.copy_(scale * weight)
+
+    model = loaded_model()
+    model.linear.weight.weight_loader = functools.partial(scaled, scale=2.0)  # type: ignore[attr-defined]
+    reload.record_metadata_for_reloading(model)
+    for seed in (1, 2):
+        weights = new_weights(model, seed)
+        update(model, [weights])
+        check(model, [(name, 2 * tensor if "linear" in name else tensor) for name, tensor in weights])
 
 
 def test_parameters_that_are_not_sent_keep_their_values() -> None:
