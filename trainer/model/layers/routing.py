@@ -70,7 +70,8 @@ class Routing:
     def __init__(self, model: PreTrainedModel) -> None:
         """model: a causal language model, changed in place. A dense model stays as it is."""
         experts = num_experts(model.config)
-        layers: Sequence[nn.Module] = model.get_decoder().layers if experts else ()
+        layers = model.get_decoder().get_submodule("layers") if experts else nn.ModuleList()
+        assert isinstance(layers, nn.ModuleList)
         self._num_layers = len(layers)
         self._routers: dict[int, _Router] = {}
         self._dtype = torch.uint8 if experts <= NARROW else torch.int16
