@@ -38,9 +38,10 @@ class StepRequests:
 def install() -> None:
     """Extend V1's CPU runner of this process's vLLM, for engines created later; may be called repeatedly."""
     from vllm.config import VllmConfig
-    from vllm.v1.worker import cpu_worker
+    from vllm.v1.worker import cpu_worker as worker_module
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+    cpu_worker: Any = worker_module  # which names the runner without exporting it
     if cpu_worker.CPUModelRunner is not CPUModelRunner:
         return
 
