@@ -41,7 +41,7 @@ def install() -> None:
     from vllm.v1.worker import cpu_worker
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-    if cpu_worker.CPUModelRunner is not CPUModelRunner:
+    if cpu_worker.CPUModelRunner is not CPUModelRunner:  # type: ignore[attr-defined]
         return
 
     class RoutedRunner(CPUModelRunner):
@@ -90,7 +90,7 @@ def install() -> None:
                 self._connector.close()
             super().shutdown()
 
-    cpu_worker.CPUModelRunner = RoutedRunner
+    cpu_worker.CPUModelRunner = RoutedRunner  # type: ignore[attr-defined]
     VllmConfig._verify_aux_output_compatibility = _on_v1(VllmConfig._verify_aux_output_compatibility)
 
 
