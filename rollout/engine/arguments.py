@@ -23,7 +23,7 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """Return vLLM's engine arguments for this device and the model at `path`, a directory or hub id.
 
-    Raises `ConfigError` if vLLM needs a package for the model that is not installed.
+    Raises `ConfigError` if vLLM needs a package for the model that is not installed, or computes it in another way.
     """
     arguments: dict[str, Any]
     if is_cpu:
@@ -59,5 +59,10 @@ def engine_arguments(
             f"vLLM imports torchvision for model type {config.model_type}, also without images, and it is not "
             "installed: pip install torchvision, on a machine without a GPU with "
             "--index-url https://download.pytorch.org/whl/cpu"
+        )
+    if text.model_type == "olmoe" and text.norm_topk_prob:
+        raise ConfigError(
+            f"{path} normalizes the weights of the chosen experts (norm_topk_prob=true), which vLLM does not do for "
+            "OLMoE; set model.path to a checkpoint with norm_topk_prob=false, as the published ones are"
         )
     return {**arguments, "hf_overrides": overrides} if overrides else arguments

@@ -62,6 +62,16 @@ def test_qwen3_5_without_torchvision_is_refused_with_what_to_install(
     assert arguments(tmp_path, is_cpu=True)["limit_mm_per_prompt"] == {"image": 0, "video": 0}
 
 
+def test_an_olmoe_that_vllm_computes_in_another_way_is_refused(tmp_path: Path) -> None:
+    config = FAMILIES["olmoe"]()
+    config.save_pretrained(tmp_path)
+    arguments(tmp_path, is_cpu=True)
+    config.norm_topk_prob = True
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"norm_topk_prob=true.*OLMoE.*norm_topk_prob=false"):
+        arguments(tmp_path, is_cpu=True)
+
+
 def test_a_float32_head_is_what_vllm_reads_from_the_setting(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, tied=True)
     overrides = arguments(tmp_path, is_cpu=False)["hf_overrides"]
