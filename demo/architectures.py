@@ -28,6 +28,8 @@ SIZES: dict[str, Any] = {
     "dtype": "float32",
 }
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 192}
+UNTIED = {"tie_word_embeddings": False}
+"""Of families whose models in vLLM have a head of their own always."""
 
 ARCHITECTURES: dict[str, Callable[..., PreTrainedConfig]] = {
     "qwen3": lambda **tokens: Qwen3Config(**SIZES, **tokens),
@@ -36,13 +38,13 @@ ARCHITECTURES: dict[str, Callable[..., PreTrainedConfig]] = {
         **SIZES, mamba_d_ssm=128, mamba_n_heads=4, mamba_d_head=32, mamba_d_state=32, mamba_n_groups=1,
         mamba_chunk_size=64, **tokens,
     ),
-    "qwen3_next": lambda **tokens: Qwen3NextConfig(  # vLLM's has a head of its own
-        **SIZES | {"tie_word_embeddings": False}, **EXPERTS, norm_topk_prob=True, shared_expert_intermediate_size=192,
+    "qwen3_next": lambda **tokens: Qwen3NextConfig(
+        **SIZES | UNTIED, **EXPERTS, norm_topk_prob=True, shared_expert_intermediate_size=192,
         layer_types=["linear_attention", "full_attention"], linear_key_head_dim=32, linear_value_head_dim=32,
         linear_num_key_heads=4, linear_num_value_heads=4, **tokens,
     ),
     "gpt_oss": lambda **tokens: GptOssConfig(
-        **SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=128, **tokens
+        **SIZES | UNTIED, num_local_experts=4, num_experts_per_tok=2, sliding_window=128, **tokens
     ),
 }  # fmt: skip
 """By model type: the config for a tokenizer (`vocab_size`, `eos_token_id`, `pad_token_id`)."""
