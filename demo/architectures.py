@@ -29,7 +29,7 @@ SIZES: dict[str, Any] = {
 }
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 192}
 UNTIED = {"tie_word_embeddings": False}
-"""Of families whose models in vLLM have a head of their own always."""
+"""For families whose models in vLLM always have a head of their own."""
 
 ARCHITECTURES: dict[str, Callable[..., PreTrainedConfig]] = {
     "qwen3": lambda **tokens: Qwen3Config(**SIZES, **tokens),
