@@ -157,7 +157,7 @@ def packed_hidden_states(decoder: PreTrainedModel, packed: PackedBatch) -> torch
             "max_length_k": longest,
         }
     if any(recurrent.recurrent_layers(decoder)):
-        arguments |= recurrent.row_arguments(packed) | {"packed": packed}
+        arguments |= recurrent.row_arguments(packed)
     # sdpa, eager: without mask and cache, transformers builds a block-causal mask from restarting position ids.
     output = decoder(input_ids=packed.ids[None], position_ids=packed.position_ids[None], use_cache=False, **arguments)
     return output.last_hidden_state[0]
