@@ -108,7 +108,8 @@ def draw(content: CurveFile, out: Path, *, points: int = 200) -> None:
     heldout.set(ylabel="held-out reward, greedy")
     for panel in (by_time, by_update, heldout):
         panel.grid(alpha=0.25)
-    by_time.legend(frameon=False, fontsize=9, loc="lower right", title=f"mean and range of {len(seeds)} seed(s)")
+    title = f"mean and range of {len(seeds)} seeds" if len(seeds) > 1 else "one seed"
+    by_time.legend(frameon=False, fontsize=9, loc="upper right", title=title)
     picture = io.BytesIO()
     figure.savefig(picture, dpi=140, format=out.suffix.removeprefix(".") or "png")
     pyplot.close(figure)
