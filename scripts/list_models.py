@@ -18,8 +18,11 @@ BEGIN, END = "<!-- families -->\n", "<!-- end of families -->"
 def row(family: Family) -> str:
     types = ", ".join(f"`{name}`" for name in family.model_types)
     prefixes = "no" if family.is_recurrent else "yes"
-    adapters = "all linear layers but experts" if family.has_experts else "all linear layers"
-    return f"| {family.title} | {types} | {family.layers or '–'} | {prefixes} | {adapters} |"
+    routes = ("yes" if family.replays_routes else "no") if family.has_experts else "–"
+    adapters = "all but experts" if family.has_experts else "all"
+    sent = "merged" if family.merges_adapters else "alone"
+    cells = [family.title, types, family.layers or "–", prefixes, routes, adapters, sent]
+    return f"| {' | '.join(cells)} |"
 
 
 def models_page() -> str:
@@ -27,7 +30,11 @@ def models_page() -> str:
     before, _, rest = (ROOT / PAGE).read_text(encoding="utf-8").partition(BEGIN)
     _, found, after = rest.partition(END)
     assert found, f"{PAGE} lacks the markers of its table"
-    head = ["| family | model type | beside attention | shared prefixes | adapters on |", "|---|---|---|---|---|"]
+    head = [
+        "| family | model type | beside attention | prefixes shared and cached | engine's routes replayed | "
+        "linear layers with adapters | adapters sent |",
+        "|---|---|---|---|---|---|---|",
+    ]
     return before + BEGIN + "\n".join([*head, *map(row, FAMILIES)]) + "\n" + END + after
 
 

@@ -92,6 +92,7 @@ def make_gateway_settings(config: Config) -> GatewaySettings:
         api_key=settings.api_key,
         model_name=settings.model_name or Path(config.model.path).name,
         max_request_mib=settings.max_request_mib,
+        adapters=tuple(config.model.adapters),
     )
 
 

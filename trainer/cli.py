@@ -36,7 +36,7 @@ from trainer.setting import declarations
 EXIT_LIMIT_S = 60.0
 """Time that engines and loggers have to close after a failure [s]."""
 QUANTIZED = re.compile(r"4bit|8bit|quant|qlora", re.IGNORECASE)
-"""Settings of other trainers that quantize the base weights under adapters."""
+"""Settings of other trainers that quantize the weights under adapters on loading."""
 DEMO_DATA = "data/demo/"
 """Beginning of the demo's data files in `configs/data/`."""
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
@@ -213,8 +213,9 @@ def explain(error: Exception, config_class: type = Config) -> str:
         key = match.group(1)
         if QUANTIZED.search(key):
             return (
-                f"{key} is not a setting: base weights are not quantized under adapters (QLoRA), because the engine is "
-                "sent whole weights; to save memory set model.dtype=bfloat16 model.lora.rank=16"
+                f"{key} is not a setting: weights are not quantized on loading; for QLoRA set model.path to a "
+                "quantized checkpoint (docs/adapters.md) and model.lora.rank=16; set model.dtype=bfloat16 to save "
+                "memory without"
             )
         if "not in" in text or "Key" in text:
             return f"{key} is not a setting{closest(key, keys)}; `--cfg job` prints all of them"

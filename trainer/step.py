@@ -30,7 +30,7 @@ from trainer.credit.old_policy import FromEngine, FromUpdate, Recomputed, form_o
 from trainer.credit.targets import Logprobs, Targets, rollout_targets
 from trainer.distributed.distributed import Distributed
 from trainer.engines.recovery import Recovery
-from trainer.objective.correction.mismatch import noise_floor
+from trainer.objective.correction.mismatch import QUANTIZATION_K3, noise_floor, quantization_cost
 from trainer.observe.metrics_log import BATCH
 from trainer.observe.step_metrics import StepReport, step_metrics
 from trainer.score.reference import Reference
@@ -56,9 +56,12 @@ class Trainer:
         reference: Reference | None,
         sync: WeightSync,
         recovery: Recovery | None = None,
+        is_quantized: bool = False,
     ) -> None:
-        """reference: None without a KL term. recovery: None if the death of an engine ends the step."""
+        """reference: None without a KL term. recovery: None if the death of an engine ends the step. is_quantized: True
+        if engines compute with quantized weights."""
         self._config = config
+        self._is_quantized = is_quantized or config.rollout.quantization is not None
         self._distributed = distributed
         self._updater = updater
         self._rollouts = rollouts
@@ -68,7 +71,7 @@ class Trainer:
         self._old_policy = form_of(config)
         self._empty_steps = 0
         self.noise_floor: Mapping[str, float] = {}
-        """Metrics of the last measured noise floor; empty before the first."""
+        """Metrics of the last measured noise floor, and what quantized rollouts cost; empty before the first."""
         self.num_steps = 0
         """Number of rollout batches done; enters the sampling seeds."""
         self.kl_coef = config.algorithm.kl_coef
@@ -97,7 +100,9 @@ class Trainer:
         self.num_steps += 1
         trained_N = logprobs.old.by_trainer(updated.logp_N)
         if logprobs.repacked_N is not None:
-            self.noise_floor = noise_floor(trained_N, logprobs.repacked_N)
+            self.noise_floor = {**self.noise_floor, **noise_floor(trained_N, logprobs.repacked_N)}
+        if self._is_quantized and QUANTIZATION_K3 not in self.noise_floor and (batch.versions_N == version).all():
+            self.noise_floor = {**self.noise_floor, **quantization_cost(trained_N, batch.sampling_logprobs_N)}
         measured = correction.measured(batch, trained_N)
         restarts = self._recovery.num_restarts if self._recovery else 0
         counters = {BATCH: float(self.num_steps), "rollout/engine_restarts": float(restarts)}

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
+from rollout.engine.adapters import AdapterSettings
 from rollout.errors import ConfigError
 
 CPU_BLOCK_TOKENS = 32
@@ -18,12 +19,24 @@ RECURRENT_LAYERS = frozenset({"linear_attention", "mamba", "hybrid", "conv"})
 """Types of layers that carry a state from token to token, as transformers names them (`layer_types`)."""
 
 
+CPU_SCHEMES = ("fp8_per_channel",)
+"""Those for which its CPU build has kernels."""
+
+
 def engine_arguments(
-    path: str | Path, *, is_cpu: bool, dtype: str, max_model_len: int | None, trust_remote_code: bool
+    path: str | Path,
+    *,
+    is_cpu: bool,
+    dtype: str,
+    max_model_len: int | None,
+    trust_remote_code: bool,
+    adapters: AdapterSettings | None = None,
+    quantization: str | None = None,
 ) -> dict[str, Any]:
     """Return vLLM's engine arguments for this device and the model at `path`, a directory or hub id.
 
-    Raises `ConfigError` if vLLM needs a package for the model that is not installed, or computes it in another way.
+    Raises `ConfigError` if vLLM needs a package for the model that is not installed, computes it in another way, or
+    cannot quantize it on this device.
     """
     arguments: dict[str, Any]
     if is_cpu:
@@ -36,6 +49,16 @@ def engine_arguments(
         }
     else:
         arguments = {"max_num_batched_tokens": BATCH_TOKENS}
+    if adapters is not None:
+        arguments |= adapters.arguments()
+    if quantization is not None:
+        if is_cpu and (quantization not in CPU_SCHEMES or dtype != "bfloat16"):
+            raise ConfigError(
+                f"rollout.quantization={quantization} with model.dtype={dtype}: on a CPU vLLM quantizes bfloat16 "
+                f"weights by {', '.join(CPU_SCHEMES)} only; set rollout.quantization={CPU_SCHEMES[0]} "
+                "model.dtype=bfloat16"
+            )
+        arguments["quantization"] = quantization
     overrides: dict[str, Any] = {}
     if not is_cpu and dtype != "float32":
         # The trainer's logits are float32. Logits of 16 to 32 have steps of 0.125 in bfloat16.
@@ -66,3 +89,18 @@ def engine_arguments(
             "OLMoE; set model.path to a checkpoint with norm_topk_prob=false, as the published ones are"
         )
     return {**arguments, "hf_overrides": overrides} if overrides else arguments
+
+
+def engine_variables(*, is_cpu: bool, batch_invariant: bool) -> dict[str, str]:
+    """Return environment variables of an engine's processes that change what it computes.
+
+    Raises `ConfigError` for batch invariance on a CPU.
+    """
+    if not batch_invariant:
+        return {}
+    if is_cpu:
+        raise ConfigError(
+            "rollout.batch_invariant=true: vLLM has batch-invariant kernels for GPUs only; set "
+            "rollout.batch_invariant=false"
+        )
+    return {"VLLM_BATCH_INVARIANT": "1"}

@@ -31,7 +31,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_exponential_jitter
 
-from rollout.engine.arguments import engine_arguments
+from rollout.engine.adapters import AdapterSettings
+from rollout.engine.arguments import engine_arguments, engine_variables
 from rollout.engine.engine_answers import (
     UNUSABLE_PREFIX,
     answer_of,
@@ -42,6 +43,7 @@ from rollout.engine.engine_answers import (
     version_number,
 )
 from rollout.engine.plugin import CHILD_ENV, SCHEDULER
+from rollout.engine.protocol import POLICY
 from rollout.errors import ConfigError, EngineError, EvidenceError, RequestError
 from rollout.records import EngineCall
 from rollout.system.addresses import LOOPBACK
@@ -75,6 +77,8 @@ class EmbeddedEngine:
 
     host = LOOPBACK
     num_workers = 1
+    _adapters: AdapterSettings | None = None
+    _quantization: str | None = None
 
     def __init__(
         self,
@@ -97,6 +101,9 @@ class EmbeddedEngine:
         trust_remote_code: bool = False,
         local_place: tuple[int, int] | None = None,
         return_routes: bool = False,
+        adapters: AdapterSettings | None = None,
+        quantization: str | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         """Load the model, as version 0, and wait until the engine can sample.
 
@@ -114,6 +121,10 @@ class EmbeddedEngine:
             local_place: (index, number) among the processes of this machine that each start an engine: selects the GPU
                 of that index and enables sleep, or on CPU selects a share of the cores. None: the only engine.
             return_routes: prepare for `Sampling.with_routes`; of a mixture of experts.
+            adapters: keep the weights on disk, and sample with the adapter that weight updates bring; None: updates
+                replace the weights.
+            quantization: scheme of `ONLINE_SCHEMES`, by which weights are quantized whenever they arrive.
+            batch_invariant: compute each request as if it were alone in its batch; on GPUs, where vLLM can.
 
         Raises:
             EngineError: vLLM could not load the model, or not in time.
@@ -138,7 +149,7 @@ class EmbeddedEngine:
             num_threads=num_threads,
             start_timeout_s=start_timeout_s,
             local_place=local_place,
-        )
+        ) | engine_variables(is_cpu=is_cpu, batch_invariant=batch_invariant)
         self._args: dict[str, Any] = {
             "model": str(model_path),
             "dtype": dtype,
@@ -151,6 +162,8 @@ class EmbeddedEngine:
                 dtype=dtype,
                 max_model_len=max_model_len,
                 trust_remote_code=trust_remote_code,
+                adapters=adapters,
+                quantization=quantization,
             ),
             "seed": seed,
             "enforce_eager": eager,
@@ -165,6 +178,8 @@ class EmbeddedEngine:
             "enable_return_routed_experts": return_routes,
             "enable_sleep_mode": local_place is not None and not is_cpu,
         }
+        self._adapters = adapters
+        self._quantization = quantization
         self._llm: AsyncLLM | None = None
         self._launch()
         self.max_model_len = self.llm.model_config.max_model_len
@@ -196,11 +211,21 @@ class EmbeddedEngine:
             raise EngineError("the engine was closed")
         return self._llm
 
+    @property
+    def quantization(self) -> str | None:
+        """See `SyncedEngine.quantization`."""
+        return self._quantization or self.llm.model_config.quantization
+
+    @property
+    def takes_adapters(self) -> bool:
+        """See `SyncedEngine`."""
+        return self._adapters is not None
+
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> EngineCall:
         """See `Engine.generate`."""
         room = check_prompt(prompt_ids, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
         params = sample_params(sampling, room=room)
-        output = await self._request(prompt_ids, params)
+        output = await self._request(prompt_ids, params, sampling.model)
         return engine_call(
             prompt_ids,
             answer_of(output.outputs[0]),
@@ -261,6 +286,8 @@ class EmbeddedEngine:
 
     async def sleep(self, level: int) -> None:
         """See `SleepingEngine.sleep`. On a CPU vLLM only pauses and frees nothing."""
+        if self.takes_adapters:
+            level = 1  # no update brings discarded weights back
         if level == 2:
             await self.label_weights(f"{UNUSABLE_PREFIX}asleep")
         await self._call(self.llm.sleep(level), "sleep")
@@ -314,16 +341,20 @@ class EmbeddedEngine:
         wait=wait_exponential_jitter(multiplier=FIRST_PAUSE_S, jitter=FIRST_PAUSE_S),
         reraise=True,
     )
-    async def _request(self, ids: Sequence[int], params: dict[str, Any]) -> RequestOutput:
+    async def _request(self, ids: Sequence[int], params: dict[str, Any], model: str = POLICY) -> RequestOutput:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         settings = SamplingParams(**params, output_kind=RequestOutputKind.FINAL_ONLY)
-        return await self._call(self._final_output(ids, settings), "sample", timeout_s=self._request_timeout_s)
+        return await self._call(self._final_output(ids, settings, model), "sample", timeout_s=self._request_timeout_s)
 
-    async def _final_output(self, ids: Sequence[int], settings: SamplingParams) -> RequestOutput:
+    async def _final_output(self, ids: Sequence[int], settings: SamplingParams, model: str) -> RequestOutput:
         await self._admits.wait()
-        stream = self.llm.generate({"prompt_token_ids": list(ids)}, settings, f"lockstep-{next(self._request_ids)}")
+        adapter: dict[str, Any] = {}
+        if self._adapters is not None:
+            adapter["lora_request"] = self._adapters.request(model)
+        name = f"lockstep-{next(self._request_ids)}"
+        stream = self.llm.generate({"prompt_token_ids": list(ids)}, settings, name, **adapter)
         outputs = [output async for output in stream]
         if len(outputs) != 1:
             raise EvidenceError(f"engine: the request ended with {len(outputs)} outputs, expected 1")

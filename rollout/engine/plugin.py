@@ -1,4 +1,4 @@
-"""Lockstep's vLLM plugin: weight transfers, repairs of vLLM, logs, and the lifetime of engine processes.
+"""Lockstep's vLLM plugin: weight transfers, adapters, repairs of vLLM, logs, and the lifetime of engine processes.
 
 vLLM calls `register` in each of its processes (entry point `vllm.general_plugins`). A process started by
 `rollout/engine/embedded.py`, marked by `CHILD_ENV`, then exits with its parent, also after SIGKILL (vLLM's own would
@@ -13,7 +13,8 @@ import logging
 import multiprocessing
 import os
 
-from rollout.engine.repairs import cpu_delta_net, cpu_logprobs, cpu_rotary, cpu_router, cpu_routes, reload
+from rollout.engine import adapters
+from rollout.engine.repairs import cpu_delta_net, cpu_logprobs, cpu_lora, cpu_rotary, cpu_router, cpu_routes, reload
 from rollout.system.orphan_guard import exit_when_orphaned
 
 CHILD_ENV = "LOCKSTEP_ENGINE_CHILD"
@@ -51,9 +52,11 @@ def register() -> None:
             WeightTransferTrainerFactory.register_engine(name, sender, f"{prefix}TrainerWeightTransferEngine")
     logging.getLogger(RELOAD_LOGGER).addFilter(is_not_of_a_head)
     reload.install()
+    adapters.install()
     if current_platform.is_cpu():
         cpu_logprobs.install()
         cpu_delta_net.install()
+        cpu_lora.install()
         cpu_rotary.install()
         cpu_router.install()
         cpu_routes.install()

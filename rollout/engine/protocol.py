@@ -21,6 +21,18 @@ if TYPE_CHECKING:  # settings are checked before torch is imported, and the chec
     from rollout.records import EngineCall
     from rollout.system.background_loop import BackgroundLoop
 
+POLICY, BASE = "policy", "base"
+"""Names of the trained adapter, and of the model without adapters."""
+ONLINE_SCHEMES = (
+    "fp8_per_tensor",
+    "fp8_per_block",
+    "fp8_per_channel",
+    "mxfp8",
+    "int8_per_channel_weight_only",
+    "nvfp4_per_token",
+)
+"""Quantizations that vLLM 0.32 applies to whole weights as they arrive, so that a weight update can replace them. The
+last two quantize experts only."""
 MAX_SUPPORT = 20
 """Most logprobs vLLM returns per sampled token (its `max_logprobs`). For a top_k up to this they are the whole support:
 tokens excluded by truncated sampling have logprob -inf, or the filler over HTTP."""
@@ -46,6 +58,9 @@ class Sampling:
     """False in evaluation, which needs no support of truncated sampling."""
     with_routes: bool = False
     """Return the experts of trained requests, from an engine that was started to return them."""
+    model: str = POLICY
+    """Name of the adapter to sample with, of an engine that takes adapters: the policy's, or one it was started with;
+    `BASE`: none."""
     affinity: tuple[int, ...] | None = None
     """Key of requests that share a prefix. A pool sends them to one engine, which has the prefix cached."""
 
@@ -121,6 +136,20 @@ class SyncedEngine(PooledEngine, Protocol):
     num_workers: int
     """Number of processes that hold weights and join a transfer."""
     weight_transfer_backend: str
+
+    @property
+    def takes_adapters(self) -> bool:
+        """True if updates bring LoRA adapters, which it applies to the weights on disk
+        (`rollout/engine/adapters.py`)."""
+        ...
+
+    @property
+    def quantization(self) -> str | None:
+        """Scheme by which it quantizes the weights that arrive, or by which those of its checkpoint are quantized.
+
+        None: it computes with unquantized weights.
+        """
+        ...
 
     def restart_if_dead(self) -> bool:
         """Restart a dead engine of this process with the weights on disk, from outside its loop; True if it did."""

@@ -74,6 +74,8 @@ class GatewaySettings:
     """None: a random key."""
     model_name: str = "policy"
     """Name in `/v1/models`, and the model that requests with the gateway's key must ask for."""
+    adapters: tuple[str, ...] = ()
+    """Further models that they may ask for: adapters of the engine (`Sampling.model`)."""
     max_request_mib: float = 64.0
     """A conversation that is sent back with its ids and logprobs takes about 30 bytes per sampled token."""
 
@@ -297,14 +299,16 @@ class Gateway:
         return raw
 
     def _parsed(self, session: Session, body: Mapping[str, Any]) -> ChatRequest:
-        self._check_model(session, body.get("model"))
-        return read_chat_request(
-            body, offered=session.offered, vocab_size=len(self._chat.tokenizer), prefixes=session.prefixes
-        )
+        model, offered = body.get("model"), session.offered
+        self._check_model(session, model)
+        if model in self._settings.adapters and not session.any_model:
+            offered = tuple(replace(one, model=model) for one in offered)
+        return read_chat_request(body, offered=offered, vocab_size=len(self._chat.tokenizer), prefixes=session.prefixes)
 
     async def _deliver(self, request: web.Request, completion: Completion) -> web.StreamResponse:
         """Write the answer. Raises if the client has disconnected, or does not read it in time."""
-        decode, model = self._chat.decode, self._settings.model_name
+        decode, adapter = self._chat.decode, completion.request.sampling.model
+        model = adapter if adapter in self._settings.adapters else self._settings.model_name
         if completion.request.stream:
             # In one piece: a client that closes at the last event has read the whole answer.
             events = b"".join(completion_events(completion, model=model, decode=decode))
@@ -338,11 +342,12 @@ class Gateway:
 
     async def _models(self, request: web.Request) -> web.Response:
         self._session(request)
-        return web.json_response({"object": "list", "data": [self._model_card()]})
+        return web.json_response({"object": "list", "data": [self._model_card(name) for name in self._served]})
 
     async def _model(self, request: web.Request) -> web.Response:
-        self._check_model(self._session(request), request.match_info["model"])
-        return web.json_response(self._model_card())
+        session, name = self._session(request), request.match_info["model"]
+        self._check_model(session, name)
+        return web.json_response(self._model_card(name if name in self._served else self._settings.model_name))
 
     async def _read_session(self, request: web.Request) -> web.Response:
         """Answer with the record as a rollout, as in `rollouts/*.jsonl`: calls with ids, logprobs and versions."""
@@ -379,17 +384,21 @@ class Gateway:
             return
         if not isinstance(model, str):
             raise ApiError("you must provide a model parameter", param="model")
-        if model != self._settings.model_name and not session.any_model:
+        if model not in self._served and not session.any_model:
             raise ApiError(
-                f"the model {quoted(model)} does not exist; this gateway serves {self._settings.model_name!r}",
+                f"the model {quoted(model)} does not exist; this gateway serves {', '.join(map(repr, self._served))}",
                 status=404,
                 param="model",
                 code="model_not_found",
             )
 
-    def _model_card(self) -> dict[str, Any]:
+    @property
+    def _served(self) -> tuple[str, ...]:
+        return (self._settings.model_name, *self._settings.adapters)
+
+    def _model_card(self, name: str) -> dict[str, Any]:
         return {
-            "id": self._settings.model_name,
+            "id": name,
             "object": "model",
             "created": 0,
             "owned_by": "lockstep",

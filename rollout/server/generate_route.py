@@ -27,7 +27,10 @@ ROUTE = "/lockstep/v1/generate"
 
 
 class CompactGenerate:
-    """ASGI middleware. GET confirms that the route exists; POST takes `token_ids` and `sampling_params`."""
+    """ASGI middleware. GET confirms that the route exists.
+
+    POST takes `token_ids`, `sampling_params`, and as `model` the name of an adapter; without it the base samples.
+    """
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -37,19 +40,21 @@ class CompactGenerate:
         if scope["type"] != "http" or scope["path"] != ROUTE:
             await self._app(scope, receive, send)
         elif scope["method"] == "POST":
-            await self._generate(scope["app"].state.engine_client, receive, send)
+            await self._generate(scope["app"].state, receive, send)
         else:
             await reply(send, 200, {})
 
-    async def _generate(self, engine: Any, receive: Receive, send: Send) -> None:
+    async def _generate(self, state: Any, receive: Receive, send: Send) -> None:
+        """state: of vLLM's application, with its engine client and its adapters."""
         from vllm.exceptions import VLLMClientError
 
         try:
-            prompt, params = _read(await _body(receive))
+            prompt, params, model = _read(await _body(receive))
+            adapter = None if model is None else state.openai_serving_models.lora_requests[model]
         except Exception as error:  # any failure here is the client's and must not be retried
             await reply(send, 400, {"error": f"{type(error).__name__}: {error}"})
             return
-        sampling = asyncio.ensure_future(self._sample(engine, prompt, params))
+        sampling = asyncio.ensure_future(self._sample(state.engine_client, prompt, params, adapter))
         gone = asyncio.ensure_future(_disconnect(receive))
         await asyncio.wait({sampling, gone}, return_when=asyncio.FIRST_COMPLETED)
         gone.cancel()
@@ -65,8 +70,10 @@ class CompactGenerate:
         else:
             await reply(send, 200, answer)
 
-    async def _sample(self, engine: Any, prompt: dict[str, Any], params: Any) -> dict[str, Any]:
-        outputs = [output async for output in engine.generate(prompt, params, f"lockstep-{next(self._numbers)}")]
+    async def _sample(self, engine: Any, prompt: dict[str, Any], params: Any, adapter: Any) -> dict[str, Any]:
+        chosen = {} if adapter is None else {"lora_request": adapter}
+        stream = engine.generate(prompt, params, f"lockstep-{next(self._numbers)}", **chosen)
+        outputs = [output async for output in stream]
         (completion,) = outputs[-1].outputs
         return encode_answer(answer_of(completion))
 
@@ -119,8 +126,8 @@ def _decode(text: str, dtype: type[np.generic]) -> list[Any]:
     return np.frombuffer(base64.b64decode(text, validate=True), dtype=dtype).tolist()
 
 
-def _read(raw: bytes) -> tuple[dict[str, Any], Any]:
-    """Return prompt and `SamplingParams` of a request. Raises on invalid input."""
+def _read(raw: bytes) -> tuple[dict[str, Any], Any, str | None]:
+    """Return prompt, `SamplingParams` and name of the adapter of a request. Raises on invalid input."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -132,7 +139,7 @@ def _read(raw: bytes) -> tuple[dict[str, Any], Any]:
     params = SamplingParams(**request["sampling_params"], output_kind=RequestOutputKind.FINAL_ONLY)
     if params.n != 1:
         raise ValueError(f"found n={params.n}, expected n=1: this route returns one completion")
-    return {"prompt_token_ids": ids.tolist()}, params
+    return {"prompt_token_ids": ids.tolist()}, params, request.get("model")
 
 
 async def _body(receive: Receive) -> bytes:

@@ -29,7 +29,7 @@ from rollout.engine.engine_answers import (
     score_params,
     version_number,
 )
-from rollout.engine.protocol import Sampling
+from rollout.engine.protocol import BASE, POLICY, Sampling
 from rollout.errors import ConfigError, EngineError, EvidenceError, LockstepError, RequestError
 from rollout.records import EngineCall
 from rollout.server.client import ServerClient, wait_until_healthy
@@ -62,6 +62,9 @@ class ServerFacts:
     weight_transfer_backend: str
     returns_routes: bool
     """True if `Sampling.with_routes` may be set."""
+    max_rank: int = 0
+    """Largest rank of its adapters; 0: it takes whole weights."""
+    quantization: str | None = None
 
 
 class ServerEngine:
@@ -110,6 +113,9 @@ class ServerEngine:
         self.dtype = facts.dtype
         self.num_workers = facts.num_workers
         self.returns_routes = facts.returns_routes
+        self.max_rank = facts.max_rank
+        self.takes_adapters = facts.max_rank > 0
+        self.quantization = facts.quantization
         self.weight_transfer_backend = facts.weight_transfer_backend
         self.vocab_size = vocab_size
         self._sent_labels: set[str] = set()
@@ -127,7 +133,7 @@ class ServerEngine:
         """See `Engine.generate`. Also raises `EngineError` for weights that this process never sent."""
         room = check_prompt(prompt_ids, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
         params = sample_params(sampling, room=room)
-        raw = await self._sample(self._route, prompt_ids, params)
+        raw = await self._sample(self._route, prompt_ids, params, sampling.model)
         answer = read_answer(raw, with_support=sampling.truncates, source=self.name, is_compact=self._route == ROUTE)
         self._check_labels(answer)
         return engine_call(
@@ -151,7 +157,7 @@ class ServerEngine:
 
     async def _score(self, ids: Sequence[int]) -> Any:
         check_prompt(ids, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
-        return await self._sample(GENERATE, ids, score_params())
+        return await self._sample(GENERATE, ids, score_params(), POLICY)
 
     def restart_if_dead(self) -> bool:
         return False  # a run does not own its servers
@@ -204,8 +210,10 @@ class ServerEngine:
         """Close the connection; the server keeps running. Closing twice is allowed."""
         await self._client.close()
 
-    async def _sample(self, route: str, ids: Sequence[int], params: Mapping[str, Any]) -> Any:
-        body = {"token_ids": list(ids), "sampling_params": params}
+    async def _sample(self, route: str, ids: Sequence[int], params: Mapping[str, Any], model: str) -> Any:
+        body: dict[str, Any] = {"token_ids": list(ids), "sampling_params": params}
+        if self.takes_adapters and model != BASE:
+            body["model"] = model
         try:
             await asyncio.wait_for(self._admits.wait(), self._request_timeout_s)
         except TimeoutError:
@@ -257,6 +265,8 @@ def read_facts(url: str, described: Any) -> ServerFacts:
             num_workers=_count(parallel["world_size"]) * _count(parallel["data_parallel_size"]),
             weight_transfer_backend=str(transfer.get("backend")),
             returns_routes=bool((config.get("aux_output_config") or {}).get("enable_return_routed_experts")),
+            max_rank=integer((config.get("lora_config") or {}).get("max_lora_rank", 0)),
+            quantization=None if model.get("quantization") is None else str(model["quantization"]),
         )
         logprobs_mode = str(model["logprobs_mode"])
         is_cpu = "cpu" in str(config["device_config"])

@@ -1,6 +1,7 @@
 """Mapping of a module's parameters to checkpoint-named tensors for weight transfer.
 
-LoRA adapters are merged into copies; the training weights are never modified. Names are those of the checkpoint
+LoRA adapters are merged into copies, unless they are sent by themselves (`rollout/weights/adapter_tensors.py`); the
+training weights are never modified. Names are those of the checkpoint
 (`rollout/weights/checkpoint_names.py`). Buffers that a checkpoint has, such as the correction biases of routers, are
 sent in their own dtype.
 
@@ -51,7 +52,8 @@ def checkpoint_tensors(module: nn.Module, dtype: torch.dtype | None) -> Iterator
         from peft import PeftModel
 
         if isinstance(module, PeftModel):
-            yield from _peft_tensors(module, dtype)
+            tensors, adapted = peft_layers(module)
+            yield from _tensors(module.get_base_model(), tensors, dtype, adapted)
             return
     yield from _tensors(module, _saved(module), dtype, {})
 
@@ -72,7 +74,7 @@ def unwrap(module: nn.Module) -> nn.Module:
             return module
 
 
-def _sent_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+def sent_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
     if dtype is None or not isinstance(tensor, nn.Parameter) or not tensor.dtype.is_floating_point:
         return tensor.dtype
     return dtype
@@ -101,14 +103,17 @@ def _tensors(
         if place.source in adapted:
             yield _merged_tensor(place, adapted[place.source], tensor, dtype)
             continue
-        sent = _sent_dtype(tensor, dtype)
+        sent = sent_dtype(tensor, dtype)
         yield CheckpointTensor(
             ParamMeta(place.name, sent, place.shape), (ParamRange(tensor, place.first, place.shape, sent),)
         )
 
 
-def _peft_tensors(model: PeftModel, dtype: torch.dtype | None) -> Iterator[CheckpointTensor]:
-    """Yield base weights plus active adapters, under the names of the wrapped model."""
+def peft_layers(model: PeftModel) -> tuple[dict[str, torch.Tensor], dict[str, LoraLayer]]:
+    """Return the saved tensors of a model, without its adapters, and the adapted layers of some of them.
+
+    Both by the names in `model.get_base_model()`. Raises `SyncError` for adapters other than LoRA.
+    """
     from peft.tuners.lora import LoraLayer
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
@@ -127,7 +132,7 @@ def _peft_tensors(model: PeftModel, dtype: torch.dtype | None) -> Iterator[Check
             renamed[f".modules_to_save.{active}."] = "."
         elif isinstance(layer, BaseTunerLayer):
             raise SyncError(
-                f"weight sync merges only LoRA adapters, found {type(layer).__name__} at {path}; train with "
+                f"weight sync sends only LoRA adapters, found {type(layer).__name__} at {path}; train with "
                 "peft.LoraConfig, or without an adapter"
             )
     _refuse_tied(model, set(merged))
@@ -142,7 +147,7 @@ def _peft_tensors(model: PeftModel, dtype: torch.dtype | None) -> Iterator[Check
         tensors[name] = tensor
         if full_name in merged:
             adapted[name] = merged[full_name]
-    yield from _tensors(model.get_base_model(), tensors, dtype, adapted)
+    return tensors, adapted
 
 
 def _refuse_tied(model: nn.Module, adapted: set[str]) -> None:
@@ -176,7 +181,7 @@ def _merged_tensor(place: Place, layer: LoraLayer, weight: torch.Tensor, dtype: 
                 total += layer.get_delta_weight(adapter).to(total)  # type: ignore[attr-defined]
         return total
 
-    meta = ParamMeta(name, _sent_dtype(weight, dtype), place.shape)
+    meta = ParamMeta(name, sent_dtype(weight, dtype), place.shape)
     ranges = tuple(ParamRange(p, 0, full_shape(p), p.dtype) for p in (weight, *adapter_params))
     return CheckpointTensor(meta, ranges, merge)
 

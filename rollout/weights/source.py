@@ -8,9 +8,10 @@ one bucket at a time, in one of two ways:
 * **Each rank's own parts**, for a transport on which every rank sends (`rollout/weights/gloo/`). Nothing of a sharded
   model is fetched, and nothing is copied unless it is cast.
 
-LoRA adapters are merged into copies (`rollout/weights/checkpoint_tensors.py`), for which their weights are fetched in
-both cases. Beside the buckets, a merged weight takes its size in float32 while it is computed; so do the fetched
-adapters, and the fetched base weights if their dtype is not the engine's.
+LoRA adapters are sent alone to engines that apply them (`rollout/weights/adapter_tensors.py`), or else merged into
+copies (`rollout/weights/checkpoint_tensors.py`), for which their weights are fetched in both cases. Beside the buckets,
+a merged weight takes its size in float32 while it is computed; so do the fetched adapters, and the fetched base weights
+if their dtype is not the engine's.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import torch
 from torch import nn
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource, layerwise_groups
 
+from rollout.weights.adapter_tensors import adapter_tensors
 from rollout.weights.checkpoint_tensors import CheckpointTensor, checkpoint_tensors, unwrap
 from rollout.weights.shards import (
     Fetch,
@@ -192,6 +194,7 @@ class ZeroSource(WeightSource):
         module: plain, DDP, DeepSpeed engine, PEFT, or these nested.
         dtype: dtype to which floating-point parameters are cast; None: no cast.
         bucket_bytes: maximum size of a fetch, after the cast; a larger tensor is fetched alone.
+        adapters_only: of a model with LoRA adapters, only these (`rollout/weights/adapter_tensors.py`).
         readers: global ranks that get the tensors; other ranks iterate over nothing. None: all.
     """
 
@@ -202,8 +205,11 @@ class ZeroSource(WeightSource):
         dtype: torch.dtype | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         readers: Sequence[int] | None = None,
+        adapters_only: bool = False,
     ) -> None:
-        tensors = {tensor.meta.name: tensor for tensor in checkpoint_tensors(unwrap(module), dtype)}
+        model = unwrap(module)
+        found = adapter_tensors(model, dtype) if adapters_only else checkpoint_tensors(model, dtype)
+        tensors = {tensor.meta.name: tensor for tensor in found}
         plan = plan_buckets([tensor.meta for tensor in tensors.values()], bucket_bytes)
         self._rank = own_rank()
         self._is_reader = readers is None or self._rank in readers

@@ -52,6 +52,9 @@ CANARY_TOKENS = 24
 CANARY_THRESHOLD: Mapping[torch.dtype, float] = {torch.float32: 1e-2, torch.bfloat16: 1.0, torch.float16: 0.5}
 """Largest accepted |Δ log π|, by the engine's dtype. Measured on random models: 1e-5 in float32, 0.2 in bfloat16; 2 to
 10 with a head that was not reloaded."""
+QUANTIZED_THRESHOLD, FLOOR_FACTOR = 2.0, 3.0
+"""Thresholds of quantized engines: largest accepted |Δ log π| of the first canary, and of later ones as a multiple of
+the first, but no less than for their dtype."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +98,8 @@ class WeightSync:
         module: the trained module in its wrappers (see `ZeroSource`).
         engines: this rank's engines; none on ranks that only take part in the gather.
         score_canary: the trainer's scores; None: no canary (the version is still checked).
-        canary_threshold: largest accepted |Δ log π|; None: by the engine's dtype.
+        canary_threshold: largest accepted |Δ log π|; None: by the engine's dtype, and of a quantized engine by what the
+            first canary finds.
         canary_share: a canary is scored when the last one cost at most this share of the time since. 1: always.
         pause_mode: treatment of requests in flight: wait, keep or abort.
         bucket_bytes: size of a gather or message.
@@ -128,16 +132,30 @@ class WeightSync:
         self._sleep_level = sleep_level
         self._is_asleep = False
         self._ranks = _Ranks(deadline_s)
-        settings = [(one.name, (one.weight_transfer_backend, one.dtype, one.vocab_size)) for one in engines]
+        settings = [
+            (
+                one.name,
+                (one.weight_transfer_backend, one.dtype, one.vocab_size, one.takes_adapters, one.quantization),
+            )
+            for one in engines
+        ]
         by_rank = self._ranks.run_phase("describing the engines", lambda: settings)
-        self._backend, dtype, vocab_size = _common_settings([one for rank in by_rank for one in rank])
+        self._backend, dtype, vocab_size, takes_adapters, self.quantization = _common_settings(
+            [one for rank in by_rank for one in rank]
+        )
         self._canary_ids = _canary_ids(vocab_size)
         self._canary_threshold = CANARY_THRESHOLD[dtype] if canary_threshold is None else canary_threshold
+        self._measures_floor = self.quantization is not None and canary_threshold is None
+        """True until the first canary of quantized engines, which sets the threshold of the others."""
+
+        self._sends_adapters = takes_adapters
 
         from rollout.weights.source import ZeroSource
 
         readers = [rank for rank, found in enumerate(by_rank) if found]
-        self._source = ZeroSource(module, dtype=dtype, bucket_bytes=bucket_bytes, readers=readers)
+        self._source = ZeroSource(
+            module, dtype=dtype, bucket_bytes=bucket_bytes, readers=readers, adapters_only=takes_adapters
+        )
         self._sizes = [meta.dtype.itemsize * math.prod(meta.shape) for meta in self._source.metadata]
         self._engines = ControlPlane(engines, deadline_s, is_staged=self._backend == "gloo")
         self._address, self._bucket_bytes = address, bucket_bytes
@@ -240,6 +258,9 @@ class WeightSync:
         diffs: dict[str, float] = phase("scoring the canary", self._score_both, own=True)
         if any(phase("checking the canary", lambda: self._wrong_engines(diffs))):
             phase("comparing checksums", lambda: self._raise_canary_error(version, diffs))
+        if diffs and self._measures_floor:
+            self._canary_threshold = max(self._canary_threshold, FLOOR_FACTOR * max(diffs.values()))
+            self._measures_floor = False
         self._canary_ended_at = time.perf_counter()
         self._canary_s = self._canary_ended_at - started
         return diffs
@@ -262,24 +283,35 @@ class WeightSync:
     def _wrong_engines(self, diffs: Mapping[str, float]) -> list[str]:
         """Return the names of this rank's engines whose canary failed, and pause them."""
         # Negated, so that NaN fails.
-        wrong = [name for name, diff in diffs.items() if not diff <= self._canary_threshold]
+        limit = self._canary_limit
+        wrong = [name for name, diff in diffs.items() if not diff <= limit]
         if wrong:
             self._engines.all(lambda engine: engine.pause("abort"))
         return wrong
+
+    @property
+    def _canary_limit(self) -> float:
+        return max(QUANTIZED_THRESHOLD, self._canary_threshold) if self._measures_floor else self._canary_threshold
 
     def _raise_canary_error(self, version: int, diffs: Mapping[str, float]) -> None:
         """Raise the error of a failed canary, with the weights that differ. Every rank takes part in a gather."""
         wrong = self._wrong_engines(diffs)
         if not wrong:
-            for _ in self._source:
-                pass
+            if not self._sends_adapters:
+                for _ in self._source:
+                    pass
             return
-        sums = dict(zip(self._engines.names, self._engines.all(lambda engine: engine.weight_checksums()), strict=True))
-        where = describe_differences(self._source, sums[wrong[0]])
+        if self._sends_adapters:
+            where = (
+                "adapters were sent, to the weights that it was started with: use the same model.path for both sides"
+            )
+        else:
+            sums = self._engines.all(lambda engine: engine.weight_checksums())
+            where = describe_differences(self._source, dict(zip(self._engines.names, sums, strict=True))[wrong[0]])
         differences = ", ".join(f"{name} by {diffs[name]:.3g}" for name in wrong)
         raise SyncError(
             f"after the sync to version {version} the log π of the canary differ from the trainer's: {differences}, "
-            f"expected at most {self._canary_threshold:g}: the engine does not compute with the trained weights "
+            f"expected at most {self._canary_limit:g}: the engine does not compute with the trained weights "
             f"({wrong[0]}: {where}); run `python scripts/diagnose.py model.path=<model>`"
         )
 
@@ -442,7 +474,10 @@ def _describe_error(error: Exception, deadline_s: float) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _common_settings(engines: Sequence[tuple[str, tuple[str, torch.dtype, int]]]) -> tuple[str, torch.dtype, int]:
+EngineSettings = tuple[str, torch.dtype, int, bool, str | None]
+
+
+def _common_settings(engines: Sequence[tuple[str, EngineSettings]]) -> EngineSettings:
     """Return the settings of all engines. Raises `SyncError` if they differ. engines: names and settings."""
     if not engines:
         raise SyncError("weight sync: no rank has an engine")
@@ -450,8 +485,8 @@ def _common_settings(engines: Sequence[tuple[str, tuple[str, torch.dtype, int]]]
     for name, found in engines:
         if found != first:
             raise SyncError(
-                f"{name} has (weight transfer, dtype, vocabulary) {found}, {first_name} has {first}; start all with "
-                "the same settings"
+                f"{name} has (weight transfer, dtype, vocabulary, adapters, quantization) {found}, {first_name} has "
+                f"{first}; start all with the same settings"
             )
     return first
 

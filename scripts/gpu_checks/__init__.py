@@ -81,6 +81,32 @@ CHECKS = (
         limit_s=500,
     ),
     Check(
+        name="adapters",
+        module="scripts.gpu_checks.adapters",
+        expected="pushes of LoRA adapters: mean |Δ| < 0.02 after updates that make five times that, the base's weights "
+        "unchanged, less than a tenth of the model's bytes sent",
+        rehearses=True,
+    ),
+    Check(
+        name="quantized",
+        module="scripts.gpu_checks.adapters",
+        expected="engines that quantize to fp8, per channel, block and tensor, follow pushes: mean |Δ| < 0.3",
+        limit_s=500,
+    ),
+    Check(
+        name="quantized_base",
+        module="scripts.gpu_checks.adapters",
+        expected="adapters on int8 weights (W8A8): mean |Δ| after pushes < 0.3 and less than 3 times that of the "
+        "first, the engine's weights unchanged",
+        rehearses=True,
+    ),
+    Check(
+        name="invariant",
+        module="scripts.gpu_checks.adapters",
+        expected="with rollout.batch_invariant=true, 64 scores alone and in one batch are equal bit for bit; a push "
+        "arrives",
+    ),
+    Check(
         name="recurrent",
         module="scripts.gpu_checks.numerics",
         expected="rows of a pack change each other's scores by less than 0.03 in Falcon-H1 and Qwen3-Next, by the "

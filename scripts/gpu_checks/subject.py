@@ -21,6 +21,8 @@ from rollout.records import EngineCall
 from rollout.system.background_loop import BackgroundLoop
 from rollout.weights.sync import SyncReport, WeightSync
 from trainer.batch.packing import collate
+from trainer.config.schema import LoraConfig
+from trainer.model.lora import add_adapters
 from trainer.model.policy import Policy
 from trainer.update.updater import whole_row
 
@@ -80,11 +82,11 @@ class Subject:
             }
         )
 
-    def new_policy(self, **changes: Any) -> Policy:
-        """Make a policy with random weights on the device."""
+    def new_policy(self, lora: LoraConfig | None = None, **changes: Any) -> Policy:
+        """Make a policy with random weights on the device, or with adapters on such weights."""
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(self.config(**changes)).to(self.device)
-        return Policy(model, compute_dtype=self.dtype)
+        return Policy(model if lora is None else add_adapters(model, lora), compute_dtype=self.dtype)
 
     def autocast(self) -> torch.autocast:
         """Return the context of mixed precision, as Accelerate sets it for the trainer."""
@@ -127,10 +129,12 @@ class Subject:
                 loop.run(engine.close())
 
     @contextmanager
-    def served(self, *, sleep_level: int = 0, **settings: Any) -> Iterator[Served]:
-        """Start an engine, with a policy that has its weights and can push others."""
+    def served(
+        self, *, sleep_level: int = 0, lora: LoraConfig | None = None, policy: Policy | None = None, **settings: Any
+    ) -> Iterator[Served]:
+        """Start an engine, with a policy that has its weights and can push others. policy: None for a new one."""
         with self.engine(**settings) as engine:
-            policy = self.new_policy()
+            policy = policy or self.new_policy(lora)
             served = Served(subject=self, engine=engine, policy=policy)
             served.sync = WeightSync(
                 module=policy.model,
@@ -161,11 +165,12 @@ class Served:
 
     @torch.no_grad()
     def perturb(self, seed: int) -> None:
-        """Change all weights by noise of 0.4 of their initial standard deviation."""
+        """Change all trained weights by noise of 0.4 of the initial standard deviation of the model's."""
         torch.manual_seed(seed)
         scale = 0.4 * self.policy.causal_lm.config.initializer_range
         for parameter in self.policy.parameters():
-            parameter.add_(scale * torch.randn_like(parameter))
+            if parameter.requires_grad:
+                parameter.add_(scale * torch.randn_like(parameter))
 
     def sample(self, prompts: Sequence[tuple[int, ...]], max_tokens: int, **sampling: Any) -> list[EngineCall]:
         return self.engine.loop.run(self.sampled(prompts, max_tokens, **sampling))

@@ -85,7 +85,9 @@ RUNS = {
     "grpo_multi_turn": GoldenRun(settings={"algorithm": "grpo"}),
     "grpo_zero3": GoldenRun(settings={"algorithm": "grpo", "algorithm.kl_coef": 0.05}, ranks=2),
     "ppo": GoldenRun(settings={"algorithm": "ppo", "algorithm.kl_coef": 0.05, "algorithm.epochs": 2}),
-    "lora": GoldenRun(settings={"algorithm": "rloo", "model.lora.rank": 4, "optimizer.lr": "2e-3"}),
+    "lora": GoldenRun(
+        settings={"algorithm": "rloo", "model.lora.rank": 4, "model.lora.send": "merged", "optimizer.lr": "2e-3"}
+    ),
     "dapo": GoldenRun(settings={"algorithm": "dapo", "rollout.samples_per_prompt": 3}, reward="first_id_is_low"),
     "gspo_two_minibatches": GoldenRun(settings={"algorithm": "gspo", "algorithm.minibatches": 2}),
     "bypass": GoldenRun(settings={"algorithm": "dr_grpo", "correction": "bypass"}),

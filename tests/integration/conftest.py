@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import Qwen3ForCausalLM
@@ -51,7 +52,8 @@ class Served:
         return self.sync.push(self.version)
 
 
-def _serve(directory: Path, *, tied: bool) -> Iterator[Served]:
+def serve(directory: Path, *, tied: bool, **settings: Any) -> Iterator[Served]:
+    """Start an engine and a sync with its model. settings: further ones of `EmbeddedEngine`."""
     with BackgroundLoop() as loop:
         with forks_for_spawns():
             engine = EmbeddedEngine(
@@ -61,6 +63,7 @@ def _serve(directory: Path, *, tied: bool) -> Iterator[Served]:
                 max_model_len=320,
                 kv_cache_gib=0.0625,
                 num_threads=1,
+                **settings,
             )
         model = tiny_qwen3(tied=tied)
         sync = WeightSync(
@@ -77,12 +80,12 @@ def _serve(directory: Path, *, tied: bool) -> Iterator[Served]:
 @pytest.fixture(scope="session")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """An engine with tied embeddings, the harder case for weight sync."""
-    yield from _serve(tmp_path_factory.mktemp("tied"), tied=True)
+    yield from serve(tmp_path_factory.mktemp("tied"), tied=True)
 
 
 @pytest.fixture(scope="session")
 def served_untied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    yield from _serve(tmp_path_factory.mktemp("untied"), tied=False)
+    yield from serve(tmp_path_factory.mktemp("untied"), tied=False)
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -189,17 +190,18 @@ def test_an_interrupted_recipe_continues_and_a_missing_evaluation_is_made(
     def reproduce(*more: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "scripts.reproduce", "demo_calculator", *demo, f"run_root={tmp_path}",
-             "eval.prompts=8", "rollout.prompts_per_step=4", "logger.print_rollouts=0", *more],
+             "eval.prompts=8", "rollout.prompts_per_step=4", "logger.print_rollouts=0", "optimizer.lr=1e-9", *more],
             cwd=ROOT, capture_output=True, text=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
 
     run = tmp_path / "recipe-demo_calculator"
     first = reproduce("updates=4", "max_hours=0.0001", "checkpoint.every=1")
-    assert "interrupted: found 1 of 4 updates" in first.stdout, first.stdout[-3000:] + first.stderr[-3000:]
+    # None if the evaluation before training took the time.
+    assert re.search("interrupted: found [01] of 4 updates", first.stdout), first.stdout[-3000:] + first.stderr[-3000:]
     assert first.returncode == 1
     second = reproduce("updates=4")
     assert "at update 4, expected" in second.stdout, second.stdout[-3000:] + second.stderr[-3000:]
-    assert second.returncode == 1, "four updates are too few"
+    assert second.returncode == 1, "nothing was learned"
     assert [line["step"] for line in metrics(run) if "reward/mean" in line] == [1, 2, 3, 4]
     assert json.loads((run / "verdict.json").read_text())["status"] == "below"
     shutil.rmtree(run / "evaluations")

@@ -31,6 +31,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 SLOW = ("mixtral", "olmoe", "qwen2_moe", "glm4_moe", "granitemoe", "gpt_oss")
 FAMILY = "qwen3_moe"
+REPLAYED = (FAMILY, *SLOW)
 RNG = np.random.default_rng(0)
 PROMPT = RNG.integers(1, 500, 70).tolist()
 OTHER = RNG.integers(1, 500, 9).tolist()

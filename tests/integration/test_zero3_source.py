@@ -84,3 +84,12 @@ def test_the_next_bucket_is_fetched_when_the_last_tensor_of_one_is_taken(ranks: 
     assert seen["events"] == expected
     assert other["events"] == ["begin", *["wait", "begin"] * (len(seen["buckets"]) - 1), "wait"]
     assert seen["kept"] == 0
+
+
+def test_adapters_alone_are_whole_and_named_for_the_engine(ranks: list[dict]) -> None:
+    for rank in ranks:
+        alone = rank["adapters_alone"]
+        assert alone["all"]["wrong"] == alone["parts"]["wrong"] == []
+        assert alone["parts"]["not_sent"] == 0
+        assert alone["all"]["count"] == len(alone["names"]) == 2 * 2 * 4
+    assert ranks[0]["adapters_alone"]["names"][0] == "model.layers.0.mlp.down_proj.lora_A.weight"

@@ -18,7 +18,7 @@ import math
 import os
 import pickle
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path, PurePosixPath
@@ -103,10 +103,12 @@ def save(
     *,
     keep: int,
     config: Mapping[str, Any] | None = None,
+    also: Callable[[Path], None] = lambda directory: None,
 ) -> Path:
     """Write checkpoint `step-N` below `directory`, publish it, then remove all but the newest `keep`; a collective.
 
     config: settings of the run without secrets, stored beside the state, with their hash in the manifest.
+    also: writes further files, on all ranks.
     Raises `CheckpointError` on all ranks if the disk is full or not writable; earlier checkpoints are untouched.
     """
     final = directory / f"step-{state.update}"
@@ -124,6 +126,7 @@ def save(
     def write() -> None:
         try:
             distributed.save_state(temporary)
+            also(temporary)
         except (OSError, RuntimeError, SafetensorError) as error:
             raise CheckpointError(f"checkpoint {final} cannot be written: {_cause(error, directory)}") from error
 

@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 from rollout.system.addresses import is_loopback
 from trainer.config.schema import Config
+from trainer.objective.correction.modes import CORRECTION_MODES, Granularity
 
 EXAMPLE = "rollout.urls=[http://127.0.0.1:8000]"
 
@@ -25,6 +26,8 @@ def engine_problems(config: Config) -> Iterator[str]:
             f"rollout.max_staleness={settings.max_staleness} samples while the trainer computes, when rollout.engine="
             "colocated sleeps; set rollout.sleep_level=0, or rollout.max_staleness=0"
         )
+    if settings.quantization is not None:
+        yield from _quantization_problems(config)
     for url in settings.urls:
         if (problem := _url_problem(url)) is not None:
             yield f"rollout.urls: {url} {problem}; expected http://<host>:<port>, as in {EXAMPLE}"
@@ -37,6 +40,17 @@ def engine_problems(config: Config) -> Iterator[str]:
         yield (
             f"server.host={config.server.host} without a key lets every client that reaches it replace the weights of "
             "the server; set rollout.api_key_env=LOCKSTEP_ENGINE_KEY, or server.host=127.0.0.1"
+        )
+
+
+def _quantization_problems(config: Config) -> Iterator[str]:
+    """Yield what leaves the difference between a quantized engine and the trainer without a correction per token."""
+    correction = config.correction
+    mode = CORRECTION_MODES[correction.mode]
+    if mode.control is None or mode.granularity is not Granularity.TOKEN:
+        yield (
+            f"rollout.quantization={config.rollout.quantization} samples from another distribution than the trainer's, "
+            f"which correction.mode={correction.mode} does not correct per token; set correction=token_truncate"
         )
 
 

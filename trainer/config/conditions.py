@@ -65,4 +65,8 @@ WORKERS = When(
 )
 PROFILE = When(instead="profile=true", holds=lambda c: c.profile)
 EVALUATE_SCRIPT = When(instead="it for scripts/evaluate.py", holds=lambda c: False)
+SERVED_ADAPTERS = When(
+    instead="it for scripts/evaluate.py or scripts/serve.py, or model.lora.path to train an adapter further",
+    holds=lambda c: False,
+)
 HUB = When(instead="hub.repo=<user or organization>/<name>", holds=lambda c: c.hub.repo is not None)

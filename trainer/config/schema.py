@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rewards.functions.built_in import ISOLATED
+from rollout.engine.protocol import ONLINE_SCHEMES
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.conditions import (
     AHEAD,
@@ -30,6 +31,7 @@ from trainer.config.conditions import (
     PROFILE,
     PROJECTS,
     REFERENCE,
+    SERVED_ADAPTERS,
     SERVERS,
     SPIKES,
     STEP_LIMIT,
@@ -58,6 +60,17 @@ class LoraConfig:
     rank: int = setting(0, "rank of low-rank adapters, trained in place of the weights; 0: no adapters", low=0)
     alpha: float = setting(32.0, "adapters are scaled by alpha / rank", when=LORA)
     target_modules: list[str] | None = setting(None, "linear layers with adapters; null: all but the head", when=LORA)
+    rslora: bool = setting(False, "scale adapters by alpha / sqrt(rank), rsLoRA (arXiv:2312.03732)", when=LORA)
+    path: str | None = setting(
+        None, "adapter to start from, as peft saves it, with the rank, alpha and layers set here", when=LORA
+    )
+    send: str = setting(
+        "auto",
+        "what engines get; adapter: A and B, applied to weights that stay; merged: whole weights; auto: adapter, if "
+        "vLLM applies it to every layer of the model's family",
+        choices=("auto", "adapter", "merged"),
+        when=LORA,
+    )
 
 
 @dataclass
@@ -91,6 +104,12 @@ class ModelConfig:
     compile: bool = setting(False, "torch.compile the layers of the trained models; not under ZeRO-3")
     trust_remote_code: bool = setting(False, "run code that ships with the model, in trainer and engine")
     lora: LoraConfig = field(default_factory=LoraConfig)
+    adapters: dict[str, str] = setting(
+        {},
+        "scripts/evaluate.py, serve.py and serve_engine.py: adapters by name, directories that peft wrote, beside the "
+        "model in one engine",
+        when=SERVED_ADAPTERS,
+    )
 
 
 @dataclass
@@ -226,10 +245,19 @@ class RolloutConfig:
     compile_engine: bool = setting(
         False, "compile CPU engines at start: up to a minute, needs a C++ compiler (on GPUs vLLM always compiles)"
     )
+    quantization: str | None = setting(
+        None,
+        "engine quantizes the weights that arrive, and the trainer does not (docs/engines.md); null: off. On a CPU "
+        "fp8_per_channel only",
+        choices=ONLINE_SCHEMES,
+    )
+    batch_invariant: bool = setting(
+        False, "vLLM's batch-invariant kernels: a request has the same logprobs in any batch, at a cost; on GPUs"
+    )
     sleep_level: int = setting(
         2,
         "while the trainer computes: 2 frees the engine's weights and cache, 1 moves the weights to main memory, "
-        "0 keeps both (a CPU engine frees nothing)",
+        "0 keeps both (a CPU engine frees nothing); engines that get adapters use 1 for 2",
         choices=(0, 1, 2),
         when=COLOCATED,
     )

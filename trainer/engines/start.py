@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
+from rollout.engine.adapters import buffer_rank
 from rollout.engine.embedded import EmbeddedEngine
 from rollout.engine.pool import EnginePool
 from rollout.engine.protocol import SyncedEngine
@@ -17,7 +18,10 @@ from rollout.errors import ConfigError
 from rollout.server.server_engine import ServerEngine
 from rollout.system.background_loop import BackgroundLoop
 from trainer.config.schema import Config
+from trainer.model.lora import adapter_settings
 from trainer.model.memory_plan import cache_gib
+from trainer.model.quantized_base import stored_method
+from trainer.setting import typed
 
 
 def start_engine(config: Config, *, loop: BackgroundLoop, log_path: Path) -> EnginePool:
@@ -91,8 +95,37 @@ def connect_servers(config: Config, *, loop: BackgroundLoop) -> list[ServerEngin
                 f"{engine.name} returns no routed experts; restart it with --enable-return-routed-experts, or set "
                 "correction.routing_replay=off"
             )
+        check_adapters(engine, config)
+        if engine.quantization != (settings.quantization or stored_method(model)):
+            raise ConfigError(
+                f"{engine.name} computes with quantization={engine.quantization}, and this run has "
+                f"rollout.quantization={typed(settings.quantization)}; restart it with `python "
+                f"scripts/serve_engine.py`, or set rollout.quantization={typed(engine.quantization)}"
+            )
         engine.max_model_len = settings.max_model_len
     return engines
+
+
+def check_adapters(engine: ServerEngine, config: Config) -> None:
+    """Raise `ConfigError` if a server was started for adapters and the run sends whole weights, or the other way
+    round."""
+    lora = config.model.lora
+    if not engine.takes_adapters:
+        if lora.rank and lora.send == "adapter":
+            raise ConfigError(
+                f"{engine.name} takes no adapters; restart it with `python scripts/serve_engine.py "
+                f"model.lora.rank={lora.rank}`, or set model.lora.send=merged"
+            )
+    elif not lora.rank or lora.send == "merged":
+        raise ConfigError(
+            f"{engine.name} was started for adapters, and this run sends whole weights; restart it without "
+            "--enable-lora, or set model.lora.rank=16 model.lora.send=adapter"
+        )
+    elif lora.rank > engine.max_rank:
+        raise ConfigError(
+            f"{engine.name} holds adapters up to rank {engine.max_rank}, and this run has model.lora.rank={lora.rank}; "
+            f"restart it with --max-lora-rank {buffer_rank(lora.rank)}"
+        )
 
 
 def engine_key(variable: str | None) -> str | None:
@@ -133,5 +166,8 @@ def embedded_engine(config: Config, *, loop: BackgroundLoop, log_path: Path, **p
         trust_remote_code=config.model.trust_remote_code,
         compile_on_cpu=settings.compile_engine,
         return_routes=config.replays_engine,
+        adapters=adapter_settings(config),
+        quantization=settings.quantization,
+        batch_invariant=settings.batch_invariant,
         **{"kv_cache_gib": cache_gib(config), **placed},
     )

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 from rewards.composition import RewardSet
 from rollout.chat.chat import Chat
 from rollout.engine.pool import EnginePool
+from rollout.engine.protocol import BASE, POLICY
+from rollout.errors import ConfigError
 from rollout.records import Rollout
 from rollout.sampler.sampler import OnRollout, Sampler
 from rollout.saved_rollouts import write_rollouts
@@ -84,9 +86,16 @@ class Evaluator:
     """Evaluator of the weights that the engine currently holds."""
 
     def __init__(
-        self, config: Config, *, sampler: Sampler, rewards: RewardSet, loop: BackgroundLoop, chat: Chat
+        self,
+        config: Config,
+        *,
+        sampler: Sampler,
+        rewards: RewardSet,
+        loop: BackgroundLoop,
+        chat: Chat,
+        model: str = POLICY,
     ) -> None:
-        """Raises `DataError` if held-out data cannot be loaded."""
+        """model: adapter of the engine (`Sampling.model`). Raises `DataError` if held-out data cannot be loaded."""
         self._config = config
         self._sampler = sampler
         self._rewards = rewards
@@ -98,6 +107,7 @@ class Evaluator:
             top_k=config.eval.top_k,
             min_p=config.eval.min_p,
             is_trained=False,
+            model=model,
         )
         self.data = heldout_data(config)
 
@@ -169,10 +179,13 @@ def comparable_settings(config: Config) -> dict[str, Any]:
 
 
 def run(config: Config) -> None:
-    """Evaluate `model.path` in this process, and compare it with `eval.compare_to`."""
+    """Evaluate `model.path` in this process, and compare it with `eval.compare_to`, or with its adapters."""
     settings = config.eval
     other = settings.compare_to
     console = RunConsole(enabled=True, total_updates=0)
+    if config.model.adapters:
+        _run_adapters(config, console)
+        return
     tasks = _load_tasks(config, console) if settings.lm_eval.tasks else None
     sampled_with = comparable_settings(config)
     before: Sequence[SetResult] | None = None
@@ -220,6 +233,45 @@ def run(config: Config) -> None:
     print(json.dumps(metrics))
 
 
+def _run_adapters(config: Config, console: RunConsole) -> None:
+    """Evaluate the base and all adapters in one engine, and compare each adapter with the base.
+
+    Raises `ConfigError` with settings for another comparison, or for tasks of lm-eval.
+    """
+    settings, path = config.eval, config.model.path
+    if settings.compare_to is not None or settings.lm_eval.tasks:
+        raise ConfigError(
+            "model.adapters are compared with the model without adapters, on rows of data sets; set "
+            "eval.compare_to=null 'eval.lm_eval.tasks=[]', or evaluate merged models one by one"
+        )
+    sampled_with, metrics = comparable_settings(config), {}
+    with tempfile.TemporaryDirectory(prefix="lockstep-evaluate-") as logs, BackgroundLoop() as loop:
+        console.say(f"starting the engine with {path} and {len(config.model.adapters)} adapters ...")
+        engine = start_engine(config, loop=loop, log_path=Path(logs) / "engine.log")
+        try:
+            base: Sequence[SetResult] = ()
+            for name in (BASE, *config.model.adapters):
+                found = _evaluate_sets(config, engine, loop, console, model=name)
+                comparisons = compare(base, found.results) if base else []
+                base = base or found.results
+                console.say(f"{name}:")
+                for line in (*result_lines(found.results), *comparison_lines(comparisons, BASE, name)):
+                    console.say(line)
+                metrics |= {f"{name}/{key}": value for key, value in found.metrics.items()}
+                metrics |= {f"{name}/{key}": value for one in comparisons for key, value in one.metrics().items()}
+                if settings.output is not None:
+                    output = Path(settings.output).expanduser()
+                    output = output.with_stem(f"{output.stem}.{name}")
+                    shown = path if name == BASE else f"{path} with {config.model.adapters[name]}"
+                    others = {"comparisons": comparisons, "compared_to": BASE if comparisons else None, "others": {}}
+                    write_results(output, found.results, model=shown, settings=sampled_with, **others)
+                    write_rollouts(output.with_suffix(".jsonl"), found.rollouts)
+                    console.say(f"results        {output}\nrollouts       {output.with_suffix('.jsonl')}")
+        finally:
+            loop.run(engine.close())
+    print(json.dumps(metrics))
+
+
 def _evaluate_model(config: Config, console: RunConsole, tasks: Tasks | None) -> Evaluation:
     with tempfile.TemporaryDirectory(prefix="lockstep-evaluate-") as logs, BackgroundLoop() as loop:
         path = config.model.path
@@ -236,13 +288,15 @@ def _evaluate_model(config: Config, console: RunConsole, tasks: Tasks | None) ->
             loop.run(engine.close())
 
 
-def _evaluate_sets(config: Config, engine: EnginePool, loop: BackgroundLoop, console: RunConsole) -> Evaluation:
+def _evaluate_sets(
+    config: Config, engine: EnginePool, loop: BackgroundLoop, console: RunConsole, *, model: str = POLICY
+) -> Evaluation:
     rewards = make_rewards(config)
     try:
         rewards.load()
         chat = make_chat(config)
         sampler = make_sampler(config, engine=engine, chat=chat)
-        evaluator = Evaluator(config, sampler=sampler, rewards=rewards, loop=loop, chat=chat)
+        evaluator = Evaluator(config, sampler=sampler, rewards=rewards, loop=loop, chat=chat, model=model)
         with console.progress("evaluation", evaluator.num_rollouts) as lines:
             return evaluator.evaluate(lines.rollout, lines.stage)
     finally:

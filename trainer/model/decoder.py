@@ -23,6 +23,7 @@ from trainer.batch.packing import PackedBatch
 from trainer.config.launcher import COMPILE_UNDER_ZERO3
 from trainer.config.schema import ATTENTIONS, Config
 from trainer.model.layers import packed_attention, recurrent
+from trainer.model.quantized_base import refuse_quantized
 
 AUTO = "auto"
 """`packed_rows`, which chooses its kernels by device and dtype."""
@@ -57,10 +58,17 @@ def decoder_setup(config: Config) -> DecoderSetup:
     }
 
 
-def packable_config(path: str | Path, *, setting: str, trust_remote_code: bool) -> PreTrainedConfig:
-    """Load a model's config, before its weights are read. setting: name of the path's setting, for the error.
+def packable_config(
+    path: str | Path, *, setting: str, trust_remote_code: bool, has_adapters: bool = False
+) -> PreTrainedConfig:
+    """Load a model's config, before its weights are read.
 
-    Raises `ConfigError` if no config can be loaded, or the architecture cannot keep rows apart.
+    Args:
+        setting: name of the path's setting, for the error.
+        has_adapters: True if only adapters are trained, under which weights may be quantized.
+
+    Raises:
+        ConfigError: no config can be loaded, the architecture cannot keep rows apart, or the weights are quantized.
     """
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -69,6 +77,7 @@ def packable_config(path: str | Path, *, setting: str, trust_remote_code: bool) 
             f"{setting}={path}: no loadable model config ({str(error).splitlines()[0]}); set {setting}=<directory with "
             "config.json and weights, or hub id>"
         ) from error
+    refuse_quantized(config, setting=setting, has_adapters=has_adapters)
     refuse_architecture(config)
     return config
 
@@ -166,14 +175,6 @@ def packed_hidden_states(decoder: PreTrainedModel, packed: PackedBatch) -> torch
 def refuse_architecture(config: PreTrainedConfig) -> None:
     """Raise ConfigError if the config alone shows that the model is not a packable decoder."""
     text = config.get_text_config()
-    stored = config.to_dict().get("quantization_config")
-    if stored is not None:
-        method = stored.get("quant_method", "by an unknown method")
-        raise ConfigError(
-            f"the weights of this {config.model_type} model are quantized ({method}), and neither they nor adapters on "
-            "them (QLoRA) can be trained: the engine is sent whole weights; set model.path to the unquantized model, "
-            "with model.dtype=bfloat16 model.lora.rank=16 to save memory"
-        )
     if config.is_encoder_decoder:
         raise ConfigError(
             f"model type {config.model_type} is an encoder-decoder; expected a decoder-only causal language model "

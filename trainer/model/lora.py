@@ -2,13 +2,14 @@
 
     y = W x + (alpha / rank) · B A x        A: rank × in, random; B: out × rank, zeros, so training begins at W
 
-The engine gets merged weights (`rollout/weights/source.py`). A finished run leaves both: a merged model that
+The engine gets the adapters and applies them to weights that stay, or merged weights (`model.lora.send`). Merging
+rounds the sum to the engine's dtype, in which a small update vanishes. A finished run leaves both: a merged model that
 `from_pretrained` loads, and the adapter itself in `adapter/` beside its weights. The reference policy is the model with
 adapters disabled.
 
-Covered: linear layers of the decoder, in one process and under DDP, ZeRO-2 and ZeRO-3. Not covered: adapters on the
-head or on an embedding tied to it (the engine holds one weight for both), on experts, DoRA, dropout (the sampler has
-none).
+Covered: linear layers of the decoder, in one process and under DDP, ZeRO-2 and ZeRO-3; rsLoRA; an initial adapter from
+disk. Not covered: adapters on the head or on an embedding tied to it (the engine holds one weight for both), on
+experts, DoRA, dropout (the sampler has none).
 """
 
 from __future__ import annotations
@@ -17,21 +18,29 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
 
+import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
+from rollout.engine.adapters import RANKS, AdapterSettings, buffer_rank
+from rollout.engine.protocol import BASE, POLICY
 from rollout.errors import ConfigError
-from trainer.config.schema import LoraConfig
+from trainer.config.schema import Config, LoraConfig
 from trainer.distributed.distributed import Distributed
+from trainer.model.families import FAMILIES
+from trainer.model.quantized_base import method_at
+from trainer.setting import typed
 
 if TYPE_CHECKING:
+    import peft
     from peft import PeftModel
 
 ADAPTER_DIRECTORY = "adapter"
 PEFT_REFUSES, PEFT_REFUSES_IN = frozenset({"out_proj", "conv1d"}), frozenset({"falcon_h1", "nemotron_h"})
 """Layers, and the model types in which peft refuses adapters on them."""
-OF_EXPERTS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
-"""Names of the layers of an expert in checkpoints. peft 0.21 adapts stacked experts in place of them."""
+OF_EXPERTS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "shared_expert_gate"})
+"""Names of the layers of an expert in checkpoints, and of a shared one's gate. peft 0.21 adapts stacked experts in
+place of them."""
 
 
 def is_adapted(model: nn.Module) -> TypeGuard[PeftModel]:
@@ -46,7 +55,8 @@ def is_adapted(model: nn.Module) -> TypeGuard[PeftModel]:
 def add_adapters(model: PreTrainedModel, settings: LoraConfig) -> PeftModel:
     """Insert trainable adapters into the model and freeze everything else.
 
-    Raises `ConfigError` if `target_modules` names something that is not a linear layer, or the head.
+    Raises `ConfigError` if `target_modules` names something that is not a linear layer, or the head, or if the adapter
+    at `path` is another than these settings describe.
     """
     import peft
 
@@ -60,11 +70,124 @@ def add_adapters(model: PreTrainedModel, settings: LoraConfig) -> PeftModel:
             lora_alpha=settings.alpha,  # type: ignore[arg-type]  # any number works: peft only divides it by the rank
             lora_dropout=0.0,
             target_modules=default_targets(model) if wanted is None else list(wanted),
+            use_rslora=settings.rslora,
             task_type="CAUSAL_LM",
         ),
     )
     assert isinstance(adapted, peft.PeftModel)
+    found = adapted.peft_config["default"]
+    assert isinstance(found, peft.LoraConfig)
+    if isinstance(found.target_modules, set):
+        found.target_modules = sorted(found.target_modules)  # in the saved file, where a set has no order
+    if settings.path is not None:
+        _load(adapted, settings.path, settings)
     return adapted
+
+
+def _load(model: PeftModel, path: str, settings: LoraConfig) -> None:
+    """Fill the adapters from a directory or hub id that peft wrote. Raises `ConfigError` if they differ."""
+    import peft
+
+    found = _read_config(path, setting="model.lora.path")
+    wanted = {"r": settings.rank, "lora_alpha": settings.alpha, "use_rslora": settings.rslora}
+    overrides = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "rslora"}
+    different = [
+        f"model.lora.{overrides[name]}={typed(getattr(found, name))}"
+        for name, value in wanted.items()
+        if getattr(found, name) != value
+    ]
+    if different:
+        raise ConfigError(f"model.lora.path={path} was made with other settings: set {' '.join(different)}")
+    if model.device.type == "meta":
+        return
+    tensors = peft.load_peft_weights(path, device="cpu")
+    expected = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    if {name: one.shape for name, one in tensors.items()} != {name: one.shape for name, one in expected.items()}:
+        layers = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in tensors})
+        raise ConfigError(
+            f"model.lora.path={path} adapts other layers, or layers of another model, than model.path and "
+            f"model.lora.target_modules name: set model.lora.target_modules=[{','.join(layers)}]"
+        )
+    peft.set_peft_model_state_dict(model, tensors)
+
+
+def _read_config(path: str, *, setting: str) -> peft.LoraConfig:
+    """Read the settings of an adapter. Raises `ConfigError` if it is not plain LoRA, or peft cannot read it."""
+    import peft
+
+    try:
+        found = peft.PeftConfig.from_pretrained(path)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"{setting}={path} has no adapter that peft reads ({error}); set it to a directory with "
+            "adapter_config.json and adapter_model.safetensors, such as <run>/model/adapter"
+        ) from error
+    if not isinstance(found, peft.LoraConfig) or found.use_dora or found.modules_to_save:
+        kind = "DoRA" if getattr(found, "use_dora", False) else str(found.peft_type)
+        kind += " with modules_to_save" if getattr(found, "modules_to_save", None) else ""
+        raise ConfigError(f"{setting}={path} is of kind {kind}, and engines apply plain LoRA only; set another")
+    return found
+
+
+def adapter_settings(config: Config) -> AdapterSettings | None:
+    """Return the adapters that engines must hold, the run's and `model.adapters`; None if they get whole weights.
+
+    Raises `ConfigError` for adapters of a kind or rank that vLLM does not have, and for quantized weights that would
+    have to be replaced or quantized again.
+    """
+    lora, others = config.model.lora, config.model.adapters
+    is_compiled = config.rollout.compile_engine and not torch.cuda.is_available()
+    if is_compiled and (others or (lora.rank and lora.send == "adapter")):
+        raise ConfigError(
+            "rollout.compile_engine=true: on a CPU vLLM has no adapters in compiled models; set "
+            "rollout.compile_engine=false, or model.lora.send=merged without model.adapters"
+        )
+    is_sent = lora.rank > 0 and (
+        lora.send == "adapter" or (lora.send == "auto" and not is_compiled and _can_send(config))
+    )
+    if lora.rank or config.rollout.quantization is not None:
+        _refuse_quantized_twice_or_replaced(config, is_sent=is_sent)
+    if not is_sent and not others:
+        return None
+    ranks = {"model.lora.rank": lora.rank} if is_sent else {}
+    for name, path in others.items():
+        if name in (BASE, POLICY):
+            raise ConfigError(f"model.adapters: {name} is the name of another model; choose one beside base and policy")
+        found = _read_config(path, setting=f"model.adapters.{name}")
+        ranks[f"model.adapters.{name}={path}: rank"] = max([found.r, *(found.rank_pattern or {}).values()])
+    for name, rank in ranks.items():
+        try:
+            buffer_rank(rank)
+        except ValueError as error:
+            raise ConfigError(
+                f"{name}={rank}: {error}; set model.lora.send=merged, or merge it into a model"
+            ) from error
+    return AdapterSettings(max_rank=max(ranks.values()), others=tuple(others.items()))
+
+
+def _refuse_quantized_twice_or_replaced(config: Config, *, is_sent: bool) -> None:
+    method = method_at(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    if method is None:
+        return
+    if config.rollout.quantization is not None:
+        raise ConfigError(
+            f"rollout.quantization={config.rollout.quantization}: the weights of model.path={config.model.path} are "
+            f"quantized already ({method}); set rollout.quantization=null"
+        )
+    if not is_sent:
+        raise ConfigError(
+            f"model.lora.send={config.model.lora.send}: the engine holds the quantized weights ({method}) of "
+            f"model.path={config.model.path}, which whole weights cannot replace; set model.lora.send=adapter "
+            "rollout.compile_engine=false"
+        )
+
+
+def _can_send(config: Config) -> bool:
+    model = AutoConfig.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    kind = model.get_text_config().model_type
+    return config.model.lora.rank <= RANKS[-1] and any(
+        kind in one.model_types for one in FAMILIES if not one.merges_adapters
+    )
 
 
 def default_targets(model: PreTrainedModel) -> str | list[str]:
@@ -111,12 +234,18 @@ def _check_targets(model: PreTrainedModel, wanted: list[str]) -> None:
 
 
 def save_merged(model: PeftModel, directory: Path, distributed: Distributed) -> None:
-    """Write the model with merged adapters, as the engine gets it, and the adapter beside it; a collective."""
+    """Write the model with merged adapters and the adapter beside it; a collective."""
     from rollout.weights.source import ZeroSource  # here: it imports vLLM, which takes seconds
 
     merged = {name: tensor.cpu() for name, tensor in ZeroSource(model, readers=[0])}
+    if distributed.is_main:
+        model.get_base_model().save_pretrained(directory, state_dict=merged)  # type: ignore[operator]
+    save_adapter(model, directory / ADAPTER_DIRECTORY, distributed)
+
+
+def save_adapter(model: PeftModel, directory: Path, distributed: Distributed) -> None:
+    """Write the adapter as peft does, for `model.lora.path` and `model.adapters`; a collective."""
     adapters = nn.ParameterList(parameter for parameter in model.parameters() if parameter.requires_grad)
     with distributed.whole_parameters(adapters):
         if distributed.is_main:
-            model.get_base_model().save_pretrained(directory, state_dict=merged)  # type: ignore[operator]
-            model.save_pretrained(str(directory / ADAPTER_DIRECTORY), save_embedding_layers=False)
+            model.save_pretrained(str(directory), save_embedding_layers=False)

@@ -28,6 +28,7 @@ from trainer.model import decoder
 from trainer.model.fused_head import FusedHead, LogitTransform
 from trainer.model.layers.routing import Routing
 from trainer.model.lora import add_adapters, is_adapted
+from trainer.model.quantized_base import loading_arguments, stored_method
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -48,6 +49,8 @@ class Policy(nn.Module):
         """
         super().__init__()
         self.model = model
+        self.is_quantized = False
+        """True if the checkpoint of the frozen weights is quantized, so that they cannot be merged with adapters."""
         causal_lm = self.causal_lm
         decoder.prepare(causal_lm, **setup)
         causal_lm.set_output_embeddings(fused_head(causal_lm))
@@ -72,10 +75,16 @@ class Policy(nn.Module):
 
         Raises `ConfigError` without a loadable model that can be a policy, before weights are read if possible.
         """
-        decoder.packable_config(path, setting="model.path", trust_remote_code=trust_remote_code)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=trust_remote_code)
-        adapted = model if lora is None or not lora.rank else add_adapters(model, lora)
-        return cls(adapted, is_compiled=is_compiled, **setup)
+        has_adapters = lora is not None and lora.rank > 0
+        config = decoder.packable_config(
+            path, setting="model.path", trust_remote_code=trust_remote_code, has_adapters=has_adapters
+        )
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, trust_remote_code=trust_remote_code, **loading_arguments(config)
+        )
+        policy = cls(add_adapters(model, lora) if lora and has_adapters else model, is_compiled=is_compiled, **setup)
+        policy.is_quantized = stored_method(config) is not None
+        return policy
 
     @property
     def vocab_size(self) -> int:

@@ -76,7 +76,9 @@ def planned_shape(config: Config) -> ModelShape:
     """
     model, setup, trust = config.model, decoder_setup(config), config.model.trust_remote_code
     with torch.device("meta"):
-        shapes = packable_config(model.path, setting="model.path", trust_remote_code=trust)
+        shapes = packable_config(
+            model.path, setting="model.path", trust_remote_code=trust, has_adapters=model.lora.rank > 0
+        )
         causal_lm = AutoModelForCausalLM.from_config(shapes, trust_remote_code=trust)
         policy = Policy(add_adapters(causal_lm, model.lora) if model.lora.rank else causal_lm, **setup)
         router_coefs(policy.causal_lm.get_decoder(), config.algorithm)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rollout.errors import ConfigError
-from trainer.objective.correction.mismatch import PREFIX
+from trainer.objective.correction.mismatch import PREFIX, QUANTIZATION_K3
 
 K3_NEGLIGIBLE = {"float32": 1e-8, "bfloat16": 5e-3}
 """k3 below which two correct programs may differ, by `model.dtype`, with a margin of ten or more. Two float32 programs
@@ -59,6 +59,8 @@ def alarms(metrics: Mapping[str, float], thresholds: AlarmThresholds) -> list[st
             found.append(f"{name} is {value}: its logprobs are not finite.")
     kl, ess, k3_kl, match_rate = (metrics.get(name, math.nan) for name in watched)
     floor = metrics.get(PREFIX + "noise_floor_k3", math.nan)
+    if QUANTIZATION_K3 in metrics:
+        floor = max(metrics[QUANTIZATION_K3], floor)
     lag = metrics.get(PREFIX + "version_lag_max", 0.0)
     # Comparisons with NaN are false, so absent or already reported metrics raise nothing below.
     if abs(kl) > thresholds.kl:

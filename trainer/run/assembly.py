@@ -129,6 +129,7 @@ def assemble(
         reference=make_reference(config, distributed, prepared),
         sync=sync,
         recovery=recovery,
+        is_quantized=sync.quantization is not None,
     )
     return Parts(
         config=config,

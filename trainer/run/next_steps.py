@@ -29,6 +29,7 @@ def next_steps(
     critic: Path | None,
     has_heldout: bool,
     trackers: Mapping[str, str],
+    adapter: Path | None = None,
 ) -> str:
     """Return lines of a name and a path or command each.
 
@@ -36,16 +37,20 @@ def next_steps(
 
     words: command line of the run without the script, of which secrets are redacted. launcher: command in front of
     scripts/train.py. has_heldout: True if the run has held-out data, which an evaluation needs. trackers: text for
-    each tracker.
+    each tracker. adapter: what was trained, if its weights stay apart from those of `model.path`; None: `model`.
     """
     shown_run, shown_model = shown(run), shown(model)
     goal = updates if update < updates else 2 * updates
     own = [word for word in redact_words(words) if not word.startswith(NOT_REPEATED)]
     resumed = [*own, f"run_name={run.name}", "resume=auto", f"updates={goal}"]
     evaluated = [word for word in own if SAMPLED_AND_SCORED.match(word) and not word.startswith(TRAINING_ONLY)]
-    evaluate = f"{program('python')} {script('evaluate')} {shlex.join([f'model.path={shown_model}', *evaluated])}"
+    trained = [f"model.path={shown_model}"]
+    if adapter is not None:
+        base = [word for word in own if word.startswith("model.path=")]
+        trained = [*base, f"model.adapters={{trained: {shown(adapter)}}}"]
+    evaluate = f"{program('python')} {script('evaluate')} {shlex.join([*trained, *evaluated])}"
     lines = {
-        "model": shown_model,
+        **({"model": shown_model} if adapter is None else {"adapter": shown(adapter)}),
         **({"critic": shown(critic)} if critic else {}),
         "resume": f"{launcher} {script('train')} {shlex.join(resumed)}",
         **({"evaluate": evaluate} if has_heldout else {}),

@@ -6,6 +6,7 @@ import json
 import shlex
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rollout.errors import DataError, HubError
@@ -17,7 +18,7 @@ from trainer.config.schema import Config
 from trainer.config.tree import plain
 from trainer.distributed.distributed import Distributed
 from trainer.model.critic import ActorCritic, policy_of, save_critic
-from trainer.model.lora import is_adapted, save_merged
+from trainer.model.lora import ADAPTER_DIRECTORY, is_adapted, save_adapter, save_merged
 from trainer.observe.console import RunConsole
 from trainer.observe.metrics_log import MetricsLog
 from trainer.observe.trackers.view import program, shown
@@ -83,12 +84,19 @@ def save_state(parts: Parts, directory: RunDirectory, *, wandb_id: str | None) -
         skipped_updates=guard.skipped,
         skipped_in_a_row=guard.in_a_row,
     )
+    model = policy_of(parts.distributed.unwrapped).model
+
+    def save_beside(place: Path) -> None:
+        if is_adapted(model):
+            save_adapter(model, place / ADAPTER_DIRECTORY, parts.distributed)
+
     checkpoint.save(
         directory.checkpoints,
         state,
         parts.distributed,
         keep=parts.config.checkpoint.keep,
         config=plain(parts.config),
+        also=save_beside,
     )
 
 
@@ -99,7 +107,9 @@ def save_model(parts: Parts, directory: RunDirectory, console: RunConsole, *, tr
     """
     config, distributed = parts.config, parts.distributed
     policy = policy_of(distributed.unwrapped)
-    if is_adapted(policy.model):
+    if is_adapted(policy.model) and policy.is_quantized:
+        save_adapter(policy.model, directory.model / ADAPTER_DIRECTORY, distributed)
+    elif is_adapted(policy.model):
         save_merged(policy.model, directory.model, distributed)
     else:
         prefix = "policy.model." if config.has_critic else "model."
@@ -117,6 +127,7 @@ def save_model(parts: Parts, directory: RunDirectory, console: RunConsole, *, tr
             sys.argv[1:],
             run=directory.path,
             model=directory.model,
+            adapter=directory.model / ADAPTER_DIRECTORY if policy.is_quantized else None,
             update=update,
             updates=config.updates,
             launcher=_launcher(distributed),

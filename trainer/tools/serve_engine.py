@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-from rollout.engine.arguments import engine_arguments
+from rollout.engine.arguments import engine_arguments, engine_variables
 from rollout.engine.plugin import CHILD_ENV, SCHEDULER
 from rollout.errors import ConfigError, SyncError
 from rollout.server.guard import KEY_ENV
@@ -17,6 +17,7 @@ from rollout.system.addresses import address_towards, is_loopback
 from trainer.config.redaction import redact_words
 from trainer.config.schema import Config
 from trainer.engines.start import engine_key
+from trainer.model.lora import adapter_settings
 from trainer.model.memory_plan import cache_gib
 
 MODULE = "vllm.entrypoints.launchers.api_server.entry"
@@ -39,19 +40,26 @@ def command(config: Config) -> list[str]:
     arguments += ["--weight-transfer-config", json.dumps({"backend": "nccl" if on_gpu else "gloo"})]
     arguments += ["--dtype", config.model.dtype, "--seed", str(config.seed)]
     arguments += ["--max-model-len", str(settings.max_model_len), "--max-num-seqs", str(settings.max_num_seqs)]
+    adapters = adapter_settings(config)
     for name, value in engine_arguments(
         config.model.path,
         is_cpu=not on_gpu,
         dtype=config.model.dtype,
         max_model_len=settings.max_model_len,
         trust_remote_code=config.model.trust_remote_code,
+        adapters=adapters,
+        quantization=settings.quantization,
     ).items():
         flag = name.replace("_", "-")
-        shown_value = json.dumps(value) if isinstance(value, dict) else str(value)
-        arguments += [f"--no-{flag}"] if value is False else [f"--{flag}", shown_value]
+        if isinstance(value, bool):
+            arguments += [f"--{flag}" if value else f"--no-{flag}"]
+        else:
+            arguments += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
     cache = cache_gib(config)
     arguments += [] if cache is None else ["--kv-cache-memory-bytes", str(int(cache * 2**30))]
     arguments += ["--enable-return-routed-experts"] if config.replays_engine else []
+    if adapters is not None:
+        arguments += ["--lora-modules", *(f"{name}={path}" for name, path in adapters.served())]
     arguments += ["--disable-log-stats", "--disable-uvicorn-access-log"]
     arguments += ["--scheduler-cls", SCHEDULER, "--middleware", ROUTES]
     if settings.api_key_env is not None:
@@ -72,7 +80,9 @@ def environment(config: Config) -> dict[str, str]:
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         CHILD_ENV: "1",  # its processes end with it
     }
-    if not torch.cuda.is_available():
+    is_cpu = not torch.cuda.is_available()
+    variables |= engine_variables(is_cpu=is_cpu, batch_invariant=config.rollout.batch_invariant)
+    if is_cpu:
         # One process and one import of vLLM less; no compilation of single functions at the first request.
         is_eager = not config.rollout.compile_engine
         variables |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": str(int(is_eager))}

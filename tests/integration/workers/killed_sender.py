@@ -14,12 +14,13 @@ import torch
 from torch.distributed import ProcessGroupGloo, Work
 
 from rollout.weights.gloo import trainer
+from tests.fixtures.adapted import perturb_adapters
 from tests.fixtures.models import perturb
 from tests.fixtures.remote import trained
 from tests.fixtures.servers import EngineServer
 
 
-def main(url: str) -> None:
+def main(url: str, lora_rank: str = "0") -> None:
     send = trainer.send
 
     def dies(group: ProcessGroupGloo, tensors: Iterable[torch.Tensor], worker: int) -> list[Work]:
@@ -31,10 +32,11 @@ def main(url: str) -> None:
         return works
 
     trainer.send = dies
-    with trained([EngineServer(process=None, url=url, log_path=None)]) as sender:  # type: ignore[arg-type]
-        perturb(sender.model, seed=9)
+    server = EngineServer(process=None, url=url, log_path=None)  # type: ignore[arg-type]
+    with trained([server], lora_rank=int(lora_rank)) as sender:
+        (perturb_adapters if int(lora_rank) else perturb)(sender.model, seed=9)
         sender.sync.push(777)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -65,6 +65,14 @@ def main(directory: Path) -> None:
             "never_begins": never_begins(ZeroSource(engine, bucket_bytes=BUCKET_BYTES, readers=[0]), whole[None], rank),
             "still_sharded": all(param.numel() == 0 for param in engine.parameters()),
         }
+    adapted = with_adapter()
+    alone = {name: one.clone() for name, one in ZeroSource(copy.deepcopy(adapted), adapters_only=True)}
+    engine = sharded(adapted, stage3_param_persistence_threshold=0)
+    seen["adapters_alone"] = {
+        "all": differing(ZeroSource(engine, adapters_only=True, bucket_bytes=1024), alone),
+        "parts": in_parts(ZeroSource(engine, adapters_only=True, bucket_bytes=1024, readers=[0]), alone),
+        "names": sorted(alone),
+    }
     engine = sharded(tiny_qwen3(tied=False))  # DeepSpeed's default keeps small parameters whole
     ids = torch.arange(30)[None] + rank
     engine.backward(engine(input_ids=ids, labels=ids).loss)

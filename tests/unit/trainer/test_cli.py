@@ -308,7 +308,7 @@ def test_a_mistake_on_the_command_line_gets_one_line(argument: str, expected: st
         ("model.lora=null", "leave model.lora out"),
         (
             "model.load_in_4bit=true",
-            "(QLoRA), because the engine is sent whole weights; to save memory set model.dtype",
+            "for QLoRA set model.path to a quantized checkpoint (docs/adapters.md) and model.lora.rank=16",
         ),
         ("model.path=${nothing}", "set model.path=models/calculator"),
     ],

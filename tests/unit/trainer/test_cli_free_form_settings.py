@@ -34,6 +34,7 @@ ENTRIES = {
     "data.columns": ("prompt", "question"),
     "data.sources": ("mine", {"path": "rows.jsonl"}),
     "data.sources.mine.columns": ("prompt", "question"),
+    "model.adapters": ("last", "runs/first/model/adapter"),
     "environment.settings": ("depth", 3),
     "reward.settings": ("numeric", {"rel_tol": 0.5}),
     "reward.on_error": ("timeout", "raise"),

@@ -56,7 +56,12 @@ def refuse_dense(config: Config) -> None:
     """Raise `ConfigError` if routes shall be replayed in a model without routers."""
     path, replay = config.model.path, config.correction.routing_replay
     if replay != "off" and not num_experts(
-        packable_config(path, setting="model.path", trust_remote_code=config.model.trust_remote_code)
+        packable_config(
+            path,
+            setting="model.path",
+            trust_remote_code=config.model.trust_remote_code,
+            has_adapters=config.model.lora.rank > 0,
+        )
     ):
         raise ConfigError(
             f"correction.routing_replay={replay} needs a mixture of experts, but model.path={path} is a dense model; "

@@ -26,6 +26,7 @@ from trainer.objective.kl import bounded, k2, k3
 from trainer.objective.per_rollout import rollout_count, rollout_mean, rollout_sum
 
 PREFIX = "rollout_correction/"
+QUANTIZATION_K3 = PREFIX + "quantization_k3"
 
 FORCED_LOGPROB = -0.01
 """Smallest sampling logprob of a forced token ("KL Divergence Analysis", jphme, gist, 2026). For metrics only."""
@@ -103,6 +104,18 @@ def noise_floor(logp_a_T: Tensor, logp_b_T: Tensor) -> dict[str, float]:
         return {}
     diff_T = logp_b_T.detach().double() - logp_a_T.detach().double()
     return {PREFIX + "noise_floor_kl": _mean(diff_T), PREFIX + "noise_floor_k3": _mean(k3(bounded(-diff_T)))}
+
+
+def quantization_cost(logp_train_T: Tensor, logp_samp_T: Tensor) -> dict[str, float]:
+    """Return `quantization_k3` and `quantization_ess` of tokens that a quantized engine sampled with the same weights.
+
+    The ess is that of uncontrolled weights. Empty without tokens.
+    """
+    if not len(logp_train_T):
+        return {}
+    log_ratio_T = bounded(logp_train_T.detach().double() - logp_samp_T.detach().double())
+    ess = _weight_metrics(log_ratio_T.exp())["ess"]
+    return {QUANTIZATION_K3: _mean(k3(log_ratio_T)), PREFIX + "quantization_ess": ess}
 
 
 def _mean(x: Tensor) -> float:

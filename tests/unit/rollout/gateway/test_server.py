@@ -409,3 +409,16 @@ async def test_lone_surrogates_and_odd_text_are_answered():
             url = f"{server.gateway.base_url}/chat/completions"
             async with http.post(url, data=body, headers=headers) as response:
                 assert response.status == 200, await response.text()
+
+
+async def test_an_adapter_is_a_model_of_its_own():
+    settings = GatewaySettings(adapters=("step20",))
+    async with running(QWEN, "hello there<|im_end|>", settings=settings) as server:
+        assert [one.id for one in (await server.client.models.list()).data] == ["policy", "step20"]
+        assert (await server.client.models.retrieve("step20")).id == "step20"
+        for name in ("policy", "step20"):
+            answer = await server.client.chat.completions.create(model=name, messages=[USER])
+            assert answer.model == name
+            assert server.engine.samplings[-1].model == name
+        with pytest.raises(openai.NotFoundError, match="this gateway serves 'policy', 'step20'"):
+            await server.client.chat.completions.create(model="step21", messages=[USER])

@@ -65,6 +65,11 @@ REFUSED = [
     ("logger.project=mine", "logger.wandb=off; set logger=wandb"),
     ("logger.entity=me", "logger.wandb=off; set logger=wandb"),
     ("hub.private=false", "hub.repo=null; set hub.repo=<user or organization>/<name>"),
+    (
+        "model.adapters={a:b}",
+        "does nothing in training; set it for scripts/evaluate.py or scripts/serve.py, or model.lora.path to train an "
+        "adapter further, or model.adapters={}",
+    ),
     ("eval.output=a.json", "does nothing in training; set it for scripts/evaluate.py, or eval.output=null"),
 ]
 COUNTS = [

@@ -180,6 +180,78 @@ def test_a_server_compiles_its_model_when_asked():
     assert "TORCHDYNAMO_DISABLE=0" in shell_line(compiled)
 
 
+def test_a_server_for_adapters_and_a_run_that_sends_whole_weights_are_told_apart(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_ENGINE_KEY", KEY)
+    made = config(rollout__max_model_len=64)
+    made.model.path = str(save_tiny_model(tmp_path, tied=True))
+    server = FakeServer()
+
+    def connected() -> bool:
+        (engine,) = connect_servers(made, loop=loop)
+        loop.run(engine.close())
+        return engine.takes_adapters
+
+    with BackgroundLoop() as loop:
+        context = server.running()
+        loop.run(context.__aenter__())
+        try:
+            made.rollout.urls = [server.url]
+            assert not connected()
+            made.model.lora.rank = 16
+            assert not connected(), "merged, for a server without adapters"
+            made.model.lora.send = "adapter"
+            with pytest.raises(
+                ConfigError, match=r"restart it with `python scripts/serve_engine\.py model\.lora\.rank=16`"
+            ):
+                connected()
+            server.info = {"vllm_config": {**SERVER_INFO["vllm_config"], "lora_config": {"max_lora_rank": 8}}}
+            with pytest.raises(ConfigError, match=r"up to rank 8, .* restart it with --max-lora-rank 16"):
+                connected()
+            made.model.lora.rank = 8
+            assert connected()
+            made.model.lora.send = "merged"
+            with pytest.raises(ConfigError, match="was started for adapters, and this run sends whole weights"):
+                connected()
+        finally:
+            loop.run(context.__aexit__(None, None, None))
+
+
+def test_the_command_of_a_server_names_its_adapters(tmp_path: Path) -> None:
+    made = config()
+    made.model.path = str(save_tiny_model(tmp_path, tied=True))
+    made.model.lora.rank = 12
+    arguments = " ".join(command(made))
+    assert "--enable-lora --max-lora-rank 16 --max-loras 1 --max-cpu-loras 1" in arguments
+    assert "--lora-modules policy=lockstep:policy" in arguments
+    made.model.lora.send = "merged"
+    assert "lora" not in " ".join(command(made))
+    made.model.lora.rank, made.model.lora.send = 600, "adapter"
+    with pytest.raises(ConfigError, match=r"up to rank 512, found 600; set model\.lora\.send=merged"):
+        command(made)
+
+
+def test_quantization_and_batch_invariance_are_refused_where_vllm_has_no_kernels(tmp_path: Path) -> None:
+    made = config(rollout__quantization="fp8_per_block")
+    made.model.path = str(save_tiny_model(tmp_path, tied=True))
+    with pytest.raises(ConfigError, match=r"set rollout\.quantization=fp8_per_channel model\.dtype=bfloat16"):
+        command(made)
+    made.rollout.quantization, made.model.dtype = "fp8_per_channel", "bfloat16"
+    assert "--quantization fp8_per_channel" in " ".join(command(made))
+    made.rollout.batch_invariant = True
+    with pytest.raises(ConfigError, match="for GPUs only"):
+        shell_line(made)
+
+
+def test_a_quantized_engine_needs_a_correction_per_token() -> None:
+    assert list(engine_problems(config(engine="embedded", rollout__quantization="fp8_per_channel"))) == []
+    for mode in ("off", "none", "sequence_truncate"):
+        made = config(engine="embedded", rollout__quantization="fp8_per_channel", correction__mode=mode)
+        (problem,) = engine_problems(made)
+        assert f"which correction.mode={mode} does not correct per token; set correction=token_truncate" in problem
+
+
 def test_a_server_without_routes_is_refused_if_they_are_replayed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -9,11 +9,14 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from rollout.engine.adapters import AdapterSettings
 from rollout.errors import ConfigError
+from tests.fixtures.adapted import with_lora
+from tests.fixtures.families import save_family
 from tests.fixtures.models import save_tiny_model, tiny_qwen3
-from trainer.config.schema import LoraConfig, OptimizerConfig
+from trainer.config.schema import Config, LoraConfig, OptimizerConfig
 from trainer.distributed.distributed import Distributed
-from trainer.model.lora import ADAPTER_DIRECTORY, add_adapters, save_merged
+from trainer.model.lora import ADAPTER_DIRECTORY, adapter_settings, add_adapters, save_adapter, save_merged
 from trainer.model.policy import Policy
 from trainer.update.optimizer import make_optimizer
 
@@ -82,3 +85,68 @@ def test_missing_layers_and_the_head_are_refused_as_targets() -> None:
         add_adapters(tiny_qwen3(tied=False), LoraConfig(rank=4, target_modules=["q_proj", "query"]))
     with pytest.raises(ConfigError, match="leave lm_head out"):
         add_adapters(tiny_qwen3(tied=False), LoraConfig(rank=4, target_modules=["lm_head"]))
+
+
+def test_a_policy_starts_from_an_adapter_on_disk(base: Path, tmp_path: Path) -> None:
+    policy, distributed = moved(base)
+    assert isinstance(policy.model, PeftModel)
+    save_adapter(policy.model, tmp_path, distributed)
+    settings = LoraConfig(rank=4, alpha=8, path=str(tmp_path))
+    again = Policy.from_pretrained(base, lora=settings)
+
+    torch.testing.assert_close(logits(again.causal_lm), logits(policy.causal_lm))
+    assert all(p.requires_grad == ("lora_" in name) for name, p in again.named_parameters())
+    with torch.device("meta"):  # as the memory plan builds it
+        add_adapters(tiny_qwen3(tied=True), settings)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"rank": 8}, r"set model\.lora\.rank=4$"),
+        ({"alpha": 4, "rslora": True}, r"set model\.lora\.alpha=8 model\.lora\.rslora=false$"),
+        ({"target_modules": ["q_proj"]}, r"set model\.lora\.target_modules=\[down_proj,gate_proj,k_proj,o_proj,q_proj"),
+        ({"path": "/nowhere"}, "has no adapter that peft reads"),
+    ],
+)
+def test_an_adapter_of_other_settings_is_refused(
+    base: Path, tmp_path: Path, wrong: dict[str, object], message: str
+) -> None:
+    policy, distributed = moved(base)
+    assert isinstance(policy.model, PeftModel)
+    save_adapter(policy.model, tmp_path, distributed)
+    with pytest.raises(ConfigError, match=message):
+        Policy.from_pretrained(base, lora=LoraConfig(**{"rank": 4, "alpha": 8, "path": str(tmp_path), **wrong}))
+
+
+def test_dora_is_refused_as_a_start(base: Path, tmp_path: Path) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    with_lora(plain, rank=4, use_dora=True).save_pretrained(str(tmp_path))
+    with pytest.raises(ConfigError, match="is of kind DoRA"):
+        Policy.from_pretrained(base, lora=LoraConfig(rank=4, alpha=8, path=str(tmp_path)))
+
+
+def test_adapters_are_sent_alone_where_vllm_applies_all_of_them(base: Path, tmp_path: Path) -> None:
+    config = Config()
+    config.model.path = str(base)
+    assert adapter_settings(config) is None
+    config.model.lora.rank = 12
+    assert adapter_settings(config) == AdapterSettings(max_rank=12)
+    config.model.lora.send = "merged"
+    assert adapter_settings(config) is None
+    config.model.lora.send = "auto"
+    config.model.path = str(save_family("deepseek_v3", tmp_path / "latent"))
+    assert adapter_settings(config) is None
+    config.model.lora.send = "adapter"
+    assert adapter_settings(config) == AdapterSettings(max_rank=12)
+
+
+def test_adapters_on_disk_are_held_beside_the_policys(base: Path, tmp_path: Path) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    with_lora(plain, rank=5).save_pretrained(str(tmp_path))
+    config = Config()
+    config.model.path, config.model.adapters = str(base), {"five": str(tmp_path)}
+    assert adapter_settings(config) == AdapterSettings(max_rank=5, others=(("five", str(tmp_path)),))
+    config.model.adapters = {"policy": str(tmp_path)}
+    with pytest.raises(ConfigError, match="policy is the name of another model"):
+        adapter_settings(config)

@@ -15,6 +15,7 @@ from rollout.errors import ConfigError, SyncError
 from rollout.records import EngineCall, FinishReason
 from rollout.weights.source import ZeroSource
 from tests.fixtures.families import FAMILIES, WINDOW, save_family
+from tests.integration import test_routing_replay
 from trainer.batch.packing import collate
 from trainer.config.schema import LoraConfig
 from trainer.model import families
@@ -104,6 +105,7 @@ def test_a_family_that_is_listed_is_tested_and_the_reverse() -> None:
         model = AutoModelForCausalLM.from_config(config)
         assert family.is_recurrent == any(recurrent.recurrent_layers(model))
         assert family.has_experts == any("experts" in name for name, _ in model.named_parameters())
+        assert family.replays_routes == (config.model_type in test_routing_replay.REPLAYED)
 
 
 def test_a_run_of_another_family_says_what_was_not_tested() -> None:

@@ -10,7 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.objective.correction.mismatch import LENGTH_BUCKETS, PREFIX, UNKNOWN_VERSION, mismatch_metrics, noise_floor
+from trainer.objective.correction.mismatch import (
+    LENGTH_BUCKETS,
+    PREFIX,
+    QUANTIZATION_K3,
+    UNKNOWN_VERSION,
+    mismatch_metrics,
+    noise_floor,
+    quantization_cost,
+)
 from trainer.objective.correction.weights import CorrectionResult, correction_weights
 from trainer.observe.alarms import AlarmThresholds, alarms
 
@@ -294,3 +302,14 @@ def test_stale_tokens_have_no_noise_alarm_and_their_kl_alarm_names_the_staleness
     assert alarms(stale | {PREFIX + "k3_kl": 4.1e-3}, AlarmThresholds()) == []
     (alarm,) = alarms(stale | {PREFIX + "kl": 0.11}, AlarmThresholds())
     assert "rollout.max_staleness" in alarm
+
+
+def test_quantization_cost_is_the_divergence_from_the_unquantized_policy():
+    samp_T, train_T = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.1, -1.8, -0.5])
+    ratio_T = (train_T.double() - samp_T.double()).exp()
+    found = quantization_cost(train_T, samp_T)
+    assert found[QUANTIZATION_K3] == pytest.approx(float((ratio_T - 1 - ratio_T.log()).mean()), abs=1e-6)
+    assert found[PREFIX + "quantization_ess"] == pytest.approx(
+        float(ratio_T.mean() ** 2 / (ratio_T**2).mean()), abs=1e-6
+    )
+    assert quantization_cost(train_T[:0], samp_T[:0]) == {}

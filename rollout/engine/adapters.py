@@ -1,0 +1,250 @@
+"""LoRA adapters in vLLM's engine: the policy's, which weight transfers bring, and those on disk.
+
+vLLM 0.32 loads adapters from directories only. Here an engine that was started for adapters keeps its base weights, and
+a weight transfer, whichever it is, hands its tensors to an `AdapterReceiver` in place of the model:
+
+    transfer ─► AdapterReceiver: stage ─finish─► check, keep ─► vLLM loads the adapter from here when a request names it
+
+After every transfer vLLM drops all loaded adapters, so the next request loads what was kept last. Requests without an
+adapter sample from the base. Until the first transfer the policy's adapter is empty, which is the base as well.
+
+Only linear layers are prepared for adapters. vLLM would also prepare the head, the embedding and stacked experts, which
+no run adapts: it would multiply by zeros there, its scores of several prompts fail with such a head, and experts would
+get other kernels, which a CPU lacks.
+
+Covered: every transfer, tensor-parallel workers (each gets whole tensors and takes its slices). Refused: layers that
+vLLM has no adapters for, wrong shapes, values that are not finite; the adapter in use then stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from rollout.engine.protocol import BASE, POLICY
+from rollout.errors import EngineError
+
+if TYPE_CHECKING:
+    from vllm.distributed.weight_transfer.base import WeightTransferEngine
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.model_manager import LoRAModelManager
+    from vllm.lora.request import LoRARequest
+    from vllm.lora.worker_manager import WorkerLoRAManager
+
+POLICY_PATH = "lockstep:policy"
+"""Stands for the directory of the policy's adapter in requests: it has none."""
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks of vLLM's buffers (`MaxLoRARanks`)."""
+A, B = ".lora_A.weight", ".lora_B.weight"
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSettings:
+    """Adapters that an engine must be able to hold."""
+
+    max_rank: int
+    others: tuple[tuple[str, str], ...] = ()
+    """Names and directories of adapters beside the policy's."""
+
+    def served(self) -> list[tuple[str, str]]:
+        """Return names and directories of all adapters. A server numbers them in this order, from 1."""
+        return [(POLICY, POLICY_PATH), *self.others]
+
+    def request(self, name: str) -> LoRARequest | None:
+        """Return what a request for this adapter carries; None for the base. Raises `EngineError` for another name."""
+        from vllm.lora.request import LoRARequest
+
+        if name == BASE:
+            return None
+        for number, (known, path) in enumerate(self.served(), 1):
+            if name == known:
+                return LoRARequest(name, number, path)
+        names = ", ".join([BASE, *(known for known, _ in self.served())])
+        raise EngineError(f"the engine has no adapter {name}; it has {names}")
+
+    def arguments(self) -> dict[str, Any]:
+        """Return vLLM's engine arguments."""
+        number = 1 + len(self.others)
+        return {
+            "enable_lora": True,
+            "max_lora_rank": buffer_rank(self.max_rank),
+            "max_loras": number,
+            "max_cpu_loras": number,
+        }
+
+
+def buffer_rank(rank: int) -> int:
+    """Return the smallest rank of vLLM's buffers that holds this one. Raises `ValueError` above all of them."""
+    for one in RANKS:
+        if rank <= one:
+            return one
+    raise ValueError(f"vLLM has adapters up to rank {RANKS[-1]}, found {rank}")
+
+
+class AdapterReceiver(nn.Module):
+    """Takes the place of the model in a weight transfer, and keeps the policy's adapter for vLLM."""
+
+    def __init__(self, manager: LoRAModelManager) -> None:
+        super().__init__()
+        self.manager = manager
+        self._staged: dict[str, torch.Tensor] = {}
+        self._kept: dict[str, Pair] = {}
+        """A and scaled B, by the layer's name in vLLM."""
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        dtype = self.manager.lora_config.lora_dtype
+        assert isinstance(dtype, torch.dtype), "vLLM has resolved auto"
+        return dtype
+
+    def begin(self) -> None:
+        """Drop what a broken transfer has left."""
+        self._staged = {}
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Stage tensors, in memory of their own: transfers reuse theirs."""
+        dtype = self._dtype
+        self._staged |= {name: tensor.detach().to("cpu", dtype, copy=True) for name, tensor in weights}
+        return set()
+
+    def finish(self) -> None:
+        """Check the staged adapter and keep it. Raises `RuntimeError` with the old one in place."""
+        staged, self._staged = self._staged, {}
+        self._kept = self._checked(staged)
+
+    def adapter(self, adapter_id: int) -> LoRAModel:
+        """Return the adapter for vLLM, which changes what it gets."""
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.lora_weights import LoRALayerWeights
+
+        kept = self._kept or self._zeros()  # vLLM fails for an adapter without layers
+        layers = {name: LoRALayerWeights(name, len(a), len(a), a.clone(), b.clone()) for name, (a, b) in kept.items()}
+        rank = max(len(a) for a, _ in kept.values())
+        return LoRAModel(adapter_id, rank, layers)
+
+    def _zeros(self) -> dict[str, Pair]:
+        """Return an adapter of one layer that changes nothing."""
+        name, inputs = next(iter(self._layers().items()))
+        dtype = self._dtype
+        return {name: (torch.zeros(1, inputs or 1, dtype=dtype), torch.zeros(1, 1, dtype=dtype))}
+
+    def _checked(self, staged: Mapping[str, torch.Tensor]) -> dict[str, Pair]:
+        mapper = getattr(self.manager.model, "hf_to_vllm_mapper", None)
+        mapper = mapper and mapper.get_rename_mapper()
+        layers = self._layers()
+        found: dict[str, Pair] = {}
+        for name, a in staged.items():
+            if not name.endswith(A):
+                if name.removesuffix(B) + A not in staged:
+                    raise RuntimeError(f"adapter update: expected LoRA tensors, found {name}")
+                continue
+            b = staged.get(name.removesuffix(A) + B)
+            if b is None:
+                raise RuntimeError(f"adapter update: {name} came without its lora_B")
+            # vLLM's mappers rename weights by their beginnings and parts, of which `.weight` may be one.
+            mapped = name.removesuffix(A) + ".weight"
+            layer = ((mapper._map_name(mapped) if mapper else mapped) or "").removesuffix(".weight")
+            if layer not in layers:
+                raise RuntimeError(
+                    f"adapter update: vLLM's {type(self.manager.model).__name__} has no adapters on {layer or name}; "
+                    "set model.lora.send=merged, or leave the layer out with model.lora.target_modules"
+                )
+            _check_pair(layer, a, b, layers[layer], max_rank=self.manager.lora_config.max_lora_rank)
+            found[layer] = (a, b)
+        if not found:
+            raise RuntimeError("adapter update: no tensors arrived")
+        return found
+
+    def _layers(self) -> dict[str, int | None]:
+        """Return the layers that can have adapters, with the inputs of each if it is known."""
+        sizes = {}
+        for name, module in self.manager.modules.items():
+            size = getattr(getattr(module, "base_layer", None), "input_size", None)
+            sizes |= dict.fromkeys(self.manager.packed_modules.get(name, [name]), size)
+        return sizes
+
+
+def _check_pair(layer: str, a: torch.Tensor, b: torch.Tensor, inputs: int | None, *, max_rank: int) -> None:
+    if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1] or inputs not in (None, a.shape[1]):
+        raise RuntimeError(
+            f"adapter update: {layer} has {inputs} inputs, and its adapter came as {tuple(a.shape)} and "
+            f"{tuple(b.shape)}; use the same model.path for both sides"
+        )
+    if a.shape[0] > max_rank:
+        raise RuntimeError(
+            f"adapter update: {layer} came with rank {a.shape[0]}, and the engine was started for {max_rank}; restart "
+            f"it with --max-lora-rank {buffer_rank(a.shape[0])}"
+        )
+    if not (a.isfinite().all() and b.isfinite().all()):
+        raise RuntimeError(f"adapter update: {layer} came with values that are not finite")
+
+
+def _is_synced() -> bool:
+    """Return True while vLLM builds an engine that takes weights; others in this environment are left as they are."""
+    from vllm.config.vllm import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    return config is not None and config.weight_transfer_config is not None
+
+
+def install() -> None:
+    """Let weight transfers of engines with adapters bring the policy's; may be called repeatedly."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.lora import model_manager
+    from vllm.lora.utils import get_supported_lora_modules
+    from vllm.lora.worker_manager import WorkerLoRAManager
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+    from vllm.model_executor.layers.linear import LinearBase
+
+    create, load = WeightTransferEngineFactory.create_engine, WorkerLoRAManager._load_adapter
+    check, supported = FusedMoEConfig.__post_init__, get_supported_lora_modules
+    if getattr(load, "takes_policy", False):
+        return
+
+    def create_engine(config: Any, vllm_config: Any, device: torch.device, model: nn.Module) -> WeightTransferEngine:
+        if vllm_config.lora_config is None:
+            return create(config, vllm_config, device, model)
+        manager: Any = model.lora_manager  # set by the manager itself
+        receiver = manager.receiver = AdapterReceiver(manager)
+        engine = create(config, vllm_config, device, receiver)
+        start, finish = engine.start_weight_update, engine.finish_weight_update
+
+        def start_weight_update() -> None:
+            receiver.begin()
+            start()
+
+        def finish_weight_update() -> None:
+            finish()
+            receiver.finish()
+
+        engine.start_weight_update, engine.finish_weight_update = start_weight_update, finish_weight_update  # type: ignore[method-assign]
+        return engine
+
+    def load_adapter(manager: WorkerLoRAManager, lora_request: LoRARequest) -> LoRAModel:
+        if lora_request.lora_path != POLICY_PATH:
+            return load(manager, lora_request)
+        receiver: AdapterReceiver = manager._adapter_manager.receiver  # type: ignore[attr-defined]
+        return receiver.adapter(lora_request.lora_int_id)
+
+    def linear_layers(model: nn.Module) -> list[str]:
+        if not _is_synced():
+            return supported(model)
+        found = (name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, LinearBase))
+        return sorted(set(found))
+
+    def has_plain_experts(config: FusedMoEConfig) -> None:
+        if _is_synced():
+            config.is_lora_enabled = False
+        check(config)
+
+    load_adapter.takes_policy = True  # type: ignore[attr-defined]
+    WeightTransferEngineFactory.create_engine = create_engine  # type: ignore[method-assign,assignment]
+    WorkerLoRAManager._load_adapter = load_adapter  # type: ignore[method-assign]
+    model_manager.get_supported_lora_modules = linear_layers  # pyright: ignore[reportPrivateImportUsage]
+    FusedMoEConfig.__post_init__ = has_plain_experts  # type: ignore[method-assign]
