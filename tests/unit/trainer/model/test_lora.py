@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -119,10 +120,36 @@ def test_an_adapter_of_other_settings_is_refused(
         Policy.from_pretrained(base, lora=LoraConfig(**{"rank": 4, "alpha": 8, "path": str(tmp_path), **wrong}))
 
 
-def test_dora_is_refused_as_a_start(base: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("beyond", "message"),
+    [
+        ({"use_dora": True}, "has use_dora=true, where trainer and engine apply plain LoRA only"),
+        ({"modules_to_save": ["embed_tokens"]}, r"has modules_to_save=\[embed_tokens\]"),
+        ({"lora_bias": True}, "has lora_bias=true"),
+        ({"bias": "all"}, "has bias=all"),
+        ({"init_lora_weights": "pissa"}, "has init_lora_weights=pissa"),
+    ],
+)
+def test_adapters_that_are_more_than_lora_are_refused(
+    base: Path, tmp_path: Path, beyond: dict[str, Any], message: str
+) -> None:
     plain = AutoModelForCausalLM.from_pretrained(base)
-    with_lora(plain, rank=4, use_dora=True).save_pretrained(str(tmp_path))
-    with pytest.raises(ConfigError, match="is of kind DoRA"):
+    with_lora(plain, rank=4, **beyond).save_pretrained(str(tmp_path))
+    with pytest.raises(ConfigError, match=message):
+        Policy.from_pretrained(base, lora=LoraConfig(rank=4, alpha=8, path=str(tmp_path)))
+    config = Config()
+    config.model.path, config.model.adapters = str(base), {"other": str(tmp_path)}
+    with pytest.raises(ConfigError, match=message):
+        adapter_settings(config)
+
+
+@pytest.mark.parametrize("pattern", [{"alpha_pattern": {"q_proj": 32}}, {"rank_pattern": {"q_proj": 2}}])
+def test_an_adapter_with_another_scale_in_some_layers_is_not_trained_with_one(
+    base: Path, tmp_path: Path, pattern: dict[str, Any]
+) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    with_lora(plain, rank=4, **pattern).save_pretrained(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"ranks or scales of single layers \(rank_pattern, alpha_pattern\)"):
         Policy.from_pretrained(base, lora=LoraConfig(rank=4, alpha=8, path=str(tmp_path)))
 
 
@@ -147,6 +174,10 @@ def test_adapters_on_disk_are_held_beside_the_policys(base: Path, tmp_path: Path
     config = Config()
     config.model.path, config.model.adapters = str(base), {"five": str(tmp_path)}
     assert adapter_settings(config) == AdapterSettings(max_rank=5, others=(("five", str(tmp_path)),))
-    config.model.adapters = {"policy": str(tmp_path)}
-    with pytest.raises(ConfigError, match="policy is the name of another model"):
-        adapter_settings(config)
+    for name, message in (
+        ("policy", "policy is the name of another model"),
+        ("a/b", "'a/b' becomes part of file names"),
+    ):
+        config.model.adapters = {name: str(tmp_path)}
+        with pytest.raises(ConfigError, match=message):
+            adapter_settings(config)
