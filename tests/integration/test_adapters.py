@@ -6,9 +6,11 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from peft import PeftModel
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rollout.engine.adapters import AdapterSettings
 from rollout.engine.embedded import EmbeddedEngine
@@ -173,6 +175,32 @@ def test_values_that_are_not_finite_and_a_wrong_scale_stop_the_run(
     monkeypatch.undo()
     adapted.push()
     assert adapted.mismatch(adapted.generate()) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"hidden_size": 128},
+            r"adapter other: model\.layers\.0\.\S+ has 64 inputs, and its adapter came as \(2, 128\)",
+        ),
+        ({"num_hidden_layers": 6, "layer_types": None}, r"other: the model has no layer model\.layers\.[45]\."),
+    ],
+)
+def test_an_adapter_of_another_model_stops_the_start(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    config = tiny_qwen3(tied=True).config
+    other = with_lora(Qwen3ForCausalLM(Qwen3Config(**{**config.to_dict(), **changes})), rank=2)
+    other.save_pretrained(str(tmp_path / "other"))
+    with BackgroundLoop() as loop, forks_for_spawns(), pytest.raises(EngineError, match=message):
+        EmbeddedEngine(
+            save_tiny_model(tmp_path / "model", tied=True),
+            loop=loop,
+            log_path=tmp_path / "engine.log",
+            max_model_len=320,
+            kv_cache_gib=0.0625,
+            num_threads=1,
+            adapters=AdapterSettings(max_rank=3, others=(("other", str(tmp_path / "other")),)),
+        )
 
 
 def test_a_server_takes_adapters_and_keeps_the_old_one_if_a_trainer_dies(tmp_path: Path) -> None:
