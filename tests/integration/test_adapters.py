@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,6 +141,31 @@ def test_several_adapters_answer_at_once_each_with_its_own_logprobs(adapted: Ada
         assert call.sampled_logprobs == pytest.approx(expected, abs=TOLERANCE), name
     with pytest.raises(EngineError, match="no adapter unknown; it has base, policy, other"):
         adapted.generate("unknown")
+
+
+def test_a_request_that_goes_on_during_a_sync_ends_with_the_new_adapter(
+    adapted: Adapted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapted.sync, "_pause_mode", "keep")
+    adapted.update(20)
+    old = adapted.version
+    settings = Sampling(max_tokens=140, ignore_eos=True, seed=1)
+
+    async def begin() -> asyncio.Task[EngineCall]:
+        return asyncio.ensure_future(adapted.engine.generate(PROMPT, settings))
+
+    task = adapted.loop.run(begin())
+    before = copy.deepcopy(adapted.model)
+    adapted.update(21)
+    call = adapted.loop.run(asyncio.wait_for(task, 120))
+
+    assert [span.version for span in call.version_spans] == [old, adapted.version]
+    cut = call.version_spans[0].end
+    expected = sampled_logprobs(before, call.prompt_ids, call.sampled_ids)
+    assert call.sampled_logprobs[:cut] == pytest.approx(expected[:cut], abs=TOLERANCE)
+    later = zip(call.sampled_logprobs[cut:], expected[cut:], strict=True)
+    assert max(abs(a - b) for a, b in later) > 0.1, "the last tokens are still the old adapter's"
+    assert adapted.mismatch(adapted.generate()) < TOLERANCE, "a prefix of the old adapter is cached"
 
 
 def test_a_sender_that_fails_half_way_leaves_the_old_adapter(adapted: Adapted, monkeypatch: pytest.MonkeyPatch) -> None:
