@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from peft.tuners.lora import LoraLayer
 from transformers import AutoModelForCausalLM
 
 from rollout.engine.adapters import AdapterSettings
@@ -86,6 +87,12 @@ def test_missing_layers_and_the_head_are_refused_as_targets() -> None:
         add_adapters(tiny_qwen3(tied=False), LoraConfig(rank=4, target_modules=["q_proj", "query"]))
     with pytest.raises(ConfigError, match="leave lm_head out"):
         add_adapters(tiny_qwen3(tied=False), LoraConfig(rank=4, target_modules=["lm_head"]))
+
+
+@pytest.mark.parametrize(("rslora", "scale"), [(False, 2.0), (True, 4.0)])
+def test_the_scale_is_that_of_the_settings(rslora: bool, scale: float) -> None:
+    model = add_adapters(tiny_qwen3(tied=True), LoraConfig(rank=4, alpha=8, rslora=rslora))
+    assert {layer.scaling["default"] for layer in model.modules() if isinstance(layer, LoraLayer)} == {scale}
 
 
 def test_a_policy_starts_from_an_adapter_on_disk(base: Path, tmp_path: Path) -> None:
