@@ -14,7 +14,7 @@ from rewards.workers.pool import Isolation
 from rollout.chat.chat import Chat
 from rollout.engine.protocol import Engine, Sampling
 from rollout.environments import make_environment
-from rollout.errors import TemplateError
+from rollout.errors import ConfigError, TemplateError
 from rollout.gateway.server import GatewaySettings
 from rollout.sampler.sampler import Sampler
 from trainer.config.schema import Config
@@ -86,11 +86,17 @@ def make_sampler(config: Config, *, engine: Engine, chat: Chat) -> Sampler:
 
 def make_gateway_settings(config: Config) -> GatewaySettings:
     settings = config.gateway
+    model_name = settings.model_name or Path(config.model.path).name
+    if model_name in config.model.adapters:
+        raise ConfigError(
+            f"model.adapters: {model_name} is the name of the model without adapters; choose another, or set "
+            "gateway.model_name"
+        )
     return GatewaySettings(
         host=settings.host,
         port=settings.port,
         api_key=settings.api_key,
-        model_name=settings.model_name or Path(config.model.path).name,
+        model_name=model_name,
         max_request_mib=settings.max_request_mib,
         adapters=tuple(config.model.adapters),
     )

@@ -40,6 +40,7 @@ POLICY_PATH = "lockstep:policy"
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of vLLM's buffers (`MaxLoRARanks`)."""
 A, B = ".lora_A.weight", ".lora_B.weight"
+UPDATE = "adapter update"
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -77,6 +78,12 @@ class AdapterSettings:
             "max_loras": number,
             "max_cpu_loras": number,
         }
+
+
+def refuse_adapter(model: str, *, source: str) -> None:
+    """Raise `EngineError` if a request to an engine without adapters names one: the base would answer for it."""
+    if model not in (POLICY, BASE):
+        raise EngineError(f"{source} was started without adapters, and a request is for {model}; see model.adapters")
 
 
 def buffer_rank(rank: int) -> int:
@@ -128,6 +135,21 @@ class AdapterReceiver(nn.Module):
         rank = max(len(a) for a, _ in kept.values())
         return LoRAModel(adapter_id, rank, layers)
 
+    def check_loaded(self, name: str, loaded: LoRAModel) -> None:
+        """Raise `RuntimeError` for an adapter from a directory that does not fit the model.
+
+        vLLM leaves out layers that the model lacks, and dies of wrong shapes.
+        """
+        layers, max_rank = self._layers(), self.manager.lora_config.max_lora_rank
+        for layer, weights in loaded.loras.items():
+            if layer not in layers:
+                raise RuntimeError(
+                    f"adapter {name}: the model has no layer {layer} that can have an adapter; use adapters of this "
+                    "model.path"
+                )
+            a, b = weights.lora_a, weights.lora_b
+            _check_pair(layer, a, b, layers[layer], max_rank=max_rank, source=f"adapter {name}")
+
     def _zeros(self) -> dict[str, Pair]:
         """Return an adapter of one layer that changes nothing."""
         name, inputs = next(iter(self._layers().items()))
@@ -142,23 +164,23 @@ class AdapterReceiver(nn.Module):
         for name, a in staged.items():
             if not name.endswith(A):
                 if name.removesuffix(B) + A not in staged:
-                    raise RuntimeError(f"adapter update: expected LoRA tensors, found {name}")
+                    raise RuntimeError(f"{UPDATE}: expected LoRA tensors, found {name}")
                 continue
             b = staged.get(name.removesuffix(A) + B)
             if b is None:
-                raise RuntimeError(f"adapter update: {name} came without its lora_B")
+                raise RuntimeError(f"{UPDATE}: {name} came without its lora_B")
             # vLLM's mappers rename weights by their beginnings and parts, of which `.weight` may be one.
             mapped = name.removesuffix(A) + ".weight"
             layer = ((mapper._map_name(mapped) if mapper else mapped) or "").removesuffix(".weight")
             if layer not in layers:
                 raise RuntimeError(
-                    f"adapter update: vLLM's {type(self.manager.model).__name__} has no adapters on {layer or name}; "
+                    f"{UPDATE}: vLLM's {type(self.manager.model).__name__} has no adapters on {layer or name}; "
                     "set model.lora.send=merged, or leave the layer out with model.lora.target_modules"
                 )
             _check_pair(layer, a, b, layers[layer], max_rank=self.manager.lora_config.max_lora_rank)
             found[layer] = (a, b)
         if not found:
-            raise RuntimeError("adapter update: no tensors arrived")
+            raise RuntimeError(f"{UPDATE}: no tensors arrived")
         return found
 
     def _layers(self) -> dict[str, int | None]:
@@ -170,19 +192,21 @@ class AdapterReceiver(nn.Module):
         return sizes
 
 
-def _check_pair(layer: str, a: torch.Tensor, b: torch.Tensor, inputs: int | None, *, max_rank: int) -> None:
+def _check_pair(
+    layer: str, a: torch.Tensor, b: torch.Tensor, inputs: int | None, *, max_rank: int, source: str = UPDATE
+) -> None:
     if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1] or inputs not in (None, a.shape[1]):
         raise RuntimeError(
-            f"adapter update: {layer} has {inputs} inputs, and its adapter came as {tuple(a.shape)} and "
-            f"{tuple(b.shape)}; use the same model.path for both sides"
+            f"{source}: {layer} has {inputs} inputs, and its adapter came as {tuple(a.shape)} and {tuple(b.shape)}; "
+            "use the same model.path for both sides"
         )
     if a.shape[0] > max_rank:
         raise RuntimeError(
-            f"adapter update: {layer} came with rank {a.shape[0]}, and the engine was started for {max_rank}; restart "
-            f"it with --max-lora-rank {buffer_rank(a.shape[0])}"
+            f"{source}: {layer} came with rank {a.shape[0]}, and the engine was started for {max_rank}; restart it "
+            f"with --max-lora-rank {buffer_rank(a.shape[0])}"
         )
     if not (a.isfinite().all() and b.isfinite().all()):
-        raise RuntimeError(f"adapter update: {layer} came with values that are not finite")
+        raise RuntimeError(f"{source}: {layer} came with values that are not finite")
 
 
 def _is_synced() -> bool:
@@ -227,9 +251,13 @@ def install() -> None:
         return engine
 
     def load_adapter(manager: WorkerLoRAManager, lora_request: LoRARequest) -> LoRAModel:
-        if lora_request.lora_path != POLICY_PATH:
+        receiver: AdapterReceiver | None = vars(manager._adapter_manager).get("receiver")
+        if receiver is None:  # an engine that takes no weights
             return load(manager, lora_request)
-        receiver: AdapterReceiver = manager._adapter_manager.receiver  # type: ignore[attr-defined]
+        if lora_request.lora_path != POLICY_PATH:
+            loaded = load(manager, lora_request)
+            receiver.check_loaded(lora_request.lora_name, loaded)
+            return loaded
         return receiver.adapter(lora_request.lora_int_id)
 
     def linear_layers(model: nn.Module) -> list[str]:

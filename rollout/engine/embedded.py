@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_exponential_jitter
 
-from rollout.engine.adapters import AdapterSettings
+from rollout.engine.adapters import AdapterSettings, refuse_adapter
 from rollout.engine.arguments import engine_arguments, engine_variables
 from rollout.engine.engine_answers import (
     UNUSABLE_PREFIX,
@@ -191,7 +191,9 @@ class EmbeddedEngine:
         with redirect_output(self.log_path), _environment(self._variables, self.log_path):
             try:
                 self._llm = self.loop.run(self._build())
+                self.loop.run(self._load_adapters())
             except Exception as error:  # vLLM raises many types; all mean a failed start
+                self.loop.run(self.close())
                 raise EngineError(
                     f"the engine could not start with {self._args['model']}: {error}\n{_log_tail(self.log_path)}"
                 ) from error
@@ -203,6 +205,14 @@ class EmbeddedEngine:
 
         # Not a local: errors stored by vLLM's imports hold this frame, which would keep a closed engine alive.
         return AsyncLLM.from_vllm_config(AsyncEngineArgs(**self._args).create_engine_config(), disable_log_stats=True)
+
+    async def _load_adapters(self) -> None:
+        """Load the adapters on disk. One that vLLM cannot load would kill the engine at the first request for it."""
+        if self._adapters is not None:
+            for name, _ in self._adapters.others:
+                request = self._adapters.request(name)
+                assert request is not None
+                await self.llm.add_lora(request)
 
     @property
     def llm(self) -> AsyncLLM:
@@ -351,7 +361,9 @@ class EmbeddedEngine:
     async def _final_output(self, ids: Sequence[int], settings: SamplingParams, model: str) -> RequestOutput:
         await self._admits.wait()
         adapter: dict[str, Any] = {}
-        if self._adapters is not None:
+        if self._adapters is None:
+            refuse_adapter(model, source=self.name)
+        else:
             adapter["lora_request"] = self._adapters.request(model)
         name = f"lockstep-{next(self._request_ids)}"
         stream = self.llm.generate({"prompt_token_ids": list(ids)}, settings, name, **adapter)

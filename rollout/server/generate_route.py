@@ -15,7 +15,7 @@ import base64
 import io
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,7 +50,7 @@ class CompactGenerate:
 
         try:
             prompt, params, model = _read(await _body(receive))
-            adapter = None if model is None else state.openai_serving_models.lora_requests[model]
+            adapter = None if model is None else _adapter(state.openai_serving_models.lora_requests, model)
         except Exception as error:  # any failure here is the client's and must not be retried
             await reply(send, 400, {"error": f"{type(error).__name__}: {error}"})
             return
@@ -140,6 +140,12 @@ def _read(raw: bytes) -> tuple[dict[str, Any], Any, str | None]:
     if params.n != 1:
         raise ValueError(f"found n={params.n}, expected n=1: this route returns one completion")
     return {"prompt_token_ids": ids.tolist()}, params, request.get("model")
+
+
+def _adapter(served: Mapping[str, Any], name: str) -> Any:
+    if name not in served:
+        raise ValueError(f"the server has no adapter {name}; it was started with {', '.join(served) or 'none'}")
+    return served[name]
 
 
 async def _body(receive: Receive) -> bytes:

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import torch
 
+from rollout.engine.adapters import refuse_adapter
 from rollout.engine.engine_answers import (
     Answer,
     check_prompt,
@@ -212,7 +213,9 @@ class ServerEngine:
 
     async def _sample(self, route: str, ids: Sequence[int], params: Mapping[str, Any], model: str) -> Any:
         body: dict[str, Any] = {"token_ids": list(ids), "sampling_params": params}
-        if self.takes_adapters and model != BASE:
+        if not self.takes_adapters:
+            refuse_adapter(model, source=self.name)
+        elif model != BASE:
             body["model"] = model
         try:
             await asyncio.wait_for(self._admits.wait(), self._request_timeout_s)

@@ -117,6 +117,24 @@ def test_two_zero3_ranks_send_adapters_alone(engine: str, demo: tuple[str, ...],
     assert (tmp_path / "two/model/adapter/adapter_model.safetensors").exists()
 
 
+@pytest.mark.distributed
+@pytest.mark.parametrize("launcher_file", ["ddp", "zero2"])
+def test_two_ranks_train_adapters_on_quantized_weights(
+    launcher_file: str, demo: tuple[str, ...], tmp_path: Path
+) -> None:
+    base = tmp_path / "w8a8"
+    write_quantized_checkpoint(Path(demo[0].removeprefix("model.path=")), base)
+    train(
+        f"model.path={base}", *demo[1:], *SMALL, *LORA, "updates=3", f"run_root={tmp_path}", "run_name=two", ranks=2,
+        launcher_file=launcher_file,
+    )  # fmt: skip
+    lines = steps(tmp_path / "two")
+    floor = lines[0]["rollout_correction/quantization_k3"]
+    assert all(line["rollout/token_match_rate"] == 1.0 for line in lines)
+    assert lines[-1]["rollout_correction/k3_kl"] < 10 * floor < 0.1
+    assert (tmp_path / "two/model/adapter/adapter_model.safetensors").exists()
+
+
 def test_a_killed_run_with_adapters_goes_on_bit_for_bit(demo: tuple[str, ...], tmp_path: Path) -> None:
     runs = recipe(demo, tmp_path, "model.lora.rank=8", "updates=4")
     whole = runs.finish("whole")

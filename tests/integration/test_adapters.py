@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from peft import PeftModel
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rollout.engine.adapters import AdapterSettings
 from rollout.engine.embedded import EmbeddedEngine
@@ -140,6 +143,31 @@ def test_several_adapters_answer_at_once_each_with_its_own_logprobs(adapted: Ada
         adapted.generate("unknown")
 
 
+def test_a_request_that_goes_on_during_a_sync_ends_with_the_new_adapter(
+    adapted: Adapted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapted.sync, "_pause_mode", "keep")
+    adapted.update(20)
+    old = adapted.version
+    settings = Sampling(max_tokens=140, ignore_eos=True, seed=1)
+
+    async def begin() -> asyncio.Task[EngineCall]:
+        return asyncio.ensure_future(adapted.engine.generate(PROMPT, settings))
+
+    task = adapted.loop.run(begin())
+    before = copy.deepcopy(adapted.model)
+    adapted.update(21)
+    call = adapted.loop.run(asyncio.wait_for(task, 120))
+
+    assert [span.version for span in call.version_spans] == [old, adapted.version]
+    cut = call.version_spans[0].end
+    expected = sampled_logprobs(before, call.prompt_ids, call.sampled_ids)
+    assert call.sampled_logprobs[:cut] == pytest.approx(expected[:cut], abs=TOLERANCE)
+    later = zip(call.sampled_logprobs[cut:], expected[cut:], strict=True)
+    assert max(abs(a - b) for a, b in later) > 0.1, "the last tokens are still the old adapter's"
+    assert adapted.mismatch(adapted.generate()) < TOLERANCE, "a prefix of the old adapter is cached"
+
+
 def test_a_sender_that_fails_half_way_leaves_the_old_adapter(adapted: Adapted, monkeypatch: pytest.MonkeyPatch) -> None:
     adapted.update(6)
     before = adapted.generate()
@@ -173,6 +201,32 @@ def test_values_that_are_not_finite_and_a_wrong_scale_stop_the_run(
     monkeypatch.undo()
     adapted.push()
     assert adapted.mismatch(adapted.generate()) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"hidden_size": 128},
+            r"adapter other: model\.layers\.0\.\S+ has 64 inputs, and its adapter came as \(2, 128\)",
+        ),
+        ({"num_hidden_layers": 6, "layer_types": None}, r"other: the model has no layer model\.layers\.[45]\."),
+    ],
+)
+def test_an_adapter_of_another_model_stops_the_start(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    config = tiny_qwen3(tied=True).config
+    other = with_lora(Qwen3ForCausalLM(Qwen3Config(**{**config.to_dict(), **changes})), rank=2)
+    other.save_pretrained(str(tmp_path / "other"))
+    with BackgroundLoop() as loop, forks_for_spawns(), pytest.raises(EngineError, match=message):
+        EmbeddedEngine(
+            save_tiny_model(tmp_path / "model", tied=True),
+            loop=loop,
+            log_path=tmp_path / "engine.log",
+            max_model_len=320,
+            kv_cache_gib=0.0625,
+            num_threads=1,
+            adapters=AdapterSettings(max_rank=3, others=(("other", str(tmp_path / "other")),)),
+        )
 
 
 def test_a_server_takes_adapters_and_keeps_the_old_one_if_a_trainer_dies(tmp_path: Path) -> None:

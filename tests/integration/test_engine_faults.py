@@ -11,6 +11,7 @@ import asyncio
 import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +31,8 @@ DEADLINE_S = 12.0
 SILENCE_S = 3.0
 LIMIT_S = 1.5 * DEADLINE_S
 """Limit from the fault to the error; most take less than 5 s."""
+ADAPTED = (2, 3)
+"""Rounds in which LoRA adapters are sent to the server, in place of weights."""
 PROMPT = (5, 99, 300, 12)
 LONG_PROMPT = tuple(range(10, 180))
 
@@ -122,10 +125,14 @@ def faults() -> Iterator[Any]:
 
 
 @pytest.fixture
-def remote(forked_servers: ForkedServers) -> Iterator[Trained]:
+def remote(request: pytest.FixtureRequest, forked_servers: ForkedServers, tmp_path: Path) -> Iterator[Trained]:
+    params, rank, started = request.node.callspec.params, 0, forked_servers
+    if "moment" in params and params["number"] in ADAPTED:
+        rank = 3
+        started = ForkedServers(forked_servers.model, tmp_path, lora_rank=rank)
     with (
-        forked_servers.running() as servers,
-        trained(servers, deadline_s=DEADLINE_S, silence_timeout_s=SILENCE_S) as connected,
+        started.running() as servers,
+        trained(servers, deadline_s=DEADLINE_S, silence_timeout_s=SILENCE_S, lora_rank=rank) as connected,
     ):
         connected.push()
         yield connected

@@ -43,8 +43,13 @@ def run_with_deaths(runs: Recipe, name: str, *, after_updates: tuple[int, ...]) 
 
 
 @pytest.mark.slow
-def test_a_killed_engine_is_started_again_and_changes_nothing(demo: tuple[str, ...], tmp_path: Path) -> None:  # noqa: F811
-    runs = recipe(demo, tmp_path, "updates=4")
+@pytest.mark.parametrize("lora", [(), ("model.lora.rank=8",)], ids=["whole weights", "adapters"])
+def test_a_killed_engine_is_started_again_and_changes_nothing(
+    lora: tuple[str, ...],
+    demo: tuple[str, ...],  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    runs = recipe(demo, tmp_path, *lora, "updates=4")
     whole = runs.finish("whole")
     found = differences(whole, run_with_deaths(runs, "struck", after_updates=(2,)))
     assert [line for line in found if COUNTER not in line] == []

@@ -42,19 +42,29 @@ def demo() -> tuple[str, ...]:
     )
 
 
-def command(*overrides: str, ranks: int | None = None, python: str = sys.executable) -> list[str]:
+def command(
+    *overrides: str, ranks: int | None = None, launcher_file: str = "zero3", python: str = sys.executable
+) -> list[str]:
+    """launcher_file: of `configs/accelerate/`, for several ranks."""
     launcher = [python]
     if ranks is not None:
-        launcher += ["-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/zero3.yaml",
+        launcher += ["-m", "accelerate.commands.launch", "--config_file", f"configs/accelerate/{launcher_file}.yaml",
                      "--num_processes", str(ranks), "--main_process_port", "0"]  # fmt: skip
     return [*launcher, "scripts/train.py", *overrides]
 
 
-def train(*overrides: str, ranks: int | None = None, timeout_s: float = 500, python: str | None = None) -> str:
+def train(
+    *overrides: str,
+    ranks: int | None = None,
+    launcher_file: str = "zero3",
+    timeout_s: float = 500,
+    python: str | None = None,
+) -> str:
     """Return the output of a run that succeeds. python: None for a fork (`tests/fixtures/forked_python.py`)."""
     python = python or forked_python()
     done = subprocess.run(
-        command(*overrides, ranks=ranks, python=python), cwd=ROOT, capture_output=True, text=True, timeout=timeout_s,
+        command(*overrides, ranks=ranks, launcher_file=launcher_file, python=python),
+        cwd=ROOT, capture_output=True, text=True, timeout=timeout_s,
         env={**os.environ, "PYTHON_EXEC": python, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig
 
 from rollout.engine.adapters import buffer_rank
+from rollout.engine.arguments import engine_arguments, engine_variables
 from rollout.engine.embedded import EmbeddedEngine
 from rollout.engine.pool import EnginePool
 from rollout.engine.protocol import SyncedEngine
@@ -27,8 +28,14 @@ from trainer.setting import typed
 def start_engine(config: Config, *, loop: BackgroundLoop, log_path: Path) -> EnginePool:
     """Start or connect to the engines of a process that is not a rank of a run (those: run_engines.py).
 
-    Raises `EngineError` if vLLM does not start (with the end of its log), or a server cannot be reached.
+    Raises `EngineError` if vLLM does not start (with the end of its log), or a server cannot be reached; `ConfigError`
+    with `model.lora.path`, which such a process does not read.
     """
+    if (path := config.model.lora.path) is not None:
+        raise ConfigError(
+            f"model.lora.path={path} is an adapter to train further; to sample with it set 'model.adapters={{trained: "
+            f"{path}}}' without model.lora.path"
+        )
     return EnginePool(start_members(config, loop=loop, log_path=log_path))
 
 
@@ -45,6 +52,23 @@ def start_members(config: Config, *, loop: BackgroundLoop, log_path: Path, **mem
         embedded_engine(config, loop=loop, log_path=path, name=f"embedded engine {index}", local_place=(index, number))
         for index, path in enumerate(paths)
     ]
+
+
+def check_engine(config: Config) -> None:
+    """Raise `ConfigError` for settings with which no engine would start, without starting one."""
+    adapters, is_cpu = adapter_settings(config), not torch.cuda.is_available()
+    if config.rollout.engine == "server":
+        return
+    engine_arguments(
+        config.model.path,
+        is_cpu=is_cpu,
+        dtype=config.model.dtype,
+        max_model_len=config.rollout.max_model_len,
+        trust_remote_code=config.model.trust_remote_code,
+        adapters=adapters,
+        quantization=config.rollout.quantization,
+    )
+    engine_variables(is_cpu=is_cpu, batch_invariant=config.rollout.batch_invariant)
 
 
 def check_cores(num_engines: int) -> None:
@@ -96,12 +120,7 @@ def connect_servers(config: Config, *, loop: BackgroundLoop) -> list[ServerEngin
                 "correction.routing_replay=off"
             )
         check_adapters(engine, config)
-        if engine.quantization != (settings.quantization or stored_method(model)):
-            raise ConfigError(
-                f"{engine.name} computes with quantization={engine.quantization}, and this run has "
-                f"rollout.quantization={typed(settings.quantization)}; restart it with `python "
-                f"scripts/serve_engine.py`, or set rollout.quantization={typed(engine.quantization)}"
-            )
+        check_quantization(engine, config, stored=stored_method(model))
         engine.max_model_len = settings.max_model_len
     return engines
 
@@ -109,7 +128,15 @@ def connect_servers(config: Config, *, loop: BackgroundLoop) -> list[ServerEngin
 def check_adapters(engine: ServerEngine, config: Config) -> None:
     """Raise `ConfigError` if a server was started for adapters and the run sends whole weights, or the other way
     round."""
-    lora = config.model.lora
+    lora, others = config.model.lora, config.model.adapters
+    if others and not engine.takes_adapters:
+        named = ", ".join(f"{name}: {path}" for name, path in others.items())
+        raise ConfigError(
+            f"{engine.name} takes no adapters; restart it with `python scripts/serve_engine.py "
+            f"'model.adapters={{{named}}}'`"
+        )
+    if others:
+        return  # only evaluation and gateways have them, which send nothing; the server knows the names
     if not engine.takes_adapters:
         if lora.rank and lora.send == "adapter":
             raise ConfigError(
@@ -126,6 +153,22 @@ def check_adapters(engine: ServerEngine, config: Config) -> None:
             f"{engine.name} holds adapters up to rank {engine.max_rank}, and this run has model.lora.rank={lora.rank}; "
             f"restart it with --max-lora-rank {buffer_rank(lora.rank)}"
         )
+
+
+def check_quantization(engine: ServerEngine, config: Config, *, stored: str | None) -> None:
+    """Raise `ConfigError` if a server quantizes weights and the run says otherwise, or the other way round.
+
+    stored: method of the checkpoint's weights, for which vLLM may have a name of its own.
+    """
+    wanted = config.rollout.quantization
+    if (stored is None and engine.quantization == wanted) or (stored is not None and engine.quantization is not None):
+        return
+    others = f", or set rollout.quantization={typed(engine.quantization)}" if stored is None else ""
+    raise ConfigError(
+        f"{engine.name} computes with quantization={typed(engine.quantization)}, and this run has "
+        f"{f'quantized weights ({stored})' if stored else f'rollout.quantization={typed(wanted)}'}; restart it with "
+        f"`python scripts/serve_engine.py`{others}"
+    )
 
 
 def engine_key(variable: str | None) -> str | None:

@@ -14,6 +14,7 @@ experts, DoRA, dropout (the sampler has none).
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
@@ -36,11 +37,22 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 ADAPTER_DIRECTORY = "adapter"
+ADAPTER_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*", re.ASCII)
 PEFT_REFUSES, PEFT_REFUSES_IN = frozenset({"out_proj", "conv1d"}), frozenset({"falcon_h1", "nemotron_h"})
 """Layers, and the model types in which peft refuses adapters on them."""
 OF_EXPERTS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "shared_expert_gate"})
 """Names of the layers of an expert in checkpoints, and of a shared one's gate. peft 0.21 adapts stacked experts in
 place of them."""
+
+
+BEYOND_PLAIN = (
+    *("use_dora", "modules_to_save", "lora_bias", "target_parameters", "trainable_token_indices", "layer_replication"),
+    *("alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config"),
+)
+"""Settings of peft 0.21 that make an adapter more than matrices A and B of linear layers."""
+PLAIN_INITS = ("gaussian", "eva", "orthogonal")
+"""Initial values that leave W as it is. With others, such as PiSSA's, peft changes W when it loads the adapter."""
+PLAIN_ONLY = "where trainer and engine apply plain LoRA only; set it to another adapter, or merge this one into a model"
 
 
 def is_adapted(model: nn.Module) -> TypeGuard[PeftModel]:
@@ -98,6 +110,11 @@ def _load(model: PeftModel, path: str, settings: LoraConfig) -> None:
     ]
     if different:
         raise ConfigError(f"model.lora.path={path} was made with other settings: set {' '.join(different)}")
+    if found.rank_pattern or found.alpha_pattern:
+        raise ConfigError(
+            f"model.lora.path={path} has ranks or scales of single layers (rank_pattern, alpha_pattern), where a run "
+            "trains one rank and one alpha; set it to another adapter, or merge this one into a model"
+        )
     if model.device.type == "meta":
         return
     tensors = peft.load_peft_weights(path, device="cpu")
@@ -122,10 +139,16 @@ def _read_config(path: str, *, setting: str) -> peft.LoraConfig:
             f"{setting}={path} has no adapter that peft reads ({error}); set it to a directory with "
             "adapter_config.json and adapter_model.safetensors, such as <run>/model/adapter"
         ) from error
-    if not isinstance(found, peft.LoraConfig) or found.use_dora or found.modules_to_save:
-        kind = "DoRA" if getattr(found, "use_dora", False) else str(found.peft_type)
-        kind += " with modules_to_save" if getattr(found, "modules_to_save", None) else ""
-        raise ConfigError(f"{setting}={path} is of kind {kind}, and engines apply plain LoRA only; set another")
+    if not isinstance(found, peft.LoraConfig):
+        raise ConfigError(f"{setting}={path} is of kind {found.peft_type}, {PLAIN_ONLY}")
+    settings = found.to_dict()
+    beyond = [name for name in BEYOND_PLAIN if settings[name]]
+    beyond += ["bias"] if found.bias != "none" else []
+    if isinstance(found.init_lora_weights, str) and found.init_lora_weights not in PLAIN_INITS:
+        beyond.append("init_lora_weights")
+    if beyond:
+        named = ", ".join(f"{name}={typed(settings[name])}" for name in beyond)
+        raise ConfigError(f"{setting}={path} has {named}, {PLAIN_ONLY}")
     return found
 
 
@@ -153,6 +176,11 @@ def adapter_settings(config: Config) -> AdapterSettings | None:
     for name, path in others.items():
         if name in (BASE, POLICY):
             raise ConfigError(f"model.adapters: {name} is the name of another model; choose one beside base and policy")
+        if ADAPTER_NAME.fullmatch(name) is None:
+            raise ConfigError(
+                f"model.adapters: {name!r} becomes part of file names and arguments; choose one of letters, digits, "
+                "'.', '_' and '-', as in 'model.adapters={last: runs/first/model/adapter}'"
+            )
         found = _read_config(path, setting=f"model.adapters.{name}")
         ranks[f"model.adapters.{name}={path}: rank"] = max([found.r, *(found.rank_pattern or {}).values()])
     for name, rank in ranks.items():

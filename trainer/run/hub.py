@@ -67,7 +67,7 @@ def model_card(config: Config, metrics: Mapping[str, float]) -> str:
         "rollouts per batch": f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples",
         "longest answer": f"{rollout.max_tokens_per_turn} tokens per turn, {config.environment.max_turns} turns",
         "learning rate": f"{config.optimizer.peak_lr:g} ({config.optimizer.name}, {config.optimizer.schedule})",
-        "adapters": f"LoRA of rank {config.model.lora.rank}, merged" if config.model.lora.rank else "none",
+        "adapters": f"LoRA of rank {config.model.lora.rank}" if config.model.lora.rank else "none",
         "seed": str(config.seed),
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in facts.items())

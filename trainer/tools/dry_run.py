@@ -42,6 +42,7 @@ from trainer.data.prompt_filter import make_prompts
 from trainer.data.prompts import Row
 from trainer.diagnosis.token_classes import TokenTexts
 from trainer.distributed.distributed import Distributed
+from trainer.engines.start import check_engine
 from trainer.model.layers.routing import refuse_dense
 from trainer.model.memory_plan import GIB
 from trainer.model.shape import planned_shape
@@ -73,6 +74,7 @@ def dry_run(config: Config) -> None:
         chat = make_chat(config)
         run_console = RunConsole(enabled=distributed.is_main, total_updates=0)
         refuse_dense(config)
+        check_engine(config)
         config = choose(config, distributed, run_console)
         prompts = make_prompts(config, distributed, loop, chat, say=run_console.say)
         console.print(settings_tree(plain(config)))

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
+from rollout.errors import ConfigError
 from rollout.records import EngineCall, FinishReason, Rollout
-from trainer.build import make_rewards
+from trainer.build import make_gateway_settings, make_rewards
 from trainer.config.schema import AlgorithmConfig, Config
 
 
@@ -24,3 +27,13 @@ def test_settings_of_the_algorithm_shape_rewards() -> None:
     config.environment.max_turns, config.rollout.max_tokens_per_turn = 3, 2
     (scored,) = asyncio.run(make_rewards(config).score([given]))
     assert scored.rewards["overlong"] == -2.0, "the horizon of the configuration"
+
+
+def test_a_gateway_serves_the_model_and_adapters_under_different_names() -> None:
+    config = Config()
+    config.model.path, config.model.adapters = "models/calculator", {"last": "runs/a"}
+    settings = make_gateway_settings(config)
+    assert (settings.model_name, settings.adapters) == ("calculator", ("last",))
+    config.gateway.model_name = "last"
+    with pytest.raises(ConfigError, match="last is the name of the model without adapters"):
+        make_gateway_settings(config)

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from rollout.errors import EngineError, SyncError, TrainingError
-from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
+from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus, VersionSpan
 from tests.fixtures.distributed import FakeRank
 from trainer.batch.step_batch import StepBatch
 from trainer.collect.groups import Collected
 from trainer.config.schema import AlgorithmConfig, Config
 from trainer.credit.correction import StepCorrection
 from trainer.credit.targets import Targets, rollout_targets
+from trainer.objective.correction.mismatch import QUANTIZATION_K3
 from trainer.observe.step_metrics import StepReport
 from trainer.step import MAX_EMPTY_STEPS, Trainer
 from trainer.stopwatch import Stopwatch
@@ -28,12 +29,13 @@ UPDATES = 2
 """Optimizer steps of one rollout batch."""
 
 
-def rollout(rollout_id: int, length: int, reward: float) -> Rollout:
+def rollout(rollout_id: int, length: int, reward: float, *, version: int | None = None) -> Rollout:
     call = EngineCall(
         prompt_ids=(1, 2),
         sampled_ids=(5,) * length,
         sampled_logprobs=(-1.0,) * length,
         finish_reason=FinishReason.STOP,
+        version_spans=() if version is None else (VersionSpan(version=version, start=0, end=length),),
     )
     return Rollout(rollout_id=rollout_id, group_id=0, calls=(call,), reward=reward)
 
@@ -137,7 +139,7 @@ class Retries:
             return act()
 
 
-def trainer(world: World, *, retries: bool = False) -> Trainer:
+def trainer(world: World, *, retries: bool = False, is_quantized: bool = False) -> Trainer:
     config = Config(algorithm=AlgorithmConfig(advantage="rloo", minibatches=UPDATES, kl_coef=0.1))
     config.correction.high = 1.5
     world.trainer = Trainer(
@@ -148,6 +150,7 @@ def trainer(world: World, *, retries: bool = False) -> Trainer:
         reference=Reference(world),  # type: ignore[arg-type]
         sync=world,  # type: ignore[arg-type]
         recovery=Retries(world) if retries else None,  # type: ignore[arg-type]
+        is_quantized=is_quantized,
     )
     return world.trainer
 
@@ -215,6 +218,20 @@ def test_the_report_holds_the_step() -> None:
     assert {name: report.metrics[name] for name in expected} == pytest.approx(expected)
     assert {"time/score", "time/update", "time/sync", "time/step"} <= report.metrics.keys()
     assert all(math.isfinite(value) for value in report.metrics.values())
+
+
+def test_quantization_is_measured_once_and_with_tokens_of_the_trained_version_alone() -> None:
+    world, found = World(), []
+    made = trainer(world, is_quantized=True)
+    for version in (3, made.version + UPDATES, made.version):  # stale, fresh, stale
+        world.rollouts = (rollout(0, 2, 1.0, version=version), rollout(1, 3, 0.0, version=version))
+        found.append(made.step().metrics)
+
+    assert QUANTIZATION_K3 not in found[0], "its difference is staleness, too"
+    log_ratio = 0.5 + 1.0  # the policy's 0.5 after one update, and the engine's -1
+    assert found[1][QUANTIZATION_K3] == pytest.approx(math.exp(log_ratio) - 1 - log_ratio)
+    assert found[2][QUANTIZATION_K3] == found[1][QUANTIZATION_K3]
+    assert QUANTIZATION_K3 not in trainer(World()).step().metrics
 
 
 def test_a_step_counts_after_its_sync_and_the_sync_sends_the_new_version() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -10,7 +11,7 @@ import torch
 from vllm.config.lora import MaxLoRARanks
 from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES
 
-from rollout.engine.adapters import RANKS, AdapterReceiver, AdapterSettings, buffer_rank
+from rollout.engine.adapters import RANKS, AdapterReceiver, AdapterSettings, buffer_rank, refuse_adapter
 from rollout.engine.protocol import ONLINE_SCHEMES
 from rollout.errors import EngineError
 
@@ -98,6 +99,28 @@ def test_a_wrong_adapter_is_refused_and_the_old_one_stays(tensors: dict[str, tor
         update(one, tensors)
 
     assert (one.adapter(1).loras["model.o_proj"].lora_a == 5).all()
+
+
+@pytest.mark.parametrize(
+    ("layer", "inputs", "message"),
+    [
+        ("model.o_proj", 4, None),
+        ("model.o_proj", 5, r"adapter other: model\.o_proj has 4 inputs, and its adapter came as \(2, 5\)"),
+        ("model.layers.9.o_proj", 4, r"adapter other: the model has no layer model\.layers\.9\.o_proj"),
+    ],
+)
+def test_an_adapter_on_disk_must_fit_the_model(layer: str, inputs: int, message: str | None) -> None:
+    a, b = pair(layer, inputs=inputs).values()
+    loaded: Any = SimpleNamespace(loras={layer: SimpleNamespace(lora_a=a, lora_b=b)})
+    with pytest.raises(RuntimeError, match=message) if message else nullcontext():
+        receiver().check_loaded("other", loaded)
+
+
+def test_an_engine_without_adapters_refuses_requests_for_one() -> None:
+    for name in ("policy", "base"):
+        refuse_adapter(name, source="the engine")
+    with pytest.raises(EngineError, match="the engine was started without adapters, and a request is for step_5"):
+        refuse_adapter("step_5", source="the engine")
 
 
 def test_buffers_have_the_ranks_that_vllm_offers() -> None:

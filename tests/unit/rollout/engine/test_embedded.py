@@ -16,8 +16,10 @@ from vllm.config import ModelConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import RetryableRequestError
 
+from rollout.engine.adapters import AdapterSettings
 from rollout.engine.arguments import CPU_BLOCK_TOKENS, engine_arguments
 from rollout.engine.embedded import EmbeddedEngine, _check_compiler
+from rollout.engine.engine_answers import UNUSABLE_PREFIX
 from rollout.engine.protocol import Sampling
 from rollout.errors import ConfigError, EngineError
 from rollout.system.background_loop import BackgroundLoop
@@ -103,6 +105,8 @@ class RefusesWhilePaused:
     def __init__(self) -> None:
         self.refuses = False
         self.answered = self.refused = 0
+        self.slept: list[int | str] = []
+        """Levels of sleep, and labels of the weights."""
 
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
         self.refuses = mode != "keep"
@@ -119,6 +123,12 @@ class RefusesWhilePaused:
 
     def shutdown(self, timeout: float) -> None:
         pass
+
+    async def sleep(self, level: int) -> None:
+        self.slept.append(level)
+
+    async def update_weight_version(self, label: str) -> None:
+        self.slept.append(label)
 
 
 class Paused(EmbeddedEngine):
@@ -167,4 +177,19 @@ def test_an_engine_that_died_while_paused_answers_again_after_its_restart(tmp_pa
         stand_in.errored = True
         assert engine.restart_if_dead()
         assert loop.run(asyncio.wait_for(engine._request([5], {}), 10)) == "answer"
+        loop.run(engine.close())
+
+
+@pytest.mark.parametrize(
+    ("adapters", "expected"), [(None, [f"{UNUSABLE_PREFIX}asleep", 2, 1]), (AdapterSettings(max_rank=8), [1, 1])]
+)
+def test_an_engine_whose_weights_no_sync_brings_back_keeps_them_asleep(
+    tmp_path: Path, adapters: AdapterSettings | None, expected: list[int | str]
+) -> None:
+    with BackgroundLoop() as loop:
+        engine = Paused("model", loop=loop, log_path=tmp_path / "engine.log", adapters=adapters)
+        for level in (2, 1):
+            loop.run(engine.sleep(level))
+        stand_in: Any = engine.llm
+        assert stand_in.slept == expected
         loop.run(engine.close())

@@ -33,10 +33,14 @@ class Engine:
     def __init__(self, failure: Exception | None = None, *, hangs: bool = False) -> None:
         self.failure, self.hangs = failure, hangs
         self.asked: list[Any] = []
+        self.adapters: list[str | None] = []
         self.was_canceled = False
 
-    async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
+    async def generate(
+        self, prompt: Any, params: Any, request_id: str, lora_request: str | None = None
+    ) -> AsyncIterator[Any]:
         self.asked.append((prompt, params, request_id))
+        self.adapters.append(lora_request)
         try:
             if self.hangs:
                 await asyncio.sleep(30)
@@ -54,7 +58,8 @@ async def passed_on(scope: Any, receive: Any, send: Any) -> None:
 
 async def answer(engine: Engine, body: bytes, *, method: str = "POST", path: str = ROUTE, leaves: bool = False) -> Any:
     """Return (status, JSON) of a request, or the messages of the rest of the server."""
-    app = SimpleNamespace(state=SimpleNamespace(engine_client=engine))
+    served = SimpleNamespace(lora_requests={"policy": "request of the policy"})
+    app = SimpleNamespace(state=SimpleNamespace(engine_client=engine, openai_serving_models=served))
     half = len(body) // 2
     incoming = [{"type": "http.request", "body": body[:half], "more_body": True}]
     incoming += [{"type": "http.request", "body": body[half:]}]
@@ -90,6 +95,16 @@ async def test_the_answer_equals_the_engines_record():
     (prompt, params, _) = engine.asked[0]
     assert prompt == {"prompt_token_ids": [5, 6]}
     assert (params.seed, params.max_tokens, params.logprobs) == (3, 2, 0)
+
+
+async def test_a_request_names_its_adapter_and_one_that_the_server_lacks_gets_400():
+    engine = Engine()
+    for changes, expected in (({}, None), ({"model": "policy"}, "request of the policy")):
+        status, _ = await answer(engine, json.dumps(BODY | changes).encode())
+        assert (status, engine.adapters[-1]) == (200, expected)
+    status, said = await answer(engine, json.dumps(BODY | {"model": "last"}).encode())
+    assert (status, len(engine.asked)) == (400, 2)
+    assert "the server has no adapter last; it was started with policy" in said["error"]
 
 
 async def test_other_routes_are_passed_on():

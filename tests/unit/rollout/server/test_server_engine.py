@@ -8,6 +8,7 @@ import gzip
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -98,6 +99,23 @@ def test_the_engine_takes_its_facts_from_the_server(connected: Connected) -> Non
     engine = connected.engine
     assert (engine.max_model_len, engine.dtype, engine.num_workers) == (64, torch.float32, 1)
     assert (engine.weight_transfer_backend, engine.host) == ("gloo", "127.0.0.1")
+
+
+def test_a_server_without_adapters_is_not_asked_for_one(connected: Connected) -> None:
+    with pytest.raises(EngineError, match="was started without adapters, and a request is for last"):
+        connected.generate(replace(SAMPLING, model="last"))
+    assert connected.server.requests == []
+
+
+def test_a_server_with_adapters_is_asked_by_name_and_for_its_base_without_one(loop: BackgroundLoop) -> None:
+    with ExitStack() as stack:
+        server = FakeServer()
+        server.info = {"vllm_config": {**SERVER_INFO["vllm_config"], "lora_config": {"max_lora_rank": 8}}}
+        engine = connect(loop, start(loop, stack, server))
+        stack.callback(lambda: loop.run(engine.close()))
+        for name in ("policy", "last", "base"):
+            loop.run(engine.generate((5, 6), replace(SAMPLING, model=name)), timeout=30)
+        assert [body.get("model") for _, body in server.requests] == ["policy", "last", None]
 
 
 @pytest.mark.parametrize(

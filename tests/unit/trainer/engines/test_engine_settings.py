@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +23,14 @@ from trainer.checks.declared import value_problems
 from trainer.checks.engines import engine_problems
 from trainer.config.schema import Config
 from trainer.distributed.distributed import choose_interface
-from trainer.engines.start import check_cores, connect_servers, engine_key
+from trainer.engines.start import (
+    check_cores,
+    check_engine,
+    check_quantization,
+    connect_servers,
+    engine_key,
+    start_engine,
+)
 from trainer.tools.serve_engine import check_host, command, shell_line
 
 URL = "http://10.0.0.7:8000"
@@ -214,8 +224,59 @@ def test_a_server_for_adapters_and_a_run_that_sends_whole_weights_are_told_apart
             made.model.lora.send = "merged"
             with pytest.raises(ConfigError, match="was started for adapters, and this run sends whole weights"):
                 connected()
+            made.model.lora.rank, made.model.adapters = 0, {"last": "runs/a"}
+            assert connected(), "evaluation and gateways only name adapters"
+            server.info = SERVER_INFO
+            with pytest.raises(ConfigError, match=r"no adapters; .*serve_engine\.py 'model.adapters={last: runs/a}'"):
+                connected()
         finally:
             loop.run(context.__aexit__(None, None, None))
+
+
+@pytest.mark.parametrize(
+    ("of_server", "of_run", "stored", "message"),
+    [
+        (None, None, None, None),
+        ("fp8_per_block", "fp8_per_block", None, None),
+        ("gpt_oss_mxfp4", None, "mxfp4", None),
+        (None, "fp8_per_block", None, r"has rollout\.quantization=fp8_per_block; .* set rollout\.quantization=null$"),
+        ("fp8_per_block", None, None, r"or set rollout\.quantization=fp8_per_block$"),
+        (None, None, "mxfp4", r"quantization=null, and this run has quantized weights \(mxfp4\); .*serve_engine\.py`$"),
+    ],
+)
+def test_a_server_must_quantize_as_the_run_says(
+    of_server: str | None, of_run: str | None, stored: str | None, message: str | None
+) -> None:
+    engine: Any = SimpleNamespace(name="the engine", quantization=of_server)
+    made = config(rollout__quantization=of_run)
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+        check_quantization(engine, made, stored=stored)
+
+
+def test_an_adapter_to_train_further_is_not_sampled_with(tmp_path: Path) -> None:
+    made = config(engine="embedded")
+    made.model.lora.rank, made.model.lora.path = 16, "runs/a"
+    with (
+        BackgroundLoop() as loop,
+        pytest.raises(ConfigError, match=r"set 'model\.adapters={trained: runs/a}' without model\.lora\.path"),
+    ):
+        start_engine(made, loop=loop, log_path=tmp_path / "engine.log")
+
+
+def test_settings_without_an_engine_are_found_without_starting_one(tmp_path: Path) -> None:
+    made = config(engine="embedded")
+    made.model.path = str(save_tiny_model(tmp_path, tied=True))
+    made.model.lora.rank = 8
+    check_engine(made)
+    for changes, message in (
+        ({"quantization": "fp8_per_block"}, "on a CPU vLLM quantizes bfloat16"),
+        ({"batch_invariant": True}, "for GPUs only"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_engine(replace(made, rollout=replace(made.rollout, **changes)))
+    made.rollout.compile_engine, made.model.lora.send = True, "adapter"
+    with pytest.raises(ConfigError, match=r"no adapters in compiled models; set rollout\.compile_engine=false"):
+        check_engine(made)
 
 
 def test_the_command_of_a_server_names_its_adapters(tmp_path: Path) -> None:

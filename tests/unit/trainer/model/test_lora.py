@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
+from peft.tuners.lora import LoraLayer
 from transformers import AutoModelForCausalLM
 
 from rollout.engine.adapters import AdapterSettings
@@ -87,6 +89,12 @@ def test_missing_layers_and_the_head_are_refused_as_targets() -> None:
         add_adapters(tiny_qwen3(tied=False), LoraConfig(rank=4, target_modules=["lm_head"]))
 
 
+@pytest.mark.parametrize(("rslora", "scale"), [(False, 2.0), (True, 4.0)])
+def test_the_scale_is_that_of_the_settings(rslora: bool, scale: float) -> None:
+    model = add_adapters(tiny_qwen3(tied=True), LoraConfig(rank=4, alpha=8, rslora=rslora))
+    assert {layer.scaling["default"] for layer in model.modules() if isinstance(layer, LoraLayer)} == {scale}
+
+
 def test_a_policy_starts_from_an_adapter_on_disk(base: Path, tmp_path: Path) -> None:
     policy, distributed = moved(base)
     assert isinstance(policy.model, PeftModel)
@@ -119,10 +127,36 @@ def test_an_adapter_of_other_settings_is_refused(
         Policy.from_pretrained(base, lora=LoraConfig(**{"rank": 4, "alpha": 8, "path": str(tmp_path), **wrong}))
 
 
-def test_dora_is_refused_as_a_start(base: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("beyond", "message"),
+    [
+        ({"use_dora": True}, "has use_dora=true, where trainer and engine apply plain LoRA only"),
+        ({"modules_to_save": ["embed_tokens"]}, r"has modules_to_save=\[embed_tokens\]"),
+        ({"lora_bias": True}, "has lora_bias=true"),
+        ({"bias": "all"}, "has bias=all"),
+        ({"init_lora_weights": "pissa"}, "has init_lora_weights=pissa"),
+    ],
+)
+def test_adapters_that_are_more_than_lora_are_refused(
+    base: Path, tmp_path: Path, beyond: dict[str, Any], message: str
+) -> None:
     plain = AutoModelForCausalLM.from_pretrained(base)
-    with_lora(plain, rank=4, use_dora=True).save_pretrained(str(tmp_path))
-    with pytest.raises(ConfigError, match="is of kind DoRA"):
+    with_lora(plain, rank=4, **beyond).save_pretrained(str(tmp_path))
+    with pytest.raises(ConfigError, match=message):
+        Policy.from_pretrained(base, lora=LoraConfig(rank=4, alpha=8, path=str(tmp_path)))
+    config = Config()
+    config.model.path, config.model.adapters = str(base), {"other": str(tmp_path)}
+    with pytest.raises(ConfigError, match=message):
+        adapter_settings(config)
+
+
+@pytest.mark.parametrize("pattern", [{"alpha_pattern": {"q_proj": 32}}, {"rank_pattern": {"q_proj": 2}}])
+def test_an_adapter_with_another_scale_in_some_layers_is_not_trained_with_one(
+    base: Path, tmp_path: Path, pattern: dict[str, Any]
+) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    with_lora(plain, rank=4, **pattern).save_pretrained(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"ranks or scales of single layers \(rank_pattern, alpha_pattern\)"):
         Policy.from_pretrained(base, lora=LoraConfig(rank=4, alpha=8, path=str(tmp_path)))
 
 
@@ -147,6 +181,10 @@ def test_adapters_on_disk_are_held_beside_the_policys(base: Path, tmp_path: Path
     config = Config()
     config.model.path, config.model.adapters = str(base), {"five": str(tmp_path)}
     assert adapter_settings(config) == AdapterSettings(max_rank=5, others=(("five", str(tmp_path)),))
-    config.model.adapters = {"policy": str(tmp_path)}
-    with pytest.raises(ConfigError, match="policy is the name of another model"):
-        adapter_settings(config)
+    for name, message in (
+        ("policy", "policy is the name of another model"),
+        ("a/b", "'a/b' becomes part of file names"),
+    ):
+        config.model.adapters = {name: str(tmp_path)}
+        with pytest.raises(ConfigError, match=message):
+            adapter_settings(config)

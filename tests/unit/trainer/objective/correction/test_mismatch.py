@@ -291,6 +291,13 @@ def test_each_alarm_names_its_metric_and_threshold(name, value, sentence):
     assert name in alarm
 
 
+def test_what_quantization_costs_is_the_floor_of_its_alarm():
+    quantized = HEALTHY | {QUANTIZATION_K3: 2e-3}
+    assert alarms(quantized | {PREFIX + "k3_kl": 1.9e-2}, AlarmThresholds()) == []
+    (alarm,) = alarms(quantized | {PREFIX + "k3_kl": 2.1e-2}, AlarmThresholds())
+    assert "k3_kl is 0.021" in alarm
+
+
 def test_equal_rewards_of_a_whole_step_raise_an_alarm():
     (alarm,) = alarms(HEALTHY | {"reward/mean": 0.0, "reward/std": 0.0}, AlarmThresholds())
     assert alarm.startswith("reward/std is 0: every rollout of this step has the reward 0")
