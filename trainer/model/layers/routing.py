@@ -152,13 +152,14 @@ class _Router:
         routes = None if packed is None else packed.routes
         if routes is not None and routes.shape[1] != self._num_layers:
             raise TrainingError(f"routes of {routes.shape[1]} layers, but the model has {self._num_layers}")
-        self.given = None if routes is None else routes[:, self._index].long()
+        self.given = None if routes is None else routes[:, self._index]
         self.flipped = None
 
     def _routed(self, *args: Any, **kwargs: Any) -> Any:
         if self.given is None and not self.is_recording:
             return self._forward(*args, **kwargs)
-        choice = _Choice(self.given, num_experts=self._num_experts)
+        given = None if self.given is None else self.given.long()  # not kept: four times the bytes of the pack's
+        choice = _Choice(given, num_experts=self._num_experts)
         with choice:
             output = self._forward(*args, **kwargs)
         if choice.num_calls != 1:
