@@ -30,7 +30,7 @@ from trainer.model.policy import Policy
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 SLOW = (
-    *("mixtral", "olmoe", "qwen2_moe", "glm4_moe", "granitemoe", "gpt_oss", "deepseek_v2", "deepseek_v3", "minimax_m2"),
+    *("mixtral", "olmoe", "qwen2_moe", "glm4_moe", "granitemoe", "gpt_oss"),
     *("granite_hybrid", "qwen3_next", "lfm2_moe"),
 )
 FAMILY = "qwen3_moe"

@@ -3,8 +3,8 @@
 An estimate from shapes and settings. Counted: weights, float32 masters, gradients, optimizer state, activations of one
 full pack, router logits and replayed routes of a mixture of experts, the tile of logits, buffers of collectives and of
 the weight sync, the reference, and on the engine's rank its weights, KV cache and workspace. Not counted: workspaces of
-the trainer's kernels, fragmentation, CUDA contexts (about 0.5 GiB per process), rows and rollouts in main memory, Python
-itself. Accurate within a third.
+the trainer's kernels, fragmentation, CUDA contexts (about 0.5 GiB per process), rows and rollouts in main memory,
+Python itself. Accurate within a third.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The aux loss needs the load of the whole step before its first backward pass (trainer/objective/load_balance.py). It is
 counted in one more forward pass over the rows, with the weights of this step. Dense models have no routers and nothing
-is computed for them; without aux loss and z-loss only the load is counted, which costs no pass. With replayed routes the
-sets of experts are counted that the routers themselves would not have chosen.
+is computed for them; without aux loss and z-loss only the load is counted, which costs no pass. With replayed routes,
+the sets of experts are counted that the routers themselves would not have chosen.
 
 Dimensions: see trainer/objective/load_balance.py; _N trained tokens of the step.
 """

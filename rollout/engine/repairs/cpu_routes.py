@@ -120,10 +120,16 @@ def routes_of_step(pending: PendingAuxOutput, wanted: Mapping[str, int]) -> dict
     from vllm.distributed.aux_output_connector.connector import AuxRequestOutput
 
     routes, num_sampled = pending.routed_experts, pending.num_sampled
-    assert routes is not None and num_sampled is not None, "copied before"  # noqa: PT018
+    assert routes is not None, "copied before"
+    assert num_sampled is not None
     outputs = {}
     for request, first, start, end, sampled in zip(
-        pending.request_ids, pending.token_starts, pending.query_start_loc, pending.query_start_loc[1:], num_sampled
+        pending.request_ids,
+        pending.token_starts,
+        pending.query_start_loc[:-1],
+        pending.query_start_loc[1:],
+        num_sampled,
+        strict=True,
     ):
         if sampled > 0:
             skipped = wanted[request] - first
