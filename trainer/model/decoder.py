@@ -188,8 +188,8 @@ def refuse_architecture(config: PreTrainedConfig) -> None:
         )
     if text.model_type in REFUSED:
         raise ConfigError(
-            f"the layers of model type {text.model_type} {REFUSED[text.model_type]}; expected layers that compute each row "
-            "of a pack by itself: set model.path to a model of a family in docs/models.md"
+            f"the layers of model type {text.model_type} {REFUSED[text.model_type]}; expected layers that compute each "
+            "row of a pack by itself: set model.path to a model of a family in docs/models.md"
         )
     unpackable = sorted(set(getattr(text, "layer_types", None) or ()) - PACKABLE_LAYERS)
     if unpackable:

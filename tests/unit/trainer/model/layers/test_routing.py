@@ -24,10 +24,9 @@ from trainer.model.layers.routing import refuse_dense
 from trainer.model.lora import add_adapters
 from trainer.model.policy import Policy
 
-SPARSE = (
-    *("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "glm4_moe", "granitemoe", "gpt_oss"),
-    *("granite_hybrid", "qwen3_next", "lfm2_moe"),
-)
+SPARSE = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "glm4_moe", "granitemoe", "gpt_oss", "qwen3_next")
+DAMPED = ("granite_hybrid", "lfm2_moe")
+"""Families whose experts move the logprobs of these tiny models so little that a flip does not stand out."""
 HALF_DENSE = ("glm4_moe", "lfm2_moe")
 """Families whose first layer is dense here."""
 
@@ -71,7 +70,7 @@ def gradients(policy: Policy, packed: PackedBatch) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in policy.named_parameters() if parameter.grad is not None}
 
 
-@pytest.mark.parametrize("family", SPARSE)
+@pytest.mark.parametrize("family", [*SPARSE, *DAMPED])
 def test_own_routes_change_nothing_and_others_do(family: str) -> None:
     policy, packed = policy_of(family), packed_rows()
     logp_T, routes = traced(policy, packed)
