@@ -29,7 +29,10 @@ from trainer.model.policy import Policy
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
-SLOW = ("mixtral", "olmoe", "qwen2_moe", "glm4_moe", "granitemoe", "gpt_oss")
+SLOW = (
+    *("mixtral", "olmoe", "qwen2_moe", "glm4_moe", "granitemoe", "gpt_oss"),
+    *("granite_hybrid", "qwen3_next", "lfm2_moe"),
+)
 FAMILY = "qwen3_moe"
 REPLAYED = (FAMILY, *SLOW)
 RNG = np.random.default_rng(0)

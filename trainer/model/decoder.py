@@ -34,6 +34,12 @@ PACKABLE_LAYERS = frozenset(
 """Layer types, as transformers names them, whose rows can be kept apart in a pack: by attention, by
 trainer/model/layers/recurrent.py, or because they do not mix tokens."""
 
+REFUSED = {
+    "llama4_text": "attend in chunks of positions and scale queries by their place in the pack, neither of which "
+    "restarts with a row",
+}
+"""Causes to refuse a `model_type`: how its layers compute, which rows of a pack cannot have each by itself."""
+
 _RANDOM = ("dropout", "drop_rate", "pdrop", "layerdrop", "jitter")
 """Substrings of config fields and module attributes that make a forward pass random."""
 
@@ -179,6 +185,11 @@ def refuse_architecture(config: PreTrainedConfig) -> None:
         raise ConfigError(
             f"model type {config.model_type} is an encoder-decoder; expected a decoder-only causal language model "
             "(for example Qwen3, Llama, Gemma, Mistral): set model.path to one"
+        )
+    if text.model_type in REFUSED:
+        raise ConfigError(
+            f"the layers of model type {text.model_type} {REFUSED[text.model_type]}; expected layers that compute each "
+            "row of a pack by itself: set model.path to a model of a family in docs/models.md"
         )
     unpackable = sorted(set(getattr(text, "layer_types", None) or ()) - PACKABLE_LAYERS)
     if unpackable:

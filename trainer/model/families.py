@@ -61,8 +61,22 @@ FAMILIES = (
     Family("MiniMax-M2", ("minimax_m2",), "experts, correction bias", has_experts=True),
     Family("Falcon-H1", ("falcon_h1",), "Mamba-2 beside attention", is_recurrent=True),
     Family("Nemotron-H", ("nemotron_h",), "Mamba-2", is_recurrent=True),
-    Family("Granite 4 hybrid", ("granitemoehybrid",), "Mamba-2, experts", is_recurrent=True, has_experts=True),
-    Family("Qwen3-Next", ("qwen3_next",), "gated delta net, experts", is_recurrent=True, has_experts=True),
+    Family(
+        "Granite 4 hybrid",
+        ("granitemoehybrid",),
+        "Mamba-2, experts",
+        is_recurrent=True,
+        has_experts=True,
+        replays_routes=True,
+    ),
+    Family(
+        "Qwen3-Next",
+        ("qwen3_next",),
+        "gated delta net, experts",
+        is_recurrent=True,
+        has_experts=True,
+        replays_routes=True,
+    ),
     Family("Qwen3.5", ("qwen3_5_text",), "gated delta net", is_recurrent=True, merges_adapters=True),
     Family(
         "Qwen3.5 MoE",
@@ -73,7 +87,14 @@ FAMILIES = (
         merges_adapters=True,
     ),
     Family("LFM2", ("lfm2",), "short convolution", is_recurrent=True),
-    Family("LFM2 MoE", ("lfm2_moe",), "short convolution, experts", is_recurrent=True, has_experts=True),
+    Family(
+        "LFM2 MoE",
+        ("lfm2_moe",),
+        "short convolution, experts",
+        is_recurrent=True,
+        has_experts=True,
+        replays_routes=True,
+    ),
 )
 
 CHECKED_AT_START = "the head, and the isolation of rows in a pack"

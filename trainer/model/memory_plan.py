@@ -1,9 +1,10 @@
 """Plan of each rank's memory before a run starts, and the settings to change if it does not fit.
 
 An estimate from shapes and settings. Counted: weights, float32 masters, gradients, optimizer state, activations of one
-full pack, the tile of logits, buffers of collectives and of the weight sync, the reference, and on the engine's rank
-its weights, KV cache and workspace. Not counted: workspaces of the trainer's kernels, fragmentation, CUDA contexts
-(about 0.5 GiB per process), Python itself. Accurate within a third.
+full pack, router logits and replayed routes of a mixture of experts, the tile of logits, buffers of collectives and of
+the weight sync, the reference, and on the engine's rank its weights, KV cache and workspace. Not counted: workspaces of
+the trainer's kernels, fragmentation, CUDA contexts (about 0.5 GiB per process), rows and rollouts in main memory,
+Python itself. Accurate within a third.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from trainer.model.fused_head import LOGITS_BUDGET_GIB, TILE_K
 from trainer.model.shape import ModelShape
 
 GIB = 2**30
-FLOAT32, BFLOAT16 = 4, 2
+INT64, FLOAT32, BFLOAT16, INT16 = 8, 4, 2, 2
 USABLE = 0.9
 """Share of a GPU that is planned; the rest is for two CUDA contexts, workspaces and fragmentation."""
 MIN_CACHE_GIB = 0.25
@@ -42,6 +43,10 @@ class MemoryPlan:
     optimizer: int
     reference: int
     activations: int
+    routers: int
+    """Probabilities and choices of the routers; with router losses, their logits."""
+    routes: int
+    """Replayed experts of a pack."""
     logits: int
     gathered: int
     """Buffers of the weight sync."""
@@ -68,7 +73,7 @@ class MemoryPlan:
 
     @property
     def _computing(self) -> int:
-        return self.activations + self.logits + self.live_weights
+        return self.activations + self.routers + self.routes + self.logits + self.live_weights
 
     @property
     def _engine(self) -> int:
@@ -125,6 +130,14 @@ def memory_plan(shape: ModelShape, config: Config, sharding: Sharding, *, on_gpu
         activations=activation_bytes(
             shape, config.pack_tokens, compute=compute, is_checkpointed=config.model.gradient_checkpointing
         ),
+        routers=router_bytes(
+            shape,
+            config.pack_tokens,
+            compute=compute,
+            is_checkpointed=config.model.gradient_checkpointing,
+            has_losses=any(coef != 0 for coef in (config.algorithm.router_aux_coef, config.algorithm.router_z_coef)),
+        ),
+        routes=route_bytes(shape, config.pack_tokens) if config.correction.routing_replay != "off" else 0,
         logits=logits_bytes(shape, config.pack_tokens),
         gathered=min(bucket, compute * shape.parameters) * buckets,
         communication=communication,
@@ -143,7 +156,7 @@ def engine_workspace_bytes(shape: ModelShape, *, requests: int, compute: int) ->
 
     Counted: hidden states and gated projections of one layer, logits in float32 with their softmax, and CUDA graphs.
     """
-    layer = compute * (4 * shape.hidden + 3 * shape.intermediate)
+    layer = compute * (4 * shape.hidden + 3 * (shape.intermediate + shape.chosen * shape.expert))
     return BATCH_TOKENS * layer + 2 * requests * shape.vocabulary * FLOAT32 + CUDA_GRAPHS
 
 
@@ -171,14 +184,33 @@ def activation_bytes(shape: ModelShape, tokens: int, *, compute: int, is_checkpo
 
     Counted in a Llama-like decoder layer: the two norms and the residuals between them, with float32 intermediates
     (hidden); queries and keys before and after norm and rotation, values, and the attention output; the gate, its
-    activation, the up-projection and their product (intermediate).
+    activation, the up-projection and their product (intermediate). In a mixture of experts, for each expert of a token:
+    its input and its output (hidden), gate and up-projection, the activation and the product (its width).
     """
     wide = FLOAT32 * 6 * shape.hidden
     narrow = compute * (2 * shape.hidden + 6 * shape.attention + 6 * shape.key_value + 5 * shape.intermediate)
-    layer = tokens * (wide + narrow)
+    experts = compute * shape.chosen * (2 * shape.hidden + 4 * shape.expert)
+    layer = tokens * (wide + narrow + experts)
     if is_checkpointed:
         return tokens * FLOAT32 * shape.hidden * shape.layers + layer
     return layer * shape.layers
+
+
+def router_bytes(shape: ModelShape, tokens: int, *, compute: int, is_checkpointed: bool, has_losses: bool) -> int:
+    """Return the bytes that the routers keep for backward, for `tokens` tokens.
+
+    Counted in a layer: the probabilities of all experts in float32, and weights and int64 indices of the chosen ones,
+    before and after they are sorted by expert. With router losses, which are computed after the last layer, also the
+    logits and their softmax in float32, which gradient checkpointing does not drop.
+    """
+    layer = tokens * (FLOAT32 * shape.experts + (4 * INT64 + 2 * FLOAT32) * shape.chosen)
+    losses = tokens * (compute + FLOAT32) * shape.experts * shape.layers if has_losses else 0
+    return (layer if is_checkpointed else layer * shape.layers) + losses
+
+
+def route_bytes(shape: ModelShape, tokens: int) -> int:
+    """Return the bytes of the replayed experts of a pack, and of one flag per token and layer for flipped ones."""
+    return tokens * shape.layers * (INT16 * shape.chosen + 1)
 
 
 def logits_bytes(shape: ModelShape, tokens: int) -> int:

@@ -17,6 +17,9 @@ from trainer.model.layers.routing import num_experts
 from trainer.model.lora import add_adapters
 from trainer.model.policy import Policy
 
+SHARED_WIDTHS = ("shared_expert_intermediate_size", "shared_intermediate_size")
+"""Names of the width of shared experts in configs that do not count them (`n_shared_experts`)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
@@ -33,6 +36,7 @@ class ModelShape:
     layers: int
     hidden: int
     intermediate: int
+    """Width of the part of an MLP that computes all tokens: in a mixture of experts of its shared ones."""
     attention: int
     """Width of all query heads together."""
     key_value: int
@@ -40,8 +44,12 @@ class ModelShape:
     vocabulary: int
     is_tied: bool
     """True if the head's weight is the embedding."""
-    has_experts: bool
-    """True for mixtures of experts, where a token uses only some of the parameters."""
+    experts: int = 0
+    """Routed experts of a layer, of which a token uses some; 0: a dense model."""
+    chosen: int = 0
+    """Experts of a token in a layer."""
+    expert: int = 0
+    """Width of an expert."""
 
     @classmethod
     def of(cls, module: nn.Module, policy: nn.Module, config: PreTrainedConfig) -> ModelShape:
@@ -51,6 +59,10 @@ class ModelShape:
         text = decoder.to_dict() | {name: getattr(decoder, name) for name in decoder.attribute_map}
         heads = text["num_attention_heads"]
         head_dim = text.get("head_dim") or text["hidden_size"] // heads
+        width = text.get("intermediate_size") or 4 * text["hidden_size"]
+        experts = num_experts(config)
+        expert = (text.get("moe_intermediate_size") or width) if experts else 0
+        shared = next((text[name] for name in SHARED_WIDTHS if text.get(name)), None)
         sizes = [_numel(parameter) for parameter in module.parameters()]
         return cls(
             parameters=sum(sizes),
@@ -59,12 +71,14 @@ class ModelShape:
             largest=max(sizes),
             layers=text["num_hidden_layers"],
             hidden=text["hidden_size"],
-            intermediate=text.get("intermediate_size") or 4 * text["hidden_size"],
+            intermediate=(shared or expert * (text.get("n_shared_experts") or 0)) if experts else width,
             attention=heads * head_dim,
             key_value=(text.get("num_key_value_heads") or heads) * head_dim,
             vocabulary=text["vocab_size"],
             is_tied=bool(config.tie_word_embeddings),
-            has_experts=num_experts(config) > 0,
+            experts=experts,
+            chosen=int(text.get("num_experts_per_tok") or 0) if experts else 0,
+            expert=expert,
         )
 
 

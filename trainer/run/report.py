@@ -102,7 +102,7 @@ class Reporter:
         """Return the share of the devices' arithmetic that the update used, where the peak is known."""
         peak_tflops, seconds = self._config.logger.peak_tflops, report.metrics.get("time/update")
         shape = self._parts.shape
-        if not (peak_tflops and seconds and report.batch.rows) or shape.has_experts:
+        if not (peak_tflops and seconds and report.batch.rows) or shape.experts:
             return {}
         computed = 1 - report.metrics.get("perf/shared_tokens_frac", 0.0)
         flops = update_flops(shape, [len(row) for row in report.batch.rows])

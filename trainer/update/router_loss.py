@@ -1,8 +1,9 @@
-"""Losses about the routers of the policy, and the load of its experts, in an optimizer step.
+"""Losses about the routers of the policy, the load of its experts, and flipped routes, in an optimizer step.
 
 The aux loss needs the load of the whole step before its first backward pass (trainer/objective/load_balance.py). It is
 counted in one more forward pass over the rows, with the weights of this step. Dense models have no routers and nothing
-is computed for them; without aux loss and z-loss only the load is counted, which costs no pass.
+is computed for them; without aux loss and z-loss only the load is counted, which costs no pass. With replayed routes,
+the sets of experts are counted that the routers themselves would not have chosen.
 
 Dimensions: see trainer/objective/load_balance.py; _N trained tokens of the step.
 """
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from rollout.errors import TrainingError
 from trainer.batch.packing import PackedBatch
 from trainer.batch.step_batch import StepBatch
-from trainer.config.schema import AlgorithmConfig
+from trainer.config.schema import Config
 from trainer.model.layers.router_outputs import RouterOutput, RouterOutputs, router_coefs
 from trainer.model.policy import Policy
 from trainer.objective.load_balance import aux_terms, expert_load, fractions, z_terms
@@ -33,7 +34,7 @@ class RouterTerms:
     loss: Tensor | None
     """Weighted aux loss and z-loss; None if both are off."""
     sums: Mapping[str, Tensor]
-    """Sums over tokens of each loss, not weighted."""
+    """Sums over tokens of each loss, not weighted, and of the share of layers with flipped routes."""
     load_XE: Tensor
     """Tokens per expert; (0, 0) in dense models."""
 
@@ -41,10 +42,12 @@ class RouterTerms:
 class RouterLoss:
     """Router losses of the trained module by the settings."""
 
-    def __init__(self, module: nn.Module, scorer: Scorer, algorithm: AlgorithmConfig) -> None:
+    def __init__(self, module: nn.Module, scorer: Scorer, config: Config) -> None:
         """module: from `Distributed.prepare`. Raises `ConfigError` for settings that need a mixture of experts."""
         self._scorer = scorer
+        algorithm = config.algorithm
         policy = next((part for part in module.modules() if isinstance(part, Policy)), None)
+        self._replayed = policy.routing if policy and config.correction.routing_replay != "off" else None
         decoder = policy.causal_lm.get_decoder() if policy else None
         self._outputs = RouterOutputs(decoder) if decoder else None
         self._aux_coef, self._z_coef = router_coefs(decoder, algorithm) if decoder else (0.0, 0.0)
@@ -90,11 +93,13 @@ class RouterLoss:
         Raises `TrainingError` if a router was not recorded that a loss needs.
         """
         self._refuse_missing(records)
+        sums: dict[str, Tensor] = {}
+        if self._replayed is not None:
+            sums["router/flipped_frac"] = self._replayed.flipped(positions_T).sum()
         if not records:
-            return RouterTerms(loss=None, sums={}, load_XE=torch.zeros(0, 0, dtype=torch.float64))
+            return RouterTerms(loss=None, sums=sums, load_XE=torch.zeros(0, 0, dtype=torch.float64))
         logits_XTE = [record.logits_LE[positions_T] for record in records if record.logits_LE is not None]
         weighted: list[Tensor] = []
-        sums: dict[str, Tensor] = {}
         if fraction_E is not None:
             sums["router/aux_loss"] = aux_terms(logits_XTE, fraction_E).sum()
             weighted.append(self._aux_coef * sums["router/aux_loss"])

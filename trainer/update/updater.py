@@ -68,7 +68,7 @@ class Updater:
             token_budget=config.pack_tokens,
             share_prefixes=config.share_prefixes,
         )
-        self._routers = RouterLoss(module, self.scorer, config.algorithm)
+        self._routers = RouterLoss(module, self.scorer, config)
         self.num_updates = 0
         """Number of optimizer steps done; the version of the weights."""
         self.guard = UpdateGuard(config.optimizer)

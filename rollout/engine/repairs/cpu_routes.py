@@ -6,14 +6,18 @@ each step, `AuxOutputWorkerConnector` captures the step's experts and keeps thos
 takes them from the step's output. Here V1 makes these calls.
 
 Tokens found in the prefix cache keep the experts of the request that computed them. The store of cached blocks takes
-(layers x experts per token) bytes per token of the KV cache, twice that beyond 256 experts.
+(layers x experts per token) bytes per token of the KV cache, twice that beyond 256 experts. vLLM refuses an engine
+without a prefix cache, because that store names blocks by their hashes. Without one (recurrent layers on a CPU) nothing
+needs to be stored: a step computes a prompt as a whole, and its experts are returned with the step.
 
-Not covered: speculative decoding, asynchronous scheduling (off on a CPU), several workers.
+Not covered: speculative decoding, asynchronous scheduling (off on a CPU), several workers; prompts in several steps
+without a prefix cache.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +25,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.aux_output_connector.connector import AuxRequestOutput
     from vllm.distributed.aux_output_connector.worker import AuxOutputWorkerConnector, PendingAuxOutput
 
 
@@ -38,12 +43,22 @@ class StepRequests:
 def install() -> None:
     """Extend V1's CPU runner of this process's vLLM, for engines created later; may be called repeatedly."""
     from vllm.config import VllmConfig
+    from vllm.distributed.aux_output_connector.worker import AuxOutputWorkerConnector
     from vllm.v1.worker import cpu_worker as worker_module
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     cpu_worker: Any = worker_module  # which names the runner without exporting it
     if cpu_worker.CPUModelRunner is not CPUModelRunner:
         return
+
+    class UncachedRoutes(AuxOutputWorkerConnector):
+        """vLLM's connector for an engine that finds no token in a cache: it returns what each step has computed."""
+
+        def _commit_output(self, pending: PendingAuxOutput) -> dict[str, AuxRequestOutput]:
+            outputs = routes_of_step(pending, {name: state.emit_cursor for name, state in self._requests.items()})
+            for name, output in outputs.items():
+                self._requests[name].emit_cursor += len(output.rows)
+            return outputs
 
     class RoutedRunner(CPUModelRunner):
         """V1's runner with routed experts in its outputs, if the configuration asks for them."""
@@ -52,11 +67,12 @@ def install() -> None:
         _pending: PendingAuxOutput | None = None
 
         def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
-            from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
-
             super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
             if self.vllm_config.aux_output_config.enabled:
-                self._connector = get_aux_output_connector(self.model, self.vllm_config, kv_cache_config)
+                is_cached = self.vllm_config.cache_config.enable_prefix_caching
+                self._connector = (AuxOutputWorkerConnector if is_cached else UncachedRoutes)(
+                    model=self.model, vllm_config=self.vllm_config, kv_cache_config=kv_cache_config
+                )
 
         def _update_states(self, scheduler_output: Any) -> Any:
             """Announce the step's requests before its forward pass, also for a step without tokens."""
@@ -95,8 +111,36 @@ def install() -> None:
     VllmConfig._verify_aux_output_compatibility = _on_v1(VllmConfig._verify_aux_output_compatibility)
 
 
+def routes_of_step(pending: PendingAuxOutput, wanted: Mapping[str, int]) -> dict[str, AuxRequestOutput]:
+    """Return the experts of a step, (tokens, layers, k), for the requests that have sampled in it.
+
+    wanted: first token of each request whose experts are not returned yet. It is in the step: a prompt is computed as a
+    whole, and a preempted request again from its start.
+    """
+    from vllm.distributed.aux_output_connector.connector import AuxRequestOutput
+
+    routes, num_sampled = pending.routed_experts, pending.num_sampled
+    assert routes is not None, "copied before"
+    assert num_sampled is not None
+    outputs = {}
+    for request, first, start, end, sampled in zip(
+        pending.request_ids,
+        pending.token_starts,
+        pending.query_start_loc[:-1],
+        pending.query_start_loc[1:],
+        num_sampled,
+        strict=True,
+    ):
+        if sampled > 0:
+            skipped = wanted[request] - first
+            assert skipped >= 0, "experts of a token of an earlier step, which are not stored without a prefix cache"
+            outputs[request] = AuxRequestOutput(wanted[request], routes[start + skipped : end])
+    return outputs
+
+
 def _on_v1(verify: Any) -> Any:
-    """Return vLLM's check of a configuration without its demand for Model Runner V2, with all its others."""
+    """Return vLLM's check of a configuration without its demands for Model Runner V2 and, if prompts are computed as a
+    whole, for a prefix cache; with all its others."""
 
     @functools.wraps(verify)
     def verified(config: VllmConfig) -> None:
@@ -104,9 +148,13 @@ def _on_v1(verify: Any) -> Any:
 
         # vLLM leaves this demand out for platforms outside of it, which bring their own runner, as this module does.
         current_platform.is_out_of_tree = lambda: True  # type: ignore[method-assign]
+        is_cached = config.cache_config.enable_prefix_caching
+        if not config.scheduler_config.enable_chunked_prefill:
+            config.cache_config.enable_prefix_caching = True
         try:
             verify(config)
         finally:
+            config.cache_config.enable_prefix_caching = is_cached
             del current_platform.is_out_of_tree  # uncovers the method of the class
 
     return verified

@@ -95,6 +95,21 @@ class Routing:
                 "layers no `packed` (attention other than packed_rows); set correction.routing_replay=off"
             )
 
+    def flipped(self, positions_T: Tensor) -> Tensor:
+        """Return (T,) shares of the layers with experts in which the router itself would have chosen other experts.
+
+        Of the last forward pass, whose routers were given experts: each saw states that the given experts of the layers
+        before it had computed. Order does not count, and a token without a route is not flipped.
+
+        positions_T: positions of the pack. Raises `TrainingError` if there are any, and no routes were given.
+        """
+        flipped = [router.flipped for router in self._routers.values() if router.flipped is not None]
+        if len(flipped) < len(self._routers) or not flipped:
+            if len(positions_T):
+                raise TrainingError("routes shall be replayed, and the rows of a pack have none")
+            return torch.zeros(0, device=positions_T.device)  # the pack of a rank without rows
+        return torch.stack([flipped_L[positions_T] for flipped_L in flipped]).float().mean(0)
+
     @contextmanager
     def recording(self) -> Iterator[Callable[[], Tensor]]:
         """Record the experts of a forward pass inside; yield a function that returns them, (L, layers, k) integers."""
@@ -124,6 +139,8 @@ class _Router:
         self._index, self._num_layers, self._num_experts = index, num_layers, num_experts
         self.given: Tensor | None = None
         """(L, k) experts to choose in this pass."""
+        self.flipped: Tensor | None = None
+        """(L,) bool, True for tokens of the last forward pass for which the router would not choose the given set."""
         self._block = type(block).__name__
         self._forward = block.forward
         layer.register_forward_pre_hook(self._take, with_kwargs=True)
@@ -135,12 +152,14 @@ class _Router:
         routes = None if packed is None else packed.routes
         if routes is not None and routes.shape[1] != self._num_layers:
             raise TrainingError(f"routes of {routes.shape[1]} layers, but the model has {self._num_layers}")
-        self.given = None if routes is None else routes[:, self._index].long()
+        self.given = None if routes is None else routes[:, self._index]
+        self.flipped = None
 
     def _routed(self, *args: Any, **kwargs: Any) -> Any:
         if self.given is None and not self.is_recording:
             return self._forward(*args, **kwargs)
-        choice = _Choice(self.given, num_experts=self._num_experts)
+        given = None if self.given is None else self.given.long()  # not kept: four times the bytes of the pack's
+        choice = _Choice(given, num_experts=self._num_experts)
         with choice:
             output = self._forward(*args, **kwargs)
         if choice.num_calls != 1:
@@ -148,6 +167,7 @@ class _Router:
                 f"{self._block} chose among its {self._num_experts} experts in {choice.num_calls} calls of torch.topk, "
                 "expected 1, so its routes cannot be replayed; set correction.routing_replay=off"
             )
+        self.flipped = choice.flipped
         if self.is_recording:
             self.chosen = choice.chosen
         return output
@@ -160,6 +180,7 @@ class _Choice(TorchFunctionMode):
         super().__init__()
         self.num_calls = 0
         self.chosen: Tensor | None = None
+        self.flipped: Tensor | None = None
         self._given = given
         self._num_experts = num_experts
 
@@ -183,7 +204,8 @@ class _Choice(TorchFunctionMode):
                     f"routes of {tuple(self._given.shape)} (tokens, experts per token) for a router that chooses "
                     f"{tuple(own.shape)}: they are of another model"
                 )
-            own = torch.where(self._given == NO_ROUTE, own, self._given)
+            router, own = own, torch.where(self._given == NO_ROUTE, own, self._given)
+            self.flipped = (router[:, :, None] != own[:, None, :]).all(2).any(1)
             output = torch.return_types.topk((scores.gather(1, own), own))
         self.chosen = own.detach()
         return output

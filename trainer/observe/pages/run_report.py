@@ -175,6 +175,14 @@ def mismatch_charts(run: SavedRun) -> Iterator[Chart]:
     )
     clipped = curves(run, {"clipped": PREFIX + "clipped_frac"})
     yield Chart(title="Clipped weights", unit="share of tokens", curves=clipped, limits=(0.0, None))
+    flipped = curves(run, {"flipped": "router/flipped_frac"})
+    yield Chart(
+        title="Flipped routes",
+        unit="share of (layer, token)",
+        curves=flipped,
+        limits=(0.0, None),
+        note="sets of experts that the trainer's routers would not have chosen",
+    )
     canary = curves(run, {"largest |Δ log π|": "sync/canary_abs_diff"})
     yield Chart(title="Canary after each sync", unit="nats", is_log=True, curves=canary)
 

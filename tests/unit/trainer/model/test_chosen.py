@@ -15,7 +15,7 @@ from trainer.model.shape import ModelShape
 
 SMOLLM2 = ModelShape(
     parameters=134_515_008, trained=134_515_008, engine_parameters=134_515_008, largest=49_152 * 576, layers=30,
-    hidden=576, intermediate=1536, attention=576, key_value=192, vocabulary=49_152, is_tied=True, has_experts=False,
+    hidden=576, intermediate=1536, attention=576, key_value=192, vocabulary=49_152, is_tied=True,
 )  # fmt: skip
 DEMO = replace(SMOLLM2, parameters=600_000, trained=600_000, engine_parameters=600_000, layers=2, hidden=128,
                intermediate=256, attention=128, key_value=64, vocabulary=384, largest=49_152)  # fmt: skip

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from rollout.errors import ConfigError
 from rollout.records import TrainingRow
@@ -16,7 +28,16 @@ from trainer.batch.packing import collate
 from trainer.config.schema import Config, LoraConfig, OptimizerConfig
 from trainer.distributed.sharding import BUFFERS, LIVE, REDUCE, Sharding, set_buffers
 from trainer.model.lora import add_adapters
-from trainer.model.memory_plan import GIB, MemoryPlan, activation_bytes, advice, cache_gib_left, memory_plan
+from trainer.model.memory_plan import (
+    GIB,
+    MemoryPlan,
+    activation_bytes,
+    advice,
+    cache_gib_left,
+    memory_plan,
+    route_bytes,
+    router_bytes,
+)
 from trainer.model.policy import Policy
 from trainer.model.shape import ModelShape
 from trainer.update.optimizer import make_optimizer
@@ -78,6 +99,63 @@ def test_planned_activations_are_what_autograd_keeps(is_half: bool) -> None:
         measured -= 2 * sum(p.numel() for n, p in made.named_parameters() if ".layers." in n and p.ndim == 2)
     planned = activation_bytes(shape_of(made), TOKENS, compute=2 if is_half else 4, is_checkpointed=False)
     assert planned == pytest.approx(measured, rel=0.33), (planned / measured, planned, measured)
+
+
+SPARSE = {
+    "vocab_size": 16_384, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 4096, "moe_intermediate_size": 192, "num_experts_per_tok": 4,
+}  # fmt: skip
+MIXTURES: dict[str, Callable[[int], PreTrainedModel]] = {
+    "routed": lambda experts: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SPARSE, head_dim=64, num_experts=experts)),
+    "shared": lambda experts: Qwen2MoeForCausalLM(
+        Qwen2MoeConfig(**SPARSE, num_experts=experts, shared_expert_intermediate_size=512)
+    ),
+}
+
+
+@pytest.mark.parametrize("mixture", MIXTURES)
+@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["whole", "checkpointed"])
+def test_planned_activations_of_experts_and_routers_are_what_autograd_keeps(
+    mixture: str, is_checkpointed: bool
+) -> None:
+    def both(experts: int) -> tuple[int, int]:
+        torch.manual_seed(0)
+        made = Policy(MIXTURES[mixture](experts)).train()
+        shape = shape_of(made)
+        parts = [
+            measure(shape, TOKENS, compute=4, is_checkpointed=is_checkpointed, **losses)
+            for measure, losses in ((activation_bytes, {}), (router_bytes, {"has_losses": False}))
+        ]
+        return sum(parts), 0 if is_checkpointed else kept_bytes(made)
+
+    (few, measured_few), (many, measured_many) = both(8), both(512)
+    if is_checkpointed:
+        assert many - few == 4 * TOKENS * (512 - 8), "one layer at a time"
+        return
+    assert few == pytest.approx(measured_few, rel=0.33), (few / measured_few, few, measured_few)
+    assert many - few == pytest.approx(measured_many - measured_few, rel=0.05), "router probabilities"
+
+
+def test_router_losses_keep_logits_of_all_layers_and_replayed_routes_are_counted() -> None:
+    made = Policy(MIXTURES["routed"](64)).train()
+    shape, config = shape_of(made), Config(token_budget=TOKENS)
+    assert (shape.experts, shape.chosen, shape.expert, shape.intermediate) == (64, 4, 192, 0)
+    config.model.gradient_checkpointing = True
+    plain = memory_plan(shape, config, Sharding())
+    assert plain.routes == 0
+    config.algorithm.router_z_coef = None
+    assert memory_plan(shape, config, Sharding()).routers - plain.routers == TOKENS * 2 * 64 * (4 + 4)
+    config.algorithm.router_z_coef, config.correction.routing_replay = 0.0, "engine"
+    replaying = memory_plan(shape, config, Sharding())
+    routes = torch.zeros(TOKENS, 2, 4, dtype=torch.int16)
+    made.train(False)
+    with torch.no_grad():
+        made(replace(pack(), routes=routes))
+    held = [router.flipped for router in made.routing._routers.values() if router.flipped is not None]
+    assert replaying.routes == route_bytes(shape, TOKENS) == routes.nbytes + sum(flags.nbytes for flags in held)
+    assert replaying.total - plain.total == replaying.routes
+    assert "routers" in replaying.table()
+    assert "routes" in replaying.table()
 
 
 def test_the_peak_on_cpu_is_as_planned() -> None:

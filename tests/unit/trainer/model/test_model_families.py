@@ -100,12 +100,12 @@ def test_a_family_that_is_listed_is_tested_and_the_reverse() -> None:
     tested = {config().get_text_config().model_type for config in FAMILIES.values()}
     listed = [name for family in families.FAMILIES for name in family.model_types]
     assert sorted(listed) == sorted(tested)
-    for config in (make() for make in FAMILIES.values()):
+    for name, config in ((name, make()) for name, make in FAMILIES.items()):
         (family,) = (one for one in families.FAMILIES if config.model_type in one.model_types)
         model = AutoModelForCausalLM.from_config(config)
         assert family.is_recurrent == any(recurrent.recurrent_layers(model))
-        assert family.has_experts == any("experts" in name for name, _ in model.named_parameters())
-        assert family.replays_routes == (config.model_type in test_routing_replay.REPLAYED)
+        assert family.has_experts == any("experts" in parameter for parameter, _ in model.named_parameters())
+        assert family.replays_routes == (name in test_routing_replay.REPLAYED)
 
 
 def test_a_run_of_another_family_says_what_was_not_tested() -> None:

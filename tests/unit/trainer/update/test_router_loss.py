@@ -28,6 +28,7 @@ from trainer.model.critic import ActorCritic, Critic
 from trainer.model.layers import router_outputs
 from trainer.model.lora import add_adapters
 from trainer.model.policy import Policy
+from trainer.score.scorer import Scorer
 from trainer.update.updater import Updater
 
 AUX, Z = 0.7, 0.03
@@ -280,3 +281,68 @@ def test_a_step_along_the_gradient_balances_the_load(batch: StepBatch) -> None:
                 parameter -= 0.3 * piece.view_as(parameter)
     assert after["router/aux_loss"] < before["router/aux_loss"]
     assert after["router/load_cv"] < 0.8 * before["router/load_cv"]
+
+
+FLIPPED = "router/flipped_frac"
+
+
+def replaying(made: Config) -> Config:
+    made.correction.routing_replay = "engine"
+    return made
+
+
+def own_routes(policy: Policy, batch: StepBatch) -> StepBatch:
+    """Return the batch with the experts that the policy chooses."""
+    return Scorer(policy, FakeRank(policy), temperature=1.0, token_budget=100_000).score_with(batch, routes=True)[2]
+
+
+def flipping(batch: StepBatch) -> tuple[StepBatch, float]:
+    """Change sets of experts in the last layer, and the order in all others; return the share of changed sets.
+
+    In the last layer, so that no other router sees other states.
+    """
+    rng, rows, num_flipped = np.random.default_rng(3), [], 0
+    for row in batch.rows:
+        assert row.routes is not None
+        routes = row.routes[:, :, ::-1].copy()
+        is_flipped = rng.random(len(row)) < 0.3
+        routes[is_flipped, -1] = (routes[is_flipped, -1] + 1) % 4
+        num_flipped += int(is_flipped[np.flatnonzero(row.loss_mask) - 1].sum())
+        rows.append(replace(row, routes=routes))
+    num_layers = rows[0].routes.shape[1]
+    return replace(batch, rows=tuple(rows)), num_flipped / (num_layers * batch.layout.num_tokens)
+
+
+@pytest.mark.parametrize("partition", ["one microbatch", *PARTITIONS])
+def test_flipped_routes_are_the_sets_that_the_routers_would_not_choose(
+    partition: str, policy: Policy, batch: StepBatch
+) -> None:
+    routed = own_routes(policy, batch)
+    made = replaying(config(**PARTITIONS.get(partition, {})))
+    assert updated(policy, routed, made, targets_of(batch))[1][FLIPPED] == 0
+    flipped, expected = flipping(routed)
+    assert 0.1 < expected < 0.2
+    assert updated(policy, flipped, made, targets_of(batch))[1][FLIPPED] == pytest.approx(expected)
+
+
+def test_flipped_routes_are_counted_over_all_ranks_one_without_rows_too(policy: Policy, batch: StepBatch) -> None:
+    for rows in (batch, StepBatch.of(fixed_rollouts()[:1], mask_truncated=False)):
+        flipped, expected = flipping(own_routes(policy, rows))
+        copies, made = [deepcopy(policy) for _ in range(3)], replaying(config(token_budget=96))
+        for _, metrics in on_ranks(
+            3, lambda rank, b=flipped, c=copies, m=made: updated(c[rank.rank], b, m, targets_of(b), rank)
+        ):
+            assert metrics[FLIPPED] == pytest.approx(expected)
+
+
+def test_flipped_routes_are_counted_with_checkpointing_and_beside_router_losses(batch: StepBatch) -> None:
+    policy = moe_policy(gradient_checkpointing=True)
+    flipped, expected = flipping(own_routes(policy, batch))
+    _, metrics = updated(policy, flipped, replaying(config(**LOSSES)), targets_of(batch))
+    assert metrics[FLIPPED] == pytest.approx(expected)
+    assert FLIPPED not in updated(policy, batch, config(), targets_of(batch))[1]
+
+
+def test_rows_without_the_routes_that_shall_be_replayed_end_the_update(policy: Policy, batch: StepBatch) -> None:
+    with pytest.raises(TrainingError, match="routes shall be replayed, and the rows of a pack have none"):
+        updated(policy, batch, replaying(config()), targets_of(batch))

@@ -24,7 +24,11 @@ from trainer.model.layers.routing import refuse_dense
 from trainer.model.lora import add_adapters
 from trainer.model.policy import Policy
 
-SPARSE = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "glm4_moe", "granitemoe", "gpt_oss")
+SPARSE = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "glm4_moe", "granitemoe", "gpt_oss", "qwen3_next")
+DAMPED = ("granite_hybrid", "lfm2_moe")
+"""Families whose experts move the logprobs of these tiny models so little that a flip does not stand out."""
+HALF_DENSE = ("glm4_moe", "lfm2_moe")
+"""Families whose first layer is dense here."""
 
 
 def policy_of(family: str, **setup: bool) -> Policy:
@@ -66,7 +70,7 @@ def gradients(policy: Policy, packed: PackedBatch) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in policy.named_parameters() if parameter.grad is not None}
 
 
-@pytest.mark.parametrize("family", SPARSE)
+@pytest.mark.parametrize("family", [*SPARSE, *DAMPED])
 def test_own_routes_change_nothing_and_others_do(family: str) -> None:
     policy, packed = policy_of(family), packed_rows()
     logp_T, routes = traced(policy, packed)
@@ -79,7 +83,7 @@ def test_own_routes_change_nothing_and_others_do(family: str) -> None:
     assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
     other = replace(packed, routes=(routes.short() + 1) % 4)
     assert (policy(other)[0] - logp_T).abs().max() > 0.1
-    assert torch.equal(traced(policy, other)[1], (routes + 1) % 4) or family == "glm4_moe"  # its first layer is dense
+    assert torch.equal(traced(policy, other)[1], (routes + 1) % 4) or family in HALF_DENSE
 
 
 @pytest.mark.parametrize("family", SPARSE)
