@@ -85,7 +85,8 @@ def test_two_kills_of_mixed_data_with_a_curriculum_change_nothing(demo: tuple[st
     sources = f"{{few: {{path: {tmp_path}/few.jsonl, weight: 1}}, many: {{path: {tmp_path}/many.jsonl, weight: 2}}}}"
     overrides = (
         demo[0], "data.heldout_path=null", f"data.sources={sources}", "data.curriculum.rest_epochs=1",
-        "data.curriculum.weighting=learnability", "data.curriculum.window=2", "updates=12", *SMALL, "rollout.samples_per_prompt=4",
+        "data.curriculum.weighting=learnability", "data.curriculum.window=2", "updates=12", *SMALL,
+        "rollout.samples_per_prompt=4",
     )  # fmt: skip
     runs = Recipe(overrides=overrides, root=tmp_path)
     kill_and_compare(runs, kills=2, seed=5)

@@ -12,12 +12,12 @@ A visit is one finished group of the row; a rollout passes with a reward of at l
       learnability  w = max(min_weight, 4 p (1 - p))
       pools         w = hard_weight if too hard, solved_weight if solved, else 1
 
-So the expected visits of two rows that do not rest are in the ratio of their weights. p (1 - p) is the learnability of
-"Learning to Reason at the Frontier of Learnability" (arXiv:2502.12272), there of the best rows of a sampled pool;
-4 p (1 - p) is the group's variance over the largest one, the score of VCRL (arXiv:2509.19803), with the biased variance.
-Pools by difficulty are those of prime-rl's buffer, there with fixed shares of a batch. All three keep a memory of rows to
-sample again; here a row keeps its place in the permutation of its epoch, which makes the order a function of seed,
-position and records, and takes no row twice in an epoch. Rows without a visit have weight 1 and do not rest.
+So the visits of two rows that do not rest are in the ratio of their weights. p (1 - p) is the learnability of "Learning
+to Reason at the Frontier of Learnability" (arXiv:2502.12272); 4 p (1 - p), the variance of a group over its maximum, is
+the score of VCRL (arXiv:2509.19803). Both train the best rows of a sampled pool or memory again. Pools are those of
+prime-rl's first buffer, with shares of a batch there. Here a row keeps its place in the permutation of its epoch, so
+the order is a function of seed, position and records, and takes no row twice in an epoch. A row without a visit has
+weight 1 and does not rest.
 """
 
 from __future__ import annotations

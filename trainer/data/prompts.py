@@ -6,7 +6,7 @@ Several, with weights: the run goes through blocks of `MIX_BLOCK` rows. In each 
 spread evenly; each data set goes through its own permutations at its own pace.
 
 A curriculum (`trainer/data/curriculum.py`) skips rows. The next row that it takes, of the same data set, comes instead,
-so the shares of the data sets stay. With a curriculum no row is begun while it is in flight, if its data set has another.
+so the shares of the data sets stay. With a curriculum, a row in flight is not begun again, if its data set has others.
 
 So a resumed run continues exactly where it stopped, on any number of ranks. Rows begun ahead of their training
 (`rollout.max_staleness`) are tracked by their place until they are finished. A place stands for a row of a data set in
@@ -132,7 +132,7 @@ class Position:
 
 
 class _Drawn(NamedTuple):
-    """What a place stands for."""
+    """A row of a data set in one of its epochs, which a place stands for."""
 
     which: int
     """Data set."""
@@ -206,7 +206,7 @@ class Prompts:
         self._begun, self._again = {}, list(position.unfinished)
 
     def resume(self, position: Position, records: Mapping[str, str], sizes: Sequence[int]) -> str | None:
-        """Continue a stopped run. Returns a warning if its curriculum starts anew, because the data is another.
+        """Continue a stopped run. Returns a warning if its curriculum starts again, because the data is another.
 
         records, sizes: `Curriculum.state` and `sizes` of the checkpoint; sizes is empty if it has none.
         Raises `CheckpointError` if a record cannot be read.
@@ -219,7 +219,7 @@ class Prompts:
             return None
         return (
             f"the checkpoint's curriculum is of data sets with {list(sizes)} rows, and this run's have "
-            f"{list(self.sizes)}: it starts anew, without pass rates"
+            f"{list(self.sizes)}: it starts again, without pass rates"
         )
 
     def begin(self, count: int) -> list[tuple[int, Row]]:

@@ -43,9 +43,7 @@ def restore_state(parts: Parts, directory: RunDirectory, console: RunConsole) ->
     parts.updater.num_updates = state.update
     parts.trainer.kl_coef = resumed.kl_coef
     parts.trainer.noise_floor = state.noise_floor
-    position = Position(
-        cursor=state.data_cursor, skipped=tuple(state.data_skipped), unfinished=tuple(state.unfinished)
-    )
+    position = Position(cursor=state.data_cursor, skipped=tuple(state.data_skipped), unfinished=tuple(state.unfinished))
     other_data = parts.prompts.resume(position, state.curriculum, state.data_rows)
     guard.norms.extend(state.grad_norms)
     guard.skipped, guard.in_a_row = state.skipped_updates, state.skipped_in_a_row

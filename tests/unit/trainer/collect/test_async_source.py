@@ -355,17 +355,21 @@ def test_a_curriculum_gets_the_rewards_of_trained_groups_and_of_those_without_sp
 
 def test_a_group_without_spread_is_recorded_once_although_its_step_fails(loop: BackgroundLoop) -> None:
     """It is not sampled again after the recovery, so a record lost here would stay lost."""
-    run = Run(loop, reward=odd_prompts_vary, dynamic_sampling=True, max_refills=5, weighting="learnability")
-    run.hold(5)
-    run.sampler.failing[5] = EngineError("cannot sample: the engine is dead")
-    timer = threading.Timer(0.2, run.release, args=(5,))
-    timer.start()
+    reward = lambda rollout: odd_prompts_vary(rollout) if is_restarted else 0.0  # noqa: E731
+    is_restarted = False
+    run = Run(loop, reward=reward, dynamic_sampling=True, max_refills=10_000, weighting="learnability")
+    run.hold(1)
+    run.sampler.failing[1] = EngineError("cannot sample: the engine is dead")
+    threading.Timer(0.1, run.release, args=(1,)).start()
     with pytest.raises(EngineError):
         run.collect()
     run.producer.forget()
-    assert visits(run)["0:0"] == "0 0/2"
+    recorded = visits(run)
+    assert recorded["0:0"] == "0 0/2"
     assert 0 not in run.prompts.unfinished
-    assert visits(run).keys().isdisjoint(f"0:{place}" for place in run.prompts.unfinished)
+    assert recorded.keys().isdisjoint(f"0:{place}" for place in run.prompts.unfinished)
+    assert 1 in run.prompts.unfinished
+    is_restarted = True
     run.sampler.failing.clear()
     run.sampler.held.clear()
     run.collect()

@@ -152,7 +152,9 @@ def test_a_failed_step_reports_nothing_to_the_curriculum_and_takes_the_same_rows
 def test_refills_of_a_step_take_no_row_of_the_step_again() -> None:
     settings = config(dynamic_sampling=True, max_refills=30)
     settings.data.curriculum.weighting = "learnability"
-    made, _ = collector(settings, FakeSampler(), lambda found: float(found.example["n"] % 25 == 0 and found.rollout_id % 2))
+    made, _ = collector(
+        settings, FakeSampler(), lambda found: float(found.example["n"] % 25 == 0 and found.rollout_id % 2)
+    )
     for step in range(4):
         rows = [found.example["n"] for found in collect(made, step).rollouts]
         assert len(rows) == GROUP * len(set(rows))

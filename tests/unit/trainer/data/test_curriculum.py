@@ -125,7 +125,7 @@ def test_weights_are_those_of_the_formula(rule: dict[str, Any], expected: tuple[
 
 
 def test_the_pass_rate_counts_rollouts_not_visits() -> None:
-    """Of two visits, one lost 6 of 8 rollouts to failures: 8 of 10, not the mean of 2/2 and 6/8."""
+    """The first visit lost 6 of its 8 rollouts to failures: p is 8 / 10, not the mean of 2/2 and 6/8."""
     assert RowRecord(visits=(Visit(2, 2), Visit(6, 8))).pass_rate == 0.8
     assert RowRecord().pass_rate is None
 
@@ -331,13 +331,13 @@ def test_a_window_made_smaller_counts_fewer_visits() -> None:
         ((6, 6), (3, 4), {"0:1": "0 1/2"}),
     ],
 )
-def test_a_curriculum_of_other_data_starts_anew_with_a_warning(
+def test_a_curriculum_of_other_data_starts_again_with_a_warning(
     sizes: tuple[int, ...], skipped: tuple[int, ...], records: dict[str, str]
 ) -> None:
     order = resting()
     warning = order.resume(Position(cursor=5, skipped=skipped), records, sizes)
     assert warning is not None
-    assert "this run's have [6]: it starts anew" in warning
+    assert "this run's have [6]: it starts again" in warning
     assert state_of(order) == {}
     assert order.position == Position(cursor=5, skipped=(0,))
     assert order.metrics()["data/unseen_share"] == 1.0
@@ -353,12 +353,12 @@ def test_a_run_without_a_curriculum_goes_on_from_the_place_of_one_that_had_one()
 
 @pytest.mark.parametrize("text", ["", "-1", "0 1", "0 3/2", "0 1/0", "0 a/b", "0  1/2", "1/2", "0 ١/٢"])
 def test_a_record_that_cannot_be_read_is_refused(text: str) -> None:
-    with pytest.raises(CheckpointError, match="record of row '0:1'.*weighting=uniform"):
+    with pytest.raises(CheckpointError, match=r"record of row '0:1'.*weighting=uniform"):
         resting().resume(Position(), {"0:1": text}, (6,))
 
 
 @pytest.mark.parametrize("key", ["", "0", "0:", "a:1", "0:-1", "0:1@2"])
-def test_a_key_that_is_no_row_is_refused(key: str) -> None:
+def test_a_key_that_does_not_name_a_row_is_refused(key: str) -> None:
     with pytest.raises(CheckpointError, match="expected the key"):
         resting().resume(Position(), {key: "0 1/2"}, (6,))
 
@@ -367,7 +367,7 @@ def test_a_key_that_is_no_row_is_refused(key: str) -> None:
 
 
 def test_metrics_are_shares_of_all_rows_by_their_window() -> None:
-    """Of 6 rows, 4 were visited: one never solved, one always, two in between, of which one by its window."""
+    """Two of 6 rows have no visit; row 3 was solved and then not, so that only its window is in between."""
     order = curriculum(6, rest_epochs=1, window=2)
     assert order.curriculum is not None
     for row, rewards in ((0, [0.0]), (1, [1.0]), (2, [1.0, 0.0]), (3, [1.0]), (3, [0.0])):
