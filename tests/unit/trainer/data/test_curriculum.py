@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -26,7 +27,8 @@ def curriculum(*sizes: int, weights: tuple[float, ...] | None = None, seed: int 
 
 
 def resting(n: int = 6, **rule: Any) -> Prompts:
-    return curriculum(n, **({"rest_epochs": 1} | rule))
+    settings: dict[str, Any] = {"rest_epochs": 1, **rule}
+    return curriculum(n, **settings)
 
 
 def state_of(order: Prompts) -> dict[str, str]:
@@ -196,7 +198,7 @@ RULES = st.fixed_dictionaries(
 ).filter(lambda rule: rule["rest_epochs"] or rule["weighting"] != "uniform")
 
 
-def passes(row: dict[str, int], visit: int) -> list[float]:
+def passes(row: Mapping[str, Any], visit: int) -> list[float]:
     """Return the rewards of a visit, a function of row and visit."""
     chance = random.Random(f"{row} {visit}")
     return [float(chance.random() < (row["i"] % 5) / 4) for _ in range(4)]
