@@ -78,21 +78,23 @@ def test_five_kills_of_ppo_change_nothing(demo: tuple[str, ...], tmp_path: Path)
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_two_kills_of_mixed_data_with_a_curriculum_change_nothing(demo: tuple[str, ...], tmp_path: Path) -> None:  # noqa: F811
-    """Two weighted data sets, rows that are paused, several epochs of the smaller set."""
+    """Two weighted data sets, rows that rest and rows with weights, several epochs of both sets."""
     lines = Path(demo[1].removeprefix("data.path=")).read_text().splitlines()
     for name, rows in (("few", lines[:3]), ("many", lines[3:10])):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
     sources = f"{{few: {{path: {tmp_path}/few.jsonl, weight: 1}}, many: {{path: {tmp_path}/many.jsonl, weight: 2}}}}"
     overrides = (
         demo[0], "data.heldout_path=null", f"data.sources={sources}", "data.curriculum.rest_epochs=1",
-        "updates=12", *SMALL, "rollout.samples_per_prompt=4",
+        "data.curriculum.weighting=learnability", "data.curriculum.window=2", "updates=12", *SMALL,
+        "rollout.samples_per_prompt=4",
     )  # fmt: skip
     runs = Recipe(overrides=overrides, root=tmp_path)
     kill_and_compare(runs, kills=2, seed=5)
     whole = tmp_path / "whole"
     assert max(line["data/resting_rows"] for line in metrics(whole)) > 0
-    taken = [rollout.example["dataset"] for rollout in read_rollouts(whole / "rollouts/step-000001.jsonl")]
-    assert taken.count("few") == taken.count("many") / 2 == 4, "one prompt of three, while no row is paused"
+    for step in range(1, 13):
+        taken = [rollout.example["dataset"] for rollout in read_rollouts(whole / f"rollouts/step-{step:06}.jsonl")]
+        assert taken.count("few") == taken.count("many") / 2 == 4, "one prompt of three, whichever rows rest"
 
 
 @pytest.mark.slow

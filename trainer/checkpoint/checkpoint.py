@@ -59,8 +59,12 @@ class TrainerState:
     """Optimizer updates done; also the weight version."""
     data_cursor: int
     """Data rows taken."""
-    resting_rows: Mapping[str, int] = field(default_factory=dict)
-    """Rows that a curriculum currently leaves out (`Prompts.resting`)."""
+    data_skipped: Sequence[int] = ()
+    """Data rows that a curriculum skipped, by data set."""
+    data_rows: Sequence[int] = ()
+    """Number of rows of each data set."""
+    curriculum: Mapping[str, str] = field(default_factory=dict)
+    """Records of the rows, by `set:row` (`trainer/data/curriculum.py`); empty without a curriculum."""
     unfinished: Sequence[int] = ()
     """Places of taken rows that are not trained yet; a resumed run samples them first."""
     kl_coef: float | None = None
@@ -76,13 +80,15 @@ class TrainerState:
 
     def __post_init__(self) -> None:
         """Validate the fields, which are read from a file. Raises ValueError."""
-        for name in ("unfinished", "grad_norms"):
+        for name in ("data_skipped", "data_rows", "unfinished", "grad_norms"):
             if not isinstance(getattr(self, name), list | tuple):
                 raise ValueError(f"{name}: expected a list, found {getattr(self, name)!r}")
         counts = [self.step, self.update, self.data_cursor, self.skipped_updates, self.skipped_in_a_row]
-        if not isinstance(self.resting_rows, Mapping):
-            raise ValueError(f"resting_rows: expected an object, found {self.resting_rows!r}")
-        counts += [*self.unfinished, *self.resting_rows.values()]
+        if not isinstance(self.curriculum, Mapping):
+            raise ValueError(f"curriculum: expected an object, found {self.curriculum!r}")
+        if not all(isinstance(record, str) for record in self.curriculum.values()):
+            raise ValueError("curriculum: expected a text per row")
+        counts += [*self.data_skipped, *self.data_rows, *self.unfinished]
         if not all(type(count) is int and 0 <= count < 2**63 for count in counts):
             raise ValueError(f"expected non-negative integers of 64 bits, found {counts}")
         if not isinstance(self.noise_floor, Mapping):
@@ -94,6 +100,22 @@ class TrainerState:
             raise ValueError(f"grad_norms and kl_coef: expected finite numbers, found {finite}")
         if not isinstance(self.wandb_id, str | None):
             raise ValueError(f"wandb_id: expected text, found {self.wandb_id!r}")
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> TrainerState:
+        """Return the state of a manifest. Raises ValueError or TypeError if it is not one.
+
+        Older versions wrote `resting_rows`, the first epoch in which a row is taken again: a record without visits.
+        """
+        if "resting_rows" not in values:
+            return cls(**values)
+        resting = values["resting_rows"]
+        if not isinstance(resting, Mapping) or not all(
+            type(epoch) is int and 0 <= epoch < 2**63 for epoch in resting.values()
+        ):
+            raise ValueError(f"resting_rows: expected an object of non-negative integers, found {resting!r}")
+        others = {name: value for name, value in values.items() if name != "resting_rows"}
+        return cls(**{"curriculum": {row: str(epoch) for row, epoch in resting.items()}, **others})
 
 
 def save(
@@ -227,7 +249,7 @@ def check(path: Path) -> str | None:
     try:
         manifest = json.loads(read_plain(path / MANIFEST))
         files = manifest["files"]
-        TrainerState(**manifest["state"])
+        TrainerState.read(manifest["state"])
         if manifest["schema"] != SCHEMA:
             return f"has schema {manifest['schema']}, this version reads {SCHEMA}"
         if not isinstance(files, dict) or not all(_is_inside(name) for name in files):
@@ -288,7 +310,7 @@ def load(path: Path, distributed: Distributed) -> TrainerState:
             raise CheckpointError(f"{path} cannot be loaded: {type(error).__name__}: {reason}") from error
 
     distributed.together(read)
-    return TrainerState(**manifest["state"])
+    return TrainerState.read(manifest["state"])
 
 
 def is_resharded(path: Path, distributed: Distributed) -> bool:

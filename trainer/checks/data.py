@@ -38,7 +38,7 @@ def data_problems(config: Config) -> Iterator[str]:
     for name, source in data.sources.items():
         yield from value_problems(source, f"data.sources.{name}.")
     curriculum = data.curriculum
-    if curriculum.rest_epochs and not curriculum.min_pass_rate < curriculum.max_pass_rate:
+    if curriculum.is_on and not curriculum.min_pass_rate < curriculum.max_pass_rate:
         yield (
             f"data.curriculum.min_pass_rate={curriculum.min_pass_rate} and max_pass_rate={curriculum.max_pass_rate} "
             "leave no rows to train on; set data.curriculum.min_pass_rate=0.0 data.curriculum.max_pass_rate=1.0"

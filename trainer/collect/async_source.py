@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from rollout.engine.protocol import Sampling
 from rollout.records import Rollout
 from rollout.sampler.sampler import OnRollout, RunEpisode, Sampler
-from trainer.collect.groups import Collected, Group, is_kept
+from trainer.collect.groups import Collected, Group, is_kept, rewards_of
 from trainer.collect.source import RolloutSource
 from trainer.config.schema import Config
 from trainer.data.prompts import Row
@@ -97,7 +97,7 @@ class Producer(RolloutSource):
     def forget(self) -> None:
         if self._sampler is not None:
             self._loop.run(self._cancel())
-        self._prompts.restore(self._prompts.cursor, self._prompts.unfinished)
+        self._prompts.restore(self._prompts.position)
         self._take_metrics()  # of rollouts that are sampled again
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ class Producer(RolloutSource):
         silent: list[_Work] = []  # groups without spread, under dynamic sampling
         shown: set[int] = set()
         while True:
-            silent += self._remove([w for w in self._complete() if not is_kept(w.task.result().group, self._config)])
+            silent += self._deliver([w for w in self._complete() if not is_kept(w.task.result().group, self._config)])
             self._begin(sampler, self._room(version), version)
             for work in self._complete():
                 for rollout in work.task.result().group if work.place not in shown else ():
@@ -127,7 +127,7 @@ class Producer(RolloutSource):
             await asyncio.wait(
                 [work.task for work in self._works if not work.is_complete], return_when=asyncio.FIRST_COMPLETED
             )
-        self._remove(batch)
+        self._deliver(batch)
         return self._collected(batch, silent, num_too_old=len(too_old))
 
     # Groups in flight
@@ -155,6 +155,12 @@ class Producer(RolloutSource):
             self._works.remove(work)
         self._prompts.finish(work.place for work in works)
         return works
+
+    def _deliver(self, works: Sequence[_Work]) -> Sequence[_Work]:
+        """Remove complete groups after their results are reported to the curriculum."""
+        for work in works:
+            self._prompts.learn(work.place, rewards_of(work.task.result().group))
+        return self._remove(works)
 
     def _ready(self, version: int, *, num_silent: int) -> list[_Work] | None:
         """Return the groups that this step trains, oldest first; None if it must wait."""
@@ -199,9 +205,6 @@ class Producer(RolloutSource):
         )
 
     def _collected(self, batch: Sequence[_Work], silent: Sequence[_Work], *, num_too_old: int) -> Collected:
-        for work in (*silent, *batch):
-            group = work.task.result().group
-            self._prompts.learn(work.row, [rollout.reward for rollout in group if rollout.is_trainable])
         results = [work.task.result() for work in batch]
         greedy = [answer for result in results for answer in result.greedy]
         dropped = [work.task.result().group for work in silent]

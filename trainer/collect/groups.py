@@ -61,6 +61,11 @@ class Collected:
         )
 
 
+def rewards_of(group: Group) -> list[float]:
+    """Return the rewards of its trainable rollouts."""
+    return [rollout.reward for rollout in group if rollout.is_trainable]
+
+
 def is_kept(group: Group, config: Config) -> bool:
     """True if the group is trained: under dynamic sampling, if its rewards differ."""
     return not config.algorithm.dynamic_sampling or has_spread(group, by_turn=config.algorithm.turn_rewards)

@@ -4,15 +4,16 @@
                  ▲                          │
                  └─ other prompts for them ◄┘   `dynamic_sampling`, at most `max_refills` times
 
-Rank 0 does all of this alone and broadcasts the data cursor, so ranks cannot decide differently. Everything is a
-function of the seed, the step and the cursor. `trainer/collect/async_source.py` samples while the trainer works.
+Rank 0 does all of this alone, keeps the records of the curriculum, and broadcasts the position in the data, so ranks
+cannot decide differently. Everything is a function of the seed, the step, the position and these records.
+`trainer/collect/async_source.py` samples while the trainer works.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import groupby
 
 from rewards.composition import RewardSet
@@ -20,9 +21,9 @@ from rollout.engine.protocol import Sampling
 from rollout.records import Rollout
 from rollout.sampler.sampler import OnRollout, Sampler
 from rollout.system.background_loop import BackgroundLoop
-from trainer.collect.groups import Collected, Group, is_kept
+from trainer.collect.groups import Collected, Group, is_kept, rewards_of
 from trainer.config.schema import Config
-from trainer.data.prompts import Prompts, Row
+from trainer.data.prompts import Position, Prompts, Row
 from trainer.distributed.distributed import Distributed
 from trainer.stopwatch import Stopwatch
 
@@ -76,24 +77,24 @@ class RolloutSource(ABC):
 class Collector(RolloutSource):
     """Synchronous source: all rollouts of a step come from its weights."""
 
-    _before: tuple[int, dict[str, int]] | None = None
-    """Cursor and resting rows before an unfinished `collect`."""
+    _before: Position | None = None
+    """Position before an unfinished `collect`, which has reported nothing to the curriculum yet."""
 
     def collect(
         self, step: int, version: int, watch: Stopwatch, on_rollout: OnRollout = lambda rollout: None
     ) -> Collected:
         sampler = self._sampler
-        self._before = self._prompts.cursor, dict(self._prompts.resting)
+        self._before = self._prompts.position
         collected = self._distributed.together(
             lambda: Collected() if sampler is None else self._collect(sampler, step, watch, on_rollout)
         )
         self._before = None
-        self._prompts.cursor = self._distributed.broadcast(self._prompts.cursor)
+        self._prompts.restore(Position(**self._distributed.broadcast(asdict(self._prompts.position))))
         return collected
 
     def forget(self) -> None:
         if self._before is not None:
-            self._prompts.cursor, self._prompts.resting = self._before
+            self._prompts.restore(self._before)
             self._before = None
         self._take_metrics()  # of rollouts that are sampled again
 
@@ -102,29 +103,35 @@ class Collector(RolloutSource):
 
     def _collect(self, sampler: Sampler, step: int, watch: Stopwatch, on_rollout: OnRollout) -> Collected:
         sampled = self._sample_groups(sampler, step, watch, on_rollout)
-        kept = [(row, group) for row, group in sampled if is_kept(group, self._config)]
-        dropped = [group for _, group in sampled if not is_kept(group, self._config)]
+        kept = [(row, group) for _, row, group in sampled if is_kept(group, self._config)]
+        dropped = [group for *_, group in sampled if not is_kept(group, self._config)]
         greedy = []
         if self._config.needs_greedy:
             greedy = self._greedy_answers(sampler, [row for row, _ in kept], step, watch)
         collected = Collected.of([group for _, group in kept], dropped, greedy, self._config)
+        for place, _, group in sampled:
+            self._prompts.learn(place, rewards_of(group))
+        self._prompts.finish(place for place, *_ in sampled)
         return replace(collected, metrics={**self._take_metrics(), **collected.metrics})
 
     def _sample_groups(
         self, sampler: Sampler, step: int, watch: Stopwatch, on_rollout: OnRollout
-    ) -> list[tuple[Row, Group]]:
-        """Sample groups until enough are kept or the refills are used up. A group's id is its index in the list."""
+    ) -> list[tuple[int, Row, Group]]:
+        """Sample groups until enough are kept or the refills are used up. A group's id is its index in the list.
+
+        Returns the place of its row in the data, the row, and the group.
+        """
         settings, algorithm = self._config.rollout, self._config.algorithm
-        groups: list[tuple[Row, Group]] = []
+        groups: list[tuple[int, Row, Group]] = []
         for _ in range(1 + algorithm.max_refills if algorithm.dynamic_sampling else 1):
-            missing = settings.prompts_per_step - sum(is_kept(group, self._config) for _, group in groups)
+            missing = settings.prompts_per_step - sum(is_kept(group, self._config) for *_, group in groups)
             if not missing:
                 break
-            rows = self._prompts.take(missing)
+            begun = self._prompts.begin(missing)
             with watch.stage("rollout"):
                 sampled = self._loop.run(
                     sampler.collect(
-                        rows,
+                        [row for _, row in begun],
                         samples_per_prompt=settings.samples_per_prompt,
                         sampling=self._sampling,
                         step=step,
@@ -135,10 +142,7 @@ class Collector(RolloutSource):
             with watch.stage("reward"):
                 scored = self._loop.run(self._rewards.score(sampled))
             by_group = groupby(scored, key=lambda rollout: rollout.group_id)
-            for row, (_, found) in zip(rows, by_group, strict=True):
-                group = tuple(found)
-                self._prompts.learn(row, [rollout.reward for rollout in group if rollout.is_trainable])
-                groups.append((row, group))
+            groups += [(*one, tuple(group)) for one, (_, group) in zip(begun, by_group, strict=True)]
         return groups
 
     def _greedy_answers(self, sampler: Sampler, rows: Sequence[Row], step: int, watch: Stopwatch) -> list[Rollout]:

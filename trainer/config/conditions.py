@@ -8,7 +8,11 @@ from trainer.setting import When
 
 LORA = When(instead="model.lora.rank=16", holds=lambda c: c.model.lora.rank > 0)
 CRITIC = When(instead="algorithm=ppo", holds=lambda c: c.has_critic, because=("algorithm.advantage",))
-CURRICULUM = When(instead="data.curriculum.rest_epochs=1", holds=lambda c: c.data.curriculum.rest_epochs > 0)
+CURRICULUM = When(instead="data.curriculum.rest_epochs=1", holds=lambda c: c.data.curriculum.is_on)
+LEARNABILITY = When(
+    instead="data.curriculum.weighting=learnability", holds=lambda c: c.data.curriculum.weighting == "learnability"
+)
+POOLS = When(instead="data.curriculum.weighting=pools", holds=lambda c: c.data.curriculum.weighting == "pools")
 WEIGHTS = When(
     instead="correction.mode=token_truncate", holds=lambda c: CORRECTION_MODES[c.correction.mode].control is not None
 )

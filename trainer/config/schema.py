@@ -24,10 +24,12 @@ from trainer.config.conditions import (
     EMBEDDED,
     EVALUATE_SCRIPT,
     HUB,
+    LEARNABILITY,
     LORA,
     MEASURED,
     MOMENTUM,
     OWN_ENGINES,
+    POOLS,
     PROFILE,
     PROJECTS,
     REFERENCE,
@@ -129,11 +131,32 @@ class DataSetConfig:
 @dataclass
 class CurriculumConfig:
     rest_epochs: int = setting(
-        0, "epochs to leave a row out after its group's pass rate was too low or too high; 0: no curriculum", low=0
+        0, "epochs to leave a row out after its pass rate was too low or too high; 0: no rest", low=0
+    )
+    weighting: str = setting(
+        "uniform",
+        "how often a row comes, by its pass rate p; uniform: always; learnability: by p(1-p); pools: by whether it is "
+        "too hard, solved or in between (docs/data.md)",
+        choices=("uniform", "learnability", "pools"),
+    )
+    window: int = setting(1, "last visits of a row that count for its pass rate", low=1, when=CURRICULUM)
+    min_weight: float = setting(
+        0.1, "lowest weight of a row; 1: that of a row with p = 1/2", low=0.01, high=1, when=LEARNABILITY
+    )
+    hard_weight: float = setting(
+        0.5, "weight of rows that are too hard; 1: that of rows in between", low=0.01, high=1, when=POOLS
+    )
+    solved_weight: float = setting(
+        0.1, "weight of rows that are solved; 1: that of rows in between", low=0.01, high=1, when=POOLS
     )
     min_pass_rate: float = setting(0.0, "highest pass rate of rows that are too hard", low=0, high=1, when=CURRICULUM)
     max_pass_rate: float = setting(1.0, "lowest pass rate of rows that are solved", low=0, high=1, when=CURRICULUM)
     solved_reward: float = setting(1.0, "lowest reward of a rollout that passes", when=CURRICULUM)
+
+    @property
+    def is_on(self) -> bool:
+        """True if rows rest or have weights."""
+        return self.rest_epochs > 0 or self.weighting != "uniform"
 
 
 @dataclass

@@ -1,22 +1,23 @@
-"""Data rows of a run, in an order that is a function of the seed and a cursor.
+"""Data rows of a run, in an order that is a function of the seed, a position, and the records of a curriculum.
 
 One data set: row number k of the run is `permutation(seed, epoch)[place]` with `epoch, place = divmod(k, rows)`.
 
 Several, with weights: the run goes through blocks of `MIX_BLOCK` rows. In each block every data set has its share,
 spread evenly; each data set goes through its own permutations at its own pace.
 
-A curriculum by pass rate leaves out rows without a learning signal: a row whose group had a pass rate of at most
-`min_pass_rate`, or at least `max_pass_rate`, rests for the next `rest_epochs` epochs of its data set, and is then tried
-again. The resting rows are the only state beside the cursor.
+A curriculum (`trainer/data/curriculum.py`) skips rows. The next row that it takes, of the same data set, comes instead,
+so the shares of the data sets stay. With a curriculum, a row in flight is not begun again, if its data set has others.
 
-So a resumed run continues exactly where it stopped, skips nothing and repeats nothing, on any number of ranks. Rows
-begun ahead of their training (`rollout.max_staleness`) are tracked by their place until they are finished.
+So a resumed run continues exactly where it stopped, on any number of ranks. Rows begun ahead of their training
+(`rollout.max_staleness`) are tracked by their place until they are finished. A place stands for a row of a data set in
+one of its epochs, whatever the curriculum skips.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from rollout.environments.adapters.verifiers import evaluation_rows
 from rollout.environments.prompt import PROMPT_COLUMNS, PromptReader
 from rollout.errors import DataError
 from trainer.config.schema import Config, CurriculumConfig, DataSetConfig
+from trainer.data.curriculum import Curriculum
 from trainer.data.datasets import UNREADABLE, load_rows, reason, rename
 
 Row = Mapping[str, Any]
@@ -32,8 +34,6 @@ OF_ENVIRONMENT = "environment"
 """Path of held-out data that the environment brings."""
 DATASET = "dataset"
 """Column with the name of the data set, if the run has several."""
-ROW_KEY = "data_row"
-"""Column with the key of a row in the curriculum: `set:row@epoch`."""
 MIX_BLOCK = 1000
 """Rows per block; weights are rounded to multiples of 1 / MIX_BLOCK."""
 
@@ -119,8 +119,35 @@ def brings_data(config: Config, path: str) -> bool:
     return path == OF_ENVIRONMENT and config.environment.name == "verifiers"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """Position of a run in its data."""
+
+    cursor: int = 0
+    """Rows begun since the start of the run."""
+    skipped: tuple[int, ...] = ()
+    """Rows that the curriculum skipped, by data set; empty: none."""
+    unfinished: tuple[int, ...] = ()
+    """Places of rows that were begun and are not finished, in the order of their beginning."""
+
+
+class _Drawn(NamedTuple):
+    """A row of a data set in one of its epochs, which a place stands for."""
+
+    which: int
+    """Data set."""
+    epoch: int
+    """Epoch of the data set."""
+    index: int
+    """Row of the data set."""
+
+    @property
+    def row(self) -> tuple[int, int]:
+        return self.which, self.index
+
+
 class Prompts:
-    """Data rows in training order. Its whole state is `cursor`, `resting` and `unfinished`."""
+    """Data rows in training order. Its whole state is its `position` and the records of its `curriculum`."""
 
     def __init__(
         self,
@@ -133,57 +160,86 @@ class Prompts:
     ) -> None:
         """sets: objects with a length and integer indices. weights: shares of the sets; None: equal."""
         self.sets = list(sets)
+        self.sizes = tuple(map(len, self.sets))
+        """Number of rows of each data set."""
+        self.curriculum: Curriculum | None = None
+        if curriculum is not None and curriculum.is_on:
+            self.curriculum = Curriculum(curriculum, sizes=self.sizes, seed=seed)
         self._seed = seed
         self._shuffle = shuffle
-        self._curriculum = curriculum if curriculum is not None and curriculum.rest_epochs else None
         self._pattern = _mix(weights or [1.0] * len(self.sets))
-        self._draws = np.bincount(self._pattern)
-        """Number of places in a block, by set."""
+        self._places = [np.flatnonzero(self._pattern == which) for which in range(len(self.sets))]
+        """Places of each set in a block."""
         same = self._pattern[:, None] == np.arange(len(self.sets))
         self._earlier = (np.cumsum(same, axis=0) - same)[np.arange(len(self._pattern)), self._pattern]
         """Number of earlier places of the same set, by place in a block."""
         self._orders: dict[int, tuple[int, np.ndarray]] = {}
-        self._begun: set[int] = set()
+        self._begun: dict[int, _Drawn] = {}
+        """Rows in flight by place, in the order of their beginning."""
         self._again: list[int] = []
+        self._skipped = [0] * len(self.sets)
         self.cursor = 0
-        """Places passed since the start of the run, including those of resting rows."""
-        self.resting: dict[str, int] = {}
-        """First epoch in which a resting row is taken again, by `set:row`."""
+        """Rows begun since the start of the run."""
 
     def __len__(self) -> int:
         """Number of rows of all data sets together."""
-        return sum(map(len, self.sets))
+        return sum(self.sizes)
 
     def metrics(self) -> dict[str, float]:
-        """Return `data/*`: epochs over all rows, and with a curriculum the number of resting rows."""
-        resting = {} if self._curriculum is None else {"data/resting_rows": float(len(self.resting))}
-        return {"data/epoch": self.cursor / len(self), **resting}
+        """Return `data/epoch`, the passes over all rows, skipped ones included, and the metrics of the curriculum."""
+        passed = self.cursor + sum(self._skipped)
+        return {"data/epoch": passed / len(self), **(self.curriculum.metrics() if self.curriculum else {})}
 
     @property
     def unfinished(self) -> tuple[int, ...]:
-        """Places before the cursor whose rows are not finished."""
-        return tuple(sorted({*self._begun, *self._again}))
+        """Places whose rows were begun and are not finished."""
+        return (*self._begun, *self._again)
 
-    def restore(self, cursor: int, unfinished: Sequence[int]) -> None:
-        """Continue a stopped run: first its unfinished rows, then from its cursor on."""
-        self.cursor = cursor
-        self._begun, self._again = set(), sorted(unfinished)
+    @property
+    def position(self) -> Position:
+        return Position(cursor=self.cursor, skipped=tuple(self._skipped), unfinished=self.unfinished)
+
+    def restore(self, position: Position) -> None:
+        """Return to a position: first its unfinished rows, then from its cursor on. Records are kept."""
+        self.cursor = position.cursor
+        self._skipped = list(position.skipped) or [0] * len(self.sets)
+        self._begun, self._again = {}, list(position.unfinished)
+
+    def resume(self, position: Position, records: Mapping[str, str], sizes: Sequence[int]) -> str | None:
+        """Continue a stopped run. Returns a warning if its curriculum starts again, because the data is another.
+
+        records, sizes: `Curriculum.state` and `sizes` of the checkpoint; sizes is empty if it has none.
+        Raises `CheckpointError` if a record cannot be read.
+        """
+        fits = tuple(sizes) in ((), self.sizes) and len(position.skipped) in (0, len(self.sets))
+        if self.curriculum is not None:
+            fits = self.curriculum.restore(records if fits else {}) and fits
+        self.restore(position if fits else replace(position, skipped=()))
+        if fits or self.curriculum is None or not records:
+            return None
+        return (
+            f"the checkpoint's curriculum is of data sets with {list(sizes)} rows, and this run's have "
+            f"{list(self.sizes)}: it starts again, without pass rates"
+        )
 
     def begin(self, count: int) -> list[tuple[int, Row]]:
         """Return the next `count` rows with their places, across epochs. Call `finish` for each later."""
         again, self._again = self._again[:count], self._again[count:]
-        begun = [(place, self._row(*self._locate(place))) for place in again]
+        begun = {place: self._locate(place) for place in again}
+        busy: set[tuple[int, int]] = set()
+        if self.curriculum is not None:
+            busy = {drawn.row for drawn in (*self._begun.values(), *begun.values(), *map(self._locate, self._again))}
         while len(begun) < count:
-            which, epoch, index = self._locate(self.cursor)
-            if self.resting.get(f"{which}:{index}", 0) <= epoch:
-                begun.append((self.cursor, self._row(which, epoch, index)))
-            self.cursor += 1
-        self._begun.update(place for place, _ in begun)
-        return begun
+            place, drawn = self._next(busy)
+            begun[place] = drawn
+            busy.add(drawn.row)
+        self._begun |= begun
+        return [(place, self.sets[drawn.which][drawn.index]) for place, drawn in begun.items()]
 
     def finish(self, places: Iterable[int]) -> None:
         """Mark rows as trained or dropped, so that no resumed run takes them again."""
-        self._begun.difference_update(places)
+        for place in places:
+            self._begun.pop(place, None)
 
     def take(self, count: int) -> list[Row]:
         """Return the next `count` rows, begun and finished at once."""
@@ -191,32 +247,49 @@ class Prompts:
         self.finish(place for place, _ in taken)
         return [row for _, row in taken]
 
-    def learn(self, row: Row, rewards: Sequence[float]) -> None:
-        """Report the rewards of a row to the curriculum, if the run has one."""
-        rule = self._curriculum
-        if rule is None or not rewards:
-            return
-        rate = sum(reward >= rule.solved_reward for reward in rewards) / len(rewards)
-        key, _, epoch = str(row[ROW_KEY]).rpartition("@")
-        self.resting.pop(key, None)
-        if rate <= rule.min_pass_rate or rate >= rule.max_pass_rate:
-            self.resting[key] = int(epoch) + rule.rest_epochs + 1
+    def learn(self, place: int, rewards: Sequence[float]) -> None:
+        """Report the rewards of a row to the curriculum, if the run has one, before `finish`."""
+        if self.curriculum is not None and rewards:
+            drawn = self._begun[place]
+            self.curriculum.learn(drawn.row, drawn.epoch, rewards)
 
-    def _row(self, which: int, epoch: int, index: int) -> Row:
-        row = self.sets[which][index]
-        return row if self._curriculum is None else {**row, ROW_KEY: f"{which}:{index}@{epoch}"}
+    def _next(self, busy: set[tuple[int, int]]) -> tuple[int, _Drawn]:
+        """Draw a row of the data set whose turn it is. busy: rows in flight."""
+        block, turn = divmod(self.cursor, len(self._pattern))
+        which = int(self._pattern[turn])
+        places = self._places[which]
+        while True:
+            draws = block * len(places) + int(self._earlier[turn]) + self._skipped[which]
+            block_drawn, draw = divmod(draws, len(places))
+            place = block_drawn * len(self._pattern) + int(places[draw])
+            drawn = self._locate(place)
+            if self.curriculum is not None and draws % self.sizes[which] == 0:
+                epochs = self.curriculum.wakes(which) - drawn.epoch
+                if epochs > 0:  # else a long rest of all rows would be walked through row by row
+                    self._skipped[which] += epochs * self.sizes[which]
+                    continue
+            if self._takes(drawn, busy):
+                self.cursor += 1
+                return place, drawn
+            self._skipped[which] += 1
 
-    def _locate(self, k: int) -> tuple[int, int, int]:
-        """Return the set of place k, its epoch, and the row's index in it."""
-        block, place = divmod(k, len(self._pattern))
-        which = int(self._pattern[place])
-        drawn = block * int(self._draws[which]) + int(self._earlier[place])
-        epoch, position = divmod(drawn, len(self.sets[which]))
-        return which, epoch, int(self._order(which, epoch)[position])
+    def _takes(self, drawn: _Drawn, busy: set[tuple[int, int]]) -> bool:
+        if self.curriculum is None:
+            return True
+        if drawn.row in busy and sum(which == drawn.which for which, _ in busy) < self.sizes[drawn.which]:
+            return False
+        return self.curriculum.takes(drawn.row, drawn.epoch)
+
+    def _locate(self, place: int) -> _Drawn:
+        block, turn = divmod(place, len(self._pattern))
+        which = int(self._pattern[turn])
+        draws = block * len(self._places[which]) + int(self._earlier[turn])
+        epoch, position = divmod(draws, self.sizes[which])
+        return _Drawn(which, epoch, int(self._order(which, epoch)[position]))
 
     def _order(self, which: int, epoch: int) -> np.ndarray:
         if which not in self._orders or self._orders[which][0] != epoch:
-            size = len(self.sets[which])
+            size = self.sizes[which]
             seed = [self._seed, epoch, which] if which else [self._seed, epoch]
             order = np.random.default_rng(seed).permutation(size) if self._shuffle else np.arange(size)
             self._orders[which] = (epoch, order)

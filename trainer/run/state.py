@@ -16,6 +16,7 @@ from trainer.checkpoint.resume import Resumed, restore
 from trainer.checkpoint.run_dir import RunDirectory
 from trainer.config.schema import Config
 from trainer.config.tree import plain
+from trainer.data.prompts import Position
 from trainer.distributed.distributed import Distributed
 from trainer.model.critic import ActorCritic, policy_of, save_critic
 from trainer.model.lora import ADAPTER_DIRECTORY, is_adapted, save_adapter, save_merged
@@ -42,12 +43,12 @@ def restore_state(parts: Parts, directory: RunDirectory, console: RunConsole) ->
     parts.updater.num_updates = state.update
     parts.trainer.kl_coef = resumed.kl_coef
     parts.trainer.noise_floor = state.noise_floor
-    parts.prompts.restore(state.data_cursor, state.unfinished)
-    parts.prompts.resting = dict(state.resting_rows)
+    position = Position(cursor=state.data_cursor, skipped=tuple(state.data_skipped), unfinished=tuple(state.unfinished))
+    other_data = parts.prompts.resume(position, state.curriculum, state.data_rows)
     guard.norms.extend(state.grad_norms)
     guard.skipped, guard.in_a_row = state.skipped_updates, state.skipped_in_a_row
     console.say(f"{'forked' if resumed.is_fork else 'resumed'} from {resumed.path} at update {state.update}")
-    for sentence in resumed.warnings:
+    for sentence in (*resumed.warnings, *filter(None, [other_data])):
         console.warn(sentence)
     return resumed
 
@@ -71,12 +72,15 @@ def open_metrics(parts: Parts, directory: RunDirectory, console: RunConsole, res
 def save_state(parts: Parts, directory: RunDirectory, *, wandb_id: str | None) -> None:
     """Write a checkpoint; a collective."""
     trainer, prompts, guard = parts.trainer, parts.prompts, parts.updater.guard
+    position = prompts.position
     state = TrainerState(
         step=trainer.num_steps,
         update=trainer.version,
-        data_cursor=prompts.cursor,
-        resting_rows=prompts.resting,
-        unfinished=prompts.unfinished,
+        data_cursor=position.cursor,
+        data_skipped=position.skipped,
+        data_rows=prompts.sizes,
+        curriculum=prompts.curriculum.state() if prompts.curriculum is not None else {},
+        unfinished=position.unfinished,
         kl_coef=trainer.kl_coef,
         wandb_id=wandb_id,
         noise_floor=trainer.noise_floor,

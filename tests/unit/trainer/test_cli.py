@@ -206,6 +206,8 @@ def test_defaults_are_the_schema_or_a_group_value(complete: tuple[str, ...]) -> 
         (["data.system_prompt=hi", "environment.settings.prompt_column=q"], ["prompt_column=null"]),
         (["environment.name=agent", "data.max_prompt_tokens=9"], ["data.max_prompt_tokens=null"]),
         (["data.curriculum.rest_epochs=1", "data.curriculum.min_pass_rate=1"], ["min_pass_rate=0.0"]),
+        (["data.curriculum.weighting=pools", "data.curriculum.min_pass_rate=1"], ["min_pass_rate=0.0"]),
+        (["data.curriculum.weighting=learnability", "data.curriculum.min_weight=0"], ["between 0.01 and 1"]),
         (["resume=auto"], ["run_name="]),
         (["run_name=a/b"], ["run_name=my-run"]),
         (["resume="], ["resume= is neither never, auto nor a checkpoint"]),

@@ -145,6 +145,14 @@ def learning_charts(run: SavedRun) -> Iterator[Chart]:
         limits=(0.0, None),
         note="trained tokens per expert, in the worst layer",
     )
+    levels = {"unseen": "unseen", "too hard": "too_hard", "in between": "between", "solved": "solved"}
+    yield Chart(
+        title="Difficulty of the data",
+        unit="share of rows",
+        curves=curves(run, {name: f"data/{level}_share" for name, level in levels.items()}),
+        limits=(0.0, 1.0),
+        note="by the pass rate of each row in the window of the curriculum",
+    )
 
 
 def mismatch_charts(run: SavedRun) -> Iterator[Chart]:

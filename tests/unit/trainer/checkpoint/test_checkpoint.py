@@ -322,6 +322,10 @@ def test_a_manifest_cannot_name_files_outside(tmp_path):
         {"update": 2**63},
         {"data_cursor": 10**30},
         {"unfinished": [2**63]},
+        {"data_skipped": [-1]},
+        {"data_rows": 7},
+        {"curriculum": ["0:1"]},
+        {"curriculum": {"0:1": 3}},
     ],
 )
 def test_a_state_that_a_resumed_run_cannot_use_is_refused(tmp_path, values):

@@ -61,6 +61,8 @@ REFUSED = [
     ("optimizer.spike_factor=3", "optimizer.spike=off; set optimizer.spike=skip"),
     ("optimizer.momentum=0.5", "optimizer.name=adamw; set optimizer=muon"),
     ("data.curriculum.max_pass_rate=0.9", "set data.curriculum.rest_epochs=1"),
+    ("data.curriculum.rest_epochs=1 data.curriculum.min_weight=0.2", "set data.curriculum.weighting=learnability"),
+    ("data.curriculum.weighting=learnability data.curriculum.hard_weight=1", "set data.curriculum.weighting=pools"),
     ("reward.isolation=thread reward.workers=8", "reward.isolation=thread; set reward.isolation=process"),
     ("logger.project=mine", "logger.wandb=off; set logger=wandb"),
     ("logger.entity=me", "logger.wandb=off; set logger=wandb"),

@@ -98,12 +98,14 @@ class Run:
         config.rollout.prompts_per_step, config.rollout.samples_per_prompt = BATCH, GROUP
         config.rollout.max_staleness = max_staleness
         config.rollout.stragglers = settings.pop("stragglers", "wait")
+        config.data.curriculum.weighting = settings.pop("weighting", "uniform")
+        rows = [{"n": n} for n in range(settings.pop("rows", 10_000))]
         for name, value in settings.items():
             setattr(config.algorithm, name, value)
         self.loop = loop
         self.updates_per_step = config.algorithm.epochs * config.algorithm.minibatches
         self.sampler = Sampler()
-        self.prompts = Prompts([[{"n": n} for n in range(10_000)]], seed=0, shuffle=False)
+        self.prompts = Prompts([rows], seed=0, shuffle=False, curriculum=config.data.curriculum)
         self.producer = Producer(
             config,
             distributed=FakeRank(),
@@ -305,11 +307,12 @@ def test_a_resumed_run_begins_untrained_groups_again(loop: BackgroundLoop) -> No
     trained = [*run.train(), *run.train()]
     run.producer.close()
     assert run.sampler.num_open == 0
-    cursor, unfinished = run.prompts.cursor, run.prompts.unfinished
+    position = run.prompts.position
+    cursor, unfinished = position.cursor, position.unfinished
     assert sorted([*trained, *unfinished]) == list(range(cursor))
 
     resumed = Run(loop, max_staleness=2)
-    resumed.prompts.restore(cursor, unfinished)
+    resumed.prompts.restore(position)
     resumed.sampler.version = run.sampler.version
     for _ in range(4):
         trained += resumed.train()
@@ -335,6 +338,63 @@ def test_groups_without_spread_are_replaced(loop: BackgroundLoop) -> None:
     assert collected.metrics["rollout/dropped_groups"] >= 3
     assert set(run.prompts.unfinished).isdisjoint({0, 2, 4})
     assert len(collected.rollouts) == GROUP * (3 + collected.metrics["rollout/dropped_groups"])
+
+
+def visits(run: Run) -> dict[str, str]:
+    assert run.prompts.curriculum is not None
+    return run.prompts.curriculum.state()
+
+
+def test_a_curriculum_gets_the_rewards_of_trained_groups_and_of_those_without_spread(loop: BackgroundLoop) -> None:
+    run = Run(loop, reward=odd_prompts_vary, dynamic_sampling=True, max_refills=5, weighting="learnability")
+    run.collect()
+    assert {f"0:{n}" for n in range(6)} <= visits(run).keys(), "groups 1, 3, 5 train; 0, 2, 4 have no spread"
+    assert visits(run)["0:0"] == "0 0/2"
+    assert visits(run)["0:1"] == "0 1/2"
+
+
+def test_a_group_without_spread_is_recorded_once_although_its_step_fails(loop: BackgroundLoop) -> None:
+    """It is not sampled again after the recovery, so a record lost here would stay lost."""
+    reward = lambda rollout: odd_prompts_vary(rollout) if is_restarted else 0.0  # noqa: E731
+    is_restarted = False
+    run = Run(loop, reward=reward, dynamic_sampling=True, max_refills=10_000, weighting="learnability")
+    run.hold(1)
+    run.sampler.failing[1] = EngineError("cannot sample: the engine is dead")
+    threading.Timer(0.1, run.release, args=(1,)).start()
+    with pytest.raises(EngineError):
+        run.collect()
+    run.producer.forget()
+    recorded = visits(run)
+    assert recorded["0:0"] == "0 0/2"
+    assert 0 not in run.prompts.unfinished
+    assert recorded.keys().isdisjoint(f"0:{place}" for place in run.prompts.unfinished)
+    assert 1 in run.prompts.unfinished
+    is_restarted = True
+    run.sampler.failing.clear()
+    run.sampler.held.clear()
+    run.collect()
+    assert visits(run)["0:0"] == "0 0/2"
+    assert visits(run)["0:1"] == "0 1/2"
+
+
+def test_a_resumed_run_continues_with_the_curriculum_and_no_row_is_in_flight_twice(loop: BackgroundLoop) -> None:
+    settings = {"max_staleness": 2, "rows": 14, "weighting": "pools", "reward": odd_prompts_vary}
+    run = Run(loop, **settings)
+    for _ in range(8):
+        run.train()
+        rows = [work.row["n"] for work in run.producer._works]
+        assert len(set(rows)) == len(rows)
+    run.settle()
+    run.producer.close()
+    assert run.prompts.position.skipped > (0,)
+
+    resumed = Run(loop, **settings)
+    assert resumed.prompts.resume(run.prompts.position, visits(run), run.prompts.sizes) is None
+    assert visits(resumed) == visits(run)
+    resumed.sampler.version = run.sampler.version
+    unfinished = run.prompts.unfinished
+    resumed.train()
+    assert resumed.sampler.begun[: len(unfinished)] == list(unfinished)
 
 
 def test_data_without_spread_ends_the_step_at_the_limit_of_refills(loop: BackgroundLoop) -> None:

@@ -18,7 +18,7 @@ from tests.fixtures.distributed import FakeRank, on_ranks
 from trainer.collect.groups import Collected, has_spread
 from trainer.collect.source import Collector
 from trainer.config.schema import AlgorithmConfig, Config
-from trainer.data.prompts import Prompts
+from trainer.data.prompts import Position, Prompts
 from trainer.stopwatch import Stopwatch
 
 GROUP = 4
@@ -122,8 +122,42 @@ def test_a_curriculum_gets_the_rewards_of_every_group() -> None:
     settings.data.curriculum.rest_epochs = 1
     made, prompts = collector(settings, FakeSampler(), only_odd_prompts_vary)
     collected = collect(made)
-    assert prompts.resting == {"0:0": 2, "0:2": 2}, "one rollout of row 1 passed, and none of rows 0 and 2"
+    assert prompts.curriculum is not None
+    expected = {"0:0": "2 0/4", "0:1": "0 2/4", "0:2": "2 0/4"}
+    assert prompts.curriculum.state() == expected, "two rollouts of row 1 passed, and none of rows 0 and 2"
     assert collected.metrics["data/resting_rows"] == 2
+
+
+def test_a_failed_step_reports_nothing_to_the_curriculum_and_takes_the_same_rows_again() -> None:
+    """With weights, a second report of the same visits would change which rows come next."""
+    settings = config(dynamic_sampling=True, max_refills=3)
+    settings.data.curriculum.weighting = "learnability"
+    whole, expected = collector(settings, FakeSampler(), only_odd_prompts_vary)
+    groups = [collect(whole, step).rollouts for step in range(30)]
+
+    made, prompts = collector(settings, DyingSampler(), only_odd_prompts_vary)
+    assert prompts.curriculum is not None
+    with pytest.raises(EngineError):
+        collect(made)
+    assert prompts.unfinished
+    assert prompts.curriculum.state() == {}
+    made.forget()
+    assert prompts.position == Position(skipped=(0,))
+    assert [collect(made, step).rollouts for step in range(30)] == groups
+    assert prompts.position == expected.position
+    assert prompts.position.skipped > (0,), "else the curriculum skipped nothing, and nothing is tested"
+    assert prompts.unfinished == ()
+
+
+def test_refills_of_a_step_take_no_row_of_the_step_again() -> None:
+    settings = config(dynamic_sampling=True, max_refills=30)
+    settings.data.curriculum.weighting = "learnability"
+    made, _ = collector(
+        settings, FakeSampler(), lambda found: float(found.example["n"] % 25 == 0 and found.rollout_id % 2)
+    )
+    for step in range(4):
+        rows = [found.example["n"] for found in collect(made, step).rollouts]
+        assert len(rows) == GROUP * len(set(rows))
 
 
 def test_groups_with_equal_rewards_are_replaced_by_other_prompts() -> None:
@@ -165,17 +199,21 @@ def test_a_resumed_run_collects_the_same_rollouts() -> None:
     assert [found.example for found in collect(resumed, 1).rollouts] == [found.example for found in expected.rollouts]
 
 
-def test_a_rank_without_an_engine_follows_the_cursor_of_rank_0() -> None:
+def test_a_rank_without_an_engine_follows_the_position_of_rank_0() -> None:
     settings = config(dynamic_sampling=True, max_refills=5)
 
-    def collected(rank: FakeRank) -> tuple[int, int]:
+    settings.data.curriculum.rest_epochs = 1
+
+    def collected(rank: FakeRank) -> tuple[int, Position]:
         sampler = FakeSampler() if rank.is_main else None
         made, prompts = collector(settings, sampler, only_odd_prompts_vary, rank)
-        return len(collect(made, 0).rollouts), prompts.cursor
+        return sum(len(collect(made, step).rollouts) for step in range(10)), prompts.position
 
-    (num_rollouts, cursor), other = on_ranks(2, collected)
+    (num_rollouts, position), other = on_ranks(2, collected)
     assert num_rollouts > 0
-    assert other == (0, cursor) == (0, 6)
+    assert other == (0, position)
+    assert position.cursor > 50
+    assert position.skipped > (0,)
 
 
 def test_failed_rollouts_do_not_count_as_spread() -> None:

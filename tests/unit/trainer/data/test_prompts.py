@@ -19,10 +19,10 @@ from rollout.environments import make_environment
 from rollout.errors import DataError
 from rollout.system.background_loop import BackgroundLoop
 from tests.fixtures.policies import CHAT
-from trainer.config.schema import CurriculumConfig, DataSetConfig
+from trainer.config.schema import DataSetConfig
 from trainer.data.datasets import load_rows, read_first_row, rename
 from trainer.data.prompt_filter import short_enough
-from trainer.data.prompts import ROW_KEY, DataSet, Prompts, load_data_set
+from trainer.data.prompts import DataSet, Position, Prompts, load_data_set
 
 ROWS = [{"question": f"q{i}", "answer": str(i)} for i in range(3)]
 
@@ -119,66 +119,6 @@ def test_shares_are_the_weights_to_a_thousandth(weights: list[float]) -> None:
 def test_a_weight_too_small_to_matter_is_refused() -> None:
     with pytest.raises(DataError, match=r"less than one row in 1000"):
         mixed(weights=(1.0, 1e-5))
-
-
-# Curriculum
-
-
-def curriculum(n: int = 6, **rule: Any) -> Prompts:
-    return Prompts(
-        [[{"i": i} for i in range(n)]], seed=0, shuffle=True, curriculum=CurriculumConfig(**({"rest_epochs": 1} | rule))
-    )
-
-
-def train(order: Prompts, rewards: dict[int, list[float]], steps: int) -> list[int]:
-    """Take rows one by one and report their rewards. Returns the taken rows."""
-    taken = []
-    for _ in range(steps):
-        (row,) = order.take(1)
-        order.learn(row, rewards.get(row["i"], [1.0, 0.0]))
-        taken.append(row["i"])
-    return taken
-
-
-def test_rows_always_or_never_solved_rest_for_an_epoch_and_come_back() -> None:
-    """Row 0 is always solved, row 1 never: both are in epochs 0, 2, 4; the others in every epoch."""
-    taken = train(curriculum(), {0: [1.0, 1.0], 1: [0.0, 0.0]}, 6 + 4 + 6 + 4)
-    assert sorted(taken[:6]) == list(range(6))
-    assert sorted(taken[6:10]) == [2, 3, 4, 5]
-    assert sorted(taken[10:16]) == list(range(6))
-    assert sorted(taken[16:]) == [2, 3, 4, 5]
-
-
-def test_pass_rates_and_the_passing_reward_are_settings() -> None:
-    order = curriculum(max_pass_rate=0.5, min_pass_rate=-1.0, solved_reward=0.7)
-    train(order, {i: [0.8, 0.0] if i < 3 else [0.0] for i in range(6)}, 6)
-    assert sorted(order.resting) == ["0:0", "0:1", "0:2"]
-
-
-def test_a_curriculum_is_resumed_with_its_state() -> None:
-    rewards = {0: [1.0], 1: [0.0], 2: [1.0]}
-    whole = train(curriculum(), rewards, 30)
-    order = curriculum()
-    first = train(order, rewards, 13)
-    resumed = curriculum()
-    resumed.cursor, resumed.resting = order.cursor, json.loads(json.dumps(order.resting))
-    assert first + train(resumed, rewards, 17) == whole
-
-
-def test_a_curriculum_in_which_every_row_rests_skips_to_the_end_of_the_rest() -> None:
-    order = curriculum(rest_epochs=3)
-    taken = train(order, {i: [1.0] for i in range(6)}, 12)
-    assert sorted(taken[6:]) == list(range(6))
-    assert order.cursor == 6 * 5
-
-
-def test_without_a_curriculum_rows_are_unchanged() -> None:
-    order = curriculum(rest_epochs=0)
-    (row,) = order.take(1)
-    assert ROW_KEY not in row
-    order.learn(row, [1.0])
-    assert order.resting == {}
-    assert order.metrics() == {"data/epoch": pytest.approx(1 / 6)}
 
 
 # Files
@@ -324,14 +264,14 @@ def test_unfinished_rows_come_first_after_a_resume() -> None:
     order.finish([4])
     assert order.unfinished == (3, 5)
     resumed = prompts()
-    resumed.restore(order.cursor, order.unfinished)
+    resumed.restore(order.position)
     assert resumed.begin(4) == [begun[3], begun[5], *prompts(cursor=6).begin(2)]
     assert resumed.unfinished == (3, 5, 6, 7)
 
 
 def test_unfinished_rows_not_begun_again_stay_unfinished() -> None:
     order = prompts()
-    order.restore(9, [2, 5, 7])
+    order.restore(Position(cursor=9, unfinished=(2, 5, 7)))
     order.take(2)
     assert order.unfinished == (7,)
     assert order.cursor == 9

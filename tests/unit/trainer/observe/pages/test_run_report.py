@@ -23,7 +23,7 @@ from tests.fixtures.paths import ROOT
 from trainer.config.schema import Config
 from trainer.config.tree import plain
 from trainer.observe.pages.chart import HEIGHT, MAX_POINTS, WIDTH, Chart, Curve, number
-from trainer.observe.pages.run_report import report, stages, tiles, write_report
+from trainer.observe.pages.run_report import learning_charts, report, stages, tiles, write_report
 from trainer.observe.pages.token_view import TEMPLATE as TOKEN_VIEW
 from trainer.observe.saved_run import SavedRun
 
@@ -119,6 +119,17 @@ class TestContent:
         for title in ("Load of experts", "Unused experts"):
             assert title in page
             assert title not in dense
+
+    def test_the_difficulty_of_the_data_is_shown_with_a_curriculum(self, run: Path, tmp_path: Path):
+        shares = {"unseen": 0.5, "too_hard": 0.25, "between": 0.125, "solved": 0.125}
+        lines = [line(update, **{f"data/{name}_share": value for name, value in shares.items()}) for update in (1, 2)]
+        page = report(SavedRun.read(write_run(tmp_path / "curriculum", lines, [])))
+        (chart,) = [
+            chart for chart in learning_charts(SavedRun.read(tmp_path / "curriculum")) if "Difficulty" in chart.title
+        ]
+        assert [curve.points[-1][1] for curve in chart.curves] == list(shares.values())
+        assert "Difficulty of the data" in page
+        assert "Difficulty of the data" not in report(SavedRun.read(run))
 
     def test_a_non_finite_number_is_an_alarm(self, tmp_path: Path):
         run = write_run(tmp_path / "run", [line(1), line(2, **{"rollout_correction/kl": None})], [])
