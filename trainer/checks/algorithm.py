@@ -76,6 +76,11 @@ def _advantage(config: Config) -> Iterator[str]:
             f"algorithm.turn_rewards=true needs an advantage per turn, found algorithm.advantage={algorithm.advantage} "
             "for whole rollouts; set algorithm.advantage=grpo or algorithm.turn_rewards=false"
         )
+    if config.reward.settings.get("model", {}).get("by_turn") and not algorithm.turn_rewards:
+        yield (
+            "reward.settings.model.by_turn=true gives one reward per turn, found algorithm.turn_rewards=false; set "
+            "algorithm.turn_rewards=true or reward.settings.model.by_turn=false"
+        )
     if config.rollout.ignore_eos and config.environment.max_turns != 1:
         yield (
             "rollout.ignore_eos=true samples past the end of a turn and needs one turn per episode, found "
@@ -102,6 +107,11 @@ def _critic(config: Config) -> Iterator[str]:
         yield (
             f"optimizer.critic_lr={critic_lr} is for adamw, adamw_tf and sgd, found optimizer.name="
             f"{config.optimizer.name}; set optimizer.critic_lr=null"
+        )
+    if model.critic == "shared" and algorithm.critic_warmup:
+        yield (
+            f"algorithm.critic_warmup={algorithm.critic_warmup} trains the critic alone, found model.critic=shared, "
+            "whose value loss trains the policy's trunk; set model.critic=separate or algorithm.critic_warmup=0"
         )
     if model.critic == "shared" and model.critic_path is not None:
         yield (

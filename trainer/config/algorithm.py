@@ -46,6 +46,12 @@ class AlgorithmFields:
     value_clip: float | None = setting(
         0.2, "clip range of values around those before the update [reward]; null: none", above=0, when=CRITIC
     )
+    critic_warmup: int = setting(
+        0,
+        "first updates of the run, in which only the critic is trained (value pretraining) [updates]",
+        low=0,
+        when=CRITIC,
+    )
     entropy_coef: float = setting(0.0, "weight of the entropy bonus", low=0)
     router_aux_coef: float | None = setting(
         0.0,
@@ -88,7 +94,11 @@ def takes(name: str) -> When:
     losses = [loss for loss, declared in POLICY_LOSSES.items() if name in declared.arguments]
     advantages = [advantage for advantage, declared in ADVANTAGES.items() if name in declared.arguments]
     kind, names = ("loss", losses) if losses else ("advantage", advantages)
-    return When(instead=f"algorithm.{kind}={names[0]}", holds=lambda c: getattr(c.algorithm, kind) in names)
+    default = getattr(AlgorithmFields, kind)
+    return When(
+        instead=f"algorithm.{kind}={default if default in names else names[0]}",
+        holds=lambda c: getattr(c.algorithm, kind) in names,
+    )
 
 
 def algorithm_class() -> type[AlgorithmFields]:

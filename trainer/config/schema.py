@@ -205,6 +205,12 @@ class RewardConfig:
     error_window: int = setting(128, "recent reward calls for max_error_rate", low=1)
 
     @property
+    def weight_by_name(self) -> dict[str, float]:
+        """Weights of the reward functions by the names under which rollouts keep their rewards."""
+        names = [spec.rpartition(":")[2] for spec in self.functions]
+        return dict(zip(names, self.weights or [1.0] * len(names), strict=True))
+
+    @property
     def uses_workers(self) -> bool:
         """True if a reward function runs in a worker process."""
         return any(spec in ISOLATED or (":" in spec and self.isolation == "process") for spec in self.functions)

@@ -30,7 +30,7 @@ from trainer.credit.correction import StepCorrection
 from trainer.credit.old_policy import OldPolicy
 from trainer.objective.advantages import ADVANTAGES
 from trainer.objective.advantages.critic import Credit
-from trainer.objective.advantages.inputs import AdvantageInputs, Advantages
+from trainer.objective.advantages.inputs import AdvantageInputs, Advantages, RewardTerms
 from trainer.objective.correction.weights import kl_penalized_advantages
 from trainer.objective.kl import k3
 from trainer.objective.per_rollout import rollout_max, rollout_sum
@@ -98,6 +98,9 @@ def rollout_advantages(batch: StepBatch, algorithm: AlgorithmConfig) -> Advantag
             rewards_S=torch.from_numpy(batch.rewards_S),
             group_S=torch.from_numpy(batch.group_S),
             greedy_rewards_S=torch.from_numpy(batch.greedy_rewards_S) if needs_greedy else None,
+            terms=RewardTerms(
+                rewards_SF=torch.from_numpy(batch.terms_SF), weights_F=torch.from_numpy(batch.term_weights_F)
+            ),
         ),
         algorithm,
     )

@@ -179,7 +179,7 @@ class Updater:
             self._distributed.discard_gradients()
             self.guard.raise_after_repeated_skips(self.num_updates + 1, judgment)
         else:
-            self._distributed.step(lr, grad_norm)
+            self._distributed.step(lr, grad_norm, critic_only=self._is_critic_warmup)
             self.num_updates += 1
         means = {
             name: total if name == "policy/loss" else total / max(counts.num_tokens, 1)
@@ -236,6 +236,8 @@ class Updater:
             loss_T = loss_T + algorithm.kl_coef * kl_T
         if algorithm.entropy_coef:
             loss_T = loss_T - algorithm.entropy_coef * entropy_T[keep]
+        if self._is_critic_warmup:
+            loss_T = torch.zeros_like(loss_T)
         if targets.credit is not None and targets.returns_N is not None:
             value_loss = clipped_value_loss(
                 values_T[keep],
@@ -251,10 +253,15 @@ class Updater:
         # A pack without trained tokens still runs backward, through zeros: its rank takes part in every collective.
         loss = normalized_loss(loss_T, coefficient_T) + 0.0 * (logp_T.sum() + values_T.sum())
         router = self._routers.terms(records, packed.target_index_T[keep], fraction_E, counts.num_tokens)
-        if router.loss is not None:
+        if router.loss is not None and not self._is_critic_warmup:
             loss = loss + router.loss
         metrics |= {"policy/entropy": entropy_T[keep].detach().sum(), "policy/loss": loss.detach(), **router.sums}
         return loss, logp_T, metrics, router.load_XE
+
+    @property
+    def _is_critic_warmup(self) -> bool:
+        """True if the next optimizer step trains the critic only."""
+        return self._has_critic and self.num_updates < self._config.algorithm.critic_warmup
 
     def _forward(self, packed: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Return logp_T, entropy_T and values_T, which are 0 without a critic."""

@@ -42,6 +42,8 @@ def settings_of(preset: str, **more: float) -> AlgorithmConfig:
     return AlgorithmConfig(**values, kl_coef=0.1, entropy_coef=0.01, **more)
 
 
+FORMAT = (1.0, 0.0, 0.5, 0.0, 1.0, 0.5, 0.0, 0.5, 1.0)
+"""Rewards of a second function, for advantages of each function alone."""
 REWARDS = (0.0, 1.0, 0.75, 1.0, 0.0, 0.0, 0.25, 0.0, 1.0)
 """Rewards, different within every group, because equal ones give no advantages and a gradient of zero."""
 
@@ -77,6 +79,7 @@ def fixed_rollouts() -> list[Rollout]:
                 group_id=rollout_id // 3,
                 calls=tuple(calls),
                 reward=REWARDS[rollout_id],
+                rewards={"answer": REWARDS[rollout_id] - FORMAT[rollout_id], "format": FORMAT[rollout_id]},
             )
         )
     return rollouts
@@ -87,7 +90,7 @@ class GradientsOnly(Distributed):
 
     gradients: dict[str, np.ndarray]
 
-    def step(self, lr: float, grad_norm: float) -> None:
+    def step(self, lr: float, grad_norm: float, *, critic_only: bool = False) -> None:
         named = {name: p for name, p in self.unwrapped.named_parameters() if p.requires_grad}
         if self.uses_deepspeed:
             from deepspeed.utils import safe_get_full_grad

@@ -42,7 +42,10 @@ def test_every_preset_has_its_name_and_a_header() -> None:
 def test_every_preset_gives_finite_advantages_and_has_a_loss(preset: str) -> None:
     settings = AlgorithmConfig(**PRESETS[preset])
     call = EngineCall(prompt_ids=(1,), sampled_ids=(2,), sampled_logprobs=(-1.0,), finish_reason=FinishReason.STOP)
-    rollouts = [Rollout(rollout_id=i, group_id=i // 2, calls=(call,), reward=float(i)) for i in range(4)]
+    rollouts = [
+        Rollout(rollout_id=i, group_id=i // 2, calls=(call,), reward=float(i), rewards={"answer": float(i)})
+        for i in range(4)
+    ]
     batch = StepBatch.of(rollouts, mask_truncated=False, greedy_rewards={0: 0.5, 1: 0.5})
     advantages_S, metrics = rollout_advantages(batch, settings)
     assert bool(torch.isfinite(advantages_S).all())
