@@ -1,4 +1,4 @@
-"""Reward shaping: turn rewards of the environment and DAPO's length penalty, added to the reward of the functions.
+"""Reward shaping: turn rewards and DAPO's length penalty, added to the reward of the functions.
 
 Source of the length penalty: DAPO (Yu et al. 2025, arXiv 2503.14476), equation 13, "soft overlong punishment".
 """
@@ -16,6 +16,8 @@ from rollout.records import Rollout, RolloutStatus
 
 TURN_REWARDS = "turn_rewards"
 """Outcome in which an environment reports one reward per turn: numbers in the order of the engine calls."""
+TURN_STATES = "turn_states"
+"""Outcome in which an environment reports its state before each turn: texts in the order of the engine calls."""
 TURNS = "turns"
 """Name of the sum of the turn rewards among the rewards of a rollout."""
 OVERLONG = "overlong"
@@ -28,6 +30,8 @@ class Shaping:
 
     turn_rewards: bool = False
     """Add the turn rewards that the environment reports."""
+    turn_states: bool = False
+    """Check the states that the environment reports."""
     horizon: int = 0
     """Longest completion of a rollout over all turns [tokens]."""
     overlong_buffer: float = 0.0
@@ -36,7 +40,7 @@ class Shaping:
     """Length penalty at the horizon and beyond."""
 
     def apply(self, rollout: Rollout) -> Rollout:
-        """Return the rollout with each term in `rewards` by name and in `reward`; FAILED if turn rewards are
+        """Return the rollout with each term in `rewards` by name and in `reward`; FAILED if turn rewards or states are
         malformed."""
         if not rollout.is_trainable:
             return rollout
@@ -46,6 +50,8 @@ class Shaping:
             if problem := _turn_rewards_problem(reported, rollout.num_turns):
                 return replace(rollout, status=RolloutStatus.FAILED, error=problem)
             added[TURNS] = math.fsum(reported)
+        if self.turn_states and (problem := _turn_states_problem(rollout)):
+            return replace(rollout, status=RolloutStatus.FAILED, error=problem)
         if self.overlong_buffer:
             start = (1 - self.overlong_buffer) * self.horizon
             added[OVERLONG] = self.overlong_penalty * length_penalty(
@@ -67,13 +73,30 @@ def length_penalty(num_tokens: int, *, start: float, horizon: float) -> float:
 def turn_rewards(rollout: Rollout, *, reported: bool) -> np.ndarray:
     """Return the reward of each turn, (turns,) float64; the last turn gets the rest, so that the sum is the reward.
 
-    reported: use the turn rewards that the environment reported; else all but the last are 0.
+    reported: use the turn rewards of environment and reward functions; else all but the last are 0.
     """
     rewards = np.zeros(rollout.num_turns)
-    given: Sequence[float] = rollout.outcome.get(TURN_REWARDS, ()) if reported else ()
-    rewards[: len(given)] = given
+    if reported:
+        given: Sequence[float] = rollout.outcome.get(TURN_REWARDS, ())
+        rewards[: len(given)] = given
+        rewards[: len(rollout.turn_rewards)] += rollout.turn_rewards
     rewards[-1] += rollout.reward - rewards.sum()
     return rewards
+
+
+def turn_states(rollout: Rollout) -> Sequence[Any]:
+    """Return the state before each turn: as the environment reports it, else the token ids of the conversation."""
+    return rollout.outcome.get(TURN_STATES) or [call.prompt_ids for call in rollout.calls]
+
+
+def _turn_states_problem(rollout: Rollout) -> str | None:
+    """Return what is wrong with reported states, or None."""
+    given = rollout.outcome.get(TURN_STATES, [])
+    if not isinstance(given, (list, tuple)) or not all(isinstance(state, str) for state in given):
+        return f"outcome {TURN_STATES} is {given!r:.200}; expected a list of texts"
+    if given and len(given) != rollout.num_turns:
+        return f"outcome {TURN_STATES} has {len(given)} texts; expected {rollout.num_turns}, one per turn"
+    return None
 
 
 def _turn_rewards_problem(given: Any, num_turns: int) -> str | None:

@@ -129,6 +129,7 @@ def make_rewards(config: Config) -> RewardSet:
         ),
         Shaping(
             turn_rewards=algorithm.turn_rewards,
+            turn_states=config.needs_states,
             horizon=config.horizon,
             overlong_buffer=algorithm.overlong_buffer,
             overlong_penalty=algorithm.overlong_penalty,

@@ -47,7 +47,7 @@ KL_IN_LOSS = When(
     holds=lambda c: c.algorithm.kl_coef > 0 and c.algorithm.kl_place == "loss",
 )
 REFERENCE = When(instead="algorithm.kl_coef=0.01", holds=lambda c: c.algorithm.kl_coef > 0)
-TURN_REWARDS = When(instead="algorithm.turn_rewards=true", holds=lambda c: c.algorithm.turn_rewards)
+TURN_REWARDS = When(instead="algorithm.turn_rewards=true", holds=lambda c: c.algorithm.turn_rewards or c.needs_states)
 OVERLONG = When(instead="algorithm.overlong_buffer=0.2", holds=lambda c: c.algorithm.overlong_buffer > 0)
 HORIZON = When(
     instead="algorithm.overlong_buffer=0.2",

@@ -605,6 +605,11 @@ class Config:
         return ADVANTAGES[self.algorithm.advantage].needs_critic
 
     @property
+    def needs_states(self) -> bool:
+        """True if the advantage estimator compares turns of equal state."""
+        return ADVANTAGES[self.algorithm.advantage].needs_states
+
+    @property
     def needs_greedy(self) -> bool:
         """True if the advantage estimator needs the greedy answer to each prompt."""
         return ADVANTAGES[self.algorithm.advantage].needs_greedy

@@ -79,6 +79,7 @@ def fixed_rollouts() -> list[Rollout]:
                 group_id=rollout_id // 3,
                 calls=tuple(calls),
                 reward=REWARDS[rollout_id],
+                outcome={"turn_states": [f"state {turn}" for turn in range(len(calls))]},
                 rewards={"answer": REWARDS[rollout_id] - FORMAT[rollout_id], "format": FORMAT[rollout_id]},
             )
         )
@@ -119,7 +120,8 @@ def main(model_dir: str, out: str, algorithms: str, token_budget: str, *flags: s
     policy = Policy.from_pretrained(model_dir, gradient_checkpointing=checkpointing)
     runs = count_runs({"pack": policy, "layer": policy.causal_lm.get_decoder().get_submodule("layers.0")})
     module = distributed.prepare(policy, torch.optim.SGD(policy.parameters(), lr=1.0))
-    batch = StepBatch.of(fixed_rollouts(), mask_truncated=False, greedy_rewards=dict.fromkeys(range(3), 0.5))
+    greedy_rewards = dict.fromkeys(range(3), 0.5)
+    batch = StepBatch.of(fixed_rollouts(), mask_truncated=False, greedy_rewards=greedy_rewards, with_states=True)
     result: dict[str, np.ndarray] = {}
     reference = None
     for name in algorithms.split(","):

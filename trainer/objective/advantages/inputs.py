@@ -42,6 +42,27 @@ class RewardTerms:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TurnInputs:
+    """Turns `_K` of all rollouts of a step."""
+
+    returns_K: Tensor
+    """Discounted sums of the rewards from each turn on."""
+    rollout_K: Tensor
+    """int64"""
+    state_K: Tensor
+    """int64 state before the turn; equal numbers are one state of one group."""
+
+    def __post_init__(self) -> None:
+        if not self.returns_K.shape == self.rollout_K.shape == self.state_K.shape:
+            raise ValueError(
+                f"returns {tuple(self.returns_K.shape)}, rollouts {tuple(self.rollout_K.shape)} and states "
+                f"{tuple(self.state_K.shape)} of turns must be flat and of one length"
+            )
+        if bool((self.state_K < 0).any()):
+            raise ValueError("turns without a state cannot be compared")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AdvantageInputs:
     """Rewards of a step.
 
@@ -57,6 +78,8 @@ class AdvantageInputs:
     """Reward of the greedy answer to the same prompt, for estimators with `needs_greedy`."""
     terms: RewardTerms | None = None
     """Rewards by function; None where turns are compared."""
+    turns: TurnInputs | None = None
+    """For estimators with `needs_states`."""
 
     def __post_init__(self) -> None:
         if self.terms is not None and len(self.terms.rewards_SF) != len(self.rewards_S):

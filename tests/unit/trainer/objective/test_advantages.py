@@ -19,7 +19,9 @@ REWARDS = [1.0, 0.1, 0.0, 0.1, 0.5, 0.1]
 GROUPS = [7, 3, 7, 3, 7, 3]  # group numbers are labels; rollouts of a group need not be adjacent
 
 
-ROLLOUT_LEVEL = sorted(name for name, declared in ADVANTAGES.items() if not declared.needs_critic)
+ROLLOUT_LEVEL = sorted(
+    name for name, declared in ADVANTAGES.items() if not declared.needs_critic and not declared.needs_states
+)
 
 
 def estimate(name: str, rewards_S, group_S, *, greedy_rewards_S=None, **settings) -> Advantages:
