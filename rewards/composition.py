@@ -116,6 +116,8 @@ class RewardSet:
     ) -> list[Rollout]:
         """Return the rollouts, in order, with `rewards` by name and in `reward` their weighted sum plus the shaping.
 
+        rollouts: whole groups, because length control compares them.
+
         Rollouts that failed before, or ended before the first call (a prompt that fills the context), stay unchanged.
         A rollout whose reward fails becomes FAILED with the reason in `error` (`drop`); so does one to which no
         function applies, because its reward is unknown, not zero.
@@ -135,7 +137,7 @@ class RewardSet:
         scored = list(rollouts)
         for index, verdicts in zip(alive, zip(*columns, strict=True), strict=True):
             scored[index] = self._combine(rollouts[index], verdicts, tally)
-        return [self._shaping.apply(rollout) for rollout in scored] if is_shaped else scored
+        return self._shaping.apply_to(scored) if is_shaped else scored
 
     def take_metrics(self) -> dict[str, float]:
         """Return means by function and counts of errors since the last call of this method."""

@@ -1,4 +1,4 @@
-"""Reward shaping: turn rewards and DAPO's length penalty, added to the reward of the functions.
+"""Reward shaping: turn rewards, DAPO's length penalty and length control, added to the reward of the functions.
 
 Source of the length penalty: DAPO (Yu et al. 2025, arXiv 2503.14476), equation 13, "soft overlong punishment".
 """
@@ -6,12 +6,13 @@ Source of the length penalty: DAPO (Yu et al. 2025, arXiv 2503.14476), equation 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from rewards.length import LengthControl
 from rollout.records import Rollout, RolloutStatus
 
 TURN_REWARDS = "turn_rewards"
@@ -22,6 +23,8 @@ TURNS = "turns"
 """Name of the sum of the turn rewards among the rewards of a rollout."""
 OVERLONG = "overlong"
 """Name of the length penalty among the rewards of a rollout."""
+LENGTH = "length_control"
+"""Name of the reward of length control among the rewards of a rollout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +41,20 @@ class Shaping:
     """Share of the horizon at its end in which the length penalty grows, in (0, 1]; 0: no length penalty."""
     overlong_penalty: float = 1.0
     """Length penalty at the horizon and beyond."""
+    length: LengthControl = field(default_factory=LengthControl)
+
+    def apply_to(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """Return the rollouts with all terms. rollouts: whole groups, with the reward of the functions."""
+        terms = self.length.terms(rollouts)
+        shaped = map(self.apply, rollouts)
+        return [
+            rollout if term is None or not rollout.is_trainable else _with_terms(rollout, {LENGTH: term})
+            for rollout, term in zip(shaped, terms, strict=True)
+        ]
 
     def apply(self, rollout: Rollout) -> Rollout:
-        """Return the rollout with each term in `rewards` by name and in `reward`; FAILED if turn rewards or states are
-        malformed."""
+        """Return the rollout with each of its own terms in `rewards` by name and in `reward`; FAILED if turn rewards or
+        states are malformed."""
         if not rollout.is_trainable:
             return rollout
         added: dict[str, float] = {}
@@ -57,9 +70,11 @@ class Shaping:
             added[OVERLONG] = self.overlong_penalty * length_penalty(
                 rollout.num_sampled, start=start, horizon=self.horizon
             )
-        if not added:
-            return rollout
-        return replace(rollout, reward=rollout.reward + sum(added.values()), rewards={**rollout.rewards, **added})
+        return _with_terms(rollout, added) if added else rollout
+
+
+def _with_terms(rollout: Rollout, added: Mapping[str, float]) -> Rollout:
+    return replace(rollout, reward=rollout.reward + sum(added.values()), rewards={**rollout.rewards, **added})
 
 
 def length_penalty(num_tokens: int, *, start: float, horizon: float) -> float:

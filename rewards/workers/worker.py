@@ -69,7 +69,7 @@ def _answer(request: Mapping[str, Any], functions: dict[str, Callable[..., Any] 
         return {"is_batch": isinstance(functions[key], BatchReward)}
     function = functions[key]
     rollouts = [from_json(rollout) for rollout in request["rollouts"]]
-    num_turns = [None for rollout in rollouts]
+    num_turns = [rollout.num_turns if request["by_turn"] else None for rollout in rollouts]
     if isinstance(function, BatchReward):
         finished = _run(function.function, **function.arguments(rollouts))
         verdicts = judge_batch(finished, num_turns)

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 
 import trainer.objective.advantages  # declares the advantages
 import trainer.objective.losses  # noqa: F401  # declares the losses
+from rewards.length import RULES
 from trainer.config.conditions import (
     ADAPTED_KL,
     CRITIC,
     HORIZON,
     KL_IN_LOSS,
     KL_PLACED,
+    LENGTH,
     OVERLONG,
     REFILLS,
     TRACKED_KL,
@@ -77,7 +79,8 @@ class AlgorithmFields:
     )
     max_completion_tokens: int | None = setting(
         None,
-        "horizon H of dr_grpo and overlong shaping [tokens]; null: environment.max_turns x rollout.max_tokens_per_turn",
+        "horizon H of dr_grpo, overlong shaping and alp [tokens]; null: environment.max_turns x "
+        "rollout.max_tokens_per_turn",
         low=1,
         when=HORIZON,
     )
@@ -85,6 +88,13 @@ class AlgorithmFields:
         0.0, "last share of the horizon, in which the reward falls linearly by overlong_penalty; 0: off", low=0, high=1
     )
     overlong_penalty: float = setting(1.0, "reward lost by a rollout of the whole horizon", low=0, when=OVERLONG)
+    length_control: str = setting(
+        "off", "reward for short rollouts, relative to their group (rewards/length.py)", choices=("off", *RULES)
+    )
+    length_weight: float = setting(0.1, "weight of the reward of length control", low=0, when=LENGTH)
+    solved_reward: float = setting(
+        1.0, "length control: lowest reward of the functions of a rollout that counts as solved", when=LENGTH
+    )
     dynamic_sampling: bool = setting(False, "replace groups whose rewards are all equal by new groups")
     max_refills: int = setting(3, "maximum number of replacements of dropped groups per step", low=0, when=REFILLS)
 
