@@ -116,6 +116,8 @@ class RewardSet:
     ) -> list[Rollout]:
         """Return the rollouts, in order, with `rewards` by name and in `reward` their weighted sum plus the shaping.
 
+        rollouts: whole groups, because length control compares them.
+
         Rollouts that failed before, or ended before the first call (a prompt that fills the context), stay unchanged.
         A rollout whose reward fails becomes FAILED with the reason in `error` (`drop`); so does one to which no
         function applies, because its reward is unknown, not zero.
@@ -135,7 +137,7 @@ class RewardSet:
         scored = list(rollouts)
         for index, verdicts in zip(alive, zip(*columns, strict=True), strict=True):
             scored[index] = self._combine(rollouts[index], verdicts, tally)
-        return [self._shaping.apply(rollout) for rollout in scored] if is_shaped else scored
+        return self._shaping.apply_to(scored) if is_shaped else scored
 
     def take_metrics(self) -> dict[str, float]:
         """Return means by function and counts of errors since the last call of this method."""
@@ -149,15 +151,16 @@ class RewardSet:
     async def _judge(self, reward: Reward, rollouts: Sequence[Rollout], slots: asyncio.Semaphore) -> list[Verdict]:
         if not rollouts:
             return []
-        function = reward.function
+        function, by_turn = reward.function, self._shaping.turn_rewards
         if isinstance(function, IsolatedReward):
-            return await function.judge(rollouts, timeout_s=self._tolerance.timeout_s)
+            return await function.judge(rollouts, timeout_s=self._tolerance.timeout_s, by_turn=by_turn)
+        num_turns = [rollout.num_turns if by_turn else None for rollout in rollouts]
         if isinstance(function, BatchReward):
             finished = await self._call(slots, function.function, **function.arguments(rollouts))
-            return judge_batch(finished, len(rollouts))
+            return judge_batch(finished, num_turns)
         # A copy for each call: other functions must not see the changes that one makes to messages or the data row.
         calls = (self._call(slots, function, _private_copy(rollout)) for rollout in rollouts)
-        return [judge_call(finished) for finished in await asyncio.gather(*calls)]
+        return list(map(judge_call, await asyncio.gather(*calls), num_turns))
 
     async def _call(self, slots: asyncio.Semaphore, function: Callable[..., Any], *args: Any, **kwargs: Any):
         async with slots:
@@ -186,9 +189,12 @@ class RewardSet:
 
     def _combine(self, rollout: Rollout, verdicts: Sequence[Verdict], tally: _Tally) -> Rollout:
         values: dict[str, float] = {}
+        by_turn: list[tuple[float, ...]] = []
         for reward, verdict in zip(self._rewards, verdicts, strict=True):
             if verdict.outcome is Outcome.VALUE:
                 values[reward.name] = verdict.value
+                if verdict.turns:
+                    by_turn.append(tuple(reward.weight * value for value in verdict.turns))
             elif verdict.outcome.is_error:
                 action = self._tolerance.on_error.get(verdict.outcome, "drop")
                 if isinstance(action, str):
@@ -197,7 +203,8 @@ class RewardSet:
         if not values:
             return _dropped(rollout, "no reward function applies to this rollout", tally)
         total = sum(reward.weight * values[reward.name] for reward in self._rewards if reward.name in values)
-        return replace(rollout, rewards=values, reward=total)
+        turn_rewards = tuple(map(sum, zip(*by_turn, strict=True)))
+        return replace(rollout, rewards=values, reward=total, turn_rewards=turn_rewards)
 
 
 def _is_scored(rollout: Rollout) -> bool:
@@ -207,7 +214,7 @@ def _is_scored(rollout: Rollout) -> bool:
 
 def _dropped(rollout: Rollout, reason: str, tally: _Tally) -> Rollout:
     tally.num_dropped += 1
-    return replace(rollout, status=RolloutStatus.FAILED, error=reason, rewards={}, reward=0.0)
+    return replace(rollout, status=RolloutStatus.FAILED, error=reason, rewards={}, reward=0.0, turn_rewards=())
 
 
 def make_reward_set(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from numbers import Real
@@ -30,11 +31,12 @@ class Outcome(StrEnum):
     NON_FINITE = "non_finite"
     """The function returned NaN, an infinity, or an integer too large for a float."""
     WRONG_TYPE = "wrong_type"
-    """The function returned something that is not a number."""
+    """The function returned something that is not a number, nor one number per turn where turns have rewards."""
     CRASHED = "crashed"
     """The worker process ended without an answer: `os._exit`, a fault in C code, the kernel."""
     WRONG_LENGTH = "wrong_length"
-    """A batch function returned another number of rewards than it got rollouts."""
+    """A batch function returned another number of rewards than it got rollouts, or a function other than one per
+    turn."""
 
     @property
     def is_error(self) -> bool:
@@ -51,6 +53,8 @@ class Verdict:
     outcome: Outcome
     value: float = math.nan
     """Finite if the outcome is `VALUE`, else NaN."""
+    turns: tuple[float, ...] = ()
+    """Reward of each turn, with `value` as their sum; empty: one reward for the whole rollout."""
     detail: str = ""
     """For people: the returned value or the error, as safe text (`rollout/safe_text.py`)."""
 
@@ -58,10 +62,18 @@ class Verdict:
         object.__setattr__(self, "detail", safe_text(self.detail, MAX_DETAIL_CHARS))
 
 
-def judge(value: Any) -> Verdict:
-    """Return the verdict on a returned value: any finite real number counts, also bool and numpy scalars."""
+def judge(value: Any, num_turns: int | None = None) -> Verdict:
+    """Return the verdict on a returned value: any finite real number counts, also bool and numpy scalars.
+
+    num_turns: turns of the rollout, for each of which the function may return a number; None: rollouts get one number.
+    """
+    if isinstance(value, np.ndarray) and value.ndim:
+        value = value.tolist()
+    if isinstance(value, list | tuple) and num_turns is not None:
+        return _judge_turns(value, num_turns)
     if not isinstance(value, Real | np.bool_):
-        return Verdict(outcome=Outcome.WRONG_TYPE, detail=f"returned {_short(value)}; expected a float")
+        hint = "; one number per turn needs algorithm.turn_rewards=true" if isinstance(value, list | tuple) else ""
+        return Verdict(outcome=Outcome.WRONG_TYPE, detail=f"returned {_short(value)}; expected a float{hint}")
     try:
         number = float(value)
     except OverflowError:
@@ -71,12 +83,16 @@ def judge(value: Any) -> Verdict:
     return Verdict(outcome=Outcome.VALUE, value=number)
 
 
-def judge_call(finished: Finished) -> Verdict:
-    return judge(finished.value) if finished.error is None else _judge_error(finished.error)
+def judge_call(finished: Finished, num_turns: int | None = None) -> Verdict:
+    return judge(finished.value, num_turns) if finished.error is None else _judge_error(finished.error)
 
 
-def judge_batch(finished: Finished, count: int) -> list[Verdict]:
-    """Return the verdicts on a call for `count` rollouts at once. As in TRL, a value of None means "does not apply"."""
+def judge_batch(finished: Finished, num_turns: Sequence[int | None]) -> list[Verdict]:
+    """Return the verdicts on a call for several rollouts. As in TRL, a value of None means "does not apply".
+
+    num_turns: of each rollout, as for `judge`.
+    """
+    count = len(num_turns)
     if finished.error is not None:
         return [_judge_error(finished.error)] * count
     values = finished.value
@@ -88,7 +104,24 @@ def judge_batch(finished: Finished, count: int) -> list[Verdict]:
     if len(values) != count:
         detail = f"returned {len(values)} rewards for {count} rollouts"
         return [Verdict(outcome=Outcome.WRONG_LENGTH, detail=detail)] * count
-    return [Verdict(outcome=Outcome.ABSTAINED) if value is None else judge(value) for value in values]
+    return [
+        Verdict(outcome=Outcome.ABSTAINED) if value is None else judge(value, turns)
+        for value, turns in zip(values, num_turns, strict=True)
+    ]
+
+
+def _judge_turns(values: Sequence[Any], num_turns: int) -> Verdict:
+    """Return the verdict on one number per turn: the sum and the numbers, or the first one that is wrong."""
+    if len(values) != num_turns:
+        detail = f"returned {len(values)} rewards for the {num_turns} turns of a rollout"
+        return Verdict(outcome=Outcome.WRONG_LENGTH, detail=detail)
+    verdicts = [judge(value) for value in values]
+    for turn, verdict in enumerate(verdicts):
+        if verdict.outcome is not Outcome.VALUE:
+            return Verdict(outcome=verdict.outcome, detail=f"for turn {turn}: {verdict.detail}")
+    turns = tuple(verdict.value for verdict in verdicts)
+    total = judge(sum(turns))
+    return Verdict(outcome=total.outcome, value=total.value, turns=turns) if total.outcome is Outcome.VALUE else total
 
 
 def _judge_error(error: BaseException) -> Verdict:

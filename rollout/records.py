@@ -375,6 +375,8 @@ class Rollout:
     """Unweighted value of each reward function, by name."""
     reward: float = 0.0
     """Weighted sum, from which advantages are computed."""
+    turn_rewards: tuple[float, ...] = ()
+    """Weighted sum over the reward functions that gave one number per turn, by turn; empty: none did."""
     error: str | None = None
     """Reason of a failure, as safe text (`rollout/safe_text.py`)."""
     duration_s: float = 0.0

@@ -120,10 +120,11 @@ def to_json(rollout: Rollout, *, shares_prompts: bool = False) -> dict[str, Any]
         base = indices.get(id(call.prompt.base)) if shares_prompts else None
         calls.append(call_to_json(call, base=base))
         indices[id(call)] = len(indices)
-    return {name: getattr(rollout, name) for name in PLAIN_FIELDS} | {
+    data = {name: getattr(rollout, name) for name in PLAIN_FIELDS} | {
         "messages": [dict(message) for message in rollout.messages],
         "calls": calls,
     }
+    return data | {"turn_rewards": list(rollout.turn_rewards)} if rollout.turn_rewards else data
 
 
 def from_json(data: Mapping[str, Any]) -> Rollout:
@@ -131,7 +132,10 @@ def from_json(data: Mapping[str, Any]) -> Rollout:
     for name, kinds in KINDS.items():
         if not isinstance(data[name], kinds) or isinstance(data[name], bool):
             raise TypeError(f"{name} is {data[name]!r:.80}")
-    for value in (data["reward"], data["duration_s"], *data["rewards"].values()):
+    turn_rewards = data.get("turn_rewards", [])
+    if len(turn_rewards) not in (0, len(data["calls"])):
+        raise ValueError(f"{len(turn_rewards)} turn_rewards for {len(data['calls'])} calls")
+    for value in (data["reward"], data["duration_s"], *data["rewards"].values(), *turn_rewards):
         if isinstance(value, bool) or not math.isfinite(value):
             raise ValueError(f"{value!r:.80} is not a finite number")
     for message in data["messages"]:
@@ -142,6 +146,7 @@ def from_json(data: Mapping[str, Any]) -> Rollout:
             "status": RolloutStatus(data["status"]),
             "messages": tuple(data["messages"]),
             "calls": _calls_from_json(data["calls"]),
+            "turn_rewards": tuple(turn_rewards),
         }
     )
 

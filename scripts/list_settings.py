@@ -134,6 +134,7 @@ def advantages() -> list[str]:
         "compares_group": "a group",
         "needs_greedy": "a greedy answer per prompt",
         "needs_critic": "a critic",
+        "needs_states": "turns of equal state",
     }
     for name, advantage in sorted(ADVANTAGES.items()):
         needed = [text for attribute, text in needs.items() if getattr(advantage, attribute)]

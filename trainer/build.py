@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from rewards.composition import FaultTolerance, RewardSet, make_reward_set
+from rewards.length import LengthControl
 from rewards.outcomes import Outcome
 from rewards.shaping import Shaping
 from rewards.workers.pool import Isolation
@@ -135,8 +136,15 @@ def make_rewards(config: Config) -> RewardSet:
         ),
         Shaping(
             turn_rewards=algorithm.turn_rewards,
+            turn_states=config.needs_states,
             horizon=config.horizon,
             overlong_buffer=algorithm.overlong_buffer,
             overlong_penalty=algorithm.overlong_penalty,
+            length=LengthControl(
+                rule=algorithm.length_control,
+                weight=algorithm.length_weight,
+                solved_reward=algorithm.solved_reward,
+                horizon=config.horizon,
+            ),
         ),
     )

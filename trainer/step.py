@@ -151,7 +151,9 @@ class Trainer:
                 collected.trained,
                 mask_truncated=self._config.rollout.mask_truncated,
                 greedy_rewards=collected.greedy_rewards,
+                reward_weights=self._config.reward.weight_by_name,
                 with_turn_rewards=self._config.algorithm.turn_rewards,
+                with_states=self._config.needs_states,
                 with_routes=self._config.replays_engine,
             )
         )

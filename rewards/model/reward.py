@@ -6,6 +6,9 @@ A batch of rollouts is scored in one call, in batches of `batch_size`. Its input
     input=tokens     the prompt and the sampled tokens of the last call, cut after the first stop token that counts;
                      decoded and encoded again if the tokenizers differ (for reward models trained on such text)
 
+With `by_turn` a rollout gets one reward per turn: of the conversation up to the end of the turn, or of the prompt and
+the sampled tokens of its call.
+
 A response without a stop token that counts is rejected: a fixed value replaces its score, since a penalty could be
 outweighed by a high score. Only the score sees the cut: the policy samples past every stop token, and all of it is
 trained.
@@ -29,7 +32,7 @@ from rewards.model.settings import ModelSettings
 from rewards.model.tokenizing import chat_ids, text_ids
 from rewards.trl import BatchReward
 from rollout.errors import ConfigError
-from rollout.records import Rollout
+from rollout.records import Message, Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,32 +67,45 @@ class StopRule:
 class ModelReward(ModelSettings):
     """A reward model; `load` or the first `score` loads it, so that ranks that do not score never do."""
 
-    def score(self, rollouts: Sequence[Rollout]) -> list[float]:
-        """Return one reward per rollout. Raises `ConfigError`: the model or its tokenizer cannot be loaded or used."""
-        if not rollouts:
+    def score(self, rollouts: Sequence[Rollout]) -> list[float] | list[list[float]]:
+        """Return one reward per rollout, or with `by_turn` a list of one per turn.
+
+        Raises `ConfigError`: the model or its tokenizer cannot be loaded or used. ValueError: with `by_turn`, messages
+        that lack the turns.
+        """
+        if not self.by_turn:
+            return self._scores([(rollout, -1) for rollout in rollouts])
+        turns = [(rollout, turn) for rollout in rollouts for turn in range(rollout.num_turns)]
+        scores = iter(self._scores(turns))
+        return [[next(scores) for _ in rollout.calls] for rollout in rollouts]
+
+    def _scores(self, turns: Sequence[tuple[Rollout, int]]) -> list[float]:
+        """Return the reward of each turn. turns: rollouts with the index of a call."""
+        if not turns:
             return []
         model, bias = self._model
-        texts = [self._input_ids(rollout)[-self.max_tokens :] for rollout in rollouts]
+        texts = [self._input_ids(rollout, turn)[-self.max_tokens :] for rollout, turn in turns]
         scores = (model.score(texts, batch_size=self.batch_size) + bias).tolist()
         rule = self._stop_rule
         if rule is None:
             return scores
         return [
-            score if rule.accepts(sampled(rollout)) else self.rejected
-            for score, rollout in zip(scores, rollouts, strict=True)
+            score if rule.accepts(rollout.calls[turn].sampled_ids) else self.rejected
+            for score, (rollout, turn) in zip(scores, turns, strict=True)
         ]
 
     def load(self) -> None:
         """Load model and tokenizers, outside the deadline of the first call."""
         _ = self._model, self._tokenizer, self._stop_rule
 
-    def _input_ids(self, rollout: Rollout) -> list[int]:
-        """Return the input of the reward model as its own token ids."""
+    def _input_ids(self, rollout: Rollout, turn: int) -> list[int]:
+        """Return the input of the reward model as its own token ids. turn: index of a call."""
         if self.input == "messages":
-            return chat_ids(self._tokenizer, rollout.messages)
-        rule = self._stop_rule
-        response = sampled(rollout)
-        ids = [*rollout.calls[-1].prompt_ids, *(response if rule is None else rule.truncate(response))]
+            messages = messages_up_to(rollout, turn) if self.by_turn else rollout.messages
+            return chat_ids(self._tokenizer, messages)
+        rule, call = self._stop_rule, rollout.calls[turn]
+        response = call.sampled_ids
+        ids = [*call.prompt_ids, *(response if rule is None else rule.truncate(response))]
         if self.policy_path is None:
             return ids
         text = self._policy_tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -117,8 +133,18 @@ class ModelReward(ModelSettings):
         return StopRule(token_ids=frozenset({token_id_of(self._policy_tokenizer, self.stop)}), after=self.stop_after)
 
 
-def sampled(rollout: Rollout) -> tuple[int, ...]:
-    return rollout.calls[-1].sampled_ids
+def messages_up_to(rollout: Rollout, turn: int) -> tuple[Message, ...]:
+    """Return the conversation up to the end of a turn. The last assistant messages are those of the calls.
+
+    Raises ValueError: fewer assistant messages than calls, as of agents whose conversation branches.
+    """
+    ends = [index for index, message in enumerate(rollout.messages) if message["role"] == "assistant"]
+    if len(ends) < rollout.num_turns:
+        raise ValueError(
+            f"found {len(ends)} assistant messages for {rollout.num_turns} calls; set "
+            "reward.settings.model.input=tokens"
+        )
+    return rollout.messages[: ends[len(ends) - rollout.num_turns + turn] + 1]
 
 
 def token_id_of(tokenizer: PreTrainedTokenizerFast, text: str) -> int:

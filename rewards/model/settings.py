@@ -17,6 +17,8 @@ class ModelSettings:
     """Directory or hub id of a sequence classifier with one label."""
     input: str = "messages"
     """One of `INPUTS`."""
+    by_turn: bool = False
+    """Score the conversation up to the end of each turn, one reward per turn (`algorithm.turn_rewards=true`)."""
     policy_path: str | None = None
     """For input=tokens: path of the policy's tokenizer; None: that of the reward model."""
     stop: str | None = None

@@ -90,10 +90,13 @@ class IsolatedReward:
     settings: Mapping[str, Any]
     is_batch: bool
 
-    async def judge(self, rollouts: Sequence[Rollout], *, timeout_s: float) -> list[Verdict]:
-        """Return one verdict per rollout. The limit counts from the moment the function is called."""
+    async def judge(self, rollouts: Sequence[Rollout], *, timeout_s: float, by_turn: bool = False) -> list[Verdict]:
+        """Return one verdict per rollout. The limit counts from the moment the function is called.
+
+        by_turn: the function may return one number per turn.
+        """
         batches = [list(rollouts)] if self.is_batch else [[rollout] for rollout in rollouts]
-        calls = (self.pool.judge(self.spec, self.settings, batch, timeout_s) for batch in batches)
+        calls = (self.pool.judge(self.spec, self.settings, batch, timeout_s, by_turn=by_turn) for batch in batches)
         return [verdict for verdicts in await asyncio.gather(*calls) for verdict in verdicts]
 
 
@@ -119,13 +122,20 @@ class WorkerPool:
         return IsolatedReward(pool=self, spec=spec, settings=settings, is_batch=is_batch)
 
     async def judge(
-        self, spec: str, settings: Mapping[str, Any], rollouts: Sequence[Rollout], timeout_s: float
+        self,
+        spec: str,
+        settings: Mapping[str, Any],
+        rollouts: Sequence[Rollout],
+        timeout_s: float,
+        *,
+        by_turn: bool = False,
     ) -> list[Verdict]:
         cancelled = threading.Event()
         request = {
             "do": "judge",
             "spec": spec,
             "settings": settings,
+            "by_turn": by_turn,
             "rollouts": [to_json(one, shares_prompts=True) for one in rollouts],
         }
         future = self._threads.submit(self._judge, request, timeout_s, cancelled)
@@ -150,12 +160,12 @@ class WorkerPool:
     def _judge(
         self, request: Mapping[str, Any], timeout_s: float, cancelled: threading.Event, *, is_retry: bool = False
     ) -> list[Verdict]:
-        count = len(request["rollouts"])
+        num_turns = [len(rollout["calls"]) for rollout in request["rollouts"]]
         worker = self._worker()
         try:
             worker.load(request["spec"], request["settings"], self._isolation.start_timeout_s, cancelled)
             reply = worker.ask(request, timeout_s, cancelled)
-            verdicts = _verdicts(reply, count)
+            verdicts = _verdicts(reply, num_turns)
             worker.has_judged = True
             if reply.get("retire"):
                 self._drop_worker()
@@ -170,7 +180,7 @@ class WorkerPool:
                 return self._judge(request, timeout_s, cancelled, is_retry=True)
             outcome = Outcome.TIMEOUT if isinstance(error, _TimedOut) else Outcome.CRASHED
             problem = Verdict(outcome=outcome, detail=str(error))
-        return [problem] * count
+        return [problem] * len(num_turns)
 
     def _worker(self) -> _Worker:
         """Return the worker of this thread; start one if it has none that lives."""
@@ -337,22 +347,29 @@ def _parse(line: bytes | bytearray, call: str) -> dict[str, Any]:
     return reply
 
 
-def _verdicts(reply: Mapping[str, Any], count: int) -> list[Verdict]:
-    """Return `count` verdicts. Raises `_Died` for anything else: the process may have written anything."""
+def _verdicts(reply: Mapping[str, Any], num_turns: Sequence[int]) -> list[Verdict]:
+    """Return one verdict per rollout. Raises `_Died` for anything else: the process may have written anything.
+
+    num_turns: of each rollout.
+    """
+    count = len(num_turns)
     try:
-        verdicts = [_verdict(entry) for entry in reply["verdicts"]]
+        verdicts = [_verdict(entry, turns) for entry, turns in zip(reply["verdicts"], num_turns, strict=False)]
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise _Died(f"its process sent something that is not a verdict ({type(error).__name__}: {error})") from None
-    if len(verdicts) != count:
-        raise _Died(f"its process sent {len(verdicts)} verdicts for {count} rollouts")
+    if len(reply["verdicts"]) != count:
+        raise _Died(f"its process sent {len(reply['verdicts'])} verdicts for {count} rollouts")
     return verdicts
 
 
-def _verdict(entry: Mapping[str, Any]) -> Verdict:
+def _verdict(entry: Mapping[str, Any], num_turns: int) -> Verdict:
     outcome, value = Outcome(entry["outcome"]), float(entry["value"])
+    turns = tuple(map(float, entry["turns"]))
+    if turns and (len(turns) != num_turns or sum(turns) != value):
+        raise ValueError(f"{len(turns)} rewards for {num_turns} turns, with the sum {sum(turns)} for {value}")
     if (outcome is Outcome.VALUE) != math.isfinite(value):
         raise ValueError(f"a verdict {outcome} with value {value}")
-    return Verdict(outcome=outcome, value=value, detail=str(entry["detail"])[:500])
+    return Verdict(outcome=outcome, value=value, turns=turns, detail=str(entry["detail"])[:500])
 
 
 def _plain(value: Any) -> Any:

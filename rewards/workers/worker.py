@@ -69,12 +69,13 @@ def _answer(request: Mapping[str, Any], functions: dict[str, Callable[..., Any] 
         return {"is_batch": isinstance(functions[key], BatchReward)}
     function = functions[key]
     rollouts = [from_json(rollout) for rollout in request["rollouts"]]
+    num_turns = [rollout.num_turns if request["by_turn"] else None for rollout in rollouts]
     if isinstance(function, BatchReward):
         finished = _run(function.function, **function.arguments(rollouts))
-        verdicts = judge_batch(finished, len(rollouts))
+        verdicts = judge_batch(finished, num_turns)
     else:
         finished = _run(function, *rollouts)
-        verdicts = [judge_call(finished)]
+        verdicts = [judge_call(finished, *num_turns)]
     # The traceback or the function's module may still hold what was allocated before a MemoryError.
     retire = isinstance(finished.error, MemoryError) or _lacks_streams()
     return {"verdicts": [asdict(verdict) for verdict in verdicts], "retire": retire}

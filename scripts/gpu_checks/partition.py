@@ -61,7 +61,7 @@ class _GradientsOnly(Distributed):
 
     gradient: np.ndarray
 
-    def step(self, lr: float, grad_norm: float) -> None:
+    def step(self, lr: float, grad_norm: float, *, critic_only: bool = False) -> None:
         parameters = list(self.unwrapped.parameters())
         if self.uses_deepspeed:
             from deepspeed.utils import safe_get_full_grad

@@ -37,7 +37,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model"), tied=True)
 
 
-@pytest.fixture(scope="module", params=["separate", "shared"])
+@pytest.fixture(scope="module", params=["separate", "shared", "vapo"])
 def reference(request, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict]:
     out = tmp_path_factory.mktemp("reference") / "gradients.npz"
     return request.param, gradients(tiny_model, out, request.param, None, 1, ONE_MICROBATCH, "apart")

@@ -4,7 +4,7 @@ The rank that drives the engines makes the rows and broadcasts them. They are sm
 ranks compute everything that is counted or normalized over the step (denominators, advantages, correction weights and
 their metrics) from the same numbers. No partition of the work can change it.
 
-Shape legend: _S delivered rollouts of the step, _K their turns, _N trained tokens of the step.
+Shape legend: _S delivered rollouts of the step, _K their turns, _N trained tokens of the step, _F reward functions.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import safetensors.numpy
 import torch
 
-from rewards.shaping import turn_rewards
+from rewards.shaping import turn_rewards, turn_states
 from rollout.episode.rows import rows_from_calls
 from rollout.errors import EvidenceError
 from rollout.records import Rollout, SamplingSupport, TrainingRow
@@ -43,7 +44,10 @@ class StepBatch:
     rewards_S: np.ndarray  # (S,) float64
     is_kept_S: np.ndarray  # (S,) bool; False: masked, for instance because it was truncated
     greedy_rewards_S: np.ndarray  # (S,) float64 reward of the greedy answer to the same prompt; NaN: not sampled
+    terms_SF: np.ndarray  # (S, F) float64 rewards by function, before the weights; NaN: it does not apply
+    term_weights_F: np.ndarray  # (F,) float64 weights of the functions, which are in the order of their names
     num_turns_S: np.ndarray  # (S,) int64 engine calls, also those without trained tokens
+    states_K: np.ndarray  # (K,) int64 state before each turn, equal where group and state are equal; -1: not asked for
     turn_rewards_K: np.ndarray  # (K,) float64, turns of all rollouts in order; those of a rollout add up to its reward
 
     @classmethod
@@ -53,7 +57,9 @@ class StepBatch:
         *,
         mask_truncated: bool,
         greedy_rewards: Mapping[int, float] | None = None,
+        reward_weights: Mapping[str, float] | None = None,
         with_turn_rewards: bool = False,
+        with_states: bool = False,
         with_routes: bool = False,
     ) -> StepBatch:
         """Make the rows of the trainable rollouts of a step.
@@ -61,7 +67,9 @@ class StepBatch:
         Args:
             mask_truncated: True masks rollouts that ended on a length limit.
             greedy_rewards: by group id.
+            reward_weights: of reward functions by name; 1 for those left out.
             with_turn_rewards: False gives the last turn the whole reward.
+            with_states: number the states before turns (`rewards.shaping.turn_states`).
             with_routes: keep the engine's routes, which all rows must have; False leaves them out.
 
         Raises:
@@ -82,6 +90,14 @@ class StepBatch:
             _check_routes(rows)
         else:
             rows = tuple(replace(row, routes=None) for row in rows)
+        names = sorted({name for rollout in delivered for name in rollout.rewards})
+        weights = reward_weights or {}
+        states: dict[Any, int] = {}
+        numbers = [
+            states.setdefault((rollout.group_id, state), len(states)) if with_states else -1
+            for rollout in delivered
+            for state in (turn_states(rollout) if with_states else rollout.calls)
+        ]
         by_turn = [turn_rewards(rollout, reported=with_turn_rewards) for rollout in delivered]
         return cls(
             rows=rows,
@@ -92,7 +108,12 @@ class StepBatch:
             greedy_rewards_S=np.array(
                 [greedy.get(rollout.group_id, np.nan) for rollout in delivered], dtype=np.float64
             ),
+            terms_SF=np.array(
+                [[rollout.rewards.get(name, np.nan) for name in names] for rollout in delivered], dtype=np.float64
+            ).reshape(len(delivered), len(names)),
+            term_weights_F=np.array([weights.get(name, 1.0) for name in names], dtype=np.float64),
             num_turns_S=np.array([len(rewards) for rewards in by_turn], dtype=np.int64),
+            states_K=np.array(numbers, dtype=np.int64),
             turn_rewards_K=np.concatenate([np.zeros(0), *by_turn]),
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rollout.engine.protocol import MAX_SUPPORT
-from trainer.config.schema import Config
+from trainer.config.schema import AlgorithmConfig, Config
 from trainer.objective.declare import ADVANTAGES, POLICY_LOSSES
 from trainer.objective.kl_control import MAX_EPISODES_PER_HORIZON
 
@@ -76,6 +76,22 @@ def _advantage(config: Config) -> Iterator[str]:
             f"algorithm.turn_rewards=true needs an advantage per turn, found algorithm.advantage={algorithm.advantage} "
             "for whole rollouts; set algorithm.advantage=grpo or algorithm.turn_rewards=false"
         )
+    if config.reward.settings.get("model", {}).get("by_turn") and not algorithm.turn_rewards:
+        yield (
+            "reward.settings.model.by_turn=true gives one reward per turn, found algorithm.turn_rewards=false; set "
+            "algorithm.turn_rewards=true or reward.settings.model.by_turn=false"
+        )
+    if algorithm.length_control != "off" and config.rollout.samples_per_prompt == 1:
+        yield (
+            f"algorithm.length_control={algorithm.length_control} compares rollouts of a group, found "
+            "rollout.samples_per_prompt=1; set rollout.samples_per_prompt=8 or algorithm.length_control=off"
+        )
+    if algorithm.advantage == "maxrl" and (algorithm.overlong_buffer or algorithm.length_control != "off"):
+        yield (
+            "algorithm.advantage=maxrl needs rewards from 0 on, found a penalty for length (algorithm.overlong_buffer="
+            f"{algorithm.overlong_buffer}, algorithm.length_control={algorithm.length_control}); set "
+            "algorithm.overlong_buffer=0 algorithm.length_control=off, or algorithm.advantage=grpo"
+        )
     if config.rollout.ignore_eos and config.environment.max_turns != 1:
         yield (
             "rollout.ignore_eos=true samples past the end of a turn and needs one turn per episode, found "
@@ -102,6 +118,17 @@ def _critic(config: Config) -> Iterator[str]:
         yield (
             f"optimizer.critic_lr={critic_lr} is for adamw, adamw_tf and sgd, found optimizer.name="
             f"{config.optimizer.name}; set optimizer.critic_lr=null"
+        )
+    if algorithm.gae_length_alpha is not None and algorithm.gae_lambda != AlgorithmConfig().gae_lambda:
+        yield (
+            f"algorithm.gae_lambda={algorithm.gae_lambda} has no effect with algorithm.gae_length_alpha="
+            f"{algorithm.gae_length_alpha}, which makes λ by length; set algorithm.gae_length_alpha=null, or leave "
+            "algorithm.gae_lambda out"
+        )
+    if model.critic == "shared" and algorithm.critic_warmup:
+        yield (
+            f"algorithm.critic_warmup={algorithm.critic_warmup} trains the critic alone, found model.critic=shared, "
+            "whose value loss trains the policy's trunk; set model.critic=separate or algorithm.critic_warmup=0"
         )
     if model.critic == "shared" and model.critic_path is not None:
         yield (

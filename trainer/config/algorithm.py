@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 
 import trainer.objective.advantages  # declares the advantages
 import trainer.objective.losses  # noqa: F401  # declares the losses
+from rewards.length import RULES
 from trainer.config.conditions import (
     ADAPTED_KL,
     CRITIC,
     HORIZON,
     KL_IN_LOSS,
     KL_PLACED,
+    LENGTH,
     OVERLONG,
     REFILLS,
     TRACKED_KL,
@@ -46,6 +48,12 @@ class AlgorithmFields:
     value_clip: float | None = setting(
         0.2, "clip range of values around those before the update [reward]; null: none", above=0, when=CRITIC
     )
+    critic_warmup: int = setting(
+        0,
+        "first updates of the run, in which only the critic is trained (value pretraining) [updates]",
+        low=0,
+        when=CRITIC,
+    )
     entropy_coef: float = setting(0.0, "weight of the entropy bonus", low=0)
     router_aux_coef: float | None = setting(
         0.0,
@@ -71,7 +79,8 @@ class AlgorithmFields:
     )
     max_completion_tokens: int | None = setting(
         None,
-        "horizon H of dr_grpo and overlong shaping [tokens]; null: environment.max_turns x rollout.max_tokens_per_turn",
+        "horizon H of dr_grpo, overlong shaping and alp [tokens]; null: environment.max_turns x "
+        "rollout.max_tokens_per_turn",
         low=1,
         when=HORIZON,
     )
@@ -79,6 +88,13 @@ class AlgorithmFields:
         0.0, "last share of the horizon, in which the reward falls linearly by overlong_penalty; 0: off", low=0, high=1
     )
     overlong_penalty: float = setting(1.0, "reward lost by a rollout of the whole horizon", low=0, when=OVERLONG)
+    length_control: str = setting(
+        "off", "reward for short rollouts, relative to their group (rewards/length.py)", choices=("off", *RULES)
+    )
+    length_weight: float = setting(0.1, "weight of the reward of length control", low=0, when=LENGTH)
+    solved_reward: float = setting(
+        1.0, "length control: lowest reward of the functions of a rollout that counts as solved", when=LENGTH
+    )
     dynamic_sampling: bool = setting(False, "replace groups whose rewards are all equal by new groups")
     max_refills: int = setting(3, "maximum number of replacements of dropped groups per step", low=0, when=REFILLS)
 
@@ -88,7 +104,11 @@ def takes(name: str) -> When:
     losses = [loss for loss, declared in POLICY_LOSSES.items() if name in declared.arguments]
     advantages = [advantage for advantage, declared in ADVANTAGES.items() if name in declared.arguments]
     kind, names = ("loss", losses) if losses else ("advantage", advantages)
-    return When(instead=f"algorithm.{kind}={names[0]}", holds=lambda c: getattr(c.algorithm, kind) in names)
+    default = getattr(AlgorithmFields, kind)
+    return When(
+        instead=f"algorithm.{kind}={default if default in names else names[0]}",
+        holds=lambda c: getattr(c.algorithm, kind) in names,
+    )
 
 
 def algorithm_class() -> type[AlgorithmFields]:

@@ -51,12 +51,15 @@ KL_IN_LOSS = When(
     holds=lambda c: c.algorithm.kl_coef > 0 and c.algorithm.kl_place == "loss",
 )
 REFERENCE = When(instead="algorithm.kl_coef=0.01", holds=lambda c: c.algorithm.kl_coef > 0)
-TURN_REWARDS = When(instead="algorithm.turn_rewards=true", holds=lambda c: c.algorithm.turn_rewards)
+TURN_REWARDS = When(instead="algorithm.turn_rewards=true", holds=lambda c: c.algorithm.turn_rewards or c.needs_states)
+LENGTH = When(instead="algorithm.length_control=alp", holds=lambda c: c.algorithm.length_control != "off")
 OVERLONG = When(instead="algorithm.overlong_buffer=0.2", holds=lambda c: c.algorithm.overlong_buffer > 0)
 HORIZON = When(
     instead="algorithm.overlong_buffer=0.2",
-    holds=lambda c: c.algorithm.overlong_buffer > 0 or c.algorithm.normalizer == "dr_grpo",
-    because=("algorithm.overlong_buffer", "algorithm.normalizer"),
+    holds=lambda c: (
+        c.algorithm.overlong_buffer > 0 or c.algorithm.normalizer == "dr_grpo" or c.algorithm.length_control == "alp"
+    ),
+    because=("algorithm.overlong_buffer", "algorithm.normalizer", "algorithm.length_control"),
 )
 REFILLS = When(
     instead="algorithm.dynamic_sampling=true",

@@ -228,6 +228,12 @@ class RewardConfig:
     error_window: int = setting(128, "recent reward calls for max_error_rate", low=1)
 
     @property
+    def weight_by_name(self) -> dict[str, float]:
+        """Weights of the reward functions by the names under which rollouts keep their rewards."""
+        names = [spec.rpartition(":")[2] for spec in self.functions]
+        return dict(zip(names, self.weights or [1.0] * len(names), strict=True))
+
+    @property
     def uses_workers(self) -> bool:
         """True if a reward function runs in a worker process."""
         return any(spec in ISOLATED or (":" in spec and self.isolation == "process") for spec in self.functions)
@@ -620,6 +626,15 @@ class Config:
     def has_critic(self) -> bool:
         """True if the advantage estimator needs a critic."""
         return ADVANTAGES[self.algorithm.advantage].needs_critic
+
+    def trains_critic_alone(self, update: int) -> bool:
+        """Return True for the optimizer step after this many updates if it leaves the policy as it is."""
+        return self.has_critic and update < self.algorithm.critic_warmup
+
+    @property
+    def needs_states(self) -> bool:
+        """True if the advantage estimator compares turns of equal state."""
+        return ADVANTAGES[self.algorithm.advantage].needs_states
 
     @property
     def needs_greedy(self) -> bool:

@@ -30,7 +30,7 @@ from trainer.credit.correction import StepCorrection
 from trainer.credit.old_policy import OldPolicy
 from trainer.objective.advantages import ADVANTAGES
 from trainer.objective.advantages.critic import Credit
-from trainer.objective.advantages.inputs import AdvantageInputs, Advantages
+from trainer.objective.advantages.inputs import AdvantageInputs, Advantages, RewardTerms, TurnInputs
 from trainer.objective.correction.weights import kl_penalized_advantages
 from trainer.objective.kl import k3
 from trainer.objective.per_rollout import rollout_max, rollout_sum
@@ -80,7 +80,9 @@ def rollout_targets(
     batch: StepBatch, logprobs: Logprobs, correction: StepCorrection, config: Config
 ) -> tuple[Targets, dict[str, float]]:
     """Return the targets of an algorithm without a critic, and metrics of its advantages."""
-    if config.algorithm.turn_rewards:
+    if config.needs_states:
+        advantages_N, metrics = state_advantages(batch, config.algorithm)
+    elif config.algorithm.turn_rewards:
         advantages_N, metrics = turn_advantages(batch, config.algorithm)
     else:
         advantages_S, metrics = rollout_advantages(batch, config.algorithm)
@@ -98,17 +100,31 @@ def rollout_advantages(batch: StepBatch, algorithm: AlgorithmConfig) -> Advantag
             rewards_S=torch.from_numpy(batch.rewards_S),
             group_S=torch.from_numpy(batch.group_S),
             greedy_rewards_S=torch.from_numpy(batch.greedy_rewards_S) if needs_greedy else None,
+            terms=RewardTerms(
+                rewards_SF=torch.from_numpy(batch.terms_SF), weights_F=torch.from_numpy(batch.term_weights_F)
+            ),
         ),
         algorithm,
     )
 
 
+def state_advantages(batch: StepBatch, algorithm: AlgorithmConfig) -> tuple[Tensor, dict[str, float]]:
+    """Return (N,) float64 advantages by an estimator that compares turns of equal state."""
+    rollout_K, group_S = batch.turn_rollout_K, torch.from_numpy(batch.group_S)
+    turns = TurnInputs(
+        returns_K=_returns(batch, algorithm), rollout_K=rollout_K, state_K=torch.from_numpy(batch.states_K)
+    )
+    inputs = AdvantageInputs(rewards_S=torch.from_numpy(batch.rewards_S), group_S=group_S, turns=turns)
+    advantages_K, metrics = _estimate(inputs, algorithm)
+    metrics["reward/zero_std_fraction"] = _flat_fraction(advantages_K, group_S[rollout_K])
+    return spread_turns(advantages_K, rollout_K, batch.turn_index_K, batch.rollout_N, batch.turns_N), metrics
+
+
 def turn_advantages(batch: StepBatch, algorithm: AlgorithmConfig) -> tuple[Tensor, dict[str, float]]:
     """Return (N,) float64 advantages: returns of the token's turn, against the same turn of the group."""
     rollout_K, turn_K = batch.turn_rollout_K, batch.turn_index_K
-    returns_K = discounted_returns(torch.from_numpy(batch.turn_rewards_K), rollout_K, gamma=algorithm.turn_discount)
     group_K = torch.from_numpy(batch.group_S)[rollout_K]
-    inputs = AdvantageInputs(rewards_S=returns_K, group_S=turn_groups(group_K, turn_K))
+    inputs = AdvantageInputs(rewards_S=_returns(batch, algorithm), group_S=turn_groups(group_K, turn_K))
     advantages_K, metrics = _estimate(inputs, algorithm)
     metrics["reward/zero_std_fraction"] = _flat_fraction(advantages_K, group_K)
     return spread_turns(advantages_K, rollout_K, turn_K, batch.rollout_N, batch.turns_N), metrics
@@ -116,6 +132,12 @@ def turn_advantages(batch: StepBatch, algorithm: AlgorithmConfig) -> tuple[Tenso
 
 def _estimate(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advantages:
     return ADVANTAGES[algorithm.advantage].configured(algorithm)(inputs)
+
+
+def _returns(batch: StepBatch, algorithm: AlgorithmConfig) -> Tensor:
+    """Return (K,) discounted sums of the rewards from each turn on."""
+    rewards_K = torch.from_numpy(batch.turn_rewards_K)
+    return discounted_returns(rewards_K, batch.turn_rollout_K, gamma=algorithm.turn_discount)
 
 
 def _flat_fraction(advantages_K: Tensor, group_K: Tensor) -> float:

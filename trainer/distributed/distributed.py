@@ -47,6 +47,8 @@ log = logging.getLogger(__name__)
 STALE_LOCK_S = 900.0
 LR_SCALE = "lr_scale"
 """Key of an optimizer's parameter group: factor of the learning rate in `Distributed.step`."""
+IS_CRITIC = "is_critic"
+"""Key of an optimizer's parameter group: True for parameters of a critic."""
 CONTROL_TIMEOUT = timedelta(hours=2)
 """Bound of the longest rollout phase: ranks without an engine wait for rank 0's rows while it samples."""
 NCCL_TIMEOUT = timedelta(minutes=20)
@@ -240,10 +242,14 @@ class Distributed:
         is_finite = torch.tensor([float(math.isfinite(norm))])
         return norm if int(self.sum(is_finite)) == self.world_size else math.inf
 
-    def step(self, lr: float, grad_norm: float) -> None:
-        """Clip, update the parameters, clear the gradients. grad_norm: finite result of `gradient_norm`."""
+    def step(self, lr: float, grad_norm: float, *, critic_only: bool = False) -> None:
+        """Clip, update the parameters, clear the gradients.
+
+        grad_norm: finite result of `gradient_norm`. critic_only: other parameters keep their bits (learning rate 0).
+        """
         for group in self._optimizer.param_groups:
-            group["lr"] = lr * group.get(LR_SCALE, 1.0)
+            is_held = critic_only and not group.get(IS_CRITIC, False)
+            group["lr"] = 0.0 if is_held else lr * group.get(LR_SCALE, 1.0)
         if self.uses_deepspeed:
             self.module.step()  # type: ignore[operator]
             return

@@ -91,6 +91,8 @@ class Advantage(Declared):
     """True if the baseline is the reward of the greedy answer to the same prompt."""
     needs_critic: bool = False
     """True if a critic is trained."""
+    needs_states: bool = False
+    """True if it compares turns of equal state (`AdvantageInputs.turns`) and returns one advantage per turn."""
     takes_turns: bool = True
     """True if it can compare turns in place of rollouts (`algorithm.turn_rewards`)."""
     kl_in_reward: bool = False

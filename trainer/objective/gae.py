@@ -26,13 +26,13 @@ class GaeResult(NamedTuple):
     """Advantages plus values, before any whitening: the targets of the value function."""
 
 
-def gae(rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, *, gamma: float, lam: float) -> GaeResult:
+def gae(rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, *, gamma: float, lam: float | Tensor) -> GaeResult:
     """Return (B, T) advantages and returns; both 0 where the mask is false.
 
     Args:
         rewards_BT, values_BT: read where `mask_BT` is true; other entries (padding, even NaN) have no effect.
         mask_BT: bool, the trained tokens; may have holes and be empty.
-        gamma, lam: discount and λ, both in [0, 1].
+        gamma, lam: discount and λ, both in [0, 1]; lam may be (B,), one per row.
     """
     assert rewards_BT.shape == values_BT.shape == mask_BT.shape, "gae: expected three tensors of one shape (B, T)"
     mask_BT = mask_BT.bool()
@@ -57,10 +57,12 @@ def gae_flat(
     rollout_T: Tensor,
     *,
     gamma: float,
-    lam: float,
+    lam: float | Tensor,
     turn_T: Tensor | None = None,
 ) -> GaeResult:
     """Return (T,) advantages and returns of the trained tokens of whole rollouts, which may be mixed.
+
+    lam: λ, or the (T,) λ of each token's rollout.
 
     Within a rollout tokens are in flat order or, given `turn_T` (the call that sampled each token), sorted by turn and
     then in flat order: rows of a rollout may then come in any order and hold interleaved turns.
@@ -79,7 +81,8 @@ def gae_flat(
         return x_T.new_zeros(shape).index_put((row_T, column_T), x_T[order_T])
 
     mask = padded(rollout_T == rollout_T)
-    result = gae(padded(rewards_T), padded(values_T), mask, gamma=gamma, lam=lam)
+    lam_S = lam if isinstance(lam, float | int) else lam[order_T][start_S]
+    result = gae(padded(rewards_T), padded(values_T), mask, gamma=gamma, lam=lam_S)
 
     def flat(x: Tensor) -> Tensor:
         x_T = values_T.new_empty(values_T.shape)
@@ -87,3 +90,15 @@ def gae_flat(
         return x_T
 
     return GaeResult(flat(result.advantages), flat(result.returns))
+
+
+def length_adaptive_lambda(rollout_T: Tensor, *, alpha: float) -> Tensor:
+    """Return (T,) float64 1 − 1 / (alpha · l), l the number of trained tokens of the token's rollout; 0 below 0.
+
+    Yue et al. 2025 (VAPO, arXiv 2504.05118), section 4.2: the weights λ^t of the TD errors then sum to about alpha · l,
+    so that long rollouts are not blind to a reward at their end.
+
+    rollout_T: rollouts of all trained tokens, of all rows of a rollout; a part of them would be a shorter rollout.
+    """
+    _, index_T, length_S = rollout_T.unique(return_inverse=True, return_counts=True)
+    return (1 - 1 / (alpha * length_S[index_T].double())).clamp(min=0.0)

@@ -25,7 +25,7 @@ from torch import nn
 from rollout.errors import ConfigError
 from trainer.config.launcher import MUON_UNDER_ZERO, NO_BITSANDBYTES
 from trainer.config.schema import OPTIMIZERS, OptimizerConfig
-from trainer.distributed.distributed import LR_SCALE
+from trainer.distributed.distributed import IS_CRITIC, LR_SCALE
 from trainer.update.tf_adam import TFAdamW
 
 CRITIC_PREFIX = "critic."
@@ -74,15 +74,20 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig, *, is_sharded: bo
 def parameter_groups(
     named: Iterable[tuple[str, nn.Parameter]], weight_decay: float, *, critic_scale: float
 ) -> list[dict[str, Any]]:
-    """Group parameters by decay (matrices only) and learning rate: a critic's is `critic_scale` times the policy's."""
-    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    """Group parameters by decay (matrices only) and model: a critic learns at `critic_scale` times the policy's rate,
+    or alone."""
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for name, parameter in named:
-        scale = critic_scale if name.startswith(CRITIC_PREFIX) else 1.0
         shape = vars(parameter).get("ds_shape", parameter.shape)  # ZeRO-3 leaves parameters empty
-        groups.setdefault((scale, len(shape) >= 2), []).append(parameter)
+        groups.setdefault((name.startswith(CRITIC_PREFIX), len(shape) >= 2), []).append(parameter)
     return [
-        {"params": parameters, "weight_decay": weight_decay if is_matrix else 0.0, LR_SCALE: scale}
-        for (scale, is_matrix), parameters in groups.items()
+        {
+            "params": parameters,
+            "weight_decay": weight_decay if is_matrix else 0.0,
+            LR_SCALE: critic_scale if is_critic else 1.0,
+            IS_CRITIC: is_critic,
+        }
+        for (is_critic, is_matrix), parameters in groups.items()
     ]
 
 

@@ -57,8 +57,11 @@ class OptimizerStep:
         self._guard = guard
         self._has_critic = has_critic
 
-    def make(self, token_sets: Sequence[TokenSet], *, lr: float) -> Stepped:
-        """Make one step on these token sets, unless the guard objects; a collective."""
+    def make(self, token_sets: Sequence[TokenSet], *, lr: float, critic_only: bool = False) -> Stepped:
+        """Make one step on these token sets, unless the guard objects; a collective.
+
+        critic_only: leave the policy as it is.
+        """
         budget = self._scorer.budget
         lengths = [len(tokens.batch.rows[row]) for tokens in token_sets for row in tokens.rows]
         sums, plan_metrics = budget.attempt(
@@ -71,7 +74,7 @@ class OptimizerStep:
         if judgment.is_skipped:
             self._distributed.discard_gradients()
         else:
-            self._distributed.step(lr, grad_norm)
+            self._distributed.step(lr, grad_norm, critic_only=critic_only)
         metrics: dict[str, float] = {}
         for term, of_term in totals.items():
             metrics |= term.metrics(of_term)

@@ -56,6 +56,7 @@ class PolicyComponent:
             counts=counts,
             tokens_S=tokens_S,
             seq_log_ratio_S=self._sequence_log_ratio(step),
+            critic_only=self._config.trains_critic_alone(step.update),
             routers=self._routers.opened(step.batch, step.rows, keep_N, counts.num_tokens),
         )
 
@@ -95,6 +96,8 @@ class PolicyTerm:
     tokens_S: Tensor
     """Kept tokens of each rollout."""
     seq_log_ratio_S: Tensor | None
+    critic_only: bool
+    """True if the value loss is the only one."""
     routers: RouterStep
 
     def arguments(self, packed: PackedBatch) -> Mapping[str, Any]:
@@ -131,6 +134,8 @@ class PolicyTerm:
             loss_T = loss_T + algorithm.kl_coef * kl_T
         if algorithm.entropy_coef:
             loss_T = loss_T - algorithm.entropy_coef * entropy_T[keep]
+        if self.critic_only:
+            loss_T = torch.zeros_like(loss_T)
         if targets.credit is not None and targets.returns_N is not None:
             value_loss = clipped_value_loss(
                 values_T[keep],
@@ -145,7 +150,7 @@ class PolicyTerm:
         )
         loss = normalized_loss(loss_T, coefficient_T)
         router = self.routers.share(outputs.routers, packed.target_index_T[keep])
-        loss = loss if router.loss is None else loss + router.loss
+        loss = loss if router.loss is None or self.critic_only else loss + router.loss
         sums |= {"policy/entropy": entropy_T[keep].detach().sum(), "policy/loss": loss.detach(), **router.sums}
         return Share(loss=loss, sums=sums)
 

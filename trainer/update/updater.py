@@ -132,7 +132,9 @@ class Updater:
             seen_N=seen_N,
         )
         others = [one.token_set(drawn[one.name], update=self.num_updates) for one in self.given]
-        stepped = self._stepper.make([on_rollouts, *others], lr=lr)
+        stepped = self._stepper.make(
+            [on_rollouts, *others], lr=lr, critic_only=self._config.trains_critic_alone(self.num_updates)
+        )
         judgment = stepped.judgment
         if judgment.reason is not None:
             attempt = Attempt(

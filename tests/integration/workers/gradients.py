@@ -42,6 +42,8 @@ def settings_of(preset: str, **more: float) -> AlgorithmConfig:
     return AlgorithmConfig(**values, kl_coef=0.1, entropy_coef=0.01, **more)
 
 
+FORMAT = (1.0, 0.0, 0.5, 0.0, 1.0, 0.5, 0.0, 0.5, 1.0)
+"""Rewards of a second function, for advantages of each function alone."""
 REWARDS = (0.0, 1.0, 0.75, 1.0, 0.0, 0.0, 0.25, 0.0, 1.0)
 """Rewards, different within every group, because equal ones give no advantages and a gradient of zero."""
 
@@ -77,6 +79,8 @@ def fixed_rollouts() -> list[Rollout]:
                 group_id=rollout_id // 3,
                 calls=tuple(calls),
                 reward=REWARDS[rollout_id],
+                outcome={"turn_states": [f"state {turn}" for turn in range(len(calls))]},
+                rewards={"answer": REWARDS[rollout_id] - FORMAT[rollout_id], "format": FORMAT[rollout_id]},
             )
         )
     return rollouts
@@ -87,7 +91,7 @@ class GradientsOnly(Distributed):
 
     gradients: dict[str, np.ndarray]
 
-    def step(self, lr: float, grad_norm: float) -> None:
+    def step(self, lr: float, grad_norm: float, *, critic_only: bool = False) -> None:
         named = {name: p for name, p in self.unwrapped.named_parameters() if p.requires_grad}
         if self.uses_deepspeed:
             from deepspeed.utils import safe_get_full_grad
@@ -116,7 +120,8 @@ def main(model_dir: str, out: str, algorithms: str, token_budget: str, *flags: s
     policy = Policy.from_pretrained(model_dir, gradient_checkpointing=checkpointing)
     runs = count_runs({"pack": policy, "layer": policy.causal_lm.get_decoder().get_submodule("layers.0")})
     module = distributed.prepare(policy, torch.optim.SGD(policy.parameters(), lr=1.0))
-    batch = StepBatch.of(fixed_rollouts(), mask_truncated=False, greedy_rewards=dict.fromkeys(range(3), 0.5))
+    greedy_rewards = dict.fromkeys(range(3), 0.5)
+    batch = StepBatch.of(fixed_rollouts(), mask_truncated=False, greedy_rewards=greedy_rewards, with_states=True)
     result: dict[str, np.ndarray] = {}
     reference = None
     for name in algorithms.split(","):

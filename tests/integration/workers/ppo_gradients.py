@@ -2,7 +2,9 @@
 
 Started by tests/integration/test_ppo_gradients.py, by itself or by `accelerate launch`:
 
-    ppo_gradients.py MODEL_DIR OUT.npz separate|shared TOKEN_BUDGET [checkpointing] [apart]
+    ppo_gradients.py MODEL_DIR OUT.npz separate|shared|vapo TOKEN_BUDGET [checkpointing] [apart]
+
+vapo: a separate critic, with λ by length and another λ for the values.
 """
 
 import json
@@ -32,6 +34,8 @@ def main(model_dir: str, out: str, critic: str, token_budget: str, *flags: str) 
         advantage="gae", clip_low=0.05, clip_high=0.1, kl_coef=0.1, kl_place="reward", whiten_rewards=True,
         entropy_coef=0.01, value_coef=0.3, value_clip=0.2, kl_target=0.5, kl_horizon=100,
     )  # fmt: skip
+    if critic == "vapo":
+        algorithm.gae_length_alpha, algorithm.critic_lambda, critic = 0.2, 1.0, "separate"
     config = Config(algorithm=algorithm, token_budget=int(token_budget))
     config.model.path, config.model.critic = model_dir, critic
     config.share_prefixes = "never" if "apart" in flags else "auto"

@@ -72,7 +72,7 @@ class Given:
 class SteppingRank(FakeRank):
     """A rank whose optimizer moves the parameters."""
 
-    def step(self, lr: float, grad_norm: float) -> None:
+    def step(self, lr: float, grad_norm: float, *, critic_only: bool = False) -> None:
         for parameter in self.module.parameters():
             if parameter.grad is not None:
                 parameter.data -= 0.5 * parameter.grad

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from trainer.objective.declare import advantage
-from trainer.objective.gae import gae_flat
+from trainer.objective.gae import GaeResult, gae_flat, length_adaptive_lambda
 from trainer.objective.whitening import moments, standardize
 from trainer.setting import Setting
 
@@ -52,6 +52,25 @@ def gae(
         float,
         Setting(default=0.95, description="gae: 1: reward-to-go, 0: one-step temporal difference", low=0, high=1),
     ],
+    gae_length_alpha: Annotated[
+        float | None,
+        Setting(
+            default=None,
+            description="gae: λ = 1 - 1 / (alpha x trained tokens of the rollout) in place of gae_lambda (VAPO); null: "
+            "off",
+            above=0,
+        ),
+    ],
+    critic_lambda: Annotated[
+        float | None,
+        Setting(
+            default=None,
+            description="gae: λ of the returns that values are trained on (decoupled GAE); null: that of the "
+            "advantages",
+            low=0,
+            high=1,
+        ),
+    ],
     whiten_rewards: Annotated[
         bool,
         Setting(default=False, description="gae: scale rewards to variance 1 per optimizer step, keeping their mean"),
@@ -65,6 +84,9 @@ def gae(
     Schulman et al. 2015 (arXiv 1506.02438), equation 16. 0 outside the chosen tokens. GAE passes through tokens that
     left the loss mask, because they are decisions of the rollout; whitening leaves them out of its statistics.
 
+    Values may have a λ of their own (Yuan et al. 2025, VC-PPO, arXiv 2503.01491, section 4.2): with λ = 1 their targets
+    are rewards-to-go, which the values themselves cannot bias.
+
     Args:
         chosen_N: bool, all trained tokens of the rollouts of this optimizer step.
     """
@@ -72,19 +94,21 @@ def gae(
     rewards, values = credit.rewards_N[chosen_N], credit.values_N[chosen_N]
     if whiten_rewards:
         rewards = standardize(rewards, moments(rewards, counted_N), shift_mean=False)
-    result = gae_flat(
-        rewards,
-        values,
-        credit.rollout_N[chosen_N],
-        gamma=gamma,
-        lam=gae_lambda,
-        turn_T=credit.turns_N[chosen_N],
-    )
-    advantages = result.advantages
+    rollouts, turns = credit.rollout_N[chosen_N], credit.turns_N[chosen_N]
+
+    def estimate(lam: "float | Tensor") -> GaeResult:
+        return gae_flat(rewards, values, rollouts, gamma=gamma, lam=lam, turn_T=turns)
+
+    lam = gae_lambda
+    if gae_length_alpha is not None:
+        lam = length_adaptive_lambda(rollouts, alpha=gae_length_alpha).to(values.dtype)
+    advantages, returns = estimate(lam)
+    if critic_lambda is not None:
+        returns = estimate(critic_lambda).returns
     if whiten_advantages:
         advantages = standardize(advantages, moments(advantages, counted_N), shift_mean=True)
 
     def spread(chosen: "Tensor") -> "Tensor":
         return credit.rewards_N.new_zeros(credit.rewards_N.shape).masked_scatter(chosen_N, chosen)
 
-    return TokenAdvantages(spread(advantages), spread(result.returns))
+    return TokenAdvantages(spread(advantages), spread(returns))

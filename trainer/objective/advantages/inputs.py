@@ -21,6 +21,48 @@ EPS = Setting(default=1e-6, description="added to the standard deviation that ad
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RewardTerms:
+    """Rewards of a step by reward function `_F`."""
+
+    rewards_SF: Tensor
+    """Before the weights; NaN: the function does not apply to the rollout."""
+    weights_F: Tensor
+
+    def __post_init__(self) -> None:
+        if self.rewards_SF.ndim != 2 or self.rewards_SF.shape[1:] != self.weights_F.shape:
+            raise ValueError(
+                f"rewards by function {tuple(self.rewards_SF.shape)} and weights {tuple(self.weights_F.shape)}; "
+                "expected one weight per column"
+            )
+        if self.rewards_SF.isinf().any() or not self.weights_F.isfinite().all():
+            raise RewardError(
+                "rewards by function or their weights are infinite; expected finite numbers, or NaN where "
+                "a function does not apply"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TurnInputs:
+    """Turns `_K` of all rollouts of a step."""
+
+    returns_K: Tensor
+    """Discounted sums of the rewards from each turn on."""
+    rollout_K: Tensor
+    """int64"""
+    state_K: Tensor
+    """int64 state before the turn; equal numbers are one state of one group."""
+
+    def __post_init__(self) -> None:
+        if not self.returns_K.shape == self.rollout_K.shape == self.state_K.shape:
+            raise ValueError(
+                f"returns {tuple(self.returns_K.shape)}, rollouts {tuple(self.rollout_K.shape)} and states "
+                f"{tuple(self.state_K.shape)} of turns must be flat and of one length"
+            )
+        if bool((self.state_K < 0).any()):
+            raise ValueError("turns without a state cannot be compared")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AdvantageInputs:
     """Rewards of a step.
 
@@ -34,8 +76,16 @@ class AdvantageInputs:
     """int64 group of each rollout, in any order."""
     greedy_rewards_S: Tensor | None = None
     """Reward of the greedy answer to the same prompt, for estimators with `needs_greedy`."""
+    terms: RewardTerms | None = None
+    """Rewards by function; None where turns are compared."""
+    turns: TurnInputs | None = None
+    """For estimators with `needs_states`."""
 
     def __post_init__(self) -> None:
+        if self.terms is not None and len(self.terms.rewards_SF) != len(self.rewards_S):
+            raise ValueError(
+                f"rewards by function of {len(self.terms.rewards_SF)} rollouts for {len(self.rewards_S)} rewards"
+            )
         if self.rewards_S.ndim != 1 or self.rewards_S.shape != self.group_S.shape:
             raise ValueError(
                 f"rewards {tuple(self.rewards_S.shape)} and groups {tuple(self.group_S.shape)} must be flat and of one "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from transformers import AutoTokenizer
@@ -10,7 +11,7 @@ from transformers import AutoTokenizer
 from demo.preferences.language import STOP, VOCABULARY, make_tokenizer
 from rewards.composition import make_reward_set
 from rewards.model.classifier import load_reward_model
-from rewards.model.reward import ModelReward, StopRule, token_id_of
+from rewards.model.reward import ModelReward, StopRule, messages_up_to, token_id_of
 from rollout.errors import ConfigError
 from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
 from tests.fixtures.reward_models import gpt2_classifier
@@ -129,3 +130,30 @@ def test_stop_tokens_before_the_minimum_do_not_count():
 def test_a_stop_rule_without_stop_tokens_is_refused():
     with pytest.raises(ValueError, match="at least one stop token"):
         StopRule(token_ids=frozenset())
+
+
+def turns(*sampled: tuple[int, ...]) -> Rollout:
+    calls = [rollout(ids, prompt=(3, 4, number + 5)).calls[0] for number, ids in enumerate(sampled)]
+    messages = [{"role": "user", "content": "he was"}, {"role": "assistant", "content": "an example"}]
+    for number in range(len(sampled)):
+        messages += [{"role": "user", "content": "and"}, {"role": "assistant", "content": f"turn {number}"}]
+    return Rollout(rollout_id=0, group_id=0, calls=tuple(calls), messages=tuple(messages))
+
+
+def test_each_turn_is_scored_from_its_own_prompt_and_tokens(saved):
+    reward = ModelReward(path=str(saved), input="tokens", by_turn=True, stop=STOP, rejected=-7.0)
+    found = reward.score([turns((9, STOP_ID), (10, 11)), turns((12, STOP_ID))])
+    model, _ = load_reward_model(saved)
+    expected = [model.score([[3, 4, 5, token, STOP_ID]], batch_size=1).item() for token in (9, 12)]
+    assert [len(of_one) for of_one in found] == [2, 1]
+    assert found[0] == pytest.approx([expected[0], -7.0], abs=1e-5)
+    assert found[1] == pytest.approx([expected[1]], abs=1e-5)
+
+
+def test_the_conversation_of_a_turn_ends_with_it_and_begins_with_the_prompt():
+    given = turns((9,), (10,))
+    assert messages_up_to(given, 0) == given.messages[:4], "the prompt has an assistant message of its own"
+    assert messages_up_to(given, 1) == given.messages
+    branched = replace(given, messages=given.messages[:2])
+    with pytest.raises(ValueError, match=r"1 assistant messages for 2 calls; set reward.settings.model.input=tokens"):
+        messages_up_to(branched, 1)

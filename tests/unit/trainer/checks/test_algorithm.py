@@ -1,4 +1,4 @@
-"""Warnings about combinations that are another algorithm than their names say."""
+"""Conflicts between settings, and warnings about combinations that are another algorithm than their names say."""
 
 from __future__ import annotations
 
@@ -8,14 +8,36 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 
-from trainer.checks.algorithm import algorithm_warnings
+from trainer.checks.algorithm import algorithm_problems, algorithm_warnings
 from trainer.cli import CONFIG_DIR, schema, to_config
+from trainer.config.schema import Config
+
+
+def composed(*overrides: str) -> Config:
+    ConfigStore.instance().store(name="schema", node=schema())
+    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+        return to_config(compose("train", overrides=[*overrides]))
 
 
 def warnings(*overrides: str) -> list[str]:
-    ConfigStore.instance().store(name="schema", node=schema())
-    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-        return list(algorithm_warnings(to_config(compose("train", overrides=[*overrides]))))
+    return list(algorithm_warnings(composed(*overrides)))
+
+
+CONFLICTS = {
+    "algorithm=maxrl algorithm.overlong_buffer=0.2": "set algorithm.overlong_buffer=0 algorithm.length_control=off",
+    "algorithm=maxrl algorithm.length_control=alp": "maxrl needs rewards from 0 on",
+    "algorithm=maxrl algorithm.turn_rewards=true": "needs an advantage per turn, found algorithm.advantage=maxrl",
+    "algorithm=remax algorithm.length_control=kimi rollout.samples_per_prompt=1": "compares rollouts of a group",
+    "+reward.settings.model.by_turn=true": "found algorithm.turn_rewards=false; set algorithm.turn_rewards=true",
+    "algorithm=vapo algorithm.gae_lambda=0.9": "set algorithm.gae_length_alpha=null, or leave algorithm.gae_lambda out",
+    "algorithm=vc_ppo model.critic=shared": "set model.critic=separate or algorithm.critic_warmup=0",
+}
+
+
+@pytest.mark.parametrize("overrides", CONFLICTS)
+def test_conflicts_are_refused_with_an_override_that_solves_them(overrides: str) -> None:
+    (sentence,) = algorithm_problems(composed(*overrides.split()))
+    assert CONFLICTS[overrides] in sentence
 
 
 def test_gspo_over_tokens_weights_rollouts_by_length() -> None:

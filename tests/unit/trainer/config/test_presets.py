@@ -19,7 +19,11 @@ from trainer.model.layers.packed_attention import PACKED_ROWS
 from trainer.objective.declare import ADVANTAGES, POLICY_LOSSES
 
 PRESETS = {file.stem: yaml.safe_load(file.read_text()) for file in (ROOT / "configs/algorithm").glob("*.yaml")}
-GROUP_BASED = {name: values for name, values in PRESETS.items() if not ADVANTAGES[values["advantage"]].needs_critic}
+OF_ROLLOUTS = {
+    name: values
+    for name, values in PRESETS.items()
+    if not ADVANTAGES[values["advantage"]].needs_critic and not ADVANTAGES[values["advantage"]].needs_states
+}
 
 
 def test_choices_of_the_attention_include_those_of_the_decoder() -> None:
@@ -38,11 +42,14 @@ def test_every_preset_has_its_name_and_a_header() -> None:
         assert (ROOT / f"configs/algorithm/{name}.yaml").read_text().startswith("#")
 
 
-@pytest.mark.parametrize("preset", sorted(GROUP_BASED))
+@pytest.mark.parametrize("preset", sorted(OF_ROLLOUTS))
 def test_every_preset_gives_finite_advantages_and_has_a_loss(preset: str) -> None:
     settings = AlgorithmConfig(**PRESETS[preset])
     call = EngineCall(prompt_ids=(1,), sampled_ids=(2,), sampled_logprobs=(-1.0,), finish_reason=FinishReason.STOP)
-    rollouts = [Rollout(rollout_id=i, group_id=i // 2, calls=(call,), reward=float(i)) for i in range(4)]
+    rollouts = [
+        Rollout(rollout_id=i, group_id=i // 2, calls=(call,), reward=float(i), rewards={"answer": float(i)})
+        for i in range(4)
+    ]
     batch = StepBatch.of(rollouts, mask_truncated=False, greedy_rewards={0: 0.5, 1: 0.5})
     advantages_S, metrics = rollout_advantages(batch, settings)
     assert bool(torch.isfinite(advantages_S).all())

@@ -183,6 +183,13 @@ def test_conflicting_settings_are_refused_with_an_override_that_works(change, se
         validate(config, needs_data=False)
 
 
+def test_a_warmup_of_a_shared_critic_is_refused():
+    config = Config(algorithm=AlgorithmConfig(advantage="gae", critic_warmup=10))
+    config.model.critic = "shared"
+    with pytest.raises(ConfigError, match=r"set model\.critic=separate or algorithm\.critic_warmup=0"):
+        validate(config, needs_data=False)
+
+
 def test_a_kl_target_without_a_kl_in_the_reward_is_refused():
     config = Config(algorithm=AlgorithmConfig(advantage="gae", kl_target=6.0))
     (problem,) = unused_problems(config)
@@ -194,3 +201,28 @@ def test_fixed_length_responses_require_one_turn():
     config.rollout.ignore_eos = True
     with pytest.raises(ConfigError, match=r"environment\.max_turns=1"):
         validate(config, needs_data=False)
+
+
+# λ of its own, and by length
+
+
+def test_values_are_trained_on_returns_of_their_own_lambda():
+    """Decoupled GAE: rewards-to-go for the values, λ = 0.5 for the advantages, by plain sums."""
+    whole = credit([3, 2])
+    chosen = torch.ones(5, dtype=torch.bool)
+    advantages, returns = assign(whole, chosen, gae_lambda=0.5, critic_lambda=1.0, **PLAIN)
+    rewards = whole.rewards_N.tolist()
+    to_go = [sum(rewards[0:3]), sum(rewards[1:3]), rewards[2], sum(rewards[3:5]), rewards[4]]
+    assert returns.tolist() == pytest.approx(to_go, abs=1e-6)
+    coupled, other = assign(whole, chosen, gae_lambda=0.5, **PLAIN)
+    torch.testing.assert_close(advantages, coupled)
+    assert not torch.allclose(returns, other)
+
+
+def test_the_length_of_a_multi_turn_rollout_is_that_of_all_its_turns():
+    """Rollout 0 has 2 + 1 trained tokens in two turns around a tool result, rollout 1 has 2: with α = 0.5 their λ are
+    1/3 and 0."""
+    result = assigned(gae_length_alpha=0.5)
+    # δ: .25 − .5, .75 − .25, 1 − .75 | .2 − .1, −.5 − .2
+    expected = [-0.25 + (0.5 + 0.25 / 3) / 3, 0.5 + 0.25 / 3, 0.25, 0.1, -0.7]
+    torch.testing.assert_close(result.targets.advantages_N, torch.tensor(expected))

@@ -12,18 +12,21 @@ from hypothesis import strategies as st
 
 from rollout.errors import RewardError
 from trainer.objective.advantages import ADVANTAGES
-from trainer.objective.advantages.inputs import AdvantageInputs, Advantages
+from trainer.objective.advantages.inputs import AdvantageInputs, Advantages, RewardTerms
 from trainer.objective.turn_credit import discounted_returns, spread_turns, turn_groups
 
 REWARDS = [1.0, 0.1, 0.0, 0.1, 0.5, 0.1]
 GROUPS = [7, 3, 7, 3, 7, 3]  # group numbers are labels; rollouts of a group need not be adjacent
 
 
-ROLLOUT_LEVEL = sorted(name for name, declared in ADVANTAGES.items() if not declared.needs_critic)
+ROLLOUT_LEVEL = sorted(
+    name for name, declared in ADVANTAGES.items() if not declared.needs_critic and not declared.needs_states
+)
 
 
 def estimate(name: str, rewards_S, group_S, *, greedy_rewards_S=None, **settings) -> Advantages:
-    inputs = AdvantageInputs(rewards_S=rewards_S, group_S=group_S, greedy_rewards_S=greedy_rewards_S)
+    terms = RewardTerms(rewards_SF=rewards_S[:, None], weights_F=torch.ones(1)) if name == "gdpo" else None
+    inputs = AdvantageInputs(rewards_S=rewards_S, group_S=group_S, greedy_rewards_S=greedy_rewards_S, terms=terms)
     return ADVANTAGES[name](inputs, **settings)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tests.fixtures.losses import sequence_ratios
 from trainer.objective.advantages import ADVANTAGES
-from trainer.objective.advantages.inputs import AdvantageInputs
+from trainer.objective.advantages.inputs import AdvantageInputs, RewardTerms
 from trainer.objective.kl import kl_term
 from trainer.objective.loss_normalization import StepCounts, loss_coefficients, normalized_loss
 from trainer.objective.losses import POLICY_LOSSES
@@ -192,4 +192,22 @@ def test_group_advantages_equal_trl():
     theirs = (rewards - grouped.mean(dim=1).repeat_interleave(4)) / (std + 1e-4)
     inputs = AdvantageInputs(rewards_S=rewards, group_S=torch.arange(8) // 4)
     ours = ADVANTAGES["grpo"](inputs, advantage_eps=1e-4).advantages_S
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-7)  # Bessel's factor is float32 there
+
+
+def test_advantages_of_decoupled_rewards_equal_trl():
+    """GDPO as TRL's `multi_objective_aggregation="normalize_then_sum"`, with a function that does not apply once."""
+    nan = float("nan")
+    values = [[1, 0.1], [0, 0.4], [1, 0.2], [0, nan], [0, 0.3], [0, 0.9], [1, 0.3], [0, 0.5]]
+    rewards, weights = torch.tensor(values, dtype=torch.float64), torch.tensor([1.0, 0.25], dtype=torch.float64)
+    grouped = rewards.view(2, 4, 2)
+    std = grpo_trainer.nanstd(grouped, dim=1, keepdim=True)
+    summed = (((grouped - grouped.nanmean(dim=1, keepdim=True)) / (std + 1e-4)).view(8, 2) * weights).nansum(dim=1)
+    theirs = (summed - summed.mean()) / (grpo_trainer.nanstd(summed) + 1e-4)
+    inputs = AdvantageInputs(
+        rewards_S=(rewards * weights).nansum(dim=1),
+        group_S=torch.arange(8) // 4,
+        terms=RewardTerms(rewards_SF=rewards, weights_F=weights),
+    )
+    ours = ADVANTAGES["gdpo"](inputs, advantage_eps=1e-4).advantages_S
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-7)  # Bessel's factor is float32 there

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.objective.gae import gae, gae_flat
+from trainer.objective.gae import gae, gae_flat, length_adaptive_lambda
 
 
 def naive(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
@@ -115,3 +115,26 @@ def test_a_ragged_row_has_the_same_advantages_alone_and_in_the_batch():
         own = rollout == index
         alone = gae_flat(rewards[own], values[own], rollout[own], gamma=1.0, lam=0.95)
         torch.testing.assert_close(whole.advantages[own], alone.advantages, rtol=0, atol=0)
+
+
+# λ by rollout ------------------------------------------------------------------------------------------------------
+
+
+def test_lambda_may_differ_by_rollout():
+    rollout_T = torch.tensor([3, 1, 3, 1, 1])
+    rewards, values = torch.tensor([1.0, 2, 3, 4, 5]).double(), torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5]).double()
+    lam_T = torch.tensor([0.5, 0.9, 0.5, 0.9, 0.9]).double()
+    found = gae_flat(rewards, values, rollout_T, gamma=0.8, lam=lam_T)
+    assert found.advantages[[0, 2]].tolist() == pytest.approx(naive([1, 3], [0.1, 0.3], 0.8, 0.5))
+    assert found.advantages[[1, 3, 4]].tolist() == pytest.approx(naive([2, 4, 5], [0.2, 0.4, 0.5], 0.8, 0.9))
+    assert gae_flat(rewards[:0], values[:0], rollout_T[:0], gamma=0.8, lam=lam_T[:0]).advantages.shape == (0,)
+
+
+def test_the_length_adaptive_lambda_counts_the_trained_tokens_of_all_rows_of_a_rollout():
+    """VAPO: 1 − 1 / (α l). Rollout 7 has 5 tokens, in three places of the batch; rollout 2 has 1, for which the formula
+    gives −1."""
+    rollout_T = torch.tensor([7, 7, 2, 7, 7, 7])
+    found = length_adaptive_lambda(rollout_T, alpha=0.5)
+    assert found.tolist() == pytest.approx([0.6, 0.6, 0.0, 0.6, 0.6, 0.6])
+    sum_of_weights = sum((1 - 1 / (0.05 * 2000)) ** t for t in range(100_000))
+    assert sum_of_weights == pytest.approx(0.05 * 2000), "the paper's condition: Σ λ^t = α l"

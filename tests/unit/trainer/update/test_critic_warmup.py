@@ -1,0 +1,103 @@
+"""Critic warm-up: the first updates train the critic only, and the policy keeps its bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from rollout.records import EngineCall, FinishReason, Rollout
+from tests.fixtures.distributed import FakeRank
+from tests.fixtures.models import tiny_qwen3
+from trainer.batch.step_batch import StepBatch
+from trainer.config.schema import AlgorithmConfig, Config, CorrectionConfig, OptimizerConfig
+from trainer.credit.correction import StepCorrection
+from trainer.credit.critic_credit import critic_targets
+from trainer.credit.old_policy import Recomputed
+from trainer.credit.targets import Logprobs
+from trainer.distributed.distributed import Distributed
+from trainer.model.critic import ActorCritic, Critic
+from trainer.model.policy import Policy
+from trainer.update.optimizer import make_optimizer
+from trainer.update.updater import Updater
+
+OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1)
+
+
+class TrainingRank(FakeRank):
+    """A rank that changes its parameters, and keeps the largest gradient of the policy in each step."""
+
+    def __init__(self, module: ActorCritic) -> None:
+        super().__init__(module, make_optimizer(module, OPTIMIZER))
+        self.of_policy: list[float] = []
+
+    def step(self, lr: float, grad_norm: float, *, critic_only: bool = False) -> None:
+        assert isinstance(self.module, ActorCritic)
+        found = [float(p.grad.abs().max()) for p in self.module.policy.parameters() if p.grad is not None]
+        self.of_policy.append(max(found))
+        Distributed.step(self, lr, grad_norm, critic_only=critic_only)
+
+
+def actor_critic() -> ActorCritic:
+    torch.manual_seed(0)
+    return ActorCritic(Policy(tiny_qwen3(tied=True)), Critic(tiny_qwen3(tied=True).get_decoder()))
+
+
+def batch() -> StepBatch:
+    call = EngineCall(
+        prompt_ids=(5, 6), sampled_ids=(7, 8, 9), sampled_logprobs=(-5.0,) * 3, finish_reason=FinishReason.STOP
+    )
+    rollouts = [Rollout(rollout_id=i, group_id=i, calls=(call,), reward=float(i)) for i in range(2)]
+    return StepBatch.of(rollouts, mask_truncated=False)
+
+
+def parameters(module: torch.nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+def is_equal(left: list[Tensor], right: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def test_only_the_critic_changes_until_the_warmup_is_over() -> None:
+    """With weight decay, an entropy bonus and a KL term, all of which would move the policy."""
+    algorithm = AlgorithmConfig(
+        advantage="gae", critic_warmup=2, kl_coef=0.1, kl_place="loss", entropy_coef=0.01, epochs=4, critic_lambda=1.0
+    )
+    module, step = actor_critic(), batch()
+    rank = TrainingRank(module)
+    updater = Updater(module, rank, Config(algorithm=algorithm, optimizer=OPTIMIZER))
+    old_N = torch.full((6,), -5.0)
+    logprobs = Logprobs(old=Recomputed(old_N), ref_N=old_N - 0.5, values_N=torch.zeros(6))
+    correction = StepCorrection.of(step, logprobs.old, CorrectionConfig(mode="off"))
+    targets = critic_targets(step, logprobs, correction, algorithm, kl_coef=0.1).targets
+    first = parameters(module.policy)
+    seen = []
+
+    def watched(*args: object, **kwargs: object) -> dict[str, float]:
+        before = parameters(module.policy), parameters(module.critic)
+        report = Updater.optimizer_step(updater, *args, **kwargs)  # type: ignore[arg-type]
+        after = parameters(module.policy), parameters(module.critic)
+        seen.append((is_equal(before[0], after[0]), is_equal(before[1], after[1])))
+        return report
+
+    updater.optimizer_step = watched  # type: ignore[method-assign]
+    updater.update(step, targets)
+    assert seen == [(True, False), (True, False), (False, False), (False, False)]
+    assert rank.of_policy[:2] == [0.0, 0.0]
+    assert min(rank.of_policy[2:]) > 0
+    assert not is_equal(first, parameters(module.policy))
+
+
+@pytest.mark.parametrize(("num_updates", "is_held"), [(4, True), (5, False)])
+def test_a_resumed_run_continues_its_warmup(num_updates: int, is_held: bool) -> None:
+    module = actor_critic()
+    config = Config(algorithm=AlgorithmConfig(advantage="gae", critic_warmup=5))
+    updater = Updater(module, TrainingRank(module), config)
+    updater.num_updates = num_updates
+    assert updater._is_critic_warmup is is_held
+
+
+def test_without_a_critic_there_is_no_warmup() -> None:
+    module = Policy(tiny_qwen3(tied=True))
+    assert not Updater(module, FakeRank(module), Config(algorithm=AlgorithmConfig(critic_warmup=5)))._is_critic_warmup
