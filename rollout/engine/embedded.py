@@ -212,7 +212,7 @@ class EmbeddedEngine:
             for name, _ in self._adapters.others:
                 request = self._adapters.request(name)
                 assert request is not None
-                await self.llm.add_lora(request)
+                await self._call(self.llm.add_lora(request), f"load the adapter {name}")
 
     @property
     def llm(self) -> AsyncLLM:
