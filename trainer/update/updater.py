@@ -35,6 +35,7 @@ from trainer.update.batch_dumps import Attempt
 from trainer.update.router_loss import RouterLoss
 from trainer.update.schedule import learning_rate
 from trainer.update.update_guard import UpdateGuard
+from trainer.update.whole_step import WholeStep
 
 PPO_NAMES = {"approxkl": "policy/approx_kl", "clipfrac": "policy/clip_frac", "entropy": "policy/entropy"}
 """Names of metrics in the PPO literature, reported with a critic."""
@@ -60,6 +61,7 @@ class Updater:
         loss = POLICY_LOSSES[config.algorithm.loss]
         self._loss = loss.configured(config.algorithm)
         self._sequence_values = loss.sequence_values(config.algorithm)
+        self._whole_step = WholeStep(loss, config)
         self._has_critic = config.has_critic
         self.scorer = Scorer(
             module,
@@ -126,6 +128,9 @@ class Updater:
         rows = np.flatnonzero(chosen).tolist()
         counts, tokens_S = self._counts(batch, targets, rollouts)
         seq_log_ratio_S = self._sequence_log_ratio(batch, targets, rows, is_first=is_first)
+        step_values = self._whole_step.values(
+            self.scorer, batch, targets, rows, is_first=is_first, update=self.num_updates
+        )
         fraction_E = self._routers.fractions(batch, rows, targets.keep_N, counts.num_tokens)
         budget = self.scorer.budget
 
@@ -140,7 +145,9 @@ class Updater:
                 packs.append(())  # DDP reduces in it, so that all others may run out of memory: see `TokenBudget`
             for number, pack in enumerate(packs):
                 packed = self.scorer.packed(batch, pack)
-                forward = partial(self._microbatch_loss, packed, targets, counts, tokens_S, seq_log_ratio_S, fraction_E)
+                forward = partial(
+                    self._microbatch_loss, packed, targets, counts, tokens_S, seq_log_ratio_S, step_values, fraction_E
+                )
                 with self._distributed.accumulate(is_last=number == len(packs) - 1) as backward:
                     loss, logp_T, microbatch_sums, load_XE = budget.agreed(forward)
                     # Ranks average gradients; the loss is a sum over them.
@@ -203,6 +210,7 @@ class Updater:
         counts: StepCounts,
         tokens_S: Tensor,
         seq_log_ratio_S: Tensor | None,
+        step_values: Mapping[str, Tensor],
         fraction_E: Tensor | None,
     ) -> tuple[Tensor, Tensor, dict[str, Tensor], Tensor]:
         """Return this microbatch's share of the step's loss, its logprobs, sums for metrics, and expert load."""
@@ -228,6 +236,8 @@ class Updater:
                 num_rollouts=len(tokens_S),
                 weights_T=weights_T,
                 seq_log_ratio_S=seq_log_ratio_S,
+                sampling_logp_T=packed.sampling_logprobs_T[keep].to(logp_T.dtype),
+                step_values={name: at_tokens(values_N) for name, values_N in step_values.items()},
             )
         )
         loss_T, metrics = outputs.loss_T, dict(outputs.metrics)

@@ -14,18 +14,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.fixtures.losses import sequence_ratios
+from tests.fixtures.losses import sequence_ratios, step_values
 from trainer.objective.correction.weights import correction_weights
 from trainer.objective.kl import kl_term
 from trainer.objective.loss_normalization import NORMALIZERS, StepCounts, loss_coefficients, normalized_loss
 from trainer.objective.losses import POLICY_LOSSES
-from trainer.objective.losses.inputs import LossInputs
+from trainer.objective.losses.inputs import LossInputs, StepInputs
 from trainer.objective.per_rollout import rollout_count
 
-# Wide bounds for GSPO: with the paper's 3e-4 every rollout of this toy would be clipped, and the gradient 0.
-OPTIONS = {"gspo": {"clip_low": 0.3, "clip_high": 0.4}}
+# Wide bounds for GSPO: with the paper's 3e-4 every rollout of this toy would be clipped, and the gradient 0. Narrow ones
+# where a mask over the step would otherwise leave every token of this toy, or one of them, as it is.
+OPTIONS = {
+    "gspo": {"clip_low": 0.3, "clip_high": 0.4},
+    "dppo": {"divergence_bound": 0.02},
+    "opsm": {"off_policy_kl": 0.01},
+    "clip_cov": {"cov_fraction": 0.2, "cov_low": 0.1},
+    "kl_cov": {"cov_fraction": 0.3},
+}
 LOSSES = [
     *((name, POLICY_LOSSES[name], OPTIONS.get(name, {})) for name in POLICY_LOSSES),
+    ("dppo_kl", POLICY_LOSSES["dppo"], {"divergence": "kl", "divergence_bound": 0.01}),
     ("clipped_tis_sequence", POLICY_LOSSES["clipped_tis"], {"importance_sampling_level": "sequence"}),
     ("ppo_dual_clip", POLICY_LOSSES["ppo_clip"], {"dual_clip": 1.1}),
 ]
@@ -69,17 +77,34 @@ class ToyStep:
         logp = (self.features[tokens] @ weight).log_softmax(dim=1)
         return logp.gather(1, self.targets_T[tokens, None])[:, 0], -(logp.exp() * logp).sum(dim=1)
 
+    def of_step(self, loss_function, options: dict, logp_T: Tensor, entropy_T: Tensor) -> dict[str, Tensor]:
+        """Return the loss's values of the whole step at all tokens; NaN at rejected ones, which no loss may read."""
+        inputs = StepInputs(
+            logp_N=logp_T,
+            old_logp_N=self.old_logp_T[self.kept],
+            sampling_logp_N=self.samp_logp_T[self.kept],
+            advantages_N=self.advantages_T[self.kept],
+            rollout_N=self.rollout_T[self.kept],
+            num_rollouts=NUM_ROLLOUTS,
+            seed=0,
+            entropy_N=entropy_T,
+        )
+        nowhere = torch.full_like(self.old_logp_T, torch.nan)
+        found = step_values(loss_function, inputs, **options)
+        return {name: nowhere.index_copy(0, self.kept, x_N.to(nowhere.dtype)) for name, x_N in found.items()}
+
     def gradient(self, loss_function, options: dict, normalizer: str, ranks: list[list[Tensor]]) -> Tensor:
         """Return the gradient averaged over ranks, each of which accumulates its microbatches."""
         kept_rollout_T = self.rollout_T[self.kept]
         counts = StepCounts(num_rollouts=NUM_ROLLOUTS, num_tokens=len(self.kept), max_completion_length=16)
         tokens_per_rollout_S = rollout_count(kept_rollout_T, NUM_ROLLOUTS)
         with torch.no_grad():
-            logp_T = self.logp_and_entropy(self.initial, self.kept)[0]
+            logp_T, entropy_T = self.logp_and_entropy(self.initial, self.kept)
             log_ratio_T = logp_T - self.old_logp_T[self.kept]
             seq_log_ratio_S = sequence_ratios(
                 loss_function, log_ratio_T, self.advantages_T[self.kept], kept_rollout_T, NUM_ROLLOUTS, **options
             )
+            of_step = self.of_step(loss_function, options, logp_T, entropy_T)
         gradients = []
         for microbatches in ranks:
             weight = self.initial.clone().requires_grad_()
@@ -93,6 +118,8 @@ class ToyStep:
                     num_rollouts=NUM_ROLLOUTS,
                     weights_T=self.weights_T[tokens],
                     seq_log_ratio_S=seq_log_ratio_S,
+                    sampling_logp_T=self.samp_logp_T[tokens],
+                    step_values={name: values_T[tokens] for name, values_T in of_step.items()},
                 )
                 loss_T = loss_function(inputs, **options).loss_T
                 loss_T = loss_T + 0.1 * kl_term("unbiased", logp_T, self.ref_logp_T[tokens], inputs.old_logp_T)
