@@ -27,6 +27,7 @@ from trainer.run.assembly import Parts
 from trainer.run.hub import last_metrics, push
 from trainer.run.next_steps import CHECKOUT, next_steps
 from trainer.run.provenance import provenance
+from trainer.update.entropy_control import EntropyControl
 
 
 def restore_state(parts: Parts, directory: RunDirectory, console: RunConsole) -> Resumed | None:
@@ -41,6 +42,7 @@ def restore_state(parts: Parts, directory: RunDirectory, console: RunConsole) ->
     parts.trainer.num_steps = state.step
     parts.updater.num_updates = state.update
     parts.trainer.kl_coef = resumed.kl_coef
+    parts.updater.entropy = EntropyControl(coef=resumed.entropy_coef, entropy=state.entropy)
     parts.trainer.noise_floor = state.noise_floor
     parts.prompts.restore(state.data_cursor, state.unfinished)
     parts.prompts.resting = dict(state.resting_rows)
@@ -78,6 +80,8 @@ def save_state(parts: Parts, directory: RunDirectory, *, wandb_id: str | None) -
         resting_rows=prompts.resting,
         unfinished=prompts.unfinished,
         kl_coef=trainer.kl_coef,
+        entropy_coef=parts.updater.entropy.coef,
+        entropy=parts.updater.entropy.entropy,
         wandb_id=wandb_id,
         noise_floor=trainer.noise_floor,
         grad_norms=tuple(guard.norms),

@@ -109,7 +109,7 @@ class Scorer:
         with_routes: bool = False,
         with_entropy: bool = False,
     ) -> tuple[Tensor, np.ndarray | None]:
-        """Return the (1 to 3, N) logprobs, values and entropies, and the (row tokens, layers, k) experts of all tokens."""
+        """Return (1 to 3, N) logprobs, values and entropies, and the (row tokens, layers, k) experts of all tokens."""
         forward = partial(self._scores, with_values=with_values, with_routes=with_routes, with_entropy=with_entropy)
 
         def all_packs(token_budget: int) -> tuple[Tensor, Tensor | None]:

@@ -32,6 +32,7 @@ from trainer.objective.per_rollout import rollout_count, rollout_mean
 from trainer.objective.value_loss import clipped_value_loss
 from trainer.score.scorer import Scorer
 from trainer.update.batch_dumps import Attempt
+from trainer.update.entropy_control import EntropyControl
 from trainer.update.router_loss import RouterLoss
 from trainer.update.schedule import learning_rate
 from trainer.update.update_guard import UpdateGuard
@@ -73,6 +74,8 @@ class Updater:
         self._routers = RouterLoss(module, self.scorer, config.algorithm)
         self.num_updates = 0
         """Number of optimizer steps done; the version of the weights."""
+        self.entropy = EntropyControl(coef=config.algorithm.entropy_coef)
+        """Controller of the entropy bonus, the same on every rank."""
         self.guard = UpdateGuard(config.optimizer)
         self.dump: Callable[[Attempt, StepBatch, Targets], None] = lambda attempt, batch, targets: None
         """Callback that saves the batch of an optimizer step that the guard objects to; called on every rank."""
@@ -182,16 +185,20 @@ class Updater:
                 grad_norm=grad_norm,
             )
             self.dump(attempt, batch, targets)
+        means = {
+            name: total if name == "policy/loss" else total / max(counts.num_tokens, 1)
+            for name, total in step_sums.items()
+        }
+        if self._config.algorithm.entropy_target is not None:
+            means["policy/entropy_coef"] = self.entropy.weight(self._config.algorithm)
         if judgment.is_skipped:
             self._distributed.discard_gradients()
             self.guard.raise_after_repeated_skips(self.num_updates + 1, judgment)
         else:
             self._distributed.step(lr, grad_norm)
             self.num_updates += 1
-        means = {
-            name: total if name == "policy/loss" else total / max(counts.num_tokens, 1)
-            for name, total in step_sums.items()
-        }
+            if counts.num_tokens:
+                self.entropy = self.entropy.after(means["policy/entropy"], self._config.algorithm)
         ppo = {f"ppo/policy/{name}": means[found] for name, found in PPO_NAMES.items() if found in means}
         return {
             **means,
@@ -244,8 +251,9 @@ class Updater:
         if targets.ref_logp_N is not None and algorithm.kl_place == "loss":
             kl_T = kl_term(algorithm.kl_estimator, logp_T[keep], at_tokens(targets.ref_logp_N), old_T)
             loss_T = loss_T + algorithm.kl_coef * kl_T
-        if algorithm.entropy_coef:
-            loss_T = loss_T - algorithm.entropy_coef * entropy_T[keep]
+        entropy_coef = self.entropy.weight(algorithm)
+        if entropy_coef:
+            loss_T = loss_T - entropy_coef * entropy_T[keep]
         if targets.credit is not None and targets.returns_N is not None:
             value_loss = clipped_value_loss(
                 values_T[keep],

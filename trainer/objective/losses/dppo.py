@@ -25,9 +25,7 @@ def binary_divergence(kind: str, logp_T: "Tensor", sampling_logp_T: "Tensor") ->
     prob_T = sampling_logp_T.exp()
     if kind == "tv":
         return (logp_T.exp() - prob_T).abs()
-    rest_T, sampling_rest_T = (
-        (-x_T.expm1()).clamp(min=SMALLEST_REST) for x_T in (logp_T, sampling_logp_T)
-    )
+    rest_T, sampling_rest_T = ((-x_T.expm1()).clamp(min=SMALLEST_REST) for x_T in (logp_T, sampling_logp_T))
     return prob_T * (sampling_logp_T - logp_T) + (1 - prob_T) * (sampling_rest_T / rest_T).log()
 
 

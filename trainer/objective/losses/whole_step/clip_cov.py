@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 COV_FRACTION = Setting(
-    default=2e-4, description="clip_cov, kl_cov: share of the step's tokens that are picked; at least one", above=0, high=1
+    default=2e-4,
+    description="clip_cov, kl_cov: share of the step's tokens that are picked; at least one",
+    above=0,
+    high=1,
 )
 
 
@@ -52,7 +55,9 @@ def clip_cov(
     clip_low: Annotated[float, CLIP_LOW],
     clip_high: Annotated[float, CLIP_HIGH],
     cov_fraction: Annotated[float, COV_FRACTION],
-    cov_low: Annotated[float, Setting(default=1.0, description="clip_cov: covariance above which a token may be picked")],
+    cov_low: Annotated[
+        float, Setting(default=1.0, description="clip_cov: covariance above which a token may be picked")
+    ],
     cov_high: Annotated[
         float, Setting(default=5.0, description="clip_cov: covariance below which a token may be picked")
     ],

@@ -36,8 +36,8 @@ def kl_cov(
         float, Setting(default=1.0, description="kl_cov: weight of |log r| at the picked tokens", low=0)
     ],
 ) -> LossOutputs:
-    """l = −r A + cov_kl_coef P |log r|, r = π_θ / π_old; P = 1 for the share `cov_fraction` of the step's tokens with the
-    largest (logp − mean logp)(A − mean A).
+    """l = −r A + cov_kl_coef P |log r|, r = π_θ / π_old; P = 1 for the share `cov_fraction` of the step's tokens with
+    the largest (logp − mean logp)(A − mean A).
 
     Equations 10, 13 and 14 of the paper (arXiv 2505.22617), whose code estimates the KL by |log r|. There is no clip.
     In the first update of a batch log r = 0, and so is the gradient of the penalty: use several updates per batch.

@@ -1,4 +1,4 @@
-"""M2PO (Zheng et al. 2025, "Prosperity before Collapse", arXiv 2510.01161): a bound on the second moment of log ratios."""
+"""M2PO (Zheng et al. 2025, "Prosperity before Collapse", arXiv 2510.01161): bound the second moment of log ratios."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -44,8 +44,8 @@ def m2po(
         float, Setting(default=0.04, description="m2po: bound of the mean of (log r)^2 over the step", above=0)
     ],
 ) -> LossOutputs:
-    """l = −M r A, r = π_θ / μ per token; M = 0 for the tokens with the largest (log r)² of the step, as few as bring the
-    mean of (log r)² over the others to m2_budget.
+    """l = −M r A, r = π_θ / μ per token; M = 0 for the tokens with the largest (log r)² of the step, as few as bring
+    the mean of (log r)² over the others to m2_budget.
 
     Means and mask are over the tokens that the update moves away from μ (A > 0 and r > 1, or A < 0 and r < 1); others
     are always trained. Unlike a clip range, the budget leaves all tokens of a mildly off-policy step in place, and

@@ -41,11 +41,11 @@ def top_entropy(
         Setting(default=0.2, description="top_entropy: share of the step's tokens that are trained", above=0, high=1),
     ],
 ) -> LossOutputs:
-    """l = −M min(r A, clip(r, 1 − clip_low, 1 + clip_high) A), r = π_θ / π_old; M = 1 for the share `entropy_fraction` of
-    the step's tokens with the highest entropy of π_θ.
+    """l = −M min(r A, clip(r, 1 − clip_low, 1 + clip_high) A), r = π_θ / π_old; M = 1 for the share `entropy_fraction`
+    of the step's tokens with the highest entropy of π_θ.
 
     Equation 5 of the paper: few tokens of high entropy decide where a chain of thought goes on, and training on them
-    alone does as well or better. Masked tokens stay in the denominator. Entropies cost one more forward pass per update.
+    alone does as well or better. Masked tokens stay in the denominator. Entropies cost one more pass per update.
     """
     ratio_T = token_ratio(inputs)
     mask_T = inputs.step_values["mask"]
