@@ -69,6 +69,10 @@ class TrainerState:
     """Places of taken rows that are not trained yet; a resumed run samples them first."""
     kl_coef: float | None = None
     """Adapted weight of the KL penalty; None without a controller."""
+    entropy_coef: float | None = None
+    """Adapted weight of the entropy bonus; None in checkpoints from before the controller."""
+    entropy: float | None = None
+    """Mean entropy of the last update [nats], which decides whether the bonus acts; None without a controller."""
     wandb_id: str | None = None
     noise_floor: Mapping[str, float] = field(default_factory=dict)
     """Last measured noise floor, by metric."""
@@ -95,9 +99,10 @@ class TrainerState:
             raise ValueError(f"noise_floor: expected an object, found {self.noise_floor!r}")
         if not all(type(value) in (int, float) for value in self.noise_floor.values()):
             raise ValueError(f"noise_floor: expected numbers, found {self.noise_floor}")
-        finite = [*self.grad_norms, *([] if self.kl_coef is None else [self.kl_coef])]
+        controllers = (self.kl_coef, self.entropy_coef, self.entropy)
+        finite = [*self.grad_norms, *(number for number in controllers if number is not None)]
         if not all(type(number) in (int, float) and math.isfinite(number) for number in finite):
-            raise ValueError(f"grad_norms and kl_coef: expected finite numbers, found {finite}")
+            raise ValueError(f"grad_norms, kl_coef, entropy_coef, entropy: expected finite numbers, found {finite}")
         if not isinstance(self.wandb_id, str | None):
             raise ValueError(f"wandb_id: expected text, found {self.wandb_id!r}")
 

@@ -31,6 +31,8 @@ class Resumed:
     """True if the checkpoint belongs to another run."""
     kl_coef: float
     """Weight of the KL penalty to continue with."""
+    entropy_coef: float
+    """Weight of the entropy bonus to continue with."""
     warnings: tuple[str, ...] = ()
 
 
@@ -54,7 +56,9 @@ def restore(
     before = checkpoint.saved_settings(path) or {}
     _refuse_other_optimizer(path, before, config)
     state = checkpoint.load(path, distributed)
-    kl_coef, warnings = _kl_coef(state, before, config)
+    kl_coef, warnings = _continued("kl_coef", "kl_target", state.kl_coef, before, config)
+    entropy_coef, changed_entropy = _continued("entropy_coef", "entropy_target", state.entropy_coef, before, config)
+    warnings += changed_entropy
     if checkpoint.is_resharded(path, distributed):
         warnings.append(
             f"{path.name} was saved by other ranks: parameters and moments are restored bit for bit, but sums over "
@@ -79,7 +83,14 @@ def restore(
                 f"{', '.join(sorted(newer))} came after {path.name}: resume=auto takes the newest of them until this "
                 "run has overwritten them"
             )
-    resumed = Resumed(path=path, state=state, is_fork=is_fork, kl_coef=kl_coef, warnings=tuple(warnings))
+    resumed = Resumed(
+        path=path,
+        state=state,
+        is_fork=is_fork,
+        kl_coef=kl_coef,
+        entropy_coef=entropy_coef,
+        warnings=tuple(warnings),
+    )
     return resumed, messages
 
 
@@ -93,16 +104,20 @@ def _refuse_other_optimizer(path: Path, before: Mapping[str, Any], config: Confi
         )
 
 
-def _kl_coef(state: TrainerState, before: Mapping[str, Any], config: Config) -> tuple[float, list[str]]:
-    """Return the controller's coefficient, or the setting if the user changed it, and warnings."""
-    algorithm = config.algorithm
-    if algorithm.kl_target is None or state.kl_coef is None:
-        return algorithm.kl_coef, []
-    started_with = flat(before).get("algorithm.kl_coef", algorithm.kl_coef)
-    if started_with == algorithm.kl_coef:
-        return state.kl_coef, []
-    return algorithm.kl_coef, [
-        f"algorithm.kl_coef was changed from {started_with} to {algorithm.kl_coef}: the controller restarts from the "
-        f"new value and drops the checkpoint's coefficient, {state.kl_coef:.6g}; set algorithm.kl_coef={started_with} "
-        "to keep it"
+def _continued(
+    name: str, target: str, saved: float | None, before: Mapping[str, Any], config: Config
+) -> tuple[float, list[str]]:
+    """Return the coefficient of a controller, or the setting if the user changed it, and warnings.
+
+    name, target: settings of `algorithm`. saved: the coefficient of the checkpoint.
+    """
+    now = getattr(config.algorithm, name)
+    if getattr(config.algorithm, target) is None or saved is None:
+        return now, []
+    started_with = flat(before).get(f"algorithm.{name}", now)
+    if started_with == now:
+        return saved, []
+    return now, [
+        f"algorithm.{name} was changed from {started_with} to {now}: the controller restarts from the new value and "
+        f"drops the checkpoint's coefficient, {saved:.6g}; set algorithm.{name}={started_with} to keep it"
     ]

@@ -32,6 +32,11 @@ def algorithm_warnings(config: Config) -> Iterator[str]:
             "algorithm.loss=gspo with algorithm.normalizer=token weights rollouts by their length; GSPO weights them "
             "equally: set algorithm.normalizer=grpo"
         )
+    if updates == 1 and algorithm.loss == "kl_cov" and config.correction.logp_old != "bypass":
+        yield (
+            "algorithm.loss=kl_cov with one update per rollout batch has log r = 0, so its penalty has no gradient: "
+            "set algorithm.minibatches=2, or algorithm=clip_cov"
+        )
     if updates > 1 and not POLICY_LOSSES[algorithm.loss].has_ratio:
         yield (
             f"algorithm.loss={algorithm.loss} has no ratio, so {updates - 1} of the {updates} updates of a rollout "

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trainer.config.hints import closest
-from trainer.config.schema import Config
+from trainer.config.schema import Config, CorrectionConfig
 from trainer.objective.correction.modes import CORRECTION_MODES, REJECTION_CRITERIA
 from trainer.objective.declare import POLICY_LOSSES
+from trainer.setting import typed
 
 
 def correction_problems(config: Config) -> Iterator[str]:
@@ -27,6 +28,8 @@ def correction_problems(config: Config) -> Iterator[str]:
     has_weights = CORRECTION_MODES[correction.mode].control is not None
     if correction.logp_old == "bypass":
         yield from _bypass(config, has_weights=has_weights)
+    if has_weights and POLICY_LOSSES[config.algorithm.loss].weighs_by_sampling:
+        yield from _unweighted(config)
     if correction.routing_replay != "off":
         yield from _replay(config)
     for name, threshold in correction.rejection.items():
@@ -43,6 +46,18 @@ def correction_problems(config: Config) -> Iterator[str]:
         elif not threshold > 0:
             setting = f"correction.rejection.{name}"
             yield f"{setting}={threshold} must be greater than 0; set {setting}=0.01"
+
+
+def _unweighted(config: Config) -> Iterator[str]:
+    """Yield settings of weights, if the ratio of the loss takes their place."""
+    default, loss = CorrectionConfig(), config.algorithm.loss
+    for name in ("mode", "high", "low", "batch_normalize"):
+        if (value := getattr(config.correction, name)) != getattr(default, name):
+            yield (
+                f"correction.{name}={typed(value)} has no effect with algorithm.loss={loss}, whose ratio is to the "
+                f"engine's policy and carries the mismatch; set correction.{name}={typed(getattr(default, name))}, or "
+                "algorithm.loss=ppo_clip"
+            )
 
 
 def _replay(config: Config) -> Iterator[str]:

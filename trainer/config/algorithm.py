@@ -15,6 +15,7 @@ from rewards.length import RULES
 from trainer.config.conditions import (
     ADAPTED_KL,
     CRITIC,
+    ENTROPY_TARGET,
     HORIZON,
     KL_IN_LOSS,
     KL_PLACED,
@@ -54,7 +55,17 @@ class AlgorithmFields:
         low=0,
         when=CRITIC,
     )
-    entropy_coef: float = setting(0.0, "weight of the entropy bonus", low=0)
+    entropy_coef: float = setting(0.0, "weight of the entropy bonus; with entropy_target the first one", low=0)
+    entropy_target: float | None = setting(
+        None, "entropy per token below which entropy_coef acts and grows [nats]; null: entropy_coef is fixed", above=0
+    )
+    entropy_coef_step: float = setting(
+        0.005,
+        "growth of entropy_coef per update below entropy_target, and its loss above",
+        above=0,
+        when=ENTROPY_TARGET,
+    )
+    entropy_coef_max: float = setting(1.0, "largest adapted entropy_coef", above=0, when=ENTROPY_TARGET)
     router_aux_coef: float | None = setting(
         0.0,
         "mixtures of experts: weight of the load-balancing loss of the routers; null: the model's router_aux_loss_coef",

@@ -42,6 +42,7 @@ ADAPTED_KL = When(
     holds=lambda c: c.has_critic and c.algorithm.kl_place == "reward" and c.algorithm.kl_coef > 0,
 )
 TRACKED_KL = When(instead="algorithm.kl_target=6", holds=lambda c: c.algorithm.kl_target is not None)
+ENTROPY_TARGET = When(instead="algorithm.entropy_target=0.2", holds=lambda c: c.algorithm.entropy_target is not None)
 KL_PLACED = When(
     instead="algorithm.kl_coef=0.05",
     holds=lambda c: c.algorithm.kl_coef > 0 or ADVANTAGES[c.algorithm.advantage].kl_in_reward,

@@ -70,12 +70,25 @@ class PolicyLoss(Declared):
     (T,) and settings -> (T,) values, whose mean over the rollout is `LossInputs.seq_log_ratio_S`."""
     has_sequence_ratio: Callable[..., bool] = lambda **settings: True
     """Settings -> False where the loss does not use it."""
+    step_values: Callable[..., Mapping[str, Any]] | None = None
+    """For losses that compare a token with others of its optimizer step: `StepInputs` and settings -> named (N,)
+    tensors, `LossInputs.step_values` at the tokens of a microbatch. Every rank computes them before the first backward
+    pass, so ranks and microbatches do not change them."""
+    needs_entropy: bool = False
+    """True if `step_values` reads entropies, which cost one more forward pass per update."""
+    weighs_by_sampling: bool = False
+    """True if its ratio is to the sampling policy: it takes no weights of the rollout correction, which are part of
+    this ratio."""
 
     def sequence_values(self, settings: object) -> Callable[..., Any] | None:
         """Return `sequence_log_ratio` with its settings bound, or None if it is not used."""
         if self.sequence_log_ratio is None or not self.has_sequence_ratio(**self.values(settings)):
             return None
         return partial(self.sequence_log_ratio, **self.values(settings))
+
+    def whole_step(self, settings: object) -> Callable[..., Mapping[str, Any]] | None:
+        """Return `step_values` with its settings bound, or None if the loss has none."""
+        return None if self.step_values is None else partial(self.step_values, **self.values(settings))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

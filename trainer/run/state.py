@@ -28,6 +28,7 @@ from trainer.run.assembly import Parts
 from trainer.run.hub import last_metrics, push
 from trainer.run.next_steps import CHECKOUT, next_steps
 from trainer.run.provenance import provenance
+from trainer.update.entropy_control import EntropyControl
 
 
 def restore_state(parts: Parts, directory: RunDirectory, console: RunConsole) -> Resumed | None:
@@ -42,6 +43,7 @@ def restore_state(parts: Parts, directory: RunDirectory, console: RunConsole) ->
     parts.trainer.num_steps = state.step
     parts.updater.num_updates = state.update
     parts.trainer.kl_coef = resumed.kl_coef
+    parts.updater.entropy = EntropyControl(coef=resumed.entropy_coef, entropy=state.entropy)
     parts.trainer.noise_floor = state.noise_floor
     position = Position(cursor=state.data_cursor, skipped=tuple(state.data_skipped), unfinished=tuple(state.unfinished))
     other_data = parts.prompts.resume(position, state.curriculum, state.data_rows)
@@ -82,6 +84,8 @@ def save_state(parts: Parts, directory: RunDirectory, *, wandb_id: str | None) -
         curriculum=prompts.curriculum.state() if prompts.curriculum is not None else {},
         unfinished=position.unfinished,
         kl_coef=trainer.kl_coef,
+        entropy_coef=parts.updater.entropy.coef,
+        entropy=parts.updater.entropy.entropy,
         wandb_id=wandb_id,
         noise_floor=trainer.noise_floor,
         grad_norms=tuple(guard.norms),

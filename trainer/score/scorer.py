@@ -76,8 +76,8 @@ class Scorer:
         )
 
     def forward(self, packed: PackedBatch, **arguments: bool) -> tuple[Tensor, ...]:
-        """Run the module on a pack without entropy. arguments: further ones of its forward."""
-        return self._module(packed, temperature=self._temperature, with_entropy=False, **arguments)
+        """Run the module on a pack, by default without entropy. arguments: further ones of its forward."""
+        return self._module(packed, temperature=self._temperature, **{"with_entropy": False, **arguments})
 
     def score(self, batch: StepBatch, rows: Sequence[int] | None = None, *, token_budget: int | None = None) -> Tensor:
         """Return (N,) float32 logprobs of trained tokens, 0 outside of `rows` (default: all); a collective."""
@@ -94,6 +94,11 @@ class Scorer:
         outputs_N, routed = self._run(batch, range(len(batch.rows)), with_values=values, with_routes=routes)
         return outputs_N[0], outputs_N[1] if values else None, batch if routed is None else batch.with_routes(routed)
 
+    def score_with_entropy(self, batch: StepBatch, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return (N,) float32 logprobs and entropies [nats] of trained tokens, 0 outside of `rows`; a collective."""
+        outputs_N, _ = self._run(batch, rows, with_entropy=True)
+        return outputs_N[0], outputs_N[1]
+
     def _run(
         self,
         batch: StepBatch,
@@ -102,13 +107,14 @@ class Scorer:
         *,
         with_values: bool = False,
         with_routes: bool = False,
+        with_entropy: bool = False,
     ) -> tuple[Tensor, np.ndarray | None]:
-        """Return the (1 or 2, N) logprobs and values, and the (row tokens, layers, k) experts of all tokens."""
-        forward = partial(self._scores, with_values=with_values, with_routes=with_routes)
+        """Return (1 to 3, N) logprobs, values and entropies, and the (row tokens, layers, k) experts of all tokens."""
+        forward = partial(self._scores, with_values=with_values, with_routes=with_routes, with_entropy=with_entropy)
 
         def all_packs(token_budget: int) -> tuple[Tensor, Tensor | None]:
             packs = self.plan(batch, rows, token_budget=token_budget).microbatches[self._distributed.rank]
-            outputs_N = torch.zeros(1 + with_values, batch.layout.num_tokens)
+            outputs_N = torch.zeros(1 + with_values + with_entropy, batch.layout.num_tokens)
             outputs: list[tuple[Tensor, Tensor]] = []
             routes: list[Tensor] = []
             for pack in packs:
@@ -145,15 +151,15 @@ class Scorer:
         return of_rows
 
     def _scores(
-        self, packed: PackedBatch, *, with_values: bool = False, with_routes: bool = False
+        self, packed: PackedBatch, *, with_values: bool = False, with_routes: bool = False, with_entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Return (1, T) logprobs, or (2, T) logprobs and values, and the experts of all tokens if asked for."""
-        arguments = {
-            name: True for name, is_set in (("with_values", with_values), ("with_routes", with_routes)) if is_set
-        }
-        logp_T, _, *others = self.forward(packed, **arguments)
+        """Return (1, T) logprobs, with values and entropies below them, and the experts of all tokens, if asked for."""
+        asked = {"with_values": with_values, "with_routes": with_routes, "with_entropy": with_entropy}
+        arguments = {name: True for name, is_set in asked.items() if is_set}
+        logp_T, entropy_T, *others = self.forward(packed, **arguments)
         routes = others.pop() if with_routes else None
-        return torch.stack([output_T.float() for output_T in (logp_T, *others)]), routes
+        outputs = (logp_T, *others, *([entropy_T] if with_entropy else []))
+        return torch.stack([output_T.float() for output_T in outputs]), routes
 
     def refuse_leaks(self, policy: Policy, *, dtype: torch.dtype, with_values: bool) -> None:
         """Raise `ConfigError` if rows of a pack can see each other; a collective.

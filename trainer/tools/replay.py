@@ -50,6 +50,7 @@ from trainer.run.library_logs import quiet_third_parties
 from trainer.score.reference import make_reference
 from trainer.step import Trainer
 from trainer.update.batch_dumps import read_dump, read_given
+from trainer.update.entropy_control import EntropyControl
 from trainer.update.optimizer import make_optimizer
 from trainer.update.updater import Updater
 
@@ -284,6 +285,8 @@ class _Replay:
         if path is not None:
             self._state = checkpoint.load(path, distributed)
             self._updater.guard.norms.extend(self._state.grad_norms)
+            if config.algorithm.entropy_target is not None and self._state.entropy_coef is not None:
+                self._updater.entropy = EntropyControl(coef=self._state.entropy_coef, entropy=self._state.entropy)
             if checkpoint.is_resharded(path, distributed):
                 self._is_exact = False
                 warn("the run had other ranks: sums are rounded in another order here, so numbers differ a little")

@@ -101,6 +101,8 @@ class RolloutStep:
     """True if the old logprobs are still those of θ."""
     update: int
     """Number of updates done before this step."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus in this step."""
 
 
 class OnRollouts(Protocol):

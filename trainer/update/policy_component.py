@@ -29,6 +29,7 @@ from trainer.objective.value_loss import clipped_value_loss
 from trainer.score.scorer import Scorer
 from trainer.update.components import Outputs, RolloutStep, Share, component_metrics
 from trainer.update.router_loss import RouterLoss, RouterStep
+from trainer.update.whole_step import WholeStep
 
 PPO_NAMES = {"approxkl": "policy/approx_kl", "clipfrac": "policy/clip_frac", "entropy": "policy/entropy"}
 """Names of metrics in the PPO literature, reported with a critic."""
@@ -44,6 +45,7 @@ class PolicyComponent:
         loss = POLICY_LOSSES[config.algorithm.loss]
         self.loss: Callable[[LossInputs], LossOutputs] = loss.configured(config.algorithm)
         self._sequence_values = loss.sequence_values(config.algorithm)
+        self._whole_step = WholeStep(loss, config)
 
     def term(self, step: RolloutStep) -> PolicyTerm:
         """Return the term of an optimizer step; a collective."""
@@ -56,6 +58,10 @@ class PolicyComponent:
             counts=counts,
             tokens_S=tokens_S,
             seq_log_ratio_S=self._sequence_log_ratio(step),
+            step_values=self._whole_step.values(
+                self._scorer, step.batch, step.targets, step.rows, is_first=step.is_first, update=step.update
+            ),
+            entropy_coef=step.entropy_coef,
             critic_only=self._config.trains_critic_alone(step.update),
             routers=self._routers.opened(step.batch, step.rows, keep_N, counts.num_tokens),
         )
@@ -96,6 +102,9 @@ class PolicyTerm:
     tokens_S: Tensor
     """Kept tokens of each rollout."""
     seq_log_ratio_S: Tensor | None
+    step_values: Mapping[str, Tensor]
+    """(N,) values of the loss over the whole step, by name."""
+    entropy_coef: float
     critic_only: bool
     """True if the value loss is the only one."""
     routers: RouterStep
@@ -126,14 +135,16 @@ class PolicyTerm:
                 num_rollouts=len(self.tokens_S),
                 weights_T=weights_T,
                 seq_log_ratio_S=None if seq_log_ratio_S is None else seq_log_ratio_S.to(logp_T.device),
+                sampling_logp_T=packed.sampling_logprobs_T[keep].to(logp_T.dtype),
+                step_values={name: at_tokens(values_N) for name, values_N in self.step_values.items()},
             )
         )
         loss_T, sums = made.loss_T, dict(made.metrics)
         if targets.ref_logp_N is not None and algorithm.kl_place == "loss":
             kl_T = kl_term(algorithm.kl_estimator, logp_T[keep], at_tokens(targets.ref_logp_N), old_T)
             loss_T = loss_T + algorithm.kl_coef * kl_T
-        if algorithm.entropy_coef:
-            loss_T = loss_T - algorithm.entropy_coef * entropy_T[keep]
+        if self.entropy_coef:
+            loss_T = loss_T - self.entropy_coef * entropy_T[keep]
         if self.critic_only:
             loss_T = torch.zeros_like(loss_T)
         if targets.credit is not None and targets.returns_N is not None:
@@ -164,5 +175,7 @@ class PolicyTerm:
         }
         if self.targets.credit is not None:
             means |= {f"ppo/policy/{name}": means[found] for name, found in PPO_NAMES.items() if found in means}
+        if self.algorithm.entropy_target is not None:
+            means["policy/entropy_coef"] = self.entropy_coef
         of_component = component_metrics("policy", loss=means["policy/loss"], weight=1.0, num_tokens=num_tokens)
         return {**means, **of_component, **self.routers.metrics(totals)}

@@ -38,8 +38,8 @@ class RouterShare:
     loss: Tensor | None
     """Weighted aux loss and z-loss; None if both are off."""
     sums: Mapping[str, Tensor]
-    """Sums over tokens of each loss, not weighted, and of the share of layers with flipped routes; and the load. Empty in
-    dense models."""
+    """Sums over tokens of each loss, not weighted, of the share of layers with flipped routes, and of the load. Empty
+    in dense models."""
 
 
 class RouterLoss:

@@ -20,6 +20,7 @@ from trainer.distributed.distributed import Distributed
 from trainer.score.scorer import Scorer
 from trainer.update.batch_dumps import Attempt
 from trainer.update.components import GivenRows, OnRollouts, RolloutStep, TokenSet
+from trainer.update.entropy_control import EntropyControl
 from trainer.update.optimizer_step import OptimizerStep
 from trainer.update.policy_component import PolicyComponent
 from trainer.update.router_loss import RouterLoss
@@ -66,6 +67,8 @@ class Updater:
         self.given = given
         self.num_updates = 0
         """Number of optimizer steps done; the version of the weights."""
+        self.entropy = EntropyControl(coef=config.algorithm.entropy_coef)
+        """Controller of the entropy bonus, the same on every rank."""
         self.guard = UpdateGuard(config.optimizer)
         self._stepper = OptimizerStep(
             module, distributed, self.scorer, routers=self._routers, guard=self.guard, has_critic=config.has_critic
@@ -122,7 +125,13 @@ class Updater:
         rows = np.flatnonzero(np.isin(batch.layout.rollout_index, rollouts)).tolist()
         drawn = {one.name: one.draw() for one in self.given} if given is None else given
         step = RolloutStep(
-            batch=batch, targets=targets, rollouts=rollouts, rows=rows, is_first=is_first, update=self.num_updates
+            batch=batch,
+            targets=targets,
+            rollouts=rollouts,
+            rows=rows,
+            is_first=is_first,
+            update=self.num_updates,
+            entropy_coef=self.entropy.weight(self._config.algorithm),
         )
         on_rollouts = TokenSet(
             batch=batch,
@@ -152,6 +161,8 @@ class Updater:
             self.guard.raise_after_repeated_skips(self.num_updates + 1, judgment)
         else:
             self.num_updates += 1
+            if stepped.metrics["loss/policy_tokens"]:
+                self.entropy = self.entropy.after(stepped.metrics["policy/entropy"], self._config.algorithm)
         return dict(stepped.metrics)
 
     def _learning_rate(self) -> float:

@@ -25,6 +25,7 @@ from trainer.credit.old_policy import FromEngine, Recomputed
 from trainer.credit.targets import Logprobs, rollout_targets
 from trainer.distributed.distributed import Distributed
 from trainer.model.policy import Policy
+from trainer.objective.declare import POLICY_LOSSES
 from trainer.score.reference import make_reference
 from trainer.update.updater import Updater
 
@@ -34,11 +35,21 @@ PRESETS = Path(__file__).resolve().parents[3] / "configs" / "algorithm"
 ROUTER_LOSSES = {"router_aux_coef": 0.5, "router_z_coef": 0.02}
 
 
+BITING = {
+    "ppo_clip": {"clip_low": 0.05, "clip_high": 0.1},
+    "dppo": {"divergence_bound": 3e-4},
+    "opsm": {"off_policy_kl": 0.01},
+    "m2po": {"m2_budget": 0.02},
+    "clip_cov": {"cov_fraction": 0.1, "cov_low": 0.01},
+    "kl_cov": {"cov_fraction": 0.1},
+}
+"""Bounds by loss that are narrow enough to clip or mask some tokens of this batch."""
+
+
 def settings_of(preset: str, **more: float) -> AlgorithmConfig:
-    """Return the preset with KL and entropy terms and a clip that is narrow enough to clip this batch on both sides."""
+    """Return the preset with KL and entropy terms and bounds that are narrow enough for this batch."""
     values = yaml.safe_load((PRESETS / f"{preset}.yaml").read_text())
-    if values["loss"] == "ppo_clip":
-        values |= {"clip_low": 0.05, "clip_high": 0.1}
+    values |= BITING.get(values["loss"], {})
     return AlgorithmConfig(**values, kl_coef=0.1, entropy_coef=0.01, **more)
 
 
@@ -105,6 +116,16 @@ class GradientsOnly(Distributed):
             self.module.zero_grad()
 
 
+def sampled_with(batch: StepBatch, logprobs: np.ndarray) -> StepBatch:
+    """Return the batch with other (N,) sampling logprobs."""
+    rows = []
+    for row, start in zip(batch.rows, batch.layout.token_start, strict=False):
+        sampling = row.sampling_logprobs.copy()
+        sampling[row.loss_mask] = logprobs[start : start + row.loss_mask.sum()]
+        rows.append(replace(row, sampling_logprobs=sampling))
+    return replace(batch, rows=tuple(rows))
+
+
 def count_runs(modules: dict[str, torch.nn.Module]) -> Counter[str]:
     """Count the forward passes of each module with gradients, including recomputation in backward."""
     runs: Counter[str] = Counter()
@@ -121,7 +142,7 @@ def main(model_dir: str, out: str, algorithms: str, token_budget: str, *flags: s
     runs = count_runs({"pack": policy, "layer": policy.causal_lm.get_decoder().get_submodule("layers.0")})
     module = distributed.prepare(policy, torch.optim.SGD(policy.parameters(), lr=1.0))
     greedy_rewards = dict.fromkeys(range(3), 0.5)
-    batch = StepBatch.of(fixed_rollouts(), mask_truncated=False, greedy_rewards=greedy_rewards, with_states=True)
+    sampled = StepBatch.of(fixed_rollouts(), mask_truncated=False, greedy_rewards=greedy_rewards, with_states=True)
     result: dict[str, np.ndarray] = {}
     reference = None
     for name in algorithms.split(","):
@@ -130,19 +151,26 @@ def main(model_dir: str, out: str, algorithms: str, token_budget: str, *flags: s
         config.model.path = model_dir
         config.share_prefixes = "never" if "apart" in flags else "auto"
         updater = Updater(module, distributed, config)
+        updater.entropy = replace(updater.entropy, entropy=0.1)  # below the target of an adaptive bonus, so it acts
         reference = reference or make_reference(config, distributed, module)
         assert reference is not None
-        scored = updater.scorer.score(batch)
+        scored = updater.scorer.score(sampled)
         # Off-policy on purpose: ratios must differ from 1, or clipping and sequence levels would not be seen.
-        noise = torch.from_numpy(np.random.default_rng(1).normal(size=(2, len(scored)))).float()
+        noise = torch.from_numpy(np.random.default_rng(1).normal(size=(3, len(scored)))).float()
         old = scored + 0.15 * noise[0]
-        result |= {"policy/scored": scored.numpy(), "reference/scored": reference.score(batch).numpy()}
+        result |= {"policy/scored": scored.numpy(), "reference/scored": reference.score(sampled).numpy()}
+        # The engine of the fixed rollouts is another model: too far away for losses that are measured against it.
+        declared = POLICY_LOSSES[algorithm.loss]
+        is_measured = declared.weighs_by_sampling or declared.step_values is not None
+        batch = sampled_with(sampled, (old + 0.15 * noise[2]).numpy()) if is_measured else sampled
         logprobs = Logprobs(old=Recomputed(old), ref_N=scored + 0.2 * noise[1])
         correction = StepCorrection.of(batch, logprobs.old, CorrectionConfig(mode="token_truncate"))
         targets, _ = rollout_targets(batch, logprobs, correction, config)
         assert targets.advantages_N.abs().min() > 0, "a token without an advantage proves nothing of the loss"
         # `old` is not of the weights before this update, so losses per sequence need the ratio of a pass of their own.
         metrics = updater.update(batch, replace(targets, old=FromEngine(old))).metrics
+        masked = metrics.get("policy/step_mask_frac", metrics["policy/clip_frac"] if algorithm.loss == "dppo" else 0.5)
+        assert 0 < masked < 0.9, f"{name} masks a share of {masked}, so its mask is not tested"
         result |= {
             f"metrics/{metric}": np.array(value) for metric, value in metrics.items() if metric.startswith("router/")
         }

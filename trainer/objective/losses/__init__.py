@@ -1,5 +1,7 @@
 """Policy losses: pure functions, one file each, declared as in `trainer/objective/declare.py`.
 
+Those of `whole_step/` compare the tokens of an optimizer step before its first backward pass.
+
 The inputs hold only tokens of the loss mask. Normalization (`trainer/objective/loss_normalization.py`), the KL term
 (`trainer/objective/kl.py`) and the entropy bonus are separate. The loss of a microbatch is
 

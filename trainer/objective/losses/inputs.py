@@ -1,11 +1,13 @@
 """Inputs and outputs of a policy loss, and functions that several losses share.
 
-Dimensions: `_T` tokens of the loss mask in a microbatch, flat and without padding; `_S` rollouts of the optimizer step.
+Dimensions: `_T` tokens of the loss mask in a microbatch, flat and without padding; `_N` those of the optimizer step, on
+all ranks; `_S` rollouts of the optimizer step.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from trainer.objective.kl import bounded, k2
@@ -41,6 +43,10 @@ class LossInputs:
     """Weights of the rollout correction, factors of each token's loss; None: 1."""
     seq_log_ratio_S: Tensor | None = None
     """Mean of the loss's `sequence_log_ratio` over all tokens of each rollout, in all microbatches."""
+    sampling_logp_T: Tensor | None = None
+    """log μ, by the engine that sampled the tokens; given in training."""
+    step_values: Mapping[str, Tensor] = field(default_factory=dict)
+    """Values of the loss's `step_values` at the tokens of the microbatch, (T,) each."""
 
     def __post_init__(self) -> None:
         shapes = {
@@ -49,8 +55,8 @@ class LossInputs:
             "advantages_T": self.advantages_T.shape,
             "rollout_T": self.rollout_T.shape,
         }
-        if self.weights_T is not None:
-            shapes["weights_T"] = self.weights_T.shape
+        given = {"weights_T": self.weights_T, "sampling_logp_T": self.sampling_logp_T, **self.step_values}
+        shapes |= {name: tensor.shape for name, tensor in given.items() if tensor is not None}
         if len(set(shapes.values())) != 1 or self.logp_T.ndim != 1:
             found = {name: tuple(shape) for name, shape in shapes.items()}
             raise ValueError(f"loss inputs must be flat and of one length, one entry per trained token; found {found}")
@@ -59,6 +65,35 @@ class LossInputs:
                 f"seq_log_ratio_S has shape {tuple(self.seq_log_ratio_S.shape)}, expected ({self.num_rollouts},), "
                 "one entry per rollout of the step"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepInputs:
+    """All tokens of the loss mask of an optimizer step, the same on every rank, in the order of the rows. Detached.
+
+    Raises ValueError for shapes that differ.
+    """
+
+    logp_N: Tensor
+    """log π_θ before the update."""
+    old_logp_N: Tensor
+    """log π_old."""
+    sampling_logp_N: Tensor
+    """log μ, by the engine."""
+    advantages_N: Tensor
+    rollout_N: Tensor
+    """int64, 0..num_rollouts−1."""
+    num_rollouts: int
+    seed: int
+    """Seed of random choices, from that of the run and the number of the update."""
+    entropy_N: Tensor | None = None
+    """Entropy of π_θ before the update [nats]; None unless the loss declares `needs_entropy`."""
+
+    def __post_init__(self) -> None:
+        tensors = (self.logp_N, self.old_logp_N, self.sampling_logp_N, self.advantages_N, self.rollout_N)
+        shapes = {tuple(tensor.shape) for tensor in (*tensors, self.entropy_N) if tensor is not None}
+        if len(shapes) != 1 or self.logp_N.ndim != 1:
+            raise ValueError(f"step inputs must be flat and of one length, one entry per trained token; found {shapes}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -72,6 +107,12 @@ class LossOutputs:
 def token_ratio(inputs: LossInputs) -> Tensor:
     """Return (T,) π_θ / π_old with gradient; its log is clamped to ±20, with gradient 0 outside."""
     return bounded(inputs.logp_T - inputs.old_logp_T.detach()).exp()
+
+
+def sampling_ratio(inputs: LossInputs) -> Tensor:
+    """Return (T,) π_θ / μ with gradient, for losses that declare `weighs_by_sampling`; its log is clamped to ±20."""
+    assert inputs.sampling_logp_T is not None, "a loss with the ratio to the sampling policy needs its logprobs"
+    return bounded(inputs.logp_T - inputs.sampling_logp_T.detach()).exp()
 
 
 def plain_log_ratio(log_ratio_T: Tensor, advantages_T: Tensor, **settings: object) -> Tensor:

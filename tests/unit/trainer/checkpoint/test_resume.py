@@ -88,6 +88,18 @@ def test_the_controllers_coefficient_continues_unless_the_user_changed_it(tmp_pa
     assert resumed(now, tmp_path).kl_coef == 0.2
 
 
+def test_the_entropy_controller_continues_unless_the_user_changed_its_coefficient(tmp_path: Path) -> None:
+    def adaptive(coef: float) -> Config:
+        return Config(algorithm=AlgorithmConfig(entropy_coef=coef, entropy_target=0.2), resume="auto", run_name="a")
+
+    save(tmp_path, 4, adaptive(0.0), entropy_coef=0.035, entropy=0.1875)
+    found = resumed(adaptive(0.0), tmp_path)
+    assert (found.entropy_coef, found.state.entropy, found.warnings) == (0.035, 0.1875, ())
+    changed = resumed(adaptive(0.01), tmp_path)
+    assert changed.entropy_coef == 0.01
+    assert any("algorithm.entropy_coef was changed from 0.0 to 0.01" in sentence for sentence in changed.warnings)
+
+
 def test_all_counters_are_restored(tmp_path: Path) -> None:
     state = {"noise_floor": {"a": 1e-9}, "grad_norms": [1.0, 2.5], "skipped_updates": 3, "skipped_in_a_row": 1}
     save(tmp_path, 4, config(), **state)
@@ -97,7 +109,8 @@ def test_all_counters_are_restored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"step": -1}, {"grad_norms": ["a"]}, {"grad_norms": [float("nan")]},
-                                   {"noise_floor": 3}, {"kl_coef": float("inf")}, {"wandb_id": 5}])  # fmt: skip
+                                   {"noise_floor": 3}, {"kl_coef": float("inf")}, {"wandb_id": 5},
+                                   {"entropy": float("nan")}, {"entropy_coef": "a"}])  # fmt: skip
 def test_an_invalid_state_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
     path = save(tmp_path, 4, config())
     manifest = json.loads((path / checkpoint.MANIFEST).read_text())

@@ -52,6 +52,12 @@ def test_several_updates_of_a_loss_without_a_ratio_are_off_policy(setting: str) 
     assert warnings("algorithm=grpo", setting) == []
 
 
+def test_kl_cov_with_one_update_per_batch_has_no_penalty() -> None:
+    (sentence,) = warnings("algorithm=kl_cov", "algorithm.minibatches=1")
+    assert "set algorithm.minibatches=2" in sentence
+    assert warnings("algorithm=kl_cov", "algorithm.minibatches=1", "correction=bypass") == []
+
+
 @pytest.mark.parametrize("preset", sorted(path.stem for path in Path(CONFIG_DIR, "algorithm").glob("*.yaml")))
 def test_presets_are_what_their_names_say(preset: str) -> None:
     assert warnings(f"algorithm={preset}") == []

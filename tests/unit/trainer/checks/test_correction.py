@@ -50,3 +50,19 @@ def test_routes_are_replayed_only_where_that_works() -> None:
     assert replay_problems("engine", correction__logp_old="bypass", correction__mode="off") == []
     (problem,) = replay_problems("old", correction__logp_old="bypass", correction__mode="off")
     assert "which correction.logp_old=bypass leaves out" in problem
+
+
+@pytest.mark.parametrize("loss", ["dppo", "m2po", "vespo"])
+def test_weights_are_refused_where_the_ratio_of_the_loss_takes_their_place(loss: str) -> None:
+    config = Config()
+    config.algorithm.loss = loss
+    assert list(correction_problems(config)) == []
+    config.correction.mode, config.correction.high = "token_mask", 3.0
+    first, second = correction_problems(config)
+    assert f"correction.mode=token_mask has no effect with algorithm.loss={loss}" in first
+    assert "set correction.mode=token_truncate, or algorithm.loss=ppo_clip" in first
+    assert "set correction.high=2.0" in second
+    config.correction.mode = "off"
+    assert list(correction_problems(config)) == []
+    config.algorithm.loss, config.correction.mode = "opsm", "token_mask"
+    assert list(correction_problems(config)) == []

@@ -47,6 +47,7 @@ REFUSED = [
     ("algorithm.kl_place=reward", "does nothing with algorithm.kl_coef=0.0; set algorithm.kl_coef=0.05"),
     ("algorithm.kl_estimator=k1", "set algorithm.kl_coef=0.05"),
     ("algorithm=rloo algorithm.kl_coef=0.1 algorithm.kl_estimator=k2", "algorithm.kl_place=reward; set"),
+    ("algorithm.entropy_coef_max=0.1", "set algorithm.entropy_target=0.2, or algorithm.entropy_coef_max=1.0"),
     ("algorithm.kl_horizon=50000", "algorithm.kl_target=null; set algorithm.kl_target=6"),
     ("algorithm.gae_lambda=1.0", "set algorithm.advantage=gae, or algorithm.gae_lambda=0.95"),
     ("algorithm.gamma=0.9", "set algorithm.advantage=gae, or algorithm.gamma=1.0"),

@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fixtures.losses import sequence_ratios
+from tests.fixtures.losses import sequence_ratios, step_values
 from trainer.objective.advantages import ADVANTAGES
 from trainer.objective.advantages.inputs import AdvantageInputs, RewardTerms
 from trainer.objective.kl import kl_term
 from trainer.objective.loss_normalization import StepCounts, loss_coefficients, normalized_loss
 from trainer.objective.losses import POLICY_LOSSES
-from trainer.objective.losses.inputs import LossInputs
+from trainer.objective.losses.inputs import LossInputs, StepInputs
 
 grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer", reason="TRL is a peer to compare with, not a dependency")
 
@@ -42,11 +42,18 @@ class Batch:
         self.ref = self.logp + 0.3 * normal(ROWS, COLUMNS)
         self.ratio = (0.2 * normal(ROWS, COLUMNS)).exp()
         self.advantages = normal(ROWS)
+        self.entropy = normal(ROWS, COLUMNS).abs()
         lengths = torch.tensor([8, 7, 3, 1, 0])
         self.mask = torch.arange(COLUMNS) < lengths[:, None]
         self.tool_mask = torch.ones_like(self.mask)
         self.tool_mask[1, 2:4] = False
         self.trained = self.mask & self.tool_mask
+        self.ratio[~self.trained] = 1  # TRL's VESPO multiplies those of masked tokens, too
+
+    @property
+    def sampling(self) -> Tensor:
+        """Logprobs of the engine, of which `ratio` is the correction weight."""
+        return self.old - self.ratio.log()
 
 
 def trl_loss(batch: Batch, **settings: Any) -> tuple[Tensor, Tensor]:
@@ -58,7 +65,7 @@ def trl_loss(batch: Batch, **settings: Any) -> tuple[Tensor, Tensor]:
             """Skip model and data."""
 
         def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-            return logp, torch.zeros_like(logp), None
+            return logp, batch.entropy, None
 
     peer = Peer()
     vars(peer).update(
@@ -68,10 +75,18 @@ def trl_loss(batch: Batch, **settings: Any) -> tuple[Tensor, Tensor]:
                 use_bias_correction_kl=settings.pop("use_bias_correction_kl", False),
                 sapo_temperature_pos=1.0,
                 sapo_temperature_neg=1.05,
+                vespo_k_pos=2.0,
+                vespo_lambda_pos=3.0,
+                vespo_k_neg=3.0,
+                vespo_lambda_neg=2.0,
                 steps_per_generation=1,
             ),
             "accelerator": SimpleNamespace(
-                num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x, sync_gradients=True
+                num_processes=1,
+                gather=lambda x: x,
+                reduce=lambda x, reduction: x,
+                pad_across_processes=lambda x, **_: x,
+                sync_gradients=True,
             ),
             "model": SimpleNamespace(training=True),
             "current_gradient_accumulation_steps": 1,
@@ -100,6 +115,7 @@ def trl_loss(batch: Batch, **settings: Any) -> tuple[Tensor, Tensor]:
         "old_per_token_logps": batch.old,
         "ref_per_token_logps": batch.ref,
         "importance_sampling_ratio": batch.ratio,
+        "sampling_per_token_logps": batch.sampling,
         "num_items_in_batch": batch.trained.sum(),
     }
     loss = peer._compute_loss(peer.model, inputs)
@@ -112,6 +128,16 @@ def our_loss(
     logp = batch.logp.clone().requires_grad_()
     rollout_T = torch.arange(ROWS)[:, None].expand(ROWS, COLUMNS)[batch.trained]
     logp_T, old_T = logp[batch.trained], batch.old[batch.trained]
+    of_step = StepInputs(
+        logp_N=logp_T.detach(),
+        old_logp_N=old_T,
+        sampling_logp_N=batch.sampling[batch.trained],
+        advantages_N=batch.advantages[rollout_T],
+        rollout_N=rollout_T,
+        num_rollouts=ROWS,
+        seed=0,
+        entropy_N=batch.entropy[batch.trained],
+    )
     inputs = LossInputs(
         logp_T=logp_T,
         old_logp_T=old_T,
@@ -122,6 +148,8 @@ def our_loss(
         seq_log_ratio_S=sequence_ratios(
             POLICY_LOSSES[name], logp_T - old_T, batch.advantages[rollout_T], rollout_T, ROWS, **options
         ),
+        sampling_logp_T=of_step.sampling_logp_N,
+        step_values=step_values(POLICY_LOSSES[name], of_step, **options),
     )
     loss_T = POLICY_LOSSES[name](inputs, **options).loss_T
     if kl is not None:
@@ -150,6 +178,15 @@ GSPO = {"clip_low": 0.05, "clip_high": 0.06}
             {"name": "cispo", "normalizer": "token", "clip_low": None, "clip_high": 0.2},
         ),
         ({"loss_type": "sapo"}, {"name": "sapo", "normalizer": "grpo"}),
+        ({"loss_type": "vespo"}, {"name": "vespo", "normalizer": "token"}),
+        (
+            {"loss_type": "grpo", "off_policy_mask_threshold": 0.05},
+            {"name": "opsm", "normalizer": "grpo", "off_policy_kl": 0.05, **CLIP},
+        ),
+        (
+            {"loss_type": "dapo", "top_entropy_quantile": 0.4},
+            {"name": "top_entropy", "normalizer": "token", "entropy_fraction": 0.4, **CLIP},
+        ),
         (
             {"loss_type": "grpo", "beta": 0.3},
             {"name": "ppo_clip", "normalizer": "grpo", "kl": "k3", "beta": 0.3, **CLIP},

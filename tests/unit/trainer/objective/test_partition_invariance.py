@@ -14,18 +14,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.fixtures.losses import sequence_ratios
+from tests.fixtures.losses import sequence_ratios, step_values
 from trainer.objective.correction.weights import correction_weights
 from trainer.objective.kl import kl_term
 from trainer.objective.loss_normalization import NORMALIZERS, StepCounts, loss_coefficients, normalized_loss
 from trainer.objective.losses import POLICY_LOSSES
-from trainer.objective.losses.inputs import LossInputs
+from trainer.objective.losses.inputs import LossInputs, StepInputs
 from trainer.objective.per_rollout import rollout_count
 
 # Wide bounds for GSPO: with the paper's 3e-4 every rollout of this toy would be clipped, and the gradient 0.
-OPTIONS = {"gspo": {"clip_low": 0.3, "clip_high": 0.4}}
+# Narrow ones where a mask over the step would otherwise leave all tokens of this toy, or all but one, as they are.
+OPTIONS = {
+    "gspo": {"clip_low": 0.3, "clip_high": 0.4},
+    "dppo": {"divergence_bound": 0.02},
+    "opsm": {"off_policy_kl": -0.05},
+    "clip_cov": {"cov_fraction": 0.2, "cov_low": 0.1},
+    "kl_cov": {"cov_fraction": 0.3},
+}
 LOSSES = [
     *((name, POLICY_LOSSES[name], OPTIONS.get(name, {})) for name in POLICY_LOSSES),
+    ("dppo_kl", POLICY_LOSSES["dppo"], {"divergence": "kl", "divergence_bound": 0.01}),
     ("clipped_tis_sequence", POLICY_LOSSES["clipped_tis"], {"importance_sampling_level": "sequence"}),
     ("ppo_dual_clip", POLICY_LOSSES["ppo_clip"], {"dual_clip": 1.1}),
 ]
@@ -69,17 +77,39 @@ class ToyStep:
         logp = (self.features[tokens] @ weight).log_softmax(dim=1)
         return logp.gather(1, self.targets_T[tokens, None])[:, 0], -(logp.exp() * logp).sum(dim=1)
 
+    def entropy_at(self, logp_T: Tensor) -> Tensor:
+        """Return the entropies of the tokens with these logprobs under the initial weights, which are all different."""
+        all_logp_T, entropy_T = self.logp_and_entropy(self.initial, torch.arange(len(self.targets_T)))
+        return entropy_T[(all_logp_T - logp_T.detach()[:, None]).abs().argmin(dim=1)]
+
+    def of_step(self, loss_function, options: dict, logp_T: Tensor, entropy_T: Tensor) -> dict[str, Tensor]:
+        """Return the loss's values of the whole step at all tokens; NaN at rejected ones, which no loss may read."""
+        inputs = StepInputs(
+            logp_N=logp_T,
+            old_logp_N=self.old_logp_T[self.kept],
+            sampling_logp_N=self.samp_logp_T[self.kept],
+            advantages_N=self.advantages_T[self.kept],
+            rollout_N=self.rollout_T[self.kept],
+            num_rollouts=NUM_ROLLOUTS,
+            seed=0,
+            entropy_N=entropy_T,
+        )
+        nowhere = torch.full_like(self.old_logp_T, torch.nan)
+        found = step_values(loss_function, inputs, **options)
+        return {name: nowhere.index_copy(0, self.kept, x_N.to(nowhere.dtype)) for name, x_N in found.items()}
+
     def gradient(self, loss_function, options: dict, normalizer: str, ranks: list[list[Tensor]]) -> Tensor:
         """Return the gradient averaged over ranks, each of which accumulates its microbatches."""
         kept_rollout_T = self.rollout_T[self.kept]
         counts = StepCounts(num_rollouts=NUM_ROLLOUTS, num_tokens=len(self.kept), max_completion_length=16)
         tokens_per_rollout_S = rollout_count(kept_rollout_T, NUM_ROLLOUTS)
         with torch.no_grad():
-            logp_T = self.logp_and_entropy(self.initial, self.kept)[0]
+            logp_T, entropy_T = self.logp_and_entropy(self.initial, self.kept)
             log_ratio_T = logp_T - self.old_logp_T[self.kept]
             seq_log_ratio_S = sequence_ratios(
                 loss_function, log_ratio_T, self.advantages_T[self.kept], kept_rollout_T, NUM_ROLLOUTS, **options
             )
+            of_step = self.of_step(loss_function, options, logp_T, entropy_T)
         gradients = []
         for microbatches in ranks:
             weight = self.initial.clone().requires_grad_()
@@ -93,6 +123,8 @@ class ToyStep:
                     num_rollouts=NUM_ROLLOUTS,
                     weights_T=self.weights_T[tokens],
                     seq_log_ratio_S=seq_log_ratio_S,
+                    sampling_logp_T=self.samp_logp_T[tokens],
+                    step_values={name: values_T[tokens] for name, values_T in of_step.items()},
                 )
                 loss_T = loss_function(inputs, **options).loss_T
                 loss_T = loss_T + 0.1 * kl_term("unbiased", logp_T, self.ref_logp_T[tokens], inputs.old_logp_T)
@@ -179,3 +211,41 @@ def test_sequence_losses_need_the_ratio_of_the_whole_rollout(name):
     torch.testing.assert_close(step.gradient(guess, options, "grpo", [[step.kept]]), whole, rtol=0, atol=1e-10)
     parts = partition(step.kept, 2, 3, seed=1)
     assert (step.gradient(guess, options, "grpo", parts) - whole).abs().max() > 1e-6
+
+
+STEP_LOSSES = [name for name, loss, _ in LOSSES if loss.step_values is not None]
+
+
+@pytest.mark.parametrize("name", STEP_LOSSES)
+def test_values_of_a_microbatch_alone_would_give_another_gradient(name):
+    step = ToyStep()
+    loss, options = next((loss, options) for n, loss, options in LOSSES if n == name)
+
+    def alone(inputs, **options):
+        entropy_T = step.entropy_at(inputs.logp_T)
+        of_step = StepInputs(
+            logp_N=inputs.logp_T.detach(),
+            old_logp_N=inputs.old_logp_T,
+            sampling_logp_N=inputs.sampling_logp_T,
+            advantages_N=inputs.advantages_T,
+            rollout_N=inputs.rollout_T,
+            num_rollouts=NUM_ROLLOUTS,
+            seed=0,
+            entropy_N=entropy_T,
+        )
+        return loss(replace(inputs, step_values=step_values(loss, of_step, **options)), **options)
+
+    guess = replace(loss, function=alone)
+    whole = step.gradient(loss, options, "grpo", [[step.kept]])
+    torch.testing.assert_close(step.gradient(guess, options, "grpo", [[step.kept]]), whole, rtol=0, atol=1e-10)
+    parts = partition(step.kept, 2, 3, seed=1)
+    assert (step.gradient(guess, options, "grpo", parts) - whole).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("name", [name for name in STEP_LOSSES if name != "vespo"])
+def test_the_toy_masks_some_tokens_and_keeps_others(name):
+    step = ToyStep()
+    loss, options = next((loss, options) for n, loss, options in LOSSES if n == name)
+    logp_T, entropy_T = step.logp_and_entropy(step.initial, step.kept)
+    (mask_T,) = step.of_step(loss, options, logp_T, entropy_T).values()
+    assert 0 < float(mask_T[step.kept].mean()) < 1

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.fixtures.losses import sequence_ratios
+from tests.fixtures.losses import sequence_ratios, step_values
 from trainer.objective.losses import POLICY_LOSSES
-from trainer.objective.losses.inputs import LossInputs
+from trainer.objective.losses.inputs import LossInputs, StepInputs
 from trainer.objective.per_rollout import rollout_mean
 
 cispo, clipped_tis, gmpo, gspo, ppo_clip, reinforce, sapo = (
@@ -44,6 +44,22 @@ def whole_step(logp_T, old_T, advantages_T, rollout_T, num_rollouts, *, weights_
         weights_T=weights_T,
         seq_log_ratio_S=rollout_mean((logp_T - old_T).detach(), rollout_T, num_rollouts),
     )
+
+
+def with_step(name: str, inputs: LossInputs, **settings) -> LossInputs:
+    """Return inputs of a whole step with the values that the loss takes from it; the engine sampled by π_old."""
+    of_step = StepInputs(
+        logp_N=inputs.logp_T.detach(),
+        old_logp_N=inputs.old_logp_T,
+        sampling_logp_N=inputs.old_logp_T,
+        advantages_N=inputs.advantages_T,
+        rollout_N=inputs.rollout_T,
+        num_rollouts=inputs.num_rollouts,
+        seed=0,
+        entropy_N=torch.arange(len(inputs.logp_T)).to(inputs.logp_T.dtype),
+    )
+    values = step_values(POLICY_LOSSES[name], of_step, **settings)
+    return replace(inputs, sampling_logp_T=inputs.old_logp_T, step_values=values)
 
 
 def gradient(inputs: LossInputs, loss_T: torch.Tensor) -> list[float]:
@@ -142,16 +158,21 @@ def test_clipped_tis_sequence_level_uses_the_geometric_mean_of_the_rollout():
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_every_loss_is_policy_gradient_on_policy(name):
-    """At π_θ = π_old the gradient of every loss is −w A ∇logp."""
-    inputs = inputs_for([1.0] * 4, [1.0, -2.0, 0.5, 0.0], rollouts=[0, 0, 1, 2], weights=[1.0, 2.0, 0.0, 1.0])
-    assert gradient(inputs, POLICY_LOSSES[name](inputs).loss_T) == pytest.approx([-1.0, 4.0, 0.0, 0.0])
+    """At π_θ = π_old the gradient of every loss is −w A ∇logp; w = 1 for a ratio to the sampling policy."""
+    settings = {"entropy_fraction": 1.0} if name == "top_entropy" else {}
+    weights = [1.0, 2.0, 0.0, 1.0]
+    inputs = inputs_for([1.0] * 4, [1.0, -2.0, 0.5, 0.0], rollouts=[0, 0, 1, 2], weights=weights)
+    inputs = with_step(name, inputs, **settings)
+    applied = [1.0] * 4 if POLICY_LOSSES[name].weighs_by_sampling else weights
+    expected = [-weight * advantage for weight, advantage in zip(applied, [1.0, -2.0, 0.5, 0.0], strict=True)]
+    assert gradient(inputs, POLICY_LOSSES[name](inputs, **settings).loss_T) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_every_loss_keeps_the_dtype_and_accepts_an_empty_microbatch(name):
     for dtype in (torch.float32, torch.float64):
         empty = torch.zeros(0, dtype=dtype)
-        inputs = whole_step(empty.clone().requires_grad_(), empty, empty, empty.long(), 3)
+        inputs = with_step(name, whole_step(empty.clone().requires_grad_(), empty, empty, empty.long(), 3))
         outputs = POLICY_LOSSES[name](inputs)
         assert outputs.loss_T.dtype == dtype
         outputs.loss_T.sum().backward()
@@ -168,6 +189,7 @@ def test_every_loss_is_finite_for_logprobs_300_nats_apart(name):
         torch.tensor([0, 1]),
         2,
     )
+    inputs = with_step(name, inputs)
     loss_T = POLICY_LOSSES[name](inputs).loss_T
     assert torch.isfinite(loss_T).all()
     assert torch.isfinite(torch.autograd.grad(loss_T.sum(), inputs.logp_T)[0]).all()
@@ -175,8 +197,14 @@ def test_every_loss_is_finite_for_logprobs_300_nats_apart(name):
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_metrics_are_sums_that_add_up_over_microbatches(name):
-    whole = inputs_for([1.5, 0.5, 1.0, 2.0], [1.0, -1.0, 1.0, -1.0])
-    parts = [inputs_for([1.5], [1.0]), inputs_for([0.5, 1.0, 2.0], [-1.0, 1.0, -1.0])]
+    whole = with_step(name, inputs_for([1.5, 0.5, 1.0, 2.0], [1.0, -1.0, 1.0, -1.0]))
+
+    def part(tokens: slice, ratios: list[float], advantages: list[float]) -> LossInputs:
+        values = {key: value[tokens] for key, value in whole.step_values.items()}
+        inputs = inputs_for(ratios, advantages)
+        return replace(inputs, sampling_logp_T=inputs.old_logp_T, step_values=values)
+
+    parts = [part(slice(1), [1.5], [1.0]), part(slice(1, 4), [0.5, 1.0, 2.0], [-1.0, 1.0, -1.0])]
     loss = POLICY_LOSSES[name]
     for key, value in loss(whole).metrics.items():
         assert float(sum(loss(part).metrics[key] for part in parts)) == pytest.approx(float(value)), key

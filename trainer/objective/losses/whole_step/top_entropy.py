@@ -1,0 +1,54 @@
+"""Policy gradient on the tokens of highest entropy (Wang et al. 2025, "Beyond the 80/20 Rule", arXiv 2506.01939)."""
+
+import math
+from typing import TYPE_CHECKING, Annotated
+
+from trainer.objective.declare import policy_loss
+from trainer.objective.losses.inputs import (
+    CLIP_HIGH,
+    CLIP_LOW,
+    LossInputs,
+    LossOutputs,
+    StepInputs,
+    common_metrics,
+    count,
+    token_ratio,
+    weighted,
+)
+from trainer.objective.losses.ppo_clip import clipped_surrogate
+from trainer.objective.losses.whole_step.selection import largest
+from trainer.setting import Setting
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def entropy_mask(inputs: StepInputs, *, entropy_fraction: float, **_: float) -> "dict[str, Tensor]":
+    """Return 1 for tokens at or above the (1 − entropy_fraction) quantile of the step's entropies, else 0."""
+    assert inputs.entropy_N is not None
+    below = math.ceil((1 - entropy_fraction) * (len(inputs.entropy_N) - 1) - 1e-9)
+    return {"mask": largest(inputs.entropy_N, len(inputs.entropy_N) - below).to(inputs.logp_N.dtype)}
+
+
+@policy_loss(step_values=entropy_mask, needs_entropy=True)
+def top_entropy(
+    inputs: LossInputs,
+    *,
+    clip_low: Annotated[float, CLIP_LOW],
+    clip_high: Annotated[float, CLIP_HIGH],
+    entropy_fraction: Annotated[
+        float,
+        Setting(default=0.2, description="top_entropy: share of the step's tokens that are trained", above=0, high=1),
+    ],
+) -> LossOutputs:
+    """l = −M min(r A, clip(r, 1 − clip_low, 1 + clip_high) A), r = π_θ / π_old; M = 1 for the share `entropy_fraction`
+    of the step's tokens with the highest entropy of π_θ.
+
+    Equation 5 of the paper: few tokens of high entropy decide where a chain of thought goes on, and training on them
+    alone does as well or better. Masked tokens stay in the denominator. Entropies cost one more pass per update.
+    """
+    ratio_T = token_ratio(inputs)
+    mask_T = inputs.step_values["mask"]
+    loss_T, metrics = clipped_surrogate(ratio_T, inputs.advantages_T, clip_low=clip_low, clip_high=clip_high)
+    metrics |= {"policy/step_mask_frac": count(mask_T == 0), **common_metrics(inputs, ratio_T)}
+    return LossOutputs(loss_T=weighted(loss_T * mask_T, inputs), metrics=metrics)

@@ -1,0 +1,96 @@
+"""Values that a policy loss takes from all tokens of an optimizer step: masks by rank, covariances, sequence weights.
+
+Dimensions: `_N` trained tokens of the rollout batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollout.errors import TrainingError
+from trainer.batch.step_batch import StepBatch
+from trainer.config.schema import Config
+from trainer.credit.old_policy import Recomputed
+from trainer.credit.targets import Targets
+from trainer.objective.declare import PolicyLoss
+from trainer.objective.losses.inputs import StepInputs
+from trainer.score.scorer import Scorer
+
+
+class WholeStep:
+    """`PolicyLoss.step_values` of the configured loss."""
+
+    def __init__(self, loss: PolicyLoss, config: Config) -> None:
+        self._name, self._seed = config.algorithm.loss, config.seed
+        self._function = loss.whole_step(config.algorithm)
+        self._needs_entropy = loss.needs_entropy
+
+    def values(
+        self,
+        scorer: Scorer,
+        batch: StepBatch,
+        targets: Targets,
+        rows: Sequence[int],
+        *,
+        is_first: bool,
+        update: int,
+    ) -> Mapping[str, Tensor]:
+        """Return (N,) tensors by name, 0 outside of the loss mask and of `rows`; a collective.
+
+        The logprobs are those of θ. In the first update of a batch they are the recomputed old ones; otherwise, and for
+        entropies, a pass of the trainer gives them.
+
+        Args:
+            rows: those of the optimizer step (indices).
+            is_first: True if θ is still θ_old.
+            update: number of updates done, part of the seed of random choices.
+
+        Raises:
+            TrainingError: a value has another shape, or is not finite although the logprobs are. If they are not, the
+                loss is not finite either, and the guard skips the update.
+        """
+        if self._function is None:
+            return {}
+        entropy_N = None
+        if self._needs_entropy:
+            logp_N, entropy_N = scorer.score_with_entropy(batch, rows)
+        elif is_first and isinstance(targets.old, Recomputed):
+            logp_N = targets.old.logp_N
+        else:
+            logp_N = scorer.score(batch, rows)
+        of_step = torch.zeros(batch.num_rollouts, dtype=torch.bool)
+        of_step[torch.from_numpy(batch.layout.rollout_index)[torch.tensor(rows, dtype=torch.long)]] = True
+        kept = (targets.keep_N & of_step[batch.rollout_N]).nonzero().squeeze(1)
+        old_N = logp_N if targets.old.logp_N is None else targets.old.logp_N
+        inputs = StepInputs(
+            logp_N=logp_N[kept],
+            old_logp_N=old_N[kept],
+            sampling_logp_N=batch.sampling_logprobs_N[kept].to(logp_N.dtype),
+            advantages_N=targets.advantages_N[kept],
+            rollout_N=batch.rollout_N[kept],
+            num_rollouts=batch.num_rollouts,
+            seed=int(np.random.SeedSequence([self._seed, update]).generate_state(1)[0]),
+            entropy_N=None if entropy_N is None else entropy_N[kept],
+        )
+        found = self._function(inputs)
+        is_finite = bool(inputs.logp_N.isfinite().all())
+        return {name: self._checked(name, value, inputs, is_finite, kept, logp_N) for name, value in found.items()}
+
+    def _checked(
+        self, name: str, value: Tensor, inputs: StepInputs, is_finite: bool, kept: Tensor, like_N: Tensor
+    ) -> Tensor:
+        if value.shape != inputs.logp_N.shape:
+            raise TrainingError(
+                f"step_values of algorithm.loss={self._name}: {name} has shape {tuple(value.shape)}, expected "
+                f"{tuple(inputs.logp_N.shape)}, one entry per trained token of the step"
+            )
+        if is_finite and not bool(value.isfinite().all()):
+            raise TrainingError(
+                f"step_values of algorithm.loss={self._name}: {name} is not finite for "
+                f"{int((~value.isfinite()).sum())} of {len(value)} tokens, although their logprobs are finite"
+            )
+        return torch.zeros_like(like_N).index_copy(0, kept, value.detach().to(like_N.dtype))
