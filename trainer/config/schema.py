@@ -40,7 +40,7 @@ from trainer.config.conditions import (
     WORKERS,
 )
 from trainer.objective.correction.modes import CORRECTION_MODES
-from trainer.objective.declare import ADVANTAGES
+from trainer.objective.own.lookup import advantage_named
 from trainer.setting import setting
 
 OPTIMIZERS = ("adamw", "adamw_tf", "adamw_8bit", "muon", "sgd")
@@ -596,12 +596,12 @@ class Config:
     @property
     def has_critic(self) -> bool:
         """True if the advantage estimator needs a critic."""
-        return ADVANTAGES[self.algorithm.advantage].needs_critic
+        return advantage_named(self.algorithm.advantage).needs_critic
 
     @property
     def needs_greedy(self) -> bool:
         """True if the advantage estimator needs the greedy answer to each prompt."""
-        return ADVANTAGES[self.algorithm.advantage].needs_greedy
+        return advantage_named(self.algorithm.advantage).needs_greedy
 
     @property
     def replays_engine(self) -> bool:

@@ -26,8 +26,8 @@ from trainer.distributed.distributed import Distributed
 from trainer.objective.kl import kl_term
 from trainer.objective.load_balance import load_metrics
 from trainer.objective.loss_normalization import StepCounts, loss_coefficients, normalized_loss
-from trainer.objective.losses import POLICY_LOSSES
 from trainer.objective.losses.inputs import LossInputs
+from trainer.objective.own.lookup import policy_loss_named
 from trainer.objective.per_rollout import rollout_count, rollout_mean
 from trainer.objective.value_loss import clipped_value_loss
 from trainer.score.scorer import Scorer
@@ -57,7 +57,7 @@ class Updater:
         self._module = module
         self._distributed = distributed
         self._config = config
-        loss = POLICY_LOSSES[config.algorithm.loss]
+        loss = policy_loss_named(config.algorithm.loss)
         self._loss = loss.configured(config.algorithm)
         self._sequence_values = loss.sequence_values(config.algorithm)
         self._has_critic = config.has_critic

@@ -12,15 +12,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from tests.fixtures.losses import sequence_ratios
-from trainer.objective.correction.weights import correction_weights
-from trainer.objective.kl import kl_term
-from trainer.objective.loss_normalization import NORMALIZERS, StepCounts, loss_coefficients, normalized_loss
+from trainer.objective.examination.toy_step import ToyStep, partition, partitions
+from trainer.objective.loss_normalization import NORMALIZERS
 from trainer.objective.losses import POLICY_LOSSES
-from trainer.objective.losses.inputs import LossInputs
-from trainer.objective.per_rollout import rollout_count
 
 # Wide bounds for GSPO: with the paper's 3e-4 every rollout of this toy would be clipped, and the gradient 0.
 OPTIONS = {"gspo": {"clip_low": 0.3, "clip_high": 0.4}}
@@ -29,88 +25,6 @@ LOSSES = [
     ("clipped_tis_sequence", POLICY_LOSSES["clipped_tis"], {"importance_sampling_level": "sequence"}),
     ("ppo_dual_clip", POLICY_LOSSES["ppo_clip"], {"dual_clip": 1.1}),
 ]
-NUM_ROLLOUTS = 6  # the last two have no trained tokens
-LENGTHS = (9, 1, 5, 3, 0, 0)
-VOCABULARY, WIDTH = 7, 4
-
-
-class ToyStep:
-    """One optimizer step of a toy policy: its trained tokens with their records."""
-
-    def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float64) -> None:
-        generator = torch.Generator().manual_seed(seed)
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-
-        self.rollout_T = torch.repeat_interleave(torch.arange(NUM_ROLLOUTS), torch.tensor(LENGTHS))
-        num_tokens = len(self.rollout_T)
-        self.features = normal(num_tokens, WIDTH)
-        self.targets_T = torch.randint(VOCABULARY, (num_tokens,), generator=generator)
-        self.initial = normal(WIDTH, VOCABULARY)
-        logp_T = self.logp_and_entropy(self.initial, torch.arange(num_tokens))[0]
-        self.old_logp_T = logp_T + 0.3 * normal(num_tokens)
-        self.ref_logp_T = logp_T + 0.3 * normal(num_tokens)
-        self.samp_logp_T = self.old_logp_T + 0.2 * normal(num_tokens)
-        self.advantages_T = normal(NUM_ROLLOUTS)[self.rollout_T]
-        correction = correction_weights(
-            self.old_logp_T,
-            self.samp_logp_T,
-            self.rollout_T,
-            NUM_ROLLOUTS,
-            mode="token_mask",
-            bounds=(0.85, 1.15),
-            rejection={"token_k3": 0.05},
-        )
-        self.weights_T = correction.weights_T
-        self.kept = correction.keep_T.nonzero()[:, 0]
-
-    def logp_and_entropy(self, weight: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        logp = (self.features[tokens] @ weight).log_softmax(dim=1)
-        return logp.gather(1, self.targets_T[tokens, None])[:, 0], -(logp.exp() * logp).sum(dim=1)
-
-    def gradient(self, loss_function, options: dict, normalizer: str, ranks: list[list[Tensor]]) -> Tensor:
-        """Return the gradient averaged over ranks, each of which accumulates its microbatches."""
-        kept_rollout_T = self.rollout_T[self.kept]
-        counts = StepCounts(num_rollouts=NUM_ROLLOUTS, num_tokens=len(self.kept), max_completion_length=16)
-        tokens_per_rollout_S = rollout_count(kept_rollout_T, NUM_ROLLOUTS)
-        with torch.no_grad():
-            logp_T = self.logp_and_entropy(self.initial, self.kept)[0]
-            log_ratio_T = logp_T - self.old_logp_T[self.kept]
-            seq_log_ratio_S = sequence_ratios(
-                loss_function, log_ratio_T, self.advantages_T[self.kept], kept_rollout_T, NUM_ROLLOUTS, **options
-            )
-        gradients = []
-        for microbatches in ranks:
-            weight = self.initial.clone().requires_grad_()
-            for tokens in microbatches:
-                logp_T, entropy_T = self.logp_and_entropy(weight, tokens)
-                inputs = LossInputs(
-                    logp_T=logp_T,
-                    old_logp_T=self.old_logp_T[tokens],
-                    advantages_T=self.advantages_T[tokens],
-                    rollout_T=self.rollout_T[tokens],
-                    num_rollouts=NUM_ROLLOUTS,
-                    weights_T=self.weights_T[tokens],
-                    seq_log_ratio_S=seq_log_ratio_S,
-                )
-                loss_T = loss_function(inputs, **options).loss_T
-                loss_T = loss_T + 0.1 * kl_term("unbiased", logp_T, self.ref_logp_T[tokens], inputs.old_logp_T)
-                loss_T = loss_T - 0.01 * entropy_T
-                coefficient_T = loss_coefficients(
-                    normalizer, inputs.rollout_T, tokens_per_rollout_S, counts, dtype=loss_T.dtype
-                )
-                (normalized_loss(loss_T, coefficient_T) * len(ranks)).backward()
-            gradients.append(weight.grad if weight.grad is not None else torch.zeros_like(weight))
-        return torch.stack(gradients).mean(dim=0)
-
-
-def partition(tokens: Tensor, ranks: int, microbatches: int, seed: int) -> list[list[Tensor]]:
-    """Assign tokens to random microbatches of random ranks, in random order; some stay empty."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens = tokens[torch.randperm(len(tokens), generator=generator)]
-    places = torch.randint(ranks * microbatches, (len(tokens),), generator=generator)
-    return [[tokens[places == rank * microbatches + m] for m in range(microbatches)] for rank in range(ranks)]
 
 
 @pytest.mark.parametrize("normalizer", NORMALIZERS)
@@ -121,11 +35,9 @@ def test_gradient_does_not_depend_on_ranks_and_microbatches(name, loss, options,
     assert (step.weights_T[step.kept] == 0).any(), "the toy must mask some weights"
     whole = step.gradient(loss, options, normalizer, [[step.kept]])
     assert whole.abs().max() > 1e-3, "a gradient of zero would be invariant for the wrong reason"
-    for ranks, microbatches in ((1, 2), (1, 18), (2, 1), (2, 3), (3, 1), (3, 7)):
-        parts = partition(step.kept, ranks, microbatches, seed=ranks * 31 + microbatches)
-        torch.testing.assert_close(
-            step.gradient(loss, options, normalizer, parts), whole, rtol=0, atol=1e-10, msg=f"{ranks} x {microbatches}"
-        )
+    for division, ranks in partitions(step).items():
+        gradient = step.gradient(loss, options, normalizer, ranks)
+        torch.testing.assert_close(gradient, whole, rtol=0, atol=1e-10, msg=division)
 
 
 @pytest.mark.parametrize("normalizer", NORMALIZERS)
