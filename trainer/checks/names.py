@@ -18,10 +18,11 @@ from rewards.sandbox.sandbox import isolation_problem
 from rollout.chat.template_files import template_text
 from rollout.environments import ENVIRONMENTS, make_environment
 from rollout.errors import ConfigError
+from rollout.system.user_functions import file_sha256
 from trainer.config.hints import closest
 from trainer.config.paths import file_exists, path_exists
 from trainer.config.schema import Config
-from trainer.config.user_code import hashes, runs_unisolated
+from trainer.config.user_code import runs_unisolated
 from trainer.objective.declare import Declared
 from trainer.objective.own.arguments import fits, in_words
 from trainer.objective.own.lookup import advantage_named, policy_loss_named
@@ -141,11 +142,21 @@ def reward_name_problems(config: Config) -> Iterator[str]:
 
 
 def objective_problems(config: Config) -> Iterator[str]:
-    """Yield one sentence per problem of a loss or advantage of a user's file, which is loaded, and of its settings."""
+    """Yield one sentence per problem of a loss or advantage of a user's file, which is loaded, and of its settings.
+
+    A file with another hash than the settings name is not loaded.
+    """
     algorithm = config.algorithm
     for kind, lookup in (("loss", policy_loss_named), ("advantage", advantage_named)):
         spec, name = getattr(algorithm, kind), f"algorithm.{kind}"
         if not names_function(spec):
+            continue
+        expected = getattr(algorithm, f"{kind}_sha256")
+        if expected is not None and file_exists(spec.rpartition(":")[0]) and file_sha256(spec) != expected:
+            yield (
+                f"{name}={spec}: the SHA-256 of the file is {file_sha256(spec)}, expected {expected}, so it is not the "
+                f"file of the run; restore it, or set {name}_sha256=null"
+            )
             continue
         try:
             declared = lookup(spec)
@@ -153,12 +164,6 @@ def objective_problems(config: Config) -> Iterator[str]:
             yield f"{name}={spec}: {error}"
             continue
         yield from own_setting_problems(declared, getattr(algorithm, f"{kind}_settings"), f"{name}_settings.")
-        expected, found = getattr(algorithm, f"{kind}_sha256"), hashes(config)[f"{kind}_sha256"]
-        if expected not in (None, found):
-            yield (
-                f"{name}={spec}: the SHA-256 of the file is {found}, expected {expected}, so it is not the file of the "
-                f"run; restore it, or set {name}_sha256=null"
-            )
 
 
 def own_setting_problems(declared: Declared, given: Mapping[str, Any], prefix: str) -> Iterator[str]:

@@ -19,7 +19,7 @@ class Finding:
     """Name of the check in a few words."""
     verdict: Verdict = Verdict.OK
     sentence: str = ""
-    """What was found, why it matters, and what to write instead; empty if all is well."""
+    """The fault, why it matters, and what to write instead; empty if there is none."""
     measured: str = ""
 
 

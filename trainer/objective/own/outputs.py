@@ -1,4 +1,4 @@
-"""What a user's loss or advantage returns: its shape and type are checked before it reaches the loss of the step.
+"""Outputs of a user's loss or advantage, checked in shape and type before they reach the loss of the step.
 
 Values are checked where that costs no wait for the device: advantages here, losses by the guard of the update.
 """

@@ -114,7 +114,8 @@ def test_a_loss_or_advantage_of_the_run_must_be_asked_for_also_to_train(run: Pat
 
 
 def test_a_file_that_is_not_that_of_the_run_is_refused(run: Path):
-    write(run, f"algorithm.loss={run}/evil.py:reward", f"algorithm.loss_sha256={'0' * 64}")
-    with pytest.raises(ConfigError, match=r"expected 0{64}.*set algorithm\.loss_sha256=null"):
+    write(run, f"algorithm.loss={run}/evil.py:reward", f"algorithm.loss_sha256={'ab' * 32}")
+    with pytest.raises(ConfigError, match=r"expected (ab){32}, .*set algorithm\.loss_sha256=null"):
         settings_of(run, [], sample=False, trusts_run=True)
+    assert not (run / "fired").exists()
     assert settings_of(run, ["algorithm.loss_sha256=null"], sample=False, trusts_run=True)
