@@ -35,6 +35,8 @@ def meaning(declared: Setting) -> str:
     text = declared.description
     if declared.choices:
         text += "; one of " + ", ".join(f"`{choice}`" for choice in declared.choices)
+    if declared.or_function:
+        text += ", or `path/to/file.py:function`"
     if declared.range:
         text += f" ({declared.range})"
     if declared.when is not None and not declared.when.instead.startswith("it for"):

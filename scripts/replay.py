@@ -8,10 +8,10 @@
     python scripts/replay.py runs/mine --step 5 --sample --trust-run    with the reward and environment files of the run
 
 Writes nothing. Others may have written the run: code of its models is run only with model.trust_remote_code=true on
-this command line, and sampling with files, addresses or environment variables that its config.yaml names needs
---trust-run. Uses the newest checkpoint up to the step; train with checkpoint.every=1 and a large checkpoint.keep to
-replay any step exactly. One process replays a run of several ranks up to rounding; for the same bits start it with
-`accelerate launch` and the config file of the run.
+this command line; a loss or advantage of a file that its config.yaml names, and sampling with files, addresses or
+environment variables that it names, need --trust-run. Uses the newest checkpoint up to the step; train with
+checkpoint.every=1 and a large checkpoint.keep to replay any step exactly. One process replays a run of several ranks up
+to rounding; for the same bits start it with `accelerate launch` and the config file of the run.
 Exit status 0: success; 1: exact weights gave other numbers than the run; 2: wrong arguments or damaged files.
 """
 
@@ -28,7 +28,9 @@ def main() -> int:
     parser.add_argument("--step", type=int, help="update after the step; required for a run")
     parser.add_argument("--sample", action="store_true", help="sample the prompts of the step without training")
     parser.add_argument(
-        "--trust-run", action="store_true", help="with --sample: run files and use addresses that its config.yaml names"
+        "--trust-run",
+        action="store_true",
+        help="run files, and with --sample use addresses, that its config.yaml names",
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change")
     arguments = parser.parse_intermixed_args()

@@ -35,6 +35,8 @@ class Setting:
     description: str
     """One phrase, with the unit in brackets."""
     choices: tuple[Any, ...] | None = None
+    or_function: bool = False
+    """True if `path/to/file.py:function` is a value, too."""
     low: float | None = None
     """Smallest value."""
     high: float | None = None
@@ -51,8 +53,11 @@ class Setting:
 
     def problem(self, value: Any) -> str | None:
         """Return the problem of a value as a phrase that follows it, or None."""
+        if self.or_function and names_function(value):
+            return None
         if self.choices and value not in self.choices:
-            return f"is not one of {', '.join(map(str, self.choices))}"
+            other = ", or path/to/file.py:function" if self.or_function else ""
+            return f"is not one of {', '.join(map(str, self.choices))}{other}"
         if self.length is not None:
             if len(value) == self.length and all(self.problem_of_number(entry) is None for entry in value):
                 return None
@@ -81,6 +86,11 @@ class Setting:
             return f"between {self.low} and {self.high}"
         bounds = {"at least": self.low, "at most": self.high, "greater than": self.above, "less than": self.below}
         return " and ".join(f"{words} {bound}" for words, bound in bounds.items() if bound is not None)
+
+
+def names_function(value: str) -> bool:
+    """Return True for `path/to/file.py:name`, or several names separated by commas."""
+    return value.rpartition(":")[0].endswith(".py")
 
 
 def setting(default: Any, description: str, **declared: Any) -> Any:

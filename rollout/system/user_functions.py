@@ -8,12 +8,14 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from rollout.errors import ConfigError
+from rollout.safe_text import error_text
 
 
 def load_functions(spec: str) -> list[Callable[..., Any]]:
@@ -59,8 +61,23 @@ def _load_module(path: Path) -> ModuleType:
         found.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise ConfigError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{path} cannot be loaded: {fault(error, path)}") from error
     return module
+
+
+def fault(error: BaseException, path: str | Path) -> str:
+    """Return an exception on one line: type, the innermost line of the file that led to it, and message."""
+    file = str(Path(path).resolve())
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    if isinstance(error, SyntaxError) and error.filename == file:
+        lines.append(error.lineno)
+    where = f" in line {lines[-1]}" if lines else ""
+    return f"{type(error).__name__}{where}: {' '.join(error_text(error).split())}"
+
+
+def file_sha256(spec: str) -> str:
+    """Return the SHA-256 of the file of `path.py:name`; files that it imports are not part of it."""
+    return hashlib.sha256(Path(spec.rpartition(":")[0]).read_bytes()).hexdigest()
 
 
 def _lookup(module: ModuleType, name: str, path: str) -> Callable[..., Any]:

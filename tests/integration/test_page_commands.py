@@ -45,7 +45,7 @@ python() {
         scripts/train.py*) "$FORK" "$@" $RUN ;;
         scripts/evaluate.py*) "$FORK" "$@" $EVALUATION ;;
         scripts/train_reward_model.py*) "$FORK" "$@" $REWARD_MODEL ;;
-        scripts/diagnose.py*--break*) "$FORK" "$@" || test $? = 1 ;;
+        scripts/diagnose.py*--break* | scripts/check_loss.py*:averaged) "$FORK" "$@" || test $? = 1 ;;
         *) "$FORK" "$@" ;;
     esac
 }

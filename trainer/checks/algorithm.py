@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from rollout.engine.protocol import MAX_SUPPORT
 from trainer.config.schema import AlgorithmConfig, Config
-from trainer.objective.declare import ADVANTAGES, POLICY_LOSSES
 from trainer.objective.kl_control import MAX_EPISODES_PER_HORIZON
+from trainer.objective.own.lookup import advantage_named, policy_loss_named
 
 
 def algorithm_problems(config: Config) -> Iterator[str]:
@@ -37,7 +37,7 @@ def algorithm_warnings(config: Config) -> Iterator[str]:
             "algorithm.loss=kl_cov with one update per rollout batch has log r = 0, so its penalty has no gradient: "
             "set algorithm.minibatches=2, or algorithm=clip_cov"
         )
-    if updates > 1 and not POLICY_LOSSES[algorithm.loss].has_ratio:
+    if updates > 1 and not policy_loss_named(algorithm.loss).has_ratio:
         yield (
             f"algorithm.loss={algorithm.loss} has no ratio, so {updates - 1} of the {updates} updates of a rollout "
             "batch (algorithm.epochs x algorithm.minibatches) are off policy without a correction: set "
@@ -47,7 +47,7 @@ def algorithm_warnings(config: Config) -> Iterator[str]:
 
 def _batch(config: Config) -> Iterator[str]:
     rollout, algorithm = config.rollout, config.algorithm
-    if rollout.samples_per_prompt == 1 and ADVANTAGES[algorithm.advantage].compares_group:
+    if rollout.samples_per_prompt == 1 and advantage_named(algorithm.advantage).compares_group:
         yield (
             f"rollout.samples_per_prompt=1 gives groups of one, whose {algorithm.advantage} advantage is always 0; "
             "set rollout.samples_per_prompt=8, or algorithm.advantage=reinforce_plus_plus"
@@ -76,7 +76,7 @@ def _batch(config: Config) -> Iterator[str]:
 
 def _advantage(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
-    if algorithm.turn_rewards and not ADVANTAGES[algorithm.advantage].takes_turns:
+    if algorithm.turn_rewards and not advantage_named(algorithm.advantage).takes_turns:
         yield (
             f"algorithm.turn_rewards=true needs an advantage per turn, found algorithm.advantage={algorithm.advantage} "
             "for whole rollouts; set algorithm.advantage=grpo or algorithm.turn_rewards=false"

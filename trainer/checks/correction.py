@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from trainer.config.hints import closest
 from trainer.config.schema import Config, CorrectionConfig
 from trainer.objective.correction.modes import CORRECTION_MODES, REJECTION_CRITERIA
-from trainer.objective.declare import POLICY_LOSSES
+from trainer.objective.own.lookup import policy_loss_named
 from trainer.setting import typed
 
 
@@ -28,7 +28,7 @@ def correction_problems(config: Config) -> Iterator[str]:
     has_weights = CORRECTION_MODES[correction.mode].control is not None
     if correction.logp_old == "bypass":
         yield from _bypass(config, has_weights=has_weights)
-    if has_weights and POLICY_LOSSES[config.algorithm.loss].weighs_by_sampling:
+    if has_weights and policy_loss_named(config.algorithm.loss).weighs_by_sampling:
         yield from _unweighted(config)
     if correction.routing_replay != "off":
         yield from _replay(config)
@@ -98,7 +98,7 @@ def _bypass(config: Config, *, has_weights: bool) -> Iterator[str]:
             f"correction.mode={correction.mode} has no effect with correction.logp_old=bypass, where the ratio of the "
             "loss carries the mismatch; set correction=bypass, or correction.logp_old=recompute"
         )
-    if not POLICY_LOSSES[algorithm.loss].has_ratio:
+    if not policy_loss_named(algorithm.loss).has_ratio:
         yield (
             "correction.logp_old=bypass corrects the mismatch by the ratio of the loss, but algorithm.loss="
             f"{algorithm.loss} has no ratio; set correction.logp_old=recompute, or algorithm.loss=ppo_clip"

@@ -7,7 +7,7 @@ from typing import Any
 
 from trainer.config.hints import closest
 from trainer.config.schema import Config
-from trainer.objective.declare import ADVANTAGES, POLICY_LOSSES
+from trainer.objective.own.lookup import advantage_named, policy_loss_named
 from trainer.setting import declarations, typed
 
 
@@ -23,15 +23,17 @@ def value_problems(settings: Any, prefix: str = "") -> Iterator[str]:
 def choices_hold(settings: Any) -> bool:
     """Return True if every setting with choices has one of them; checks of conflicts rely on it."""
     found = declarations(settings).values()
-    return all(value is None or not declared.choices or value in declared.choices for declared, value in found)
+    return all(value is None or not declared.choices or declared.problem(value) is None for declared, value in found)
 
 
 def null_problems(config: Config) -> Iterator[str]:
     """Yield one sentence per null setting that the chosen loss or advantage needs."""
     algorithm = config.algorithm
-    for kind, declared in (("loss", POLICY_LOSSES[algorithm.loss]), ("advantage", ADVANTAGES[algorithm.advantage])):
-        for name, argument in declared.arguments.items():
-            if getattr(algorithm, name) is None and not argument.may_be_none:
+    chosen = {"loss": policy_loss_named(algorithm.loss), "advantage": advantage_named(algorithm.advantage)}
+    for kind, declared in chosen.items():
+        for name, value in declared.values(algorithm).items():
+            argument = declared.arguments[name]
+            if value is None and not argument.may_be_none:
                 yield (
                     f"algorithm.{name}=null: algorithm.{kind}={getattr(algorithm, kind)} needs a value; set "
                     f"algorithm.{name}={typed(argument.setting.default)}"

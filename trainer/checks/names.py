@@ -1,4 +1,4 @@
-"""Problems of settings that name models, directories, reward functions and environments."""
+"""Problems of settings that name models, directories, functions and environments."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from rewards.functions.built_in import FUNCTIONS
 from rewards.functions.programs import code_tests
@@ -17,10 +18,15 @@ from rewards.sandbox.sandbox import isolation_problem
 from rollout.chat.template_files import template_text
 from rollout.environments import ENVIRONMENTS, make_environment
 from rollout.errors import ConfigError
+from rollout.system.user_functions import file_sha256
 from trainer.config.hints import closest
 from trainer.config.paths import file_exists, path_exists
 from trainer.config.schema import Config
 from trainer.config.user_code import runs_unisolated
+from trainer.objective.declare import Declared
+from trainer.objective.own.arguments import fits, in_words
+from trainer.objective.own.lookup import advantage_named, policy_loss_named
+from trainer.setting import names_function, typed
 
 _MADE_BY = {
     **{task: f"make_demo_model.py --task {task}" for task in ("calculator", "chain", "reverse")},
@@ -133,6 +139,49 @@ def reward_name_problems(config: Config) -> Iterator[str]:
                 f"reward.functions: {spec} is not one of {', '.join(names)}{closest(spec, names)}; set "
                 "reward.functions=[exact_match], or reward.functions=[path/to/file.py:function]"
             )
+
+
+def objective_problems(config: Config) -> Iterator[str]:
+    """Yield one sentence per problem of a loss or advantage of a user's file, which is loaded, and of its settings.
+
+    A file with another hash than the settings name is not loaded.
+    """
+    algorithm = config.algorithm
+    for kind, lookup in (("loss", policy_loss_named), ("advantage", advantage_named)):
+        spec, name = getattr(algorithm, kind), f"algorithm.{kind}"
+        if not names_function(spec):
+            continue
+        expected = getattr(algorithm, f"{kind}_sha256")
+        if expected is not None and file_exists(spec.rpartition(":")[0]) and file_sha256(spec) != expected:
+            yield (
+                f"{name}={spec}: the SHA-256 of the file is {file_sha256(spec)}, expected {expected}, so it is not the "
+                f"file of the run; restore it, or set {name}_sha256=null"
+            )
+            continue
+        try:
+            declared = lookup(spec)
+        except ConfigError as error:
+            yield f"{name}={spec}: {error}"
+            continue
+        yield from own_setting_problems(declared, getattr(algorithm, f"{kind}_settings"), f"{name}_settings.")
+
+
+def own_setting_problems(declared: Declared, given: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    """Yield one sentence per setting that a function does not take, or with a wrong type or value. prefix: of names."""
+    known = list(declared.arguments)
+    for name, value in given.items():
+        if name not in known:
+            takes = f"the function takes {', '.join(known)}" if known else "the function takes no settings"
+            yield f"{prefix}{name}: {takes}{closest(str(name), known)}; leave it out"
+            continue
+        argument = declared.arguments[name]
+        if not fits(value, argument.type):
+            problem = f"is not {in_words(argument.type)}"
+        else:
+            problem = None if value is None else argument.setting.problem(value)
+        if problem is not None:
+            default = typed(argument.setting.default)
+            yield f"{prefix}{name}={typed(value)} {problem}; set {prefix}{name}={default} (the default)"
 
 
 def reward_model_problems(config: Config) -> Iterator[str]:

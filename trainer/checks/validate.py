@@ -15,6 +15,7 @@ from trainer.checks.first_row import first_row_problems
 from trainer.checks.names import (
     environment_problems,
     model_problems,
+    objective_problems,
     reward_model_problems,
     reward_name_problems,
     reward_problems,
@@ -33,7 +34,10 @@ def validate(config: Config, *, needs_data: bool = True, trains: bool = True) ->
     needs_data: True if the data files must exist. trains: True if training data is among them.
     """
     problems = list(value_problems(config))
-    if choices_hold(config):
+    # Conflicts depend on what the loss and the advantage need, so their files are loaded first.
+    own = list(objective_problems(config)) if choices_hold(config) else []
+    problems += own
+    if choices_hold(config) and not own:
         problems += [*null_problems(config), *reward_problems(config), *reward_name_problems(config)]
         problems += [*algorithm_problems(config), *correction_problems(config), *asynchrony_problems(config)]
         problems += [*engine_problems(config), *launch_problems(config)]

@@ -7,7 +7,7 @@ under the same names.
 from __future__ import annotations
 
 from dataclasses import dataclass, make_dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import trainer.objective.advantages  # declares the advantages
 import trainer.objective.losses  # noqa: F401  # declares the losses
@@ -21,6 +21,8 @@ from trainer.config.conditions import (
     KL_PLACED,
     LENGTH,
     OVERLONG,
+    OWN_ADVANTAGE,
+    OWN_LOSS,
     REFILLS,
     TRACKED_KL,
     TURN_REWARDS,
@@ -36,8 +38,18 @@ class AlgorithmFields:
     """Settings of every algorithm."""
 
     name: str = setting("grpo", "name of the preset, for logs only")
-    advantage: str = setting("grpo", "advantage estimator", choices=tuple(ADVANTAGES))
-    loss: str = setting("ppo_clip", "policy loss per token", choices=tuple(POLICY_LOSSES))
+    advantage: str = setting("grpo", "advantage estimator", choices=tuple(ADVANTAGES), or_function=True)
+    loss: str = setting("ppo_clip", "policy loss per token", choices=tuple(POLICY_LOSSES), or_function=True)
+    advantage_settings: dict[str, Any] = setting({}, "keyword arguments of an advantage of yours", when=OWN_ADVANTAGE)
+    loss_settings: dict[str, Any] = setting({}, "keyword arguments of a loss of yours", when=OWN_LOSS)
+    advantage_sha256: str | None = setting(
+        None,
+        "SHA-256 that the file of an advantage of yours must have; null: any, recorded by the run",
+        when=OWN_ADVANTAGE,
+    )
+    loss_sha256: str | None = setting(
+        None, "SHA-256 that the file of a loss of yours must have; null: any, recorded by the run", when=OWN_LOSS
+    )
     normalizer: str = setting("token", "denominator of the loss, counted over all ranks", choices=tuple(NORMALIZERS))
     turn_rewards: bool = setting(
         False, "credit per turn, from the outcome `turn_rewards` of the environment (docs/algorithms.md)"

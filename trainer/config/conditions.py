@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from trainer.objective.correction.modes import CORRECTION_MODES
-from trainer.objective.declare import ADVANTAGES
-from trainer.setting import When
+from trainer.objective.own.lookup import advantage_named
+from trainer.setting import When, names_function
 
 LORA = When(instead="model.lora.rank=16", holds=lambda c: c.model.lora.rank > 0)
 CRITIC = When(instead="algorithm=ppo", holds=lambda c: c.has_critic, because=("algorithm.advantage",))
@@ -45,13 +45,17 @@ TRACKED_KL = When(instead="algorithm.kl_target=6", holds=lambda c: c.algorithm.k
 ENTROPY_TARGET = When(instead="algorithm.entropy_target=0.2", holds=lambda c: c.algorithm.entropy_target is not None)
 KL_PLACED = When(
     instead="algorithm.kl_coef=0.05",
-    holds=lambda c: c.algorithm.kl_coef > 0 or ADVANTAGES[c.algorithm.advantage].kl_in_reward,
+    holds=lambda c: c.algorithm.kl_coef > 0 or advantage_named(c.algorithm.advantage).kl_in_reward,
 )
 KL_IN_LOSS = When(
     instead="algorithm.kl_coef=0.05 algorithm.kl_place=loss",
     holds=lambda c: c.algorithm.kl_coef > 0 and c.algorithm.kl_place == "loss",
 )
 REFERENCE = When(instead="algorithm.kl_coef=0.01", holds=lambda c: c.algorithm.kl_coef > 0)
+OWN_LOSS = When(instead="algorithm.loss=path/to/file.py:function", holds=lambda c: names_function(c.algorithm.loss))
+OWN_ADVANTAGE = When(
+    instead="algorithm.advantage=path/to/file.py:function", holds=lambda c: names_function(c.algorithm.advantage)
+)
 TURN_REWARDS = When(instead="algorithm.turn_rewards=true", holds=lambda c: c.algorithm.turn_rewards or c.needs_states)
 LENGTH = When(instead="algorithm.length_control=alp", holds=lambda c: c.algorithm.length_control != "off")
 OVERLONG = When(instead="algorithm.overlong_buffer=0.2", holds=lambda c: c.algorithm.overlong_buffer > 0)

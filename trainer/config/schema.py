@@ -42,7 +42,7 @@ from trainer.config.conditions import (
     WORKERS,
 )
 from trainer.objective.correction.modes import CORRECTION_MODES
-from trainer.objective.declare import ADVANTAGES
+from trainer.objective.own.lookup import advantage_named
 from trainer.setting import setting
 
 OPTIMIZERS = ("adamw", "adamw_tf", "adamw_8bit", "muon", "sgd")
@@ -625,7 +625,7 @@ class Config:
     @property
     def has_critic(self) -> bool:
         """True if the advantage estimator needs a critic."""
-        return ADVANTAGES[self.algorithm.advantage].needs_critic
+        return advantage_named(self.algorithm.advantage).needs_critic
 
     def trains_critic_alone(self, update: int) -> bool:
         """Return True for the optimizer step after this many updates if it leaves the policy as it is."""
@@ -634,12 +634,12 @@ class Config:
     @property
     def needs_states(self) -> bool:
         """True if the advantage estimator compares turns of equal state."""
-        return ADVANTAGES[self.algorithm.advantage].needs_states
+        return advantage_named(self.algorithm.advantage).needs_states
 
     @property
     def needs_greedy(self) -> bool:
         """True if the advantage estimator needs the greedy answer to each prompt."""
-        return ADVANTAGES[self.algorithm.advantage].needs_greedy
+        return advantage_named(self.algorithm.advantage).needs_greedy
 
     @property
     def replays_engine(self) -> bool:

@@ -6,31 +6,39 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from rollout.system.user_functions import file_sha256
 from trainer.config.schema import Config
+from trainer.setting import names_function
 
 PACKAGED = ("verifiers",)
 """Environments that import an installed package named in their settings."""
 
 
 def code_of_files(config: Config) -> list[str]:
-    """Return the `path/to/file.py:name` of reward functions, environments, tools and agents, in order of settings."""
+    """Return the `path/to/file.py:name` of reward functions, environments, tools, agents, losses and advantages."""
     named = [*config.reward.functions, config.environment.name, *_texts(config.environment.settings)]
-    return list(dict.fromkeys(text for text in named if _is_code(text)))
+    return list(dict.fromkeys([*filter(names_function, named), *code_of_objective(config)]))
+
+
+def code_of_objective(config: Config) -> list[str]:
+    """Return the `path/to/file.py:name` of loss and advantage, which also a replay that trains runs."""
+    return list(filter(names_function, (config.algorithm.loss, config.algorithm.advantage)))
+
+
+def hashes(config: Config) -> dict[str, str]:
+    """Return the SHA-256 of the file of each loss or advantage that is a user's, by the setting that records it."""
+    named = {kind: getattr(config.algorithm, kind) for kind in ("loss", "advantage")}
+    return {f"{kind}_sha256": file_sha256(spec) for kind, spec in named.items() if names_function(spec)}
 
 
 def outside_of(config: Config) -> list[str]:
     """Return all that sampling with these settings uses outside of models and data: code, addresses, variables."""
     texts = dict(_named_texts("", asdict(config)))
-    found = [text for text in texts.values() if _is_code(text) or "://" in text]
+    found = [text for text in texts.values() if names_function(text) or "://" in text]
     found += [f"the environment variable {text}" for name, text in texts.items() if name.endswith("_env")]
     if config.environment.name in PACKAGED:
         found.append(f"the package of environment.name={config.environment.name}")
     return list(dict.fromkeys([*code_of_files(config), *found]))
-
-
-def _is_code(text: str) -> bool:
-    """True for `path/to/file.py:name`, or several names separated by commas."""
-    return text.rpartition(":")[0].endswith(".py")
 
 
 def runs_unisolated(config: Config) -> bool:

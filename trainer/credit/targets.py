@@ -28,11 +28,11 @@ from trainer.batch.step_batch import StepBatch
 from trainer.config.schema import AlgorithmConfig, Config
 from trainer.credit.correction import StepCorrection
 from trainer.credit.old_policy import OldPolicy
-from trainer.objective.advantages import ADVANTAGES
 from trainer.objective.advantages.critic import Credit
 from trainer.objective.advantages.inputs import AdvantageInputs, Advantages, RewardTerms, TurnInputs
 from trainer.objective.correction.weights import kl_penalized_advantages
 from trainer.objective.kl import k3
+from trainer.objective.own.lookup import advantage_named
 from trainer.objective.per_rollout import rollout_max, rollout_sum
 from trainer.objective.turn_credit import discounted_returns, spread_turns, turn_groups
 
@@ -72,7 +72,8 @@ class Targets:
         if self.credit is None:
             return self
         chosen_N = torch.isin(self.credit.rollout_N, rollouts)
-        advantages_N, returns_N = ADVANTAGES[algorithm.advantage].configured(algorithm)(self.credit, chosen_N)
+        estimate = advantage_named(algorithm.advantage).configured(algorithm)
+        advantages_N, returns_N = estimate(self.credit, chosen_N)
         return replace(self, advantages_N=advantages_N, returns_N=returns_N)
 
 
@@ -94,7 +95,7 @@ def rollout_targets(
 
 def rollout_advantages(batch: StepBatch, algorithm: AlgorithmConfig) -> Advantages:
     """Return (S,) float64 advantages by the configured estimator."""
-    needs_greedy = ADVANTAGES[algorithm.advantage].needs_greedy
+    needs_greedy = advantage_named(algorithm.advantage).needs_greedy
     return _estimate(
         AdvantageInputs(
             rewards_S=torch.from_numpy(batch.rewards_S),
@@ -131,7 +132,7 @@ def turn_advantages(batch: StepBatch, algorithm: AlgorithmConfig) -> tuple[Tenso
 
 
 def _estimate(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advantages:
-    return ADVANTAGES[algorithm.advantage].configured(algorithm)(inputs)
+    return advantage_named(algorithm.advantage).configured(algorithm)(inputs)
 
 
 def _returns(batch: StepBatch, algorithm: AlgorithmConfig) -> Tensor:

@@ -45,6 +45,8 @@ class Declared:
 
     function: Callable[..., Any]
     arguments: Mapping[str, Argument]
+    given_in: str | None = None
+    """Field of `Config.algorithm` that holds the settings of a user's function; None: each is a field of its own."""
 
     def __call__(self, *inputs: Any, **settings: Any) -> Any:
         """Call the function, with declared defaults for missing settings."""
@@ -56,6 +58,9 @@ class Declared:
         return partial(self.function, **self.values(settings))
 
     def values(self, settings: object) -> dict[str, Any]:
+        if self.given_in is not None:
+            defaults = {name: argument.setting.default for name, argument in self.arguments.items()}
+            return defaults | getattr(settings, self.given_in)
         return {name: getattr(settings, name) for name in self.arguments}
 
 
@@ -116,6 +121,8 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {}
 """By name; filled when `trainer.objective.losses` is imported."""
 ADVANTAGES: dict[str, Advantage] = {}
 """By name; filled when `trainer.objective.advantages` is imported."""
+NEEDS: dict[Callable[..., Any], tuple[type[Declared], Mapping[str, Any]]] = {}
+"""Kind and needs of decorated functions in users' files, which `trainer/objective/own/lookup.py` declares."""
 
 
 def policy_loss(**needs: Any) -> Callable[[Function], Function]:
@@ -130,7 +137,10 @@ def advantage(**needs: Any) -> Callable[[Function], Function]:
 
 def _declare(kind: type, registry: dict[str, Any], needs: dict[str, Any]) -> Callable[[Function], Function]:
     def declare(function: Function) -> Function:
-        registry[function.__name__] = kind(function=function, arguments=_arguments(function), **needs)
+        if function.__module__.startswith(f"{__package__}."):
+            registry[function.__name__] = kind(function=function, arguments=_arguments(function), **needs)
+        else:
+            NEEDS[function] = (kind, needs)
         return function
 
     return declare

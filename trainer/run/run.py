@@ -23,6 +23,7 @@ from trainer.run.heartbeat import Heartbeat, WallTime
 from trainer.run.interrupt import TERMINATED, Interrupt
 from trainer.run.library_logs import ThirdPartyLog
 from trainer.run.profiling import StepProfiler
+from trainer.run.provenance import with_hashes
 from trainer.run.report import Reporter
 from trainer.run.state import open_metrics, restore_state, save_model, save_state
 from trainer.update.schedule import is_due
@@ -38,7 +39,7 @@ def run(config: Config, on_step: Callable[[StepReport], None] = lambda report: N
         distributed = Distributed.start(dtype=config.model.dtype, max_grad_norm=config.optimizer.max_grad_norm)
     with distributed:
         console = RunConsole(enabled=distributed.is_main, total_updates=config.updates)
-        config = choose(config, distributed, console)
+        config = with_hashes(choose(config, distributed, console), distributed)
         directory, _lock = open_run(config, distributed)
         libraries.open(directory.logs / f"libraries-rank-{distributed.rank}.log", console.warn)
         with libraries.shown_on_failure(), BackgroundLoop() as loop:

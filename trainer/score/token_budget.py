@@ -21,12 +21,10 @@ from typing import TypeVar
 import torch
 
 from rollout.errors import TrainingError
+from rollout.system.device_memory import is_out_of_memory
 from trainer.distributed.distributed import Distributed
 
 T = TypeVar("T")
-
-CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
-"""Text of PyTorch's RuntimeError when the CPU's memory is used up; GPUs raise `torch.OutOfMemoryError`."""
 
 
 class MemoryRanOut(Exception):
@@ -108,7 +106,3 @@ class TokenBudget:
             f"(set token_budget={smaller} to begin with it)"
         )
         return smaller
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or CPU_ALLOCATOR in str(error)

@@ -39,7 +39,7 @@ from trainer.collect.groups import Collected, is_kept
 from trainer.config.redaction import redact_words
 from trainer.config.saved_config import read_saved
 from trainer.config.schema import Config, EvalConfig, RewardConfig
-from trainer.config.user_code import outside_of
+from trainer.config.user_code import code_of_objective, outside_of
 from trainer.distributed.distributed import Distributed
 from trainer.engines.run_engines import start_engines
 from trainer.model.critic import with_critic
@@ -77,7 +77,7 @@ def replay(path: Path, *, step: int | None, sample: bool, overrides: list[str], 
     distributed = Distributed.start(dtype=config.model.dtype, max_grad_norm=config.optimizer.max_grad_norm)
     with distributed:
         replayed = _Replay(run, config, distributed)
-        if sample and (named := outside_of(config)):
+        if named := outside_of(config) if sample else code_of_objective(config):
             replayed.say(f"code, addresses and variables used with your rights: {', '.join(named)}")
         if step is None:
             return replayed.train_dump(path)
@@ -107,7 +107,7 @@ def settings_of(run: Path, overrides: Sequence[str], *, sample: bool, trusts_run
 
     Others may have written the run, so code of its models is trusted only if an override says so. sample: keep
     environment and rewards, which a replay that trains does not use. trusts_run: accept code, addresses and environment
-    variables that the configuration names; else they are a `ConfigError`. Raises `ConfigError`.
+    variables that the configuration names and the replay uses; else they are a `ConfigError`. Raises `ConfigError`.
     """
     path = run / "config.yaml"
     saved = read_saved(path)
@@ -125,10 +125,11 @@ def settings_of(run: Path, overrides: Sequence[str], *, sample: bool, trusts_run
     if not sample:
         config.environment = replace(config.environment, name="single_turn", settings={})
         config.reward = RewardConfig()
-    unasked = [named for named in outside_of(config) if named not in asked]
-    if sample and unasked and not trusts_run:
+    used = outside_of(config) if sample else code_of_objective(config)
+    unasked = [named for named in used if named not in asked]
+    if unasked and not trusts_run:
         raise ConfigError(
-            f"{path} names {', '.join(unasked)}: sampling would run this code and use these addresses and variables "
+            f"{path} names {', '.join(unasked)}: a replay would run this code and use these addresses and variables "
             "with your rights; add --trust-run if you trust all who could write this directory"
         )
     validate(config, needs_data=False)

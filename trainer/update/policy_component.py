@@ -22,8 +22,8 @@ from trainer.credit.old_policy import FromEngine
 from trainer.credit.targets import Targets
 from trainer.objective.kl import kl_term
 from trainer.objective.loss_normalization import StepCounts, loss_coefficients, normalized_loss
-from trainer.objective.losses import POLICY_LOSSES
 from trainer.objective.losses.inputs import LossInputs, LossOutputs
+from trainer.objective.own.lookup import policy_loss_named
 from trainer.objective.per_rollout import rollout_count, rollout_mean
 from trainer.objective.value_loss import clipped_value_loss
 from trainer.score.scorer import Scorer
@@ -42,7 +42,7 @@ class PolicyComponent:
         self._config = config
         self._scorer = scorer
         self._routers = routers
-        loss = POLICY_LOSSES[config.algorithm.loss]
+        loss = policy_loss_named(config.algorithm.loss)
         self.loss: Callable[[LossInputs], LossOutputs] = loss.configured(config.algorithm)
         self._sequence_values = loss.sequence_values(config.algorithm)
         self._whole_step = WholeStep(loss, config)

@@ -27,6 +27,6 @@ def gspo(
     advantages or weights per token it is s mean_t(w_t A_t ∇logp_t): GSPO-token, of which GSPO is the special case (the
     paper's section 4.3).
     """
-    ratio_T = sequence_ratio(inputs, inputs.logp_T - inputs.old_logp_T)
+    ratio_T = sequence_ratio(inputs, inputs.logp_T - inputs.old_logp_T.detach())
     loss_T, metrics = clipped_surrogate(ratio_T, inputs.advantages_T, clip_low=clip_low, clip_high=clip_high)
     return LossOutputs(loss_T=weighted(loss_T, inputs), metrics=metrics | common_metrics(inputs, ratio_T))

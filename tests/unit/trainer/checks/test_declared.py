@@ -19,6 +19,11 @@ __all__ = ["complete"]  # a fixture
 
 REFUSED = [
     ("model.critic=shared", "does nothing with algorithm.advantage=grpo; set algorithm=ppo, or model.critic=separate"),
+    ("algorithm.loss_settings={a:1}", "algorithm.loss=ppo_clip; set algorithm.loss=path/to/file.py:function, or"),
+    (
+        "algorithm.advantage_sha256=ab",
+        "with algorithm.advantage=grpo; set algorithm.advantage=path/to/file.py:function",
+    ),
     ("optimizer.critic_lr=1e-3", "set algorithm=ppo, or optimizer.critic_lr=null"),
     ("model.reference_path=org/base", "set algorithm.kl_coef=0.01, or model.reference_path=null"),
     ("rollout.stragglers=drop", "set rollout.max_staleness=1, or rollout.stragglers=wait"),

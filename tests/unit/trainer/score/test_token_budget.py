@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rollout.errors import TrainingError
+from rollout.system.device_memory import is_out_of_memory
 from tests.fixtures.distributed import FakeRank, on_ranks
 from tests.unit.trainer.update.test_updater import (
     batch,
@@ -23,7 +24,7 @@ from trainer.batch.step_batch import StepBatch
 from trainer.credit.targets import Targets
 from trainer.model.policy import Policy
 from trainer.score.scorer import Scorer
-from trainer.score.token_budget import TokenBudget, is_out_of_memory
+from trainer.score.token_budget import TokenBudget
 from trainer.update.updater import Updater
 
 __all__ = ["batch", "policy"]  # fixtures

@@ -98,3 +98,24 @@ def test_interpolations_are_refused(run: Path):
     (run / "config.yaml").write_text("model: {path: '${oc.env:WANDB_API_KEY}'}\n")
     with pytest.raises(ConfigError, match="interpolation"):
         settings_of(run, [], sample=False)
+
+
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize("kind", ["loss", "advantage"])
+def test_a_loss_or_advantage_of_the_run_must_be_asked_for_also_to_train(run: Path, kind: str, sample: bool):
+    write(run, f"algorithm.{kind}={run}/evil.py:reward")
+    with pytest.raises(ConfigError, match=r"evil\.py:reward.*--trust-run"):
+        settings_of(run, [], sample=sample)
+    assert not (run / "fired").exists()
+    assert settings_of(run, [f"algorithm.{kind}=" + {"loss": "gspo", "advantage": "rloo"}[kind]], sample=sample)
+    assert not (run / "fired").exists()
+    assert getattr(settings_of(run, [], sample=sample, trusts_run=True).algorithm, kind).endswith("evil.py:reward")
+    assert (run / "fired").exists()
+
+
+def test_a_file_that_is_not_that_of_the_run_is_refused(run: Path):
+    write(run, f"algorithm.loss={run}/evil.py:reward", f"algorithm.loss_sha256={'ab' * 32}")
+    with pytest.raises(ConfigError, match=r"expected (ab){32}, .*set algorithm\.loss_sha256=null"):
+        settings_of(run, [], sample=False, trusts_run=True)
+    assert not (run / "fired").exists()
+    assert settings_of(run, ["algorithm.loss_sha256=null"], sample=False, trusts_run=True)

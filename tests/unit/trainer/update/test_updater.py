@@ -251,3 +251,17 @@ def test_results_of_microbatches_are_copied_to_the_host_after_the_last_backward(
     last = len(events) - events[::-1].index("backward")
     assert events[:last] == ["backward"] * events.count("backward")
     assert events.count("backward") > 1
+
+
+def test_a_loss_of_a_file_gives_the_gradient_of_the_same_built_in_one(policy: Policy, batch: StepBatch, tmp_path):
+    (tmp_path / "own.py").write_text(
+        "from trainer.objective.losses.inputs import LossInputs, weighted\n"
+        "def fn(inputs: LossInputs, *, factor: float = 1.0):\n"
+        "    return factor * weighted(-inputs.advantages_T * inputs.logp_T, inputs)\n"
+    )
+    own = config(loss=f"{tmp_path}/own.py:fn", loss_settings={"factor": 2})
+    logprobs = scored(random_logp(batch, 1))
+    expected, _ = gradient(policy, batch, config(), targets_of(batch, config(), logprobs, mode="token_truncate")[0])
+    found, metrics = gradient(policy, batch, own, targets_of(batch, own, logprobs, mode="token_truncate")[0])
+    assert torch.equal(found, 2 * expected)
+    assert "policy/approx_kl" in metrics

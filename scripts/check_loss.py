@@ -1,0 +1,39 @@
+"""Examine a policy loss or an advantage, built-in or of a file, before it trains anything.
+
+    python scripts/check_loss.py my_loss.py:sharp                    a loss of yours
+    python scripts/check_loss.py my_loss.py:sharp sharpness=3        with settings
+    python scripts/check_loss.py my_advantage.py:median              an advantage of yours
+    python scripts/check_loss.py gspo clip_low=0.3 clip_high=0.4     a built-in one
+
+Loss: one loss per token; the same gradient for every division of a step into ranks, microbatches, rollouts and
+branches, with every denominator; metrics that add up; autograd against finite differences; extreme log ratios.
+Advantage: the same for every order of rollouts; groups of equal rewards, of one rollout, of other sizes. On the CPU, in
+seconds, without an engine. The tutorial is docs/tutorials/own_loss.md.
+Exit status 0: all checks passed; 1: a check failed; 2: the function or a setting cannot be used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("function", help="path/to/file.py:function, or a built-in name")
+    parser.add_argument("settings", nargs="*", metavar="name=value", help="settings of the function")
+    arguments = parser.parse_args()
+
+    from rollout.errors import ConfigError
+    from rollout.safe_text import print_error
+    from trainer.tools.check_objective import check_objective
+
+    try:
+        return 0 if check_objective(arguments.function, arguments.settings) else 1
+    except ConfigError as error:
+        print_error(error)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

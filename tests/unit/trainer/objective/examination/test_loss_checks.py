@@ -1,0 +1,102 @@
+"""Planted faults of a loss are named, and losses without a fault pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainer.objective.examination.finding import Finding, Verdict
+from trainer.objective.examination.loss_checks import examine_loss
+from trainer.objective.losses import POLICY_LOSSES
+from trainer.objective.own.lookup import policy_loss_named
+
+FAULTY = Path(__file__).with_name("faulty_losses.py")
+SETTINGS = {"gspo": {"clip_low": 0.3, "clip_high": 0.4}}
+"""Bounds within which the ratios of the toy lie."""
+
+
+def sentences(function: str, verdict: Verdict = Verdict.FAILS) -> list[str]:
+    findings = examine_loss(policy_loss_named(f"{FAULTY}:{function}"), {})
+    return [finding.sentence for finding in findings if finding.verdict is verdict]
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_every_built_in_loss_passes(name: str) -> None:
+    findings = list(examine_loss(POLICY_LOSSES[name], SETTINGS.get(name, {})))
+    assert len(findings) > 20
+    assert [finding for finding in findings if finding.verdict is not Verdict.OK] == []
+
+
+@pytest.mark.parametrize("function", ["surrogate", "right_backward", "declared_sequence", "under_no_grad"])
+def test_an_unusual_loss_without_a_fault_passes(function: str) -> None:
+    assert sentences(function) == sentences(function, Verdict.NOTE) == []
+
+
+@pytest.mark.parametrize(
+    ("function", "division", "cause"),
+    [
+        ("mean_of_microbatch", "With 1 rank x 2 microbatches", "one number for all tokens of the microbatch"),
+        ("divided_by_tokens", "With 2 ranks x 1 microbatch", "it divides by the number of tokens in the microbatch"),
+        ("centered_in_microbatch", "With 3 ranks x 7 microbatches", "depends on the other tokens"),
+        ("mean_of_rollout", "With branches on different ranks", "depends on the other tokens"),
+    ],
+)
+def test_a_mean_over_the_microbatch_is_named_with_the_division_that_changes_it(
+    function: str, division: str, cause: str
+) -> None:
+    found = sentences(function)
+    assert any(cause in sentence and "leave the microbatch" in sentence for sentence in found)
+    assert any(sentence.startswith(division) and "the gradient changes by" in sentence for sentence in found)
+
+
+def test_a_mean_per_rollout_changes_only_where_rollouts_are_divided() -> None:
+    findings = {f.check: f.verdict for f in examine_loss(policy_loss_named(f"{FAULTY}:mean_of_rollout"), {})}
+    assert findings["gradient, a microbatch per rollout"] is Verdict.OK
+    assert findings["gradient, a microbatch per row (branches apart)"] is Verdict.FAILS
+
+
+@pytest.mark.parametrize(
+    ("function", "sentence"),
+    [
+        ("mean_of_microbatch", "returned the shape (), expected (16,): one loss per token"),
+        ("old_with_gradient", "has a gradient through old_logp_T"),
+        ("unbounded", "The loss is nan at a log ratio of 100 and the advantage -3"),
+        ("world_size", "It uses get_world_size of torch.distributed"),
+        ("wrong_backward", "a hand-written backward is wrong"),
+        ("mean_metric", "The metric own/ratio is 1.034 over one microbatch and 2.05 over 1 rank x 2 microbatches"),
+        ("metric_of_some_microbatches", "The metrics own/ratio are not in every microbatch"),
+        ("metric_with_gradient", "'own/ratio' as a tensor of float64 with the shape () with a gradient"),
+        ("random", "Two calls with the same inputs differ"),
+        ("in_place", "It changes advantages_T in place"),
+        ("crashes", "crashes fails: RuntimeError in line"),
+        ("detached", "The losses have no gradient"),
+        ("without_weights", "With weights of 2 the losses are not 2 times those without weights"),
+        ("flat_at_old", "The gradient is 0 at π_θ = π_old"),
+        ("undeclared_sequence", "AttributeError in line"),
+    ],
+)
+def test_a_planted_fault_is_named(function: str, sentence: str) -> None:
+    assert any(sentence in found for found in sentences(function))
+
+
+@pytest.mark.parametrize(
+    "function", ["old_with_gradient", "unbounded", "wrong_backward", "world_size", "without_weights", "mean_metric"]
+)
+def test_one_fault_does_not_blame_the_division(function: str) -> None:
+    assert not any("the gradient changes" in sentence for sentence in sentences(function))
+
+
+@pytest.mark.parametrize("function", ["random", "in_place", "crashes"])
+def test_a_loss_that_cannot_be_examined_has_one_failure(function: str) -> None:
+    assert len(sentences(function)) == 1
+
+
+def test_a_loss_without_a_ratio_is_told_to_declare_it() -> None:
+    assert "@policy_loss(has_ratio=False)" in sentences("no_ratio", Verdict.NOTE)[0]
+    assert sentences("no_ratio") == []
+
+
+def test_settings_reach_the_loss() -> None:
+    findings: list[Finding] = list(examine_loss(policy_loss_named(f"{FAULTY}:surrogate"), {"scale": 0.0}))
+    assert any("nothing is trained" in finding.sentence for finding in findings)

@@ -1,0 +1,136 @@
+"""Checks of what a policy loss may do: its outputs, its inputs, randomness, communication."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import fields, replace
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollout.errors import TrainingError
+from trainer.objective.examination.examined_loss import ExaminedLoss
+from trainer.objective.examination.finding import Finding, Verdict, failure
+from trainer.objective.losses.inputs import LossInputs
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "get_world_size", "get_rank", "barrier")
+"""Beginnings of names in torch.distributed that tell ranks apart."""
+
+
+def check_outputs(examined: ExaminedLoss) -> Finding:
+    """Call the loss with all tokens, with none, and without weights."""
+    name = "one loss per token"
+    try:
+        losses_T = examined(examined.inputs()).loss_T
+        examined(examined.inputs(examined.step.kept[:0]))
+        examined(replace(examined.inputs(), weights_T=None))
+    except TrainingError as error:
+        advice = "; leave out the .mean() or .sum() at its end" if examined.returns_number() else ""
+        return failure(name, f"{error}{advice}.")
+    if not losses_T.requires_grad:
+        return failure(name, "The losses have no gradient: they are computed from detached logprobs; use logp_T.")
+    return Finding(check=name)
+
+
+def check_metrics(examined: ExaminedLoss) -> Finding:
+    """Compare the metrics of a microbatch without tokens with those of the step."""
+    name = "metrics of every microbatch"
+    whole = examined(examined.inputs())
+    empty = examined(examined.inputs(examined.step.kept[:0]))
+    if empty.metrics.keys() != whole.metrics.keys():
+        missing = ", ".join(sorted(whole.metrics.keys() ^ empty.metrics.keys()))
+        return failure(
+            name,
+            f"The metrics {missing} are not in every microbatch, but ranks add them up by name; return all of them "
+            "always, with a sum of 0.",
+        )
+    for key, value in empty.metrics.items():
+        if not value.isfinite():
+            return failure(
+                name, f"The metric {key} of a microbatch without tokens is {float(value)}; return a sum, which is 0."
+            )
+    return Finding(check=name)
+
+
+def check_inputs(examined: ExaminedLoss) -> Finding:
+    name = "inputs stay as they are"
+    inputs = examined.inputs()
+    before = {key: value.clone() for key, value in _tensors(inputs).items()}
+    examined(inputs)
+    changed = [key for key, value in _tensors(inputs).items() if not torch.equal(value, before[key])]
+    return (
+        failure(name, f"It changes {', '.join(changed)} in place; work on a copy.") if changed else Finding(check=name)
+    )
+
+
+def check_repetition(examined: ExaminedLoss) -> Finding:
+    name = "same inputs, same losses"
+    first_T, second_T = (examined.values(examined.inputs()).nan_to_num() for _ in range(2))
+    if torch.equal(first_T, second_T):
+        return Finding(check=name)
+    return failure(name, "Two calls with the same inputs differ: it draws random numbers or keeps a state; do neither.")
+
+
+def check_ratio(examined: ExaminedLoss) -> Finding:
+    """Compare the declaration `has_ratio` with whether the losses change with the old logprobs."""
+    name = "has_ratio as declared"
+    inputs = examined.inputs()
+    shift_T = torch.linspace(-0.1, 0.1, len(inputs.old_logp_T), dtype=inputs.old_logp_T.dtype)
+    moved_T = examined.values(replace(inputs, old_logp_T=inputs.old_logp_T + shift_T))
+    uses_old = not torch.equal(moved_T, examined.values(inputs)) or inputs.seq_log_ratio_S is not None
+    if uses_old == examined.loss.has_ratio:
+        return Finding(check=name)
+    verb = "change" if uses_old else "do not change"
+    return Finding(
+        check=name,
+        verdict=Verdict.NOTE,
+        sentence=f"The losses {verb} with old_logp_T; write @policy_loss(has_ratio={uses_old}) above the function, so "
+        "that settings that need a ratio are checked.",
+    )
+
+
+def check_communication(examined: ExaminedLoss) -> Finding:
+    """Look for names of torch.distributed in the code of the loss, and of functions of its file that it calls."""
+    name = "no communication between ranks"
+    found = sorted(one for one in _names_in(examined.loss.function) if one.startswith(COLLECTIVES))
+    if not found:
+        return Finding(check=name)
+    return failure(
+        name,
+        f"It uses {', '.join(found)} of torch.distributed, so the gradient depends on the number of ranks, and ranks "
+        "with different numbers of microbatches wait for each other; leave it out, because the trainer counts tokens "
+        "over all ranks.",
+    )
+
+
+def _tensors(inputs: LossInputs) -> dict[str, Tensor]:
+    found = {one.name: getattr(inputs, one.name) for one in fields(inputs)}
+    return {name: value.detach() for name, value in found.items() if isinstance(value, Tensor)}
+
+
+def _names_in(function: Callable[..., Any]) -> set[str]:
+    """Return the names that the code of a function uses, with those of functions of its file that it names."""
+    function = inspect.unwrap(function)
+    if not inspect.isfunction(function):
+        return set()
+    known: set[CodeType] = set()
+    names: set[str] = set()
+
+    def read(code: CodeType) -> None:
+        if code in known:
+            return
+        known.add(code)
+        names.update(code.co_names)
+        for constant in code.co_consts:
+            if isinstance(constant, CodeType):
+                read(constant)
+        for name in code.co_names:
+            other = function.__globals__.get(name)
+            if inspect.isfunction(other) and other.__module__ == function.__module__:
+                read(other.__code__)
+
+    read(function.__code__)
+    return names

@@ -1,0 +1,64 @@
+"""All checks of a policy loss, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rollout.errors import LockstepError
+from trainer.objective.declare import PolicyLoss
+from trainer.objective.examination.contract_checks import (
+    check_communication,
+    check_inputs,
+    check_metrics,
+    check_outputs,
+    check_ratio,
+    check_repetition,
+)
+from trainer.objective.examination.division_checks import check_divisions, check_own_token
+from trainer.objective.examination.examined_loss import ExaminedLoss
+from trainer.objective.examination.finding import Finding, Verdict, failure
+from trainer.objective.examination.gradient_checks import (
+    check_extremes,
+    check_finite_differences,
+    check_first_update,
+    check_old_logprobs,
+    check_weights,
+)
+
+CHECKS = (
+    check_communication,
+    check_metrics,
+    check_own_token,
+    check_divisions,
+    check_old_logprobs,
+    check_weights,
+    check_finite_differences,
+    check_first_update,
+    check_extremes,
+    check_ratio,
+)
+
+
+def examine_loss(loss: PolicyLoss, settings: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield the finding of each check. settings: of the loss, by name; declared defaults for others.
+
+    A loss that fails, changes its inputs or draws random numbers is not examined further, because the other checks
+    would blame something else. A loss that returns one number is.
+    """
+    examined = ExaminedLoss(loss, settings)
+    yield (found := check_outputs(examined))
+    if found.verdict is Verdict.FAILS:
+        if not examined.returns_number():
+            return
+        examined.expand_number()
+    for check in (check_inputs, check_repetition):
+        yield (found := check(examined))
+        if found.verdict is Verdict.FAILS:
+            return
+    for check in CHECKS:
+        try:
+            found = check(examined)
+            yield from [found] if isinstance(found, Finding) else found
+        except LockstepError as error:
+            yield failure(check.__name__.removeprefix("check_").replace("_", " "), f"{error}.")

@@ -1,0 +1,70 @@
+"""Examination of a loss or an advantage by name: a table with one verdict per line, and a sentence per failure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from rollout.errors import ConfigError
+from rollout.safe_text import safe_text
+from trainer.checks.names import own_setting_problems
+from trainer.objective.declare import Declared
+from trainer.objective.examination.advantage_checks import examine_advantage
+from trainer.objective.examination.finding import Finding, Verdict
+from trainer.objective.examination.loss_checks import examine_loss
+from trainer.objective.own.lookup import advantage_named, is_advantage, policy_loss_named
+from trainer.setting import typed
+
+
+def check_objective(name: str, words: Sequence[str]) -> bool:
+    """Examine a loss or an advantage and print the findings. Returns False if a check fails.
+
+    name: a built-in name, or path/to/file.py:function. words: settings, name=value. Raises `ConfigError`: the function
+    cannot be loaded, or a setting is wrong.
+    """
+    torch.manual_seed(0)
+    if is_advantage(name):
+        advantage = advantage_named(name)
+        settings = _settings(advantage, words)
+        _announce(name, "advantage", advantage, settings)
+        return _print(examine_advantage(advantage, settings))
+    loss = policy_loss_named(name)
+    settings = _settings(loss, words)
+    _announce(name, "policy loss", loss, settings)
+    return _print(examine_loss(loss, settings))
+
+
+def _settings(declared: Declared, words: Sequence[str]) -> dict[str, Any]:
+    try:
+        settings: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(words)), resolve=True)
+    except (OmegaConfBaseException, YAMLError, ValueError) as error:
+        raise ConfigError(f"{' '.join(words)} cannot be read ({error}); expected name=value") from error
+    if problems := list(own_setting_problems(declared, settings, "")):
+        raise ConfigError("\n".join(problems))
+    return settings
+
+
+def _announce(name: str, kind: str, declared: Declared, settings: dict[str, Any]) -> None:
+    values = {key: argument.setting.default for key, argument in declared.arguments.items()} | settings
+    shown = ", ".join(f"{key}={typed(value)}" for key, value in values.items())
+    print(f"{name}: {kind}{f' with {shown}' if shown else ''}\n")
+
+
+def _print(findings: Any) -> bool:
+    """Print each finding as soon as it is made, then the sentences. Returns False if one is a failure."""
+    kept: list[Finding] = []
+    for finding in findings:
+        print(f"{finding.check:<48} {finding.verdict:<6}{finding.measured}".rstrip(), flush=True)
+        kept.append(finding)
+    sentences = dict.fromkeys((finding.verdict, finding.sentence) for finding in kept if finding.sentence)
+    print()
+    for verdict, sentence in sentences:
+        print(f"{verdict}: {safe_text(sentence)}")
+    num_failures = sum(finding.verdict is Verdict.FAILS for finding in kept)
+    print(f"{len(kept) - num_failures} of {len(kept)} checks passed")
+    return not num_failures
