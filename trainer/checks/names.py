@@ -24,8 +24,8 @@ from trainer.config.paths import file_exists, path_exists
 from trainer.config.schema import Config
 from trainer.config.user_code import runs_unisolated
 from trainer.objective.declare import Declared
-from trainer.objective.own.arguments import fits, in_words
 from trainer.objective.own.lookup import advantage_named, policy_loss_named
+from trainer.objective.own.signature import fits, in_words
 from trainer.setting import names_function, typed
 
 _MADE_BY = {

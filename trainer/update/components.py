@@ -39,14 +39,14 @@ class Outputs:
     values_T: Tensor
     """0 without a critic."""
     others: tuple[Tensor, ...] = ()
-    """What the module returns beyond these, for the arguments that the terms gave."""
+    """Further outputs of the module, for the arguments that the terms gave."""
     routers: Sequence[RouterOutput] = ()
     """Outputs of the routers of a mixture of experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Share:
-    """What a term adds in one microbatch."""
+    """Loss and sums of a term in one microbatch."""
 
     loss: Tensor
     """Weighted and divided by D_c: shares of all microbatches and ranks add up to the loss."""
@@ -92,7 +92,7 @@ class RolloutStep:
 
     batch: StepBatch
     targets: Targets
-    """Of these rollouts."""
+    """Targets of these rollouts."""
     rollouts: np.ndarray
     """Indices."""
     rows: Sequence[int]

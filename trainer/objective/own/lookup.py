@@ -16,8 +16,8 @@ from rollout.system.user_functions import load_function
 from trainer.objective.advantages import ADVANTAGES
 from trainer.objective.declare import NEEDS, Advantage, Declared, PolicyLoss
 from trainer.objective.losses import POLICY_LOSSES
-from trainer.objective.own.arguments import own_arguments
 from trainer.objective.own.outputs import checked_advantage, checked_critic_advantage, checked_loss
+from trainer.objective.own.signature import own_arguments
 from trainer.setting import names_function
 
 Kind = TypeVar("Kind", bound=Declared)
