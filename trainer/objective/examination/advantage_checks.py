@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rollout.errors import LockstepError, TrainingError
 from trainer.objective.advantages.critic import Credit, TokenAdvantages
-from trainer.objective.advantages.inputs import AdvantageInputs
+from trainer.objective.advantages.inputs import AdvantageInputs, RewardTerms, TurnInputs
 from trainer.objective.declare import Advantage
 from trainer.objective.examination.finding import Finding, Verdict, failure
 
@@ -70,7 +70,18 @@ class _Examination:
         rewards_S = self._rewards_S if rewards_S is None else rewards_S
         group_S = self._group_S if group_S is None else group_S
         greedy_S = 0.25 + 0.125 * (group_S % 4).double() if self._advantage.needs_greedy else None
-        inputs = AdvantageInputs(rewards_S=rewards_S, group_S=group_S, greedy_rewards_S=greedy_S)
+        turns = None
+        if self._advantage.needs_states:  # one turn per rollout, from the prompt
+            turns = TurnInputs(returns_K=rewards_S, rollout_K=torch.arange(len(rewards_S)), state_K=group_S)
+        inputs = AdvantageInputs(
+            rewards_S=rewards_S,
+            group_S=group_S,
+            greedy_rewards_S=greedy_S,
+            terms=RewardTerms(
+                rewards_SF=torch.stack([0.75 * rewards_S, 0.25 * rewards_S], dim=1), weights_F=torch.ones(2)
+            ),
+            turns=turns,
+        )
         found_S = self._advantage(inputs, **self._settings).advantages_S
         if not bool(found_S.isfinite().all()):
             raise TrainingError(f"advantages that are not finite for rewards {rewards_S.tolist()[:6]}")
