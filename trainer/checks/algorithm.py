@@ -125,7 +125,7 @@ def _critic(config: Config) -> Iterator[str]:
             f"{config.optimizer.name}; set optimizer.critic_lr=null"
         )
     declared = advantage_named(algorithm.advantage)
-    settings = declared.values(algorithm)
+    settings = declared.values(algorithm) if algorithm.advantage == "gae" else {}
     alpha, lam = settings.get("gae_length_alpha"), settings.get("gae_lambda")
     if alpha is not None and lam != declared.arguments["gae_lambda"].setting.default:
         yield (
