@@ -60,6 +60,7 @@ ROOMS = (
     "rewards/functions",
     "rewards/trl.py",
     "rewards/shaping.py",
+    "rewards/length.py",
     "rewards/outcomes.py",
     "rewards/sandbox",
     "rollout/sampler",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rollout.engine.protocol import MAX_SUPPORT
-from trainer.config.schema import AlgorithmConfig, Config
+from trainer.config.schema import Config
 from trainer.objective.kl_control import MAX_EPISODES_PER_HORIZON
 from trainer.objective.own.lookup import advantage_named, policy_loss_named
 
@@ -124,11 +124,13 @@ def _critic(config: Config) -> Iterator[str]:
             f"optimizer.critic_lr={critic_lr} is for adamw, adamw_tf and sgd, found optimizer.name="
             f"{config.optimizer.name}; set optimizer.critic_lr=null"
         )
-    if algorithm.gae_length_alpha is not None and algorithm.gae_lambda != AlgorithmConfig().gae_lambda:
+    declared = advantage_named(algorithm.advantage)
+    settings = declared.values(algorithm) if algorithm.advantage == "gae" else {}
+    alpha, lam = settings.get("gae_length_alpha"), settings.get("gae_lambda")
+    if alpha is not None and lam != declared.arguments["gae_lambda"].setting.default:
         yield (
-            f"algorithm.gae_lambda={algorithm.gae_lambda} has no effect with algorithm.gae_length_alpha="
-            f"{algorithm.gae_length_alpha}, which makes λ by length; set algorithm.gae_length_alpha=null, or leave "
-            "algorithm.gae_lambda out"
+            f"algorithm.gae_lambda={lam} has no effect with algorithm.gae_length_alpha={alpha}, which makes λ by "
+            "length; set algorithm.gae_length_alpha=null, or leave algorithm.gae_lambda out"
         )
     if model.critic == "shared" and algorithm.critic_warmup:
         yield (
