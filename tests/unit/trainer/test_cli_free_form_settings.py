@@ -31,6 +31,8 @@ DICTS = [
     *dict_settings("eval.sets.mine.", DataSetConfig()),
 ]
 ENTRIES = {
+    "algorithm.advantage_settings": ("eps", 0.1),
+    "algorithm.loss_settings": ("sharpness", 0.1),
     "data.columns": ("prompt", "question"),
     "data.sources": ("mine", {"path": "rows.jsonl"}),
     "data.sources.mine.columns": ("prompt", "question"),
