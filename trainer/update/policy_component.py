@@ -27,9 +27,9 @@ from trainer.objective.own.lookup import policy_loss_named
 from trainer.objective.per_rollout import rollout_count, rollout_mean
 from trainer.objective.value_loss import clipped_value_loss
 from trainer.score.scorer import Scorer
+from trainer.score.whole_step import WholeStep
 from trainer.update.components import Outputs, RolloutStep, Share, component_metrics
 from trainer.update.router_loss import RouterLoss, RouterStep
-from trainer.update.whole_step import WholeStep
 
 PPO_NAMES = {"approxkl": "policy/approx_kl", "clipfrac": "policy/clip_frac", "entropy": "policy/entropy"}
 """Names of metrics in the PPO literature, reported with a critic."""

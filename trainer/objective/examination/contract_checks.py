@@ -77,10 +77,11 @@ def check_repetition(examined: ExaminedLoss) -> Finding:
 def check_ratio(examined: ExaminedLoss) -> Finding:
     """Compare the declaration `has_ratio` with whether the losses change with the old logprobs."""
     name = "has_ratio as declared"
-    inputs = examined.inputs()
+    inputs = replace(examined.inputs(), weights_T=None)
     shift_T = torch.linspace(-0.1, 0.1, len(inputs.old_logp_T), dtype=inputs.old_logp_T.dtype)
     moved_T = examined.values(replace(inputs, old_logp_T=inputs.old_logp_T + shift_T))
-    uses_old = not torch.equal(moved_T, examined.values(inputs)) or inputs.seq_log_ratio_S is not None
+    is_moved = not torch.equal(moved_T, examined.values(inputs))
+    uses_old = is_moved or inputs.seq_log_ratio_S is not None or examined.loss.weighs_by_sampling
     if uses_old == examined.loss.has_ratio:
         return Finding(check=name)
     verb = "change" if uses_old else "do not change"

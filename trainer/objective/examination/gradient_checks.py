@@ -10,8 +10,8 @@ from torch import Tensor
 from trainer.objective.examination.examined_loss import TOLERANCE, ExaminedLoss, change, slope
 from trainer.objective.examination.finding import Finding, failure
 from trainer.objective.examination.stop_gradients import finite_differences
-from trainer.objective.examination.toy_step import sequence_ratios
-from trainer.objective.losses.inputs import LossInputs
+from trainer.objective.examination.toy_step import sequence_ratios, step_values
+from trainer.objective.losses.inputs import LossInputs, StepInputs
 
 LOG_RATIOS = (0.0, 0.1, 1.0, 20.0, 100.0, 1000.0)
 """Absolute log ratios of the extreme tokens [nats]; exp overflows float32 at 88.7."""
@@ -34,6 +34,8 @@ def check_weights(examined: ExaminedLoss) -> Finding:
     """Compare losses with weights of 0, 1 and 2 with those without weights."""
     name = "correction weights are factors"
     inputs = examined.inputs()
+    if examined.loss.weighs_by_sampling:
+        return Finding(check=name, measured="none")
     plain_T = examined.values(replace(inputs, weights_T=None))
     for weight in (1.0, 2.0, 0.0):
         found_T = examined.values(replace(inputs, weights_T=torch.full_like(inputs.old_logp_T, weight)))
@@ -104,6 +106,20 @@ def check_extremes(examined: ExaminedLoss) -> Finding:
     ratio_T, advantages_T, weights_T = (torch.tensor(column) for column in zip(*cases, strict=True))
     logp_T, old_T = ratio_T.clamp(max=0) - 0.1, (-ratio_T).clamp(max=0) - 0.1
     rollout_T = torch.arange(len(cases))
+    of_step = step_values(
+        examined.loss,
+        StepInputs(
+            logp_N=logp_T.clone(),
+            old_logp_N=old_T,
+            sampling_logp_N=old_T,
+            advantages_N=advantages_T,
+            rollout_N=rollout_T,
+            num_rollouts=len(cases),
+            seed=0,
+            entropy_N=torch.ones_like(logp_T),
+        ),
+        **examined.settings,
+    )
     inputs = LossInputs(
         logp_T=logp_T.requires_grad_(),
         old_logp_T=old_T,
@@ -111,6 +127,8 @@ def check_extremes(examined: ExaminedLoss) -> Finding:
         rollout_T=rollout_T,
         num_rollouts=len(cases),
         weights_T=weights_T,
+        sampling_logp_T=old_T,
+        step_values=of_step,
         seq_log_ratio_S=sequence_ratios(
             examined.loss, logp_T - old_T, advantages_T, rollout_T, len(cases), **examined.settings
         ),

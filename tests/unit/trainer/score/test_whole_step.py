@@ -31,8 +31,8 @@ from trainer.model.policy import Policy
 from trainer.objective.declare import PolicyLoss
 from trainer.objective.losses.inputs import StepInputs
 from trainer.score.scorer import Scorer
+from trainer.score.whole_step import WholeStep
 from trainer.update.updater import Updater
-from trainer.update.whole_step import WholeStep
 
 __all__ = ["batch", "policy"]  # fixtures
 
