@@ -103,6 +103,8 @@ def presets() -> list[str]:
     for file in sorted((ROOT / "configs" / "algorithm").glob("*.yaml")):
         text = file.read_text()
         values = yaml.safe_load(text)
+        if values.get("trains_on") == "demonstrations":  # no advantage, no policy loss
+            continue
         others = values.items() - {"name": file.stem}.items()
         changed = {name: v for name, v in others if name not in ("name", "advantage", "loss", "normalizer")}
         shown = [

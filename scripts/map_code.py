@@ -30,6 +30,7 @@ A room is a folder or a module directly inside a package. It imports only rooms 
 ROOMS = (
     "trainer/tools",
     "trainer/run",
+    "trainer/sft",
     "trainer/step.py",
     "trainer/reward_model",
     "trainer/evaluate",

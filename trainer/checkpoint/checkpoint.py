@@ -59,6 +59,8 @@ class TrainerState:
     """Optimizer updates done; also the weight version."""
     data_cursor: int
     """Data rows taken."""
+    demonstrations_cursor: int = 0
+    """Demonstrations taken."""
     data_skipped: Sequence[int] = ()
     """Data rows that a curriculum skipped, by data set."""
     data_rows: Sequence[int] = ()
@@ -87,7 +89,8 @@ class TrainerState:
         for name in ("data_skipped", "data_rows", "unfinished", "grad_norms"):
             if not isinstance(getattr(self, name), list | tuple):
                 raise ValueError(f"{name}: expected a list, found {getattr(self, name)!r}")
-        counts = [self.step, self.update, self.data_cursor, self.skipped_updates, self.skipped_in_a_row]
+        counts = [self.step, self.update, self.data_cursor, self.demonstrations_cursor]
+        counts += [self.skipped_updates, self.skipped_in_a_row]
         if not isinstance(self.curriculum, Mapping):
             raise ValueError(f"curriculum: expected an object, found {self.curriculum!r}")
         if not all(isinstance(record, str) for record in self.curriculum.values()):

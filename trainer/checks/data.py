@@ -113,7 +113,9 @@ def data_file_problems(config: Config, *, trains: bool) -> Iterator[str]:
         paths |= {f"data.sources.{name}.path": source.path for name, source in config.data.sources.items()}
     elif trains:
         paths["data.path"] = config.data.path
-    elif not config.heldout_sets() and not config.eval.lm_eval.tasks:
+    if trains and config.demonstrations.path is not None:
+        paths["demonstrations.path"] = config.demonstrations.path
+    if not trains and not config.heldout_sets() and not config.eval.lm_eval.tasks:
         yield "no held-out data is set; set data.heldout_path=<file or hub id>"
     if config.data.heldout_path is not None and (trains or not config.eval.lm_eval.tasks):
         paths["data.heldout_path"] = config.data.heldout_path

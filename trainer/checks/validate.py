@@ -24,6 +24,7 @@ from trainer.checks.names import (
 )
 from trainer.checks.staleness import asynchrony_problems
 from trainer.checks.tracking import tracking_problems
+from trainer.checks.without_rollouts import demonstration_row_problems, without_rollouts_problems
 from trainer.config.launcher import launch_problems
 from trainer.config.schema import Config
 
@@ -38,20 +39,27 @@ def validate(config: Config, *, needs_data: bool = True, trains: bool = True) ->
     own = list(objective_problems(config)) if choices_hold(config) else []
     problems += own
     if choices_hold(config) and not own:
-        problems += [*null_problems(config), *reward_problems(config), *reward_name_problems(config)]
-        problems += [*algorithm_problems(config), *correction_problems(config), *asynchrony_problems(config)]
-        problems += [*engine_problems(config), *launch_problems(config)]
-        problems += [*model_problems(config), *data_problems(config), *evaluation_problems(config)]
+        if config.has_rollouts:
+            problems += [*null_problems(config), *reward_problems(config), *reward_name_problems(config)]
+            problems += [*algorithm_problems(config), *correction_problems(config), *asynchrony_problems(config)]
+            problems += engine_problems(config)
+        else:
+            problems += without_rollouts_problems(config)
+        problems += [*launch_problems(config), *model_problems(config), *data_problems(config)]
+        problems += evaluation_problems(config)
         if needs_data and trains:
             problems += unused_problems(config)
         if needs_data:
-            problems += [*data_file_problems(config, trains=trains), *reward_model_problems(config)]
+            problems += data_file_problems(config, trains=trains)
+            problems += reward_model_problems(config) if config.has_rollouts else []
             problems += run_problems(config)
         if needs_data and trains:
             problems += tracking_problems(config)
-    if not problems:  # last, because an environment may load user files
+    if not problems and config.has_rollouts:  # last, because an environment may load user files
         problems += environment_problems(config)
-    if not problems and needs_data:
-        problems += [*first_row_problems(config, trains=trains), *sandbox_problems(config)]
+        if not problems and needs_data:
+            problems += [*first_row_problems(config, trains=trains), *sandbox_problems(config)]
+    if not problems and needs_data and trains:
+        problems += demonstration_row_problems(config)
     if problems:
         raise ConfigError("\n".join(problems))

@@ -38,6 +38,12 @@ class AlgorithmFields:
     """Settings of every algorithm."""
 
     name: str = setting("grpo", "name of the preset, for logs only")
+    trains_on: str = setting(
+        "rollouts",
+        "rollouts: sampled and rewarded; demonstrations: assistant turns of data.path alone, without an engine "
+        "(docs/sft.md)",
+        choices=("rollouts", "demonstrations"),
+    )
     advantage: str = setting("grpo", "advantage estimator", choices=tuple(ADVANTAGES), or_function=True)
     loss: str = setting("ppo_clip", "policy loss per token", choices=tuple(POLICY_LOSSES), or_function=True)
     advantage_settings: dict[str, Any] = setting({}, "keyword arguments of an advantage of yours", when=OWN_ADVANTAGE)

@@ -37,6 +37,20 @@ PROJECTS = When(
     holds=lambda c: c.logger.wandb != "off" or c.logger.mlflow or c.logger.trackio or c.logger.swanlab,
     because=("logger.wandb",),
 )
+ROLLOUTS = When(instead="algorithm=grpo", holds=lambda c: c.has_rollouts, because=("algorithm.trains_on",))
+DEMONSTRATED = When(
+    instead="demonstrations.path=<messages file> or algorithm=sft", holds=lambda c: bool(c.demonstration_sets())
+)
+MIXED = When(
+    instead="demonstrations.path=<messages file>",
+    holds=lambda c: c.has_rollouts and c.demonstrations.path is not None,
+    because=("demonstrations.path", "algorithm.trains_on"),
+)
+MIXED_SCHEDULE = When(
+    instead="demonstrations.weight_schedule=linear",
+    holds=lambda c: MIXED.holds(c) and c.demonstrations.weight_schedule != "constant",
+    because=("demonstrations.weight_schedule",),
+)
 ADAPTED_KL = When(
     instead="algorithm.advantage=gae algorithm.kl_place=reward algorithm.kl_coef=0.15",
     holds=lambda c: c.has_critic and c.algorithm.kl_place == "reward" and c.algorithm.kl_coef > 0,

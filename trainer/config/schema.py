@@ -21,18 +21,22 @@ from trainer.config.conditions import (
     COLOCATED,
     CRITIC,
     CURRICULUM,
+    DEMONSTRATED,
     EMBEDDED,
     EVALUATE_SCRIPT,
     HUB,
     LEARNABILITY,
     LORA,
     MEASURED,
+    MIXED,
+    MIXED_SCHEDULE,
     MOMENTUM,
     OWN_ENGINES,
     POOLS,
     PROFILE,
     PROJECTS,
     REFERENCE,
+    ROLLOUTS,
     SERVED_ADAPTERS,
     SERVERS,
     SPIKES,
@@ -193,6 +197,28 @@ class DataConfig:
             columns=self.columns if data_set.columns is None else data_set.columns,
             system_prompt=self.system_prompt if data_set.system_prompt is None else data_set.system_prompt,
         )
+
+
+@dataclass
+class DemonstrationsConfig:
+    path: str | None = setting(
+        None,
+        "conversations whose assistant turns are trained beside the rollouts: JSONL, JSON or parquet file, or a hub "
+        "data set id (docs/sft.md); null: none",
+        when=ROLLOUTS,
+    )
+    subset: str | None = setting(None, "configuration of a hub data set that has several", when=MIXED)
+    split: str = setting("train", "split of a hub data set", when=MIXED)
+    columns: dict[str, str] = setting({}, "renamed columns, {messages: conversations}", when=MIXED)
+    rows_per_update: int = setting(16, "conversations per optimizer update, over all ranks", low=1, when=DEMONSTRATED)
+    max_tokens: int | None = setting(
+        None, "conversations with a longer row are left out, with a report [tokens]", low=2, when=DEMONSTRATED
+    )
+    weight: float = setting(0.1, "weight of their cross-entropy beside the policy loss", low=0, when=MIXED)
+    weight_schedule: str = setting(
+        "constant", "weight over the updates of the run", choices=("constant", "linear", "cosine"), when=MIXED
+    )
+    final_weight: float = setting(0.0, "weight at the end of linear and cosine", low=0, when=MIXED_SCHEDULE)
 
 
 @dataclass
@@ -591,6 +617,7 @@ class Config:
     )
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    demonstrations: DemonstrationsConfig = field(default_factory=DemonstrationsConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -616,6 +643,25 @@ class Config:
             return sets
         main = DataSetConfig(path=self.data.heldout_path, subset=self.data.subset)
         return {"": self.data.complete(main, split), **sets}
+
+    def demonstration_sets(self) -> dict[str, DataSetConfig]:
+        """Return the demonstrations that are trained, by name: the training data, or demonstrations.path."""
+        given = self.demonstrations
+        if not self.has_rollouts:
+            return self.data.training_sets()
+        if given.path is None:
+            return {}
+        return {"": DataSetConfig(path=given.path, subset=given.subset, split=given.split, columns=given.columns)}
+
+    @property
+    def evaluates(self) -> bool:
+        """True if the run evaluates on held-out data."""
+        return self.eval.every > 0 or self.eval.before_training
+
+    @property
+    def has_rollouts(self) -> bool:
+        """True if rollouts are sampled and trained."""
+        return self.algorithm.trains_on == "rollouts"
 
     @property
     def pack_tokens(self) -> int:

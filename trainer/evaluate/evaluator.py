@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,10 +72,12 @@ class Evaluation:
     rollouts: tuple[Rollout, ...] = ()
     tasks: TaskRun | None = None
     """Results of the tasks of lm-eval, if there are any."""
+    losses: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of held-out demonstrations, where these are evaluated in place of rollouts."""
 
     @property
     def metrics(self) -> dict[str, float]:
-        found = {name: value for result in self.results for name, value in result.metrics().items()}
+        found = {name: value for result in self.results for name, value in result.metrics().items()} | dict(self.losses)
         if self.tasks is not None:
             found |= {name: value for metric in self.tasks.metrics for name, value in metric.metrics().items()}
             found |= self.tasks.facts()

@@ -116,11 +116,12 @@ def memory_plan(shape: ModelShape, config: Config, sharding: Sharding, *, on_gpu
     bucket = max(compute * shape.largest, int(config.sync.bucket_mib * 2**20))
     # Fetched from shards; on a GPU also a buffer for the engine, and the engine's copy of it.
     buckets = (zero_stage == 3 and world_size > 1) + 2 * (on_gpu and config.rollout.engine != "server")
+    buckets = buckets if config.has_rollouts else 0
     communication = FLOAT32 * sharding.reduce_bucket
     if zero_stage == 3:  # the reduction copies the bucket, or a larger tensor
         communication += FLOAT32 * max(min(sharding.reduce_bucket, shape.trained), shape.largest)
     live = min(sharding.live_parameters, shape.parameters) if zero_stage == 3 else 0
-    engines = config.rollout.num_engines
+    engines = config.rollout.num_engines if config.has_rollouts else 0
     return MemoryPlan(
         weights=weights,
         masters=masters,

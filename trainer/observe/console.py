@@ -46,6 +46,8 @@ class Column:
     width: int
     rank: int
     """On narrow terminals, columns with the highest rank are dropped first."""
+    of_rollouts: bool = True
+    """True if only runs that sample rollouts show it."""
     is_optional: bool = False
     """True if only runs whose first step has the metric show it: with a reference or a critic."""
     is_stage: bool = False
@@ -56,6 +58,9 @@ class Column:
 
 
 COLUMNS = (
+    Column(
+        name="demo ce", key="loss/demonstrations", form="{:.4f}", width=7, rank=0, of_rollouts=False, is_optional=True
+    ),
     Column(name="reward", key="reward/mean", form="{:.3f}", width=6, rank=0),
     Column(name="±", key="reward/std", form="{:.2f}", width=4, rank=2),
     Column(name="ref kl", key="objective/kl", form="{:.2f}", width=6, rank=1, is_optional=True),
@@ -66,11 +71,19 @@ COLUMNS = (
     Column(name="kl", key="rollout_correction/kl", form="{:+.1e}", width=8, rank=1),
     Column(name="ess", key="rollout_correction/ess", form="{:.3f}", width=5, rank=2),
     Column(name="|Δlogp|max", key="rollout_correction/logp_diff_abs_max", form="{:.1e}", width=10, rank=5),
-    Column(name="gradnorm", key="optim/grad_norm", form="{:.2f}", width=8, rank=3),
+    Column(name="gradnorm", key="optim/grad_norm", form="{:.2f}", width=8, rank=3, of_rollouts=False),
     Column(name="tok/s", key="perf/tokens_per_s", form="{:.0f}", width=6, rank=3),
-    Column(name="step s", key="time/step", form="{:.2f}", width=6, rank=1),
+    Column(name="step s", key="time/step", form="{:.2f}", width=6, rank=1, of_rollouts=False),
     *(
-        Column(name=f"{stage} s", key=f"time/{stage}", form="{:.2f}", width=len(stage) + 2, rank=rank, is_stage=True)
+        Column(
+            name=f"{stage} s",
+            key=f"time/{stage}",
+            form="{:.2f}",
+            width=len(stage) + 2,
+            rank=rank,
+            of_rollouts=False,
+            is_stage=True,
+        )
         for stage, rank in (("wait", 4), ("rollout", 4), ("reward", 5), ("score", 4), ("update", 4), ("sync", 5))
     ),
 )
@@ -169,7 +182,13 @@ class RunConsole:
         if self._progress is not None:
             self._progress.update(self._tasks["updates"], completed=update, note=self._remaining)
         if not self._rows:
-            self._columns = tuple(c for c in COLUMNS if not (c.is_optional or c.is_stage) or c.key in metrics)
+            is_given = "rollout/delivered" not in metrics and "loss/demonstrations" in metrics
+            self._columns = tuple(
+                column
+                for column in COLUMNS
+                if not (is_given and column.of_rollouts)
+                and (not (column.is_optional or column.is_stage) or column.key in metrics)
+            )
         if self._console.is_terminal:
             self._table_row(update, metrics)
         else:

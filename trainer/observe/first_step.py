@@ -45,6 +45,19 @@ def first_step_summary(batch: StepBatch, logp_train_N: torch.Tensor, tokenizer: 
     return lines + _row_lines(batch.rows[index], logp_train_N[start:], TokenTexts(tokenizer))
 
 
+def first_demonstrations(batch: StepBatch, logp_train_N: torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return lines for the console about the first demonstrations: counts, and a row with its trained tokens."""
+    num_tokens, num_trained = sum(map(len, batch.rows)), batch.layout.num_tokens
+    row = batch.rows[0]
+    texts = TokenTexts(tokenizer)
+    trained = "".join(texts[token] for token in row.ids[row.loss_mask].tolist())
+    return [
+        f"first step: {batch.num_rollouts} demonstrations, {len(batch.rows)} rows, {num_tokens} tokens in all",
+        f"  loss mask   {num_trained} tokens of assistant turns are trained ({num_trained / max(num_tokens, 1):.1%})",
+        f"  row 0       {len(row)} tokens, of which are trained: {terminal_safe(trained):.400}",
+    ]
+
+
 def _row_lines(row: TrainingRow, logp_train_T: torch.Tensor, texts: TokenTexts) -> list[str]:
     """Return a table of the first trained tokens of a row; `logp_train_T` starts at the row."""
     positions = np.flatnonzero(row.loss_mask)

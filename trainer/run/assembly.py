@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from rewards.composition import RewardSet
 from rollout.chat.chat import Chat
@@ -22,7 +23,7 @@ from trainer.data.prompts import Prompts
 from trainer.distributed.distributed import Distributed
 from trainer.engines.recovery import Recovery
 from trainer.engines.run_engines import Engines, start_engines
-from trainer.evaluate.evaluator import Evaluator
+from trainer.evaluate.evaluator import Evaluation, Evaluator
 from trainer.model.chosen import with_chosen
 from trainer.model.critic import policy_of, with_critic
 from trainer.model.families import untested
@@ -32,6 +33,8 @@ from trainer.model.shape import ModelShape, planned_shape
 from trainer.observe.console import RunConsole
 from trainer.run.library_logs import ThirdPartyLog
 from trainer.score.reference import make_reference
+from trainer.sft.cross_entropy import Demonstrations
+from trainer.sft.sft_trainer import HeldoutDemonstrations, SftTrainer
 from trainer.step import Trainer
 from trainer.update.optimizer import make_optimizer
 from trainer.update.updater import Updater
@@ -46,19 +49,26 @@ class Parts:
     engines: Engines
     shape: ModelShape
     updater: Updater
-    rewards: RewardSet
     chat: Chat
-    prompts: Prompts
-    evaluator: Evaluator | None
-    """None on ranks without an engine, and where nothing is evaluated."""
-    rollouts: RolloutSource
-    recovery: Recovery
-    trainer: Trainer
+    prompts: Prompts | None
+    """None without rollouts."""
+    demonstrations: Demonstrations | None
+    trainer: Trainer | SftTrainer
+    evaluate: Callable[[RunConsole], Evaluation | None]
+    """Evaluates on held-out data; a collective. Returns None on ranks other than 0, and where nothing is evaluated."""
+    close_collection: Callable[[], None]
+    """Ends rollouts in flight and reward workers; engines stay."""
 
-    def close_collection(self) -> None:
-        """End rollouts in flight and reward workers; engines stay."""
-        self.rollouts.close()
-        self.rewards.close()
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """The model of a run, ready for updates."""
+
+    module: nn.Module
+    shape: ModelShape
+    updater: Updater
+    chat: Chat
+    demonstrations: Demonstrations | None
 
 
 def assemble(
@@ -70,10 +80,49 @@ def assemble(
     libraries: ThirdPartyLog,
 ) -> Parts:
     """Build the parts of a run; a collective."""
-    refuse_dense(config)
-    # The engine starts first: it forks workers, which must not inherit threads of a model that computes.
-    console.say(_announcement(config))
-    engines = start_engines(config, distributed, loop=loop, logs=directory.logs)
+    build = _with_rollouts if config.has_rollouts else _without_rollouts
+    return build(config, distributed, directory, loop, console, libraries)
+
+
+def _without_rollouts(
+    config: Config,
+    distributed: Distributed,
+    directory: RunDirectory,
+    loop: BackgroundLoop,
+    console: RunConsole,
+    libraries: ThirdPartyLog,
+) -> Parts:
+    trained = _load_trained(config, distributed, console, libraries)
+    assert trained.demonstrations is not None, "a run without rollouts trains on demonstrations"
+    heldout = None
+    if config.evaluates and config.heldout_sets():
+        heldout = HeldoutDemonstrations(
+            config, distributed=distributed, module=trained.module, chat=trained.chat, say=console.say
+        )
+
+    def evaluate(console: RunConsole) -> Evaluation | None:
+        evaluation = None if heldout is None else heldout.evaluate()
+        return evaluation if distributed.is_main else None
+
+    return Parts(
+        config=config,
+        distributed=distributed,
+        engines=Engines(loop=loop),
+        shape=trained.shape,
+        updater=trained.updater,
+        chat=trained.chat,
+        prompts=None,
+        demonstrations=trained.demonstrations,
+        trainer=SftTrainer(
+            config, distributed=distributed, updater=trained.updater, demonstrations=trained.demonstrations
+        ),
+        evaluate=evaluate,
+        close_collection=lambda: None,
+    )
+
+
+def _load_trained(config: Config, distributed: Distributed, console: RunConsole, libraries: ThirdPartyLog) -> Trained:
+    """Load and prepare the model, with its components of the loss; a collective."""
     policy = load_policy(config)
     module = with_critic(policy, config)
     optimizer = make_optimizer(module, config.optimizer, is_sharded=distributed.zero_stage > 0)
@@ -82,20 +131,39 @@ def assemble(
     shape = ModelShape.of(module, policy.model, policy.causal_lm.config)
     show_memory_plan(shape, config, distributed, console)
     show_scale(shape, config, console)
-    updater = Updater(prepared, distributed, config)
+    chat = make_chat(config)
+    demonstrations = Demonstrations.load(config, distributed, chat, say=console.say)
+    updater = Updater(prepared, distributed, config, given=[demonstrations] if demonstrations else [])
     updater.scorer.budget.warn = console.warn
     if (sentence := untested(policy.causal_lm.config.get_text_config().model_type)) is not None:
         console.warn(sentence)
     updater.scorer.refuse_leaks(policy, dtype=getattr(torch, config.model.dtype), with_values=config.has_critic)
+    return Trained(module=prepared, shape=shape, updater=updater, chat=chat, demonstrations=demonstrations)
+
+
+def _with_rollouts(
+    config: Config,
+    distributed: Distributed,
+    directory: RunDirectory,
+    loop: BackgroundLoop,
+    console: RunConsole,
+    libraries: ThirdPartyLog,
+) -> Parts:
+    refuse_dense(config)
+    # The engine starts first: it forks workers, which must not inherit threads of a model that computes.
+    console.say(_announcement(config))
+    engines = start_engines(config, distributed, loop=loop, logs=directory.logs)
+    trained = _load_trained(config, distributed, console, libraries)
+    updater, chat = trained.updater, trained.chat
     rewards = make_rewards(config)
     distributed.together(lambda: _load_reward_models(rewards, engines, distributed))
-    chat = make_chat(config)
     prompts = make_prompts(config, distributed, loop, chat, say=console.say)
     sampler = make_sampler(config, engine=engines.pool, chat=chat) if engines.pool else None
-    evaluates = config.eval.every or config.eval.before_training
     evaluator = distributed.together(
         lambda: (
-            Evaluator(config, sampler=sampler, rewards=rewards, loop=loop, chat=chat) if sampler and evaluates else None
+            Evaluator(config, sampler=sampler, rewards=rewards, loop=loop, chat=chat)
+            if sampler and config.evaluates
+            else None
         )
     )
     if evaluator is not None and distributed.is_main:
@@ -126,24 +194,39 @@ def assemble(
         distributed=distributed,
         updater=updater,
         rollouts=rollouts,
-        reference=make_reference(config, distributed, prepared),
+        reference=make_reference(config, distributed, trained.module),
         sync=sync,
         recovery=recovery,
         is_quantized=sync.quantization is not None,
     )
+
+    def evaluate(console: RunConsole) -> Evaluation | None:
+        """Evaluate with rank 0's engine, for which the other ranks wait."""
+
+        def on_this_rank() -> Evaluation | None:
+            if evaluator is None:
+                return None
+            with console.progress("evaluation", evaluator.num_rollouts) as lines:
+                return evaluator.evaluate(lines.rollout, lines.stage)
+
+        return recovery.attempt(lambda: distributed.together(on_this_rank))
+
+    def close_collection() -> None:
+        rollouts.close()
+        rewards.close()
+
     return Parts(
         config=config,
         distributed=distributed,
         engines=engines,
-        shape=shape,
+        shape=trained.shape,
         updater=updater,
-        rewards=rewards,
         chat=chat,
         prompts=prompts,
-        evaluator=evaluator,
-        rollouts=rollouts,
-        recovery=recovery,
+        demonstrations=trained.demonstrations,
         trainer=trainer,
+        evaluate=evaluate,
+        close_collection=close_collection,
     )
 
 

@@ -17,7 +17,7 @@ from trainer.evaluate.results import compare, comparison_lines, read_results, re
 from trainer.model.shape import update_flops
 from trainer.observe.alarms import AlarmThresholds, alarms
 from trainer.observe.console import RunConsole
-from trainer.observe.first_step import first_step_summary
+from trainer.observe.first_step import first_demonstrations, first_step_summary
 from trainer.observe.metrics_log import MetricsLog
 from trainer.observe.step_media import step_media
 from trainer.observe.step_metrics import StepReport
@@ -47,16 +47,18 @@ class Reporter:
         health = {"health/alarms": float(len(sentences))}
         self.log.write(report.update, {**report.metrics, **evaluation, **costs, **self._mfu(report), **health})
         if is_first:
-            for line in first_step_summary(report.batch, report.logp_train_N, self._parts.chat.tokenizer):
+            summary = first_step_summary if self._config.has_rollouts else first_demonstrations
+            for line in summary(report.batch, report.logp_train_N, self._parts.chat.tokenizer):
                 self._console.say(line)
         self._console.row({**report.metrics, "step": report.update})
         self._console.alarms(sentences)
         # A step that trained nothing has the update number of the one before it.
         untrained = f"-untrained-{self._parts.trainer.num_steps}" if report.update == before else ""
-        self._save_rollouts(f"rollouts/step-{report.update:06d}{untrained}.jsonl", report.rollouts)
+        if self._config.has_rollouts:
+            self._save_rollouts(f"rollouts/step-{report.update:06d}{untrained}.jsonl", report.rollouts)
         settings = self._config.logger
         every = settings.wandb_media_every
-        if every and (is_due(every, before=before, after=report.update) or is_first):
+        if report.rollouts and every and (is_due(every, before=before, after=report.update) or is_first):
             self.log.media(report.update, lambda: step_media(report, self._config, self._parts.chat.tokenizer))
         if is_due(settings.print_rollouts_every, before=before, after=report.update) or is_first:
             for rollout in report.rollouts[: settings.print_rollouts]:
@@ -65,6 +67,10 @@ class Reporter:
     def evaluation(self, evaluation: Evaluation, update: int) -> None:
         """Print an evaluation, and write its results and rollouts."""
         self._console.say(f"evaluation at update {update}")
+        for name, value in evaluation.losses.items():
+            self._console.say(f"{name} {value:.6g}")
+        if not evaluation.results:
+            return
         for line in result_lines(evaluation.results):
             self._console.say(line)
         path = self._directory.evaluations / f"update-{update:06d}.json"
@@ -109,7 +115,13 @@ class Reporter:
         flops *= computed * self._config.algorithm.epochs
         return {"perf/mfu": flops / (seconds * peak_tflops * 1e12 * self._parts.distributed.world_size)}
 
-    def _dump(self, attempt: Attempt, batch: StepBatch, targets: Targets, given: Mapping[str, StepBatch]) -> None:
+    def _dump(
+        self,
+        attempt: Attempt,
+        batch: StepBatch | None,
+        targets: Targets | None,
+        given: Mapping[str, StepBatch],
+    ) -> None:
         """Keep the batch of an optimizer step that the guard objected to. A full disk does not end the run."""
         done = "skipped" if attempt.number else "made"
         self._console.warn(f"update {attempt.update} {done}: {attempt.reason}")

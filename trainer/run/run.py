@@ -15,7 +15,6 @@ from trainer.checks.algorithm import algorithm_warnings
 from trainer.config.schema import Config
 from trainer.config.user_code import code_of_files, runs_unisolated
 from trainer.distributed.distributed import Distributed
-from trainer.evaluate.evaluator import Evaluation
 from trainer.observe.console import RunConsole
 from trainer.observe.step_metrics import StepReport
 from trainer.run.assembly import Parts, assemble, choose
@@ -104,9 +103,8 @@ class Life:
         trainer, settings = parts.trainer, self._config
         try:
             self._console.say(
-                f"engine ready; {settings.rollout.prompts_per_step} prompts x "
-                f"{settings.rollout.samples_per_prompt} samples per update, {settings.updates} updates, "
-                f"{self._distributed.world_size} rank(s), ZeRO stage {self._distributed.zero_stage}"
+                f"{_batch(settings)}, {settings.updates} updates, {self._distributed.world_size} rank(s), "
+                f"ZeRO stage {self._distributed.zero_stage}"
             )
             trainer.push_weights()  # also after a resume: the engine has loaded the base model
             saved_at = trainer.version
@@ -148,7 +146,8 @@ class Life:
 
     def _step(self, parts: Parts) -> StepReport:
         self._heartbeat.beat("step", update=parts.trainer.version + 1)
-        batch_size = self._config.rollout.prompts_per_step * self._config.rollout.samples_per_prompt
+        settings = self._config.rollout
+        batch_size = settings.prompts_per_step * settings.samples_per_prompt if self._config.has_rollouts else 0
         with (
             self._profiler.step(),
             self._console.rollouts(batch_size) as on_bar,
@@ -162,20 +161,12 @@ class Life:
             return parts.trainer.step(on_rollout, lines.stage)
 
     def _evaluate(self, parts: Parts, update: int) -> Mapping[str, float]:
-        """Evaluate on held-out rows with rank 0's engine; a collective, for which the other ranks wait."""
-        if not (self._config.eval.every or self._config.eval.before_training):
+        """Evaluate on held-out rows; a collective."""
+        if not self._config.evaluates:
             return {}
         self._heartbeat.beat("evaluation", update=update)
         started = time.perf_counter()
-        evaluator = parts.evaluator
-
-        def evaluate() -> Evaluation | None:
-            if evaluator is None:
-                return None
-            with self._console.progress("evaluation", evaluator.num_rollouts) as lines:
-                return evaluator.evaluate(lines.rollout, lines.stage)
-
-        evaluation = parts.recovery.attempt(lambda: self._distributed.together(evaluate))
+        evaluation = parts.evaluate(self._console)
         if evaluation is None:
             return {}
         assert self._reporter is not None, "the rank with the engine writes the logs"
@@ -194,3 +185,11 @@ class Life:
         asked = self._distributed.sum(torch.tensor([float(stops), float(self._interrupt.terminated)])).tolist()
         self.is_terminated = asked[1] > 0
         return asked[0] > 0
+
+
+def _batch(config: Config) -> str:
+    """Return the size of a batch in words."""
+    if not config.has_rollouts:
+        return f"model ready; {config.demonstrations.rows_per_update} demonstrations per update"
+    rollout = config.rollout
+    return f"engine ready; {rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples per update"

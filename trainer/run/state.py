@@ -45,8 +45,14 @@ def restore_state(parts: Parts, directory: RunDirectory, console: RunConsole) ->
     parts.trainer.kl_coef = resumed.kl_coef
     parts.updater.entropy = EntropyControl(coef=resumed.entropy_coef, entropy=state.entropy)
     parts.trainer.noise_floor = state.noise_floor
-    position = Position(cursor=state.data_cursor, skipped=tuple(state.data_skipped), unfinished=tuple(state.unfinished))
-    other_data = parts.prompts.resume(position, state.curriculum, state.data_rows)
+    other_data = None
+    if parts.prompts is not None:
+        position = Position(
+            cursor=state.data_cursor, skipped=tuple(state.data_skipped), unfinished=tuple(state.unfinished)
+        )
+        other_data = parts.prompts.resume(position, state.curriculum, state.data_rows)
+    if parts.demonstrations is not None:
+        parts.demonstrations.cursor = state.demonstrations_cursor
     guard.norms.extend(state.grad_norms)
     guard.skipped, guard.in_a_row = state.skipped_updates, state.skipped_in_a_row
     console.say(f"{'forked' if resumed.is_fork else 'resumed'} from {resumed.path} at update {state.update}")
@@ -74,14 +80,15 @@ def open_metrics(parts: Parts, directory: RunDirectory, console: RunConsole, res
 def save_state(parts: Parts, directory: RunDirectory, *, wandb_id: str | None) -> None:
     """Write a checkpoint; a collective."""
     trainer, prompts, guard = parts.trainer, parts.prompts, parts.updater.guard
-    position = prompts.position
+    position = prompts.position if prompts else Position()
     state = TrainerState(
         step=trainer.num_steps,
         update=trainer.version,
+        demonstrations_cursor=parts.demonstrations.cursor if parts.demonstrations else 0,
         data_cursor=position.cursor,
         data_skipped=position.skipped,
-        data_rows=prompts.sizes,
-        curriculum=prompts.curriculum.state() if prompts.curriculum is not None else {},
+        data_rows=prompts.sizes if prompts else (),
+        curriculum=prompts.curriculum.state() if prompts is not None and prompts.curriculum is not None else {},
         unfinished=position.unfinished,
         kl_coef=trainer.kl_coef,
         entropy_coef=parts.updater.entropy.coef,
@@ -140,7 +147,7 @@ def save_model(parts: Parts, directory: RunDirectory, console: RunConsole, *, tr
             updates=config.updates,
             launcher=_launcher(distributed),
             critic=directory.critic if has_saved_critic else None,
-            has_heldout=bool(config.heldout_sets()),
+            has_heldout=config.has_rollouts and bool(config.heldout_sets()),
             trackers=trackers,
         )
     )

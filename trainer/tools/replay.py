@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -30,6 +30,7 @@ from rollout.errors import ConfigError, DataError
 from rollout.records import Rollout
 from rollout.saved_rollouts import check_ids, read_rollouts
 from rollout.system.background_loop import BackgroundLoop
+from trainer.batch.step_batch import StepBatch
 from trainer.build import load_policy, make_chat, make_rewards, make_sampler, make_sampling
 from trainer.checkpoint import checkpoint
 from trainer.checkpoint.checkpoint import TrainerState
@@ -48,8 +49,9 @@ from trainer.observe.metrics_log import BATCH, read_metrics
 from trainer.run.assembly import make_sync
 from trainer.run.library_logs import quiet_third_parties
 from trainer.score.reference import make_reference
+from trainer.sft.cross_entropy import Demonstrations
 from trainer.step import Trainer
-from trainer.update.batch_dumps import read_dump, read_given
+from trainer.update.batch_dumps import read_attempt, read_dump, read_given
 from trainer.update.entropy_control import EntropyControl
 from trainer.update.optimizer import make_optimizer
 from trainer.update.updater import Updater
@@ -182,6 +184,11 @@ class _Replay:
 
     def train(self, step: SavedStep) -> bool:
         config, distributed = self._config, self._distributed
+        if config.demonstration_sets():
+            raise ConfigError(
+                "the demonstrations of a step are not saved with its rollouts, expected a run without them; replay a "
+                "dumped batch of this run, or add demonstrations.path=null to see the step without demonstrations"
+            )
         if config.needs_greedy:
             raise ConfigError(
                 f"algorithm.advantage={config.algorithm.advantage} needs greedy answers, which are not saved; replay "
@@ -209,14 +216,17 @@ class _Replay:
         return self._compare(logged, trainer.step().metrics)
 
     def train_dump(self, path: Path) -> bool:
-        attempt, batch, targets = read_dump(path, self._config.correction)
+        attempt, given = read_attempt(path), read_given(path)
         self._console.say(f"dumped because {attempt.reason}")
         # The step was judged in the run. Here it may be skipped again, but not end the replay.
         self._config.optimizer.spike, self._config.optimizer.max_skipped_updates = "off", 2
         self._restore(attempt.update - 1)
-        largest = max(int(row.ids.max()) for row in batch.rows)
-        if largest >= self._vocab_size:
-            raise DataError(f"{path} has the token id {largest}, but the model has {self._vocab_size} ids")
+        if not self._config.has_rollouts:
+            self._check_ids(path, given.values())
+            report = self._updater.given_step(given, lr=attempt.lr)
+            return self._compare({"optim/grad_norm": attempt.grad_norm}, report)
+        _, batch, targets = read_dump(path, self._config.correction)
+        self._check_ids(path, [batch, *given.values()])
         seen_N = torch.full((batch.layout.num_tokens,), torch.nan)
         report = self._updater.optimizer_step(
             batch,
@@ -225,10 +235,16 @@ class _Replay:
             seen_N,
             lr=attempt.lr,
             is_first=attempt.is_first,
-            given=read_given(path),
+            given=given,
         )
         logged = {"policy/loss": attempt.sums["policy/loss"], "optim/grad_norm": attempt.grad_norm}
         return self._compare(logged, report)
+
+    def _check_ids(self, path: Path, batches: Iterable[StepBatch]) -> None:
+        """Raise `DataError` if rows have ids that the model lacks."""
+        largest = max((int(row.ids.max()) for batch in batches for row in batch.rows), default=0)
+        if largest >= self._vocab_size:
+            raise DataError(f"{path} has the token id {largest}, but the model has {self._vocab_size} ids")
 
     def sample(self, step: SavedStep) -> bool:
         config, distributed, say = self._config, self._distributed, self._console.say
@@ -277,7 +293,8 @@ class _Replay:
         module = with_critic(policy, config)
         optimizer = make_optimizer(module, config.optimizer, is_sharded=distributed.zero_stage > 0)
         self._module = distributed.prepare(module, optimizer)
-        self._updater = Updater(self._module, distributed, config)
+        given = [Demonstrations(config, distributed, None)] if config.demonstration_sets() else []
+        self._updater = Updater(self._module, distributed, config, given=given)
         self._updater.num_updates = update
         named = checkpoints_up_to(run, update)
         found, path = next((one for one in named if checkpoint.check(one[1]) is None), (0, None))

@@ -55,10 +55,10 @@ class Attempt:
     """Number of the attempted update; the weights are those of the one before."""
     number: int
     """0 if the step was made; else the number of skipped steps in a row, including this one."""
-    rollouts: tuple[int, ...]
+    rollouts: tuple[int, ...] = ()
     """Indices of the rollouts in the batch."""
     lr: float
-    is_first: bool
+    is_first: bool = True
     """True for the first optimizer step on its batch."""
     reason: str
     sums: Mapping[str, float]
@@ -71,17 +71,22 @@ class Attempt:
 
 
 def write_dump(
-    root: Path, attempt: Attempt, batch: StepBatch, targets: Targets, given: Mapping[str, StepBatch] | None = None
+    root: Path,
+    attempt: Attempt,
+    batch: StepBatch | None,
+    targets: Targets | None,
+    given: Mapping[str, StepBatch] | None = None,
 ) -> Path:
     """Write a directory below `root`, and replace one of the same name from before a resume.
 
-    given: rows of other components, by name.
+    batch, targets: of the rollouts; None without. given: rows of other components, by name.
     """
     directory = root / attempt.name
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
-    (directory / BATCH).write_bytes(encode(batch))
-    safetensors.torch.save_file(_tensors(targets), directory / TARGETS)
+    if batch is not None and targets is not None:
+        (directory / BATCH).write_bytes(encode(batch))
+        safetensors.torch.save_file(_tensors(targets), directory / TARGETS)
     for name, rows in (given or {}).items():
         (directory / f"{_GIVEN}{name}{_SUFFIX}").write_bytes(encode(rows))
     values = asdict(attempt)
@@ -101,14 +106,22 @@ def read_given(directory: Path) -> dict[str, StepBatch]:
         raise DataError(f"{directory} is not a dumped batch: {type(error).__name__}: {error}") from error
 
 
-def read_dump(directory: Path, settings: CorrectionConfig) -> tuple[Attempt, StepBatch, Targets]:
-    """Read a dump. settings: of its run. Raises `DataError` if the directory is not an intact dump."""
+def read_attempt(directory: Path) -> Attempt:
+    """Read the attempt of a dump. Raises `DataError` if it is damaged."""
     try:
         values = json.loads(read_plain(directory / ATTEMPT))
         sums = {str(name): float(value) for name, value in values["sums"].items()}
-        attempt = Attempt(
+        return Attempt(
             **values | {"rollouts": tuple(values["rollouts"]), "sums": sums, "grad_norm": float(values["grad_norm"])}
         )
+    except UNREADABLE as error:
+        raise DataError(f"{directory} is not a dumped batch: {type(error).__name__}: {error}") from error
+
+
+def read_dump(directory: Path, settings: CorrectionConfig) -> tuple[Attempt, StepBatch, Targets]:
+    """Read a dump. settings: of its run. Raises `DataError` if the directory is not an intact dump."""
+    attempt = read_attempt(directory)
+    try:
         for name in (BATCH, TARGETS):
             if not (directory / name).is_file():
                 raise FileNotFoundError(f"{name} is missing, or no regular file")

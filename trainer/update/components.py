@@ -26,6 +26,7 @@ from trainer.batch.packing import PackedBatch
 from trainer.batch.step_batch import StepBatch
 from trainer.credit.targets import Targets
 from trainer.model.layers.router_outputs import RouterOutput
+from trainer.update.router_loss import RouterLoss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -120,12 +121,20 @@ class GivenRows(Protocol):
     cursor: int
     """Rows taken since the start of the run; saved in checkpoints."""
 
+    def metrics(self) -> Mapping[str, float]:
+        """Return metrics of the data; nothing on ranks other than 0."""
+        ...
+
     def draw(self) -> StepBatch:
         """Return the rows of the next optimizer step, the same on every rank; a collective."""
         ...
 
-    def token_set(self, batch: StepBatch, *, update: int) -> TokenSet:
-        """Return rows from `draw` with their term. update: number of updates done before this step."""
+    def token_set(self, batch: StepBatch, *, update: int, routers: RouterLoss | None) -> TokenSet:
+        """Return rows from `draw` with their term.
+
+        update: number of updates done before this step. routers: losses about routers to train on the same tokens;
+        None: none.
+        """
         ...
 
 

@@ -6,7 +6,7 @@ Dimensions: _N trained tokens of the step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from trainer.score.scorer import Scorer
 from trainer.update.batch_dumps import Attempt
 from trainer.update.components import GivenRows, OnRollouts, RolloutStep, TokenSet
 from trainer.update.entropy_control import EntropyControl
-from trainer.update.optimizer_step import OptimizerStep
+from trainer.update.optimizer_step import OptimizerStep, Stepped
 from trainer.update.policy_component import PolicyComponent
 from trainer.update.router_loss import RouterLoss
 from trainer.update.schedule import learning_rate
@@ -73,8 +73,11 @@ class Updater:
         self._stepper = OptimizerStep(
             module, distributed, self.scorer, routers=self._routers, guard=self.guard, has_critic=config.has_critic
         )
-        self.dump: Callable[[Attempt, StepBatch, Targets, Mapping[str, StepBatch]], object] = lambda *batch: None
-        """Callback that saves the rows of an optimizer step that the guard objects to; called on every rank."""
+        self.dump: Callable[[Attempt, StepBatch | None, Targets | None, Mapping[str, StepBatch]], object] = (
+            lambda *batch: None
+        )
+        """Callback that saves the rows of an optimizer step that the guard objects to; called on every rank. Takes the
+        rollouts with their targets, None without, and the rows of other components by name."""
 
     def update(self, batch: StepBatch, targets: Targets) -> Updated:
         """Run all epochs and minibatches of one rollout batch; a collective."""
@@ -91,7 +94,7 @@ class Updater:
         seen_N = self._distributed.sum(seen_N.nan_to_num())
         reports = made or skipped
         means = {name: float(np.mean([r[name] for r in reports])) for name in reports[0]} if reports else {}
-        means["health/skipped_updates"] = float(self.guard.skipped)
+        means |= self._health()
         return Updated(metrics=means, logp_N=seen_N)
 
     def logprobs(self, ids: Sequence[int]) -> list[float]:
@@ -140,29 +143,56 @@ class Updater:
             temperature=self._config.rollout.temperature,
             seen_N=seen_N,
         )
-        others = [one.token_set(drawn[one.name], update=self.num_updates) for one in self.given]
+        others = [one.token_set(drawn[one.name], update=self.num_updates, routers=None) for one in self.given]
         stepped = self._stepper.make(
             [on_rollouts, *others], lr=lr, critic_only=self._config.trains_critic_alone(self.num_updates)
         )
+
+        def dump(judged: Attempt) -> None:
+            attempt = replace(judged, rollouts=tuple(rollouts.tolist()), is_first=is_first)
+            self.dump(attempt, batch, targets, drawn)
+
+        metrics = self._finished(stepped, lr, dump)
+        if not stepped.judgment.is_skipped and metrics["loss/policy_tokens"]:
+            self.entropy = self.entropy.after(metrics["policy/entropy"], self._config.algorithm)
+        return metrics
+
+    def given_step(self, given: Mapping[str, StepBatch] | None = None, *, lr: float | None = None) -> dict[str, float]:
+        """Make one step on the rows of components alone, unless the guard objects; a collective.
+
+        given: rows by name, for a replay; None: the next ones. lr: None for that of the schedule. Raises as
+        `optimizer_step`.
+        """
+        rate = self._learning_rate() if lr is None else lr
+        drawn = {one.name: one.draw() for one in self.given} if given is None else given
+        token_sets = [
+            one.token_set(drawn[one.name], update=self.num_updates, routers=self._routers) for one in self.given
+        ]
+        stepped = self._stepper.make(token_sets, lr=rate)
+        metrics = self._finished(stepped, rate, lambda attempt: self.dump(attempt, None, None, drawn))
+        return metrics | self._health()
+
+    def _health(self) -> dict[str, float]:
+        of_data = {name: value for one in self.given for name, value in one.metrics().items()}
+        return {"health/skipped_updates": float(self.guard.skipped), **of_data}
+
+    def _finished(self, stepped: Stepped, lr: float, dump: Callable[[Attempt], object]) -> dict[str, float]:
+        """Dump and count a step by its judgment; return its metrics."""
         judgment = stepped.judgment
         if judgment.reason is not None:
             attempt = Attempt(
                 update=self.num_updates + 1,
                 number=self.guard.in_a_row,
-                rollouts=tuple(rollouts.tolist()),
                 lr=lr,
-                is_first=is_first,
                 reason=judgment.reason,
                 sums=stepped.sums,
                 grad_norm=stepped.grad_norm,
             )
-            self.dump(attempt, batch, targets, drawn)
+            dump(attempt)
         if judgment.is_skipped:
             self.guard.raise_after_repeated_skips(self.num_updates + 1, judgment)
         else:
             self.num_updates += 1
-            if stepped.metrics["loss/policy_tokens"]:
-                self.entropy = self.entropy.after(stepped.metrics["policy/entropy"], self._config.algorithm)
         return dict(stepped.metrics)
 
     def _learning_rate(self) -> float:

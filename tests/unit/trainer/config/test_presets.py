@@ -22,7 +22,9 @@ PRESETS = {file.stem: yaml.safe_load(file.read_text()) for file in (ROOT / "conf
 OF_ROLLOUTS = {
     name: values
     for name, values in PRESETS.items()
-    if not ADVANTAGES[values["advantage"]].needs_critic and not ADVANTAGES[values["advantage"]].needs_states
+    if values.get("trains_on") != "demonstrations"
+    and not ADVANTAGES[values["advantage"]].needs_critic
+    and not ADVANTAGES[values["advantage"]].needs_states
 }
 
 

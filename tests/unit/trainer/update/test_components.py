@@ -24,9 +24,9 @@ from trainer.batch.step_batch import StepBatch
 from trainer.config.schema import AlgorithmConfig, Config
 from trainer.credit.targets import Targets
 from trainer.model.policy import Policy
+from trainer.sft.cross_entropy import CrossEntropyTerm
 from trainer.update.batch_dumps import read_given, write_dump
 from trainer.update.components import TokenSet
-from trainer.update.cross_entropy import CrossEntropyTerm
 from trainer.update.updater import Updater
 
 WEIGHT = 0.3
@@ -41,11 +41,14 @@ class Given:
     cursor: int = 0
     temperature: float = 1.0
 
+    def metrics(self) -> dict[str, float]:
+        return {"data/given": float(self.cursor)}
+
     def draw(self) -> StepBatch:
         self.cursor += len(self.batch.rows)
         return self.batch
 
-    def token_set(self, batch: StepBatch, *, update: int) -> TokenSet:
+    def token_set(self, batch: StepBatch, *, update: int, routers: Any) -> TokenSet:
         term = CrossEntropyTerm(name=self.name, weight=WEIGHT, num_tokens=batch.layout.num_tokens)
         return TokenSet(batch=batch, rows=range(len(batch.rows)), terms=[term], temperature=self.temperature)
 

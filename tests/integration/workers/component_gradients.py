@@ -1,0 +1,81 @@
+"""Back-propagate one fixed batch with demonstrations and write the gradients instead of stepping.
+
+Started by tests/integration/test_component_gradients.py, by itself or by `accelerate launch`:
+
+    component_gradients.py MODEL_DIR OUT.npz TOKEN_BUDGET [alone]
+
+alone: the demonstrations without rollouts.
+"""
+
+import sys
+
+import numpy as np
+import torch
+
+from rollout.records import TrainingRow
+from tests.integration.workers.gradients import GradientsOnly, fixed_rollouts
+from trainer.batch.step_batch import StepBatch
+from trainer.config.schema import AlgorithmConfig, Config, CorrectionConfig
+from trainer.credit.correction import StepCorrection
+from trainer.credit.old_policy import Recomputed
+from trainer.credit.targets import Logprobs, rollout_targets
+from trainer.data.demonstrations import Demonstration, Tokenized
+from trainer.model.policy import Policy
+from trainer.sft.cross_entropy import Demonstrations
+from trainer.update.updater import Updater
+
+COUNT = 5
+"""Demonstrations of a step: not a multiple of the ranks, and fewer tokens than the rollouts."""
+
+
+def fixed_demonstrations() -> list[Demonstration]:
+    """Make demonstrations of unequal lengths and masks."""
+    rng = np.random.default_rng(7)
+    made = []
+    for number in range(COUNT):
+        length = int(rng.integers(6, 40))
+        mask = rng.random(length) < 0.5
+        mask[0], mask[-1] = False, True
+        row = TrainingRow(
+            ids=rng.integers(5, 200, length),
+            loss_mask=mask,
+            sampling_logprobs=np.zeros(length, dtype=np.float32),
+            versions=np.full(length, -1, dtype=np.int32),
+            turns=np.where(mask, 0, -1).astype(np.int32),
+            rollout_id=number,
+        )
+        made.append((Tokenized.of(row),))
+    return made
+
+
+def main(model_dir: str, out: str, token_budget: str, *flags: str) -> None:
+    distributed = GradientsOnly.start(dtype="float32", max_grad_norm=0.0)
+    torch.manual_seed(0)
+    policy = Policy.from_pretrained(model_dir)
+    module = distributed.prepare(policy, torch.optim.SGD(policy.parameters(), lr=1.0))
+    trains_on = "demonstrations" if "alone" in flags else "rollouts"
+    algorithm = AlgorithmConfig(loss="reinforce", trains_on=trains_on)
+    config = Config(algorithm=algorithm, token_budget=int(token_budget))
+    config.rollout.temperature = 0.7
+    config.demonstrations.path, config.demonstrations.rows_per_update = "given", COUNT
+    config.demonstrations.weight = 0.5
+    data = [fixed_demonstrations()] if distributed.is_main else None
+    updater = Updater(module, distributed, config, given=[Demonstrations(config, distributed, data)])
+    if "alone" in flags:
+        metrics = updater.given_step()
+    else:
+        batch = StepBatch.of(fixed_rollouts(), mask_truncated=False)
+        old = Recomputed(updater.scorer.score(batch))
+        correction = StepCorrection.of(batch, old, CorrectionConfig(mode="token_truncate"))
+        targets, _ = rollout_targets(batch, Logprobs(old=old), correction, config)
+        metrics = dict(updater.update(batch, targets).metrics)
+    result = dict(distributed.gradients)
+    result |= {f"metrics/{name}": np.array(value) for name, value in metrics.items() if name.startswith("loss/")}
+    result["microbatches"] = np.array(metrics["perf/microbatches"])
+    if distributed.is_main:
+        np.savez(out, **result)
+    distributed.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

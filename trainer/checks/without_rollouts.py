@@ -1,0 +1,74 @@
+"""Conflicts of a run that trains on demonstrations alone, and the first row of demonstrations in local files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rollout.errors import DataError
+from trainer.config.paths import file_exists
+from trainer.config.schema import Config, DataSetConfig
+from trainer.data.datasets import is_file, json_or_text, read_first_row, rename
+from trainer.setting import declarations, typed
+
+WITHOUT_EFFECT = (
+    *("algorithm.kl_coef", "algorithm.entropy_coef", "algorithm.epochs", "algorithm.minibatches"),
+    *("algorithm.turn_rewards", "algorithm.dynamic_sampling", "data.curriculum.rest_epochs", "data.max_prompt_tokens"),
+    *("data.system_prompt", "rollout.temperature", "rollout.max_staleness", "rollout.quantization"),
+    *("correction.rejection", "correction.kl_penalty", "correction.routing_replay"),
+)
+"""Settings of rollouts that would change what is trained, if rollouts were trained."""
+
+
+def without_rollouts_problems(config: Config) -> Iterator[str]:
+    """Yield one sentence per setting that a run on demonstrations alone would ignore."""
+    found = declarations(config)
+    for name in WITHOUT_EFFECT:
+        declared, value = found[name]
+        if value != declared.default:
+            yield (
+                f"{name}={typed(value)} does nothing with algorithm=sft, which trains on demonstrations alone; set "
+                f"{name}={typed(declared.default)}, or mix the demonstrations into another algorithm with "
+                "demonstrations.path=<messages file>"
+            )
+    if config.dry_run:
+        yield (
+            "dry_run=true previews rollouts, of which algorithm=sft has none; set dry_run=false: the run checks and "
+            "counts its demonstrations before the first update"
+        )
+    if config.has_critic:
+        yield (
+            f"algorithm.advantage={config.algorithm.advantage} trains a critic, which needs rewards; algorithm=sft has "
+            "none; set algorithm.advantage=grpo"
+        )
+
+
+def demonstration_row_problems(config: Config) -> Iterator[str]:
+    """Yield one sentence per local file whose first row is not a conversation."""
+    sets = list(config.demonstration_sets().values())
+    if not config.has_rollouts and config.evaluates:
+        sets += config.heldout_sets().values()
+    for data_set in sets:
+        if is_file(data_set.path) and file_exists(data_set.path):
+            try:
+                row = rename(read_first_row(data_set.path), data_set.columns or {}, of=data_set.path)
+            except DataError as error:
+                yield str(error)
+            else:
+                yield from _row_problems(row, data_set)
+
+
+def _row_problems(row: Mapping[str, Any], data_set: DataSetConfig) -> Iterator[str]:
+    messages = row.get("messages")
+    messages = json_or_text(messages) if isinstance(messages, str) else messages
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        yield (
+            f"data set {data_set.path}: the first row has no list of messages; it has {', '.join(row) or 'nothing'}; "
+            "expected conversations in OpenAI's format, {messages: [{role: user, content: ...}, {role: assistant, "
+            "content: ...}]} (docs/sft.md)"
+        )
+    elif not any(message.get("role") == "assistant" for message in messages):
+        yield (
+            f"data set {data_set.path}: the conversation of the first row has no assistant turn to train; expected a "
+            "message with role assistant"
+        )

@@ -1,0 +1,123 @@
+"""Demonstrations of a run: conversations of a data set as exact rows, in training order.
+
+A row of the data set has `messages` in OpenAI's format, and `tools` if the turns call any. All rows are tokenized at
+the start, on rank 0, so that one that cannot be trained is reported before the first update. They are kept in seven
+bytes a token.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rollout.chat.chat import Chat
+from rollout.episode.demonstration import demonstrated_calls
+from rollout.episode.rows import rows_from_calls
+from rollout.errors import DataError, EvidenceError, TemplateError
+from rollout.records import TrainingRow
+from trainer.config.schema import DataSetConfig
+from trainer.data.datasets import json_or_text, load_rows, rename
+
+MESSAGES, TOOLS = "messages", "tools"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Tokenized:
+    """A row of a demonstration, small."""
+
+    ids: np.ndarray  # (L,) int32
+    loss_mask: np.ndarray  # (L,) bool
+    turns: np.ndarray  # (L,) int16
+
+    @classmethod
+    def of(cls, row: TrainingRow) -> Tokenized:
+        return cls(ids=row.ids.astype(np.int32), loss_mask=row.loss_mask, turns=row.turns.astype(np.int16))
+
+    def row(self, number: int) -> TrainingRow:
+        """Return the training row. number: of its demonstration in the step."""
+        length = len(self.ids)
+        return TrainingRow(
+            ids=self.ids.astype(np.int64),
+            loss_mask=self.loss_mask,
+            sampling_logprobs=np.zeros(length, dtype=np.float32),
+            versions=np.full(length, -1, dtype=np.int32),
+            turns=self.turns.astype(np.int32),
+            rollout_id=number,
+            group_id=number,
+        )
+
+
+Demonstration = tuple[Tokenized, ...]
+"""Rows of one conversation."""
+
+
+def load_demonstrations(
+    settings: DataSetConfig, chat: Chat, *, max_tokens: int | None, say: Callable[[str], None]
+) -> list[Demonstration]:
+    """Load and tokenize the demonstrations of a data set, without those with a row of more than `max_tokens`.
+
+    Raises `DataError` for a row that cannot be trained, `ConfigError` if the
+    template drops the tools.
+    """
+    kept, num_tokens, num_trained, too_long = [], 0, 0, 0
+    for index, row in enumerate(_conversations(settings)):
+        rows = _tokenized(row, chat, where=f"{settings.path}: row {index}")
+        if max_tokens is not None and max(len(one.ids) for one in rows) > max_tokens:
+            too_long += 1
+            continue
+        kept.append(rows)
+        num_tokens += sum(len(one.ids) for one in rows)
+        num_trained += sum(int(one.loss_mask.sum()) for one in rows)
+    if not kept:
+        raise DataError(f"{settings.path}: all {too_long} demonstrations are longer than {max_tokens} tokens")
+    left_out = f"; {too_long} longer than {max_tokens} tokens are left out" if too_long else ""
+    say(f"{settings.path}: {len(kept)} demonstrations, {num_tokens} tokens, {num_trained} of them trained{left_out}")
+    return kept
+
+
+def _tokenized(row: Mapping[str, Any], chat: Chat, *, where: str) -> Demonstration:
+    messages, tools = _parsed(row.get(MESSAGES), MESSAGES, where), _parsed(row.get(TOOLS) or [], TOOLS, where)
+    try:
+        rows = rows_from_calls(demonstrated_calls(chat, messages, tools))
+    except (TemplateError, EvidenceError) as error:
+        raise DataError(f"{where} cannot be trained: {error}") from error
+    if not any(one.num_trained for one in rows):
+        raise DataError(f"{where} has no turn to train: each assistant message has weight 0")
+    return tuple(map(Tokenized.of, rows))
+
+
+def _parsed(value: Any, column: str, where: str) -> list[dict[str, Any]]:
+    """Return a list of objects, given as such or as JSON text."""
+    found = json_or_text(value) if isinstance(value, str) else value
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        raise DataError(
+            f"{where} has no list of objects in column {column!r} (found {type(found).__name__}); expected messages in "
+            f"OpenAI's format; set 'data.columns={{{column}: <column>}}'"
+        )
+    return found
+
+
+def _conversations(settings: DataSetConfig) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows. Those of JSON lines are read as they stand, others without nulls: Arrow fills in absent keys."""
+    assert settings.split is not None, "resolved by trainer.config.schema"
+    columns, local = settings.columns or {}, Path(settings.path).expanduser()
+    rows = load_rows(settings.path, settings.split, settings.subset)
+    if local.suffix == ".jsonl":
+        with local.open(encoding="utf-8") as file:
+            for line in file:
+                if line.strip():
+                    yield rename(json.loads(line), columns, of=settings.path)
+        return
+    for row in rows:
+        yield rename(_without_nulls(row), columns, of=settings.path)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
