@@ -25,8 +25,9 @@ from rollout.errors import ConfigError
 from trainer.batch.packing import PackedBatch, collate, whole_row
 from trainer.config.schema import LoraConfig
 from trainer.model import decoder
-from trainer.model.fused_head import FusedHead, LogitTransform
+from trainer.model.fused_head import FusedHead
 from trainer.model.layers.routing import Routing
+from trainer.model.logit_tiles import LogitTransform
 from trainer.model.lora import add_adapters, is_adapted
 from trainer.model.quantized_base import loading_arguments, stored_method
 
