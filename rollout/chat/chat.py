@@ -122,6 +122,16 @@ class Chat:
             raise TemplateError("extend: the history must end with the assistant message parsed from the call")
         return self._renderer.extend(call, history, new_messages, tools)
 
+    def turn(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
+        """Return the ids of the last message, an assistant turn, as the model would have sampled them after `prompt`.
+
+        They end with the token that ends the turn. Raises `TemplateError` if the template does not continue its own
+        prompt with this turn, does not show all of it, or ends it with no token at which sampling stops.
+        """
+        if not messages or messages[-1].get("role") != "assistant":
+            raise TemplateError("a turn must be an assistant message, the last one of its conversation")
+        return self._renderer.turn(messages, tools)
+
     def parity(self, messages: Sequence[Message]) -> str:
         """Compare the two renderers of a Harmony model on a prompt, in a sentence; "" for a model with one renderer."""
         if not isinstance(self._renderer, HarmonyRenderer) or self.tokenizer.chat_template is None:

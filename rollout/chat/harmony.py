@@ -87,6 +87,23 @@ class HarmonyRenderer:
         closing = [] if is_closed else [CONTROL_IDS["<|end|>"]]
         return [*call.all_ids, *closing, *glue]
 
+    def turn(self, messages: Sequence[Message], tools: Tools) -> list[int]:
+        """Return the ids of the assistant turn that ends these messages; see `Chat.turn`."""
+        conversation = normalize_messages(messages)
+        prompt = self._render(conversation[:-1], tools, opens_turn=True)
+        whole = self._render(conversation, tools)
+        turn = whole[len(prompt) :]
+        if whole[: len(prompt)] != prompt or not turn or len(conversation[-1].get("tool_calls", ())) > 1:
+            raise TemplateError(
+                f"message {len(conversation) - 1}: Harmony cannot write this turn as one that was sampled; expected a "
+                "final message or one tool call"
+            )
+        if turn[-1] == CONTROL_IDS["<|end|>"]:  # sampled, the last message of a turn ends in another way
+            turn[-1] = CONTROL_IDS["<|return|>"]
+        if turn[-1] not in self.stop_token_ids:
+            raise TemplateError(f"message {len(conversation) - 1}: the rendered turn ends with no stop token")
+        return turn
+
     def _glue(self, new: Sequence[Mapping[str, Any]], tools: Tools) -> list[int] | None:
         """Return the ids of new messages and of the start of the next turn, after a closed one; None if unproven."""
         marker = {"role": "assistant", "content": word_not_in([new, tools])}

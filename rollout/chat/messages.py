@@ -15,9 +15,13 @@ Tools = Sequence[Mapping[str, Any]]
 """JSON schemas of tools in the OpenAI form, as chat templates render them."""
 
 _ANNOTATIONS = frozenset(
-    {"tool_call_errors", "prompt_token_ids", "generation_token_ids", "generation_log_probs", "weight_versions"}
+    {
+        *("tool_call_errors", "prompt_token_ids", "generation_token_ids", "generation_log_probs", "weight_versions"),
+        "weight",
+    }
 )
-"""Keys that Lockstep adds to messages for environments and harnesses. Templates do not see them."""
+"""Keys that Lockstep adds to messages for environments and harnesses, and the weight of a demonstrated turn. Templates
+do not see them."""
 
 
 def normalize_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

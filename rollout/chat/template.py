@@ -133,6 +133,33 @@ class TemplateRenderer:
             raise TemplateError(f"the chat template renders {len(conversation)} messages to nothing")
         return ids
 
+    def turn(self, messages: Sequence[Message], tools: Tools) -> list[int]:
+        """Return the ids of the assistant turn that ends these messages; see `Chat.turn`.
+
+        The prompt and the turn are encoded apart, since the model reads a finished prompt when it samples: a token
+        across the boundary could not have been sampled.
+        """
+        conversation = normalize_messages(messages)
+        number, last = len(conversation) - 1, conversation[-1]
+        mask = self._encoder.mask_for([conversation, tools])
+        prompt = self._render_masked(conversation[:-1], tools, mask, opens_turn=True)
+        whole = self._render_masked(conversation, tools, mask, opens_turn=False)
+        if not whole.startswith(prompt):
+            raise TemplateError(
+                f"message {number}: the chat template renders this turn in another way than it opens one for sampling, "
+                "so no rollout could have these tokens; give the turn as the model writes it (for example with "
+                "reasoning_content), or set model.chat_template=<file.jinja>"
+            )
+        rest = whole[len(prompt) :]
+        end = self._encoder.first_control(rest, frozenset(self.stop_token_ids))
+        if end is None:
+            raise TemplateError(
+                f"message {number}: the chat template ends this turn with no token at which sampling stops; expected "
+                "one such as <|im_end|>; set model.chat_template=<file.jinja>"
+            )
+        _refuse_hidden(mask.restore(rest[: end.start()]), last, number)
+        return self._encoder.encode_continuation(rest[: end.end()], mask)
+
     def extend(
         self, call: EngineCall, history: Sequence[Message], new_messages: Sequence[Message], tools: Tools
     ) -> list[int] | None:
@@ -356,6 +383,22 @@ def _is_whole(text: str, with_words: str, word: str, count: int) -> bool:
     """Return True if the second text has all numbered words and equals the first without them."""
     numbered = re.compile(f"{word}x[0-9]+x")
     return len(set(numbered.findall(with_words))) == count and numbered.sub("", with_words) == text
+
+
+def _refuse_hidden(turn: str, message: Mapping[str, Any], number: int) -> None:
+    """Raise `TemplateError` if the rendered turn lacks a part of its message."""
+    calls = message.get("tool_calls", ())
+    parts = {
+        "reasoning_content": message.get("reasoning_content") or "",
+        "content": message["content"].rpartition(THINK_CLOSE)[2],
+        **{f"tool_calls[{i}]": call["function"]["name"] for i, call in enumerate(calls)},
+    }
+    for name, text in parts.items():
+        if text.strip() not in turn:
+            raise TemplateError(
+                f"message {number}: the chat template does not show its {name}, so it could not be trained; leave it "
+                "out of the message, or set model.chat_template=<file.jinja> with one that shows it"
+            )
 
 
 def _names(tools: Tools) -> list[str]:

@@ -26,6 +26,23 @@ def request_seed(*parts: object) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
+def next_prompt(
+    chat: Chat, last_call: EngineCall | None, history: Sequence[Message], new_messages: Sequence[Message], tools: Tools
+) -> Sequence[int]:
+    """Return the prompt of the next turn of a conversation: an extension of its last call, or a new rendering.
+
+    history: messages up to the turn of the last call. Raises `TemplateError`, and `ConfigError` if the template drops
+    the tools.
+    """
+    if last_call is not None:
+        extended = chat.extend(last_call, history, new_messages, tools)
+        if extended is not None:
+            return extended
+    else:
+        chat.require_tools(new_messages, tools)
+    return chat.prompt([*history, *new_messages], tools)
+
+
 class Conversation:
     """A conversation with the model that is trained. Its calls belong to the rollout of the episode."""
 
@@ -73,14 +90,7 @@ class Conversation:
         return message
 
     def _next_prompt(self) -> Sequence[int]:
-        chat = self._record.chat
-        if self.last_call is not None:
-            extended = chat.extend(self.last_call, self._messages, self._unanswered, self._tools)
-            if extended is not None:
-                return extended
-        else:
-            chat.require_tools(self.messages, self._tools)
-        return chat.prompt(self.messages, self._tools)
+        return next_prompt(self._record.chat, self.last_call, self._messages, self._unanswered, self._tools)
 
 
 class CallRecord:

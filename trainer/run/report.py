@@ -109,12 +109,12 @@ class Reporter:
         flops *= computed * self._config.algorithm.epochs
         return {"perf/mfu": flops / (seconds * peak_tflops * 1e12 * self._parts.distributed.world_size)}
 
-    def _dump(self, attempt: Attempt, batch: StepBatch, targets: Targets) -> None:
+    def _dump(self, attempt: Attempt, batch: StepBatch, targets: Targets, given: Mapping[str, StepBatch]) -> None:
         """Keep the batch of an optimizer step that the guard objected to. A full disk does not end the run."""
         done = "skipped" if attempt.number else "made"
         self._console.warn(f"update {attempt.update} {done}: {attempt.reason}")
         with self.log.tolerating("dumping a batch"):
-            path = write_dump(self._directory.dumps, attempt, batch, targets)
+            path = write_dump(self._directory.dumps, attempt, batch, targets, given)
             self._console.warn(
                 f"its batch is in {path}; {program('python')} {script('replay')} {shlex.quote(shown(path))}"
             )

@@ -49,7 +49,7 @@ from trainer.run.assembly import make_sync
 from trainer.run.library_logs import quiet_third_parties
 from trainer.score.reference import make_reference
 from trainer.step import Trainer
-from trainer.update.batch_dumps import read_dump
+from trainer.update.batch_dumps import read_dump, read_given
 from trainer.update.optimizer import make_optimizer
 from trainer.update.updater import Updater
 
@@ -217,7 +217,13 @@ class _Replay:
             raise DataError(f"{path} has the token id {largest}, but the model has {self._vocab_size} ids")
         seen_N = torch.full((batch.layout.num_tokens,), torch.nan)
         report = self._updater.optimizer_step(
-            batch, targets, np.array(attempt.rollouts), seen_N, lr=attempt.lr, is_first=attempt.is_first
+            batch,
+            targets,
+            np.array(attempt.rollouts),
+            seen_N,
+            lr=attempt.lr,
+            is_first=attempt.is_first,
+            given=read_given(path),
         )
         logged = {"policy/loss": attempt.sums["policy/loss"], "optim/grad_norm": attempt.grad_norm}
         return self._compare(logged, report)

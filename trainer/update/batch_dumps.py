@@ -3,6 +3,7 @@
     dumps/update-000012-try-1/batch.safetensors     rows and rollouts of the whole step, from all ranks
                               targets.safetensors   targets of each trained token
                               attempt.json          rollouts, learning rate, sums, gradient norm, reason
+                              given-NAME.safetensors  rows of another component of the loss
 
 Reading a dump runs no code. `scripts/replay.py` repeats the step with the weights of the checkpoint before it.
 """
@@ -32,6 +33,18 @@ from trainer.objective.advantages.critic import Credit
 
 BATCH, TARGETS, ATTEMPT = "batch.safetensors", "targets.safetensors", "attempt.json"
 _CREDIT = "credit."
+UNREADABLE = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+    SafetensorError,
+)
+"""Errors of readers for files that are damaged."""
+_GIVEN, _SUFFIX = "given-", ".safetensors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,17 +70,35 @@ class Attempt:
         return f"update-{self.update:06d}" + (f"-try-{self.number}" if self.number else "")
 
 
-def write_dump(root: Path, attempt: Attempt, batch: StepBatch, targets: Targets) -> Path:
-    """Write a directory below `root`, and replace one of the same name from before a resume."""
+def write_dump(
+    root: Path, attempt: Attempt, batch: StepBatch, targets: Targets, given: Mapping[str, StepBatch] | None = None
+) -> Path:
+    """Write a directory below `root`, and replace one of the same name from before a resume.
+
+    given: rows of other components, by name.
+    """
     directory = root / attempt.name
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     (directory / BATCH).write_bytes(encode(batch))
     safetensors.torch.save_file(_tensors(targets), directory / TARGETS)
+    for name, rows in (given or {}).items():
+        (directory / f"{_GIVEN}{name}{_SUFFIX}").write_bytes(encode(rows))
     values = asdict(attempt)
     values |= {"grad_norm": _number(attempt.grad_norm), "sums": {k: _number(v) for k, v in attempt.sums.items()}}
     (directory / ATTEMPT).write_text(json.dumps(values, indent=2, allow_nan=False))
     return directory
+
+
+def read_given(directory: Path) -> dict[str, StepBatch]:
+    """Read the rows of other components in a dump, by name. Raises `DataError` if they are damaged."""
+    try:
+        return {
+            path.name.removeprefix(_GIVEN).removesuffix(_SUFFIX): decode(path.read_bytes())
+            for path in sorted(directory.glob(f"{_GIVEN}*{_SUFFIX}"))
+        }
+    except UNREADABLE as error:
+        raise DataError(f"{directory} is not a dumped batch: {type(error).__name__}: {error}") from error
 
 
 def read_dump(directory: Path, settings: CorrectionConfig) -> tuple[Attempt, StepBatch, Targets]:
@@ -83,16 +114,7 @@ def read_dump(directory: Path, settings: CorrectionConfig) -> tuple[Attempt, Ste
                 raise FileNotFoundError(f"{name} is missing, or no regular file")
         batch = decode((directory / BATCH).read_bytes())
         targets = _targets(safetensors.torch.load_file(directory / TARGETS), settings)
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        OverflowError,
-        RecursionError,
-        SafetensorError,
-    ) as error:
+    except UNREADABLE as error:
         raise DataError(f"{directory} is not a dumped batch: {type(error).__name__}: {error}") from error
     return attempt, batch, targets
 

@@ -31,6 +31,17 @@ def learning_rate(
     return peak * (final_fraction + (1 - final_fraction) * fraction)
 
 
+def component_weight(update: int, *, first: float, last: float, schedule: str, total_updates: int) -> float:
+    """Return the weight of a component of the loss in update 0, 1, ... of `total_updates`.
+
+    It stays `first` (`constant`), or goes from there along a line (`linear`) or a half cosine (`cosine`) to `last`,
+    reached one update after the last one. Raises ValueError for another schedule.
+    """
+    return last + (first - last) * learning_rate(
+        update, peak=1.0, schedule=schedule, warmup_updates=0, total_updates=total_updates, final_fraction=0.0
+    )
+
+
 def is_due(every: int, *, before: int, after: int) -> bool:
     """True if the updates after `before`, which may be several or none, reached a multiple of `every`; never for 0."""
     return every > 0 and after // every > before // every

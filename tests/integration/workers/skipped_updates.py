@@ -56,7 +56,7 @@ def main(model_dir: str, directory: str) -> None:
     batch = StepBatch.of(fixed_rollouts(), mask_truncated=False)
     old = Recomputed(updater.scorer.score(batch))
     targets, _ = rollout_targets(batch, Logprobs(old=old), StepCorrection.of(batch, old, config.correction), config)
-    plain_loss = updater._loss
+    plain_loss = updater.policy.loss
 
     def update(*, loss_factor: float = 1.0, gradient_factor: float = 1.0) -> Mapping[str, float]:
         def loss(inputs: LossInputs) -> LossOutputs:
@@ -65,7 +65,7 @@ def main(model_dir: str, directory: str) -> None:
                 return outputs
             return replace(outputs, loss_T=Amplified.apply(outputs.loss_T * loss_factor, gradient_factor))
 
-        updater._loss = loss
+        updater.policy.loss = loss
         return updater.update(batch, targets).metrics
 
     def parameters() -> torch.Tensor:

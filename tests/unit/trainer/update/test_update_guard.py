@@ -81,7 +81,7 @@ def test_a_non_finite_update_is_counted_and_dumped_but_not_made(batch: StepBatch
     distributed = FakeRank(policy)
     updater = Updater(policy, distributed, config())
     dumped: list[Attempt] = []
-    updater.dump = lambda attempt, batch, targets: dumped.append(attempt)
+    updater.dump = lambda attempt, *rows: dumped.append(attempt)
     good = targets(batch)
     broken = replace(good, advantages_N=torch.full_like(good.advantages_N, math.nan))
     metrics = updater.update(batch, broken).metrics

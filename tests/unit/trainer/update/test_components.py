@@ -1,0 +1,142 @@
+"""Components of the loss: their gradients add up, each over its own tokens, however the work is divided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.fixtures.distributed import FakeRank
+from tests.fixtures.models import tiny_qwen3
+from tests.unit.trainer.update.test_updater import (
+    close,
+    expected_gradient,
+    random_logp,
+    rollouts,
+    scored,
+    targets_of,
+)
+from trainer.batch.step_batch import StepBatch
+from trainer.config.schema import AlgorithmConfig, Config
+from trainer.credit.targets import Targets
+from trainer.model.policy import Policy
+from trainer.update.batch_dumps import read_given, write_dump
+from trainer.update.components import TokenSet
+from trainer.update.cross_entropy import CrossEntropyTerm
+from trainer.update.updater import Updater
+
+WEIGHT = 0.3
+
+
+@dataclass
+class Given:
+    """Rows that are the same in every step."""
+
+    batch: StepBatch
+    name: str = "given"
+    cursor: int = 0
+    temperature: float = 1.0
+
+    def draw(self) -> StepBatch:
+        self.cursor += len(self.batch.rows)
+        return self.batch
+
+    def token_set(self, batch: StepBatch, *, update: int) -> TokenSet:
+        term = CrossEntropyTerm(name=self.name, weight=WEIGHT, num_tokens=batch.layout.num_tokens)
+        return TokenSet(batch=batch, rows=range(len(batch.rows)), terms=[term], temperature=self.temperature)
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    torch.manual_seed(0)
+    return Policy(tiny_qwen3(tied=True))
+
+
+@pytest.fixture
+def batch() -> StepBatch:
+    return StepBatch.of(rollouts(), mask_truncated=False)
+
+
+@pytest.fixture
+def given() -> Given:
+    """Rows of other lengths than those of the rollouts."""
+    others = StepBatch.of(rollouts()[1:3], mask_truncated=False)
+    rows = tuple(replace(row, ids=(row.ids * 7 + 3) % 200) for row in others.rows)
+    return Given(replace(others, rows=rows))
+
+
+def config(token_budget: int = 100_000, **algorithm: Any) -> Config:
+    made = Config(algorithm=AlgorithmConfig(**{"loss": "reinforce", "normalizer": "token"} | algorithm))
+    made.token_budget = token_budget
+    return made
+
+
+def updated(
+    policy: Policy, batch: StepBatch, made: Config, targets: Targets, given: list[Given]
+) -> tuple[Tensor, dict[str, float]]:
+    rank = FakeRank(policy)
+    metrics = Updater(policy, rank, made, given=given).update(batch, targets).metrics
+    return rank.gradient, dict(metrics)
+
+
+def good(batch: StepBatch, made: Config) -> Targets:
+    return targets_of(batch, made, scored(random_logp(batch, 1)), mode="off")[0]
+
+
+@pytest.mark.parametrize("token_budget", [100_000, 24])
+def test_the_gradient_is_the_sum_of_components_over_their_own_counts(
+    token_budget: int, policy: Policy, batch: StepBatch, given: Given
+) -> None:
+    made = config(token_budget)
+    targets = good(batch, made)
+    found, metrics = updated(policy, batch, made, targets, [given])
+    of_policy = expected_gradient(policy, batch, lambda logp: -(targets.advantages_N * logp).mean())
+    of_given = expected_gradient(policy, given.batch, lambda logp: -logp.mean())
+    assert close(found, of_policy + WEIGHT * of_given)
+    assert metrics["loss/given_tokens"] == given.batch.layout.num_tokens != metrics["loss/policy_tokens"]
+    assert metrics["loss/given_weight"] == WEIGHT
+    assert (metrics["perf/microbatches"] > 2) == (token_budget == 24)
+
+
+def test_a_component_with_rows_of_its_own_leaves_the_metrics_of_the_policy_as_they_are(
+    policy: Policy, batch: StepBatch, given: Given
+) -> None:
+    made = config()
+    targets = good(batch, made)
+    _, alone = updated(policy, batch, made, targets, [])
+    _, both = updated(policy, batch, made, targets, [given])
+    own = [name for name in alone if name.startswith(("policy/", "loss/"))]
+    assert {name: both[name] for name in own} == {name: alone[name] for name in own}
+    assert alone["loss/policy"] == alone["policy/loss"]
+
+
+def test_the_temperature_of_the_rollouts_does_not_reach_given_rows(
+    policy: Policy, batch: StepBatch, given: Given
+) -> None:
+    made = config()
+    made.rollout.temperature = 0.5
+    targets = replace(good(batch, made), advantages_N=torch.zeros(batch.layout.num_tokens))
+    found, _ = updated(policy, batch, made, targets, [given])
+    assert close(found, WEIGHT * expected_gradient(policy, given.batch, lambda logp: -logp.mean()))
+
+
+def test_each_optimizer_step_draws_rows_and_a_dump_holds_them(
+    policy: Policy, batch: StepBatch, given: Given, tmp_path: Any
+) -> None:
+    made = config(minibatches=2)
+    targets = good(batch, made)
+    updater = Updater(policy, FakeRank(policy), made, given=[given])
+    paths = []
+    updater.dump = lambda *rows: paths.append(write_dump(tmp_path, *rows))
+    updater.update(batch, replace(targets, advantages_N=torch.full_like(targets.advantages_N, torch.nan)))
+    assert given.cursor == 2 * len(given.batch.rows)
+    assert len(paths) == 2
+    (read,) = read_given(paths[0]).items()
+    assert read[0] == "given"
+    for row, expected in zip(read[1].rows, given.batch.rows, strict=True):
+        np.testing.assert_array_equal(row.ids, expected.ids)
+        np.testing.assert_array_equal(row.loss_mask, expected.loss_mask)

@@ -1,0 +1,157 @@
+"""One optimizer step: forward and backward over the microbatches of all components, then the guard's verdict.
+
+    token sets ─► packs of this rank ─► shares of all terms ─► backward ─► sums over ranks ─► guard ─► step, or skip
+
+Each token set is assigned to ranks and packs by itself, with equally many packs on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from trainer.batch.packing import PackedBatch
+from trainer.distributed.distributed import Distributed
+from trainer.score.scorer import Scorer
+from trainer.update.components import Outputs, Term, TokenSet
+from trainer.update.router_loss import RouterLoss
+from trainer.update.update_guard import Judgment, UpdateGuard
+
+Sums = dict[Term, dict[str, Tensor]]
+"""Sums by term and name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Stepped:
+    """Outcome of one optimizer step."""
+
+    judgment: Judgment
+    """If it is skipped, nothing has changed."""
+    sums: Mapping[str, float]
+    """Sums of scalars over the step."""
+    grad_norm: float
+    metrics: Mapping[str, float]
+
+
+class OptimizerStep:
+    """Optimizer steps of the trained module."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        distributed: Distributed,
+        scorer: Scorer,
+        *,
+        routers: RouterLoss,
+        guard: UpdateGuard,
+        has_critic: bool,
+    ) -> None:
+        self._module = module
+        self._distributed = distributed
+        self._scorer = scorer
+        self._routers = routers
+        self._guard = guard
+        self._has_critic = has_critic
+
+    def make(self, token_sets: Sequence[TokenSet], *, lr: float) -> Stepped:
+        """Make one step on these token sets, unless the guard objects; a collective."""
+        budget = self._scorer.budget
+        lengths = [len(tokens.batch.rows[row]) for tokens in token_sets for row in tokens.rows]
+        sums, plan_metrics = budget.attempt(
+            partial(self._gradients, token_sets), lengths, discard=self._module.zero_grad
+        )
+        totals = self._summed(sums)
+        grad_norm = self._distributed.gradient_norm()
+        scalars = {name: float(total) for _, name, total in _flat(totals) if total.ndim == 0}
+        judgment = self._guard.judge(scalars, grad_norm)
+        if judgment.is_skipped:
+            self._distributed.discard_gradients()
+        else:
+            self._distributed.step(lr, grad_norm)
+        metrics: dict[str, float] = {}
+        for term, of_term in totals.items():
+            metrics |= term.metrics(of_term)
+        metrics |= {"optim/grad_norm": grad_norm, "optim/lr": lr, **plan_metrics}
+        metrics["perf/token_budget"] = float(budget.tokens)
+        return Stepped(judgment=judgment, sums=scalars, grad_norm=grad_norm, metrics=metrics)
+
+    def _gradients(self, token_sets: Sequence[TokenSet], token_budget: int) -> tuple[Sums, dict[str, float]]:
+        """Run forward and backward of this rank's share; return its sums, and the metrics of the plan."""
+        plans = [self._scorer.plan(tokens.batch, tokens.rows, token_budget=token_budget) for tokens in token_sets]
+        packs = [
+            (tokens, pack)
+            for tokens, plan in zip(token_sets, plans, strict=True)
+            for pack in plan.microbatches[self._distributed.rank]
+        ]
+        if self._distributed.world_size > 1 and not self._distributed.uses_deepspeed:
+            # DDP reduces in it, so that all others may run out of memory: see `TokenBudget`
+            packs.append((token_sets[0], ()))
+        budget = self._scorer.budget
+        sums: Sums = {term: {} for tokens in token_sets for term in tokens.terms}
+        seen: list[tuple[Tensor, Tensor, Tensor]] = []
+        for number, (tokens, pack) in enumerate(packs):
+            packed = self._scorer.packed(tokens.batch, pack)
+            with self._distributed.accumulate(is_last=number == len(packs) - 1) as backward:
+                loss, logp_T, microbatch_sums = budget.agreed(partial(self._loss, tokens, packed))
+                # Ranks average gradients; the loss is a sum over them.
+                budget.agreed(partial(backward, loss * self._distributed.world_size))
+            # Results stay on the device until the last microbatch: a copy would wait for the kernels queued so far.
+            if tokens.seen_N is not None:
+                seen.append((tokens.seen_N, packed.token_index_T, logp_T.detach().float()))
+            for term, name, value in _flat(microbatch_sums):
+                sums[term][name] = sums[term].get(name, 0.0) + value.detach().double()
+        for seen_N, index_T, logp_T in seen:
+            seen_N[index_T] = torch.where(seen_N[index_T].isnan(), logp_T.cpu(), seen_N[index_T])
+        metrics = plans[0].metrics() | {"perf/microbatches": float(sum(plan.num_microbatches for plan in plans))}
+        return sums, metrics
+
+    def _loss(self, tokens: TokenSet, packed: PackedBatch) -> tuple[Tensor, Tensor, Sums]:
+        """Return this microbatch's share of the step's loss, its logprobs, and its sums."""
+        outputs = self._forward(tokens, packed)
+        # A pack without trained tokens still runs backward, through zeros: its rank takes part in every collective.
+        loss = 0.0 * (outputs.logp_T.sum() + outputs.values_T.sum())
+        sums: Sums = {}
+        for term in tokens.terms:
+            share = term.share(outputs)
+            loss = loss + share.loss
+            sums[term] = dict(share.sums)
+        return loss, outputs.logp_T, sums
+
+    def _forward(self, tokens: TokenSet, packed: PackedBatch) -> Outputs:
+        arguments = {name: value for term in tokens.terms for name, value in term.arguments(packed).items()}
+        if self._has_critic:
+            arguments["with_values"] = True
+        with self._routers.recorded() as records:
+            logp_T, entropy_T, *others = self._module(
+                packed, temperature=tokens.temperature, with_entropy=True, **arguments
+            )
+        values_T = others.pop(0) if self._has_critic else torch.zeros_like(logp_T)
+        return Outputs(
+            packed=packed,
+            logp_T=logp_T,
+            entropy_T=entropy_T,
+            values_T=values_T,
+            others=tuple(others),
+            routers=records,
+        )
+
+    def _summed(self, sums: Sums) -> Sums:
+        """Return float64 sums over ranks, on the host."""
+        entries = list(_flat(sums))
+        flat = torch.cat([torch.zeros(0).double(), *(value.reshape(-1).cpu() for *_, value in entries)])
+        parts = self._distributed.sum(flat).split([value.numel() for *_, value in entries])
+        totals: Sums = {term: {} for term in sums}
+        for (term, name, value), part in zip(entries, parts, strict=True):
+            totals[term][name] = part.view(value.shape)
+        return totals
+
+
+def _flat(sums: Sums) -> Iterator[tuple[Term, str, Tensor]]:
+    """Yield the sums of all terms in an order on which all ranks agree."""
+    for term, of_term in sums.items():
+        for name in sorted(of_term):
+            yield term, name, of_term[name]

@@ -1,0 +1,163 @@
+"""The policy loss as a component: over the trained tokens of the rollouts, with KL, entropy, value and router losses.
+
+`Targets` holds advantages, correction weights and old logprobs of all trained tokens of the step; a microbatch selects
+its own by `PackedBatch.token_index_T`. So a token's targets do not depend on its pack, and only sums of per-token
+losses reach the framework.
+
+Dimensions: _S rollouts of the step, _N trained tokens of the step, _T trained tokens of a microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.batch.packing import PackedBatch
+from trainer.config.schema import AlgorithmConfig, Config
+from trainer.credit.old_policy import FromEngine
+from trainer.credit.targets import Targets
+from trainer.objective.kl import kl_term
+from trainer.objective.loss_normalization import StepCounts, loss_coefficients, normalized_loss
+from trainer.objective.losses import POLICY_LOSSES
+from trainer.objective.losses.inputs import LossInputs, LossOutputs
+from trainer.objective.per_rollout import rollout_count, rollout_mean
+from trainer.objective.value_loss import clipped_value_loss
+from trainer.score.scorer import Scorer
+from trainer.update.components import Outputs, RolloutStep, Share, component_metrics
+from trainer.update.router_loss import RouterLoss, RouterStep
+
+PPO_NAMES = {"approxkl": "policy/approx_kl", "clipfrac": "policy/clip_frac", "entropy": "policy/entropy"}
+"""Names of metrics in the PPO literature, reported with a critic."""
+
+
+class PolicyComponent:
+    """The configured policy loss."""
+
+    def __init__(self, config: Config, scorer: Scorer, routers: RouterLoss) -> None:
+        self._config = config
+        self._scorer = scorer
+        self._routers = routers
+        loss = POLICY_LOSSES[config.algorithm.loss]
+        self.loss: Callable[[LossInputs], LossOutputs] = loss.configured(config.algorithm)
+        self._sequence_values = loss.sequence_values(config.algorithm)
+
+    def term(self, step: RolloutStep) -> PolicyTerm:
+        """Return the term of an optimizer step; a collective."""
+        counts, tokens_S = self._counts(step)
+        keep_N = step.targets.keep_N
+        return PolicyTerm(
+            loss=self.loss,
+            algorithm=self._config.algorithm,
+            targets=step.targets,
+            counts=counts,
+            tokens_S=tokens_S,
+            seq_log_ratio_S=self._sequence_log_ratio(step),
+            routers=self._routers.opened(step.batch, step.rows, keep_N, counts.num_tokens),
+        )
+
+    def _counts(self, step: RolloutStep) -> tuple[StepCounts, Tensor]:
+        """Return the denominators and tokens per rollout of this optimizer step, equal on all ranks."""
+        kept_S = rollout_count(step.batch.rollout_N[step.targets.keep_N], step.batch.num_rollouts)
+        counts = StepCounts(
+            num_rollouts=len(step.rollouts),
+            num_tokens=int(kept_S[torch.from_numpy(step.rollouts)].sum()),
+            max_completion_length=self._config.horizon,
+        )
+        return counts, kept_S
+
+    def _sequence_log_ratio(self, step: RolloutStep) -> Tensor | None:
+        """Return the (S,) log ratio for losses with one per rollout; in the first update of a batch θ is θ_old."""
+        if self._sequence_values is None:
+            return None
+        batch, targets = step.batch, step.targets
+        kept, old_N = targets.keep_N, targets.old.logp_N
+        if step.is_first and not isinstance(targets.old, FromEngine):
+            log_ratio_N = torch.zeros(batch.layout.num_tokens)
+        else:
+            assert old_N is not None, "only the first update of a batch may use its own logprobs as the old ones"
+            log_ratio_N = self._scorer.score(batch, step.rows) - old_N
+        values = self._sequence_values(log_ratio_N[kept], targets.advantages_N[kept])
+        return rollout_mean(values, batch.rollout_N[kept], batch.num_rollouts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PolicyTerm:
+    """The policy loss of one optimizer step."""
+
+    loss: Callable[[LossInputs], LossOutputs]
+    algorithm: AlgorithmConfig
+    targets: Targets
+    counts: StepCounts
+    tokens_S: Tensor
+    """Kept tokens of each rollout."""
+    seq_log_ratio_S: Tensor | None
+    routers: RouterStep
+
+    def arguments(self, packed: PackedBatch) -> Mapping[str, Any]:
+        return {}
+
+    def share(self, outputs: Outputs) -> Share:
+        algorithm, targets, packed = self.algorithm, self.targets, outputs.packed
+        logp_T, entropy_T, values_T = outputs.logp_T, outputs.entropy_T, outputs.values_T
+        keep_T = targets.keep_N[packed.token_index_T]
+        kept_index_T = packed.token_index_T[keep_T]
+
+        def at_tokens(values_N: Tensor) -> Tensor:
+            return values_N[kept_index_T].to(logp_T.device, logp_T.dtype)
+
+        keep = keep_T.nonzero().squeeze(1).to(logp_T.device)  # indices: the size of a mask's result is on the device
+        rollout_T = packed.rollout_T[keep]
+        old_T = targets.old.at(kept_index_T, logp_T[keep])
+        weights_T = targets.correction.weights_at(kept_index_T, old_T, packed.sampling_logprobs_T[keep])
+        seq_log_ratio_S = self.seq_log_ratio_S
+        made = self.loss(
+            LossInputs(
+                logp_T=logp_T[keep],
+                old_logp_T=old_T,
+                advantages_T=at_tokens(targets.advantages_N),
+                rollout_T=rollout_T,
+                num_rollouts=len(self.tokens_S),
+                weights_T=weights_T,
+                seq_log_ratio_S=None if seq_log_ratio_S is None else seq_log_ratio_S.to(logp_T.device),
+            )
+        )
+        loss_T, sums = made.loss_T, dict(made.metrics)
+        if targets.ref_logp_N is not None and algorithm.kl_place == "loss":
+            kl_T = kl_term(algorithm.kl_estimator, logp_T[keep], at_tokens(targets.ref_logp_N), old_T)
+            loss_T = loss_T + algorithm.kl_coef * kl_T
+        if algorithm.entropy_coef:
+            loss_T = loss_T - algorithm.entropy_coef * entropy_T[keep]
+        if targets.credit is not None and targets.returns_N is not None:
+            value_loss = clipped_value_loss(
+                values_T[keep],
+                at_tokens(targets.credit.values_N),
+                at_tokens(targets.returns_N),
+                clip=algorithm.value_clip,
+            )
+            sums |= {**value_loss.metrics, "ppo/policy/loss": made.loss_T.detach().sum()}
+            loss_T = loss_T + algorithm.value_coef * value_loss.loss_T
+        coefficient_T = loss_coefficients(
+            algorithm.normalizer, rollout_T, self.tokens_S.to(rollout_T.device), self.counts, dtype=loss_T.dtype
+        )
+        loss = normalized_loss(loss_T, coefficient_T)
+        router = self.routers.share(outputs.routers, packed.target_index_T[keep])
+        loss = loss if router.loss is None else loss + router.loss
+        sums |= {"policy/entropy": entropy_T[keep].detach().sum(), "policy/loss": loss.detach(), **router.sums}
+        return Share(loss=loss, sums=sums)
+
+    def metrics(self, totals: Mapping[str, Tensor]) -> Mapping[str, float]:
+        """Return the loss, means over the kept tokens, and their number."""
+        num_tokens = self.counts.num_tokens
+        means = {
+            name: float(total) if name == "policy/loss" else float(total) / max(num_tokens, 1)
+            for name, total in totals.items()
+            if total.ndim == 0
+        }
+        if self.targets.credit is not None:
+            means |= {f"ppo/policy/{name}": means[found] for name, found in PPO_NAMES.items() if found in means}
+        of_component = component_metrics("policy", loss=means["policy/loss"], weight=1.0, num_tokens=num_tokens)
+        return {**means, **of_component, **self.routers.metrics(totals)}
