@@ -14,15 +14,18 @@ import trainer.objective.losses  # noqa: F401  # declares the losses
 from trainer.config.conditions import (
     ADAPTED_KL,
     CRITIC,
+    DIVERGENCE,
     HORIZON,
     KL_IN_LOSS,
     KL_PLACED,
+    MIXTURE,
     OVERLONG,
     REFILLS,
     TRACKED_KL,
     TURN_REWARDS,
 )
 from trainer.objective.declare import ADVANTAGES, POLICY_LOSSES, declared_arguments
+from trainer.objective.distillation.divergence import DIVERGENCES
 from trainer.objective.kl import KL_TERMS
 from trainer.objective.loss_normalization import NORMALIZERS
 from trainer.setting import When, as_field, setting
@@ -36,6 +39,24 @@ class AlgorithmFields:
     advantage: str = setting("grpo", "advantage estimator", choices=tuple(ADVANTAGES))
     loss: str = setting("ppo_clip", "policy loss per token", choices=tuple(POLICY_LOSSES))
     normalizer: str = setting("token", "denominator of the loss, counted over all ranks", choices=tuple(NORMALIZERS))
+    reward_coef: float = setting(
+        1.0,
+        "weight of advantages from rewards beside those from the teacher; 0: distillation alone",
+        low=0,
+    )
+    teacher_coef: float = setting(
+        0.0, "weight of logp_teacher - logp_old in the advantage of each token (docs/distillation.md)", low=0
+    )
+    divergence: str = setting("off", "loss over the most probable tokens of the teacher", choices=("off", *DIVERGENCES))
+    divergence_coef: float = setting(1.0, "weight of the divergence in the loss", low=0, when=DIVERGENCE)
+    divergence_top_k: int = setting(
+        20,
+        "most probable tokens of the teacher at each position; all others count as one",
+        low=1,
+        high=20,
+        when=DIVERGENCE,
+    )
+    divergence_beta: float = setting(0.5, "jsd: weight of the teacher in the mixture", above=0, below=1, when=MIXTURE)
     turn_rewards: bool = setting(
         False, "credit per turn, from the outcome `turn_rewards` of the environment (docs/algorithms.md)"
     )

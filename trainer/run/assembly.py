@@ -22,6 +22,7 @@ from trainer.data.prompts import Prompts
 from trainer.distributed.distributed import Distributed
 from trainer.engines.recovery import Recovery
 from trainer.engines.run_engines import Engines, start_engines
+from trainer.engines.teacher import Teacher, refuse_other_tokenizer, start_teacher
 from trainer.evaluate.evaluator import Evaluator
 from trainer.model.chosen import with_chosen
 from trainer.model.critic import policy_of, with_critic
@@ -54,6 +55,7 @@ class Parts:
     rollouts: RolloutSource
     recovery: Recovery
     trainer: Trainer
+    teacher: Teacher | None
 
     def close_collection(self) -> None:
         """End rollouts in flight and reward workers; engines stay."""
@@ -73,7 +75,9 @@ def assemble(
     refuse_dense(config)
     # The engine starts first: it forks workers, which must not inherit threads of a model that computes.
     console.say(_announcement(config))
+    distributed.together(lambda: refuse_other_tokenizer(config))
     engines = start_engines(config, distributed, loop=loop, logs=directory.logs)
+    teacher = start_teacher(config, distributed, loop=loop, logs=directory.logs)
     policy = load_policy(config)
     module = with_critic(policy, config)
     optimizer = make_optimizer(module, config.optimizer, is_sharded=distributed.zero_stage > 0)
@@ -127,6 +131,7 @@ def assemble(
         updater=updater,
         rollouts=rollouts,
         reference=make_reference(config, distributed, prepared),
+        teacher=teacher,
         sync=sync,
         recovery=recovery,
         is_quantized=sync.quantization is not None,
@@ -144,6 +149,7 @@ def assemble(
         rollouts=rollouts,
         recovery=recovery,
         trainer=trainer,
+        teacher=teacher,
     )
 
 
