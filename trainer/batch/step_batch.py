@@ -153,17 +153,14 @@ class StepBatch:
 def encode(batch: StepBatch) -> bytes:
     """Serialize a batch for `decode` as safetensors, which runs no code when it is read."""
     arrays = _row_arrays(batch.rows) | {name: getattr(batch, name) for name in _batch_arrays()}
-    if batch.teacher is not None:
-        arrays |= {f"{PREFIX}{field.name}": getattr(batch.teacher, field.name) for field in fields(TeacherScores)}
-    return safetensors.numpy.save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
+    return safetensors.numpy.save(arrays if batch.teacher is None else arrays | batch.teacher.arrays())
 
 
 def decode(payload: bytes) -> StepBatch:
     arrays = safetensors.numpy.load(payload)
-    teacher = {name.removeprefix(PREFIX): array for name, array in arrays.items() if name.startswith(PREFIX)}
     return StepBatch(
         rows=tuple(_rows(arrays)),
-        teacher=TeacherScores(**teacher) if teacher else None,
+        teacher=TeacherScores.from_arrays(arrays) if f"{PREFIX}logp" in arrays else None,
         **{name: arrays[name] for name in _batch_arrays()},
     )
 
