@@ -114,16 +114,16 @@ def _critic(config: Config) -> Iterator[str]:
 def _distillation(config: Config) -> Iterator[str]:
     algorithm, rollout, teacher = config.algorithm, config.rollout, config.teacher
     if teacher.path is None:
-        if algorithm.teacher_coef or algorithm.divergence != "off" or algorithm.reward_coef != 1:
+        if algorithm.teacher_coef or algorithm.teacher_divergence != "off" or algorithm.reward_coef != 1:
             yield (
                 f"algorithm={algorithm.name} learns from a teacher, found teacher.path=null; set teacher.path="
                 "<directory or hub id of a model with the policy's tokenizer>"
             )
         return
-    if not algorithm.teacher_coef and algorithm.divergence == "off":
+    if not algorithm.teacher_coef and algorithm.teacher_divergence == "off":
         yield (
             f"teacher.path={teacher.path} is not used by algorithm={algorithm.name}; set algorithm=opd, "
-            "algorithm.teacher_coef=1 or algorithm.divergence=reverse, or teacher.path=null"
+            "algorithm.teacher_coef=1 or algorithm.teacher_divergence=reverse, or teacher.path=null"
         )
     if rollout.temperature != 1:
         yield (

@@ -47,16 +47,20 @@ class AlgorithmFields:
     teacher_coef: float = setting(
         0.0, "weight of logp_teacher - logp_old in the advantage of each token (docs/distillation.md)", low=0
     )
-    divergence: str = setting("off", "loss over the most probable tokens of the teacher", choices=("off", *DIVERGENCES))
-    divergence_coef: float = setting(1.0, "weight of the divergence in the loss", low=0, when=DIVERGENCE)
-    divergence_top_k: int = setting(
+    teacher_divergence: str = setting(
+        "off", "loss over the most probable tokens of the teacher", choices=("off", *DIVERGENCES)
+    )
+    teacher_divergence_coef: float = setting(1.0, "weight of the divergence in the loss", low=0, when=DIVERGENCE)
+    teacher_divergence_top_k: int = setting(
         20,
         "most probable tokens of the teacher at each position; all others count as one",
         low=1,
         high=20,
         when=DIVERGENCE,
     )
-    divergence_beta: float = setting(0.5, "jsd: weight of the teacher in the mixture", above=0, below=1, when=MIXTURE)
+    teacher_divergence_beta: float = setting(
+        0.5, "jsd: weight of the teacher in the mixture", above=0, below=1, when=MIXTURE
+    )
     turn_rewards: bool = setting(
         False, "credit per turn, from the outcome `turn_rewards` of the environment (docs/algorithms.md)"
     )

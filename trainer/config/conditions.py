@@ -52,8 +52,10 @@ TEACHER_ENGINE = When(
     instead="teacher.path=<directory or hub id> teacher.urls=[]",
     holds=lambda c: c.teacher.path is not None and not c.teacher.urls,
 )
-DIVERGENCE = When(instead="algorithm.divergence=reverse", holds=lambda c: c.algorithm.divergence != "off")
-MIXTURE = When(instead="algorithm.divergence=jsd", holds=lambda c: c.algorithm.divergence == "jsd")
+DIVERGENCE = When(
+    instead="algorithm.teacher_divergence=reverse", holds=lambda c: c.algorithm.teacher_divergence != "off"
+)
+MIXTURE = When(instead="algorithm.teacher_divergence=jsd", holds=lambda c: c.algorithm.teacher_divergence == "jsd")
 REFERENCE = When(instead="algorithm.kl_coef=0.01", holds=lambda c: c.algorithm.kl_coef > 0)
 TURN_REWARDS = When(instead="algorithm.turn_rewards=true", holds=lambda c: c.algorithm.turn_rewards)
 OVERLONG = When(instead="algorithm.overlong_buffer=0.2", holds=lambda c: c.algorithm.overlong_buffer > 0)

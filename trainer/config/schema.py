@@ -633,7 +633,7 @@ class Config:
     @property
     def teacher_top_k(self) -> int:
         """Number of most probable tokens that the teacher names at each position."""
-        return 0 if self.algorithm.divergence == "off" else self.algorithm.divergence_top_k
+        return 0 if self.algorithm.teacher_divergence == "off" else self.algorithm.teacher_divergence_top_k
 
     @property
     def replays_engine(self) -> bool:

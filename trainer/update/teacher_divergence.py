@@ -38,8 +38,8 @@ class TeacherDivergence:
         teacher = step.batch.teacher
         if teacher is None:
             raise TrainingError(
-                "the rows have no scores of a teacher, which algorithm.divergence needs; replay a dumped batch, which "
-                "has them, or set algorithm.divergence=off"
+                "the rows have no scores of a teacher, which algorithm.teacher_divergence needs; replay a dumped batch, "
+                "which has them, or set algorithm.teacher_divergence=off"
             )
         is_chosen_S = torch.zeros(step.batch.num_rollouts, dtype=torch.bool)
         is_chosen_S[torch.from_numpy(step.rollouts)] = True
@@ -73,20 +73,20 @@ class DivergenceTerm:
         keep_T = self.keep_N[index_T]
         keep = keep_T.nonzero().squeeze(1).to(student_TF.device)  # indices: a mask's result would wait for the device
         divergence_T = divergence(
-            algorithm.divergence,
+            algorithm.teacher_divergence,
             student_TF[keep],
             self.top_logp_NE[index_T[keep_T]].to(student_TF.device),
-            beta=algorithm.divergence_beta,
+            beta=algorithm.teacher_divergence_beta,
         )
         total = divergence_T.sum()
         rest = student_TF[keep, -1].detach().exp().sum()
-        loss = algorithm.divergence_coef * total / max(self.num_tokens, 1)
+        loss = algorithm.teacher_divergence_coef * total / max(self.num_tokens, 1)
         return Share(loss=loss, sums={f"loss/{NAME}": total.detach(), f"loss/{NAME}_rest": rest})
 
     def metrics(self, totals: Mapping[str, Tensor]) -> Mapping[str, float]:
         """Return means over the kept tokens: the divergence, and as `loss/teacher_rest` the probability that the
         student gives to other tokens than the teacher's most probable ones."""
         means = {name: float(total) / max(self.num_tokens, 1) for name, total in totals.items()}
-        weight = self.algorithm.divergence_coef
+        weight = self.algorithm.teacher_divergence_coef
         common = component_metrics(NAME, loss=means[f"loss/{NAME}"], weight=weight, num_tokens=self.num_tokens)
         return {**means, **common}

@@ -63,7 +63,7 @@ class Updater:
         )
         self._routers = RouterLoss(module, self.scorer, config.algorithm)
         self.policy = PolicyComponent(config, self.scorer, self._routers)
-        of_teacher = [TeacherDivergence(config.algorithm)] if config.algorithm.divergence != "off" else []
+        of_teacher = [TeacherDivergence(config.algorithm)] if config.algorithm.teacher_divergence != "off" else []
         self._on_rollouts = (self.policy, *of_teacher, *on_rollouts)
         self.given = given
         self.num_updates = 0

@@ -51,7 +51,9 @@ def expected_divergence(policy: Policy, batch: StepBatch, kind: str) -> Tensor:
 def test_the_gradient_is_that_of_the_mean_over_the_kept_tokens(
     kind: str, token_budget: int, policy: Policy, batch: StepBatch
 ) -> None:
-    made = config(divergence=kind, divergence_coef=COEF, divergence_top_k=TOP_K, reward_coef=0.0)
+    made = config(
+        teacher_divergence=kind, teacher_divergence_coef=COEF, teacher_divergence_top_k=TOP_K, reward_coef=0.0
+    )
     made.token_budget = token_budget
     logprobs = scored(random_logp(batch, 1))
     targets, result, advantages_N = targets_of(batch, made, logprobs, mode="off", rejection={"token_k2": 0.1})
@@ -72,7 +74,7 @@ def test_the_gradient_is_that_of_the_mean_over_the_kept_tokens(
 
 
 def test_minibatches_have_their_own_counts(policy: Policy, batch: StepBatch) -> None:
-    made = config(divergence="reverse", divergence_top_k=TOP_K, reward_coef=0.0, minibatches=2)
+    made = config(teacher_divergence="reverse", teacher_divergence_top_k=TOP_K, reward_coef=0.0, minibatches=2)
     targets, *_ = targets_of(batch, made, scored(random_logp(batch, 1)), mode="off")
     metrics = Updater(policy, FakeRank(policy), made).update(batch, targets).metrics
     assert metrics["loss/teacher_tokens"] == batch.layout.num_tokens / 2
@@ -88,7 +90,7 @@ def test_the_advantage_from_a_teacher_is_its_logprob_less_the_students(batch: St
 
 
 def test_rows_without_scores_of_a_teacher_are_refused(policy: Policy, batch: StepBatch) -> None:
-    made = config(divergence="reverse", divergence_top_k=TOP_K)
+    made = config(teacher_divergence="reverse", teacher_divergence_top_k=TOP_K)
     without = replace(batch, teacher=None)
     targets, *_ = targets_of(without, made, scored(random_logp(batch, 1)), mode="off")
     with pytest.raises(TrainingError, match="no scores of a teacher"):
