@@ -38,8 +38,8 @@ class TeacherDivergence:
         teacher = step.batch.teacher
         if teacher is None:
             raise TrainingError(
-                "the rows have no scores of a teacher, which algorithm.teacher_divergence needs; replay a dumped batch, "
-                "which has them, or set algorithm.teacher_divergence=off"
+                "the rows have no scores of a teacher, which algorithm.teacher_divergence needs; replay a dumped "
+                "batch, which has them, or set algorithm.teacher_divergence=off"
             )
         is_chosen_S = torch.zeros(step.batch.num_rollouts, dtype=torch.bool)
         is_chosen_S[torch.from_numpy(step.rollouts)] = True
