@@ -23,7 +23,8 @@ import torch
 from harness.device import DEVICE, clock
 from harness.results import argument_parser, report
 
-from trainer.model.fused_head import LogitTransform, fused_logprobs
+from trainer.model.fused_head import fused_logprobs
+from trainer.model.logit_tiles import LogitTransform
 
 TEMPERATURE = 0.7
 

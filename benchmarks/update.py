@@ -38,7 +38,7 @@ from trainer.batch.step_batch import StepBatch
 from trainer.config.schema import Config, OptimizerConfig
 from trainer.model.policy import Policy
 from trainer.model.shape import ModelShape, update_flops
-from trainer.update.optimizer import make_optimizer
+from trainer.update.optimizers.optimizer import make_optimizer
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

@@ -30,6 +30,7 @@ from trainer.credit.old_policy import FromEngine, FromUpdate, Recomputed, form_o
 from trainer.credit.targets import Logprobs, Targets, rollout_targets
 from trainer.distributed.distributed import Distributed
 from trainer.engines.recovery import Recovery
+from trainer.engines.teacher import Teacher
 from trainer.objective.correction.mismatch import QUANTIZATION_K3, noise_floor, quantization_cost
 from trainer.observe.metrics_log import BATCH
 from trainer.observe.step_metrics import StepReport, step_metrics
@@ -54,18 +55,20 @@ class Trainer:
         updater: Updater,
         rollouts: RolloutSource,
         reference: Reference | None,
+        teacher: Teacher | None = None,
         sync: WeightSync,
         recovery: Recovery | None = None,
         is_quantized: bool = False,
     ) -> None:
-        """reference: None without a KL term. recovery: None if the death of an engine ends the step. is_quantized: True
-        if engines compute with quantized weights."""
+        """reference: None without a KL term. teacher: None without distillation. recovery: None if the death of an
+        engine ends the step. is_quantized: True if engines compute with quantized weights."""
         self._config = config
         self._is_quantized = is_quantized or config.rollout.quantization is not None
         self._distributed = distributed
         self._updater = updater
         self._rollouts = rollouts
         self._reference = reference
+        self._teacher = teacher
         self._sync = sync
         self._recovery = recovery
         self._old_policy = form_of(config)
@@ -88,7 +91,7 @@ class Trainer:
         """Make one training step; a collective. on_stage: called with its name when a stage begins."""
         watch, version = Stopwatch(on_stage), self.version
         collected = self._collect(watch, on_rollout)
-        batch = self._share(collected)
+        batch = self._share(collected, watch)
         with watch.stage("score"):
             logprobs, batch = self._score(batch)
         correction = StepCorrection.of(batch, logprobs.old, self._config.correction)
@@ -144,8 +147,8 @@ class Trainer:
             self._with_engines(self._sync.sleep)
         return collected
 
-    def _share(self, collected: Collected) -> StepBatch:
-        """Make rows of the trained rollouts, the same on every rank."""
+    def _share(self, collected: Collected, watch: Stopwatch) -> StepBatch:
+        """Make rows of the trained rollouts, with a teacher's scores of their tokens, the same on every rank."""
         batch = self._distributed.together(
             lambda: StepBatch.of(
                 collected.trained,
@@ -157,6 +160,9 @@ class Trainer:
                 with_routes=self._config.replays_engine,
             )
         )
+        if self._teacher is not None:
+            with watch.stage("teacher"):
+                batch = self._teacher.scored(batch)
         if self._distributed.world_size > 1:
             batch = decode(self._distributed.broadcast_bytes(encode(batch) if self._distributed.is_main else b""))
         self._empty_steps = 0 if batch.num_rollouts else self._empty_steps + 1

@@ -15,7 +15,7 @@ from trainer.distributed.distributed import Distributed
 from trainer.model.policy import Policy
 from trainer.observe.step_metrics import StepReport
 from trainer.step import Trainer
-from trainer.update.optimizer import make_optimizer
+from trainer.update.optimizers.optimizer import make_optimizer
 from trainer.update.updater import Updater
 
 

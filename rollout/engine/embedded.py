@@ -40,10 +40,12 @@ from rollout.engine.engine_answers import (
     engine_call,
     sample_params,
     score_params,
+    single_version,
     version_number,
 )
 from rollout.engine.plugin import CHILD_ENV, SCHEDULER
 from rollout.engine.protocol import POLICY
+from rollout.engine.token_scores import TokenScores, token_scores
 from rollout.errors import ConfigError, EngineError, EvidenceError, RequestError
 from rollout.records import EngineCall
 from rollout.system.addresses import LOOPBACK
@@ -261,6 +263,25 @@ class EmbeddedEngine:
         if not isinstance(flat, FlatLogprobs) or list(flat.token_ids) != list(ids[1:]):
             raise EvidenceError(f"engine score: the logprobs do not belong to the {len(ids)} ids that were sent")
         return list(flat.logprobs), [int(rank or 0) for rank in flat.ranks]
+
+    async def score_top(self, ids: Sequence[int], top_k: int) -> TokenScores:
+        """See `Engine.score_top`."""
+        from vllm.logprobs import FlatLogprobs
+
+        check_prompt(ids, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
+        output = await self._request(ids, score_params(top_k))
+        flat = output.prompt_logprobs
+        if not isinstance(flat, FlatLogprobs):
+            raise EvidenceError(f"engine score: no logprobs for the {len(ids)} ids that were sent")
+        return token_scores(
+            ids,
+            flat.token_ids,
+            flat.logprobs,
+            top_k=top_k,
+            version=single_version([span.version for span in output.outputs[0].weight_versions or ()], self.name),
+            vocab_size=self.vocab_size,
+            source=self.name,
+        )
 
     def restart_if_dead(self) -> bool:
         if self._llm is None or not self._llm.errored:

@@ -139,12 +139,16 @@ def sample_params(sampling: Sampling, *, room: int) -> dict[str, Any]:
     }
 
 
-def score_params() -> dict[str, Any]:
-    """Return the fields of `SamplingParams` that score the prompt at temperature 1, without cached prefixes."""
+def score_params(top_k: int = 0) -> dict[str, Any]:
+    """Return the fields of `SamplingParams` that score the prompt, without cached prefixes.
+
+    vLLM scores prompts at temperature 1, whatever the temperature of sampling. top_k: number of most probable tokens at
+    each position.
+    """
     return {
         "max_tokens": 1,
         "temperature": 1.0,
-        "prompt_logprobs": 0,
+        "prompt_logprobs": top_k,
         "flat_logprobs": True,
         "detokenize": False,
         "skip_reading_prefix_cache": True,
@@ -215,6 +219,13 @@ def version_number(label: str, *, source: str) -> int:
         f"{source}: its weights are labeled {label!r:.60}, expected a number: a weight update did not finish, so its "
         "samples cannot be used; restart the engine and resume from the last checkpoint"
     )
+
+
+def single_version(labels: Sequence[str], source: str) -> int:
+    """Return the version of a request whose tokens have one. Raises `EvidenceError` for none or several."""
+    if len(set(labels)) != 1:
+        raise EvidenceError(f"{source}: the scores have weight versions {sorted(set(labels))}, expected one")
+    return version_number(labels[0], source=source)
 
 
 def _support(answer: Answer, source: str) -> SamplingSupport:

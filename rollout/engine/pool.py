@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from rollout.engine.protocol import PooledEngine, Sampling
+from rollout.engine.token_scores import TokenScores
 from rollout.errors import ConfigError
 from rollout.records import EngineCall
 
@@ -59,6 +60,14 @@ class EnginePool:
         self._in_flight[chosen] += 1
         try:
             return await self.members[chosen].score_ranked(ids)
+        finally:
+            self._in_flight[chosen] -= 1
+
+    async def score_top(self, ids: Sequence[int], top_k: int) -> TokenScores:
+        chosen = self._least_loaded()
+        self._in_flight[chosen] += 1
+        try:
+            return await self.members[chosen].score_top(ids, top_k)
         finally:
             self._in_flight[chosen] -= 1
 

@@ -18,6 +18,7 @@ from rollout.errors import ConfigError
 if TYPE_CHECKING:  # settings are checked before torch is imported, and the checks read this module
     import torch
 
+    from rollout.engine.token_scores import TokenScores
     from rollout.records import EngineCall
     from rollout.system.background_loop import BackgroundLoop
 
@@ -111,6 +112,13 @@ class Engine(Protocol):
 
     async def score_ranked(self, ids: Sequence[int]) -> tuple[list[float], list[int]]:
         """Return the scores of `score`, and the rank of each scored token in its distribution; 1: the most probable."""
+        ...
+
+    async def score_top(self, ids: Sequence[int], top_k: int) -> TokenScores:
+        """Return the scores of `score` with the `top_k` most probable tokens at each position, at most `MAX_SUPPORT`.
+
+        Raises `EvidenceError` for scores that are missing, not finite, or of other tokens.
+        """
         ...
 
     async def close(self) -> None:

@@ -16,12 +16,16 @@ import io
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rollout.engine.engine_answers import Answer, answer_of, integer
+from rollout.errors import EvidenceError
 from rollout.server.guard import App, Message, Receive, Send, reply
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput
 
 ROUTE = "/lockstep/v1/generate"
 
@@ -75,6 +79,8 @@ class CompactGenerate:
         stream = engine.generate(prompt, params, f"lockstep-{next(self._numbers)}", **chosen)
         outputs = [output async for output in stream]
         (completion,) = outputs[-1].outputs
+        if params.prompt_logprobs is not None:
+            return encode_scores(outputs[-1])
         return encode_answer(answer_of(completion))
 
 
@@ -101,6 +107,26 @@ def decode_answer(fields: Any) -> Answer:
         versions=[(str(label), integer(start), integer(end)) for label, start, end in fields["versions"]],
         routes=decode_array(fields.get("routed_experts")),
     )
+
+
+def encode_scores(output: RequestOutput) -> dict[str, Any]:
+    """Return the flat scores of a prompt and the labels of the weights. Raises `EvidenceError` without scores."""
+    from vllm.logprobs import FlatLogprobs
+
+    flat = output.prompt_logprobs
+    if not isinstance(flat, FlatLogprobs):
+        raise EvidenceError("engine score: no logprobs for the prompt")
+    return {
+        "scored_ids": _encode(flat.token_ids, np.int32),
+        "scored_logprobs": _encode(flat.logprobs, np.float32),
+        "versions": [span.version for span in output.outputs[0].weight_versions or ()],
+    }
+
+
+def decode_scores(fields: Any) -> tuple[list[int], list[float], list[str]]:
+    """Invert `encode_scores`. Raises `ValueError`, `KeyError` or `TypeError` for other input."""
+    ids, logprobs = _decode(fields["scored_ids"], np.int32), _decode(fields["scored_logprobs"], np.float32)
+    return ids, logprobs, [str(label) for label in fields["versions"]]
 
 
 def encode_array(array: np.ndarray) -> str:

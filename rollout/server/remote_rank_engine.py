@@ -15,17 +15,22 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Self
 
+import numpy as np
 import torch
 from aiohttp import web
 
 from rollout.engine.engine_answers import integer, number
 from rollout.engine.protocol import PooledEngine, Sampling
+from rollout.engine.token_scores import TokenScores
 from rollout.errors import EngineError, EvidenceError, error_named
 from rollout.records import EngineCall
 from rollout.saved_rollouts import call_from_json, call_to_json
 from rollout.server.client import ServerClient
+from rollout.server.generate_route import decode_array, encode_array
 from rollout.system.background_loop import BackgroundLoop
 
+SCORE_ARRAYS = ("logprobs", "top_ids", "top_logprobs")
+"""Arrays of an answer with `TokenScores`."""
 MAX_REQUEST_MIB = 64
 """Size limit of a request; a million prompt ids are 7 MiB of JSON."""
 
@@ -58,7 +63,13 @@ class EngineService:
         found = request.headers.get("Authorization", "")
         if not hmac.compare_digest(found.encode(), self._authorization.encode()):
             return web.json_response({"error": "the key of the run is missing"}, status=401)
-        call = {"facts": self._facts, "generate": self._generate, "score": self._score}.get(request.match_info["call"])
+        calls = {
+            "facts": self._facts,
+            "generate": self._generate,
+            "score": self._score,
+            "score_top": self._score_top,
+        }
+        call = calls.get(request.match_info["call"])
         if call is None:
             return web.json_response({"error": "no such call"}, status=404)
         try:
@@ -83,6 +94,11 @@ class EngineService:
 
     async def _score(self, body: Any) -> tuple[list[float], list[int]]:
         return await self._engine.score_ranked(body["ids"])
+
+    async def _score_top(self, body: Any) -> dict[str, Any]:
+        scores = await self._engine.score_top(body["ids"], body["top_k"])
+        arrays = {name: encode_array(getattr(scores, name)) for name in SCORE_ARRAYS}
+        return {**arrays, "version": scores.version}
 
 
 class RemoteRankEngine:
@@ -117,6 +133,14 @@ class RemoteRankEngine:
             return [number(score) for score in scores], [integer(rank) for rank in ranks]
         except (TypeError, ValueError) as error:
             raise EvidenceError(f"{self.name}: the logprobs of {len(ids)} ids are not numbers ({error})") from error
+
+    async def score_top(self, ids: Sequence[int], top_k: int) -> TokenScores:
+        answer = await self._ask("/score_top", {"ids": list(ids), "top_k": top_k})
+        try:
+            arrays = {name: np.asarray(decode_array(answer[name])) for name in SCORE_ARRAYS}
+            return TokenScores(ids=np.asarray(ids, dtype=np.int64), version=integer(answer["version"]), **arrays)
+        except (KeyError, TypeError, ValueError) as error:
+            raise EvidenceError(f"{self.name}: the answer has no scores of {len(ids)} ids ({error})") from error
 
     async def close(self) -> None:
         """Close the connection; the other rank closes its engine."""

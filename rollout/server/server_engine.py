@@ -28,13 +28,15 @@ from rollout.engine.engine_answers import (
     number,
     sample_params,
     score_params,
+    single_version,
     version_number,
 )
 from rollout.engine.protocol import BASE, POLICY, Sampling
+from rollout.engine.token_scores import TokenScores, token_scores
 from rollout.errors import ConfigError, EngineError, EvidenceError, LockstepError, RequestError
 from rollout.records import EngineCall
 from rollout.server.client import ServerClient, wait_until_healthy
-from rollout.server.generate_route import ROUTE, decode_answer, decode_array
+from rollout.server.generate_route import ROUTE, decode_answer, decode_array, decode_scores
 from rollout.server.liveness import Liveness
 from rollout.system.background_loop import BackgroundLoop
 
@@ -155,6 +157,23 @@ class ServerEngine:
         """See `Engine.score_ranked`."""
         answer = await self._score(ids)
         return read_scores(answer, ids, source=self.name), read_ranks(answer, ids, source=self.name)
+
+    async def score_top(self, ids: Sequence[int], top_k: int) -> TokenScores:
+        """See `Engine.score_top`."""
+        check_prompt(ids, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
+        answer = await self._sample(self._route, ids, score_params(top_k), POLICY)
+        scored_ids, logprobs, labels = read_top_scores(
+            answer, ids, top_k, source=self.name, is_compact=self._route == ROUTE
+        )
+        return token_scores(
+            ids,
+            scored_ids,
+            logprobs,
+            top_k=top_k,
+            version=single_version(labels, self.name),
+            vocab_size=self.vocab_size,
+            source=self.name,
+        )
 
     async def _score(self, ids: Sequence[int]) -> Any:
         check_prompt(ids, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
@@ -332,12 +351,46 @@ def read_ranks(answer: Any, ids: Sequence[int], *, source: str) -> list[int]:
     return _read_scored(answer, ids, lambda token: integer(token["rank"]), source=source)
 
 
+def read_top_scores(
+    answer: Any, ids: Sequence[int], top_k: int, *, source: str, is_compact: bool = False
+) -> tuple[list[int], list[float], list[str]]:
+    """Return ids and logprobs in the flat form of `token_scores`, and the labels of the weights.
+
+    Raises `EvidenceError` if a token has no logprob, or a position has less than `top_k` ranked ones.
+    """
+    with _malformed_raises(EvidenceError, f"{source}: the logprobs do not belong to the {len(ids)} ids that were sent"):
+        if is_compact:
+            return decode_scores(answer)
+        (choice,) = answer["choices"]
+        others = _scored_positions(answer, ids)
+        scored_ids: list[int] = []
+        logprobs: list[float] = []
+        for token, position in zip(ids[1:], others, strict=True):
+            # A token that is not among the most probable ones has an entry beside theirs.
+            is_beside = len(position) > top_k
+            ranked = {
+                integer(entry["rank"]): name
+                for name, entry in position.items()
+                if not (is_beside and name == str(token))
+            }
+            chosen = [str(token), *(ranked[rank] for rank in range(1, top_k + 1))]
+            scored_ids += [_token_id(int(name)) for name in chosen]
+            logprobs += [number(position[name]["logprob"]) for name in chosen]
+        return scored_ids, logprobs, [str(span["version"]) for span in choice["weight_versions"] or ()]
+
+
 def _read_scored(answer: Any, ids: Sequence[int], read: Callable[[Any], T], *, source: str) -> list[T]:
     with _malformed_raises(EvidenceError, f"{source}: the logprobs do not belong to the {len(ids)} ids that were sent"):
-        first, *others = answer["prompt_logprobs"]
-        if first or len(others) != len(ids) - 1:  # the first id has no logprob: vLLM sends null or {}
-            raise ValueError(f"{len(others)} logprobs for {len(ids)} ids, with {first} for the first")
-        return [read(position[str(token)]) for token, position in zip(ids[1:], others, strict=True)]
+        positions = _scored_positions(answer, ids)
+        return [read(position[str(token)]) for token, position in zip(ids[1:], positions, strict=True)]
+
+
+def _scored_positions(answer: Any, ids: Sequence[int]) -> list[Any]:
+    """Return the entries of all ids but the first."""
+    first, *others = answer["prompt_logprobs"]
+    if first or len(others) != len(ids) - 1:  # the first id has no logprob: vLLM sends null or {}
+        raise ValueError(f"{len(others)} logprobs for {len(ids)} ids, with {first} for the first")
+    return others
 
 
 def read_label(described: Any, *, source: str) -> str:

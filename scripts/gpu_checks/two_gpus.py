@@ -34,7 +34,7 @@ from trainer.distributed.distributed import Distributed
 from trainer.model.memory_plan import memory_plan
 from trainer.model.policy import Policy
 from trainer.model.shape import ModelShape
-from trainer.update.optimizer import make_optimizer
+from trainer.update.optimizers.optimizer import make_optimizer
 from trainer.update.updater import Updater
 
 PORT = 8765

@@ -14,7 +14,7 @@ from rollout.errors import ConfigError, EngineError
 from rollout.records import EngineCall, FinishReason, VersionSpan
 from rollout.system.background_loop import BackgroundLoop
 from tests.fixtures.forked_python import forks_for_spawns
-from tests.fixtures.models import EOS_ID, VOCAB_SIZE, tiny_qwen3
+from tests.fixtures.models import EOS_ID, VOCAB_SIZE, sampled_logprobs, tiny_qwen3
 from tests.integration.conftest import Served
 
 pytestmark = pytest.mark.engine
@@ -70,6 +70,20 @@ def test_scores_are_those_of_the_trainer_for_every_token_but_the_first(served: S
     scores = served.loop.run(served.engine.score(ids), timeout=60)
 
     assert scores == pytest.approx(served.score(ids), abs=1e-4)
+
+
+def test_most_probable_tokens_are_those_of_the_trainer(served: Served) -> None:
+    ids = [*PROMPT, 7, 8, 9, 400, 11]
+    found = served.loop.run(served.engine.score_top(ids, 5), timeout=60)
+    with torch.no_grad():
+        expected = served.model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    top = expected.topk(5)
+    assert found.logprobs.tolist() == pytest.approx(
+        sampled_logprobs(served.model, tuple(ids[:1]), tuple(ids[1:])), abs=1e-4
+    )
+    assert found.top_ids.tolist() == top.indices.tolist()
+    assert found.top_logprobs == pytest.approx(top.values.numpy(), abs=1e-4)
+    assert found.version == served.version
 
 
 def test_a_seeded_request_is_the_same_alone_and_in_a_busy_batch(served: Served) -> None:

@@ -96,6 +96,20 @@ def test_scores_are_those_of_the_trainer_for_every_token_but_the_first(remote: T
     assert scores == pytest.approx(sampled_logprobs(remote.model, tuple(ids[:1]), tuple(ids[1:])), abs=1e-4)
 
 
+def test_most_probable_tokens_are_those_of_the_trainer(remote: Trained) -> None:
+    ids = [*PROMPT, 7, 8, 9, 400, 11]
+    found = remote.loop.run(remote.engine.score_top(ids, 5), timeout=60)
+    with torch.no_grad():
+        expected = remote.model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    top = expected.topk(5)
+    assert found.logprobs.tolist() == pytest.approx(
+        sampled_logprobs(remote.model, tuple(ids[:1]), tuple(ids[1:])), abs=1e-4
+    )
+    assert found.top_ids.tolist() == top.indices.tolist()
+    assert found.top_logprobs == pytest.approx(top.values.numpy(), abs=1e-4)
+    assert found.version == remote.version
+
+
 def test_a_seeded_request_is_the_same_alone_and_in_a_busy_batch(remote: Trained):
     alone = remote.generate(PROMPT, seed=7)
 

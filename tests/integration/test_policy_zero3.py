@@ -140,9 +140,9 @@ def count_gathers(engine, packed, tile: int) -> int:
     """Count the collective gathers of one forward and backward pass with vocabulary tiles of this size."""
     import torch
 
-    from trainer.model import fused_head as head
+    from trainer.model import logit_tiles
 
-    head.TILE_K = tile
+    logit_tiles.TILE_K = tile
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         engine.backward(loss_of(engine, packed, 1, 1.0))
     return sum(event.count for event in profile.key_averages() if "allgather" in event.key.replace("_", "").lower())

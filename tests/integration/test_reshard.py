@@ -16,7 +16,7 @@ from tests.integration.workers.reshard import layers
 from trainer.checkpoint import checkpoint
 from trainer.config.schema import OptimizerConfig
 from trainer.distributed.unsharded_state import WholeParameter, open_state
-from trainer.update.optimizer import make_optimizer
+from trainer.update.optimizers.optimizer import make_optimizer
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).parent / "workers" / "reshard.py"

@@ -24,6 +24,7 @@ from rollout.episode.rows import rows_from_calls
 from rollout.errors import EvidenceError
 from rollout.records import Rollout, SamplingSupport, TrainingRow
 from trainer.batch.packing import StepLayout
+from trainer.batch.teacher_scores import PREFIX, TeacherScores
 
 ROW_ARRAYS = {
     "ids": np.int64,
@@ -49,6 +50,13 @@ class StepBatch:
     num_turns_S: np.ndarray  # (S,) int64 engine calls, also those without trained tokens
     states_K: np.ndarray  # (K,) int64 state before each turn, equal where group and state are equal; -1: not asked for
     turn_rewards_K: np.ndarray  # (K,) float64, turns of all rollouts in order; those of a rollout add up to its reward
+    teacher: TeacherScores | None = None
+
+    def __post_init__(self) -> None:
+        """Raise `EvidenceError` if the teacher's scores are of another number of tokens."""
+        num_trained = sum(row.num_trained for row in self.rows)
+        if self.teacher is not None and len(self.teacher.logp) != num_trained:
+            raise EvidenceError(f"teacher: scores of {len(self.teacher.logp)} tokens, {num_trained} are trained")
 
     @classmethod
     def of(
@@ -165,12 +173,17 @@ class StepBatch:
 
 def encode(batch: StepBatch) -> bytes:
     """Serialize a batch for `decode` as safetensors, which runs no code when it is read."""
-    return safetensors.numpy.save(_row_arrays(batch.rows) | {name: getattr(batch, name) for name in _batch_arrays()})
+    arrays = _row_arrays(batch.rows) | {name: getattr(batch, name) for name in _batch_arrays()}
+    return safetensors.numpy.save(arrays if batch.teacher is None else arrays | batch.teacher.arrays())
 
 
 def decode(payload: bytes) -> StepBatch:
     arrays = safetensors.numpy.load(payload)
-    return StepBatch(rows=tuple(_rows(arrays)), **{name: arrays[name] for name in _batch_arrays()})
+    return StepBatch(
+        rows=tuple(_rows(arrays)),
+        teacher=TeacherScores.from_arrays(arrays) if f"{PREFIX}logp" in arrays else None,
+        **{name: arrays[name] for name in _batch_arrays()},
+    )
 
 
 def _check_routes(rows: Sequence[TrainingRow]) -> None:
@@ -189,7 +202,7 @@ def _check_routes(rows: Sequence[TrainingRow]) -> None:
 
 
 def _batch_arrays() -> list[str]:
-    return [field.name for field in fields(StepBatch) if field.name != "rows"]
+    return [field.name for field in fields(StepBatch) if field.name not in ("rows", "teacher")]
 
 
 def _row_arrays(rows: Sequence[TrainingRow]) -> dict[str, np.ndarray]:

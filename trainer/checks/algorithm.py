@@ -16,6 +16,7 @@ def algorithm_problems(config: Config) -> Iterator[str]:
     yield from _advantage(config)
     yield from _critic(config)
     yield from _sampling(config)
+    yield from _distillation(config)
     if config.share_prefixes == "always" and config.attention != "packed_rows":
         yield (
             f"share_prefixes=always needs rows that attend to tokens of other rows, found model.attn_implementation="
@@ -47,7 +48,8 @@ def algorithm_warnings(config: Config) -> Iterator[str]:
 
 def _batch(config: Config) -> Iterator[str]:
     rollout, algorithm = config.rollout, config.algorithm
-    if rollout.samples_per_prompt == 1 and advantage_named(algorithm.advantage).compares_group:
+    compares = algorithm.reward_coef and advantage_named(algorithm.advantage).compares_group
+    if rollout.samples_per_prompt == 1 and compares:
         yield (
             f"rollout.samples_per_prompt=1 gives groups of one, whose {algorithm.advantage} advantage is always 0; "
             "set rollout.samples_per_prompt=8, or algorithm.advantage=reinforce_plus_plus"
@@ -141,6 +143,43 @@ def _critic(config: Config) -> Iterator[str]:
         yield (
             f"model.critic_path={model.critic_path} initializes a separate critic, found model.critic=shared; set "
             "model.critic=separate or model.critic_path=null"
+        )
+
+
+def _distillation(config: Config) -> Iterator[str]:
+    algorithm, rollout, teacher = config.algorithm, config.rollout, config.teacher
+    if teacher.path is None:
+        if algorithm.teacher_coef or algorithm.teacher_divergence != "off" or algorithm.reward_coef != 1:
+            yield (
+                f"algorithm={algorithm.name} learns from a teacher, found teacher.path=null; set teacher.path="
+                "<directory or hub id of a model with the policy's tokenizer>"
+            )
+        return
+    if not algorithm.teacher_coef and algorithm.teacher_divergence == "off":
+        yield (
+            f"teacher.path={teacher.path} is not used by algorithm={algorithm.name}; set algorithm=opd, "
+            "algorithm.teacher_coef=1 or algorithm.teacher_divergence=reverse, or teacher.path=null"
+        )
+    if rollout.temperature != 1:
+        yield (
+            f"rollout.temperature={rollout.temperature} with a teacher: engines score prompts at temperature 1, and "
+            "student and teacher are compared at one temperature; set rollout.temperature=1"
+        )
+    if rollout.replay_support:
+        yield (
+            "rollout.replay_support=true with a teacher: a student that samples from part of the vocabulary and a "
+            "teacher over all of it have no common distribution; set rollout.top_p=1 rollout.top_k=0 rollout.min_p=0 "
+            "rollout.replay_support=false"
+        )
+    if config.has_critic:
+        yield (
+            f"algorithm.advantage={algorithm.advantage} trains a critic, which does not learn from a teacher; set "
+            "algorithm.advantage=grpo or teacher.path=null"
+        )
+    if not algorithm.reward_coef and algorithm.dynamic_sampling:
+        yield (
+            "algorithm.dynamic_sampling=true keeps groups by their rewards, which algorithm.reward_coef=0 does not "
+            "train; set algorithm.dynamic_sampling=false"
         )
 
 

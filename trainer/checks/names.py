@@ -45,6 +45,11 @@ def model_problems(config: Config) -> Iterator[str]:
                 f"model.{name}={path} has no config.json; set it to a directory written by `save_pretrained`, or set "
                 f"model.{name}=null for model.path"
             )
+    if config.teacher.path is not None and lacks_model(config.teacher.path):
+        yield (
+            f"teacher.path={config.teacher.path} has no config.json; set it to a directory written by "
+            "`save_pretrained`, or a hub id"
+        )
     if config.model.chat_template is not None:
         try:
             template_text(config.model.chat_template)

@@ -15,11 +15,13 @@ from rewards.length import RULES
 from trainer.config.conditions import (
     ADAPTED_KL,
     CRITIC,
+    DIVERGENCE,
     ENTROPY_TARGET,
     HORIZON,
     KL_IN_LOSS,
     KL_PLACED,
     LENGTH,
+    MIXTURE,
     OVERLONG,
     OWN_ADVANTAGE,
     OWN_LOSS,
@@ -28,6 +30,7 @@ from trainer.config.conditions import (
     TURN_REWARDS,
 )
 from trainer.objective.declare import ADVANTAGES, POLICY_LOSSES, declared_arguments
+from trainer.objective.distillation.divergence import DIVERGENCES
 from trainer.objective.kl import KL_TERMS
 from trainer.objective.loss_normalization import NORMALIZERS
 from trainer.setting import When, as_field, setting
@@ -57,6 +60,28 @@ class AlgorithmFields:
         None, "SHA-256 that the file of a loss of yours must have; null: any, recorded by the run", when=OWN_LOSS
     )
     normalizer: str = setting("token", "denominator of the loss, counted over all ranks", choices=tuple(NORMALIZERS))
+    reward_coef: float = setting(
+        1.0,
+        "weight of advantages from rewards beside those from the teacher; 0: distillation alone",
+        low=0,
+    )
+    teacher_coef: float = setting(
+        0.0, "weight of logp_teacher - logp_old in the advantage of each token (docs/distillation.md)", low=0
+    )
+    teacher_divergence: str = setting(
+        "off", "loss over the most probable tokens of the teacher", choices=("off", *DIVERGENCES)
+    )
+    teacher_divergence_coef: float = setting(1.0, "weight of the divergence in the loss", low=0, when=DIVERGENCE)
+    teacher_divergence_top_k: int = setting(
+        20,
+        "most probable tokens of the teacher at each position; all others count as one",
+        low=1,
+        high=20,
+        when=DIVERGENCE,
+    )
+    teacher_divergence_beta: float = setting(
+        0.5, "jsd: weight of the teacher in the mixture", above=0, below=1, when=MIXTURE
+    )
     turn_rewards: bool = setting(
         False, "credit per turn, from the outcome `turn_rewards` of the environment (docs/algorithms.md)"
     )

@@ -65,6 +65,16 @@ KL_IN_LOSS = When(
     instead="algorithm.kl_coef=0.05 algorithm.kl_place=loss",
     holds=lambda c: c.algorithm.kl_coef > 0 and c.algorithm.kl_place == "loss",
 )
+TEACHER = When(instead="teacher.path=<directory or hub id>", holds=lambda c: c.teacher.path is not None)
+TEACHER_SERVERS = When(instead="teacher.urls=[http://<host>:<port>]", holds=lambda c: bool(c.teacher.urls))
+TEACHER_ENGINE = When(
+    instead="teacher.path=<directory or hub id> teacher.urls=[]",
+    holds=lambda c: c.teacher.path is not None and not c.teacher.urls,
+)
+DIVERGENCE = When(
+    instead="algorithm.teacher_divergence=reverse", holds=lambda c: c.algorithm.teacher_divergence != "off"
+)
+MIXTURE = When(instead="algorithm.teacher_divergence=jsd", holds=lambda c: c.algorithm.teacher_divergence == "jsd")
 REFERENCE = When(instead="algorithm.kl_coef=0.01", holds=lambda c: c.algorithm.kl_coef > 0)
 OWN_LOSS = When(instead="algorithm.loss=path/to/file.py:function", holds=lambda c: names_function(c.algorithm.loss))
 OWN_ADVANTAGE = When(

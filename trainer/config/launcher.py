@@ -1,7 +1,7 @@
 """Conflicts of settings with the launcher or the installation.
 
-`trainer/update/optimizer.py` and `trainer/model/decoder.py` raise the same messages for settings in a user's DeepSpeed
-file, which only they know, after the engine has started.
+`trainer/update/optimizers/optimizer.py` and `trainer/model/decoder.py` raise the same messages for settings in a user's
+DeepSpeed file, which only they know, after the engine has started.
 """
 
 from __future__ import annotations

@@ -41,6 +41,9 @@ from trainer.config.conditions import (
     SERVERS,
     SPIKES,
     STEP_LIMIT,
+    TEACHER,
+    TEACHER_ENGINE,
+    TEACHER_SERVERS,
     WANDB,
     WEIGHTS,
     WORKERS,
@@ -405,8 +408,31 @@ class CorrectionConfig:
 
 
 @dataclass
+class TeacherConfig:
+    path: str | None = setting(
+        None, "directory or hub id of the model to distill, with the policy's tokenizer; null: no teacher"
+    )
+    urls: list[str] = setting(
+        [], "servers that serve it, http://<host>:<port>; none: an engine beside that of rank 0", when=TEACHER
+    )
+    api_key_env: str | None = setting(
+        "LOCKSTEP_ENGINE_KEY", "environment variable with the key of its servers; null: no key", when=TEACHER_SERVERS
+    )
+    dtype: str = setting("float32", "dtype of its computation", choices=("float32", "bfloat16"), when=TEACHER)
+    kv_cache_gib: float | None = setting(
+        None,
+        "KV cache of its engine; null: 0.25 on a CPU, what gpu_memory_utilization leaves on a GPU [GiB]",
+        above=0,
+        when=TEACHER_ENGINE,
+    )
+    gpu_memory_utilization: float = setting(
+        0.3, "share of the GPU's memory for its engine", above=0, below=1, when=TEACHER_ENGINE
+    )
+
+
+@dataclass
 class OptimizerConfig:
-    name: str = setting("adamw", "optimizer (trainer/update/optimizer.py)", choices=OPTIMIZERS)
+    name: str = setting("adamw", "optimizer (trainer/update/optimizers/optimizer.py)", choices=OPTIMIZERS)
     lr: float | None = setting(
         None,
         "peak learning rate; null: 3e-4 for models of at most 50 M parameters, 1e-6 for larger ones, 1e-5 for their "
@@ -624,6 +650,7 @@ class Config:
     sync: SyncConfig = field(default_factory=SyncConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -686,6 +713,11 @@ class Config:
     def needs_greedy(self) -> bool:
         """True if the advantage estimator needs the greedy answer to each prompt."""
         return advantage_named(self.algorithm.advantage).needs_greedy
+
+    @property
+    def teacher_top_k(self) -> int:
+        """Number of most probable tokens that the teacher names at each position."""
+        return 0 if self.algorithm.teacher_divergence == "off" else self.algorithm.teacher_divergence_top_k
 
     @property
     def replays_engine(self) -> bool:

@@ -69,7 +69,7 @@ def form_of(config: Config) -> type[OldPolicy]:
 
     `FromUpdate` saves a pass. It is exact if a rollout batch gets one update and nothing before the loss needs the
     logprobs of all tokens: sequence weights, their mean, rejection (it changes the denominators), advantages with a KL
-    penalty, a critic.
+    penalty or from a teacher, a critic.
     """
     algorithm, correction = config.algorithm, config.correction
     if correction.logp_old == "bypass":
@@ -79,6 +79,7 @@ def form_of(config: Config) -> type[OldPolicy]:
         and CORRECTION_MODES[correction.mode].granularity is Granularity.TOKEN
         and not (correction.batch_normalize or correction.rejection or correction.kl_penalty)
         and not (algorithm.kl_coef and algorithm.kl_place == "reward")
+        and not algorithm.teacher_coef
         and not config.has_critic
     )
     return FromUpdate if is_known_in_time else Recomputed

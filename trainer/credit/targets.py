@@ -7,6 +7,7 @@
 KL penalties inside advantages are per token, and come after the estimator:
 
     A_t = A_s − β (logp_old,t − logp_ref,t)                    `algorithm.kl_place=reward`
+    A_t = c_r A_s + c (logp_teacher,t − logp_old,t)             `algorithm.teacher_coef`, `algorithm.reward_coef`
     A_t = A_t + c (mean d − d_t),  d = logp_samp − logp_old     `correction.kl_penalty` ("KL Divergence Analysis",
                                                                 jphme, gist, 2026)
 
@@ -31,6 +32,7 @@ from trainer.credit.old_policy import OldPolicy
 from trainer.objective.advantages.critic import Credit
 from trainer.objective.advantages.inputs import AdvantageInputs, Advantages, RewardTerms, TurnInputs
 from trainer.objective.correction.weights import kl_penalized_advantages
+from trainer.objective.distillation.sampled import teacher_advantages
 from trainer.objective.kl import k3
 from trainer.objective.own.lookup import advantage_named
 from trainer.objective.per_rollout import rollout_max, rollout_sum
@@ -153,9 +155,13 @@ def penalized(
     advantages_N: Tensor, batch: StepBatch, logprobs: Logprobs, correction: StepCorrection, config: Config
 ) -> Tensor:
     """Return advantages with the KL penalties of the module docstring."""
-    old_N = logprobs.old.logp_N
-    if old_N is None:  # implies that no penalty is configured (`old_policy.form_of`)
+    old_N, teacher, algorithm = logprobs.old.logp_N, batch.teacher, config.algorithm
+    if teacher is not None:
+        advantages_N = algorithm.reward_coef * advantages_N
+    if old_N is None:  # implies that nothing of the following is configured (`old_policy.form_of`)
         return advantages_N
+    if teacher is not None:
+        advantages_N = advantages_N + teacher_advantages(old_N, teacher.logp_N, coef=algorithm.teacher_coef)
     if logprobs.ref_N is not None and config.algorithm.kl_place == "reward":
         advantages_N = advantages_N - config.algorithm.kl_coef * (old_N - logprobs.ref_N)
     if config.correction.kl_penalty:

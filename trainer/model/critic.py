@@ -135,19 +135,26 @@ class ActorCritic(nn.Module):
         with_entropy: bool = True,
         with_values: bool = False,
         with_routes: bool = False,
+        candidate_ids_TE: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """Return logp_T and entropy_T as `Policy.forward`, with `with_values` also values_T, and last its routes.
+        """Return logp_T and entropy_T as `Policy.forward`, with `with_values` also values_T, and then what it adds.
 
         A separate critic is another model and routes by itself.
         """
         policy = self.policy
         hidden_LD, *routes = policy.traced_states(packed) if with_routes else (policy.hidden_states(packed),)
-        scored = policy.score(hidden_LD, packed, temperature=temperature, with_entropy=with_entropy)
+        logp_T, entropy_T, *others = policy.score(
+            hidden_LD,
+            packed,
+            temperature=temperature,
+            with_entropy=with_entropy,
+            candidate_ids_TE=candidate_ids_TE,
+        )
         if not with_values:
-            return (*scored, *routes)
+            return (logp_T, entropy_T, *others, *routes)
         if isinstance(self.critic, Critic):
-            return (*scored, self.critic(packed), *routes)
-        return (*scored, self.critic(hidden_LD.index_select(0, packed.target_index_T)), *routes)
+            return (logp_T, entropy_T, self.critic(packed), *others, *routes)
+        return (logp_T, entropy_T, self.critic(hidden_LD.index_select(0, packed.target_index_T)), *others, *routes)
 
 
 def with_critic(policy: Policy, config: Config) -> Policy | ActorCritic:

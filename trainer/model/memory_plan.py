@@ -18,7 +18,7 @@ from rollout.engine.arguments import BATCH_TOKENS
 from rollout.errors import ConfigError
 from trainer.config.schema import CPU_CACHE_GIB, Config
 from trainer.distributed.sharding import Sharding
-from trainer.model.fused_head import LOGITS_BUDGET_GIB, TILE_K
+from trainer.model.logit_tiles import LOGITS_BUDGET_GIB, TILE_K
 from trainer.model.shape import ModelShape
 
 GIB = 2**30

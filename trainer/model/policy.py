@@ -15,7 +15,7 @@ Shape legend: _L tokens of the pack, _T trained tokens of the pack, _D hidden si
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import nn
@@ -25,8 +25,9 @@ from rollout.errors import ConfigError
 from trainer.batch.packing import PackedBatch, collate, whole_row
 from trainer.config.schema import LoraConfig
 from trainer.model import decoder
-from trainer.model.fused_head import FusedHead, LogitTransform
+from trainer.model.fused_head import FusedHead
 from trainer.model.layers.routing import Routing
+from trainer.model.logit_tiles import LogitTransform
 from trainer.model.lora import add_adapters, is_adapted
 from trainer.model.quantized_base import loading_arguments, stored_method
 
@@ -99,7 +100,13 @@ class Policy(nn.Module):
         return inner
 
     def forward(
-        self, packed: PackedBatch, *, temperature: float = 1.0, with_entropy: bool = True, with_routes: bool = False
+        self,
+        packed: PackedBatch,
+        *,
+        temperature: float = 1.0,
+        with_entropy: bool = True,
+        with_routes: bool = False,
+        candidate_ids_TE: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Return logp_T and entropy_T of the trained tokens of a pack, in nats, float32 or wider.
 
@@ -109,9 +116,18 @@ class Policy(nn.Module):
         temperature: sampling temperature, which divides the logits ("The N Implementation Details of RLHF with PPO",
         Hugging Face blog, 2023: "Scale the logits by sampling temperature"). with_entropy: False returns zeros for it.
         with_routes: also return the (L, layers, k) experts of all tokens, of a mixture of experts.
+        candidate_ids_TE: also return the (T, E + 1) logprobs of these ids and of all others, before the experts; not
+        with a support.
         """
         hidden_LD, *routes = self.traced_states(packed) if with_routes else (self.hidden_states(packed),)
-        return (*self.score(hidden_LD, packed, temperature=temperature, with_entropy=with_entropy), *routes)
+        scored = self.score(
+            hidden_LD,
+            packed,
+            temperature=temperature,
+            with_entropy=with_entropy,
+            candidate_ids_TE=candidate_ids_TE,
+        )
+        return (*scored, *routes)
 
     def hidden_states(self, packed: PackedBatch) -> torch.Tensor:
         """Return the (L, D) last hidden states of the pack, each row computed as if it were alone."""
@@ -125,20 +141,27 @@ class Policy(nn.Module):
             return self.hidden_states(packed), chosen()
 
     def score(
-        self, hidden_LD: torch.Tensor, packed: PackedBatch, *, temperature: float = 1.0, with_entropy: bool = True
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self,
+        hidden_LD: torch.Tensor,
+        packed: PackedBatch,
+        *,
+        temperature: float = 1.0,
+        with_entropy: bool = True,
+        candidate_ids_TE: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, ...]:
         """Return what `forward` does, from hidden states that a value head may share."""
-        support = None
+        support: dict[str, Any] = {}
         if packed.support_offsets is not None and packed.support_ids is not None:
-            support = (packed.support_offsets, packed.support_ids)
+            support = {"support": (packed.support_offsets, packed.support_ids)}
         head = self.causal_lm.get_output_embeddings()
         assert isinstance(head, FusedHead)
         return head(
             hidden_LD.index_select(0, packed.target_index_T),
             packed.target_ids_T,
             transform=LogitTransform(temperature=temperature, scale=self.logit_scale, softcap=self.softcap),
-            support=support,
+            candidate_ids_NE=candidate_ids_TE,
             with_entropy=with_entropy,
+            **support,
         )
 
     @torch.no_grad()

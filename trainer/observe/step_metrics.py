@@ -17,6 +17,7 @@ from trainer.config.schema import CorrectionConfig
 from trainer.credit.targets import Logprobs, reference_metrics
 from trainer.objective.correction.mismatch import mismatch_metrics
 from trainer.objective.correction.weights import CorrectionResult
+from trainer.objective.distillation.sampled import teacher_metrics
 from trainer.stopwatch import Stopwatch
 
 IDLE_STAGES = ("rollout", "reward", "wait")
@@ -76,6 +77,8 @@ def step_metrics(
         metrics |= noise_floor
     old_N = trained_N if logprobs.old.logp_N is None else logprobs.old.logp_N
     metrics |= correction.metrics | reference_metrics(old_N, logprobs.ref_N, batch) | watch.metrics()
+    if batch.teacher is not None:
+        metrics |= teacher_metrics(trained_N, batch.teacher.logp_N, batch.teacher.top_logp_NE)
     return metrics | throughput(metrics)
 
 

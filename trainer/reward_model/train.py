@@ -31,7 +31,7 @@ from trainer.reward_model.data import Comparison, Lengths, read_comparisons
 from trainer.reward_model.losses import best_of_n_loss
 from trainer.reward_model.model import Normalization, fit, make_model, save
 from trainer.reward_model.sampling import normalization_samples
-from trainer.update.optimizer import make_optimizer
+from trainer.update.optimizers.optimizer import make_optimizer
 from trainer.update.schedule import learning_rate
 
 

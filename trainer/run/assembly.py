@@ -23,6 +23,7 @@ from trainer.data.prompts import Prompts
 from trainer.distributed.distributed import Distributed
 from trainer.engines.recovery import Recovery
 from trainer.engines.run_engines import Engines, start_engines
+from trainer.engines.teacher import Teacher, refuse_other_tokenizer, start_teacher
 from trainer.evaluate.evaluator import Evaluation, Evaluator
 from trainer.model.chosen import with_chosen
 from trainer.model.critic import policy_of, with_critic
@@ -36,7 +37,7 @@ from trainer.score.reference import make_reference
 from trainer.sft.cross_entropy import Demonstrations
 from trainer.sft.sft_trainer import HeldoutDemonstrations, SftTrainer
 from trainer.step import Trainer
-from trainer.update.optimizer import make_optimizer
+from trainer.update.optimizers.optimizer import make_optimizer
 from trainer.update.updater import Updater
 
 
@@ -56,6 +57,7 @@ class Parts:
     trainer: Trainer | SftTrainer
     evaluate: Callable[[RunConsole], Evaluation | None]
     """Evaluates on held-out data; a collective. Returns None on ranks other than 0, and where nothing is evaluated."""
+    teacher: Teacher | None
     close_collection: Callable[[], None]
     """Ends rollouts in flight and reward workers; engines stay."""
 
@@ -117,6 +119,7 @@ def _without_rollouts(
             config, distributed=distributed, updater=trained.updater, demonstrations=trained.demonstrations
         ),
         evaluate=evaluate,
+        teacher=None,
         close_collection=lambda: None,
     )
 
@@ -152,7 +155,9 @@ def _with_rollouts(
     refuse_dense(config)
     # The engine starts first: it forks workers, which must not inherit threads of a model that computes.
     console.say(_announcement(config))
+    distributed.together(lambda: refuse_other_tokenizer(config))
     engines = start_engines(config, distributed, loop=loop, logs=directory.logs)
+    teacher = start_teacher(config, distributed, loop=loop, logs=directory.logs)
     trained = _load_trained(config, distributed, console, libraries)
     updater, chat = trained.updater, trained.chat
     rewards = make_rewards(config)
@@ -195,6 +200,7 @@ def _with_rollouts(
         updater=updater,
         rollouts=rollouts,
         reference=make_reference(config, distributed, trained.module),
+        teacher=teacher,
         sync=sync,
         recovery=recovery,
         is_quantized=sync.quantization is not None,
@@ -226,6 +232,7 @@ def _with_rollouts(
         demonstrations=trained.demonstrations,
         trainer=trainer,
         evaluate=evaluate,
+        teacher=teacher,
         close_collection=close_collection,
     )
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from rollout.records import Rollout
 from rollout.saved_rollouts import write_rollouts
 from trainer.batch.step_batch import StepBatch
+from trainer.batch.teacher_scores import FILE_SUFFIX as TEACHER_SUFFIX
 from trainer.checkpoint.run_dir import RunDirectory
 from trainer.credit.targets import Targets
 from trainer.evaluate.evaluator import Evaluation, comparable_settings
@@ -55,7 +56,11 @@ class Reporter:
         # A step that trained nothing has the update number of the one before it.
         untrained = f"-untrained-{self._parts.trainer.num_steps}" if report.update == before else ""
         if self._config.has_rollouts:
-            self._save_rollouts(f"rollouts/step-{report.update:06d}{untrained}.jsonl", report.rollouts)
+            name = f"rollouts/step-{report.update:06d}{untrained}.jsonl"
+            self._save_rollouts(name, report.rollouts)
+            if report.batch.teacher is not None and self._config.logger.save_rollouts:
+                with self.log.tolerating("saving scores of the teacher"):
+                    report.batch.teacher.write((self._directory.path / name).with_suffix(TEACHER_SUFFIX))
         settings = self._config.logger
         every = settings.wandb_media_every
         if report.rollouts and every and (is_due(every, before=before, after=report.update) or is_first):

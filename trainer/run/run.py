@@ -139,6 +139,8 @@ class Life:
             parts.close_collection()
             self._heartbeat.close()
             parts.engines.close()
+            if parts.teacher is not None:
+                parts.teacher.close()
 
     def close(self) -> None:
         """End the handling of signals, after everything is saved on all ranks."""

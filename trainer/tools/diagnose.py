@@ -30,7 +30,7 @@ from trainer.model.policy import Policy
 from trainer.observe.pages.token_view import write_token_view
 from trainer.run.library_logs import quiet_third_parties
 from trainer.score.scorer import Scorer
-from trainer.update.optimizer import make_optimizer
+from trainer.update.optimizers.optimizer import make_optimizer
 
 WIDTH = 1000
 """Columns of the console. In a log file rich would otherwise cut tables at 80."""

@@ -31,6 +31,7 @@ from rollout.records import Rollout
 from rollout.saved_rollouts import check_ids, read_rollouts
 from rollout.system.background_loop import BackgroundLoop
 from trainer.batch.step_batch import StepBatch
+from trainer.batch.teacher_scores import FILE_SUFFIX, TeacherScores
 from trainer.build import load_policy, make_chat, make_rewards, make_sampler, make_sampling
 from trainer.checkpoint import checkpoint
 from trainer.checkpoint.checkpoint import TrainerState
@@ -53,7 +54,7 @@ from trainer.sft.cross_entropy import Demonstrations
 from trainer.step import Trainer
 from trainer.update.batch_dumps import read_attempt, read_dump, read_given
 from trainer.update.entropy_control import EntropyControl
-from trainer.update.optimizer import make_optimizer
+from trainer.update.optimizers.optimizer import make_optimizer
 from trainer.update.updater import Updater
 
 CHECKPOINT = re.compile(r"step-([1-9][0-9]{0,17})")
@@ -98,6 +99,8 @@ class SavedStep:
     """Update of the weights that scored it and were trained."""
     num_steps: int
     """Number of rollout batches before it."""
+    teacher_path: Path
+    """File with the scores of the teacher, if it has one."""
 
     @property
     def groups(self) -> list[list[Rollout]]:
@@ -163,7 +166,13 @@ def saved_step(run: Path, update: int) -> SavedStep:
     spans = [span.version for rollout in rollouts for call in rollout.calls for span in call.version_spans]
     before = lines[place - 1]["step"] if place else min(spans, default=0)
     logged = lines[place]
-    return SavedStep(rollouts=rollouts, logged=logged, weights_update=int(before), num_steps=int(logged[BATCH]) - 1)
+    return SavedStep(
+        rollouts=rollouts,
+        logged=logged,
+        weights_update=int(before),
+        num_steps=int(logged[BATCH]) - 1,
+        teacher_path=path.with_suffix(FILE_SUFFIX),
+    )
 
 
 def checkpoints_up_to(run: Path, update: int) -> list[tuple[int, Path]]:
@@ -171,6 +180,16 @@ def checkpoints_up_to(run: Path, update: int) -> list[tuple[int, Path]]:
     named = [(CHECKPOINT.fullmatch(path.name), path) for path in (run / "checkpoints").glob("step-*")]
     found = [(int(name[1]), path) for name, path in named if name and int(name[1]) <= update]
     return sorted(found, reverse=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _SavedTeacher:
+    """A teacher that has scored the step before."""
+
+    scores: TeacherScores
+
+    def scored(self, batch: StepBatch) -> StepBatch:
+        return replace(batch, teacher=self.scores)
 
 
 class _Replay:
@@ -197,6 +216,7 @@ class _Replay:
         kept = [group for group in step.groups if is_kept(group, config)]
         dropped = [group for group in step.groups if not is_kept(group, config)]
         collected = Collected.of(kept, dropped, (), config)
+        teacher = None if config.teacher.path is None else _SavedTeacher(TeacherScores.read(step.teacher_path))
         self._restore(step.weights_update)
         check_ids(step.rollouts, vocab_size=self._vocab_size)
         trainer = Trainer(
@@ -206,6 +226,7 @@ class _Replay:
             # Stand-ins with the methods that a step calls: rollouts from the file, and no engine.
             rollouts=SimpleNamespace(collect=lambda *_: collected),  # type: ignore[arg-type]
             reference=make_reference(config, distributed, self._module),
+            teacher=teacher,  # type: ignore[arg-type]
             sync=SimpleNamespace(sleep=dict, push=lambda version: SimpleNamespace(metrics=dict)),  # type: ignore[arg-type]
         )
         trainer.num_steps = step.num_steps

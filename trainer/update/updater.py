@@ -25,6 +25,7 @@ from trainer.update.optimizer_step import OptimizerStep, Stepped
 from trainer.update.policy_component import PolicyComponent
 from trainer.update.router_loss import RouterLoss
 from trainer.update.schedule import learning_rate
+from trainer.update.teacher_divergence import TeacherDivergence
 from trainer.update.update_guard import UpdateGuard
 
 
@@ -63,7 +64,8 @@ class Updater:
         )
         self._routers = RouterLoss(module, self.scorer, config)
         self.policy = PolicyComponent(config, self.scorer, self._routers)
-        self._on_rollouts = (self.policy, *on_rollouts)
+        of_teacher = [TeacherDivergence(config.algorithm)] if config.algorithm.teacher_divergence != "off" else []
+        self._on_rollouts = (self.policy, *of_teacher, *on_rollouts)
         self.given = given
         self.num_updates = 0
         """Number of optimizer steps done; the version of the weights."""

@@ -20,7 +20,7 @@ from trainer.credit.old_policy import Recomputed
 from trainer.credit.targets import Logprobs, rollout_targets
 from trainer.model.lora import save_merged
 from trainer.model.policy import Policy
-from trainer.update.optimizer import make_optimizer
+from trainer.update.optimizers.optimizer import make_optimizer
 from trainer.update.updater import Updater
 
 

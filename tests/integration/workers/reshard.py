@@ -19,7 +19,7 @@ from trainer.checkpoint import checkpoint
 from trainer.checkpoint.checkpoint import TrainerState
 from trainer.config.schema import OptimizerConfig
 from trainer.distributed.distributed import Distributed
-from trainer.update.optimizer import make_optimizer
+from trainer.update.optimizers.optimizer import make_optimizer
 
 
 def layers() -> nn.Module:

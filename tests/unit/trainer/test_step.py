@@ -14,6 +14,7 @@ from torch import Tensor
 from rollout.errors import EngineError, SyncError, TrainingError
 from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus, VersionSpan
 from tests.fixtures.distributed import FakeRank
+from tests.fixtures.teachers import made_up_scores
 from trainer.batch.step_batch import StepBatch
 from trainer.collect.groups import Collected
 from trainer.config.schema import AlgorithmConfig, Config
@@ -139,6 +140,15 @@ class Retries:
             return act()
 
 
+class Teacher:
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def scored(self, batch: StepBatch) -> StepBatch:
+        self._world.note("score by the teacher")
+        return replace(batch, teacher=made_up_scores(batch, top_k=2, vocab_size=9))
+
+
 def trainer(world: World, *, retries: bool = False, is_quantized: bool = False) -> Trainer:
     config = Config(algorithm=AlgorithmConfig(advantage="rloo", minibatches=UPDATES, kl_coef=0.1))
     config.correction.high = 1.5
@@ -180,6 +190,18 @@ def test_the_stages_of_a_step_run_in_order(monkeypatch: pytest.MonkeyPatch) -> N
         "update",
         "push version 6 after 0 steps",
     ]
+
+
+def test_a_teacher_scores_the_rows_before_they_are_shared() -> None:
+    world = World()
+    made = trainer(world)
+    made._teacher = Teacher(world)  # type: ignore[assignment]
+    report = made.step()
+    assert world.calls[1:4] == ["sleep", "score by the teacher", "share"]
+    assert report.batch.teacher is not None
+    d_N = report.logp_train_N - report.batch.teacher.logp_N
+    assert report.metrics["teacher/kl"] == pytest.approx(float(d_N.mean()))
+    assert report.metrics["time/teacher"] >= 0
 
 
 def test_the_update_gets_advantages_weights_and_logprobs_of_the_step() -> None:

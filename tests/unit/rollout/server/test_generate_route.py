@@ -13,7 +13,7 @@ import pytest
 from vllm.exceptions import VLLMValidationError
 from vllm.logprobs import FlatLogprobs
 
-from rollout.server.generate_route import ROUTE, CompactGenerate, decode_answer
+from rollout.server.generate_route import ROUTE, CompactGenerate, decode_answer, decode_scores
 
 BODY = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 2, "logprobs": 0, "seed": 3, "flat_logprobs": True}}
 
@@ -27,6 +27,13 @@ def completion() -> SimpleNamespace:
     return SimpleNamespace(
         token_ids=[7, 8], logprobs=flat, finish_reason="length", weight_versions=[span], routed_experts=routes
     )
+
+
+def scored() -> FlatLogprobs:
+    flat = FlatLogprobs()
+    flat.append(None)
+    flat.append_fast([6, 9], [-1.5, -0.5], iter([2, 1]), [None, None])  # type: ignore[arg-type]
+    return flat
 
 
 class Engine:
@@ -49,7 +56,7 @@ class Engine:
             raise
         if self.failure is not None:
             raise self.failure
-        yield SimpleNamespace(outputs=[completion()])
+        yield SimpleNamespace(outputs=[completion()], prompt_logprobs=scored())
 
 
 async def passed_on(scope: Any, receive: Any, send: Any) -> None:
@@ -79,6 +86,13 @@ async def answer(engine: Engine, body: bytes, *, method: str = "POST", path: str
     if not sent or sent == ["passed on"]:
         return sent
     return sent[0]["status"], json.loads(sent[1]["body"])
+
+
+async def test_scores_of_the_prompt_replace_the_completion_if_they_are_asked_for():
+    params = {**BODY["sampling_params"], "prompt_logprobs": 1}
+    status, fields = await answer(Engine(), json.dumps({**BODY, "sampling_params": params}).encode())
+    assert status == 200
+    assert decode_scores(fields) == ([6, 9], [-1.5, -0.5], ["4"])
 
 
 async def test_the_answer_equals_the_engines_record():

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from rollout.engine.protocol import Sampling
+from rollout.engine.token_scores import TokenScores, token_scores
 from rollout.errors import EngineError, EvidenceError, RequestError
 from rollout.records import EngineCall, FinishReason, SamplingSupport, VersionSpan
 from rollout.saved_rollouts import call_to_json
@@ -47,6 +48,10 @@ class FakeEngine:
 
     async def score_ranked(self, ids: Sequence[int]) -> tuple[list[float], list[int]]:
         return [-float(token) for token in ids[1:]], list(ids[1:])
+
+    async def score_top(self, ids: Sequence[int], top_k: int) -> TokenScores:
+        flat = [(token, -float(token)) for token in ids[1:] for _ in range(top_k + 1)]
+        return token_scores(ids, *zip(*flat, strict=True), top_k=top_k, version=4, vocab_size=512, source="it")
 
 
 @pytest.fixture
@@ -84,6 +89,9 @@ def test_a_call_and_its_answer_arrive_unchanged(loop: BackgroundLoop, own: FakeE
     assert found.support.token_ids.tolist() == CALL.support.token_ids.tolist()
     assert loop.run(peer.score([1, 2, 3])) == [-2.0, -3.0]
     assert loop.run(peer.score_ranked([1, 2, 3])) == ([-2.0, -3.0], [2, 3])
+    scores = loop.run(peer.score_top([1, 2, 3], 1))
+    assert (scores.ids.tolist(), scores.logprobs.tolist(), scores.version) == ([1, 2, 3], [-2.0, -3.0], 4)
+    assert (scores.top_ids.tolist(), scores.top_logprobs.tolist()) == ([[2], [3]], [[-2.0], [-3.0]])
     assert (peer.dtype, peer.vocab_size, peer.max_model_len) == (torch.bfloat16, 512, 64)
 
 

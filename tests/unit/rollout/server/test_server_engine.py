@@ -365,6 +365,36 @@ def test_ranks_are_those_of_the_scored_tokens(connected: Connected) -> None:
             connected.loop.run(connected.engine.score_ranked([5, 6]))
 
 
+def ranked(*entries: tuple[int, float, int]) -> dict[str, Any]:
+    """Return one position of vLLM's own route. entries: (id, logprob, rank)."""
+    return {str(token): {"logprob": logprob, "rank": rank} for token, logprob, rank in entries}
+
+
+def test_most_probable_tokens_are_read_in_their_order(connected: Connected) -> None:
+    # Token 6 is the second most probable one, token 7 is beside the two.
+    positions = [ranked((6, -1.5, 2), (9, -0.5, 1)), ranked((7, -4.0, 3), (2, -2.0, 2), (1, -0.25, 1))]
+    connected.server.will(GENERATE, says({**completion(), "prompt_logprobs": [None, *positions]}))
+    found = connected.loop.run(connected.engine.score_top([5, 6, 7], 2))
+    assert connected.server.requests[-1][1]["sampling_params"]["prompt_logprobs"] == 2
+    assert found.logprobs.tolist() == [-1.5, -4.0]
+    assert found.top_ids.tolist() == [[9, 6], [1, 2]]
+    assert found.top_logprobs.tolist() == [[-0.5, -1.5], [-0.25, -2.0]]
+    assert found.version == 0
+    bad = [positions[:1], [positions[0], ranked((7, -4.0, 3), (1, -0.25, 1))], [positions[0], ranked((8, -1.0, 1))]]
+    for other in bad:
+        connected.server.will(GENERATE, says({**completion(), "prompt_logprobs": [None, *other]}))
+        with pytest.raises(EvidenceError):
+            connected.loop.run(connected.engine.score_top([5, 6, 7], 2))
+
+
+def test_scores_of_several_weight_versions_are_refused(connected: Connected) -> None:
+    position = ranked((6, -1.5, 1))
+    spans = [{"version": label, "start": 0, "end": 1} for label in ("1", "2")]
+    connected.server.will(GENERATE, says({**completion(weight_versions=spans), "prompt_logprobs": [None, position]}))
+    with pytest.raises(EvidenceError, match=r"versions \['1', '2'\], expected one"):
+        connected.loop.run(connected.engine.score_top([5, 6], 1))
+
+
 @pytest.mark.parametrize("label", ["default", "2", "half-loaded-5"])
 def test_tokens_of_weights_that_the_run_never_sent_are_refused(connected: Connected, label: str) -> None:
     """A restarted server answers normally, with the weights it loaded."""

@@ -61,3 +61,32 @@ def test_kl_cov_with_one_update_per_batch_has_no_penalty() -> None:
 @pytest.mark.parametrize("preset", sorted(path.stem for path in Path(CONFIG_DIR, "algorithm").glob("*.yaml")))
 def test_presets_are_what_their_names_say(preset: str) -> None:
     assert warnings(f"algorithm={preset}") == []
+
+
+def problems(*overrides: str) -> list[str]:
+    ConfigStore.instance().store(name="schema", node=schema())
+    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+        return list(algorithm_problems(to_config(compose("train", overrides=[*overrides]))))
+
+
+@pytest.mark.parametrize("preset", ["opd", "opd_topk"])
+def test_distillation_needs_a_teacher(preset: str) -> None:
+    (sentence,) = problems(f"algorithm={preset}")
+    assert sentence.startswith(f"algorithm={preset} learns from a teacher, found teacher.path=null; set teacher.path=")
+    assert problems(f"algorithm={preset}", "teacher.path=x") == []
+    assert problems(f"algorithm={preset}", "teacher.path=x", "rollout.samples_per_prompt=1") == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["algorithm=grpo"], "is not used by algorithm=grpo; set algorithm=opd"),
+        (["algorithm=opd", "rollout.temperature=0.7"], "set rollout.temperature=1"),
+        (["algorithm=opd", "rollout.top_k=5", "rollout.replay_support=true"], "have no common distribution"),
+        (["algorithm=ppo", "algorithm.teacher_coef=1"], "a critic, which does not learn from a teacher"),
+        (["algorithm=opd", "algorithm.dynamic_sampling=true"], "set algorithm.dynamic_sampling=false"),
+    ],
+)
+def test_a_teacher_that_cannot_teach_is_a_problem(overrides: list[str], message: str) -> None:
+    (sentence,) = problems("teacher.path=x", *overrides)
+    assert message in sentence

@@ -119,7 +119,7 @@ def test_a_critic_path_without_a_model_is_refused(tmp_path):
 
 def test_a_critic_can_have_a_learning_rate_of_its_own(saved):
     from trainer.config.schema import OptimizerConfig
-    from trainer.update.optimizer import LR_SCALE, make_optimizer
+    from trainer.update.optimizers.optimizer import LR_SCALE, make_optimizer
 
     module = make(saved, "separate")
     groups = make_optimizer(module, OptimizerConfig(lr=1e-4, critic_lr=1e-3)).param_groups

@@ -20,7 +20,7 @@ from trainer.config.schema import Config, LoraConfig, OptimizerConfig
 from trainer.distributed.distributed import Distributed
 from trainer.model.lora import ADAPTER_DIRECTORY, adapter_settings, add_adapters, save_adapter, save_merged
 from trainer.model.policy import Policy
-from trainer.update.optimizer import make_optimizer
+from trainer.update.optimizers.optimizer import make_optimizer
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 

@@ -40,7 +40,7 @@ from trainer.model.memory_plan import (
 )
 from trainer.model.policy import Policy
 from trainer.model.shape import ModelShape
-from trainer.update.optimizer import make_optimizer
+from trainer.update.optimizers.optimizer import make_optimizer
 
 TOKENS = 1024
 

@@ -17,7 +17,7 @@ from trainer.credit.targets import Logprobs
 from trainer.distributed.distributed import Distributed
 from trainer.model.critic import ActorCritic, Critic
 from trainer.model.policy import Policy
-from trainer.update.optimizer import make_optimizer
+from trainer.update.optimizers.optimizer import make_optimizer
 from trainer.update.updater import Updater
 
 OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1)

@@ -13,7 +13,7 @@ from trainer.config.schema import LoraConfig, OptimizerConfig
 from trainer.distributed.distributed import Distributed
 from trainer.model.lora import add_adapters
 from trainer.model.policy import Policy
-from trainer.update.optimizer import Together, make_optimizer
+from trainer.update.optimizers.optimizer import Together, make_optimizer
 
 NAMES = ("adamw", "adamw_tf", "muon", "sgd")
 

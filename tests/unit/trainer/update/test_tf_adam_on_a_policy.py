@@ -11,7 +11,7 @@ from trainer.batch.packing import collate
 from trainer.model.policy import Policy
 from trainer.objective.losses.inputs import LossInputs
 from trainer.objective.losses.ppo_clip import ppo_clip
-from trainer.update.tf_adam import TFAdamW
+from trainer.update.optimizers.tf_adam import TFAdamW
 
 EPSILON, LR, EPOCHS = 1e-5, 1e-4, 2
 

@@ -3,7 +3,7 @@
 | name         | optimizer                                                                                         |
 |--------------|---------------------------------------------------------------------------------------------------|
 | `adamw`      | PyTorch's fused AdamW                                                                             |
-| `adamw_tf`   | the same with TensorFlow's place for epsilon (trainer/update/tf_adam.py)                          |
+| `adamw_tf`   | the same with TensorFlow's place for epsilon (tf_adam.py)                                         |
 | `adamw_8bit` | bitsandbytes' AdamW with 8-bit moments: a quarter of AdamW's memory; CUDA only                    |
 | `muon`       | orthogonalized momentum for matrices of layers (Jordan et al. 2024), AdamW for all other ones     |
 | `sgd`        | SGD with momentum; for tests and comparisons                                                      |
@@ -26,7 +26,7 @@ from rollout.errors import ConfigError
 from trainer.config.launcher import MUON_UNDER_ZERO, NO_BITSANDBYTES
 from trainer.config.schema import OPTIMIZERS, OptimizerConfig
 from trainer.distributed.distributed import IS_CRITIC, LR_SCALE
-from trainer.update.tf_adam import TFAdamW
+from trainer.update.optimizers.tf_adam import TFAdamW
 
 CRITIC_PREFIX = "critic."
 """Prefix of a critic's parameters in `trainer.model.critic.ActorCritic`."""

@@ -1,0 +1,117 @@
+"""A teacher's scores of the trained tokens of a step, the same on every rank.
+
+Dimensions: _N trained tokens of the step, _E most probable tokens of the teacher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import safetensors.numpy
+import torch
+from safetensors import SafetensorError
+
+from rollout.engine.token_scores import TokenScores
+from rollout.errors import DataError, EvidenceError
+from rollout.records import TrainingRow
+
+PREFIX = "teacher_"
+"""Beginning of the names of its arrays in a serialized batch."""
+FILE_SUFFIX = ".teacher.safetensors"
+"""End of the name of its file beside the rollouts of a step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TeacherScores:
+    """Logprobs at temperature 1. Raises `EvidenceError` for arrays of other lengths and values that are not finite."""
+
+    logp: np.ndarray
+    """(N,) float32 of the trained tokens."""
+    top_ids: np.ndarray
+    """(N, E) int32 the teacher's most probable tokens at the same positions."""
+    top_logp: np.ndarray
+    """(N, E) float32."""
+    version: np.ndarray
+    """(1,) int64 version of the teacher's weights; -1 if no token was scored."""
+
+    def __post_init__(self) -> None:
+        num = len(self.logp)
+        if self.logp.ndim != 1 or self.top_ids.shape != self.top_logp.shape or self.top_ids.shape[:1] != (num,):
+            raise EvidenceError(
+                f"teacher: logprobs of {self.logp.shape} tokens, most probable tokens of shapes {self.top_ids.shape} "
+                f"and {self.top_logp.shape}; expected one row per trained token"
+            )
+        if not (np.isfinite(self.logp).all() and np.isfinite(self.top_logp).all()):
+            raise EvidenceError("teacher: a logprob is not finite")
+
+    @classmethod
+    def of(cls, rows: Sequence[TrainingRow], scores: Sequence[TokenScores], *, top_k: int) -> TeacherScores:
+        """Take the trained tokens of the rows from the scores of their beginnings.
+
+        scores: of each row with trained tokens, in order, up to its last trained token. Raises `EvidenceError` for
+        scores of other tokens, of several versions, or with another number of most probable tokens.
+        """
+        trained = [row for row in rows if row.num_trained]
+        versions = {one.version for one in scores}
+        if len(versions) > 1 or any(one.top_k != top_k for one in scores):
+            raise EvidenceError(f"teacher: scores of the versions {sorted(versions)}, expected one, with top_k={top_k}")
+        logp, top_ids, top_logp = (
+            [np.zeros(0, np.float32)],
+            [np.zeros((0, top_k), np.int32)],
+            [np.zeros((0, top_k), np.float32)],
+        )
+        for row, one in zip(trained, scores, strict=True):
+            targets = np.flatnonzero(row.loss_mask)
+            if len(one.ids) <= targets[-1] or (row.ids[: len(one.ids)] != one.ids).any():
+                raise EvidenceError(
+                    f"teacher: scores of other tokens than those of the row of rollout {row.rollout_id}"
+                )
+            logp.append(one.logprobs[targets - 1])
+            top_ids.append(one.top_ids[targets - 1])
+            top_logp.append(one.top_logprobs[targets - 1])
+        return cls(
+            logp=np.concatenate(logp),
+            top_ids=np.concatenate(top_ids),
+            top_logp=np.concatenate(top_logp),
+            version=np.array([next(iter(versions), -1)], dtype=np.int64),
+        )
+
+    @classmethod
+    def read(cls, path: Path) -> TeacherScores:
+        """Read what `write` wrote. Raises `DataError` if the file is missing or damaged."""
+        try:
+            if not path.is_file():
+                raise FileNotFoundError("the file is missing, or no regular file")
+            return cls.from_arrays(safetensors.numpy.load(path.read_bytes()))
+        except (OSError, ValueError, TypeError, SafetensorError) as error:
+            raise DataError(
+                f"{path} has no scores of a teacher: {error}; replay a step that has them, written with "
+                "logger.save_rollouts=true"
+            ) from error
+
+    def write(self, path: Path) -> None:
+        path.write_bytes(safetensors.numpy.save(self.arrays()))
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> TeacherScores:
+        """Invert `arrays`, among others."""
+        return cls(**{field.name: arrays[f"{PREFIX}{field.name}"] for field in fields(cls)})
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return the arrays under names that no other array of a batch has."""
+        return {f"{PREFIX}{field.name}": np.ascontiguousarray(getattr(self, field.name)) for field in fields(self)}
+
+    @property
+    def logp_N(self) -> torch.Tensor:
+        return torch.from_numpy(self.logp)
+
+    @property
+    def top_ids_NE(self) -> torch.Tensor:
+        return torch.from_numpy(self.top_ids).long()
+
+    @property
+    def top_logp_NE(self) -> torch.Tensor:
+        return torch.from_numpy(self.top_logp)

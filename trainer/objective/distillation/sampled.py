@@ -1,0 +1,49 @@
+"""Credit of sampled tokens from a teacher, and how far the student is from it.
+
+The reverse KL of a student from its teacher is the expectation of log π_student − log π_teacher over the student's own
+tokens. Its gradient at each visited position is that of REINFORCE with the advantage
+
+    A_t = c (log π_teacher,t − log π_old,t)
+
+per token, without a baseline: a dense reward that needs no group. Effects of a token on later positions are left out
+(discount 0), as in "On-Policy Distillation" (Thinking Machines Lab, blog, 2025).
+
+Dimensions: _N trained tokens of the step, _E most probable tokens of the teacher.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainer.objective.kl import k3
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def teacher_advantages(old_N: Tensor, teacher_N: Tensor, *, coef: float) -> Tensor:
+    """Return (N,) advantages of the module docstring. coef: c."""
+    return coef * (teacher_N - old_N)
+
+
+def teacher_metrics(student_N: Tensor, teacher_N: Tensor, top_NE: Tensor) -> dict[str, float]:
+    """Return the distance of the student from the teacher before the update; empty without tokens.
+
+    Means over the trained tokens, with d = log π_student − log π_teacher of the sampled token:
+
+    * `teacher/kl`: d, which estimates KL(π_student ‖ π_teacher).
+    * `teacher/kl_k3`: exp(−d) + d − 1, another estimate of it, which is never negative.
+    * `teacher/logp`: log π_teacher.
+    * `teacher/top_mass`: probability of the teacher's most probable tokens together; only if it names them.
+    """
+    if not len(student_N):
+        return {}
+    diff_N = (student_N - teacher_N).double()
+    metrics = {
+        "teacher/kl": float(diff_N.mean()),
+        "teacher/kl_k3": float(k3(-diff_N).mean()),
+        "teacher/logp": float(teacher_N.double().mean()),
+    }
+    if top_NE.shape[1]:
+        metrics["teacher/top_mass"] = float(top_NE.double().exp().sum(1).mean())
+    return metrics

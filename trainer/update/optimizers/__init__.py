@@ -1,0 +1,1 @@
+"""Optimizers of the policy and the critic."""
