@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from rollout.system.addresses import is_loopback
 from trainer.config.schema import Config
-from trainer.objective.correction.modes import CORRECTION_MODES, Granularity
+from trainer.objective.correction.modes import CORRECTION_MODES
 
 EXAMPLE = "rollout.urls=[http://127.0.0.1:8000]"
 
@@ -46,8 +46,7 @@ def engine_problems(config: Config) -> Iterator[str]:
 def _quantization_problems(config: Config) -> Iterator[str]:
     """Yield what leaves the difference between a quantized engine and the trainer without a correction per token."""
     correction = config.correction
-    mode = CORRECTION_MODES[correction.mode]
-    if mode.control is None or mode.granularity is not Granularity.TOKEN:
+    if not CORRECTION_MODES[correction.mode].corrects_tokens:
         yield (
             f"rollout.quantization={config.rollout.quantization} samples from another distribution than the trainer's, "
             f"which correction.mode={correction.mode} does not correct per token; set correction=token_truncate"

@@ -30,6 +30,7 @@ from trainer.config.schema import Config, LoraConfig
 from trainer.distributed.distributed import Distributed
 from trainer.model.families import FAMILIES
 from trainer.model.quantized_base import method_at
+from trainer.objective.correction.modes import CORRECTION_MODES
 from trainer.setting import typed
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ def adapter_settings(config: Config) -> AdapterSettings | None:
         lora.send == "adapter" or (lora.send == "auto" and not is_compiled and _can_send(config))
     )
     if lora.rank or config.rollout.quantization is not None:
-        _refuse_quantized_twice_or_replaced(config, is_sent=is_sent)
+        _refuse_what_quantized_weights_exclude(config, is_sent=is_sent)
     if not is_sent and not others:
         return None
     ranks = {"model.lora.rank": lora.rank} if is_sent else {}
@@ -193,7 +194,7 @@ def adapter_settings(config: Config) -> AdapterSettings | None:
     return AdapterSettings(max_rank=max(ranks.values()), others=tuple(others.items()))
 
 
-def _refuse_quantized_twice_or_replaced(config: Config, *, is_sent: bool) -> None:
+def _refuse_what_quantized_weights_exclude(config: Config, *, is_sent: bool) -> None:
     method = method_at(config.model.path, trust_remote_code=config.model.trust_remote_code)
     if method is None:
         return
@@ -207,6 +208,11 @@ def _refuse_quantized_twice_or_replaced(config: Config, *, is_sent: bool) -> Non
             f"model.lora.send={config.model.lora.send}: the engine holds the quantized weights ({method}) of "
             f"model.path={config.model.path}, which whole weights cannot replace; set model.lora.send=adapter "
             "rollout.compile_engine=false"
+        )
+    if not CORRECTION_MODES[config.correction.mode].corrects_tokens:
+        raise ConfigError(
+            f"model.path={config.model.path}: the engine rounds activations for its quantized weights ({method}), "
+            f"which correction.mode={config.correction.mode} does not correct per token; set correction=token_truncate"
         )
 
 

@@ -59,8 +59,14 @@ def alarms(metrics: Mapping[str, float], thresholds: AlarmThresholds) -> list[st
             found.append(f"{name} is {value}: its logprobs are not finite.")
     kl, ess, k3_kl, match_rate = (metrics.get(name, math.nan) for name in watched)
     floor = metrics.get(PREFIX + "noise_floor_k3", math.nan)
+    floor_name, of_floor = "the trainer's own noise", "the difference is more than rounding. Run scripts/diagnose.py."
     if QUANTIZATION_K3 in metrics:
         floor = max(metrics[QUANTIZATION_K3], floor)
+        floor_name = "the cost of quantization in the first update"
+        of_floor = (
+            "it can grow as the policy moves. If sync/canary_abs_diff grew too, run scripts/diagnose.py; else set "
+            "correction.alarm_k3=100."
+        )
     lag = metrics.get(PREFIX + "version_lag_max", 0.0)
     # Comparisons with NaN are false, so absent or already reported metrics raise nothing below.
     if abs(kl) > thresholds.kl:
@@ -77,8 +83,8 @@ def alarms(metrics: Mapping[str, float], thresholds: AlarmThresholds) -> list[st
     # With version lag a difference beyond rounding is expected.
     if not lag > 0 and k3_kl > max(thresholds.k3_over_noise_floor * floor, thresholds.k3_negligible):
         found.append(
-            f"{PREFIX}k3_kl is {k3_kl:.3g}, more than {thresholds.k3_over_noise_floor:g} times the trainer's own noise "
-            f"of {floor:.3g}: the difference is more than rounding. Run scripts/diagnose.py."
+            f"{PREFIX}k3_kl is {k3_kl:.3g}, more than {thresholds.k3_over_noise_floor:g} times {floor_name} of "
+            f"{floor:.3g}: {of_floor}"
         )
     if match_rate < thresholds.token_match_rate:
         found.append(

@@ -41,6 +41,11 @@ class CorrectionMode:
     granularity: Granularity = Granularity.TOKEN
     control: Control | None = None
 
+    @property
+    def corrects_tokens(self) -> bool:
+        """True if each token has a weight of its own."""
+        return self.control is not None and self.granularity is Granularity.TOKEN
+
 
 CORRECTION_MODES: dict[str, CorrectionMode] = {
     f"{granularity}_{control}": CorrectionMode(granularity=granularity, control=control)

@@ -108,3 +108,7 @@ def test_engines_get_adapters_only(base: Path) -> None:
     twice.rollout.quantization = "fp8_per_channel"
     with pytest.raises(ConfigError, match=r"quantized already \(compressed-tensors\); set rollout\.quantization=null"):
         adapter_settings(twice)
+    uncorrected = settings(base)
+    uncorrected.correction.mode = "sequence_truncate"
+    with pytest.raises(ConfigError, match=r"does not correct per token; set correction=token_truncate"):
+        adapter_settings(uncorrected)

@@ -295,7 +295,8 @@ def test_what_quantization_costs_is_the_floor_of_its_alarm():
     quantized = HEALTHY | {QUANTIZATION_K3: 2e-3}
     assert alarms(quantized | {PREFIX + "k3_kl": 1.9e-2}, AlarmThresholds()) == []
     (alarm,) = alarms(quantized | {PREFIX + "k3_kl": 2.1e-2}, AlarmThresholds())
-    assert "k3_kl is 0.021" in alarm
+    assert "k3_kl is 0.021, more than 10 times the cost of quantization in the first update of 0.002" in alarm
+    assert "sync/canary_abs_diff" in alarm
 
 
 def test_equal_rewards_of_a_whole_step_raise_an_alarm():
