@@ -86,7 +86,7 @@ class TeacherScores:
             if not path.is_file():
                 raise FileNotFoundError("the file is missing, or no regular file")
             return cls.from_arrays(safetensors.numpy.load(path.read_bytes()))
-        except (OSError, ValueError, TypeError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise DataError(
                 f"{path} has no scores of a teacher: {error}; replay a step that has them, written with "
                 "logger.save_rollouts=true"

@@ -28,12 +28,13 @@ def engine_problems(config: Config) -> Iterator[str]:
         )
     if settings.quantization is not None:
         yield from _quantization_problems(config)
-    for url in settings.urls:
-        if (problem := _url_problem(url)) is not None:
-            yield f"rollout.urls: {url} {problem}; expected http://<host>:<port>, as in {EXAMPLE}"
-    twice = sorted({url for url in settings.urls if settings.urls.count(url) > 1})
-    if twice:
-        yield f"rollout.urls names {', '.join(twice)} twice, expected every server once; set rollout.urls without it"
+    for name, urls in (("rollout.urls", settings.urls), ("teacher.urls", config.teacher.urls)):
+        for url in urls:
+            if (problem := _url_problem(url)) is not None:
+                yield f"{name}: {url} {problem}; expected http://<host>:<port>, as in {EXAMPLE}"
+        twice = sorted({url for url in urls if urls.count(url) > 1})
+        if twice:
+            yield f"{name} names {', '.join(twice)} twice, expected every server once; set {name} without it"
     if config.sync.address is not None:
         yield from _address_problems(config.sync.address, settings.urls)
     if settings.api_key_env is None and not is_loopback(config.server.host):

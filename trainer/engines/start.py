@@ -171,17 +171,19 @@ def check_quantization(engine: ServerEngine, config: Config, *, stored: str | No
     )
 
 
-def engine_key(variable: str | None) -> str | None:
-    """Return the key of the servers. Raises `ConfigError` if the environment variable is not set, or has another value
-    than a header can carry."""
+def engine_key(variable: str | None, *, setting: str = "rollout.api_key_env") -> str | None:
+    """Return the key of the servers. setting: that names the environment variable.
+
+    Raises `ConfigError` if the variable is not set, or has another value than a header can carry.
+    """
     if variable is None:
         return None
     key = os.environ.get(variable)
     if not key:
         raise ConfigError(
             f"the key of the vLLM servers is expected in the environment variable {variable}, which is not set; "
-            f"`export {variable}=$(openssl rand -hex 32)` for servers and trainer alike, or set rollout.api_key_env="
-            "null for servers without a key"
+            f"`export {variable}=$(openssl rand -hex 32)` for servers and trainer alike, or set {setting}=null "
+            "for servers without a key"
         )
     if not (key.isascii() and key.isprintable() and key == key.strip()):
         raise ConfigError(

@@ -129,7 +129,7 @@ def _members(config: Config, *, loop: BackgroundLoop, logs: Path) -> Sequence[Po
                 url,
                 loop=loop,
                 vocab_size=_vocab_size(settings.path, config),
-                api_key=engine_key(settings.api_key_env),
+                api_key=engine_key(settings.api_key_env, setting="teacher.api_key_env"),
                 request_timeout_s=rollout.request_timeout_s,
                 start_timeout_s=rollout.start_timeout_s,
                 silence_timeout_s=rollout.silence_timeout_s,

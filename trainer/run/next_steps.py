@@ -30,6 +30,8 @@ def next_steps(
     has_heldout: bool,
     trackers: Mapping[str, str],
     adapter: Path | None = None,
+    scores_turns: bool = False,
+    has_rollouts: bool = True,
 ) -> str:
     """Return lines of a name and a path or command each.
 
@@ -38,23 +40,27 @@ def next_steps(
     words: command line of the run without the script, of which secrets are redacted. launcher: command in front of
     scripts/train.py. has_heldout: True if the run has held-out data, which an evaluation needs. trackers: text for
     each tracker. adapter: what was trained, if its weights stay apart from those of `model.path`; None: `model`.
+    scores_turns: True if reward functions may return one reward per turn. has_rollouts: False if none are saved.
     """
     shown_run, shown_model = shown(run), shown(model)
     goal = updates if update < updates else 2 * updates
     own = [word for word in redact_words(words) if not word.startswith(NOT_REPEATED)]
     resumed = [*own, f"run_name={run.name}", "resume=auto", f"updates={goal}"]
     evaluated = [word for word in own if SAMPLED_AND_SCORED.match(word) and not word.startswith(TRAINING_ONLY)]
-    trained = [f"model.path={shown_model}"]
+    by_turn = ["algorithm.turn_rewards=true"] if scores_turns else []
+    trained = [f"model.path={shown_model}", *by_turn]
     if adapter is not None:
         base = [word for word in own if word.startswith("model.path=")]
-        trained = [*base, f"model.adapters={{trained: {shown(adapter)}}}"]
+        trained = [*base, *by_turn, f"model.adapters={{trained: {shown(adapter)}}}"]
     evaluate = f"{program('python')} {script('evaluate')} {shlex.join([*trained, *evaluated])}"
     lines = {
         **({"model": shown_model} if adapter is None else {"adapter": shown(adapter)}),
         **({"critic": shown(critic)} if critic else {}),
         "resume": f"{launcher} {script('train')} {shlex.join(resumed)}",
         **({"evaluate": evaluate} if has_heldout else {}),
-        "inspect": f"{program('python')} {script('inspect_run')} {shlex.quote(shown_run)}",
+        **(
+            {"inspect": f"{program('python')} {script('inspect_run')} {shlex.quote(shown_run)}"} if has_rollouts else {}
+        ),
         "report": f"{program('python')} {script('report')} {shlex.quote(shown_run)}",
         **trackers,
     }

@@ -149,6 +149,8 @@ def save_model(parts: Parts, directory: RunDirectory, console: RunConsole, *, tr
             critic=directory.critic if has_saved_critic else None,
             has_heldout=config.has_rollouts and bool(config.heldout_sets()),
             trackers=trackers,
+            scores_turns=config.algorithm.turn_rewards,
+            has_rollouts=config.has_rollouts,
         )
     )
     if config.hub.repo is not None and update >= config.updates:

@@ -40,7 +40,7 @@ from trainer.cli import schema, to_config
 from trainer.collect.groups import Collected, is_kept
 from trainer.config.redaction import redact_words
 from trainer.config.saved_config import read_saved
-from trainer.config.schema import Config, EvalConfig, RewardConfig
+from trainer.config.schema import Config, EvalConfig, RewardConfig, TeacherConfig
 from trainer.config.user_code import code_of_objective, outside_of
 from trainer.distributed.distributed import Distributed
 from trainer.engines.run_engines import start_engines
@@ -127,9 +127,12 @@ def settings_of(run: Path, overrides: Sequence[str], *, sample: bool, trusts_run
         ) from error
     config.resume, config.run_name = "never", None
     config.eval, config.data.heldout_path = EvalConfig(), None  # a replay evaluates nothing
+    reward = config.reward
     if not sample:
         config.environment = replace(config.environment, name="single_turn", settings={})
         config.reward = RewardConfig()
+    if config.teacher.path is not None:  # its scores are saved, so it is not started
+        config.teacher = TeacherConfig(path=config.model.path)
     used = outside_of(config) if sample else code_of_objective(config)
     unasked = [named for named in used if named not in asked]
     if unasked and not trusts_run:
@@ -138,6 +141,13 @@ def settings_of(run: Path, overrides: Sequence[str], *, sample: bool, trusts_run
             "with your rights; add --trust-run if you trust all who could write this directory"
         )
     validate(config, needs_data=False)
+    if not sample:  # nothing is scored again, but an advantage may read the weights of the functions
+        if reward.weights is not None and len(reward.weights) != len(reward.functions):
+            raise ConfigError(
+                f"{path}: reward.weights has {len(reward.weights)} entries for {len(reward.functions)} "
+                "reward.functions, expected one each"
+            )
+        config.reward.functions, config.reward.weights = reward.functions, reward.weights
     return config
 
 
@@ -262,8 +272,12 @@ class _Replay:
         return self._compare(logged, report)
 
     def _check_ids(self, path: Path, batches: Iterable[StepBatch]) -> None:
-        """Raise `DataError` if rows have ids that the model lacks."""
+        """Raise `DataError` if rows have ids that the model lacks, or a teacher's scores name such."""
+        batches = list(batches)
         largest = max((int(row.ids.max()) for batch in batches for row in batch.rows), default=0)
+        for batch in batches:
+            if batch.teacher is not None and batch.teacher.top_ids.size:
+                largest = max(largest, int(batch.teacher.top_ids.max()))
         if largest >= self._vocab_size:
             raise DataError(f"{path} has the token id {largest}, but the model has {self._vocab_size} ids")
 

@@ -99,7 +99,7 @@ def read_given(directory: Path) -> dict[str, StepBatch]:
     """Read the rows of other components in a dump, by name. Raises `DataError` if they are damaged."""
     try:
         return {
-            path.name.removeprefix(_GIVEN).removesuffix(_SUFFIX): decode(path.read_bytes())
+            path.name.removeprefix(_GIVEN).removesuffix(_SUFFIX): decode(read_plain(path))
             for path in sorted(directory.glob(f"{_GIVEN}*{_SUFFIX}"))
         }
     except UNREADABLE as error:

@@ -128,7 +128,9 @@ class Updater:
         Raises `TrainingError` on all ranks after too many skipped steps in a row.
         """
         rows = np.flatnonzero(np.isin(batch.layout.rollout_index, rollouts)).tolist()
-        drawn = {one.name: one.draw() for one in self.given} if given is None else given
+        critic_only = self._config.trains_critic_alone(self.num_updates)
+        components = () if critic_only else self.given  # they train the policy
+        drawn = {one.name: one.draw() for one in components} if given is None else given
         step = RolloutStep(
             batch=batch,
             targets=targets,
@@ -145,17 +147,15 @@ class Updater:
             temperature=self._config.rollout.temperature,
             seen_N=seen_N,
         )
-        others = [one.token_set(drawn[one.name], update=self.num_updates, routers=None) for one in self.given]
-        stepped = self._stepper.make(
-            [on_rollouts, *others], lr=lr, critic_only=self._config.trains_critic_alone(self.num_updates)
-        )
+        others = [one.token_set(drawn[one.name], update=self.num_updates, routers=None) for one in components]
+        stepped = self._stepper.make([on_rollouts, *others], lr=lr, critic_only=critic_only)
 
         def dump(judged: Attempt) -> None:
             attempt = replace(judged, rollouts=tuple(rollouts.tolist()), is_first=is_first)
             self.dump(attempt, batch, targets, drawn)
 
         metrics = self._finished(stepped, lr, dump)
-        if not stepped.judgment.is_skipped and metrics["loss/policy_tokens"]:
+        if metrics["loss/policy_tokens"] and not (critic_only or stepped.judgment.is_skipped):
             self.entropy = self.entropy.after(metrics["policy/entropy"], self._config.algorithm)
         return metrics
 

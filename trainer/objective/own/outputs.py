@@ -50,7 +50,8 @@ def checked_advantage(function: Callable[..., Any], spec: str) -> Callable[..., 
         with _named(spec):
             found = function(inputs, **settings)
         advantages_S, own = found if isinstance(found, Advantages) else (found, {})
-        _check_tensor(advantages_S, inputs.rewards_S, spec, "one advantage per rollout")
+        like, unit = (inputs.rewards_S, "rollout") if inputs.turns is None else (inputs.turns.returns_K, "turn")
+        _check_tensor(advantages_S, like, spec, f"one advantage per {unit}")
         _check_finite(advantages_S, spec, "advantage")
         return Advantages(
             advantages_S.detach().to(inputs.rewards_S.dtype), {**GroupStatistics.of(inputs).metrics, **own}

@@ -21,7 +21,7 @@ SHOWN_ROLLOUTS = 3
 AVERAGED = 5
 """Largest number of updates in the first and the last reward: a single one is noisy."""
 MAX_MESSAGE_CHARS = 6000
-STAGES = ("rollout", "reward", "score", "update", "sync")
+STAGES = ("rollout", "reward", "teacher", "data", "score", "update", "sync")
 """Stages in `time/*`, in the order of a step."""
 
 

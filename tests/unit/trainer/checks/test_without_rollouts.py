@@ -26,7 +26,10 @@ def test_a_run_on_conversations_has_no_problem(tmp_path: Path) -> None:
     assert [*without_rollouts_problems(made), *demonstration_row_problems(made)] == []
 
 
-@pytest.mark.parametrize("algorithm", [{"kl_coef": 0.1}, {"minibatches": 2}, {"advantage": "gae"}])
+@pytest.mark.parametrize(
+    "algorithm",
+    [{"kl_coef": 0.1}, {"minibatches": 2}, {"advantage": "gae"}, {"entropy_target": 0.2}, {"length_control": "alp"}],
+)
 def test_a_setting_of_rollouts_is_refused_without_them(algorithm: dict[str, Any], tmp_path: Path) -> None:
     (sentence,) = without_rollouts_problems(config(tmp_path / "rows.jsonl", TALK, **algorithm))
     (name,) = algorithm

@@ -42,6 +42,15 @@ def test_without_held_out_data_no_evaluation_is_offered():
     assert "evaluate" not in steps(has_heldout=False)
 
 
+def test_rewards_per_turn_are_read_by_the_evaluation_too():
+    assert steps(scores_turns=True)["evaluate"][3:4] == ["algorithm.turn_rewards=true"]
+
+
+def test_a_run_without_rollouts_offers_none_to_inspect():
+    assert "inspect" in steps()
+    assert "inspect" not in steps(has_rollouts=False)
+
+
 def test_secrets_are_redacted():
     lines = next_steps(
         [*WORDS, "gateway.api_key=hunter2", "reward.settings.judge={token: hunter2}"],

@@ -119,3 +119,13 @@ def test_a_file_that_is_not_that_of_the_run_is_refused(run: Path):
         settings_of(run, [], sample=False, trusts_run=True)
     assert not (run / "fired").exists()
     assert settings_of(run, ["algorithm.loss_sha256=null"], sample=False, trusts_run=True)
+
+
+def test_a_replay_keeps_the_weights_of_rewards_and_asks_no_teacher(run: Path):
+    write(
+        run, "reward.functions=[exact_match,numeric]", "reward.weights=[1.0,0.25]", "algorithm.teacher_coef=1.0",
+        f"teacher.path={run / 'gone'}",
+    )  # fmt: skip
+    config = settings_of(run, [], sample=False)
+    assert config.reward.weight_by_name == {"exact_match": 1.0, "numeric": 0.25}
+    assert config.teacher.path == str(run / "model")

@@ -17,6 +17,7 @@ from trainer.credit.targets import Logprobs
 from trainer.distributed.distributed import Distributed
 from trainer.model.critic import ActorCritic, Critic
 from trainer.model.policy import Policy
+from trainer.update.entropy_control import EntropyControl
 from trainer.update.optimizers.optimizer import make_optimizer
 from trainer.update.updater import Updater
 
@@ -61,11 +62,18 @@ def is_equal(left: list[Tensor], right: list[Tensor]) -> bool:
 def test_only_the_critic_changes_until_the_warmup_is_over() -> None:
     """With weight decay, an entropy bonus and a KL term, all of which would move the policy."""
     algorithm = AlgorithmConfig(
-        advantage="gae", critic_warmup=2, kl_coef=0.1, kl_place="loss", entropy_coef=0.01, epochs=4, critic_lambda=1.0
+        advantage="gae",
+        critic_warmup=2,
+        kl_coef=0.1,
+        kl_place="loss",
+        entropy_target=100.0,
+        epochs=4,
+        critic_lambda=1.0,
     )
     module, step = actor_critic(), batch()
     rank = TrainingRank(module)
     updater = Updater(module, rank, Config(algorithm=algorithm, optimizer=OPTIMIZER))
+    updater.entropy = EntropyControl(coef=0.01, entropy=1.0)
     old_N = torch.full((6,), -5.0)
     logprobs = Logprobs(old=Recomputed(old_N), ref_N=old_N - 0.5, values_N=torch.zeros(6))
     correction = StepCorrection.of(step, logprobs.old, CorrectionConfig(mode="off"))
@@ -86,6 +94,8 @@ def test_only_the_critic_changes_until_the_warmup_is_over() -> None:
     assert rank.of_policy[:2] == [0.0, 0.0]
     assert min(rank.of_policy[2:]) > 0
     assert not is_equal(first, parameters(module.policy))
+    grown = algorithm.entropy_coef_step * 2
+    assert abs(updater.entropy.coef - 0.01 - grown) < 1e-9, "the controller waits for the policy"
 
 
 def test_a_resumed_run_continues_its_warmup() -> None:

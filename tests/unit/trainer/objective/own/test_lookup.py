@@ -10,7 +10,7 @@ import torch
 
 from rollout.errors import ConfigError, TrainingError
 from trainer.objective.advantages import ADVANTAGES
-from trainer.objective.advantages.inputs import AdvantageInputs, Advantages
+from trainer.objective.advantages.inputs import AdvantageInputs, Advantages, TurnInputs
 from trainer.objective.declare import declared_arguments
 from trainer.objective.losses import POLICY_LOSSES
 from trainer.objective.losses.inputs import LossInputs
@@ -188,3 +188,13 @@ def test_outputs_may_be_the_records_of_built_in_functions(tmp_path: Path) -> Non
     found = advantage_named(spec)(AdvantageInputs(rewards_S=torch.ones(2), group_S=torch.zeros(2).long()))
     assert isinstance(found, Advantages)
     assert found.metrics == {"reward/zero_std_fraction": 1.0, "own/x": 1.0}
+
+
+def test_an_advantage_of_turns_has_one_entry_per_turn(tmp_path: Path) -> None:
+    code = "@advantage(needs_states=True)\ndef fn(inputs):\n    return inputs.turns.returns_K"
+    estimate = advantage_named(write(tmp_path, code))
+    turns = TurnInputs(
+        returns_K=torch.tensor([1.0, 2.0, 3.0]), rollout_K=torch.tensor([0, 0, 1]), state_K=torch.tensor([0, 1, 0])
+    )
+    found = estimate(AdvantageInputs(rewards_S=torch.zeros(2), group_S=torch.zeros(2, dtype=torch.int64), turns=turns))
+    assert found.advantages_S.tolist() == [1.0, 2.0, 3.0]
