@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from rollout.engine.protocol import MAX_SUPPORT
 from trainer.config.schema import Config
@@ -83,7 +83,8 @@ def _advantage(config: Config) -> Iterator[str]:
             f"algorithm.turn_rewards=true needs an advantage per turn, found algorithm.advantage={algorithm.advantage} "
             "for whole rollouts; set algorithm.advantage=grpo or algorithm.turn_rewards=false"
         )
-    if config.reward.settings.get("model", {}).get("by_turn") and not algorithm.turn_rewards:
+    of_model = config.reward.settings.get("model")
+    if isinstance(of_model, Mapping) and of_model.get("by_turn") and not algorithm.turn_rewards:
         yield (
             "reward.settings.model.by_turn=true gives one reward per turn, found algorithm.turn_rewards=false; set "
             "algorithm.turn_rewards=true or reward.settings.model.by_turn=false"

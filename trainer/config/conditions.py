@@ -38,16 +38,14 @@ PROJECTS = When(
     because=("logger.wandb",),
 )
 ROLLOUTS = When(instead="algorithm=grpo", holds=lambda c: c.has_rollouts, because=("algorithm.trains_on",))
-DEMONSTRATED = When(
-    instead="demonstrations.path=<messages file> or algorithm=sft", holds=lambda c: bool(c.demonstration_sets())
-)
+DEMONSTRATED = When(instead="demonstrations.path=conversations.jsonl", holds=lambda c: bool(c.demonstration_sets()))
 MIXED = When(
-    instead="demonstrations.path=<messages file>",
+    instead="demonstrations.path=conversations.jsonl",
     holds=lambda c: c.has_rollouts and c.demonstrations.path is not None,
     because=("demonstrations.path", "algorithm.trains_on"),
 )
 MIXED_SCHEDULE = When(
-    instead="demonstrations.weight_schedule=linear",
+    instead="demonstrations.path=conversations.jsonl demonstrations.weight_schedule=linear",
     holds=lambda c: MIXED.holds(c) and c.demonstrations.weight_schedule != "constant",
     because=("demonstrations.weight_schedule",),
 )
@@ -65,10 +63,10 @@ KL_IN_LOSS = When(
     instead="algorithm.kl_coef=0.05 algorithm.kl_place=loss",
     holds=lambda c: c.algorithm.kl_coef > 0 and c.algorithm.kl_place == "loss",
 )
-TEACHER = When(instead="teacher.path=<directory or hub id>", holds=lambda c: c.teacher.path is not None)
-TEACHER_SERVERS = When(instead="teacher.urls=[http://<host>:<port>]", holds=lambda c: bool(c.teacher.urls))
+TEACHER = When(instead="teacher.path=models/teacher", holds=lambda c: c.teacher.path is not None)
+TEACHER_SERVERS = When(instead="teacher.urls=[http://127.0.0.1:8000]", holds=lambda c: bool(c.teacher.urls))
 TEACHER_ENGINE = When(
-    instead="teacher.path=<directory or hub id> teacher.urls=[]",
+    instead="teacher.path=models/teacher teacher.urls=[]",
     holds=lambda c: c.teacher.path is not None and not c.teacher.urls,
 )
 DIVERGENCE = When(

@@ -84,7 +84,15 @@ COLUMNS = (
             of_rollouts=False,
             is_stage=True,
         )
-        for stage, rank in (("wait", 4), ("rollout", 4), ("reward", 5), ("score", 4), ("update", 4), ("sync", 5))
+        for stage, rank in (
+            ("wait", 4),
+            ("rollout", 4),
+            ("reward", 5),
+            ("teacher", 5),
+            ("score", 4),
+            ("update", 4),
+            ("sync", 5),
+        )
     ),
 )
 """Score, KL and length are adjacent: reward hacking shows as a score that rises together with them."""

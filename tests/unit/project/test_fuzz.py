@@ -190,7 +190,11 @@ def test_files_of_a_run_are_read_or_refused(tmp_path_factory: pytest.TempPathFac
         saved_step(run, 1)
 
 
-VERDICTS = {"call": "id", "verdicts": [{"outcome": "value", "value": 0.5, "detail": ""}], "retire": False}
+VERDICTS = {
+    "call": "id",
+    "verdicts": [{"outcome": "value", "value": 0.5, "turns": [0.5], "detail": ""}],
+    "retire": False,
+}
 
 
 @settings(max_examples=200)
@@ -200,7 +204,7 @@ def test_a_reply_of_a_reward_worker_is_read_or_it_counts_as_dead(reply: dict[str
     body = body[: len(body) - cut]
     with contextlib.suppress(isolation._Died):
         read = isolation._parse(body, "id")
-        (verdict,) = isolation._verdicts(read, 1)
+        (verdict,) = isolation._verdicts(read, [1])
         assert math.isfinite(verdict.value) == (verdict.outcome is Outcome.VALUE)
 
 

@@ -66,6 +66,7 @@ NEEDS_A_SETTING = {
     "verifiers": "env_id=<id",
 }
 """Environments that need a setting of the user, and the start of its override."""
+CONVERSATION = {"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "1"}]}
 
 
 @pytest.mark.parametrize("path", [path for path in GROUP_FILES if path.name not in NEEDS_A_SETTING], ids=str)
@@ -76,12 +77,13 @@ def test_every_config_file_composes_and_validates(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)  # optional packages count as installed
     monkeypatch.setenv("WANDB_API_KEY", "k")  # as after `wandb login`
     columns = ("question", "answer", "prompt", "problem", "solution", "query", "answers")
+    row = dict.fromkeys(columns, "1") | {"reward_model": {"ground_truth": {"target": "1"}}}
     rows = tmp_path / "all.jsonl"
-    rows.write_text(
-        json.dumps(dict.fromkeys(columns, "1") | {"reward_model": {"ground_truth": {"target": "1"}}}) + "\n"
-    )
-    heldout = f"data.heldout_path={rows}"  # for experiments with evaluation
-    config = composed(f"{path.parent}={path.name}", *complete, f"data.path={rows}", heldout)
+    rows.write_text(json.dumps(row | CONVERSATION if path.name == "sft" else row) + "\n")
+    own = [f"data.path={rows}", f"data.heldout_path={rows}"]  # the second for experiments with evaluation
+    config = composed(f"{path.parent}={path.name}", *complete, *own)
+    if path.name.startswith("opd"):
+        config.teacher.path = config.model.path
     if "model" in config.reward.settings:
         config.reward.settings["model"]["path"] = config.model.path
     validate(config)

@@ -34,6 +34,7 @@ ENTRIES = {
     "algorithm.advantage_settings": ("eps", 0.1),
     "algorithm.loss_settings": ("sharpness", 0.1),
     "data.columns": ("prompt", "question"),
+    "demonstrations.columns": ("messages", "conversation"),
     "data.sources": ("mine", {"path": "rows.jsonl"}),
     "data.sources.mine.columns": ("prompt", "question"),
     "model.adapters": ("last", "runs/first/model/adapter"),

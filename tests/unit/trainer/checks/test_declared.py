@@ -81,6 +81,16 @@ REFUSED = [
         "does nothing in training; set it for scripts/evaluate.py or scripts/serve.py, or model.lora.path to train an "
         "adapter further, or model.adapters={}",
     ),
+    ("demonstrations.rows_per_update=3", "set demonstrations.path=conversations.jsonl, or demonstrations.rows_per"),
+    ("demonstrations.split=test", "set demonstrations.path=conversations.jsonl, or demonstrations.split="),
+    ("demonstrations.weight=2", "set demonstrations.path=conversations.jsonl, or demonstrations.weight="),
+    ("demonstrations.final_weight=2", "demonstrations.weight_schedule=linear, or demonstrations.final_weight="),
+    ("algorithm.teacher_divergence_coef=2", "set algorithm.teacher_divergence=reverse"),
+    ("algorithm.teacher_divergence_beta=0.3", "set algorithm.teacher_divergence=jsd"),
+    ("teacher.api_key_env=KEY", "set teacher.urls=[http://127.0.0.1:8000], or teacher.api_key_env="),
+    ("teacher.dtype=bfloat16", "set teacher.path=models/teacher, or teacher.dtype=float32"),
+    ("teacher.kv_cache_gib=1", "set teacher.path=models/teacher teacher.urls=[], or teacher.kv_cache_gib=null"),
+    ("teacher.urls=[http://127.0.0.1:8001]", "set teacher.path=models/teacher"),
     ("eval.output=a.json", "does nothing in training; set it for scripts/evaluate.py, or eval.output=null"),
 ]
 COUNTS = [
@@ -133,6 +143,7 @@ def test_the_suggested_overrides_fulfill_the_condition(name: str) -> None:
 def test_every_condition_is_covered_by_a_refused_setting() -> None:
     changed = {word.partition("=")[0] for words, _ in REFUSED for word in words.split()}
     conditions = {id(declared.when): declared.when.instead for declared in CONDITIONAL.values()}
+    changed.add("demonstrations.path")  # refused with algorithm=sft: tests/unit/trainer/checks/test_without_rollouts.py
     tried = {id(CONDITIONAL[name].when) for name in changed & CONDITIONAL.keys()}
     derived = {id(CONDITIONAL[f"algorithm.{name}"].when) for name in declared_arguments()}
     assert not [instead for key, instead in conditions.items() if key not in tried | derived]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from trainer.checks.declared import unused_problems
 from trainer.checks.without_rollouts import demonstration_row_problems, without_rollouts_problems
 from trainer.config.schema import AlgorithmConfig, Config
 
@@ -52,3 +53,11 @@ def test_the_first_row_must_be_a_conversation_also_of_mixed_demonstrations(
     mixed = Config()
     mixed.demonstrations.path = made.data.path
     assert sentence in next(demonstration_row_problems(mixed))
+
+
+def test_demonstrations_beside_rollouts_are_refused_without_rollouts(tmp_path: Path) -> None:
+    made = config(tmp_path / "rows.jsonl", TALK)
+    made.demonstrations.path = "more.jsonl"
+    (sentence,) = unused_problems(made)
+    assert "demonstrations.path=more.jsonl does nothing" in sentence
+    assert "set algorithm=grpo" in sentence

@@ -178,9 +178,10 @@ def test_the_commands_at_the_top_of_an_experiment_are_accepted(file: Path, tmp_p
     (tmp_path / "config.json").write_text("{}")
     rows = tmp_path / "rows.jsonl"
     columns = ("prompt", "question", "answer", "problem", "solution", "query", "answers")
-    rows.write_text(
-        json.dumps(dict.fromkeys(columns, "1") | {"reward_model": {"ground_truth": {"target": "1"}}}) + "\n"
-    )
+    row: dict[str, object] = dict.fromkeys(columns, "1") | {"reward_model": {"ground_truth": {"target": "1"}}}
+    if file.stem == "sft":
+        row["messages"] = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "1"}]
+    rows.write_text(json.dumps(row) + "\n")
     checked = 0
     for script, *overrides in commands(file):
         if script == "scripts/train_reward_model.py":
