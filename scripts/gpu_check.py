@@ -62,9 +62,16 @@ def _in_words(measured: dict[str, Any]) -> str:
 
 def reason_to_skip(check: Check, *, rehearses: bool, num_gpus: int) -> str | None:
     """Return why this machine cannot run the check; None if it can."""
+    if rehearses and check.needs_vnni and not has_vnni():
+        return "needs a GPU, or a CPU with VNNI"
     if rehearses:
         return None if check.rehearses else "needs a GPU"
     return None if num_gpus >= check.num_gpus else f"needs {check.num_gpus} GPUs"
+
+
+def has_vnni() -> bool:
+    """Return True if the CPU has instructions for int8 products."""
+    return "vnni" in Path("/proc/cpuinfo").read_text()
 
 
 def run_check(check: Check, directory: Path, *, rehearses: bool) -> Result:

@@ -15,7 +15,6 @@ from scripts.gpu_checks.measured import Measured, above, equal
 from scripts.gpu_checks.subject import Subject
 from trainer.engines.run_engines import check_allocator
 
-KERNELS = {"cuda": "vllm._C_stable_libtorch", "cpu": "vllm._C"}
 DRIVER, NCCL = 580, (2, 29, 7)
 """Least driver for CUDA 13, and least NCCL that vLLM's transfer between processes accepts."""
 
@@ -23,7 +22,7 @@ DRIVER, NCCL = 580, (2, 29, 7)
 def environment(subject: Subject) -> list[Measured]:
     found = [
         equal("build of torch for", (torch.version.cuda or "CPU").partition(".")[0], subject.pick("13", "CPU")),
-        equal("kernels of vLLM", _imported(KERNELS[subject.device]), "loaded"),
+        equal("kernels of vLLM", _imported(_kernels(subject.device)), "loaded"),
         equal("allocator of torch", _allocator(), "shares memory"),
     ]
     if subject.rehearses:
@@ -42,11 +41,21 @@ def environment(subject: Subject) -> list[Measured]:
     ]
 
 
+def _kernels(device: str) -> str:
+    """Return vLLM's module of kernels for this device. For a CPU it has three builds; others end the process."""
+    if device == "cuda":
+        return "vllm._C_stable_libtorch"
+    if not torch.cpu._is_avx512_supported():
+        return "vllm._C_AVX2"
+    return "vllm._C" if torch.cpu._is_avx512_bf16_supported() else "vllm._C_AVX512"
+
+
 def _imported(module: str) -> str:
     try:
         importlib.import_module(module)
     except ImportError as error:
-        return str(error)
+        # vLLM's builds for other CPUs have the name of the first one inside, after whose load Python refuses it.
+        return "loaded" if "does not define module export function" in str(error) else str(error)
     return "loaded"
 
 

@@ -166,19 +166,19 @@ class Batch:
 
 BATCHES = (
     Batch(name="calculator", make_environment=TwoQuestions, num_rollouts=310, max_tokens=48, temperature=1.0),
-    Batch(name="adversary", make_environment=Adversary, num_rollouts=300, max_tokens=48, temperature=1.0),
+    Batch(name="adversary", make_environment=Adversary, num_rollouts=340, max_tokens=48, temperature=1.0),
     Batch(name="cut off", make_environment=Adversary, num_rollouts=200, max_tokens=7, temperature=0.7),
-    Batch(name="garbage", make_environment=Adversary, num_rollouts=120, max_tokens=24, temperature=1.5),
+    Batch(name="garbage", make_environment=Adversary, num_rollouts=180, max_tokens=24, temperature=1.5),
     Batch(
         name="template history",
         make_environment=Adversary,
-        num_rollouts=80,
+        num_rollouts=120,
         max_tokens=24,
         temperature=1.5,
         history="template",
     ),
 )
-"""Sample a thousand rollouts."""
+"""Sample a thousand rollouts and more: how many branch depends on the CPU on which the demo's model was made."""
 
 
 @pytest.fixture(scope="module")
@@ -297,7 +297,7 @@ def test_a_thousand_rollouts_are_trained_as_sampled(
     mean = torch.cat(differences).double().mean().item()
     with capsys.disabled():
         print("", *report, f"{total} {dict(seen)} mean {mean:.2e}", sep="\n")
-    assert total.rollouts == 1010  # in some the context is full after the first turn
+    assert total.rollouts == 1150  # in some the context is full after the first turn
     assert total.matched == total.trained == total.sampled > 20_000
     assert mean < MAX_MEAN_DIFFERENCE
     for kind, least in (
