@@ -99,11 +99,18 @@ def read_given(directory: Path) -> dict[str, StepBatch]:
     """Read the rows of other components in a dump, by name. Raises `DataError` if they are damaged."""
     try:
         return {
-            path.name.removeprefix(_GIVEN).removesuffix(_SUFFIX): decode(read_plain(path))
+            path.name.removeprefix(_GIVEN).removesuffix(_SUFFIX): decode(_read_file(path))
             for path in sorted(directory.glob(f"{_GIVEN}*{_SUFFIX}"))
         }
     except UNREADABLE as error:
         raise DataError(f"{directory} is not a dumped batch: {type(error).__name__}: {error}") from error
+
+
+def _read_file(path: Path) -> bytes:
+    """Read a regular file; anything else, such as a pipe, could wait forever."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path.name} is no regular file")
+    return path.read_bytes()
 
 
 def read_attempt(directory: Path) -> Attempt:
