@@ -109,7 +109,7 @@ def read_given(directory: Path) -> dict[str, StepBatch]:
 def _read_file(path: Path) -> bytes:
     """Read a regular file; anything else, such as a pipe, could wait forever."""
     if not path.is_file():
-        raise FileNotFoundError(f"{path.name} is no regular file")
+        raise FileNotFoundError(f"{path.name} is not a regular file")
     return path.read_bytes()
 
 
