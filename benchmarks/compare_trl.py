@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.curves import CurveFile, draw
-from harness.results import argument_parser, machine, report
+from harness.results import argument_parser, machine, report, table
 from harness.turns import Opponent
 from harness.workloads import COMPARED, PEER_ENGINES, ROOT, WORKLOADS, RealWorkload, Workload
 
@@ -163,6 +163,14 @@ def summary(
     return rows, ratio
 
 
+def stages(turns: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the median time of each stage that a side reports [s], and of the rest of an update."""
+    names = [name for name in turns[-1] if name.startswith("time/") and name != "time/step"]
+    medians = {name.removeprefix("time/"): statistics.median(turn.get(name, 0.0) for turn in turns) for name in names}
+    whole = statistics.median(turn["seconds"] for turn in turns)
+    return medians | {"the rest of an update": whole - sum(medians.values())}
+
+
 def curve(turns: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
     """Return (seconds since the start of the first update, mean reward) of each update."""
     seconds = accumulate(turn["seconds"] for turn in turns)
@@ -263,7 +271,7 @@ def main() -> None:
     updates = 2 if args.quick else args.curve or args.updates
     (ROOT / "runs").mkdir(exist_ok=True)
     rows: list[dict[str, object]] = []
-    ratios, curves = {}, {}
+    ratios, curves, of_stages = {}, {}, {}
     for name in names:
         COMPARED[name].prepare()
         pair = Pair(workload=COMPARED[name], engine=args.peer_engine, ranks=args.ranks, threads=threads)
@@ -277,14 +285,23 @@ def main() -> None:
         of_workload, ratios[name] = summary(COMPARED[name], said, chosen)
         rows += of_workload
         curves[name] = {side: curve(said[side]) for side in SIDES}
+        of_stages[name] = stages(said["lockstep"][1:])
     numbers = {headline: ratios[name] for headline, name in HEADLINES.items() if name in ratios}
     others = {f"{name}_ratio": ratio for name, ratio in ratios.items() if name not in HEADLINES.values()}
+    if of_stages:
+        print("\nStages of Lockstep's updates, medians [s]:")
+        print(table([{"workload": name, **seconds} for name, seconds in of_stages.items()]))
     report(
         "compare_trl",
         rows,
         numbers | others,
         as_json=args.json,
-        details={"peer_engine": args.peer_engine, "ranks": args.ranks, "curves": curves if args.curve else {}},
+        details={
+            "peer_engine": args.peer_engine,
+            "ranks": args.ranks,
+            "curves": curves if args.curve else {},
+            "stages": of_stages,
+        },
     )
 
 

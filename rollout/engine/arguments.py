@@ -83,6 +83,15 @@ def engine_arguments(
             "installed: pip install torchvision, on a machine without a GPU with "
             "--index-url https://download.pytorch.org/whl/cpu"
         )
+    if text.model_type == "llama4_text":
+        # vLLM scales queries only for contexts above 32,768 tokens, unless the generation config says otherwise.
+        arguments["override_generation_config"] = {"attn_temperature_tuning": bool(text.attn_temperature_tuning)}
+        if is_cpu and text.attention_chunk_size % CPU_BLOCK_TOKENS:
+            raise ConfigError(
+                f"{path} attends in chunks of {text.attention_chunk_size} tokens, and vLLM needs a multiple of "
+                f"{CPU_BLOCK_TOKENS} on a CPU; set attention_chunk_size to one in its config.json, or model.path to "
+                "another model"
+            )
     if text.model_type == "olmoe" and text.norm_topk_prob:
         raise ConfigError(
             f"{path} normalizes the weights of the chosen experts (norm_topk_prob=true), which vLLM does not do for "

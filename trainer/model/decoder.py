@@ -22,7 +22,7 @@ from rollout.errors import ConfigError
 from trainer.batch.packing import PackedBatch
 from trainer.config.launcher import COMPILE_UNDER_ZERO3
 from trainer.config.schema import ATTENTIONS, Config
-from trainer.model.layers import packed_attention, recurrent
+from trainer.model.layers import chunked_attention, packed_attention, recurrent
 from trainer.model.quantized_base import refuse_quantized
 
 AUTO = "auto"
@@ -33,12 +33,6 @@ PACKABLE_LAYERS = frozenset(
 )
 """Layer types, as transformers names them, whose rows can be kept apart in a pack: by attention, by
 trainer/model/layers/recurrent.py, or because they do not mix tokens."""
-
-REFUSED = {
-    "llama4_text": "attend in chunks of positions and scale queries by their place in the pack, neither of which "
-    "restarts with a row",
-}
-"""Causes to refuse a `model_type`: how its layers compute, which rows of a pack cannot have each by itself."""
 
 _RANDOM = ("dropout", "drop_rate", "pdrop", "layerdrop", "jitter")
 """Substrings of config fields and module attributes that make a forward pass random."""
@@ -99,6 +93,8 @@ def prepare(
 
     Raises `ConfigError` if rows cannot be kept apart in a pack of this model.
     """
+    refuse_architecture(model.config)
+    chunked_attention.adapt(model)
     refuse_unpackable(model)
     packed_attention.register()
     recurrent.isolate_rows(model)
@@ -186,12 +182,10 @@ def refuse_architecture(config: PreTrainedConfig) -> None:
             f"model type {config.model_type} is an encoder-decoder; expected a decoder-only causal language model "
             "(for example Qwen3, Llama, Gemma, Mistral): set model.path to one"
         )
-    if text.model_type in REFUSED:
-        raise ConfigError(
-            f"the layers of model type {text.model_type} {REFUSED[text.model_type]}; expected layers that compute each "
-            "row of a pack by itself: set model.path to a model of a family in docs/models.md"
-        )
-    unpackable = sorted(set(getattr(text, "layer_types", None) or ()) - PACKABLE_LAYERS)
+    packable = PACKABLE_LAYERS | (
+        {chunked_attention.CHUNKED} if text.model_type == chunked_attention.MODEL_TYPE else set()
+    )
+    unpackable = sorted(set(getattr(text, "layer_types", None) or ()) - packable)
     if unpackable:
         raise ConfigError(
             f"model type {config.model_type} has layers of type {', '.join(unpackable)}, whose rows cannot be kept "
@@ -200,8 +194,7 @@ def refuse_architecture(config: PreTrainedConfig) -> None:
 
 
 def refuse_unpackable(model: PreTrainedModel) -> None:
-    """Raise ConfigError if the model cannot keep rows of a pack apart."""
-    refuse_architecture(model.config)
+    """Raise ConfigError if the layers of the model cannot keep rows of a pack apart."""
     name = type(model).__name__
     if not model._can_set_attn_implementation():
         raise ConfigError(
@@ -228,6 +221,14 @@ def choose_attention(requested: str, model: PreTrainedModel, compute_dtype: torc
     half = dtype in (torch.bfloat16, torch.float16)
     if requested == AUTO:
         return packed_attention.PACKED_ROWS
+    if (
+        requested != packed_attention.PACKED_ROWS
+        and model.config.get_text_config().model_type == chunked_attention.MODEL_TYPE
+    ):
+        raise ConfigError(
+            f"attn_implementation={requested}: in a pack it counts the chunks and positions of Llama 4 from the first "
+            f"row; set model.attn_implementation={packed_attention.PACKED_ROWS}"
+        )
     if requested.startswith("flash_attention") and not half:
         raise ConfigError(
             f"attn_implementation={requested} needs bfloat16 or float16, found {dtype}: "

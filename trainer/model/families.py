@@ -59,6 +59,9 @@ FAMILIES = (
         merges_adapters=True,
     ),
     Family("MiniMax-M2", ("minimax_m2",), "experts, correction bias", has_experts=True),
+    Family(
+        "Llama 4, text", ("llama4_text",), "experts, a shared expert, chunks", has_experts=True, merges_adapters=True
+    ),
     Family("Falcon-H1", ("falcon_h1",), "Mamba-2 beside attention", is_recurrent=True),
     Family("Nemotron-H", ("nemotron_h",), "Mamba-2", is_recurrent=True),
     Family(

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
+from transformers.models.llama4.modeling_llama4 import Llama4Router
 
 from rollout.engine.adapters import RANKS, AdapterSettings, buffer_rank
 from rollout.engine.protocol import BASE, POLICY
@@ -238,16 +239,24 @@ def default_targets(model: PreTrainedModel) -> str | list[str]:
     return sorted(_linear_names(model) - left_out)
 
 
+def _linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Return all linear layers by name. Routers that give several tensors (Llama 4) are none for peft."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and not isinstance(module, Llama4Router)
+    }
+
+
 def _linear_names(model: PreTrainedModel) -> set[str]:
     """Return the last parts of the names of all linear layers but the head."""
     head = model.get_output_embeddings()
-    linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head)
-    return {name.rpartition(".")[2] for name in linear}
+    return {name.rpartition(".")[2] for name, module in _linear_layers(model).items() if module is not head}
 
 
 def _check_targets(model: PreTrainedModel, wanted: list[str]) -> None:
     head = model.get_output_embeddings()
-    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    linear = _linear_layers(model)
     for target in wanted:
         matching = [name for name in linear if name == target or name.endswith(f".{target}")]
         if OF_EXPERTS & {target} and any(".experts." in name for name, _ in model.named_parameters()):

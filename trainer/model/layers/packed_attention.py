@@ -8,8 +8,9 @@ batches of similar lengths were 1.6 to 2.5 times slower.
 If rows share prefixes (trainer/batch/prefixes.py), a row's call has the queries of its own stretch, and its keys are
 preceded by those of its prefix, which other rows have computed.
 
-Covered: grouped-query heads, sliding windows, softcapped scores (Gemma 2), attention sinks (gpt-oss).
-Not covered: non-causal attention, chunked attention, position biases, attention dropout (the policy has none).
+Covered: grouped-query heads, sliding windows, softcapped scores (Gemma 2), attention sinks (gpt-oss), chunks and scaled
+queries (Llama 4).
+Not covered: non-causal attention, position biases, attention dropout (the policy has none).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from transformers.masking_utils import sdpa_mask
 from trainer.batch.packing import PackedBatch
 from trainer.batch.prefixes import Prefix
 from trainer.model.layers import varlen_attention
+from trainer.model.layers.chunked_attention import QueryScale, chunks
 
 PACKED_ROWS = "packed_rows"
 """Name of the implementation in transformers' registry (`attn_implementation`)."""
@@ -69,6 +71,8 @@ def packed_rows_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    chunk_size: int | None = None,
+    query_scale: QueryScale | None = None,
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -84,12 +88,20 @@ def packed_rows_attention(
         sliding_window: a token sees itself and the `sliding_window - 1` tokens before it.
         softcap: scores become softcap · tanh(score / softcap).
         s_aux: (heads,) logit of the attention sink, which takes probability but has no value.
+        chunk_size: a token sees the tokens of its own chunk of this many positions up to itself; the mask of a plain
+            batch already says so.
+        query_scale: factor of each query by its position in its row.
         dropout: must be 0 for packs.
         kwargs: further arguments of transformers; used for plain batches only.
 
     Returns:
         (1, L, heads, head_dim) and None (no attention weights).
     """
+    if query_scale is not None:
+        places = torch.arange(query.shape[2], device=query.device) if packed is None else packed.position_ids
+        query = (query * query_scale.at(places)[:, None]).to(query.dtype)
+    if packed is not None and chunk_size is not None:
+        packed = chunks(packed, chunk_size)
     written_out = softcap is not None or s_aux is not None  # SDPA kernels support neither
     if packed is None:
         if not written_out:

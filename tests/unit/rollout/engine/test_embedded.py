@@ -74,6 +74,19 @@ def test_an_olmoe_that_vllm_computes_in_another_way_is_refused(tmp_path: Path) -
         arguments(tmp_path, is_cpu=True)
 
 
+@pytest.mark.parametrize("is_tuned", [True, False])
+def test_llama_4_scales_queries_as_its_config_says(is_tuned: bool, tmp_path: Path) -> None:
+    config = FAMILIES["llama4"]()
+    config.attn_temperature_tuning = is_tuned
+    config.save_pretrained(tmp_path)
+    assert arguments(tmp_path, is_cpu=True)["override_generation_config"] == {"attn_temperature_tuning": is_tuned}
+    config.attention_chunk_size = 48
+    config.save_pretrained(tmp_path)
+    assert "override_generation_config" in arguments(tmp_path, is_cpu=False)
+    with pytest.raises(ConfigError, match=r"chunks of 48 tokens.* multiple of 32 on a CPU; set attention_chunk_size"):
+        arguments(tmp_path, is_cpu=True)
+
+
 def test_a_float32_head_is_what_vllm_reads_from_the_setting(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, tied=True)
     overrides = arguments(tmp_path, is_cpu=False)["hf_overrides"]

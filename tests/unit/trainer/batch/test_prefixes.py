@@ -238,8 +238,8 @@ def test_shared_prefixes_give_the_gradient_of_policy_and_critic(critic: str, bat
     assert_equal_gradients(module, batch, "ppo")
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3", "mistral", "gpt_oss", "qwen3_moe"])
-def test_windows_softcaps_sinks_and_experts_keep_the_gradient(family: str, batch: StepBatch) -> None:
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3", "mistral", "gpt_oss", "qwen3_moe", "llama4"])
+def test_windows_softcaps_sinks_chunks_and_experts_keep_the_gradient(family: str, batch: StepBatch) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(FAMILIES[family]())
     assert_equal_gradients(Policy(model), batch, "grpo", tolerance=1e-5)
