@@ -67,8 +67,8 @@ def _leak(subject: Subject, earned: Earned, column: str) -> Finding:
     if len(own) >= min(2, len(prompts)) and share > max(0.25, 2 * chance):
         sentence = (
             f"the prompt, as the model reads it, has the value of column {column!r} in {len(own)} of {len(prompts)} "
-            f"rows ({shown}; other rows' values: {chance:.0%}), so the model can copy it. Take it out; if the task is to "
-            f"find it in a text, add --accept '{LEAK}'."
+            f"rows ({shown}; other rows' values: {chance:.0%}), so the model can copy it. Take it out; if the task is "
+            f"to find it in a text, add --accept '{LEAK}'."
         )
         return failure(LEAK, sentence, measured)
     sentence = f"some prompts have the value of column {column!r} as a word ({shown}); this may be chance."

@@ -84,8 +84,8 @@ def _same(check: str, before: Sequence[Rollout], after: Sequence[Rollout]) -> Fi
     first, text = found[0]
     sentence = (
         f"played again with the same sampled tokens, {len(found)} of {len(before)} episodes differ. First in that of "
-        f"row {first.group_id}: {text}. Draw random numbers from a generator that the data row seeds, read no clock, and "
-        "keep no state outside the episode."
+        f"row {first.group_id}: {text}. Draw random numbers from a generator that the data row seeds, read no clock, "
+        "and keep no state outside the episode."
     )
     return failure(check, sentence, measured)
 
