@@ -50,6 +50,10 @@ class SearchError(LockstepError, RuntimeError):
     """A search server does not answer, or its answer cannot be used."""
 
 
+class ToolServerError(LockstepError, RuntimeError):
+    """A server of tools is gone, or its answer cannot be used; the model reads it as the result of its call."""
+
+
 class RewardError(LockstepError, RuntimeError):
     """Rewards fail too often to continue."""
 

@@ -16,6 +16,7 @@ from rollout.environments.mixed import AnyEnvironment, Mixed
 from rollout.environments.search import SearchEnvironment
 from rollout.environments.single_turn import SingleTurn
 from rollout.environments.subagents import SubAgents
+from rollout.environments.tool_servers.mcp import McpEnvironment
 from rollout.environments.tools import ToolEnvironment
 from rollout.environments.user import SimulatedUser
 from rollout.errors import ConfigError
@@ -41,6 +42,7 @@ def make_environment(name: str, **settings: Any) -> AnyEnvironment:
 ENVIRONMENTS: dict[str, Callable[..., AnyEnvironment]] = {
     "single_turn": SingleTurn,
     "tools": ToolEnvironment,
+    "mcp": McpEnvironment,
     "search": SearchEnvironment,
     "user": SimulatedUser,
     "mixed": partial(Mixed, make=make_environment),

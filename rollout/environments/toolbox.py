@@ -13,7 +13,7 @@ import inspect
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -22,7 +22,7 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 
 from rollout.chat.tool_calls import refuse_constant
-from rollout.errors import ConfigError
+from rollout.errors import ConfigError, ToolServerError
 from rollout.records import Message
 from rollout.safe_text import error_text
 from rollout.system.deadline import DeadlineExceeded, TooManyAbandoned, call_with_deadline, function_name
@@ -50,8 +50,20 @@ class ToolFault(StrEnum):
     """The function raised, or its result cannot be written as text."""
     TIMEOUT = "timeout"
     """The function did not return in time; a sync one may still be running."""
+    SERVER = "server"
+    """The server of the tool is gone, or its answer cannot be used."""
     TOO_MANY = "too_many"
     """The turn has more than `MAX_CALLS` calls; one result for all further ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadyTool:
+    """A tool with its schema, in place of a Python function that is described by its signature."""
+
+    schema: Mapping[str, Any]
+    """In the OpenAI form, with a valid JSON schema in `parameters`."""
+    call: Callable[[Mapping[str, Any]], Awaitable[str]]
+    """Function of the arguments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +88,7 @@ class Toolbox:
         functions: Sequence[ToolFunction],
         *,
         files: Sequence[str] = (),
+        ready: Sequence[ReadyTool] = (),
         timeout_s: float = 10.0,
         max_result_chars: int = 8192,
     ):
@@ -83,18 +96,21 @@ class Toolbox:
 
         files: more functions, as `path/to/file.py:name,other`. The files run with all the rights of this process: name
         only files that you would run yourself.
-        timeout_s: wall-clock limit of each call. max_result_chars: longer results are cut, with a note that says so.
+        ready: tools that are described already. timeout_s: wall-clock limit of each call.
+        max_result_chars: longer results are cut, with a note that says so.
         """
         functions = [*functions, *itertools.chain(*map(load_functions, files))]
         # Methods are described once for their class, not for every episode's instance.
         described = [_describe(function.__func__ if inspect.ismethod(function) else function) for function in functions]
+        described += [(tool.schema, Draft202012Validator(tool.schema["function"]["parameters"])) for tool in ready]
         self.schemas = [schema for schema, _ in described]
         """In the OpenAI form: {"type": "function", "function": {"name", "description", "parameters"}}."""
         names = [schema["function"]["name"] for schema in self.schemas]
         for name, count in Counter(names).items():
             if count > 1:
                 raise ConfigError(f"{count} tools are named {name!r}; rename all but one of the functions")
-        self._functions = dict(zip(names, functions, strict=True))
+        calls = [*functions, *(_by_keyword(tool.call) for tool in ready)]
+        self._functions = dict(zip(names, calls, strict=True))
         self._validators = dict(zip(names, (validator for _, validator in described), strict=True))
         self._timeout_s = timeout_s
         self._max_result_chars = max_result_chars
@@ -147,6 +163,8 @@ class Toolbox:
         finished = await call_with_deadline(tool, timeout_s=self._timeout_s)
         if isinstance(finished.error, DeadlineExceeded | TooManyAbandoned):
             return _error_text(f"{name} timed out: {finished.error}"), ToolFault.TIMEOUT
+        if isinstance(finished.error, ToolServerError):
+            return _error_text(f"{name}: {finished.error}"), ToolFault.SERVER
         if finished.error is not None:
             return _exception_text(finished.error), ToolFault.EXCEPTION
         try:
@@ -169,6 +187,13 @@ def count_results(results: Sequence[ToolResult]) -> dict[str, int]:
         "tool_errors": len(faults),
         **{f"tool_errors_{fault}": count for fault, count in Counter(faults).items()},
     }
+
+
+def _by_keyword(call: Callable[[Mapping[str, Any]], Awaitable[str]]) -> ToolFunction:
+    async def called(**arguments: Any) -> str:
+        return await call(arguments)
+
+    return called
 
 
 @functools.lru_cache(maxsize=256)

@@ -40,6 +40,10 @@ class BackgroundLoop:
             future.cancel()
             raise
 
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Start a coroutine and return its future, for callers in another event loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
     def close(self) -> None:
         """Cancel all tasks and end the thread. Closing twice is allowed."""
         if self._loop.is_closed():

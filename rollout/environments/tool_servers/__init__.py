@@ -1,0 +1,1 @@
+"""Tools of MCP servers: their settings, connections with limits, and the environment that offers them."""
