@@ -31,6 +31,8 @@ CONNECT_S = 30.0
 """Time limit for connecting to an address [s]. Answers have the time limit of their call."""
 EXIT_S = 2.0
 """Time for a server to end by itself after its input is closed [s]."""
+MAX_UNREADABLE = 1000
+"""Lines of a server's output that may be something else than messages."""
 
 
 class TooLong(Exception):
@@ -82,12 +84,13 @@ async def _read_lines(process: asyncio.subprocess.Process, incoming: Any, log: I
     assert process.stdout is not None
     with contextlib.suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):
         async with incoming:
+            num_unreadable = 0
             try:
-                while line := await process.stdout.readline():
+                while (line := await process.stdout.readline()) and num_unreadable < MAX_UNREADABLE:
                     try:
                         message = SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False))
-                    except ValueError as error:
-                        await incoming.send(error)
+                    except ValueError:
+                        num_unreadable += 1  # a server that prints
                     else:
                         await incoming.send(message)
             except ValueError:  # of `readline`: the limit
@@ -110,11 +113,20 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     """Close the server's input, wait for its end, and kill what is left of its group."""
     assert process.stdin is not None
     process.stdin.close()
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(EXIT_S):
-            await process.wait()
-    _kill(process)
-    await process.wait()
+    for is_killed in (False, True):
+        if is_killed:
+            _kill(process)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(EXIT_S):
+                await asyncio.gather(_discard(process), process.wait())
+                return
+
+
+async def _discard(process: asyncio.subprocess.Process) -> None:
+    """Read the rest of the output: asyncio sees the end of a process only after that of its pipes."""
+    assert process.stdout is not None
+    while await process.stdout.read(1 << 16):
+        pass
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:
