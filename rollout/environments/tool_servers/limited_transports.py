@@ -22,7 +22,7 @@ import httpx2
 from mcp.client.stdio import get_default_environment
 from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.message import SessionMessage
-from mcp_types import jsonrpc_message_adapter
+from mcp.types import jsonrpc_message_adapter
 
 from rollout.environments.tool_servers.server_settings import ServerSettings
 from rollout.system import bound_process

@@ -129,7 +129,7 @@ class ToolServer:
 
     async def _is_closed(self, error: Any, client: Any) -> bool:
         """Return True if the other side has closed the connection; then the next call connects again."""
-        from mcp_types import CONNECTION_CLOSED
+        from mcp.types import CONNECTION_CLOSED
 
         if error.code != CONNECTION_CLOSED:
             return False
@@ -214,7 +214,7 @@ def result_text(result: Any) -> str:
 
     Raises `ToolCallError` if the tool reports an error, `ToolServerError` if it has no text to read.
     """
-    from mcp_types import EmbeddedResource, TextContent, TextResourceContents
+    from mcp.types import EmbeddedResource, TextContent, TextResourceContents
 
     texts, others = [], []
     for block in result.content:
@@ -242,7 +242,7 @@ async def _awaited(work: Callable[[], Awaitable[T]]) -> T:
 
 async def _all_tools(client: Any) -> list[Any]:
     """Return the tools of all pages."""
-    from mcp_types import PaginatedRequestParams
+    from mcp.types import PaginatedRequestParams
 
     tools, cursor, pages = [], None, 0
     while cursor is not None or not pages:

@@ -33,7 +33,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 def commands() -> list[list[str]]:
     found = [command for block in bash_blocks(DOCS / "environments.md") for command in block.commands]
-    return [shlex.split(command)[2:] for command in found]
+    return [shlex.split(command)[2:] for command in found if "scripts/train.py" in command]
 
 
 @pytest.fixture
