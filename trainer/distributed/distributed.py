@@ -9,6 +9,7 @@ denominator per optimizer step ("Reinforcement Learning Loss Normalization", not
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import math
@@ -53,6 +54,12 @@ CONTROL_TIMEOUT = timedelta(hours=2)
 """Bound of the longest rollout phase: ranks without an engine wait for rank 0's rows while it samples."""
 NCCL_TIMEOUT = timedelta(minutes=20)
 """Bound of a collective of the model, after which the ranks of one that failed end too."""
+CLAIM_BYTES = 8
+"""Length of the digest by which ranks compare claims."""
+
+
+class RanksDiffer(Exception):
+    """Ranks make different claims; raised on all of them, and handled by the caller that made the claim."""
 
 
 class Distributed:
@@ -226,8 +233,11 @@ class Distributed:
             with self._accelerator.no_sync(self.module):
                 yield lambda loss: loss.backward()
 
-    def gradient_norm(self) -> float:
-        """Return the global gradient norm before clipping; infinite if any rank's is not finite; a collective."""
+    def gradient_norm(self, *, claim: bytes = b"") -> float:
+        """Return the global gradient norm before clipping; infinite if any rank's is not finite; a collective.
+
+        claim: must be the same on all ranks, which is seen in the same exchange. Raises `RanksDiffer` on all ranks.
+        """
         if self.zero_stage:
             from deepspeed.runtime.utils import combine_grad_norm_groups
 
@@ -239,8 +249,12 @@ class Distributed:
             gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
             norm = float(torch.nn.utils.get_total_norm(gradients))
         # Agree on it: a rank with a different verdict would step alone.
-        is_finite = torch.tensor([float(math.isfinite(norm))])
-        return norm if int(self.sum(is_finite)) == self.world_size else math.inf
+        digest = hashlib.blake2b(claim, digest_size=CLAIM_BYTES).digest()
+        bits = [float(byte >> bit & 1) for byte in digest for bit in range(8)]
+        num_finite, *ones = self.sum(torch.tensor([float(math.isfinite(norm)), *bits])).tolist()
+        if any(0 < count < self.world_size for count in ones):
+            raise RanksDiffer
+        return norm if num_finite == self.world_size else math.inf
 
     def step(self, lr: float, grad_norm: float, *, critic_only: bool = False) -> None:
         """Clip, update the parameters, clear the gradients.

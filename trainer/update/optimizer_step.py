@@ -7,7 +7,7 @@ Each token set is assigned to ranks and packs by itself, with equally many packs
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,10 +19,8 @@ from trainer.distributed.distributed import Distributed
 from trainer.score.scorer import Scorer
 from trainer.update.components import Outputs, Term, TokenSet
 from trainer.update.router_loss import RouterLoss
+from trainer.update.step_sums import StepSums
 from trainer.update.update_guard import Judgment, UpdateGuard
-
-Sums = dict[Term, dict[str, Tensor]]
-"""Sums by term and name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -67,9 +65,11 @@ class OptimizerStep:
         sums, plan_metrics = budget.attempt(
             partial(self._gradients, token_sets), lengths, discard=self._module.zero_grad
         )
-        totals = self._summed(sums)
-        grad_norm = self._distributed.gradient_norm()
-        scalars = {name: float(total) for _, name, total in _flat(totals) if total.ndim == 0}
+        grad_norm = sums.gradient_norm(self._distributed)
+        totals = sums.total(self._distributed)
+        scalars = {
+            name: float(total) for of_term in totals.values() for name, total in of_term.items() if total.ndim == 0
+        }
         judgment = self._guard.judge(scalars, grad_norm)
         if judgment.is_skipped:
             self._distributed.discard_gradients()
@@ -82,7 +82,7 @@ class OptimizerStep:
         metrics["perf/token_budget"] = float(budget.tokens)
         return Stepped(judgment=judgment, sums=scalars, grad_norm=grad_norm, metrics=metrics)
 
-    def _gradients(self, token_sets: Sequence[TokenSet], token_budget: int) -> tuple[Sums, dict[str, float]]:
+    def _gradients(self, token_sets: Sequence[TokenSet], token_budget: int) -> tuple[StepSums, dict[str, float]]:
         """Run forward and backward of this rank's share; return its sums, and the metrics of the plan."""
         plans = [self._scorer.plan(tokens.batch, tokens.rows, token_budget=token_budget) for tokens in token_sets]
         packs = [
@@ -94,7 +94,7 @@ class OptimizerStep:
             # DDP reduces in it, so that all others may run out of memory: see `TokenBudget`
             packs.append((token_sets[0], ()))
         budget = self._scorer.budget
-        sums: Sums = {term: {} for tokens in token_sets for term in tokens.terms}
+        sums = StepSums([term for tokens in token_sets for term in tokens.terms])
         seen: list[tuple[Tensor, Tensor, Tensor]] = []
         for number, (tokens, pack) in enumerate(packs):
             packed = self._scorer.packed(tokens.batch, pack)
@@ -105,23 +105,23 @@ class OptimizerStep:
             # Results stay on the device until the last microbatch: a copy would wait for the kernels queued so far.
             if tokens.seen_N is not None:
                 seen.append((tokens.seen_N, packed.token_index_T, logp_T.detach().float()))
-            for term, name, value in _flat(microbatch_sums):
-                sums[term][name] = sums[term].get(name, 0.0) + value.detach().double()
+            for term, of_term in microbatch_sums.items():
+                sums.add(term, of_term)
         for seen_N, index_T, logp_T in seen:
             seen_N[index_T] = torch.where(seen_N[index_T].isnan(), logp_T.cpu(), seen_N[index_T])
         metrics = plans[0].metrics() | {"perf/microbatches": float(sum(plan.num_microbatches for plan in plans))}
         return sums, metrics
 
-    def _loss(self, tokens: TokenSet, packed: PackedBatch) -> tuple[Tensor, Tensor, Sums]:
+    def _loss(self, tokens: TokenSet, packed: PackedBatch) -> tuple[Tensor, Tensor, dict[Term, Mapping[str, Tensor]]]:
         """Return this microbatch's share of the step's loss, its logprobs, and its sums."""
         outputs = self._forward(tokens, packed)
         # A pack without trained tokens still runs backward, through zeros: its rank takes part in every collective.
         loss = 0.0 * (outputs.logp_T.sum() + outputs.values_T.sum())
-        sums: Sums = {}
+        sums: dict[Term, Mapping[str, Tensor]] = {}
         for term in tokens.terms:
             share = term.share(outputs)
             loss = loss + share.loss
-            sums[term] = dict(share.sums)
+            sums[term] = share.sums
         return loss, outputs.logp_T, sums
 
     def _forward(self, tokens: TokenSet, packed: PackedBatch) -> Outputs:
@@ -141,20 +141,3 @@ class OptimizerStep:
             others=tuple(others),
             routers=records,
         )
-
-    def _summed(self, sums: Sums) -> Sums:
-        """Return float64 sums over ranks, on the host."""
-        entries = list(_flat(sums))
-        flat = torch.cat([torch.zeros(0).double(), *(value.reshape(-1).cpu() for *_, value in entries)])
-        parts = self._distributed.sum(flat).split([value.numel() for *_, value in entries])
-        totals: Sums = {term: {} for term in sums}
-        for (term, name, value), part in zip(entries, parts, strict=True):
-            totals[term][name] = part.view(value.shape)
-        return totals
-
-
-def _flat(sums: Sums) -> Iterator[tuple[Term, str, Tensor]]:
-    """Yield the sums of all terms in an order on which all ranks agree."""
-    for term, of_term in sums.items():
-        for name in sorted(of_term):
-            yield term, name, of_term[name]
