@@ -704,6 +704,10 @@ class Config:
         """Return True for the optimizer step after this many updates if it leaves the policy as it is."""
         return self.has_critic and update < self.algorithm.critic_warmup
 
+    def ends_warmup(self, update: int) -> bool:
+        """Return True for the first optimizer step after those of the critic alone."""
+        return self.has_critic and 0 < self.algorithm.critic_warmup == update
+
     @property
     def needs_states(self) -> bool:
         """True if the advantage estimator compares turns of equal state."""

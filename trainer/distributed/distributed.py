@@ -50,6 +50,8 @@ LR_SCALE = "lr_scale"
 """Key of an optimizer's parameter group: factor of the learning rate in `Distributed.step`."""
 IS_CRITIC = "is_critic"
 """Key of an optimizer's parameter group: True for parameters of a critic."""
+IS_HELD = "is_held"
+"""Key of an optimizer's parameter group: True in a step that leaves its parameters as they are."""
 CONTROL_TIMEOUT = timedelta(hours=2)
 """Bound of the longest rollout phase: ranks without an engine wait for rank 0's rows while it samples."""
 NCCL_TIMEOUT = timedelta(minutes=20)
@@ -259,11 +261,12 @@ class Distributed:
     def step(self, lr: float, grad_norm: float, *, critic_only: bool = False) -> None:
         """Clip, update the parameters, clear the gradients.
 
-        grad_norm: finite result of `gradient_norm`. critic_only: other parameters keep their bits (learning rate 0).
+        grad_norm: finite result of `gradient_norm`. critic_only: other parameters keep their bits (learning rate 0),
+        and their gradients must be 0.
         """
         for group in self._optimizer.param_groups:
-            is_held = critic_only and not group.get(IS_CRITIC, False)
-            group["lr"] = 0.0 if is_held else lr * group.get(LR_SCALE, 1.0)
+            group[IS_HELD] = critic_only and not group.get(IS_CRITIC, False)
+            group["lr"] = 0.0 if group[IS_HELD] else lr * group.get(LR_SCALE, 1.0)
         if self.uses_deepspeed:
             self.module.step()  # type: ignore[operator]
             return

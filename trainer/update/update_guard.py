@@ -55,6 +55,10 @@ class UpdateGuard:
             self.norms.append(grad_norm)
         return judgment
 
+    def forget_norms(self) -> None:
+        """Start the baseline of spikes again, for updates that train other parameters than the last ones."""
+        self.norms.clear()
+
     def raise_after_repeated_skips(self, update: int, last: Judgment) -> None:
         """Raise `TrainingError` after `optimizer.max_skipped_updates` skipped updates in a row."""
         if self.in_a_row >= self._settings.max_skipped_updates:

@@ -129,6 +129,8 @@ class Updater:
         """
         rows = np.flatnonzero(np.isin(batch.layout.rollout_index, rollouts)).tolist()
         critic_only = self._config.trains_critic_alone(self.num_updates)
+        if self._config.ends_warmup(self.num_updates):
+            self.guard.forget_norms()  # norms of the critic alone say nothing about those of both
         components = () if critic_only else self.given  # they train the policy
         drawn = {one.name: one.draw() for one in components} if given is None else given
         step = RolloutStep(

@@ -25,7 +25,7 @@ from torch import nn
 from rollout.errors import ConfigError
 from trainer.config.launcher import MUON_UNDER_ZERO, NO_BITSANDBYTES
 from trainer.config.schema import OPTIMIZERS, OptimizerConfig
-from trainer.distributed.distributed import IS_CRITIC, LR_SCALE
+from trainer.distributed.distributed import IS_CRITIC, IS_HELD, LR_SCALE
 from trainer.update.optimizers.tf_adam import TFAdamW
 
 CRITIC_PREFIX = "critic."
@@ -37,9 +37,17 @@ NOT_IN_LAYERS = ("embed", "wte", "wpe", "head", "score")
 def make_optimizer(module: nn.Module, config: OptimizerConfig, *, is_sharded: bool = False) -> torch.optim.Optimizer:
     """Make the configured optimizer over the parameters of an unprepared module that require gradients.
 
-    is_sharded: True if ranks hold parts of the optimizer's state (ZeRO). Raises `ConfigError` for `adamw_8bit` without
-    bitsandbytes or a GPU, and for `muon` on sharded state.
+    A step that holds a group (`Distributed.step`) does not count as a step of its parameters. is_sharded: True if ranks
+    hold parts of the optimizer's state (ZeRO). Raises `ConfigError` for `adamw_8bit` without bitsandbytes or a GPU, and
+    for `muon` on sharded state.
     """
+    made = _made(module, config, is_sharded=is_sharded)
+    for part in made.parts if isinstance(made, Together) else [made]:
+        part.register_step_post_hook(_uncount_held)
+    return made
+
+
+def _made(module: nn.Module, config: OptimizerConfig, *, is_sharded: bool) -> torch.optim.Optimizer:
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     lr = config.peak_lr
     critic_scale = (config.critic_lr or lr) / lr
@@ -86,6 +94,7 @@ def parameter_groups(
             "weight_decay": weight_decay if is_matrix else 0.0,
             LR_SCALE: critic_scale if is_critic else 1.0,
             IS_CRITIC: is_critic,
+            IS_HELD: False,
         }
         for (is_critic, is_matrix), parameters in groups.items()
     ]
@@ -116,6 +125,16 @@ class Together(torch.optim.Optimizer):
     def _share_groups(self) -> None:
         """Expose the parts' own groups, so that a learning rate set there reaches them."""
         self.param_groups = list(chain.from_iterable(part.param_groups for part in self.parts))
+
+
+def _uncount_held(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Take back the step of parameters in held groups. Their moments are still 0; with a count of the held steps Adam's
+    bias correction would take these zeros for gradients, and misjudge the size of the first real ones."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group.get(IS_HELD, False) else ():
+            state = optimizer.state.get(parameter, {})
+            if "step" in state:
+                state["step"] = state["step"] - 1
 
 
 def _adamw_8bit(groups: list[dict[str, Any]], adam: dict[str, Any]) -> torch.optim.Optimizer:

@@ -13,7 +13,7 @@ because all of them read eps at each step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,12 +24,14 @@ class TFAdamW(torch.optim.AdamW):
 
     def __init__(self, groups: Sequence[dict[str, Any]], *, eps: float, **settings: Any) -> None:
         super().__init__([{**group, "tf_eps": eps} for group in groups], eps=eps, **settings)
+        # A hook and no method `step`: hooks of others would run around that one and again around PyTorch's.
+        self.register_step_pre_hook(_set_epsilon)
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        for group in self.param_groups:
-            done = next((int(self.state[p]["step"]) for p in group["params"] if p in self.state), 0)
-            group["eps"] = tf_epsilon(group["tf_eps"], group["betas"][1], done + 1)
-        return super().step(closure)
+
+def _set_epsilon(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for group in optimizer.param_groups:
+        done = next((int(optimizer.state[p]["step"]) for p in group["params"] if p in optimizer.state), 0)
+        group["eps"] = tf_epsilon(group["tf_eps"], group["betas"][1], done + 1)
 
 
 def tf_epsilon(epsilon: float, beta2: float, step: int) -> float:

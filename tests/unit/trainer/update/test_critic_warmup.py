@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -96,6 +97,49 @@ def test_only_the_critic_changes_until_the_warmup_is_over() -> None:
     assert not is_equal(first, parameters(module.policy))
     grown = algorithm.entropy_coef_step * 2
     assert abs(updater.entropy.coef - 0.01 - grown) < 1e-9, "the controller waits for the policy"
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_tf"])
+def test_the_first_update_after_the_warmup_is_the_first_one_for_adam(name: str) -> None:
+    moved = {warmup: after_warmup(OptimizerConfig(name=name, lr=1e-3, weight_decay=0.1), warmup) for warmup in (0, 20)}
+    assert moved[0].norm() > 0
+    assert torch.equal(moved[20], moved[0])
+
+
+def after_warmup(settings: OptimizerConfig, warmup: int) -> Tensor:
+    """Return the movement of the policy in its first update, with the same gradients after any number of others."""
+    module = actor_critic()
+    rank = FakeRank(module, make_optimizer(module, settings))
+    first = torch.cat([tensor.flatten() for tensor in parameters(module.policy)])
+    for update in range(warmup + 1):
+        generator = torch.Generator().manual_seed(5)
+        for parameter in module.policy.parameters():
+            drawn = torch.randn(parameter.shape, generator=generator)
+            parameter.grad = drawn if update == warmup else torch.zeros_like(parameter)
+        for parameter in module.critic.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        Distributed.step(rank, 1e-3, 1.0, critic_only=update < warmup)
+    return torch.cat([tensor.flatten() for tensor in parameters(module.policy)]) - first
+
+
+def test_norms_of_the_critic_alone_are_no_baseline_for_both() -> None:
+    """Also not after a resumption in the warm-up, whose checkpoint brings its norms."""
+    settings = OptimizerConfig(lr=1e-3, spike="skip", spike_factor=2.0, max_skipped_updates=9)
+    algorithm = AlgorithmConfig(advantage="gae", critic_warmup=2, epochs=4)
+    module, step = actor_critic(), batch()
+    updater = Updater(module, TrainingRank(module), Config(algorithm=algorithm, optimizer=settings))
+    old_N = torch.full((6,), -5.0)
+    logprobs = Logprobs(old=Recomputed(old_N), values_N=torch.zeros(6))
+    correction = StepCorrection.of(step, logprobs.old, CorrectionConfig(mode="off"))
+    targets = critic_targets(step, logprobs, correction, algorithm, kl_coef=0.0).targets
+    updater.num_updates = 1
+    updater.guard.norms.extend([1e-9] * 20)
+    updater.update(step, targets)
+    assert (updater.num_updates, updater.guard.skipped) == (1, 4), "in the warm-up such norms are spikes"
+    updater.num_updates = 2
+    updater.update(step, targets)
+    assert (updater.num_updates, updater.guard.skipped) == (6, 4)
+    assert len(updater.guard.norms) == 4, "the later updates keep them"
 
 
 def test_a_resumed_run_continues_its_warmup() -> None:
