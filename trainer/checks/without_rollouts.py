@@ -33,11 +33,6 @@ def without_rollouts_problems(config: Config) -> Iterator[str]:
                 f"{name}={typed(declared.default)}, or mix the demonstrations into another algorithm with "
                 "demonstrations.path=<messages file>"
             )
-    if config.dry_run:
-        yield (
-            "dry_run=true previews rollouts, of which algorithm=sft has none; set dry_run=false: the run checks and "
-            "counts its demonstrations before the first update"
-        )
     if config.has_critic:
         yield (
             f"algorithm.advantage={config.algorithm.advantage} trains a critic, which needs rewards; algorithm=sft has "

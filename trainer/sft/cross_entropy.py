@@ -90,6 +90,11 @@ class Demonstrations:
         found = config.demonstration_sets()
         return cls(config, distributed, tokenized(found, config, distributed, chat, say=say)) if found else None
 
+    @property
+    def count(self) -> int:
+        """Number of demonstrations in the data; 0 on ranks other than 0."""
+        return 0 if self._order is None else len(self._order)
+
     def draw(self) -> StepBatch:
         """Return the rows of the next optimizer step, the same on every rank; a collective."""
         batch = None

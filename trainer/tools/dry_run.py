@@ -1,7 +1,7 @@
 """Dry run (`scripts/train.py dry_run=true`): show what a run would do, without an engine and without weights.
 
 Covered: all checks of the settings, the model's architecture and tokenizer, the data files, counts and memory of the
-run, and the first rows through environment, chat template and reward functions.
+run, the first rows through environment, chat template and reward functions, and all demonstrations as rows.
 Not covered: the start of the engine, and reading the weights.
 """
 
@@ -34,6 +34,7 @@ from rollout.errors import ConfigError
 from rollout.records import EngineCall, FinishReason, Rollout, TrainingRow
 from rollout.safe_text import terminal_safe
 from rollout.system.background_loop import BackgroundLoop
+from trainer.batch.step_batch import StepBatch
 from trainer.build import make_chat, make_rewards, make_sampling
 from trainer.config.redaction import redact_words
 from trainer.config.schema import Config
@@ -51,6 +52,7 @@ from trainer.observe.trackers.view import program
 from trainer.observe.transcript import conversation
 from trainer.run.assembly import choose, show_memory_plan, show_scale
 from trainer.run.library_logs import quiet_third_parties
+from trainer.sft.cross_entropy import Demonstrations, tokenized
 
 SHOWN_ROWS = 2
 MAX_SHOWN_TOKENS = 1500
@@ -73,14 +75,22 @@ def dry_run(config: Config) -> None:
     with distributed, BackgroundLoop() as loop:
         chat = make_chat(config)
         run_console = RunConsole(enabled=distributed.is_main, total_updates=0)
-        refuse_dense(config)
-        check_engine(config)
+        if config.has_rollouts:
+            refuse_dense(config)
+            check_engine(config)
         config = choose(config, distributed, run_console)
-        prompts = make_prompts(config, distributed, loop, chat, say=run_console.say)
+        prompts = make_prompts(config, distributed, loop, chat, say=run_console.say) if config.has_rollouts else None
+        demonstrations = Demonstrations.load(config, distributed, chat, say=run_console.say)
+        if not config.has_rollouts and config.evaluates:
+            tokenized(config.heldout_sets(), config, distributed, chat, say=run_console.say)
+        drawn = demonstrations.draw() if demonstrations else None
         console.print(settings_tree(plain(config)))
         console.print(Rule("[bold]counts[/bold]", style="dim", align="left"))
+        counts = run_counts(config, ranks=distributed.world_size, data_rows=len(prompts)) if prompts else {}
+        if demonstrations and drawn and distributed.is_main:
+            counts |= demonstration_counts(config, drawn, ranks=distributed.world_size, available=demonstrations.count)
         table = Table.grid(padding=(0, 2))
-        for name, count in run_counts(config, ranks=distributed.world_size, data_rows=len(prompts)).items():
+        for name, count in counts.items():
             table.add_row(Text(name, style="dim"), Text(count))
         console.print(table)
         console.print(Rule("[bold]memory[/bold], an estimate for rank 0", style="dim", align="left"))
@@ -89,12 +99,19 @@ def dry_run(config: Config) -> None:
         show_scale(shape, config, run_console)
         available = f"the memory has {distributed.device_memory / GIB:.3g} GiB"
         console.print(f"{shape.parameters:,} parameters, {shape.trained:,} trained; {available}")
-        console.print(Rule("[bold]the first rows of the data[/bold]", style="dim", align="left"))
-        rollouts, notes = loop.run(preview(config, chat, prompts.take(min(SHOWN_ROWS, len(prompts)))))
-        for note in notes:
-            console.print(note, style="italic", markup=False)
-        for rollout in rollouts:
-            _print_rollout(console, rollout, TokenTexts(chat.tokenizer))
+        texts = TokenTexts(chat.tokenizer)
+        if prompts:
+            console.print(Rule("[bold]the first rows of the data[/bold]", style="dim", align="left"))
+            rollouts, notes = loop.run(preview(config, chat, prompts.take(min(SHOWN_ROWS, len(prompts)))))
+            for note in notes:
+                console.print(note, style="italic", markup=False)
+            for rollout in rollouts:
+                console.print()
+                console.print(conversation(rollout, wrapped=True))
+                _print_rows(console, rows_from_calls(rollout.calls), texts)
+        if drawn:
+            console.print(Rule("[bold]the first demonstrations[/bold]", style="dim", align="left"))
+            _print_rows(console, drawn.rows[:SHOWN_ROWS], texts)
     overrides = shlex.join(redact_words([word for word in sys.argv[1:] if not word.startswith("dry_run=")]))
     launcher = program("python") if distributed.world_size == 1 else f"{program('accelerate')} launch ..."
     console.print(Rule(style="dim"))
@@ -125,6 +142,23 @@ def run_counts(config: Config, *, ranks: int, data_rows: int) -> dict[str, str]:
         f"rows are as long as the context of {rollout.max_model_len:,}",
         "the run makes": f"{config.updates:,} updates in {steps:,} steps, {steps * batch:,} rollouts",
         "the run reads": f"{taken:,} prompts, {taken / data_rows:.2f} times the {data_rows:,} rows of the data",
+    }
+
+
+def demonstration_counts(config: Config, first: StepBatch, *, ranks: int, available: int) -> dict[str, str]:
+    """Return the demonstrations, tokens and packs of a run, in words, by what they count.
+
+    first: the rows of the first update. available: demonstrations in the data.
+    """
+    taken, longest = config.demonstrations.rows_per_update, max(map(len, first.rows))
+    packs = math.ceil(math.ceil(len(first.rows) / ranks) / max(1, config.pack_tokens // longest))
+    read = taken * config.updates
+    return {
+        "the first update trains": f"{taken:,} demonstrations in {len(first.rows):,} rows of at most {longest:,} "
+        f"tokens, {sum(map(len, first.rows)):,} tokens, {first.layout.num_tokens:,} of them trained, in at most "
+        f"{packs} packs of {config.pack_tokens:,} tokens on each of {ranks} rank(s)",
+        "the run trains": f"{read:,} demonstrations in {config.updates:,} updates, {read / available:.2f} times the "
+        f"{available:,} of the data",
     }
 
 
@@ -189,11 +223,9 @@ async def preview(config: Config, chat: Chat, rows: Sequence[Row]) -> tuple[list
         rewards.close()
 
 
-def _print_rollout(console: Console, rollout: Rollout, texts: TokenTexts) -> None:
+def _print_rows(console: Console, rows: Sequence[TrainingRow], texts: TokenTexts) -> None:
     marks = ("⟦", "⟧") if console.color_system is None else ("", "")
-    console.print()
-    console.print(conversation(rollout, wrapped=True))
-    for number, row in enumerate(rows_from_calls(rollout.calls)):
+    for number, row in enumerate(rows):
         head = f"row {number + 1}: {len(row)} tokens, {row.num_trained} of them trained"
         legend = (f"{marks[0]}trained{marks[1]}", "reverse green")
         console.print(Padding(Text.assemble((head, "bold"), "  ", legend, "  ", ("context", "dim")), (0, 2)))

@@ -181,3 +181,62 @@ def test_a_plan_larger_than_the_device_is_a_problem_of_the_dry_run(own: tuple[st
     assert "All checks passed" not in done.stdout
     assert "lockstep: the run does not fit into memory:" in done.stderr
     assert "rollout.kv_cache_gib=500000" in done.stderr
+
+
+@pytest.fixture
+def conversations(own: tuple[str, ...], tmp_path: Path) -> tuple[str, ...]:
+    """Write conversations; return the overrides of a run on them."""
+    for name, count in (("talks", 5), ("heldout", 2)):
+        talks = [
+            [{"role": "user", "content": f"{i}+{i}?"}, {"role": "assistant", "content": f"{2 * i}."}]
+            for i in range(count)
+        ]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    return (
+        "algorithm=sft", f"model.path={tmp_path}/model", f"data.path={tmp_path}/talks.jsonl", "updates=10",
+        f"data.heldout_path={tmp_path}/heldout.jsonl", "eval.every=5", "demonstrations.rows_per_update=4",
+        f"run_root={tmp_path}/runs",
+    )  # fmt: skip
+
+
+def dried(*overrides: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "scripts/train.py", "dry_run=true", *overrides]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+
+
+def test_a_run_on_demonstrations_is_shown_with_its_rows_and_without_an_engine(
+    conversations: tuple[str, ...], tmp_path: Path
+) -> None:
+    done = dried(*conversations)
+    assert done.returncode == 0, done.stderr
+    shown = " ".join(done.stdout.split())
+    for words in (
+        "talks.jsonl: 5 demonstrations", "heldout.jsonl: 2 demonstrations", "4 demonstrations in 4 rows of at most",
+        "in at most 1 packs", "40 demonstrations in 10 updates, 8.00 times the 5 of the data", "GiB planned per rank",
+        "⟦", ".<|im_end|>⟧", "leave dry_run out",
+    ):  # fmt: skip
+        assert words in shown, words
+    assert "engine weights" not in shown
+    assert not (tmp_path / "runs").exists()
+    assert done.stderr == ""
+
+
+def test_demonstrations_beside_rollouts_are_shown_too(
+    own: tuple[str, ...], conversations: tuple[str, ...], tmp_path: Path
+) -> None:
+    done = dried(*own, f"demonstrations.path={tmp_path}/talks.jsonl", "demonstrations.rows_per_update=2")
+    assert done.returncode == 0, done.stderr
+    shown = " ".join(done.stdout.split())
+    for words in ("2 prompts x 8 samples = 16 rollouts", "2 demonstrations in 2 rows", "the first demonstrations"):
+        assert words in shown, words
+
+
+def test_a_demonstration_that_cannot_be_trained_ends_the_dry_run(
+    conversations: tuple[str, ...], tmp_path: Path
+) -> None:
+    with (tmp_path / "heldout.jsonl").open("a") as file:
+        file.write(json.dumps({"messages": [{"role": "assistant", "content": "b", "weight": 0}]}) + "\n")
+    done = dried(*conversations)
+    assert done.returncode == 1
+    assert "heldout.jsonl: row 2" in done.stderr
+    assert "All checks passed" not in done.stdout
