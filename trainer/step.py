@@ -108,6 +108,7 @@ class Trainer:
             self.noise_floor = {**self.noise_floor, **quantization_cost(trained_N, batch.sampling_logprobs_N)}
         measured = correction.measured(batch, trained_N)
         restarts = self._recovery.num_restarts if self._recovery else 0
+        of_teacher = self._teacher.measured if self._teacher else {}
         counters = {BATCH: float(self.num_steps), "rollout/engine_restarts": float(restarts)}
         return StepReport(
             update=self.version,
@@ -120,7 +121,7 @@ class Trainer:
                 version=version,
                 noise_floor=self.noise_floor,
                 settings=self._config.correction,
-                stages=(counters, credit_metrics, updated.metrics, synced.metrics()),
+                stages=(counters, credit_metrics, updated.metrics, synced.metrics(), of_teacher),
                 watch=watch,
             ),
             rollouts=collected.rollouts,
@@ -161,8 +162,10 @@ class Trainer:
             )
         )
         if self._teacher is not None:
+            teacher, every = self._teacher, self._config.correction.noise_floor_every
+            is_due = bool(every) and self.num_steps % every == 0
             with watch.stage("teacher"):
-                batch = self._teacher.scored(batch)
+                batch = self._with_engines(lambda: teacher.scored(batch, collected.trained, measures_floor=is_due))
         if self._distributed.world_size > 1:
             batch = decode(self._distributed.broadcast_bytes(encode(batch) if self._distributed.is_main else b""))
         self._empty_steps = 0 if batch.num_rollouts else self._empty_steps + 1

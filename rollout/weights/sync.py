@@ -143,7 +143,7 @@ class WeightSync:
         self._backend, dtype, vocab_size, takes_adapters, self.quantization = _common_settings(
             [one for rank in by_rank for one in rank]
         )
-        self._canary_ids = _canary_ids(vocab_size)
+        self._canary_ids = canary_ids(vocab_size)
         self._canary_threshold = CANARY_THRESHOLD[dtype] if canary_threshold is None else canary_threshold
         self._measures_floor = self.quantization is not None and canary_threshold is None
         """True until the first canary of quantized engines, which sets the threshold of the others."""
@@ -491,7 +491,7 @@ def _common_settings(engines: Sequence[tuple[str, EngineSettings]]) -> EngineSet
     return first
 
 
-def _canary_ids(vocab_size: int) -> list[int]:
+def canary_ids(vocab_size: int) -> list[int]:
     """Return ids spread over the vocabulary in an unnatural order."""
     step = max(1, int(vocab_size * 0.618))
     return [(7 + index * step) % vocab_size for index in range(CANARY_TOKENS)]

@@ -25,6 +25,33 @@ FILE_SUFFIX = ".teacher.safetensors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TeacherRow:
+    """Ids that a teacher computes for a training row, up to the row's last trained token."""
+
+    ids: np.ndarray
+    """(L,) int64."""
+    start: int = 0
+    """Position in the row from which the teacher's ids are those of the row; before it, it may see others."""
+    shift: int = 0
+    """The teacher's position of these ids less that in the row."""
+
+    @classmethod
+    def plain(cls, row: TrainingRow) -> TeacherRow:
+        """Return the row's own ids."""
+        return cls(ids=row.ids[: _end(row)])
+
+    @classmethod
+    def after(cls, prompt: Sequence[int], row: TrainingRow, *, start: int) -> TeacherRow:
+        """Return the row's ids from `start` on, after another prompt."""
+        ids = np.concatenate([np.asarray(prompt, dtype=np.int64), row.ids[start : _end(row)]])
+        return cls(ids=ids, start=start, shift=len(prompt) - start)
+
+
+def _end(row: TrainingRow) -> int:
+    return int(np.flatnonzero(row.loss_mask)[-1]) + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TeacherScores:
     """Logprobs at temperature 1. Raises `EvidenceError` for arrays of other lengths and values that are not finite."""
 
@@ -48,11 +75,19 @@ class TeacherScores:
             raise EvidenceError("teacher: a logprob is not finite")
 
     @classmethod
-    def of(cls, rows: Sequence[TrainingRow], scores: Sequence[TokenScores], *, top_k: int) -> TeacherScores:
+    def of(
+        cls,
+        rows: Sequence[TrainingRow],
+        scores: Sequence[TokenScores],
+        *,
+        top_k: int,
+        computed: Sequence[TeacherRow] | None = None,
+    ) -> TeacherScores:
         """Take the trained tokens of the rows from the scores of their beginnings.
 
-        scores: of each row with trained tokens, in order, up to its last trained token. Raises `EvidenceError` for
-        scores of other tokens, of several versions, or with another number of most probable tokens.
+        scores: of each row with trained tokens, in order, up to its last trained token. computed: what the teacher
+        computed for them; None: the rows themselves. Raises `EvidenceError` for scores of other tokens, of several
+        versions, or with another number of most probable tokens.
         """
         trained = [row for row in rows if row.num_trained]
         versions = {one.version for one in scores}
@@ -63,15 +98,17 @@ class TeacherScores:
             [np.zeros((0, top_k), np.int32)],
             [np.zeros((0, top_k), np.float32)],
         )
-        for row, one in zip(trained, scores, strict=True):
+        for row, one, asked in zip(trained, scores, computed or map(TeacherRow.plain, trained), strict=True):
             targets = np.flatnonzero(row.loss_mask)
-            if len(one.ids) <= targets[-1] or (row.ids[: len(one.ids)] != one.ids).any():
+            given, sent = row.ids[asked.start : targets[-1] + 1], one.ids[asked.start + asked.shift :]
+            if targets[0] < asked.start or len(given) != len(sent) or (given != sent).any():
                 raise EvidenceError(
                     f"teacher: scores of other tokens than those of the row of rollout {row.rollout_id}"
                 )
-            logp.append(one.logprobs[targets - 1])
-            top_ids.append(one.top_ids[targets - 1])
-            top_logp.append(one.top_logprobs[targets - 1])
+            places = targets + asked.shift - 1
+            logp.append(one.logprobs[places])
+            top_ids.append(one.top_ids[places])
+            top_logp.append(one.top_logprobs[places])
         return cls(
             logp=np.concatenate(logp),
             top_ids=np.concatenate(top_ids),

@@ -149,17 +149,20 @@ def _critic(config: Config) -> Iterator[str]:
 
 def _distillation(config: Config) -> Iterator[str]:
     algorithm, rollout, teacher = config.algorithm, config.rollout, config.teacher
-    if teacher.path is None:
+    if not config.has_teacher:
         if algorithm.teacher_coef or algorithm.teacher_divergence != "off" or algorithm.reward_coef != 1:
             yield (
                 f"algorithm={algorithm.name} learns from a teacher, found teacher.path=null; set teacher.path="
-                "<directory or hub id of a model with the policy's tokenizer>"
+                "<directory or hub id of a model with the policy's tokenizer>, or teacher.source=policy"
             )
         return
+    if teacher.source == "policy":
+        yield from _self_distillation(config)
     if not algorithm.teacher_coef and algorithm.teacher_divergence == "off":
         yield (
-            f"teacher.path={teacher.path} is not used by algorithm={algorithm.name}; set algorithm=opd, "
-            "algorithm.teacher_coef=1 or algorithm.teacher_divergence=reverse, or teacher.path=null"
+            f"teacher.path={teacher.path} with teacher.source={teacher.source} is not used by algorithm="
+            f"{algorithm.name}; set algorithm=opd, algorithm.teacher_coef=1 or algorithm.teacher_divergence=reverse, "
+            "or teacher.path=null teacher.source=model"
         )
     if rollout.temperature != 1:
         yield (
@@ -175,12 +178,31 @@ def _distillation(config: Config) -> Iterator[str]:
     if config.has_critic:
         yield (
             f"algorithm.advantage={algorithm.advantage} trains a critic, which does not learn from a teacher; set "
-            "algorithm.advantage=grpo or teacher.path=null"
+            "algorithm.advantage=grpo or teacher.path=null teacher.source=model"
         )
     if not algorithm.reward_coef and algorithm.dynamic_sampling:
         yield (
             "algorithm.dynamic_sampling=true keeps groups by their rewards, which algorithm.reward_coef=0 does not "
             "train; set algorithm.dynamic_sampling=false"
+        )
+
+
+def _self_distillation(config: Config) -> Iterator[str]:
+    teacher, rollout = config.teacher, config.rollout
+    if teacher.path is not None:
+        yield (
+            f"teacher.path={teacher.path} does nothing with teacher.source=policy, whose teacher is the policy; set "
+            "teacher.path=null or teacher.source=model"
+        )
+    if teacher.context is None:
+        yield (
+            "teacher.source=policy with teacher.context=null teaches nothing, because teacher and student are one; set "
+            "teacher.context=<text with {column} of the data>, for example 'An answer: {answer}'"
+        )
+    if rollout.engine == "colocated":
+        yield (
+            "teacher.source=policy with rollout.engine=colocated: engines sleep before the teacher would score; set "
+            "rollout=embedded or rollout=server"
         )
 
 

@@ -17,7 +17,13 @@ WITHOUT_EFFECT = (
     *("data.system_prompt", "rollout.temperature", "rollout.max_staleness", "rollout.quantization"),
     *("correction.rejection", "correction.kl_penalty", "correction.routing_replay"),
     *("algorithm.entropy_target", "algorithm.length_control", "algorithm.overlong_buffer", "algorithm.teacher_coef"),
-    *("algorithm.teacher_divergence", "algorithm.reward_coef", "teacher.path", "data.curriculum.weighting"),
+    *(
+        "algorithm.teacher_divergence",
+        "algorithm.reward_coef",
+        "teacher.path",
+        "teacher.source",
+        "data.curriculum.weighting",
+    ),
 )
 """Settings of rollouts that would change what is trained, if rollouts were trained."""
 

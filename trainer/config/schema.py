@@ -41,11 +41,13 @@ from trainer.config.conditions import (
     SERVERS,
     SPIKES,
     STEP_LIMIT,
+    TAUGHT,
     TEACHER,
     TEACHER_ENGINE,
     TEACHER_SERVERS,
     WANDB,
     WEIGHTS,
+    WITH_CONTEXT,
     WORKERS,
 )
 from trainer.objective.correction.modes import CORRECTION_MODES
@@ -409,9 +411,23 @@ class CorrectionConfig:
 
 @dataclass
 class TeacherConfig:
-    path: str | None = setting(
-        None, "directory or hub id of the model to distill, with the policy's tokenizer; null: no teacher"
+    source: str = setting(
+        "model",
+        "model: that at path; policy: the policy itself, with the current weights in its own engine and a context "
+        "(self-distillation)",
+        choices=("model", "policy"),
     )
+    path: str | None = setting(
+        None,
+        "directory or hub id of the model to distill, with the policy's tokenizer; null: no teacher of source=model",
+    )
+    context: str | None = setting(
+        None,
+        "text that the teacher reads at the end of the first prompt, with {column} of the data row, {solution} of "
+        "another rollout of the group, and {texts} that the environment reports; null: it reads what the student read",
+        when=TAUGHT,
+    )
+    solved_reward: float = setting(1.0, "lowest reward of a rollout whose answer is a {solution}", when=WITH_CONTEXT)
     urls: list[str] = setting(
         [], "servers that serve it, http://<host>:<port>; none: an engine beside that of rank 0", when=TEACHER
     )
@@ -419,6 +435,12 @@ class TeacherConfig:
         "LOCKSTEP_ENGINE_KEY", "environment variable with the key of its servers; null: no key", when=TEACHER_SERVERS
     )
     dtype: str = setting("float32", "dtype of its computation", choices=("float32", "bfloat16"), when=TEACHER)
+    check: bool | None = setting(
+        None,
+        "compare its engines at the start with its model in transformers, on the CPU; null: if its float32 weights "
+        "take at most a quarter of the machine's memory",
+        when=TEACHER,
+    )
     kv_cache_gib: float | None = setting(
         None,
         "KV cache of its engine; null: 0.25 on a CPU, what gpu_memory_utilization leaves on a GPU [GiB]",
@@ -717,6 +739,11 @@ class Config:
     def needs_greedy(self) -> bool:
         """True if the advantage estimator needs the greedy answer to each prompt."""
         return advantage_named(self.algorithm.advantage).needs_greedy
+
+    @property
+    def has_teacher(self) -> bool:
+        """True if a teacher scores the rollouts."""
+        return self.teacher.path is not None or self.teacher.source == "policy"
 
     @property
     def teacher_top_k(self) -> int:

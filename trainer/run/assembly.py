@@ -23,7 +23,8 @@ from trainer.data.prompts import Prompts
 from trainer.distributed.distributed import Distributed
 from trainer.engines.recovery import Recovery
 from trainer.engines.run_engines import Engines, start_engines
-from trainer.engines.teacher import Teacher, refuse_other_tokenizer, start_teacher
+from trainer.engines.teacher import Teacher
+from trainer.engines.teacher_start import refuse_other_tokenizer, start_teacher
 from trainer.evaluate.evaluator import Evaluation, Evaluator
 from trainer.model.chosen import with_chosen
 from trainer.model.critic import policy_of, with_critic
@@ -157,7 +158,7 @@ def _with_rollouts(
     console.say(_announcement(config))
     distributed.together(lambda: refuse_other_tokenizer(config))
     engines = start_engines(config, distributed, loop=loop, logs=directory.logs)
-    teacher = start_teacher(config, distributed, loop=loop, logs=directory.logs)
+    teacher = start_teacher(config, distributed, loop=loop, logs=directory.logs, policy=engines.pool, say=console.say)
     trained = _load_trained(config, distributed, console, libraries)
     updater, chat = trained.updater, trained.chat
     rewards = make_rewards(config)

@@ -14,7 +14,7 @@ import math
 import re
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
@@ -131,7 +131,7 @@ def settings_of(run: Path, overrides: Sequence[str], *, sample: bool, trusts_run
     if not sample:
         config.environment = replace(config.environment, name="single_turn", settings={})
         config.reward = RewardConfig()
-    if config.teacher.path is not None:  # its scores are saved, so it is not started
+    if config.has_teacher:  # its scores are saved, so it is not started
         config.teacher = TeacherConfig(path=config.model.path)
     used = outside_of(config) if sample else code_of_objective(config)
     unasked = [named for named in used if named not in asked]
@@ -197,8 +197,9 @@ class _SavedTeacher:
     """A teacher that has scored the step before."""
 
     scores: TeacherScores
+    measured: Mapping[str, float] = field(default_factory=dict)
 
-    def scored(self, batch: StepBatch) -> StepBatch:
+    def scored(self, batch: StepBatch, rollouts: Sequence[Rollout], *, measures_floor: bool) -> StepBatch:
         return replace(batch, teacher=self.scores)
 
 
@@ -226,7 +227,7 @@ class _Replay:
         kept = [group for group in step.groups if is_kept(group, config)]
         dropped = [group for group in step.groups if not is_kept(group, config)]
         collected = Collected.of(kept, dropped, (), config)
-        teacher = None if config.teacher.path is None else _SavedTeacher(TeacherScores.read(step.teacher_path))
+        teacher = _SavedTeacher(TeacherScores.read(step.teacher_path)) if config.has_teacher else None
         self._restore(step.weights_update)
         check_ids(step.rollouts, vocab_size=self._vocab_size)
         trainer = Trainer(

@@ -47,3 +47,15 @@ def teacher_metrics(student_N: Tensor, teacher_N: Tensor, top_NE: Tensor) -> dic
     if top_NE.shape[1]:
         metrics["teacher/top_mass"] = float(top_NE.double().exp().sum(1).mean())
     return metrics
+
+
+def teacher_floor(first_N: Tensor, again_N: Tensor) -> dict[str, float]:
+    """Return the mismatch of a teacher with itself: its logprobs of the same tokens in two batches.
+
+    Means with d = first − again: `teacher/noise_floor_kl`: d, and `teacher/noise_floor_k3`: exp(−d) + d − 1. Values of
+    `teacher/kl` and `teacher/kl_k3` below them carry no information. Empty without tokens.
+    """
+    if not len(first_N):
+        return {}
+    diff_N = first_N.double() - again_N.double()
+    return {"teacher/noise_floor_kl": float(diff_N.mean()), "teacher/noise_floor_k3": float(k3(-diff_N).mean())}

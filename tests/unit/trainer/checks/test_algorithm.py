@@ -90,3 +90,14 @@ def test_distillation_needs_a_teacher(preset: str) -> None:
 def test_a_teacher_that_cannot_teach_is_a_problem(overrides: list[str], message: str) -> None:
     (sentence,) = problems("teacher.path=x", *overrides)
     assert message in sentence
+
+
+def test_the_policy_is_its_own_teacher_only_with_a_context_that_it_does_not_see_itself() -> None:
+    policy = ("algorithm=opd_topk", "teacher.source=policy")
+    assert problems(*policy, "teacher.context='An answer: {answer}'") == []
+    (sentence,) = problems(*policy)
+    assert "teaches nothing, because teacher and student are one; set teacher.context=" in sentence
+    (sentence,) = problems(*policy, "teacher.context=x", "teacher.path=y")
+    assert "teacher.path=y does nothing with teacher.source=policy" in sentence
+    (sentence,) = problems(*policy, "teacher.context=x", "rollout=colocated")
+    assert "set rollout=embedded or rollout=server" in sentence

@@ -1,24 +1,21 @@
-"""The teacher of a run: all rows scored at once up to their last trained token, and its tokenizer checked."""
+"""The teacher of a run: all rows scored at once up to their last trained token, and its noise floor."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from rollout.engine.token_scores import TokenScores, token_scores
-from rollout.errors import ConfigError, EngineError, EvidenceError
+from rollout.errors import EngineError, EvidenceError
 from rollout.system.background_loop import BackgroundLoop
 from tests.fixtures.distributed import FakeRank
-from tests.fixtures.tokenizers import chat_tokenizer
 from tests.unit.trainer.batch.test_step_batch import rollout
 from trainer.batch.step_batch import StepBatch
-from trainer.config.schema import Config, TeacherConfig
-from trainer.engines.teacher import Teacher, refuse_other_tokenizer
+from trainer.engines.teacher import Teacher
 
 
 class FakeEngine:
@@ -30,15 +27,18 @@ class FakeEngine:
         self.expected, self.named = expected, named
         self.all_wait = asyncio.Event()
         self.failure: Exception | None = None
+        self.drift = 0.0
+        """Added to the logprobs after every request."""
 
     async def score_top(self, ids: Sequence[int], top_k: int) -> TokenScores:
         self.asked.append((list(ids), top_k))
+        drift = -self.drift * len(self.asked)
         if len(self.asked) == self.expected:
             self.all_wait.set()
         await asyncio.wait_for(self.all_wait.wait(), 5)
         if self.failure is not None:
             raise self.failure
-        flat = [pair for token in ids[1:] for pair in ((token, -float(token)), (self.named, -0.25))]
+        flat = [pair for token in ids[1:] for pair in ((token, drift - float(token)), (self.named, -0.25))]
         return token_scores(ids, *zip(*flat, strict=True), top_k=top_k, version=0, vocab_size=10**6, source="it")
 
 
@@ -62,43 +62,43 @@ def batch() -> StepBatch:
 
 def test_all_rows_are_scored_at_once_up_to_their_last_trained_token(loop: BackgroundLoop) -> None:
     engine, made = FakeEngine(expected=3), batch()
-    scored = teacher(engine, loop).scored(made)
-    assert engine.asked == [(row.ids[: int(np.flatnonzero(row.loss_mask)[-1]) + 1].tolist(), 1) for row in made.rows]
+    scored = teacher(engine, loop).scored(made, [])
+    at_once = [(row.ids[: int(np.flatnonzero(row.loss_mask)[-1]) + 1].tolist(), 1) for row in made.rows]
+    assert engine.asked == [*at_once, *at_once], "and once more, alone"
     assert scored.teacher is not None
     sampled = np.concatenate([row.ids[row.loss_mask] for row in made.rows])
     np.testing.assert_array_equal(scored.teacher.logp, -sampled.astype(np.float32))
     assert set(scored.teacher.top_ids.ravel()) == {9}
 
 
+def test_the_noise_floor_compares_scores_of_the_same_tokens_in_two_batches(loop: BackgroundLoop) -> None:
+    engine, made = FakeEngine(expected=3), batch()
+    measured = teacher(engine, loop)
+    measured.scored(made, [])
+    assert measured.measured == {"teacher/noise_floor_kl": 0.0, "teacher/noise_floor_k3": 0.0}
+    engine.drift = 0.25
+    measured.scored(made, [])
+    assert len(engine.asked) == 9, "the floor is measured once, unless it is asked for"
+    measured.scored(made, [], measures_floor=True)
+    assert measured.measured["teacher/noise_floor_kl"] == pytest.approx(0.75), "each row again, three requests later"
+    assert measured.measured["teacher/noise_floor_k3"] == pytest.approx(np.expm1(-0.75) + 0.75, rel=1e-5)
+
+
+def test_a_step_without_rows_measures_no_floor(loop: BackgroundLoop) -> None:
+    measured = teacher(FakeEngine(expected=1), loop)
+    measured.scored(StepBatch.of([], mask_truncated=False), [])
+    assert measured.measured == {}
+
+
 def test_ranks_without_an_engine_keep_their_batch(loop: BackgroundLoop) -> None:
     made = batch()
-    assert teacher(None, loop).scored(made) is made
+    assert teacher(None, loop).scored(made, []) is made
 
 
 def test_failures_of_the_engine_and_tokens_unknown_to_the_student_end_the_step(loop: BackgroundLoop) -> None:
     with pytest.raises(EvidenceError, match="token 512 is none of the 512 ids of the student"):
-        teacher(FakeEngine(expected=3, named=512), loop).scored(batch())
+        teacher(FakeEngine(expected=3, named=512), loop).scored(batch(), [])
     engine = FakeEngine(expected=3)
     engine.failure = EngineError("the engine is dead")
     with pytest.raises(EngineError, match="the engine is dead"):
-        teacher(engine, loop).scored(batch())
-
-
-def test_a_teacher_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
-    chat_tokenizer("qwen3").save_pretrained(tmp_path / "student")
-    chat_tokenizer("qwen3").save_pretrained(tmp_path / "equal")
-    other = chat_tokenizer("qwen3")
-    other.add_tokens(["<one more>"])
-    other.save_pretrained(tmp_path / "other")
-
-    def config(name: str | None) -> Config:
-        made = Config(teacher=TeacherConfig(path=None if name is None else str(tmp_path / name)))
-        made.model.path = str(tmp_path / "student")
-        return made
-
-    refuse_other_tokenizer(config(None))
-    refuse_other_tokenizer(config("equal"))
-    with pytest.raises(
-        ConfigError, match=r"1 tokens differ, such as '<one more>' with id \d+ and None; set teacher.path"
-    ):
-        refuse_other_tokenizer(config("other"))
+        teacher(engine, loop).scored(batch(), [])

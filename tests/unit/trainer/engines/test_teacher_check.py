@@ -1,0 +1,79 @@
+"""The check of a teacher's engines against its model in transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollout.errors import EvidenceError
+from rollout.system.background_loop import BackgroundLoop
+from tests.fixtures.models import sampled_logprobs, tiny_qwen3
+from trainer.config.schema import Config, TeacherConfig
+from trainer.engines import teacher_check
+from trainer.engines.teacher_check import canary_diff, is_checked
+
+
+class Serving:
+    """An engine that serves a model of transformers."""
+
+    name = "the teacher's engine"
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.vocab_size = model, model.config.vocab_size
+
+    async def score(self, ids: Sequence[int]) -> list[float]:
+        return sampled_logprobs(self.model, tuple(ids[:1]), tuple(ids[1:]))
+
+
+@pytest.fixture
+def loop() -> Iterator[BackgroundLoop]:
+    with BackgroundLoop() as loop:
+        yield loop
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    tiny_qwen3(tied=True).save_pretrained(tmp_path / "teacher")
+    return Config(teacher=TeacherConfig(path=str(tmp_path / "teacher")))
+
+
+def served() -> Any:
+    return Serving(tiny_qwen3(tied=True))
+
+
+def test_an_engine_that_computes_the_model_at_the_path_differs_by_rounding_only(
+    config: Config, loop: BackgroundLoop
+) -> None:
+    assert canary_diff(config, [served(), served()], loop) < 1e-4
+
+
+def test_an_engine_that_serves_another_model_is_named(config: Config, loop: BackgroundLoop) -> None:
+    other = served()
+    other.name = "http://second"
+    other.model.get_parameter("model.layers.1.mlp.down_proj.weight").data.mul_(1.5)
+    with pytest.raises(EvidenceError, match=r"http://second: its log π of a canary differ by .*at most 0\.01"):
+        canary_diff(config, [served(), other], loop)
+
+
+def test_an_engine_without_a_number_fails(config: Config, loop: BackgroundLoop) -> None:
+    broken = served()
+    broken.model.lm_head.weight.data.fill_(torch.nan)
+    with pytest.raises(EvidenceError, match="differ by nan"):
+        canary_diff(config, [broken], loop)
+
+
+def test_small_teachers_are_checked_unless_a_setting_says_otherwise(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert is_checked(config)
+    monkeypatch.setattr(teacher_check, "MEMORY_SHARE", 1e-12)
+    assert not is_checked(config)
+    config.teacher.check = True
+    assert is_checked(config)
+    monkeypatch.undo()
+    config.teacher.check = False
+    assert not is_checked(config)

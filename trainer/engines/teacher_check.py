@@ -1,0 +1,72 @@
+"""Check that the engines of a teacher compute the model at `teacher.path`, by a canary that transformers scores, too.
+
+An engine that serves another model with the same tokenizer would teach without an error. The model is loaded once, in
+float32 on the CPU of rank 0, and released.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Sequence
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rollout.engine.protocol import PooledEngine
+from rollout.errors import EvidenceError
+from rollout.system.background_loop import BackgroundLoop
+from rollout.weights.sync import CANARY_THRESHOLD, canary_ids
+from trainer.config.schema import Config
+
+MEMORY_SHARE = 0.25
+"""Largest share of the machine's memory that float32 weights may take for `teacher.check=null` to check."""
+FLOAT32_BYTES = 4
+
+
+def is_checked(config: Config) -> bool:
+    """Return `teacher.check`, with null resolved by the size of the model."""
+    settings = config.teacher
+    if settings.check is not None:
+        return settings.check
+    assert settings.path is not None
+    shapes = AutoConfig.from_pretrained(settings.path, trust_remote_code=config.model.trust_remote_code)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shapes, trust_remote_code=config.model.trust_remote_code)
+    size = FLOAT32_BYTES * sum(parameter.numel() for parameter in model.parameters())
+    return size <= MEMORY_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def canary_diff(config: Config, members: Sequence[PooledEngine], loop: BackgroundLoop) -> float:
+    """Return the largest |Δ log π| between transformers and the engines, over the tokens of the canary.
+
+    Raises `EvidenceError` with the name of an engine that differs by more than rounding explains.
+    """
+    ids = canary_ids(min(member.vocab_size for member in members))
+    expected = _by_transformers(config, ids)
+    limit = CANARY_THRESHOLD[getattr(torch, config.teacher.dtype)]
+    largest = 0.0
+    for member in members:
+        found = torch.tensor(loop.run(member.score(ids)), dtype=torch.float64)
+        difference = float((found - expected).abs().max())
+        if not difference <= limit:
+            raise EvidenceError(
+                f"{member.name}: its log π of a canary differ by {difference:.3g} from those of transformers with "
+                f"teacher.path={config.teacher.path}, expected at most {limit:g}: it serves another model, or computes "
+                "it in another way. Serve the model at teacher.path, or set teacher.check=false if it is quantized on "
+                "purpose"
+            )
+        largest = max(largest, difference)
+    return largest
+
+
+@torch.no_grad()
+def _by_transformers(config: Config, ids: Sequence[int]) -> torch.Tensor:
+    """Return log π(ids[i] | ids[:i]) for i >= 1, in float64."""
+    model = AutoModelForCausalLM.from_pretrained(
+        config.teacher.path, dtype=torch.float32, trust_remote_code=config.model.trust_remote_code
+    ).eval()
+    logits = model(torch.tensor([ids]), use_cache=False).logits[0, :-1].double()
+    del model
+    gc.collect()
+    return torch.log_softmax(logits, -1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]

@@ -1,0 +1,130 @@
+"""Prompts of a teacher that sees more than the student: a demonstration, feedback, or a solution of another rollout.
+
+    student   [ first prompt            ][ sampled tokens, answers of tools, ... ]
+    teacher   [ first prompt + context  ][ the same ids                          ]
+
+Only the first prompt is rendered again, with the context at the end of its last message. Everything after it keeps the
+ids of the student's row, so the teacher scores the tokens that the student sampled.
+
+Sources: SDFT (Shenfeld et al. 2026, arXiv 2601.19897, eq. 1: the demonstration as context); SDPO (Hübotter et al. 2026,
+arXiv 2601.20802, eq. 1 and table 2: feedback, and a solution of the same group).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
+from typing import Any
+
+from rollout.chat.chat import Chat
+from rollout.chat.messages import Tools
+from rollout.errors import ConfigError, DataError
+from rollout.records import Message, Rollout, TrainingRow
+from trainer.batch.teacher_scores import TeacherRow
+
+SOLUTION = "solution"
+"""Name of the answer of a solved rollout of the group; a column of this name comes first."""
+FIELD = re.compile(r"\{(\w+)\}")
+
+
+class TeacherPrompts:
+    """Maker of a teacher's rows."""
+
+    def __init__(
+        self, chat: Chat, *, template: str, solved_reward: float, tools_of: Callable[[Mapping[str, Any]], Tools]
+    ) -> None:
+        """
+        Args:
+            template: text with `{name}` of columns, of texts that the environment reports, and of the solution.
+            solved_reward: lowest reward of a rollout whose answer is a solution.
+            tools_of: returns the tools of the first prompt on a data row.
+        """
+        self._chat = chat
+        self._template = template
+        self._solved_reward = solved_reward
+        self._tools_of = tools_of
+        self._names = dict.fromkeys(FIELD.findall(template))
+
+    def rows(self, rows: Sequence[TrainingRow], rollouts: Sequence[Rollout]) -> tuple[list[TeacherRow], float]:
+        """Return what the teacher computes for each row, and the share of its rollouts that have a context.
+
+        A rollout lacks it if a name of the template has no value for it; then the teacher sees what the student saw.
+        Raises `ConfigError` for a name that no rollout has, and `DataError` for a row that does not begin with a first
+        prompt that can be rendered again.
+        """
+        by_id = {rollout.rollout_id: rollout for rollout in rollouts}
+        chosen = {row.rollout_id: by_id[row.rollout_id] for row in rows}
+        values = {number: self._values(rollout, rollouts) for number, rollout in chosen.items()}
+        self._refuse_unknown(chosen.values())
+        prompts = {number: self._prompt(chosen[number], self._text(found)) for number, found in values.items() if found}
+        made = [self._row(row, chosen[row.rollout_id], prompts.get(row.rollout_id)) for row in rows]
+        return made, len(prompts) / max(len(chosen), 1)
+
+    def _values(self, rollout: Rollout, rollouts: Sequence[Rollout]) -> dict[str, str] | None:
+        """Return the values of the template's names; None if one has none."""
+        found: dict[str, str] = {}
+        for name in self._names:
+            value = rollout.example.get(name, rollout.outcome.get(name))
+            if value is None and name == SOLUTION:
+                value = self._solution(rollout, rollouts)
+            if not isinstance(value, str | int | float) or not str(value).strip():
+                return None
+            found[name] = str(value)
+        return found
+
+    def _solution(self, rollout: Rollout, rollouts: Sequence[Rollout]) -> str | None:
+        """Return the last answer of the first solved rollout of the group, another one if there is one."""
+        solved = [
+            other
+            for other in rollouts
+            if other.group_id == rollout.group_id and other.is_trainable and other.reward >= self._solved_reward
+        ]
+        solved.sort(key=lambda other: (other is rollout, other.rollout_id))
+        answers = [message for message in solved[0].messages if message["role"] == "assistant"] if solved else []
+        return str(answers[-1].get("content") or "") if answers else None
+
+    def _refuse_unknown(self, rollouts: Sequence[Rollout] | Any) -> None:
+        known = {SOLUTION, *(name for one in rollouts for name in (*one.example, *one.outcome))}
+        unknown = [name for name in self._names if name not in known]
+        if unknown:
+            raise ConfigError(
+                f"teacher.context names {{{unknown[0]}}}, which no row of this step has; expected names of "
+                f"{', '.join(sorted(known))}"
+            )
+
+    def _text(self, values: Mapping[str, str]) -> str:
+        return FIELD.sub(lambda found: values[found[1]], self._template)
+
+    def _prompt(self, rollout: Rollout, context: str) -> list[int]:
+        """Return the ids of the first prompt with the context."""
+        first = tuple(takewhile(lambda message: message["role"] != "assistant", rollout.messages))
+        tools = self._tools_of(rollout.example)
+        if not first or tuple(self._chat.prompt(first, tools)) != rollout.calls[0].prompt_ids:
+            raise DataError(
+                f"the first prompt of rollout {rollout.rollout_id} is not what its first messages render to, so "
+                "teacher.context cannot be put into it; take an environment that begins with messages of the row, "
+                "such as environment=single_turn, or set teacher.context=null teacher.source=model"
+            )
+        return self._chat.prompt([*first[:-1], _with_context(first[-1], context)], tools)
+
+    def _row(self, row: TrainingRow, rollout: Rollout, prompt: Sequence[int] | None) -> TeacherRow:
+        if prompt is None:
+            return TeacherRow.plain(row)
+        start = len(rollout.calls[0].prompt)
+        if tuple(row.ids[:start].tolist()) != rollout.calls[0].prompt_ids:
+            raise DataError(
+                f"a row of rollout {rollout.rollout_id} does not begin with its first prompt: the conversation "
+                "branched, and teacher.context has no place in the branch; set environment.history=keep"
+            )
+        return TeacherRow.after(prompt, row, start=start)
+
+
+def _with_context(message: Message, context: str) -> Message:
+    content = message.get("content")
+    if not isinstance(content, str):
+        raise DataError(
+            f"the last message before the first turn has content of the type {type(content).__name__}, expected a text "
+            "to which teacher.context can be added"
+        )
+    return {**message, "content": f"{content}\n\n{context}"}

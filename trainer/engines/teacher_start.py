@@ -1,0 +1,165 @@
+"""Start of a run's teacher: its tokenizer, its engine or servers, and their check against the model at its path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoTokenizer
+
+from rollout.chat.messages import Tools
+from rollout.engine.embedded import EmbeddedEngine
+from rollout.engine.pool import EnginePool
+from rollout.engine.protocol import Engine, PooledEngine
+from rollout.environments import make_environment
+from rollout.environments.mixed import environment_of
+from rollout.episode.environment import RunsItself
+from rollout.errors import ConfigError
+from rollout.server.server_engine import ServerEngine
+from rollout.system.background_loop import BackgroundLoop
+from trainer.build import make_chat
+from trainer.config.schema import CPU_CACHE_GIB, Config
+from trainer.distributed.distributed import Distributed
+from trainer.engines.start import engine_key
+from trainer.engines.teacher import Teacher
+from trainer.engines.teacher_check import canary_diff, is_checked
+from trainer.engines.teacher_prompts import TeacherPrompts
+
+
+def refuse_other_tokenizer(config: Config) -> None:
+    """Raise `ConfigError` if the teacher gives ids another meaning than the student, before any engine starts."""
+    if config.teacher.path is None:
+        return
+    trusts = config.model.trust_remote_code
+    own, other = (
+        AutoTokenizer.from_pretrained(path, trust_remote_code=trusts).get_vocab()
+        for path in (config.model.path, config.teacher.path)
+    )
+    differing = [token for token, number in own.items() if other.get(token) != number]
+    extra = other.keys() - own.keys()
+    if differing or extra:
+        example = differing[0] if differing else min(extra)
+        raise ConfigError(
+            f"teacher.path={config.teacher.path} has another tokenizer than model.path={config.model.path}: "
+            f"{len(differing) + len(extra)} tokens differ, such as {example!r} with id {other.get(example)} and "
+            f"{own.get(example)}; set teacher.path to a model with the policy's tokenizer"
+        )
+
+
+def start_teacher(
+    config: Config,
+    distributed: Distributed,
+    *,
+    loop: BackgroundLoop,
+    logs: Path,
+    policy: Engine | None,
+    say: Callable[[str], None],
+) -> Teacher | None:
+    """Start the teacher's engine, or connect to its servers; a collective. Returns None without a teacher.
+
+    policy: the engines of the student, the teacher if `teacher.source=policy`; None on ranks other than 0. Raises
+    `EngineError` on all ranks if vLLM does not start or a server cannot be reached, `ConfigError` for a teacher whose
+    context is too short, and `EvidenceError` for an engine that computes another model than that at its path.
+    """
+    if not config.has_teacher:
+        return None
+    is_policy = config.teacher.source == "policy"
+    measured: dict[str, float] = {}
+
+    def start() -> EnginePool | None:
+        if not distributed.is_main:
+            return None
+        members = _members(config, loop=loop, logs=logs)
+        if is_checked(config):
+            measured["teacher/canary_abs_diff"] = canary_diff(config, members, loop)
+            say(
+                f"teacher        its log π of a canary differ by at most {measured['teacher/canary_abs_diff']:.2g} "
+                "from those of transformers"
+            )
+        return EnginePool(members)
+
+    with distributed.whole_models():
+        engine = policy if is_policy else distributed.together(start)
+    return Teacher(
+        engine,
+        distributed=distributed,
+        loop=loop,
+        top_k=config.teacher_top_k,
+        vocab_size=_vocab_size(config.model.path, config),
+        prompts=distributed.together(lambda: _prompts(config)),
+        is_policy=is_policy,
+        measured=measured,
+    )
+
+
+def _prompts(config: Config) -> TeacherPrompts | None:
+    if config.teacher.context is None:
+        return None
+
+    def tools_of(row: Mapping[str, Any]) -> Tools:
+        environment = environment_of(make_environment(config.environment.name, **config.environment.settings), row)
+        return () if isinstance(environment, RunsItself) else environment.tools
+
+    return TeacherPrompts(
+        make_chat(config),
+        template=config.teacher.context,
+        solved_reward=config.teacher.solved_reward,
+        tools_of=tools_of,
+    )
+
+
+def _members(config: Config, *, loop: BackgroundLoop, logs: Path) -> Sequence[PooledEngine]:
+    settings, rollout = config.teacher, config.rollout
+    assert settings.path is not None
+    longest = rollout.max_model_len + 1  # vLLM samples one token after those that it scores
+    model = AutoConfig.from_pretrained(settings.path, trust_remote_code=config.model.trust_remote_code)
+    limit = getattr(model.get_text_config(), "max_position_embeddings", None)
+    members: Sequence[PooledEngine]
+    if settings.urls:
+        members = [
+            ServerEngine(
+                url,
+                loop=loop,
+                vocab_size=_vocab_size(settings.path, config),
+                api_key=engine_key(settings.api_key_env, setting="teacher.api_key_env"),
+                request_timeout_s=rollout.request_timeout_s,
+                start_timeout_s=rollout.start_timeout_s,
+                silence_timeout_s=rollout.silence_timeout_s,
+            )
+            for url in settings.urls
+        ]
+        limit = min(member.max_model_len for member in members)
+    if limit is not None and limit < longest:
+        raise ConfigError(
+            f"the teacher's context of {limit} tokens is too short to score rows of rollout.max_model_len="
+            f"{rollout.max_model_len}, for which it needs one more; set rollout.max_model_len={limit - 1} or less"
+        )
+    if settings.urls:
+        return members
+    is_cpu = not torch.cuda.is_available()
+    return [
+        EmbeddedEngine(
+            settings.path,
+            loop=loop,
+            log_path=logs / "teacher.log",
+            name="the teacher's engine",
+            dtype=settings.dtype,
+            max_model_len=longest,
+            max_num_seqs=rollout.max_num_seqs,
+            kv_cache_gib=CPU_CACHE_GIB if is_cpu and settings.kv_cache_gib is None else settings.kv_cache_gib,
+            gpu_memory_utilization=settings.gpu_memory_utilization,
+            seed=config.seed,
+            request_timeout_s=rollout.request_timeout_s,
+            start_timeout_s=rollout.start_timeout_s,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+    ]
+
+
+def _vocab_size(path: str, config: Config) -> int:
+    """Return the number of ids of the model at `path`."""
+    model = AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
+    size: int = model.get_text_config().vocab_size
+    return size
