@@ -63,6 +63,7 @@ def canary_diff(config: Config, members: Sequence[PooledEngine], loop: Backgroun
 @torch.no_grad()
 def _by_transformers(config: Config, ids: Sequence[int]) -> torch.Tensor:
     """Return log π(ids[i] | ids[:i]) for i >= 1, in float64."""
+    assert config.teacher.path is not None
     model = AutoModelForCausalLM.from_pretrained(
         config.teacher.path, dtype=torch.float32, trust_remote_code=config.model.trust_remote_code
     ).eval()
