@@ -10,7 +10,6 @@ first move) while sampling is sometimes right, so that reinforcement learning ha
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 from collections.abc import Callable, Generator, Mapping
@@ -18,12 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout.environments.calculator import evaluate
+from trainer.data.split import is_heldout
 
 Row = dict[str, Any]
 Player = Generator[str, str, None]
-
-# One prompt in eight is held out, chosen by its hash: the split does not depend on seed, order or number of rows.
-HELDOUT_ONE_IN = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +37,6 @@ class DemoTask:
     """Draw a row beyond it, for the evaluation of generalization only."""
     play: Callable[[Row, random.Random, bool], Player]
     """Return a player of a row; the last argument is True for noise."""
-
-
-def is_heldout(question: str) -> bool:
-    return hashlib.sha256(question.encode()).digest()[0] % HELDOUT_ONE_IN == 0
 
 
 def draw_unique(draw: Callable[[random.Random], Row], rng: random.Random, count: int, *, heldout: bool) -> list[Row]:

@@ -8,7 +8,6 @@ question decides which of the two it is, as in the demo.
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
 import os
 import re
@@ -17,17 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from demo.tasks import is_heldout
 from rollout.environments.calculator import evaluate
 from rollout.errors import ConfigError
+from trainer.data.reasoning_gym import MAX_ROUNDS, questions
+from trainer.data.split import is_heldout
 
 DEFAULT = "names"
 Row = dict[str, Any]
 Message = dict[str, Any]
 
 TRAIN_ROWS, HELDOUT_ROWS = 2048, 256
-MAX_DRAWS = 100_000
-"""Questions drawn before a task counts as too small."""
+DRAWS = 5000
+"""Questions drawn at a time."""
 _EXPRESSION = re.compile(r"-?\d+(?: [-+*] -?\d+)+")
 
 
@@ -75,17 +75,12 @@ def make_rows(
 
     Raises `ConfigError`: reasoning-gym is missing, or the task has too few questions.
     """
-    entries = dataset(task, seed)
     counts = {"train.jsonl": train, "heldout.jsonl": heldout}
     files: dict[str, list[Row]] = {name: [] for name in counts}
     examples: list[Message] = []
-    seen: set[str] = set()
-    for index in range(len(entries)):
-        question, answer = str(entries[index]["question"]), str(entries[index]["answer"])
-        if question in seen:
-            continue
-        seen.add(question)
-        if len(seen) <= task.shots:  # the first questions are the examples of all rows
+    for number, entry in enumerate(questions(task.generator, task.settings, seed=seed, size=DRAWS)):
+        question, answer = str(entry["question"]), str(entry["answer"])
+        if number < task.shots:  # the first questions are the examples of all rows
             examples += [{"role": "user", "content": question}, *(task.play or _say)(question, answer)]
             continue
         name = "heldout.jsonl" if is_heldout(question) else "train.jsonl"
@@ -94,18 +89,7 @@ def make_rows(
         if all(len(files[name]) == count for name, count in counts.items()):
             return files
     found = ", ".join(f"{len(rows)} of {counts[name]} rows for {name}" for name, rows in files.items())
-    raise ConfigError(f"task {task.name} has too few different questions: {found} in {len(entries)} draws")
-
-
-def dataset(task: RealTask, seed: int) -> Any:
-    """Return the data set of reasoning-gym, whose entry k depends on seed + k. Raises `ConfigError` without it."""
-    if importlib.util.find_spec("reasoning_gym") is None:
-        raise ConfigError(
-            "the package reasoning-gym is missing, which makes the tasks; run: pip install 'lockstep-rl[real]'"
-        )
-    import reasoning_gym
-
-    return reasoning_gym.create_dataset(task.generator, seed=seed, size=MAX_DRAWS, **task.settings)
+    raise ConfigError(f"task {task.name} has too few different questions: {found} in {MAX_ROUNDS * DRAWS} draws")
 
 
 def _say(question: str, answer: str) -> list[Message]:

@@ -15,6 +15,7 @@ from rewards.functions.answers import expected, final_answer
 from rewards.functions.judge import llm_judge
 from rewards.functions.mathematics import math_equal
 from rewards.functions.programs import code_tests
+from rewards.functions.reasoning_gym import reasoning_gym
 from rewards.functions.tagged import question_answer, similarity
 from rewards.functions.tool_calls import tool_calls_match
 from rewards.shaping import length_penalty
@@ -148,6 +149,7 @@ FUNCTIONS: dict[str, Callable[..., float | Awaitable[float]]] = {
         repetition,
         environment_reward,
         math_equal,
+        reasoning_gym,
         code_tests,
         tool_calls_match,
         question_answer,
@@ -156,5 +158,5 @@ FUNCTIONS: dict[str, Callable[..., float | Awaitable[float]]] = {
     )
 }
 
-ISOLATED = frozenset({"regex", "math_equal", "code_tests", "similarity"})
+ISOLATED = frozenset({"regex", "math_equal", "reasoning_gym", "code_tests", "similarity"})
 """Built-ins that may hang on a model's text, and therefore always run in a process that can be killed."""

@@ -7,12 +7,15 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from rewards.functions.reasoning_gym import COLUMN
+from rollout.errors import ConfigError
 from trainer.checks.declared import value_problems
 from trainer.checks.names import lacks_model
 from trainer.config.hints import closest
 from trainer.config.paths import file_exists, path_exists
 from trainer.config.schema import Config
-from trainer.data.datasets import is_file
+from trainer.data.datasets import is_file, is_made
+from trainer.data.reasoning_gym import check_task
 
 NAME = re.compile(r"[\w-]+")
 """Name of a data set, a part of metric names."""
@@ -54,6 +57,30 @@ def data_problems(config: Config) -> Iterator[str]:
         yield (
             f"data.max_prompt_tokens={data.max_prompt_tokens} cannot be checked: environment.name={environment.name} "
             "writes its own prompts; set data.max_prompt_tokens=null"
+        )
+
+
+def made_data_problems(config: Config, *, trains: bool) -> Iterator[str]:
+    """Yield one sentence per problem of a task of reasoning-gym, its parameters, and the reward that scores it.
+
+    trains: True to check training data.
+    """
+    sets = [*(config.data.training_sets().values() if trains else ()), *config.heldout_sets().values()]
+    made = {(data_set.path, str(data_set.parameters)): data_set for data_set in sets if is_made(data_set.path)}
+    for data_set in made.values():
+        try:
+            check_task(data_set.path, data_set.parameters or {})
+        except ConfigError as error:
+            yield str(error)
+    if config.data.parameters and not made:
+        yield (
+            f"data.parameters={config.data.parameters} is for tasks of reasoning-gym, found data.path="
+            f"{config.data.path}; set data.path=reasoning_gym:<task>, or leave data.parameters out"
+        )
+    if COLUMN in config.reward.functions and not made and sets:
+        yield (
+            f"the reward {COLUMN} scores rows of data.path=reasoning_gym:<task>, found {sets[0].path}; set data.path, "
+            "or another reward, for example reward.functions=[exact_match]"
         )
 
 

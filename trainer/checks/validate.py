@@ -8,7 +8,7 @@ from __future__ import annotations
 from rollout.errors import ConfigError
 from trainer.checks.algorithm import algorithm_problems
 from trainer.checks.correction import correction_problems
-from trainer.checks.data import data_file_problems, data_problems, evaluation_problems
+from trainer.checks.data import data_file_problems, data_problems, evaluation_problems, made_data_problems
 from trainer.checks.declared import choices_hold, null_problems, unused_problems, value_problems
 from trainer.checks.engines import engine_problems
 from trainer.checks.first_row import first_row_problems
@@ -50,7 +50,7 @@ def validate(config: Config, *, needs_data: bool = True, trains: bool = True) ->
         if needs_data and trains:
             problems += unused_problems(config)
         if needs_data:
-            problems += data_file_problems(config, trains=trains)
+            problems += [*data_file_problems(config, trains=trains), *made_data_problems(config, trains=trains)]
             problems += reward_model_problems(config) if config.has_rollouts else []
             problems += run_problems(config)
         if needs_data and trains:

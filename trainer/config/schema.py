@@ -128,9 +128,10 @@ class DataSetConfig:
     """Entry of data.sources or eval.sets. Hydra sees dicts, so that `data.sources.new.path=...` needs no `+`;
     `trainer/cli.py` converts their entries."""
 
-    path: str = setting("", "JSONL, JSON, CSV or parquet file, or a hub data set id")
+    path: str = setting("", "JSONL, JSON, CSV or parquet file, reasoning_gym:<task>, or a hub data set id")
     subset: str | None = setting(None, "configuration of a hub data set that has several")
     split: str | None = setting(None, "split of a hub data set; null: data.split, in eval.sets data.heldout_split")
+    parameters: dict[str, Any] | None = setting(None, "see data.parameters; null: the same")
     columns: dict[str, str] | None = setting(None, "see data.columns; null: the same")
     system_prompt: str | None = setting(None, "see data.system_prompt; null: the same")
     environment: str | None = setting(None, "environment of all its rows, with environment.name=mixed")
@@ -170,13 +171,20 @@ class CurriculumConfig:
 
 @dataclass
 class DataConfig:
-    path: str = setting("data/demo/calculator/train.jsonl", "JSONL, JSON, CSV or parquet file, or a hub data set id")
+    path: str = setting(
+        "data/demo/calculator/train.jsonl",
+        "JSONL, JSON, CSV or parquet file, reasoning_gym:<task>, or a hub data set id",
+    )
     subset: str | None = setting(None, "configuration of a hub data set that has several")
     split: str = setting("train", "split of a hub data set")
     heldout_path: str | None = setting(
         None, "file or hub id for evaluation; null: none. The demo's is left out with other training data"
     )
     heldout_split: str = setting("test", "split of a hub data set for evaluation")
+    parameters: dict[str, Any] = setting(
+        {},
+        "of reasoning_gym:<task>: settings of the task; size (1000): questions, one in eight held out; seed (0)",
+    )
     columns: dict[str, str] = setting(
         {}, "renamed columns, {prompt: question, answer: solution}; `a.b` is column b inside of column a"
     )
@@ -199,6 +207,7 @@ class DataConfig:
         return replace(
             data_set,
             split=data_set.split or split,
+            parameters=self.parameters if data_set.parameters is None else data_set.parameters,
             columns=self.columns if data_set.columns is None else data_set.columns,
             system_prompt=self.system_prompt if data_set.system_prompt is None else data_set.system_prompt,
         )

@@ -1,4 +1,4 @@
-"""Rows from files and from the hub, with their columns renamed to what environments and rewards read.
+"""Rows from files, the hub and reasoning-gym, with their columns renamed to what environments and rewards read.
 
 `load_rows` reads everything. `read_first_row` reads one row of a local file without the `datasets` library, so that a
 wrong column is found before anything heavy is imported.
@@ -15,9 +15,11 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from rewards.functions.reasoning_gym import PREFIX
 from rollout.environments.prompt import PROMPT_COLUMNS
 from rollout.errors import DataError
 from rollout.safe_text import error_text
+from trainer.data.reasoning_gym import gym_rows
 
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 """Loader of `datasets` by the suffix of a local file."""
@@ -28,15 +30,23 @@ UNREADABLE = (OSError, ValueError, TypeError, OverflowError, KeyError, NotImplem
 
 
 def is_file(path: str) -> bool:
-    """True if a path names a file; anything else is the id of a data set on the hub."""
+    """True if a path names a file; anything else is a task of reasoning-gym or the id of a data set on the hub."""
     return Path(path).suffix in FILE_FORMATS
 
 
-def load_rows(path: str, split: str, subset: str | None = None) -> Any:
-    """Load a `datasets.Dataset` from a local file (JSONL, JSON, CSV, parquet) or a hub id.
+def is_made(path: str) -> bool:
+    """True if a path names a task whose rows are made when they are loaded."""
+    return path.startswith(PREFIX)
 
-    split, subset: for the hub only. Raises `DataError` if the data cannot be loaded or is empty.
+
+def load_rows(path: str, split: str, subset: str | None = None, parameters: Mapping[str, Any] | None = None) -> Any:
+    """Load a `datasets.Dataset` from a local file (JSONL, JSON, CSV, parquet), a task of reasoning-gym or a hub id.
+
+    split: not for files. subset: for the hub. parameters: of the task. Raises `DataError` if the data cannot be loaded
+    or is empty, `ConfigError` for a task that cannot be made.
     """
+    if is_made(path):
+        return gym_rows(path, split, parameters or {})
     import datasets
     from datasets.exceptions import DatasetGenerationError
 

@@ -92,7 +92,8 @@ class DataSet:
 def load_data_set(settings: DataSetConfig, *, name: str | None = None) -> DataSet:
     """Load one data set. Raises `DataError` if it cannot be loaded, is empty, or lacks a column."""
     assert settings.split is not None, "resolved by trainer.config.schema"
-    return DataSet(load_rows(settings.path, settings.split, settings.subset), settings, name=name)
+    rows = load_rows(settings.path, settings.split, settings.subset, settings.parameters)
+    return DataSet(rows, settings, name=name)
 
 
 def training_data(config: Config) -> list[DataSet]:

@@ -17,7 +17,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from rollout.errors import HubError
 from trainer.config.redaction import redact_text
 from trainer.config.schema import Config
-from trainer.data.datasets import is_file
+from trainer.data.datasets import is_file, is_made
 from trainer.observe.metrics_log import read_metrics
 
 CARD = "README.md"
@@ -52,7 +52,7 @@ def model_card(config: Config, metrics: Mapping[str, float]) -> str:
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["lockstep", "reinforcement-learning", config.algorithm.name],
-        "datasets": [redact_text(path) for path in data if not is_file(path)],
+        "datasets": [redact_text(path) for path in data if not (is_file(path) or is_made(path))],
     }
     front = {name: value for name, value in front.items() if value}
     rollout = config.rollout

@@ -18,7 +18,7 @@ from demo.architectures import ARCHITECTURES
 from demo.make import make_rows
 from demo.manifest import ARCHITECTURE_NAMES, MANIFEST, TASK_NAMES, find_made, recipe_hash, write_manifest
 from demo.play import _sample_turns, demonstrate, sampled_reward, tokenize
-from demo.tasks import TASKS, answer_text, draw_unique, is_heldout
+from demo.tasks import TASKS, answer_text, draw_unique
 from demo.tokenizer import MARKUP_TOKENS, PAD, TURN_END, VOCAB_SIZE, train_tokenizer, untrained
 from demo.warm_start import imitation_loss, new_model
 from rollout.chat.chat import Chat
@@ -26,6 +26,7 @@ from rollout.environments.calculator import evaluate
 from rollout.errors import ConfigError
 from rollout.records import EngineCall, FinishReason
 from tests.fixtures.paths import ROOT
+from trainer.data.split import is_heldout
 
 
 def corpus(task: str, *, noisy: bool = True, count: int = 60):

@@ -24,7 +24,8 @@ NOT_DECLARED = {
     "sky",  # a check of launch files, which is skipped without it: many packages for one schema
 }
 FOR_USERS = (
-    "cpu", "cuda", "plot", "math", "mcp", "verifiers", "lm-eval", "real", "tensorboard", "mlflow", "trackio", "swanlab"
+    "cpu", "cuda", "plot", "math", "mcp", "verifiers", "reasoning-gym", "lm-eval", "real", "tensorboard", "mlflow",
+    "trackio", "swanlab",
 )  # fmt: skip
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from demo.real import tasks
-from demo.real.tasks import TASKS, dataset, make_data, make_rows
+from demo.real.tasks import TASKS, make_data, make_rows
 from rewards.composition import make_reward_set
+from rewards.functions.reasoning_gym import make_task
 from rollout.environments import make_environment
 from rollout.errors import ConfigError
 from rollout.records import Rollout
@@ -61,7 +62,7 @@ async def test_the_reward_is_the_score_of_reasoning_gym(name: str) -> None:
     """On right answers, wrong answers and no answers of real rows."""
     task = TASKS[name]
     config = composed(f"experiment={experiment(name)}", "model.path=x")
-    data = dataset(task, 0)
+    data = make_task(task.generator, task.settings, seed=0, size=120)
     entries = {str(entry["question"]): entry for entry in (data[index] for index in range(120))}
     rows = rows_of(name, train=24, heldout=2)["train.jsonl"]
     wrong = rows[1:] + rows[:1]
@@ -98,8 +99,8 @@ async def test_the_examples_of_the_calculator_call_it_and_its_results_are_the_an
 
 
 def test_a_task_with_too_few_questions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks, "MAX_DRAWS", 50)
-    with pytest.raises(ConfigError, match=r"too few different questions: \d+ of 120 rows for train.jsonl.*in 50 draws"):
+    monkeypatch.setattr(tasks, "DRAWS", 3)
+    with pytest.raises(ConfigError, match=r"too few different questions: \d+ of 120 rows for train.jsonl.*in 60 draws"):
         rows_of(tasks.DEFAULT)
 
 
@@ -119,7 +120,7 @@ def test_a_second_call_writes_nothing_and_a_damaged_set_is_written_again(tmp_pat
 
 def test_without_reasoning_gym_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"reasoning-gym is missing.*pip install 'lockstep-rl\[real\]'"):
+    with pytest.raises(ConfigError, match=r"reasoning-gym is missing.*pip install 'lockstep-rl\[reasoning-gym\]'"):
         make_data(tasks.DEFAULT, tmp_path)
 
 
