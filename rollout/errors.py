@@ -46,6 +46,10 @@ class RankLostError(SyncError):
     """Another rank is gone or does not answer; further collectives would fail."""
 
 
+class EnvironmentFault(LockstepError, RuntimeError):
+    """The process or server of an environment died, hung or gave an unusable answer; the rollout is dropped."""
+
+
 class SearchError(LockstepError, RuntimeError):
     """A search server does not answer, or its answer cannot be used."""
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from rollout.environments.adapters.textarena import TextArenaEnvironment
 from rollout.environments.adapters.trl import TRLEnvironment
 from rollout.environments.adapters.trl_rollout import TRLRollout
 from rollout.environments.adapters.verifiers import VerifiersEnvironment
@@ -55,4 +56,5 @@ ENVIRONMENTS: dict[str, Callable[..., AnyEnvironment]] = {
     "trl": TRLEnvironment,
     "trl_rollout": TRLRollout,
     "verifiers": VerifiersEnvironment,
+    "textarena": TextArenaEnvironment,
 }

@@ -1,8 +1,8 @@
 """Environment protocol: from a data row to messages, and from an assistant turn to the messages that answer it.
 
 An environment lives for one episode and handles messages only. It is an `Environment`, or `RunsItself` if it asks the
-model on its own; `HostsConversations` and `Concludes` are optional. `rollout/environments/__init__.py` lists them by
-name.
+model on its own; `HostsConversations`, `Concludes` and `Closes` are optional. `rollout/environments/__init__.py`
+lists them by name.
 """
 
 from __future__ import annotations
@@ -103,4 +103,13 @@ class Concludes(Protocol):
 
     async def conclude(self) -> Mapping[str, Any]:
         """Return facts for the outcome. Called once, unless the rollout failed."""
+        ...
+
+
+@runtime_checkable
+class Closes(Protocol):
+    """An environment that holds something outside of itself: a session of a server, a game in another process."""
+
+    async def close(self) -> None:
+        """Let go of it. Called once at the end of each episode, on every path, also if `reset` failed. Never raises."""
         ...

@@ -13,8 +13,8 @@ from typing import Any
 from rollout.chat.chat import Chat
 from rollout.engine.protocol import Engine, Sampling
 from rollout.episode.conversation import CallRecord, Conversation
-from rollout.episode.environment import Concludes, Environment, HostsConversations
-from rollout.errors import CallLimitError, ContextFullError, EvidenceError, TemplateError
+from rollout.episode.environment import Closes, Concludes, Environment, HostsConversations
+from rollout.errors import CallLimitError, ContextFullError, EnvironmentFault, EvidenceError, TemplateError
 from rollout.records import FinishReason, Rollout, RolloutStatus
 
 
@@ -32,8 +32,9 @@ async def run_episode(
 ) -> Rollout:
     """Run one episode on one data row. Each turn is sampled with its own seed, derived from `seed`.
 
-    The rollout is FAILED, with the sentence of the error, if the engine's evidence cannot be trusted or the template
-    cannot be rendered. A dead engine raises `EngineError`, a template that drops the environment's tools `ConfigError`.
+    The rollout is FAILED, with the sentence of the error, if the engine's evidence cannot be trusted, the template
+    cannot be rendered, or the process or server of the environment fails. A dead engine raises `EngineError`, a template
+    that drops the environment's tools `ConfigError`.
     max_turns: of the episode's own conversation only.
     """
     started = time.perf_counter()
@@ -47,24 +48,27 @@ async def run_episode(
     )
     if host is not None:
         host.host(record.open)
-    conversation = Conversation(record, await environment.reset(example), environment.tools, seed=seed)
+    conversation = None
     outcome: dict[str, Any] = {}
     error = None
     try:
+        conversation = Conversation(record, await environment.reset(example), environment.tools, seed=seed)
         status = await _take_turns(conversation, environment, record, outcome, max_turns=max_turns)
         if isinstance(environment, Concludes):
             with suppress(ContextFullError, CallLimitError):  # of a last question to the model; earlier samples count
                 _merge(outcome, await environment.conclude())
         record.raise_failure()
-    except (EvidenceError, TemplateError) as failure:
+    except (EvidenceError, TemplateError, EnvironmentFault) as failure:
         status, error = RolloutStatus.FAILED, f"{type(failure).__name__}: {failure}"
     finally:
         record.close()
+        if isinstance(environment, Closes):
+            await environment.close()
     return Rollout(
         rollout_id=rollout_id,
         group_id=group_id,
         calls=tuple(record.calls),
-        messages=conversation.messages,
+        messages=() if conversation is None else conversation.messages,
         example=example,
         status=status,
         outcome=outcome,

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from rewards.functions.reasoning_gym import COLUMN
+from rewards.functions.reasoning_gym import COLUMN, PREFIX
 from rollout.errors import ConfigError
 from trainer.checks.declared import value_problems
 from trainer.checks.names import lacks_model
@@ -16,11 +16,12 @@ from trainer.config.paths import file_exists, path_exists
 from trainer.config.schema import Config
 from trainer.data.datasets import is_file, is_made
 from trainer.data.reasoning_gym import check_task
+from trainer.data.seeds import seeds
 
 NAME = re.compile(r"[\w-]+")
 """Name of a data set, a part of metric names."""
 LM_EVAL = "lm-eval>=0.4.13,<0.5"
-WITHOUT_PROMPTS = ("agent", "verifiers", "trl_rollout")
+WITHOUT_PROMPTS = ("agent", "verifiers", "trl_rollout", "textarena")
 """Environments that write their own prompts."""
 
 
@@ -61,23 +62,27 @@ def data_problems(config: Config) -> Iterator[str]:
 
 
 def made_data_problems(config: Config, *, trains: bool) -> Iterator[str]:
-    """Yield one sentence per problem of a task of reasoning-gym, its parameters, and the reward that scores it.
+    """Yield one sentence per problem of seeds, of a task of reasoning-gym, its parameters, and the reward for it.
 
     trains: True to check training data.
     """
     sets = [*(config.data.training_sets().values() if trains else ()), *config.heldout_sets().values()]
     made = {(data_set.path, str(data_set.parameters)): data_set for data_set in sets if is_made(data_set.path)}
+    tasks = [data_set for data_set in made.values() if data_set.path.startswith(PREFIX)]
     for data_set in made.values():
         try:
-            check_task(data_set.path, data_set.parameters or {})
+            if data_set in tasks:
+                check_task(data_set.path, data_set.parameters or {})
+            else:
+                seeds(data_set.path, data_set.split or "train")
         except ConfigError as error:
             yield str(error)
-    if config.data.parameters and not made:
+    if config.data.parameters and not tasks:
         yield (
             f"data.parameters={config.data.parameters} is for tasks of reasoning-gym, found data.path="
             f"{config.data.path}; set data.path=reasoning_gym:<task>, or leave data.parameters out"
         )
-    if COLUMN in config.reward.functions and not made and sets:
+    if COLUMN in config.reward.functions and not tasks and sets:
         yield (
             f"the reward {COLUMN} scores rows of data.path=reasoning_gym:<task>, found {sets[0].path}; set data.path, "
             "or another reward, for example reward.functions=[exact_match]"

@@ -20,6 +20,7 @@ from rollout.environments.prompt import PROMPT_COLUMNS
 from rollout.errors import DataError
 from rollout.safe_text import error_text
 from trainer.data.reasoning_gym import gym_rows
+from trainer.data.seeds import SEEDS, seeds
 
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 """Loader of `datasets` by the suffix of a local file."""
@@ -30,25 +31,28 @@ UNREADABLE = (OSError, ValueError, TypeError, OverflowError, KeyError, NotImplem
 
 
 def is_file(path: str) -> bool:
-    """True if a path names a file; anything else is a task of reasoning-gym or the id of a data set on the hub."""
+    """True if a path names a file; anything else is made (`is_made`) or the id of a data set on the hub."""
     return Path(path).suffix in FILE_FORMATS
 
 
 def is_made(path: str) -> bool:
-    """True if a path names a task whose rows are made when they are loaded."""
-    return path.startswith(PREFIX)
+    """True if a path names rows that are made when they are loaded: a task of reasoning-gym, or seeds."""
+    return path.startswith((PREFIX, SEEDS))
 
 
 def load_rows(path: str, split: str, subset: str | None = None, parameters: Mapping[str, Any] | None = None) -> Any:
     """Load a `datasets.Dataset` from a local file (JSONL, JSON, CSV, parquet), a task of reasoning-gym or a hub id.
 
-    split: not for files. subset: for the hub. parameters: of the task. Raises `DataError` if the data cannot be loaded
-    or is empty, `ConfigError` for a task that cannot be made.
+    `seeds:<count>` are rows with nothing but a seed. split: not for files. subset: for the hub. parameters: of the
+    task. Raises `DataError` if the data cannot be loaded or is empty, `ConfigError` for rows that cannot be made.
     """
-    if is_made(path):
+    if path.startswith(PREFIX):
         return gym_rows(path, split, parameters or {})
     import datasets
     from datasets.exceptions import DatasetGenerationError
+
+    if path.startswith(SEEDS):
+        return datasets.Dataset.from_dict({"seed": seeds(path, split)})
 
     datasets.disable_progress_bars()
     local = Path(path).expanduser()

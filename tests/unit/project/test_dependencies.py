@@ -25,7 +25,7 @@ NOT_DECLARED = {
 }
 FOR_USERS = (
     "cpu", "cuda", "plot", "math", "mcp", "verifiers", "reasoning-gym", "lm-eval", "real", "tensorboard", "mlflow",
-    "trackio", "swanlab",
+    "trackio", "swanlab", "textarena",
 )  # fmt: skip
 
 

@@ -1,0 +1,158 @@
+"""Host: a process with an interpreter of its own that plays the environments of one package.
+
+Covered: every request has a deadline; a host that hangs is killed, with all episodes that it plays, and the next
+episode starts another; it ends when this process ends, however it ends, because its input does.
+
+Not covered: isolation. A host has the rights of this process; packages of environments are trusted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import concurrent.futures
+import itertools
+import json
+import queue
+import shutil
+import subprocess
+import sys
+import threading
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rollout.errors import ConfigError, EnvironmentFault
+
+CHILD = Path(__file__).with_name("child.py")
+MAX_ANSWER_BYTES = 16 * 2**20
+_hosts: dict[tuple[str, str], Host] = {}
+_lock = threading.Lock()
+
+
+class Host:
+    """A running host; usable from any thread and loop."""
+
+    def __init__(self, python: str, program: str) -> None:
+        """python: path of the interpreter. program: name of a module beside `child.py`. Raises `EnvironmentFault`."""
+        self.name = program
+        self._waiting: dict[int, concurrent.futures.Future[Any]] = {}
+        self._numbers = itertools.count()
+        self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._said: deque[str] = deque(maxlen=20)
+        self._guard = threading.Lock()
+        self.is_alive = True
+        try:
+            self._process = subprocess.Popen(
+                [python, str(CHILD), program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
+        except OSError as error:
+            raise EnvironmentFault(f"{program}: {python} could not be started: {error}") from error
+        for work in (self._write, self._read, self._listen):
+            threading.Thread(target=work, name=f"host:{program}", daemon=True).start()
+
+    async def ask(self, do: str, *, timeout_s: float, **arguments: Any) -> Any:
+        """Return the answer to a request.
+
+        Raises `EnvironmentFault` if the environment raised, or if the host died or did not answer in time, which ends
+        it; `ConfigError` for a setting that no episode can be played with.
+        """
+        answer: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        number = next(self._numbers)
+        with self._guard:
+            if not self.is_alive:
+                raise EnvironmentFault(self._death())
+            self._waiting[number] = answer
+        self._requests.put(json.dumps({"id": number, "do": do, "arguments": arguments}).encode() + b"\n")
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.wrap_future(answer)
+        except TimeoutError:
+            self.end()
+            raise EnvironmentFault(
+                f"{self.name}: no answer to {do!r} in {timeout_s:g} s, so its process was ended; raise "
+                "environment.settings.timeout_s"
+            ) from None
+        finally:
+            self._waiting.pop(number, None)
+
+    def end(self) -> None:
+        """Kill the process. Requests that wait for an answer fail."""
+        self._process.kill()
+        self._requests.put(None)
+        self._fail()
+
+    def _write(self) -> None:
+        """Send requests from a thread: a child that hangs reads nothing, and a full pipe would block the event loop."""
+        assert self._process.stdin is not None
+        with suppress(OSError, ValueError):
+            while (line := self._requests.get()) is not None:
+                self._process.stdin.write(line)
+                self._process.stdin.flush()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        while line := self._process.stdout.readline(MAX_ANSWER_BYTES):
+            try:
+                answer = json.loads(line)
+                waiting = self._waiting.get(answer["id"])
+                if waiting is None or waiting.done():
+                    continue
+                if "error" in answer:
+                    kind = ConfigError if answer["is_setting"] is True else EnvironmentFault
+                    waiting.set_exception(kind(f"{self.name}: {answer['error']}"))
+                else:
+                    waiting.set_result(answer["value"])
+            except (ValueError, KeyError, TypeError, RecursionError):
+                self._said.append(f"an answer that is not of the protocol: {line[:200]!r}")
+                break
+        self._process.kill()
+        self._process.wait()
+        self._fail()
+
+    def _listen(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            if text := line[:500].decode(errors="replace").strip():
+                self._said.append(text)
+
+    def _fail(self) -> None:
+        with self._guard:
+            self.is_alive = False
+            waiting = list(self._waiting.values())
+        for answer in waiting:
+            with suppress(concurrent.futures.InvalidStateError):
+                answer.set_exception(EnvironmentFault(self._death()))
+
+    def _death(self) -> str:
+        said = f": {self._said[-1]}" if self._said else ""
+        return f"{self.name}: its process ended with status {self._process.poll()}{said}"
+
+
+def host(python: str, program: str) -> Host:
+    """Return the host of an interpreter and a program in this process; start one if none is alive."""
+    with _lock:
+        found = _hosts.get((python, program))
+        if found is None or not found.is_alive:
+            found = _hosts[python, program] = Host(python, program)
+        return found
+
+
+def interpreter(python: str | None) -> str:
+    """Return the path of the interpreter that a setting names; null: this one. Raises `ConfigError`."""
+    if python is None:
+        return sys.executable
+    path = shutil.which(str(Path(python).expanduser()))
+    if path is None:
+        raise ConfigError(
+            f"environment.settings.python={python} is no program; set it to the Python of the environment in which the "
+            "package is installed, for example ~/envs/games/bin/python, or to null for this one"
+        )
+    return path
+
+
+@atexit.register
+def _end_all() -> None:
+    for one in _hosts.values():
+        one.end()
