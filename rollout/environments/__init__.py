@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from rollout.environments.adapters.openenv import OpenEnvironment
 from rollout.environments.adapters.textarena import TextArenaEnvironment
 from rollout.environments.adapters.trl import TRLEnvironment
 from rollout.environments.adapters.trl_rollout import TRLRollout
@@ -57,4 +58,5 @@ ENVIRONMENTS: dict[str, Callable[..., AnyEnvironment]] = {
     "trl_rollout": TRLRollout,
     "verifiers": VerifiersEnvironment,
     "textarena": TextArenaEnvironment,
+    "openenv": OpenEnvironment,
 }

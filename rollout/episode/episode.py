@@ -33,8 +33,8 @@ async def run_episode(
     """Run one episode on one data row. Each turn is sampled with its own seed, derived from `seed`.
 
     The rollout is FAILED, with the sentence of the error, if the engine's evidence cannot be trusted, the template
-    cannot be rendered, or the process or server of the environment fails. A dead engine raises `EngineError`, a template
-    that drops the environment's tools `ConfigError`.
+    cannot be rendered, or the process or server of the environment fails. A dead engine raises `EngineError`, a
+    template that drops the environment's tools `ConfigError`.
     max_turns: of the episode's own conversation only.
     """
     started = time.perf_counter()

@@ -21,7 +21,7 @@ from trainer.data.seeds import seeds
 NAME = re.compile(r"[\w-]+")
 """Name of a data set, a part of metric names."""
 LM_EVAL = "lm-eval>=0.4.13,<0.5"
-WITHOUT_PROMPTS = ("agent", "verifiers", "trl_rollout", "textarena")
+WITHOUT_PROMPTS = ("agent", "verifiers", "trl_rollout", "textarena", "openenv")
 """Environments that write their own prompts."""
 
 
@@ -82,7 +82,11 @@ def made_data_problems(config: Config, *, trains: bool) -> Iterator[str]:
             f"data.parameters={config.data.parameters} is for tasks of reasoning-gym, found data.path="
             f"{config.data.path}; set data.path=reasoning_gym:<task>, or leave data.parameters out"
         )
-    if COLUMN in config.reward.functions and not tasks and sets:
+    if (
+        COLUMN in config.reward.functions
+        and sets
+        and not any(data_set in tasks or is_file(data_set.path) for data_set in sets)
+    ):
         yield (
             f"the reward {COLUMN} scores rows of data.path=reasoning_gym:<task>, found {sets[0].path}; set data.path, "
             "or another reward, for example reward.functions=[exact_match]"

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rewards.functions.built_in import FUNCTIONS
+from rewards.functions.reasoning_gym import COLUMN
 from rollout.environments.prompt import PROMPT_COLUMNS, PromptReader
 from rollout.errors import DataError
 from trainer.config.paths import file_exists
@@ -66,8 +67,8 @@ def _row_problems(row: Mapping[str, Any], data_set: DataSetConfig, config: Confi
 
 def _reference_column(function: str, settings: Mapping[str, Any]) -> str | None:
     """Return the column that a built-in reward reads; None for other rewards."""
-    if function == "demo_answer":
-        return "answer"
+    if function in ("demo_answer", COLUMN):
+        return "answer" if function == "demo_answer" else COLUMN
     if function not in FUNCTIONS or not _has_column(function):
         return None
     return settings.get("column", inspect.signature(FUNCTIONS[function]).parameters["column"].default)

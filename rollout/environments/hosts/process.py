@@ -146,7 +146,7 @@ def interpreter(python: str | None) -> str:
     path = shutil.which(str(Path(python).expanduser()))
     if path is None:
         raise ConfigError(
-            f"environment.settings.python={python} is no program; set it to the Python of the environment in which the "
+            f"environment.settings.python={python} is not a program; set it to the Python in whose environment the "
             "package is installed, for example ~/envs/games/bin/python, or to null for this one"
         )
     return path

@@ -6,6 +6,7 @@ games played at the same time do not change each other.
 
 from __future__ import annotations
 
+import importlib
 import random
 from typing import Any
 
@@ -18,8 +19,7 @@ class WrongSetting(Exception):
 
 class Game:
     def __init__(self, env_id: str, *, num_players: int, seed: int, settings: dict[str, Any]) -> None:
-        import textarena
-
+        textarena = importlib.import_module("textarena")
         if env_id not in textarena.envs.registration.ENV_REGISTRY:
             raise WrongSetting(f"TextArena has no environment {env_id!r}")
         random.seed(seed)

@@ -76,7 +76,7 @@ def test_every_config_file_composes_and_validates(
     """On a row with the columns of all ready data sets; tests/unit/trainer/data/test_ready_data.py tests each alone."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)  # optional packages count as installed
     monkeypatch.setenv("WANDB_API_KEY", "k")  # as after `wandb login`
-    columns = ("question", "answer", "prompt", "problem", "solution", "query", "answers")
+    columns = ("question", "answer", "prompt", "problem", "solution", "query", "answers", "reasoning_gym")
     row = dict.fromkeys(columns, "1") | {"reward_model": {"ground_truth": {"target": "1"}}}
     rows = tmp_path / "all.jsonl"
     rows.write_text(json.dumps(row | CONVERSATION if path.name == "sft" else row) + "\n")

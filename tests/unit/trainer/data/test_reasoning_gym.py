@@ -124,7 +124,8 @@ def test_the_group_of_settings_holds_a_heldout_set_of_the_same_task(tmp_path: Pa
         (["data.path=reasoning_gym:products", "data.parameters={size: 0}"], "size=0 must be a whole number from 1"),
         (["data.path=reasoning_gym:products", "data.parameters={seed: x}"], "seed='x' must be a whole number"),
         (["data.path=d.jsonl", "data.parameters={size: 3}", "reward.functions=[exact_match]"], "is for tasks of"),
-        (["data.path=d.jsonl"], "the reward reasoning_gym scores rows of data.path=reasoning_gym:<task>"),
+        (["data.path=d.jsonl"], "the reward reasoning_gym needs column 'reasoning_gym'"),
+        (["data.path=seeds:4"], "the reward reasoning_gym scores rows of data.path=reasoning_gym:<task>"),
     ],
 )
 def test_wrong_settings_are_refused_before_anything_starts(

@@ -105,5 +105,5 @@ def test_a_host_ends_with_the_process_that_started_it():
 
 def test_an_interpreter_that_is_not_there_is_refused():
     assert interpreter(None) == sys.executable
-    with pytest.raises(ConfigError, match=r"settings.python=/no/python is no program"):
+    with pytest.raises(ConfigError, match=r"settings.python=/no/python is not a program"):
         interpreter("/no/python")

@@ -1,0 +1,247 @@
+"""Episodes on a real server of openenv-core, on loopback, and on servers that lie."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from rollout.environments import make_environment
+from rollout.environments.adapters.openenv import OpenEnvironment
+from rollout.episode.rows import rows_from_calls
+from rollout.errors import ConfigError, EnvironmentFault
+from rollout.sampler.sampler import Sampler
+from tests.fixtures.gateway import ScriptedEngine, says
+from tests.fixtures.interpreters import python_with
+from tests.fixtures.paths import FIXTURES
+from tests.fixtures.policies import CHAT, TOKENIZER, sampling
+from tests.integration.test_launch_files import free_port
+
+SERVER = FIXTURES / "openenv_server/number_server.py"
+START_S = 240.0
+"""The package imports gradio and fastmcp, which takes a minute on a busy machine."""
+
+
+@contextmanager
+def server(*arguments: str) -> Iterator[str]:
+    """Start a server; yield its address."""
+    port = free_port()
+    with subprocess.Popen([python_with("openenv-core", "openenv.core"), str(SERVER), str(port), *arguments]) as process:
+        try:
+            deadline = time.monotonic() + START_S
+            while not answers(port):
+                assert process.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.2)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.kill()
+
+
+def answers(port: int) -> bool:
+    import socket
+
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.fixture(scope="module")
+def numbers() -> Iterator[str]:
+    with server("2") as url:
+        yield url
+
+
+def message(text: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+def guessing(url: str, **settings: Any) -> OpenEnvironment:
+    return OpenEnvironment(
+        **{"url": url, "action_field": None, "observation_field": "hint", "max_concurrent": 2, **settings}
+    )
+
+
+async def test_episodes_are_played_two_at_a_time_and_every_sampled_token_is_trained(numbers: str):
+    sampler = Sampler(
+        engine=ScriptedEngine(says(TOKENIZER, '{"number": 3}<|im_end|>')),
+        chat=CHAT,
+        make_environment=partial(
+            make_environment, "openenv", url=numbers, action_field=None, observation_field="hint", max_concurrent=2
+        ),
+        max_turns=2,
+        seed=0,
+    )
+    rollouts = await sampler.collect(
+        [{"seed": seed} for seed in range(12)], samples_per_prompt=2, sampling=sampling(), step=0
+    )
+    assert [rollout.error for rollout in rollouts] == [None] * 24
+    rewards = [rollout.outcome["environment_reward"] for rollout in rollouts]
+    assert rewards[::2] == rewards[1::2], "the seed decides"
+    assert set(rewards) == {1.0, -0.2}
+    for rollout in rollouts:
+        (row,) = rows_from_calls(rollout.calls)
+        assert row.num_trained == rollout.num_sampled
+        assert rollout.messages[0]["content"].startswith("between 0 and 9")
+    last = guessing(numbers)
+    assert (await last.reset({"seed": 0}))[0]["content"] == "between 0 and 9; 1 alive", "all others were closed"
+    await last.close()
+
+
+async def test_an_action_that_the_server_or_json_refuses_is_answered_to_the_model(numbers: str):
+    environment = guessing(numbers)
+    await environment.reset({"seed": 0, "question": "Find it."})
+    for text, said in (
+        ("seven", "error: the action is not JSON"),
+        ("[7]", "error: the action must be a JSON object, found list"),
+        ('{"number": "seven"}', "error: Invalid message: number Input should be a valid integer"),
+        ('{"nummer": 7}', "number Field required"),
+    ):
+        step = await environment.step(message(text))
+        assert said in step.messages[0]["content"]
+        assert step.outcome == {"invalid_actions": 1}
+    await environment.close()
+
+
+async def test_an_environment_that_raises_or_hangs_fails_the_rollout(numbers: str):
+    environment = guessing(numbers, timeout_s=2.0)
+    await environment.reset({"seed": 0})
+    with pytest.raises(EnvironmentFault, match=r"EXECUTION_ERROR: a bug of the environment"):
+        await environment.step(message('{"number": 77}'))
+    with pytest.raises(EnvironmentFault, match=r"no answer to 'step' in 2 s"):
+        await environment.step(message('{"number": 78}'))
+    await environment.close()
+    await environment.close()
+
+
+async def test_more_sessions_than_the_server_has_wait_and_then_fail_with_the_setting_to_type(numbers: str):
+    held = [guessing(numbers, max_concurrent=9) for _ in range(2)]
+    for environment in held:
+        await environment.reset({"seed": 0})
+    late = guessing(numbers, max_concurrent=9, timeout_s=1.0)
+    with pytest.raises(EnvironmentFault, match=r"raise max_concurrent_envs of the server"):
+        await late.reset({"seed": 0})
+    await late.close()
+    waiting = guessing(numbers, max_concurrent=9, timeout_s=20.0)
+    opening = asyncio.create_task(waiting.reset({"seed": 0}))
+    await asyncio.sleep(0.5)
+    for environment in held:
+        await environment.close()
+    assert (await opening)[0]["role"] == "user"
+    await waiting.close()
+
+
+async def test_a_server_that_dies_is_a_fault_and_so_is_none(numbers: str):
+    with server("1") as url:
+        environment = guessing(url)
+        await environment.reset({"seed": 0})
+        with pytest.raises(EnvironmentFault, match="openenv: the server"):
+            await environment.step(message('{"number": 79}'))
+        await environment.close()
+        with pytest.raises(EnvironmentFault, match="no server at http://"):
+            await guessing(url).reset({"seed": 0})
+
+
+async def test_mcp_tools_of_a_server_are_the_models_tools():
+    with server("1", "tools") as url:
+        environment = OpenEnvironment(url=url, tools=True)
+        assert (await environment.reset({"question": "Double 21."}))[0]["content"] == "Double 21."
+        (tool,) = environment.tools
+        assert tool["function"]["name"] == "double"
+        assert tool["function"]["parameters"]["required"] == ["number"]
+        calls = [
+            {"id": str(index), "type": "function", "function": {"name": name, "arguments": arguments}}
+            for index, (name, arguments) in enumerate(
+                [("double", {"number": 21}), ("duble", {"number": 1}), ("double", "no JSON")]
+            )
+        ]
+        step = await environment.step(message("", tool_calls=calls))
+        assert step.messages[0]["content"] == "42"
+        assert all(reply["content"].startswith("error: ") for reply in step.messages[1:])
+        assert [reply["tool_call_id"] for reply in step.messages] == ["0", "1", "2"]
+        assert (await environment.step(message("It is 42."))).done
+        await environment.close()
+
+
+@asynccontextmanager
+async def lying(answer: Callable[[dict[str, Any]], str]) -> AsyncIterator[str]:
+    """Serve `/ws` with made-up answers; yield the address."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        async for asked in socket:
+            if asked.type is aiohttp.WSMsgType.TEXT:
+                await socket.send_str(answer(json.loads(asked.data)))
+        return socket
+
+    app = web.Application()
+    app.router.add_get("/ws", handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "no JSON",
+        "[]",
+        "null",
+        '{"type": "observation", "data": {"observation": {}}}',
+        '{"type": "observation", "data": {"observation": "text", "done": false}}',
+        '{"type": "state", "data": {"observation": {}, "done": false}}',
+        '{"type": "error", "data": "none"}',
+    ],
+)
+async def test_a_server_that_lies_fails_the_rollout(answer: str):
+    async with lying(lambda asked: answer) as url:
+        environment = OpenEnvironment(url=url)
+        with pytest.raises(EnvironmentFault, match="openenv: the server answered"):
+            await environment.reset({"seed": 0})
+        await environment.close()
+
+
+@pytest.mark.parametrize("reward", ["NaN", "Infinity", '"1"', "[1]"])
+async def test_a_reward_that_is_no_number_fails_the_rollout(reward: str):
+    def answer(asked: dict[str, Any]) -> str:
+        value = "null" if asked["type"] == "reset" else reward
+        return f'{{"type": "observation", "data": {{"observation": {{}}, "done": false, "reward": {value}}}}}'
+
+    async with lying(answer) as url:
+        environment = OpenEnvironment(url=url)
+        await environment.reset({"seed": 0})
+        with pytest.raises(EnvironmentFault, match="expected a finite number"):
+            await environment.step(message("hello"))
+        await environment.close()
+
+
+async def test_a_field_that_the_observation_lacks_is_a_setting_to_change():
+    async with lying(
+        lambda asked: '{"type": "observation", "data": {"observation": {"text": "a"}, "done": false}}'
+    ) as url:
+        environment = OpenEnvironment(url=url, observation_field="hint")
+        with pytest.raises(
+            ConfigError, match=r"no field hint; it has text; set environment\.settings\.observation_field"
+        ):
+            await environment.reset({"seed": 0})
+        await environment.close()
+
+
+def test_wrong_settings_are_refused():
+    with pytest.raises(ConfigError, match=r"url=None is not an address"):
+        make_environment("openenv")
+    with pytest.raises(ConfigError, match="max_concurrent=0"):
+        make_environment("openenv", url="http://127.0.0.1:1", max_concurrent=0)
