@@ -11,7 +11,7 @@ import importlib.metadata
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,9 +41,11 @@ class RealTask:
     settings: Mapping[str, Any]
     """Its settings: the difficulty."""
     shots: int
-    """Number of worked examples in front of a question."""
+    """Number of worked examples in front of a question, with different answers: a small model repeats what it sees."""
     play: Callable[[str, str], list[Message]] | None = None
     """Turns of an example after its question, from question and answer; None: the answer alone."""
+    left_out: frozenset[str] = frozenset()
+    """Answers that the data set gives to questions whose right answer is another: these questions are left out."""
 
 
 def make_data(task: str, folder: Path, *, seed: int = 0) -> bool:
@@ -77,19 +79,32 @@ def make_rows(
     """
     counts = {"train.jsonl": train, "heldout.jsonl": heldout}
     files: dict[str, list[Row]] = {name: [] for name in counts}
-    examples: list[Message] = []
-    for number, entry in enumerate(questions(task.generator, task.settings, seed=seed, size=DRAWS)):
-        question, answer = str(entry["question"]), str(entry["answer"])
-        if number < task.shots:  # the first questions are the examples of all rows
-            examples += [{"role": "user", "content": question}, *(task.play or _say)(question, answer)]
+    examples: dict[str, tuple[str, list[Message]]] = {}
+    """Question and turns of each example by its answer; the examples of all rows."""
+    for question, answer in _drawn(task, seed):
+        if len(examples) == task.shots:
+            break
+        turns = [{"role": "user", "content": question}, *(task.play or _say)(question, answer)]
+        examples.setdefault(answer, (question, turns))
+    asked = {question for question, _ in examples.values()}
+    shown = [message for _, turns in examples.values() for message in turns]
+    for question, answer in _drawn(task, seed):
+        if question in asked:
             continue
         name = "heldout.jsonl" if is_heldout(question) else "train.jsonl"
         if len(files[name]) < counts[name]:
-            files[name].append({"messages": [*examples, {"role": "user", "content": question}], "answer": answer})
+            files[name].append({"messages": [*shown, {"role": "user", "content": question}], "answer": answer})
         if all(len(files[name]) == count for name, count in counts.items()):
             return files
     found = ", ".join(f"{len(rows)} of {counts[name]} rows for {name}" for name, rows in files.items())
     raise ConfigError(f"task {task.name} has too few different questions: {found} in {MAX_ROUNDS * DRAWS} draws")
+
+
+def _drawn(task: RealTask, seed: int) -> Iterator[tuple[str, str]]:
+    """Yield questions with their answers, no question twice."""
+    for entry in questions(task.generator, task.settings, seed=seed, size=DRAWS):
+        if entry["answer"] not in task.left_out:
+            yield str(entry["question"]), str(entry["answer"])
 
 
 def _say(question: str, answer: str) -> list[Message]:
@@ -114,7 +129,8 @@ def _recipe(task: RealTask, seed: int) -> dict[str, Any]:
     """Return everything that determines the rows, except the code."""
     version = importlib.metadata.version("reasoning-gym")
     fields = {name: getattr(task, name) for name in ("generator", "settings", "shots")}
-    return {**fields, "seed": seed, "rows": [TRAIN_ROWS, HELDOUT_ROWS], "reasoning_gym": version}
+    left_out = {"left_out": sorted(task.left_out)} if task.left_out else {}
+    return {**fields, **left_out, "seed": seed, "rows": [TRAIN_ROWS, HELDOUT_ROWS], "reasoning_gym": version}
 
 
 def _write_atomically(path: Path, text: str) -> None:
@@ -137,7 +153,9 @@ TASKS: dict[str, RealTask] = {
             name="family",
             generator="family_relationships",
             settings={"min_family_size": 3, "max_family_size": 4},
-            shots=3,
+            shots=5,  # one for each answer
+            # Asked what a daughter-in-law is to a parent of her husband, it answers what the parent is to her.
+            left_out=frozenset({"mother-in-law", "father-in-law"}),
         ),
         RealTask(
             name="calculator",
