@@ -20,9 +20,10 @@ from harness.results import argument_parser, fitted_exponent, report
 from rollout.chat.chat import Chat
 from rollout.engine.protocol import Sampling
 from rollout.gateway.completion import complete
+from rollout.gateway.dialects.chat_reply import CHAT_COMPLETIONS
+from rollout.gateway.dialects.dialect import Reply
 from rollout.gateway.prompt_maker import PromptMaker
-from rollout.gateway.protocol import read_chat_request, read_json
-from rollout.gateway.response import completion_body
+from rollout.gateway.request import Offer, read_json
 from rollout.gateway.session import Session
 from tests.fixtures.gateway import ScriptedEngine
 from tests.fixtures.tokenizers import chat_tokenizer
@@ -38,17 +39,17 @@ async def rollout_times(*, turns: int, sampled: int, sends_ids: bool) -> tuple[l
     sampling = Sampling(max_tokens=sampled, stop_token_ids=chat.stop_token_ids)
     prompts = PromptMaker(chat, max_model_len=engine.max_model_len)
     session = Session("", offered=(sampling,), any_model=True)
+    offer = Offer(session=session, sampling=[sampling], vocab_size=len(tokenizer), max_model_len=engine.max_model_len)
     messages: list[Any] = [{"role": "user", "content": "say it"}]
     times, raw, spent = [], b"", 0.0
     for number in range(turns):
         engine.prompts.clear()
         raw = json.dumps({"model": "policy", "messages": messages}).encode()
         started = time.process_time()
-        request = read_chat_request(
-            read_json(raw), offered=[sampling], vocab_size=len(tokenizer), prefixes=session.prefixes
-        )
+        request = CHAT_COMPLETIONS.read(read_json(raw), offer)
         completion = await complete(engine, chat, prompts, session, request)
-        answer = json.dumps(completion_body(completion, model="policy", decode=chat.decode))
+        reply = Reply(completion=completion, model="policy", decode=chat.decode)
+        answer = json.dumps(CHAT_COMPLETIONS.body(reply))
         spent += time.process_time() - started
         times.append(spent)
         message = json.loads(answer)["choices"][0]["message"]

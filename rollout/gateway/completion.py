@@ -1,4 +1,4 @@
-"""Sampling and recording of the answers to one chat completion request."""
+"""Sampling and recording of the answers to one request, the same for all dialects."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rollout.episode.conversation import request_seed
 from rollout.errors import EngineError, EvidenceError
 from rollout.gateway.errors import ApiError, server_error
 from rollout.gateway.prompt_maker import PromptMaker
-from rollout.gateway.protocol import ChatRequest
+from rollout.gateway.request import SampleRequest
 from rollout.gateway.session import CONTEXT_FULL, Answer, Session
 from rollout.gateway.splice import Prompt
 from rollout.records import EngineCall, FinishReason, Message, SamplingSupport
@@ -31,13 +31,13 @@ Decode = Callable[[Sequence[int]], str]
 class Completion:
     """An answered request."""
 
-    request: ChatRequest
+    request: SampleRequest
     prompt: Prompt
     choices: tuple[Answer, ...]
 
 
 async def complete(
-    engine: Engine, chat: Chat, prompts: PromptMaker, session: Session, request: ChatRequest
+    engine: Engine, chat: Chat, prompts: PromptMaker, session: Session, request: SampleRequest
 ) -> Completion:
     """Sample the answers to a request and record them. Raises `TemplateError` if the chat template refuses them.
 
@@ -46,7 +46,7 @@ async def complete(
     not count.
     """
     try:
-        prompt = await prompts.prompt(session, request.conversation, request.last_ids)
+        prompt, conversation = await prompts.prompt(session, request)
     except ApiError as error:
         session.refusal = error.code
         raise
@@ -65,15 +65,21 @@ async def complete(
         raise
     read = [_read(chat, call, request) for call in calls]
     choices = tuple(
-        Answer(call=call, conversation=request.conversation.then(message), order=(number, index))
-        for index, (call, message) in enumerate(read)
+        Answer(
+            call=call,
+            conversation=conversation.then(message),
+            order=(number, index),
+            num_instructions=request.num_instructions,
+            stop=stop,
+        )
+        for index, (call, message, stop) in enumerate(read)
     )
     session.record(choices, prompt.kind)
     return Completion(request=request, prompt=prompt, choices=choices)
 
 
 async def _sample(
-    engine: Engine, session: Session, request: ChatRequest, prompt: Prompt, number: int, room: int
+    engine: Engine, session: Session, request: SampleRequest, prompt: Prompt, number: int, room: int
 ) -> Sequence[EngineCall]:
     sampling = replace(request.sampling, max_tokens=min(request.sampling.max_tokens, room))
     seeds = [_seed(session, request, number, choice) for choice in range(request.num_choices)]
@@ -93,23 +99,32 @@ async def _sample(
     return calls
 
 
-def _seed(session: Session, request: ChatRequest, number: int, choice: int) -> int | None:
+def _seed(session: Session, request: SampleRequest, number: int, choice: int) -> int | None:
     if session.seed is not None:
         return request_seed(session.seed, number, choice)
     return None if request.seed is None else request_seed(request.seed, choice)
 
 
-def _read(chat: Chat, call: EngineCall, request: ChatRequest) -> tuple[EngineCall, Message]:
-    """Return the call up to the first stop string or the end of the only tool call, and its message."""
+def _read(chat: Chat, call: EngineCall, request: SampleRequest) -> tuple[EngineCall, Message, str | None]:
+    """Return the call up to the first stop string or the end of the only tool call, its message and the stop string."""
     tools = request.conversation.tools
     call, stop = cut_at_stop(call, request.stop_strings, chat.decode)
+    if request.given is not None:
+        return call, {"role": "assistant", "content": _text(chat, call, stop)}, stop
     message = dict(chat.parse(call.sampled_ids, tools, prompt_ids=call.prompt_ids))
     if request.one_call and len(message.get("tool_calls", ())) > 1:
-        call = _first_tokens(call, _length_at(call, lambda ids: chat.has_called(ids, tools)))
+        call, stop = _first_tokens(call, _length_at(call, lambda ids: chat.has_called(ids, tools))), None
         message = dict(chat.parse(call.sampled_ids, tools, prompt_ids=call.prompt_ids))
     elif stop is not None:
         _hide_stop(message, stop)
-    return call, message
+    return call, message, stop
+
+
+def _text(chat: Chat, call: EngineCall, stop: str | None) -> str:
+    """Return the text of a call, without the token or the string that ended it."""
+    ids = call.sampled_ids
+    text = chat.decode(ids[:-1] if ids and ids[-1] in chat.stop_token_ids else ids)
+    return text if stop is None else text.partition(stop)[0]
 
 
 def cut_at_stop(call: EngineCall, stops: Sequence[str], decode: Decode) -> tuple[EngineCall, str | None]:

@@ -1,4 +1,4 @@
-"""Errors in the form of the OpenAI API, which client libraries turn into their own exceptions."""
+"""Errors that a client gets as the answer to a request. Each dialect has its own form for them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ class ApiError(LockstepError):
         param: str | None = None,
         code: str | None = None,
     ) -> None:
-        """status: client libraries retry 408, 409, 429 and 5xx. kind: `type` in the body. param: the wrong field of
-        the request. code: the error's name for programs."""
+        """status: client libraries retry 408, 409, 429 and 5xx. kind: `type` in the form of OpenAI. param: the wrong
+        field of the request. code: the error's name for programs."""
         super().__init__(message)
+        self.message = message
         self.status = status
+        self.kind = kind
+        self.param = param and param[:MAX_QUOTED]  # it may be a client's own key
         self.code = code
-        param = param and param[:MAX_QUOTED]  # it may be a client's own key
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def not_supported(field: str, *, why: str) -> ApiError:

@@ -1,4 +1,6 @@
-"""Messages and tools of a request, checked and reduced to the keys that a chat template may see.
+"""Messages and tools in the form of chat completions, checked and reduced to the keys that a chat template may see.
+
+It is also the inner form, which the other dialects translate to.
 
 A template can read any key of a message. Unknown keys are dropped, so that a client cannot steer the rendering through
 them. Not covered: images, audio, files, and the `function` role that tools replaced.
@@ -79,9 +81,9 @@ def read_message(value: Any, where: str) -> Message:
     # Chat templates do not know the developer role, the newer name of system; some drop such a message silently.
     copy: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": content}
     if message.get("name") is not None:
-        copy["name"] = _text(message, "name", where)
+        copy["name"] = read_text(message, "name", where)
     if role == "tool":
-        copy["tool_call_id"] = _text(message, "tool_call_id", where)
+        copy["tool_call_id"] = read_text(message, "tool_call_id", where)
     if role == "assistant":
         _add_assistant_fields(copy, message, where)
     elif any(message.get(field) is not None for field in ID_FIELDS):
@@ -93,7 +95,7 @@ def _add_assistant_fields(copy: dict[str, Any], message: Mapping[str, Any], wher
     # vLLM writes `reasoning`, others `reasoning_content`; a harness may send either.
     field = "reasoning_content" if message.get("reasoning_content") is not None else "reasoning"
     if message.get(field) is not None:
-        copy["reasoning_content"] = _text(message, field, where)
+        copy["reasoning_content"] = read_text(message, field, where)
     calls = message.get("tool_calls")
     if calls is not None and checked(calls, list, f"{where}.tool_calls", expected="a list of tool calls"):
         refuse_many(calls, MAX_CALLS, f"{where}.tool_calls")
@@ -111,7 +113,7 @@ def _text_part(part: Any, where: str) -> str:
     checked(part, dict, where, expected='{"type": "text", "text": ...}')
     if part.get("type") != "text":
         raise not_supported(f"{where}.type", why=f"found {quoted(part.get('type'))}; this model reads text parts only")
-    return _text(part, "text", where)
+    return read_text(part, "text", where)
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
@@ -120,9 +122,9 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     if call.get("type", "function") != "function":
         raise not_supported(f"{where}.type", why=f"found {quoted(call['type'])}, expected 'function'")
     function = call["function"]
-    arguments = _text(function, "arguments", f"{where}.function")
-    _refuse_deep(arguments, f"{where}.function.arguments")
-    call_id, name = _text(call, "id", where), _text(function, "name", f"{where}.function")
+    arguments = read_text(function, "arguments", f"{where}.function")
+    refuse_deep(arguments, f"{where}.function.arguments")
+    call_id, name = read_text(call, "id", where), read_text(function, "name", f"{where}.function")
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -131,18 +133,26 @@ def _tool(tool: Any, where: str) -> Mapping[str, Any]:
     if tool.get("type") != "function":
         raise not_supported(f"{where}.type", why=f"found {quoted(tool.get('type'))}, expected 'function'")
     function = checked(tool.get("function"), dict, f"{where}.function", expected="an object with a name")
+    return {"type": "function", "function": read_function(function, f"{where}.function")}
+
+
+def read_function(function: Mapping[str, Any], where: str, *, schema: str = "parameters") -> Mapping[str, Any]:
+    """Check the name, the description and the JSON schema of a tool; return it, with an empty schema if it has none.
+
+    schema: the field that holds the schema. Raises `ApiError` (400).
+    """
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise wrong_type(f"{where}.function.name", name, expected="1 to 64 letters, digits, underscores or dashes")
+        raise wrong_type(f"{where}.name", name, expected="1 to 64 letters, digits, underscores or dashes")
     if function.get("description") is not None:
-        _text(function, "description", f"{where}.function")
-    if function.get("parameters") is None:  # a tool without parameters; templates read the key unconditionally
-        function = {**function, "parameters": {"type": "object", "properties": {}}}
-    checked(function["parameters"], dict, f"{where}.function.parameters", expected="a JSON schema")
-    return {"type": "function", "function": function}
+        read_text(function, "description", where)
+    if function.get(schema) is None:  # a tool without parameters; templates read the key unconditionally
+        function = {**function, schema: {"type": "object", "properties": {}}}
+    checked(function[schema], dict, f"{where}.{schema}", expected="a JSON schema")
+    return function
 
 
-def _refuse_deep(arguments: str, where: str) -> None:
+def refuse_deep(arguments: str, where: str) -> None:
     """Limit the nesting of arguments, which templates and JSON writers read by recursion.
 
     They are JSON in a string, which the depth check of the request does not reach.
@@ -157,7 +167,7 @@ def _refuse_deep(arguments: str, where: str) -> None:
         raise ApiError(f"{where} is nested more than {MAX_DEPTH} levels deep", param=where)
 
 
-def _text(parent: Mapping[str, Any], field: str, where: str) -> str:
+def read_text(parent: Mapping[str, Any], field: str, where: str) -> str:
     return checked(parent.get(field), str, f"{where}.{field}", expected="a string")
 
 

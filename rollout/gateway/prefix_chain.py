@@ -34,7 +34,7 @@ class Prefix:
         self.digest = digest
         """Hash of the tools and of the roles, texts, reasoning, tool calls, names and call ids of all messages.
 
-        Null fields, empty reasoning and the spacing of JSON arguments make no difference.
+        Null fields, empty reasoning, the spacing of JSON arguments and 1.0 for 1 in them make no difference.
         """
         shown = _shown_characters(message)
         self.num_characters: int = shown + (
@@ -50,6 +50,14 @@ class Prefix:
         """Return the conversation without messages."""
         return cls(None, {}, _hash(b"", [dict(tool) for tool in tools]), tools)
 
+    @classmethod
+    def of_text(cls, text: str) -> Prefix:
+        """Return a conversation for people to read, from the text of a prompt that was not made of messages.
+
+        No request with messages continues it, whatever they say.
+        """
+        return cls(None, {}, _hash(b"text", []), ()).then({"role": "user", "content": text})
+
     def then(self, message: Message, *, names: Mapping[str, str] = MappingProxyType({})) -> Prefix:
         """Return this conversation with one more message, which has no token ids.
 
@@ -59,7 +67,7 @@ class Prefix:
         if said["role"] == "tool" and not said.get("name"):
             said["name"] = names.get(said.get("tool_call_id", ""))
         said = {key: value for key, value in said.items() if value not in (None, "") or key in ("role", "content")}
-        return Prefix(self, message, _hash(self.digest, said), self._tools)
+        return Prefix(self, message, _hash(self.digest, _by_value(said)), self._tools)
 
     @property
     def tools(self) -> Tools:
@@ -144,6 +152,15 @@ def _key_of(message: Any) -> Hashable:
     except TypeError:  # text parts, tool calls
         return json.dumps(fields)
     return fields
+
+
+def _by_value(value: Any) -> Any:
+    """Return a JSON value with integers for whole numbers: a client in JavaScript sends the argument 1.0 back as 1."""
+    if isinstance(value, dict):
+        return {key: _by_value(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_by_value(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _hash(before: bytes, value: Mapping[str, Any] | Sequence[Any]) -> bytes:

@@ -7,7 +7,7 @@ the model's vocabulary stands for a limited number of characters.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
@@ -17,8 +17,9 @@ from rollout.chat.chat import Chat
 from rollout.chat.untrusted import UntrustedTextEncoder
 from rollout.gateway.errors import ApiError
 from rollout.gateway.prefix_chain import Prefix, num_characters
+from rollout.gateway.request import SampleRequest
 from rollout.gateway.session import CONTEXT_FULL, Session
-from rollout.gateway.splice import Prompt, make_prompt
+from rollout.gateway.splice import Prompt, PromptKind, make_prompt
 
 NUM_THREADS = 4
 _SPACES = str.maketrans("", "", "ĠĊĉčĀ▁")
@@ -38,10 +39,19 @@ class PromptMaker:
         self._max_characters = max_model_len * longest_token(chat.tokenizer)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="gateway-prompts")
 
-    async def prompt(self, session: Session, conversation: Prefix, last_ids: Sequence[int] | None) -> Prompt:
-        """See `make_prompt`. Raises `ApiError` (400) if the messages cannot fit in the context."""
+    async def prompt(self, session: Session, request: SampleRequest) -> tuple[Prompt, Prefix]:
+        """Return the prompt of a request, and the conversation that its answer continues.
+
+        Raises `ApiError` (400) if it cannot fit in the context. Raises as `make_prompt`.
+        """
+        if request.given is not None:
+            ids = await self.text_ids(request.given) if isinstance(request.given, str) else request.given
+            text = await self._in_thread(self._chat.decode, ids)
+            return Prompt(ids=tuple(ids), kind=PromptKind.GIVEN), Prefix.of_text(text)
+        conversation = request.conversation
         self._refuse_beyond_context(max(conversation.num_characters, conversation.longest_message))
-        return await self._in_thread(make_prompt, self._chat, session, conversation, last_ids)
+        prompt = await self._in_thread(make_prompt, self._chat, session, conversation, request.mark)
+        return prompt, conversation
 
     async def text_ids(self, text: str) -> list[int]:
         """Return the ids of a text without control tokens. Raises `ApiError` (400) if it cannot fit in the context."""

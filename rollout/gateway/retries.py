@@ -27,7 +27,7 @@ MAX_REMEMBERED = 256
 @dataclass(slots=True)
 class _Attempt:
     body: bytes
-    """Digest."""
+    """Digest of the path and the body."""
     transport: asyncio.BaseTransport | None
     completion: Completion | None = None
     """None while it is sampled."""
@@ -39,12 +39,12 @@ class Retries:
     def __init__(self) -> None:
         self._attempts: OrderedDict[str | bytes, _Attempt] = OrderedDict()
 
-    def find(self, headers: Mapping[str, str], body: bytes) -> Completion | None:
+    def find(self, headers: Mapping[str, str], path: str, body: bytes) -> Completion | None:
         """Return the recorded answer to a repeated request; None if it must be sampled.
 
         Raises `ApiError`: 409 if the first is still being sampled, 422 if it had another body.
         """
-        digest = _digest(body)
+        digest = _digest(path, body)
         earlier = self._attempts.get(_key(headers, digest))
         if earlier is None:
             return None
@@ -58,9 +58,11 @@ class Retries:
             raise ApiError("the request with this Idempotency-Key is still being answered; retry later", status=409)
         return earlier.completion
 
-    def begin(self, headers: Mapping[str, str], body: bytes, transport: asyncio.BaseTransport | None) -> str | bytes:
+    def begin(
+        self, headers: Mapping[str, str], path: str, body: bytes, transport: asyncio.BaseTransport | None
+    ) -> str | bytes:
         """Remember a request before it is sampled; return its key for `end`."""
-        digest = _digest(body)
+        digest = _digest(path, body)
         key = _key(headers, digest)
         self._attempts[key] = _Attempt(digest, transport)
         self._attempts.move_to_end(key)
@@ -90,5 +92,5 @@ def _is_retry(headers: Mapping[str, str]) -> bool:
     return headers.get("x-stainless-retry-count", "0") != "0"
 
 
-def _digest(body: bytes) -> bytes:
-    return hashlib.blake2b(body, digest_size=16).digest()
+def _digest(path: str, body: bytes) -> bytes:
+    return hashlib.blake2b(body, digest_size=16, person=path.encode()[:16]).digest()

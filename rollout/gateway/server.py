@@ -1,10 +1,12 @@
 """HTTP server of the gateway: routes, keys, sessions, errors.
 
-    POST /v1/chat/completions     GET /v1/models     GET /v1/models/{model}     POST /tokenize     GET /health
+    POST /v1/chat/completions     POST /v1/responses     POST /v1/messages     POST /v1/completions
+    GET /v1/models     GET /v1/models/{model}     POST /tokenize     POST /v1/messages/count_tokens     GET /health
 
-All but `/health` also exist under `/s/<session>`, which records in a named session: `GET /s/<session>/rollout` reads
-the record, `DELETE /s/<session>` deletes it. The gateway's key opens every route, a session's key only its own session,
-under `/v1`.
+The routes of the first line are the dialects (`rollout/gateway/dialects`): each has its own JSON, and all go through
+the same limits, sessions and record. All but `/health` also exist under `/s/<session>`, which records in a named
+session: `GET /s/<session>/rollout` reads the record, `DELETE /s/<session>` deletes it. The gateway's key opens every
+route, a session's key only its own session, under `/v1`.
 
 Covered: loopback by default, a random key, keys compared in constant time, limits for the size, time and number of
 requests, errors without internal details. Not covered: TLS, rate limits, and clients that have the key and overload the
@@ -14,6 +16,7 @@ engine. Put a reverse proxy in front before others can reach the port.
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import hmac
 import logging
@@ -21,7 +24,7 @@ import re
 import resource
 import secrets
 import zlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 from weakref import WeakKeyDictionary
@@ -30,15 +33,18 @@ from aiohttp import web
 
 from rollout.chat.chat import Chat
 from rollout.engine.protocol import Engine, Sampling
-from rollout.errors import ConfigError, TemplateError
+from rollout.errors import ConfigError
 from rollout.gateway.completion import Completion, complete
-from rollout.gateway.errors import ApiError, not_supported, quoted, server_error, unknown_field
+from rollout.gateway.dialects import DIALECTS
+from rollout.gateway.dialects.dialect import Dialect, Reply
+from rollout.gateway.dialects.messages_reply import MESSAGES
+from rollout.gateway.errors import ApiError, not_supported, quoted, unknown_field
 from rollout.gateway.messages import read_last_ids, read_tools
 from rollout.gateway.prompt_maker import PromptMaker
-from rollout.gateway.protocol import ChatRequest, read_chat_request, read_json
-from rollout.gateway.response import completion_body, completion_events
+from rollout.gateway.request import Offer, SampleRequest, read_json
 from rollout.gateway.retries import Retries
-from rollout.gateway.session import Session
+from rollout.gateway.session import Session, TurnMark
+from rollout.gateway.transfer import errors_as_json, read_body, send
 from rollout.records import Rollout
 from rollout.saved_rollouts import to_json
 
@@ -52,8 +58,6 @@ MAX_TOKENS_WITHOUT_SESSION = 2**23
 SHUTDOWN_S = 1.0
 IDLE_S = 75.0
 """Time for the header of a request, and for the next request on a connection."""
-TRANSFER_S = 60.0
-"""Time for the body of a request, and for the client to read the answer."""
 BRACKETS, BRACKETS_PER_TOKEN = 100_000, 4
 """Opening brackets in the body of a request, those in its text included, and further ones per token of the context."""
 _SILENT = logging.Logger("gateway connections")
@@ -131,7 +135,12 @@ class Gateway:
         """Listen. Raises `ConfigError` if the address is taken, or is not an address of this machine."""
         app = web.Application(middlewares=[errors_as_json], client_max_size=int(self._settings.max_request_mib * 2**20))
         for prefix in ("", "/s/{session}"):
-            app.router.add_post(f"{prefix}/v1/chat/completions", self._chat_completions)
+            for dialect in DIALECTS:
+                app.router.add_post(f"{prefix}/v1{dialect.path}", functools.partial(self._sample, dialect))
+            # Anthropic's clients add /v1 to the URL that they are given; here it has one already.
+            for path in ("/v1", "/v1/v1"):
+                app.router.add_post(f"{prefix}{path}{MESSAGES.path}/count_tokens", self._count_tokens)
+            app.router.add_post(f"{prefix}/v1/v1{MESSAGES.path}", functools.partial(self._sample, MESSAGES))
             app.router.add_get(f"{prefix}/v1/models", self._models)
             app.router.add_get(f"{prefix}/v1/models/{{model}}", self._model)
             app.router.add_post(f"{prefix}/tokenize", self._tokenize)
@@ -202,8 +211,9 @@ class Gateway:
     def _authenticate(self, request: web.Request) -> Session | None:
         """Return the session of a key, or None for the gateway's key. Raises `ApiError` (401)."""
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        presented = _digest(key.strip())
-        if scheme.lower() == "bearer":
+        key = key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")  # Anthropic's
+        if key:
+            presented = _digest(key)
             if hmac.compare_digest(presented, _digest(self.api_key)):
                 return None
             # Looked up by digest, so that the time does not depend on any key.
@@ -211,8 +221,8 @@ class Gateway:
             if session is not None:
                 return session
         raise ApiError(
-            f"{'an incorrect' if key else 'no'} API key was sent; expected the header `Authorization: Bearer <key>` "
-            "with the key of this gateway or of one of its sessions",
+            f"{'an incorrect' if key else 'no'} API key was sent; expected the header `Authorization: Bearer <key>`, "
+            "or `x-api-key: <key>`, with the key of this gateway or of one of its sessions",
             status=401,
             code="invalid_api_key",
         )
@@ -261,14 +271,14 @@ class Gateway:
 
     # Routes
 
-    async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
+    async def _sample(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
         raw = await self._body(request)
-        completion = self._retries_of(session).find(request.headers, raw)
+        completion = self._retries_of(session).find(request.headers, dialect.path, raw)
         if completion is None:
-            parsed = self._parsed(session, read_json(raw))
+            parsed = self._parsed(dialect, session, read_json(raw))
             session = self._keep(session)
-            attempt = self._retries_of(session).begin(request.headers, raw, request.transport)
+            attempt = self._retries_of(session).begin(request.headers, dialect.path, raw, request.transport)
             try:
                 completion = await complete(self._engine, self._chat, self._prompts, session, parsed)
             except BaseException:
@@ -277,7 +287,7 @@ class Gateway:
                 raise
             self._retries_of(session).end(attempt, completion)
         try:
-            return await self._deliver(request, completion)
+            return await self._deliver(dialect, request, completion)
         except BaseException:
             # The client cannot continue an answer that it has not seen; it sends the request again.
             self._retries_of(session).forget(completion)
@@ -287,36 +297,39 @@ class Gateway:
 
     async def _body(self, request: web.Request) -> bytes:
         """Return the body of a request. Raises `ApiError` if it is late, or takes too long to parse."""
-        try:
-            async with asyncio.timeout(TRANSFER_S):
-                raw = await request.read()
-        except TimeoutError:
-            raise ApiError(f"the body of the request did not arrive in {TRANSFER_S:g} s", status=408) from None
+        raw = await read_body(request)
         # Lists and objects cost some 100 bytes and a microsecond each; text and numbers are cheap.
         brackets, limit = raw.count(b"[") + raw.count(b"{"), BRACKETS + BRACKETS_PER_TOKEN * self._engine.max_model_len
         if brackets > limit:
             raise ApiError(f"the body of the request has {brackets} opening brackets, at most {limit} are allowed")
         return raw
 
-    def _parsed(self, session: Session, body: Mapping[str, Any]) -> ChatRequest:
+    def _parsed(self, dialect: Dialect, session: Session, body: Mapping[str, Any]) -> SampleRequest:
         model, offered = body.get("model"), session.offered
         self._check_model(session, model)
         if model in self._settings.adapters and not session.any_model:
             offered = tuple(replace(one, model=model) for one in offered)
-        return read_chat_request(body, offered=offered, vocab_size=len(self._chat.tokenizer), prefixes=session.prefixes)
+        offer = Offer(
+            session=session,
+            sampling=offered,
+            vocab_size=len(self._chat.tokenizer),
+            max_model_len=self._engine.max_model_len,
+        )
+        return dialect.read(body, offer)
 
-    async def _deliver(self, request: web.Request, completion: Completion) -> web.StreamResponse:
+    async def _deliver(self, dialect: Dialect, request: web.Request, completion: Completion) -> web.StreamResponse:
         """Write the answer. Raises if the client has disconnected, or does not read it in time."""
-        decode, adapter = self._chat.decode, completion.request.sampling.model
+        adapter = completion.request.sampling.model
         model = adapter if adapter in self._settings.adapters else self._settings.model_name
+        reply = Reply(completion=completion, model=model, decode=self._chat.decode)
         if completion.request.stream:
             # In one piece: a client that closes at the last event has read the whole answer.
-            events = b"".join(completion_events(completion, model=model, decode=decode))
+            events = b"".join(dialect.events(reply))
             headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
             response = web.Response(body=events, headers=headers)
         else:
-            response = web.json_response(completion_body(completion, model=model, decode=decode))
-        await _send(request, response)
+            response = web.json_response(dialect.body(reply))
+        await send(request, response)
         return response
 
     async def _tokenize(self, request: web.Request) -> web.Response:
@@ -333,12 +346,23 @@ class Gateway:
                 )
         if body.get("messages") is not None:
             conversation = session.prefixes.read(body["messages"], read_tools(body.get("tools")))
-            ids = (await self._prompts.prompt(session, conversation, read_last_ids(body["messages"]))).ids
+            mark = TurnMark(sampled_ids=read_last_ids(body["messages"]))
+            prompt, _ = await self._prompts.prompt(
+                session, SampleRequest(conversation=conversation, mark=mark, sampling=session.offered[0])
+            )
+            ids = prompt.ids
         elif isinstance(body.get("prompt"), str):
             ids = await self._prompts.text_ids(body["prompt"])
         else:
             raise ApiError("expected messages (a list) or prompt (a string)", param="messages")
         return web.json_response({"count": len(ids), "max_model_len": self._engine.max_model_len, "tokens": list(ids)})
+
+    async def _count_tokens(self, request: web.Request) -> web.Response:
+        """Answer with the number of ids of the prompt of a message, as Anthropic's API."""
+        session = self._session(request)
+        body = read_json(await self._body(request))
+        prompt, _ = await self._prompts.prompt(session, self._parsed(MESSAGES, session, {"max_tokens": 1, **body}))
+        return web.json_response({"input_tokens": len(prompt.ids)})
 
     async def _models(self, request: web.Request) -> web.Response:
         self._session(request)
@@ -409,62 +433,6 @@ class Gateway:
 class _Refused(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport.close()
-
-
-@web.middleware
-async def errors_as_json(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
-    """Answer every error in the form of the OpenAI API, without internal details, in limited time."""
-    response = await _answer(request, handler)
-    if not response.prepared:
-        await _send(request, response)
-    return response
-
-
-async def _send(request: web.Request, response: web.StreamResponse) -> None:
-    """Write a response. Raises `ConnectionError` if the client has disconnected, or does not read it in time."""
-    try:
-        async with asyncio.timeout(TRANSFER_S):
-            await response.prepare(request)
-            await response.write_eof()
-    except TimeoutError:
-        if request.transport is not None:
-            request.transport.abort()  # a plain close would wait until the client reads what is already written
-        raise ConnectionResetError(f"the client did not read its answer in {TRANSFER_S:g} s") from None
-
-
-async def _answer(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
-    try:
-        if (request.headers.get("Content-Encoding") or "identity").lower() != "identity":
-            raise ApiError("Content-Encoding is not supported; send the body as it is", status=415)
-        return await handler(request)
-    except ApiError as error:
-        return _error(error)
-    except TemplateError as error:
-        return _error(ApiError(str(error), param="messages"))
-    except ConfigError as error:  # the chat template drops the tools
-        return _error(ApiError(str(error), param="tools"))
-    except web.HTTPRequestEntityTooLarge as error:
-        return _error(ApiError(f"the request is too large: {error.text}", status=413))
-    except web.HTTPException as error:
-        text = f"invalid URL or method ({request.method} {request.path}): {error.reason}"
-        return _error(ApiError(text, status=error.status))
-    except web.RequestPayloadError:
-        return _error(ApiError("the body of the request is not valid HTTP"))
-    except ConnectionError:
-        raise  # the client has disconnected
-    except Exception:
-        # The edge of the process: the client must get an answer without a traceback.
-        logger.exception("gateway: %s %s", request.method, request.raw_path)
-        return _error(server_error("internal error of the gateway; see its log for details"))
-
-
-def _error(error: ApiError) -> web.Response:
-    headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
-    return web.json_response(error.body, status=error.status, headers=headers)
 
 
 def _open_files() -> int:

@@ -11,7 +11,7 @@ import logging
 import secrets
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from rollout.engine.protocol import Sampling
@@ -40,11 +40,29 @@ class Answer:
     """The request and the answer."""
     order: tuple[int, int]
     """Number of the request in its session, and of the choice in the request."""
+    num_instructions: int = 0
+    """See `SampleRequest.num_instructions`."""
+    stop: str | None = None
+    """The stop string that ended the answer."""
+    name: str = field(default_factory=lambda: secrets.token_hex(12))
+    """Random name, part of the ids that the client sees."""
 
     @property
     def message(self) -> Message:
         """The assistant message, without ids; the response adds them."""
         return self.conversation.message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnMark:
+    """Origin of an assistant message, by ids that the client sent back with it."""
+
+    sampled_ids: tuple[int, ...] | None = None
+    name: str | None = None
+    """Name of the answer."""
+
+    def fits(self, answer: Answer) -> bool:
+        return self.name == answer.name or self.sampled_ids == answer.call.sampled_ids
 
 
 class Session:
@@ -100,6 +118,7 @@ class Session:
         self._by_conversation: dict[bytes, list[Answer]] = {}
         self._by_message: Counter[bytes] = Counter()
         self._by_ids: Counter[tuple[int, ...]] = Counter()
+        self._by_name: dict[str, Answer] = {}
 
     @property
     def calls(self) -> tuple[EngineCall, ...]:
@@ -168,6 +187,7 @@ class Session:
             self._by_conversation.setdefault(answer.conversation.digest, []).append(answer)
             self._by_message[message_digest(answer.message)] += 1
             self._by_ids[answer.call.sampled_ids] += 1
+            self._by_name[answer.name] = answer
         while self._max_tokens is not None and self._is_too_large(self._max_tokens):
             oldest = self._answers.popleft()
             self._remove_from_index(oldest)
@@ -211,8 +231,12 @@ class Session:
             )
         return True
 
-    def has_sampled_ids(self, ids: Sequence[int]) -> bool:
-        return self._by_ids[tuple(ids)] > 0
+    def has_marked(self, mark: TurnMark) -> bool:
+        """Return True if the mark is that of an answer of this session."""
+        return mark.name in self._by_name or self._by_ids[mark.sampled_ids or ()] > 0
+
+    def answer_named(self, name: str | None) -> Answer | None:
+        return None if name is None else self._by_name.get(name)
 
     def close(self) -> None:
         self._is_closed = True
@@ -222,6 +246,7 @@ class Session:
 
     def _remove_from_index(self, answer: Answer) -> None:
         digest = answer.conversation.digest
+        del self._by_name[answer.name]
         self._by_conversation[digest].remove(answer)
         if not self._by_conversation[digest]:
             del self._by_conversation[digest]

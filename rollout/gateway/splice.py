@@ -27,7 +27,7 @@ from enum import StrEnum
 from rollout.chat.chat import Chat
 from rollout.errors import ConfigError
 from rollout.gateway.prefix_chain import Prefix
-from rollout.gateway.session import Answer, Session
+from rollout.gateway.session import Answer, Session, TurnMark
 
 
 class PromptKind(StrEnum):
@@ -47,6 +47,8 @@ class PromptKind(StrEnum):
     """Branch: the last assistant turn was sampled under plain `/v1`, which has no room for it any more."""
     UNPROVEN = "unproven"
     """Branch: the chat template strips or rewrites earlier turns, so that an extension differs from its rendering."""
+    GIVEN = "given"
+    """Ids or text of the client, without messages. It extends each call whose ids it begins with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,20 +57,20 @@ class Prompt:
     kind: PromptKind
 
 
-def make_prompt(chat: Chat, session: Session, conversation: Prefix, last_ids: Sequence[int] | None) -> Prompt:
+def make_prompt(chat: Chat, session: Session, conversation: Prefix, mark: TurnMark) -> Prompt:
     """Return the ids to sample from.
 
     Raises `TemplateError` if the chat template refuses the messages. Raises `ConfigError`, and records it as the
     session's failure, if the template drops the tools.
 
-    last_ids: sampled ids that the client sent with the last assistant message, if it did.
+    mark: origin of the last assistant message, as far as the client sent it.
     """
     turn = conversation.up_to_last_turn()
     if turn is None:
         return Prompt(ids=_rendered(chat, session, conversation), kind=PromptKind.ROOT)
-    answer = _choose(session.find(turn), last_ids)
+    answer = _choose(session.find(turn), mark)
     if answer is None:
-        kind = _why_not_found(session, turn, last_ids)
+        kind = _why_not_found(session, turn, mark)
     else:
         ids = chat.extend(answer.call, turn.messages, conversation.after(turn), conversation.tools)
         prefix = answer.call.all_ids
@@ -87,19 +89,19 @@ def _rendered(chat: Chat, session: Session, conversation: Prefix) -> tuple[int, 
     return tuple(chat.prompt(conversation.messages, conversation.tools))
 
 
-def _choose(candidates: Sequence[Answer], sampled_ids: Sequence[int] | None) -> Answer | None:
-    """Return the latest answer with these ids; without ids, or with ids of no candidate, the latest."""
+def _choose(candidates: Sequence[Answer], mark: TurnMark) -> Answer | None:
+    """Return the latest answer with this mark; without a mark, or with that of no candidate, the latest."""
     for answer in reversed(candidates):
-        if answer.call.sampled_ids == sampled_ids:
+        if mark.fits(answer):
             return answer
     return candidates[-1] if candidates else None
 
 
-def _why_not_found(session: Session, turn: Prefix, sampled_ids: Sequence[int] | None) -> PromptKind:
+def _why_not_found(session: Session, turn: Prefix, mark: TurnMark) -> PromptKind:
     if session.has_forgotten(turn):
         return PromptKind.FORGOTTEN
     if session.has_sampled(turn.message):
         return PromptKind.HISTORY_EDITED
-    if session.has_sampled_ids(sampled_ids or ()):
+    if session.has_marked(mark):
         return PromptKind.TURN_EDITED
     return PromptKind.NOT_SAMPLED

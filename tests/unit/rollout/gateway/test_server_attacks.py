@@ -65,7 +65,7 @@ async def test_malformed_requests_leave_neither_a_key_nor_a_traceback_in_the_log
 
 async def test_a_request_that_is_half_sent_times_out_and_others_are_served_meanwhile(monkeypatch):
     monkeypatch.setattr("rollout.gateway.server.IDLE_S", 0.5)
-    monkeypatch.setattr("rollout.gateway.server.TRANSFER_S", 0.5)
+    monkeypatch.setattr("rollout.gateway.transfer.TRANSFER_S", 0.5)
     async with running(QWEN, "hello<|im_end|>") as server:
         start = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.gateway.api_key}\r\n"
         half = [b"", b"GET /v1/models HT", start.encode(), f"{start}Content-Length: 99\r\n\r\n{{".encode()]
@@ -81,7 +81,7 @@ async def test_a_request_that_is_half_sent_times_out_and_others_are_served_meanw
 
 @pytest.mark.parametrize(("route", "has_key"), [("/v1/models", True), ("/v1/models", False), ("/nothing", False)])
 async def test_a_client_that_does_not_read_its_answers_is_disconnected(monkeypatch, route, has_key):
-    monkeypatch.setattr("rollout.gateway.server.TRANSFER_S", 0.5)
+    monkeypatch.setattr("rollout.gateway.transfer.TRANSFER_S", 0.5)
     async with running(QWEN, "hello<|im_end|>") as server:
         key = f"Authorization: Bearer {server.gateway.api_key}\r\n" if has_key else ""
         requests = f"GET {route} HTTP/1.1\r\nHost: x\r\n{key}\r\n".encode() * 1000

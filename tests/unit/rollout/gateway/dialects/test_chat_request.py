@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from rollout.chat.chat import Chat
 from rollout.engine.protocol import Sampling
-from rollout.errors import TemplateError
+from rollout.gateway.dialects.chat_request import read_chat_request
 from rollout.gateway.errors import ApiError
-from rollout.gateway.prefix_chain import Prefixes
-from rollout.gateway.protocol import ChatRequest, read_chat_request, read_json
+from rollout.gateway.request import SampleRequest
 from rollout.gateway.session import Session
-from rollout.gateway.splice import make_prompt
-from tests.fixtures.tokenizers import chat_tokenizer
+from tests.fixtures.gateway import offer_of
 
-CHAT = Chat(chat_tokenizer("qwen3"))
 USER = {"role": "user", "content": "say it"}
 TOOL = {"type": "function", "function": {"name": "f"}}
-PREFIXES = Prefixes()
 OFFERED = [Sampling(max_tokens=16), Sampling(temperature=0.0, max_tokens=8)]
+OFFER = offer_of(Session("", offered=OFFERED), vocab_size=10)
 
 
-def read(**fields: Any) -> ChatRequest:
-    return read_chat_request({"messages": [USER], **fields}, offered=OFFERED, vocab_size=10, prefixes=PREFIXES)
+def read(**fields: Any) -> SampleRequest:
+    return read_chat_request({"messages": [USER], **fields}, OFFER)
 
 
 def with_call(**fields: Any) -> list[dict[str, Any]]:
@@ -116,83 +109,5 @@ def test_fields_reach_the_request():
 def test_a_wrong_value_is_refused_with_its_field(fields, param, code):
     with pytest.raises(ApiError) as caught:
         read(**fields)
-    error = caught.value.body["error"]
-    assert (caught.value.status, error["param"], error["code"]) == (400, param, code or error["code"])
-
-
-KEYS = ["role", "content", "tool_calls", "type", "text", "function", "name", "arguments", "id", "tool_call_id"]
-KEYS += ["messages", "tools", "n", "stop", "temperature", "max_tokens", "stream_options", "generation_token_ids"]
-WORDS = ["user", "assistant", "tool", "system", "text", "function", "{}", '{"a": [1]}', "\ud800", "<|im_end|>"]
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(WORDS) | st.text(max_size=3),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=5),
-    max_leaves=12,
-)
-
-
-def parse(raw: bytes) -> None:
-    """Parse a request and make its prompt. Only errors with a status of 4xx may be raised."""
-    offered = [Sampling(max_tokens=8)]
-    try:
-        request = read_chat_request(read_json(raw), offered=offered, vocab_size=100, prefixes=PREFIXES)
-        session = Session("", offered=offered)
-        json.dumps(make_prompt(CHAT, session, request.conversation, request.last_ids).ids)
-    except ApiError as error:
-        assert 400 <= error.status < 500  # noqa: PT017
-        json.dumps(error.body)
-    except TemplateError:
-        pass
-
-
-def test_lone_surrogates_are_replaced_in_keys_and_text():
-    raw = rb'{"a\ud800": ["\ud83d", {"b": "x\udc00"}, "\ud83d\ude00"]}'
-    assert read_json(raw) == {"a\ufffd": ["\ufffd", {"b": "x\ufffd"}, "\N{GRINNING FACE}"]}
-
-
-@settings(max_examples=400, deadline=None)
-@given(
-    body=st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=6),
-    message=st.dictionaries(st.sampled_from(KEYS), VALUES),
-)
-def test_any_json_is_parsed_or_refused(body, message):
-    parse(json.dumps(body).encode())
-    parse(json.dumps({"messages": [USER, {"role": "assistant", **message}]}).encode())
-    parse(json.dumps({"messages": [USER], "tools": [message, {"type": "function", "function": message}]}).encode())
-
-
-@settings(max_examples=200, deadline=None)
-@given(raw=st.binary(max_size=40) | st.text(max_size=40).map(lambda text: text.encode("utf-8", "surrogatepass")))
-def test_any_bytes_are_parsed_or_refused(raw):
-    parse(raw)
-
-
-DEEP = "[" * 900 + "]" * 900
-
-
-@pytest.mark.parametrize(
-    "raw",
-    [
-        b"[" * 100_000,
-        b'{"messages": ' + b"[" * 5000 + b"]" * 5000 + b"}",
-        b'{"temperature": NaN, "messages": [{"role": "user", "content": "x"}]}',
-        b'{"temperature": 1e999, "messages": [{"role": "user", "content": "x"}]}',
-        b'{"max_tokens": ' + b"9" * 5000 + b', "messages": [{"role": "user", "content": "x"}]}',
-        json.dumps(
-            {
-                "messages": [
-                    USER,
-                    {
-                        "role": "assistant",
-                        "tool_calls": [
-                            {"id": "a", "type": "function", "function": {"name": "f", "arguments": DEEP}},
-                        ],
-                    },
-                ]
-            }
-        ).encode(),
-    ],
-    ids=["unclosed", "deep", "nan", "infinite", "long number", "deep arguments"],
-)
-def test_malicious_json_is_refused(raw):
-    with pytest.raises(ApiError):
-        read_chat_request(read_json(raw), offered=[Sampling(max_tokens=8)], vocab_size=100, prefixes=PREFIXES)
+    error = caught.value
+    assert (error.status, error.param, error.code) == (400, param, code or error.code)

@@ -1,0 +1,157 @@
+"""Top-level fields of a request: which ones a dialect takes, and the settings that all dialects read in the same way.
+
+Settings that change the sampling distribution must equal those of the run; others are refused with the expected value.
+Unknown fields are refused, as the APIs do: they may be sampling settings, or token ids beside the messages, which would
+be a second source of truth.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rollout.engine.protocol import Sampling
+from rollout.gateway.errors import ApiError, checked, not_supported, quoted, unknown_field, wrong_type
+from rollout.gateway.messages import read_function
+
+MAX_STOPS = 4
+MAX_STOP_IDS = 64
+
+DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p")
+"""Settings of the sampling distribution, compared with those of the run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FieldTable:
+    """Fields of one dialect. Null always means that a field is left out."""
+
+    read: frozenset[str]
+    ignored: frozenset[str]
+    """Fields that do not reach a model."""
+    neutral: Mapping[str, Any]
+    """Fields with the only value that is accepted, which has no effect. Training needs samples of the model alone."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Fields of the API that are never accepted, and why: the end of a sentence."""
+
+    def check(self, body: Mapping[str, Any]) -> None:
+        """Raise `ApiError` (400) for the first field that is refused."""
+        for name, value in body.items():
+            if name in self.read or name in self.ignored or value is None:
+                continue
+            if name in self.refused:
+                raise not_supported(name, why=self.refused[name])
+            if "token_ids" in name or "prefix" in name:
+                raise not_supported(
+                    name,
+                    why="token ids are read from the messages they belong to and checked against what was sampled; "
+                    "send assistant messages back as you received them",
+                )
+            if name not in self.neutral:
+                raise unknown_field(name)
+            if value != self.neutral[name]:
+                raise not_supported(
+                    name,
+                    why=f"training needs unmodified samples; leave it out, or send {json.dumps(self.neutral[name])}",
+                )
+
+
+def read_sampling(
+    body: Mapping[str, Any], offered: Sequence[Sampling], *, limits: Sequence[str], stop_ids: Sequence[int] = ()
+) -> Sampling:
+    """Return the settings of the run that a request asks for. Raises `ApiError` (400) if they are not offered.
+
+    limits: names of the fields that limit the sampled tokens; the lowest counts.
+    """
+    asked = {name: _number(body, name) for name in DISTRIBUTION if body.get(name) is not None}
+    if asked.get("top_k") == -1:  # off in vLLM
+        asked["top_k"] = 0
+    choices = [{name: getattr(one, name) for name in DISTRIBUTION} for one in offered]
+    fitting = [one for one, choice in zip(offered, choices, strict=True) if asked.items() <= choice.items()]
+    if not fitting:
+        expected = " or ".join(", ".join(f"{name}={value:g}" for name, value in one.items()) for one in choices)
+        wrong = next(
+            (name for name, value in asked.items() if all(one[name] != value for one in choices)),
+            next(iter(asked)),
+        )
+        raise ApiError(
+            f"{wrong}={asked[wrong]:g} differs from the settings of this run; expected {expected}. Other settings "
+            "sample from a distribution that is not trained: leave them out, or send these",
+            param=wrong,
+            code="sampling_mismatch",
+        )
+    sampling = fitting[0]
+    numbers = [read_integer(body, name, default=sampling.max_tokens, low=1, high=2**63 - 1) for name in limits]
+    stops = tuple(dict.fromkeys([*sampling.stop_token_ids, *stop_ids]))
+    return replace(sampling, max_tokens=min(sampling.max_tokens, *numbers), stop_token_ids=stops)
+
+
+def check_tool_choice(value: Any, tools: Sequence[Mapping[str, Any]]) -> None:
+    """Raise `ApiError` (400) unless the model may choose between a call and an answer."""
+    if value is None or value == "auto" or (value == "none" and not tools):
+        return
+    if value == "none":
+        raise not_supported("tool_choice", why="found 'none' beside tools; leave out the tools that must not be called")
+    raise not_supported(
+        "tool_choice",
+        why=f"found {quoted(value)}, expected 'auto': a forced call is not sampled from the model's own distribution",
+    )
+
+
+def function_tool(tool: Mapping[str, Any], where: str, *, schema: str) -> Mapping[str, Any]:
+    """Return a tool in the inner form: name, description and schema in this order, and nothing else.
+
+    Prompts are then the same whatever order and further keys a client writes.
+    """
+    function = read_function(tool, where, schema=schema)
+    try:
+        json.dumps(function[schema], allow_nan=False)
+    except ValueError:
+        raise ApiError(f"{where}.{schema} has a number that is out of range", param=f"{where}.{schema}") from None
+    description = {} if function.get("description") is None else {"description": function["description"]}
+    return {
+        "type": "function",
+        "function": {"name": function["name"], **description, "parameters": function[schema]},
+    }
+
+
+def read_stop_strings(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    value = body.get(name)
+    stops = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise wrong_type(name, value, expected="a string or a list of strings, none of them empty")
+    if len(stops) > MAX_STOPS:
+        raise ApiError(f"{name} has {len(stops)} strings, at most {MAX_STOPS} are allowed", param=name)
+    return tuple(stops)
+
+
+def read_stop_ids(body: Mapping[str, Any], vocab_size: int) -> list[int]:
+    ids = [] if body.get("stop_token_ids") is None else body["stop_token_ids"]
+    if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < vocab_size for token in ids):
+        raise wrong_type("stop_token_ids", ids, expected=f"a list of token ids below {vocab_size}")
+    if len(ids) > MAX_STOP_IDS:
+        raise ApiError(f"stop_token_ids has {len(ids)} ids, at most {MAX_STOP_IDS} are allowed", param="stop_token_ids")
+    return ids
+
+
+def read_seed(body: Mapping[str, Any]) -> int | None:
+    return None if body.get("seed") is None else read_integer(body, "seed", default=0, low=-(2**63), high=2**63 - 1)
+
+
+def read_integer(body: Mapping[str, Any], name: str, *, default: int, low: int, high: int) -> int:
+    value = default if body.get(name) is None else checked(body[name], int, name, expected="an integer")
+    if not low <= value <= high:
+        raise ApiError(f"{name}={quoted(value)} must lie between {low} and {high}", param=name, code="invalid_value")
+    return value
+
+
+def read_flag(parent: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
+    return default if parent.get(name) is None else checked(parent[name], bool, name, expected="true or false")
+
+
+def _number(body: Mapping[str, Any], name: str) -> float:
+    value = body[name]
+    if type(value) not in (int, float) or abs(value) > 1e9:
+        raise wrong_type(name, value, expected="a number")
+    return value

@@ -1,0 +1,215 @@
+"""Requests of Anthropic's Messages API."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rollout.gateway.dialects.fields import (
+    DISTRIBUTION,
+    FieldTable,
+    check_tool_choice,
+    function_tool,
+    read_flag,
+    read_sampling,
+    read_stop_strings,
+)
+from rollout.gateway.errors import ApiError, checked, not_supported, quoted, wrong_type
+from rollout.gateway.messages import (
+    MAX_CALLS,
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    read_last_ids,
+    read_text,
+    refuse_many,
+)
+from rollout.gateway.request import Offer, SampleRequest
+from rollout.gateway.session import Session, TurnMark
+
+Block = Mapping[str, Any]
+
+FIELDS = FieldTable(
+    read=frozenset({"model", "messages", "max_tokens", "system", "tools", "tool_choice", "stop_sequences", "stream"})
+    | {"thinking", "output_config", *DISTRIBUTION},
+    ignored=frozenset({"metadata", "service_tier", "inference_geo", "cache_control", "diagnostics"})
+    | {"user_profile_id", "workspace_id"},
+    neutral={"speed": "standard"},
+    refused={
+        "container": "the gateway runs no code",
+        "mcp_servers": "the gateway calls no servers; list their tools in `tools` and call them in the agent",
+        "context_management": "a conversation that is edited on the way is another one than the model had",
+        "output_format": "training needs unmodified samples",
+    },
+)
+
+
+def read_message_request(body: Mapping[str, Any], offer: Offer) -> SampleRequest:
+    """Check a request. Raises `ApiError` (400) with the field and the expected value."""
+    FIELDS.check(body)
+    if body.get("max_tokens") is None:
+        raise ApiError("max_tokens: field required; expected an integer", param="max_tokens")
+    sampling = read_sampling(body, offer.sampling, limits=("max_tokens",))
+    tools = _tools(body.get("tools"))
+    one_call = _read_tool_choice(body.get("tool_choice"), tools)
+    _check_thinking(body.get("thinking"))
+    _check_output(body.get("output_config"))
+    transcript = Transcript(offer.session)
+    messages = checked(body.get("messages"), list, "messages", expected="a list with at least one message")
+    refuse_many(messages, MAX_MESSAGES, "messages")
+    if body.get("system") is not None:
+        transcript.messages.append({"role": "system", "content": _text_of(body["system"], "system")})
+    for index, message in enumerate(messages):
+        transcript.add(message, f"messages[{index}]")
+    if not messages or messages[-1]["role"] == "assistant":
+        raise not_supported(
+            "messages",
+            why="the last message must be one of the user: the gateway does not continue a turn of the assistant",
+        )
+    return SampleRequest(
+        conversation=offer.session.prefixes.read(transcript.messages, tools),
+        mark=TurnMark(sampled_ids=read_last_ids(messages), name=transcript.last_name),
+        sampling=sampling,
+        one_call=one_call,
+        stop_strings=read_stop_strings(body, "stop_sequences"),
+        stream=read_flag(body, "stream"),
+    )
+
+
+class Transcript:
+    """Messages in the inner form, which those of a request are translated to."""
+
+    def __init__(self, session: Session) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.last_name: str | None = None
+        """Name of the answer that the last assistant message is said to be."""
+        self._session = session
+
+    def add(self, message: Any, where: str) -> None:
+        """Add a message of a request. Raises `ApiError` (400) with the field."""
+        checked(message, dict, where, expected="an object with role and content")
+        role = message.get("role")
+        if role != "assistant" and message.get("generation_token_ids") is not None:
+            raise ApiError(f"{where} has token ids, but its role is {quoted(role)}; only sampled messages have ids")
+        if role == "assistant":
+            self._add_turn(message, where)
+        elif role == "user":
+            self._add_user(message, where)
+        elif role == "system":
+            self.messages.append({"role": "system", "content": _text_of(message.get("content"), f"{where}.content")})
+        else:
+            raise wrong_type(f"{where}.role", role, expected="user, assistant or system")
+
+    def _add_user(self, message: Mapping[str, Any], where: str) -> None:
+        """Add a message for each tool result, and one for the texts between two of them."""
+        content = message.get("content")
+        if isinstance(content, str):
+            self.messages.append({"role": "user", "content": content})
+            return
+        is_open = False
+        for block, kind, at in _blocks(content, f"{where}.content", kinds=("text", "tool_result")):
+            if kind == "text" and is_open:
+                self.messages[-1]["content"] += read_text(block, "text", at)
+            elif kind == "text":
+                self.messages.append({"role": "user", "content": read_text(block, "text", at)})
+            else:
+                call_id, result = read_text(block, "tool_use_id", at), block.get("content")
+                text = "" if result is None else _text_of(result, f"{at}.content")
+                self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+            is_open = kind == "text"
+
+    def _add_turn(self, message: Mapping[str, Any], where: str) -> None:
+        content, self.last_name = message.get("content"), None
+        turn: dict[str, Any] = {"role": "assistant", "content": ""}
+        if isinstance(content, str):
+            turn["content"] = content
+        else:
+            for block, kind, at in _blocks(content, f"{where}.content", kinds=tuple(_TURN_BLOCKS)):
+                _TURN_BLOCKS[kind](self, turn, block, at)
+        self.messages.append(turn)
+
+    def _add_text(self, turn: dict[str, Any], block: Block, where: str) -> None:
+        turn["content"] += read_text(block, "text", where)
+
+    def _add_thinking(self, turn: dict[str, Any], block: Block, where: str) -> None:
+        text, name = read_text(block, "thinking", where), block.get("signature")
+        if name is not None:
+            self.last_name = name = read_text(block, "signature", where)
+        answer = self._session.answer_named(name)
+        if not text and answer is not None:  # some clients keep only the signature
+            text = answer.message.get("reasoning_content") or ""
+        turn["reasoning_content"] = turn.get("reasoning_content", "") + text
+
+    def _add_call(self, turn: dict[str, Any], block: Block, where: str) -> None:
+        value = checked(block.get("input"), dict, f"{where}.input", expected="an object")
+        function = {"name": read_text(block, "name", where), "arguments": json.dumps(value, ensure_ascii=False)}
+        turn.setdefault("tool_calls", []).append(
+            {"id": read_text(block, "id", where), "type": "function", "function": function}
+        )
+        refuse_many(turn["tool_calls"], MAX_CALLS, where)
+
+
+_TURN_BLOCKS: Mapping[str, Callable[[Transcript, dict[str, Any], Block, str], None]] = {
+    "text": Transcript._add_text,
+    "thinking": Transcript._add_thinking,
+    "tool_use": Transcript._add_call,
+}
+
+
+def _text_of(value: Any, where: str) -> str:
+    """Return the text of a string or of a list of text blocks."""
+    if isinstance(value, str):
+        return value
+    return "".join(read_text(block, "text", at) for block, _, at in _blocks(value, where, kinds=("text",)))
+
+
+def _blocks(value: Any, where: str, *, kinds: Sequence[str]) -> list[tuple[Block, str, str]]:
+    """Return the content blocks with their types and places. Raises `ApiError` (400) for other types."""
+    found = []
+    for index, block in enumerate(checked(value, list, where, expected="a string or a list of content blocks")):
+        at = f"{where}[{index}]"
+        kind = checked(block, dict, at, expected="a content block, an object with a type").get("type")
+        if kind not in kinds:
+            raise not_supported(
+                f"{at}.type", why=f"found {quoted(kind)}; this model reads {' and '.join(kinds)} blocks only here"
+            )
+        found.append((block, kind, at))
+    return found
+
+
+def _tools(value: Any) -> tuple[Mapping[str, Any], ...]:
+    tools = [] if value is None else checked(value, list, "tools", expected="a list of tools")
+    refuse_many(tools, MAX_TOOLS, "tools")
+    return tuple(_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools))
+
+
+def _tool(tool: Any, where: str) -> Mapping[str, Any]:
+    checked(tool, dict, where, expected='{"name": ..., "description": ..., "input_schema": {...}}')
+    if tool.get("type") not in (None, "custom"):
+        raise not_supported(
+            f"{where}.type", why=f"found {quoted(tool['type'])}, expected 'custom': the gateway runs no tools"
+        )
+    return function_tool(tool, where, schema="input_schema")
+
+
+def _read_tool_choice(value: Any, tools: Sequence[Mapping[str, Any]]) -> bool:
+    """Return True if each answer may have one call only. Raises `ApiError` (400) for a forced call."""
+    choice = {} if value is None else checked(value, dict, "tool_choice", expected="an object with a type")
+    check_tool_choice(choice.get("type"), tools)
+    return read_flag(choice, "disable_parallel_tool_use")
+
+
+def _check_thinking(value: Any) -> None:
+    thinking = {} if value is None else checked(value, dict, "thinking", expected="an object with a type")
+    if thinking.get("type") not in (None, "adaptive"):
+        raise not_supported(
+            "thinking",
+            why=f"found {quoted(thinking['type'])}, expected 'adaptive': the model reasons as its chat template says, "
+            "without a budget; leave it out",
+        )
+
+
+def _check_output(value: Any) -> None:
+    for name, asked in ({} if value is None else checked(value, dict, "output_config", expected="an object")).items():
+        if asked is not None:
+            raise not_supported(f"output_config.{name[:32]}", why="training needs unmodified samples; leave it out")
