@@ -9,6 +9,9 @@ from rollout.errors import LockstepError
 
 T = TypeVar("T")
 
+CONVERSATION = "(conversation)"
+"""`ApiError.param` of an error about the whole conversation. Each dialect has its own name for the field."""
+
 MAX_QUOTED = 80
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxlong = MAX_QUOTED

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rollout.chat.chat import Chat
 from rollout.chat.untrusted import UntrustedTextEncoder
-from rollout.gateway.errors import ApiError
+from rollout.gateway.errors import CONVERSATION, ApiError
 from rollout.gateway.prefix_chain import Prefix, num_characters
 from rollout.gateway.request import SampleRequest
 from rollout.gateway.session import CONTEXT_FULL, Session
@@ -70,7 +70,7 @@ class PromptMaker:
             raise ApiError(
                 f"This model's maximum context length is {self._max_model_len} tokens, but the text has {length} "
                 f"characters; at most {self._max_characters} can fit",
-                param="messages",
+                param=CONVERSATION,
                 code=CONTEXT_FULL,
             )
 

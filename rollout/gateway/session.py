@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from rollout.engine.protocol import Sampling
 from rollout.errors import LockstepError
-from rollout.gateway.errors import ApiError
+from rollout.gateway.errors import CONVERSATION, ApiError
 from rollout.gateway.prefix_chain import Prefix, Prefixes, message_digest
 from rollout.records import EngineCall, Message
 
@@ -170,7 +170,7 @@ class Session:
     def refused(self, message: str, *, code: str) -> ApiError:
         """Return the error for a reached limit, and remember its code, which explains the end of an episode."""
         self.refusal = code
-        return ApiError(message, param="messages", code=code)
+        return ApiError(message, param=CONVERSATION, code=code)
 
     def failed(self, failure: LockstepError) -> None:
         if self.failure is None:

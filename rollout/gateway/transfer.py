@@ -10,7 +10,7 @@ from aiohttp import web
 
 from rollout.errors import ConfigError, TemplateError
 from rollout.gateway.dialects import dialect_of
-from rollout.gateway.errors import ApiError, server_error
+from rollout.gateway.errors import CONVERSATION, ApiError, server_error
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ async def _answer(
     except ApiError as error:
         return _error(request, error)
     except TemplateError as error:
-        return _error(request, ApiError(str(error), param="messages"))
+        return _error(request, ApiError(str(error), param=CONVERSATION))
     except ConfigError as error:  # the chat template drops the tools
         return _error(request, ApiError(str(error), param="tools"))
     except web.HTTPRequestEntityTooLarge as error:

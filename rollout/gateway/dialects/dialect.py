@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout.gateway.completion import Completion, Decode
-from rollout.gateway.errors import ApiError
+from rollout.gateway.errors import CONVERSATION, ApiError
 from rollout.gateway.request import Offer, SampleRequest
 from rollout.gateway.session import Answer
 from rollout.records import FinishReason
@@ -66,7 +66,7 @@ def openai_error(error: ApiError, *, messages: str = "messages") -> dict[str, An
 
     messages: the field of the API that holds the conversation.
     """
-    param = messages if error.param == "messages" else error.param
+    param = messages if error.param == CONVERSATION else error.param
     return {"error": {"message": error.message, "type": error.kind, "param": param, "code": error.code}}
 
 

@@ -15,17 +15,12 @@ from rollout.gateway.dialects.fields import (
     read_sampling,
     read_stop_strings,
 )
+from rollout.gateway.dialects.turn import Recorded, Turn, function_call
 from rollout.gateway.errors import ApiError, checked, not_supported, quoted, wrong_type
-from rollout.gateway.messages import (
-    MAX_CALLS,
-    MAX_MESSAGES,
-    MAX_TOOLS,
-    read_last_ids,
-    read_text,
-    refuse_many,
-)
+from rollout.gateway.messages import MAX_MESSAGES, MAX_TOOLS, read_last_ids, read_text, refuse_many
 from rollout.gateway.request import Offer, SampleRequest
 from rollout.gateway.session import Session, TurnMark
+from rollout.records import Message
 
 Block = Mapping[str, Any]
 
@@ -80,76 +75,73 @@ class Transcript:
     """Messages in the inner form, which those of a request are translated to."""
 
     def __init__(self, session: Session) -> None:
-        self.messages: list[dict[str, Any]] = []
+        self.messages: list[Message] = []
         self.last_name: str | None = None
         """Name of the answer that the last assistant message is said to be."""
-        self._session = session
+        self._recorded = Recorded(session)
 
     def add(self, message: Any, where: str) -> None:
         """Add a message of a request. Raises `ApiError` (400) with the field."""
         checked(message, dict, where, expected="an object with role and content")
-        role = message.get("role")
+        role, content = message.get("role"), message.get("content")
         if role != "assistant" and message.get("generation_token_ids") is not None:
             raise ApiError(f"{where} has token ids, but its role is {quoted(role)}; only sampled messages have ids")
         if role == "assistant":
-            self._add_turn(message, where)
+            self._add_turn(content, f"{where}.content")
         elif role == "user":
-            self._add_user(message, where)
+            self._add_user(content, f"{where}.content")
         elif role == "system":
-            self.messages.append({"role": "system", "content": _text_of(message.get("content"), f"{where}.content")})
+            self.messages.append({"role": "system", "content": _text_of(content, f"{where}.content")})
         else:
             raise wrong_type(f"{where}.role", role, expected="user, assistant or system")
 
-    def _add_user(self, message: Mapping[str, Any], where: str) -> None:
+    def _add_user(self, content: Any, where: str) -> None:
         """Add a message for each tool result, and one for the texts between two of them."""
-        content = message.get("content")
-        if isinstance(content, str):
-            self.messages.append({"role": "user", "content": content})
-            return
-        is_open = False
-        for block, kind, at in _blocks(content, f"{where}.content", kinds=("text", "tool_result")):
-            if kind == "text" and is_open:
-                self.messages[-1]["content"] += read_text(block, "text", at)
-            elif kind == "text":
-                self.messages.append({"role": "user", "content": read_text(block, "text", at)})
-            else:
-                call_id, result = read_text(block, "tool_use_id", at), block.get("content")
-                text = "" if result is None else _text_of(result, f"{at}.content")
-                self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
-            is_open = kind == "text"
+        texts = [content] if isinstance(content, str) else []
+        for block, kind, at in [] if texts else _blocks(content, where, kinds=("text", "tool_result")):
+            if kind == "text":
+                texts.append(read_text(block, "text", at))
+                continue
+            self._add_texts(texts)
+            texts, result = [], block.get("content")
+            text = "" if result is None else _text_of(result, f"{at}.content")
+            call_id = read_text(block, "tool_use_id", at)
+            self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+        self._add_texts(texts)
+        if not content and not texts:
+            raise wrong_type(where, content, expected="a string, or a list with at least one content block")
 
-    def _add_turn(self, message: Mapping[str, Any], where: str) -> None:
-        content, self.last_name = message.get("content"), None
-        turn: dict[str, Any] = {"role": "assistant", "content": ""}
+    def _add_texts(self, texts: Sequence[str]) -> None:
+        if texts:
+            self.messages.append({"role": "user", "content": "".join(texts)})
+
+    def _add_turn(self, content: Any, where: str) -> None:
+        turn, self.last_name = Turn(), None
         if isinstance(content, str):
-            turn["content"] = content
+            turn.texts.append(content)
         else:
-            for block, kind, at in _blocks(content, f"{where}.content", kinds=tuple(_TURN_BLOCKS)):
+            for block, kind, at in _blocks(content, where, kinds=tuple(_TURN_BLOCKS)):
                 _TURN_BLOCKS[kind](self, turn, block, at)
-        self.messages.append(turn)
+        self.messages.append(turn.message)
 
-    def _add_text(self, turn: dict[str, Any], block: Block, where: str) -> None:
-        turn["content"] += read_text(block, "text", where)
+    def _add_text(self, turn: Turn, block: Block, where: str) -> None:
+        turn.texts.append(read_text(block, "text", where))
 
-    def _add_thinking(self, turn: dict[str, Any], block: Block, where: str) -> None:
+    def _add_thinking(self, turn: Turn, block: Block, where: str) -> None:
         text, name = read_text(block, "thinking", where), block.get("signature")
         if name is not None:
-            self.last_name = name = read_text(block, "signature", where)
-        answer = self._session.answer_named(name)
-        if not text and answer is not None:  # some clients keep only the signature
-            text = answer.message.get("reasoning_content") or ""
-        turn["reasoning_content"] = turn.get("reasoning_content", "") + text
+            self.last_name = read_text(block, "signature", where)
+        if not text and (answer := self._recorded.find(self.last_name, "reasoning")):
+            text = answer.message.get("reasoning_content") or ""  # some clients keep only the signature
+        turn.reasoning.append(text)
 
-    def _add_call(self, turn: dict[str, Any], block: Block, where: str) -> None:
+    def _add_call(self, turn: Turn, block: Block, where: str) -> None:
         value = checked(block.get("input"), dict, f"{where}.input", expected="an object")
-        function = {"name": read_text(block, "name", where), "arguments": json.dumps(value, ensure_ascii=False)}
-        turn.setdefault("tool_calls", []).append(
-            {"id": read_text(block, "id", where), "type": "function", "function": function}
-        )
-        refuse_many(turn["tool_calls"], MAX_CALLS, where)
+        call_id, name = read_text(block, "id", where), read_text(block, "name", where)
+        turn.add_call(function_call(call_id, name, json.dumps(value, ensure_ascii=False)), f"{where}.input")
 
 
-_TURN_BLOCKS: Mapping[str, Callable[[Transcript, dict[str, Any], Block, str], None]] = {
+_TURN_BLOCKS: Mapping[str, Callable[[Transcript, Turn, Block, str], None]] = {
     "text": Transcript._add_text,
     "thinking": Transcript._add_thinking,
     "tool_use": Transcript._add_call,

@@ -15,8 +15,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rollout.gateway.dialects.turn import Recorded, Turn, function_call
 from rollout.gateway.errors import ApiError, checked, not_supported, quoted, wrong_type
-from rollout.gateway.messages import MAX_CALLS, MAX_MESSAGES, read_text, refuse_deep, refuse_many
+from rollout.gateway.messages import MAX_MESSAGES, read_text, refuse_many
 from rollout.gateway.session import Answer, Session
 from rollout.records import Message
 
@@ -31,14 +32,23 @@ class Transcript:
     """Messages that items are translated to."""
 
     def __init__(self, session: Session) -> None:
-        self.messages: list[dict[str, Any]] = []
         self.last_name: str | None = None
         """Name of the answer that the last assistant message is said to be."""
-        self._session = session
-        self._by_name: dict[str, dict[str, Any]] = {}
-        self._open: dict[str, Any] | None = None
-        """The assistant message that the next item may belong to."""
+        self._parts: list[Message | Turn] = []
+        self._recorded = Recorded(session)
+        self._by_name: dict[str, Turn] = {}
+        self._open: Turn | None = None
+        """The turn that the next item may belong to."""
         self._stage = _REASONING
+
+    @property
+    def messages(self) -> list[Message]:
+        return [part.message if isinstance(part, Turn) else part for part in self._parts]
+
+    def continue_after(self, answer: Answer) -> None:
+        """Begin with the conversation of an earlier answer, without the instructions of its request."""
+        self._parts += answer.conversation.messages[answer.num_instructions :]
+        self.last_name = answer.name
 
     def add(self, item: Any, where: str) -> None:
         """Add an item of a request. Raises `ApiError` (400) with the field."""
@@ -53,80 +63,67 @@ class Transcript:
             )
         _READERS[kind](self, item, where)
 
-    def add_message(self, item: Item, where: str) -> None:
+    def _add_message(self, item: Item, where: str) -> None:
         role = item.get("role")
         if role not in _ROLES:
             raise wrong_type(f"{where}.role", role, expected=f"one of {', '.join(_ROLES)}")
-        text = read_parts(item.get("content"), f"{where}.content")
+        text = _content(item.get("content"), f"{where}.content")
         if role == "assistant":
-            self._turn(_TEXT, _name_of(item, where))["content"] += text
+            self._turn(_TEXT, _name_of(item, where)).texts.append(text)
         else:
             self._append({"role": role, "content": text})
 
-    def add_reasoning(self, item: Item, where: str) -> None:
-        name = _name_of(item, where) or _name_in(item.get("encrypted_content"))
-        texts = [
-            _texts(item.get(field), f"{where}.{field}", kinds=(kind,))
-            for field, kind in (("content", "reasoning_text"), ("summary", "summary_text"))
-        ]
-        text = texts[0] or texts[1]
-        answer = self._session.answer_named(name)
-        if not text and answer is not None:  # some clients keep only the id, or the encrypted content
-            text = answer.message.get("reasoning_content") or ""
+    def _add_reasoning(self, item: Item, where: str) -> None:
+        encrypted = item.get("encrypted_content")
+        name = _name_of(item, where) or (encrypted if isinstance(encrypted, str) else None)
+        text = _texts(item.get("content"), f"{where}.content", kinds=("reasoning_text",))
+        summary = _texts(item.get("summary"), f"{where}.summary", kinds=("summary_text",))
         turn = self._turn(_REASONING, name)
-        turn["reasoning_content"] = turn.get("reasoning_content", "") + text
+        if text or summary:
+            turn.reasoning.append(text or summary)
+        elif answer := self._recorded.find(name, "reasoning"):  # some clients keep only the id or this content
+            turn.reasoning.append(answer.message.get("reasoning_content") or "")
 
-    def add_call(self, item: Item, where: str) -> None:
-        arguments = read_text(item, "arguments", where)
-        refuse_deep(arguments, f"{where}.arguments")
-        function = {"name": read_text(item, "name", where), "arguments": arguments}
-        call = {"id": read_text(item, "call_id", where), "type": "function", "function": function}
-        self._add_call(call, _name_of(item, where), where)
+    def _add_call(self, item: Item, where: str) -> None:
+        call = function_call(*(read_text(item, field, where) for field in ("call_id", "name", "arguments")))
+        self._turn(_CALL, _name_of(item, where)).add_call(call, f"{where}.arguments")
 
-    def add_output(self, item: Item, where: str) -> None:
-        call_id, output = read_text(item, "call_id", where), read_parts(item.get("output"), f"{where}.output")
+    def _add_output(self, item: Item, where: str) -> None:
+        call_id, output = read_text(item, "call_id", where), _content(item.get("output"), f"{where}.output")
         self._append({"role": "tool", "tool_call_id": call_id, "content": output})
 
-    def add_reference(self, item: Item, where: str) -> None:
+    def _add_reference(self, item: Item, where: str) -> None:
         """Add an item that the client names only by its id."""
         found = _ID.fullmatch(read_text(item, "id", where))
-        answer = self._session.answer_named(found[2]) if found else None
-        if found is None or answer is None:
+        answer = self._recorded.find(found[2], found[0]) if found else None
+        calls = answer.message.get("tool_calls", ()) if answer else ()
+        if found is None or answer is None or (found[1] == "fc" and int(found[3] or 0) >= len(calls)):
             raise ApiError(
-                f"{where}.id: this session has no item {quoted(item['id'])}; send the item itself", param=f"{where}.id"
+                f"{where}.id: this session has no item {quoted(item['id'])}, or it was named before; send the item",
+                param=f"{where}.id",
             )
-        message, name = answer.message, answer.name
-        calls, index = message.get("tool_calls", ()), int(found[3] or 0)
-        if found[1] == "rs":
-            self._turn(_REASONING, name)["reasoning_content"] = message.get("reasoning_content") or ""
-        elif found[1] == "msg":
-            self._turn(_TEXT, name)["content"] = message["content"]
-        elif index < len(calls):
-            self._add_call(calls[index], name, where)
+        stage = {"rs": _REASONING, "msg": _TEXT, "fc": _CALL}[found[1]]
+        turn = self._turn(stage, answer.name)
+        if stage == _REASONING:
+            turn.reasoning.append(answer.message.get("reasoning_content") or "")
+        elif stage == _TEXT:
+            turn.texts.append(answer.message["content"])
+        else:
+            turn.add_call(calls[int(found[3] or 0)], where)
 
-    def continue_after(self, answer: Answer) -> None:
-        """Begin with the conversation of an earlier answer, without the instructions of its request."""
-        self.messages = [dict(message) for message in answer.conversation.messages[answer.num_instructions :]]
-        self.last_name = answer.name
-
-    def _add_call(self, call: Mapping[str, Any], name: str | None, where: str) -> None:
-        turn = self._turn(_CALL, name)
-        turn.setdefault("tool_calls", []).append(call)
-        refuse_many(turn["tool_calls"], MAX_CALLS, where)
-
-    def _append(self, message: dict[str, Any]) -> None:
+    def _append(self, message: Message) -> None:
         self._open = None
-        self.messages.append(message)
+        self._parts.append(message)
 
-    def _turn(self, stage: int, name: str | None) -> dict[str, Any]:
-        """Return the assistant message that an item belongs to; a new one if no other can be it."""
+    def _turn(self, stage: int, name: str | None) -> Turn:
+        """Return the turn that an item belongs to; a new one if no other can be it."""
         if name is not None and name in self._by_name:
             return self._by_name[name]
         follows = stage > self._stage or stage == self._stage == _CALL
         is_other = name is not None and self.last_name is not None and name != self.last_name
         if self._open is None or not follows or is_other:
-            self._append({"role": "assistant", "content": ""})
-            self._open, self.last_name = self.messages[-1], None
+            self._open, self.last_name = Turn(), None
+            self._parts.append(self._open)
         self._stage = stage
         if name is not None:
             self._by_name[name], self.last_name = self._open, name
@@ -134,11 +131,11 @@ class Transcript:
 
 
 _READERS: Mapping[str, Callable[[Transcript, Item, str], None]] = {
-    "message": Transcript.add_message,
-    "reasoning": Transcript.add_reasoning,
-    "function_call": Transcript.add_call,
-    "function_call_output": Transcript.add_output,
-    "item_reference": Transcript.add_reference,
+    "message": Transcript._add_message,
+    "reasoning": Transcript._add_reasoning,
+    "function_call": Transcript._add_call,
+    "function_call_output": Transcript._add_output,
+    "item_reference": Transcript._add_reference,
 }
 
 
@@ -153,8 +150,8 @@ def add_input(transcript: Transcript, value: Any) -> None:
     return None
 
 
-def read_parts(value: Any, where: str) -> str:
-    """Return the text of a message or of a tool result. Raises `ApiError` (400) for other contents."""
+def _content(value: Any, where: str) -> str:
+    """Return the text of a message or of a tool result."""
     return value if isinstance(value, str) else _texts(value, where, kinds=("input_text", "output_text"), needed=True)
 
 
@@ -186,7 +183,3 @@ def _name_of(item: Item, where: str) -> str | None:
         found = _ID.fullmatch(read_text(item, "id", where))
         return found[2] if found else None
     return None
-
-
-def _name_in(value: Any) -> str | None:
-    return value if isinstance(value, str) else None

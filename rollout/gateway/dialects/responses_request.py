@@ -56,14 +56,14 @@ def read_response_request(body: Mapping[str, Any], offer: Offer) -> SampleReques
     if previous is not None:
         _continue(transcript, previous, offer)
     add_input(transcript, body.get("input"))
-    instructions = body.get("instructions")
+    messages, instructions = transcript.messages, body.get("instructions")
     if instructions is not None:
         checked(instructions, str, "instructions", expected="a string")
-        transcript.messages.insert(0, {"role": "system", "content": instructions})
-    if not transcript.messages:
+        messages.insert(0, {"role": "system", "content": instructions})
+    if not messages:
         raise wrong_type("input", body.get("input"), expected="a string, or a list with at least one item")
     return SampleRequest(
-        conversation=offer.session.prefixes.read(transcript.messages, tools),
+        conversation=offer.session.prefixes.read(messages, tools),
         mark=TurnMark(name=transcript.last_name),
         num_instructions=int(instructions is not None),
         sampling=sampling,

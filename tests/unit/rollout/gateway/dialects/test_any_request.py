@@ -80,7 +80,7 @@ def parse(dialect: Dialect, raw: bytes) -> None:
 
 
 @ALL
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(body=st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=6), message=PARTS, value=VALUES)
 def test_any_json_is_read_or_refused(dialect, body, message, value):
     for fields in (body, {"messages": message}, {"input": message}, {"prompt": value}):

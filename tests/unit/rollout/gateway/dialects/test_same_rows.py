@@ -41,6 +41,8 @@ Play = Callable[[Running, bool], Awaitable[None]]
 """Agent that plays one conversation in the session `test`: calls tools, then asks four times more."""
 
 PLAYS: dict[str, Play] = {}
+EXPECTED: dict[tuple[str, ...], Mapping[str, Any]] = {}
+"""Records of chat completions, by the turns of the model."""
 
 
 def dialect(name: str) -> Callable[[Play], Play]:
@@ -190,11 +192,16 @@ async def record(play: Play, tokenizer: Any, turns: Any, *, stream: bool) -> Map
         }
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("name", [name for name in PLAYS if name != "chat"])
+@pytest.mark.parametrize(
+    ("name", "stream"),
+    [(name, False) for name in PLAYS if name != "chat"]
+    + [(name, True) for name in ("responses", "responses, by the previous id", "messages")],
+)
 @pytest.mark.parametrize(("tokenizer", "turns"), [(QWEN, QWEN_TURNS), (LLAMA, LLAMA_TURNS)], ids=["qwen3", "llama3"])
 async def test_the_same_conversation_gives_the_same_rows(tokenizer, turns, name, stream):
-    expected = await record(PLAYS["chat"], tokenizer, turns, stream=False)
+    if turns not in EXPECTED:
+        EXPECTED[turns] = await record(PLAYS["chat"], tokenizer, turns, stream=False)
+    expected = EXPECTED[turns]
     assert expected["prompts"] == {"root": 1, "extended": 5}, "the test needs a conversation without branches"
     assert len(expected["rows"]) == 1
     assert await record(PLAYS[name], tokenizer, turns, stream=stream) == expected
