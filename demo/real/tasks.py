@@ -18,7 +18,7 @@ from typing import Any
 
 from rollout.environments.calculator import evaluate
 from rollout.errors import ConfigError
-from trainer.data.reasoning_gym import MAX_ROUNDS, questions
+from trainer.data.gym_rows import MAX_ROUNDS, questions
 from trainer.data.split import is_heldout
 
 DEFAULT = "names"

@@ -15,7 +15,7 @@ from trainer.config.hints import closest
 from trainer.config.paths import file_exists, path_exists
 from trainer.config.schema import Config
 from trainer.data.datasets import is_file, is_made
-from trainer.data.reasoning_gym import check_task
+from trainer.data.gym_rows import check_task
 from trainer.data.seeds import seeds
 
 NAME = re.compile(r"[\w-]+")

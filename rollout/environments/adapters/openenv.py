@@ -246,7 +246,7 @@ def _checked(text: str) -> Mapping[str, Any]:
                 raise _Full(said)
             raise EnvironmentFault(f"openenv: the environment failed ({code}: {said})")
         if kind != "observation" or not isinstance(data["observation"], dict) or not isinstance(data["done"], bool):
-            raise TypeError("it is no observation")
+            raise TypeError("it is not an observation")
         return data
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise EnvironmentFault(

@@ -21,6 +21,7 @@ OURS = {*LIBRARY, "scripts", "benchmarks", "tests", "harness", "gradients"}
 NOT_DECLARED = {
     "bitsandbytes",  # optimizer.name=adamw_8bit names the command that installs it
     "triton",  # a part of the CUDA builds of torch
+    *("openenv", "fastmcp", "uvicorn"),  # of the server that tests of environment=openenv start in another interpreter
     "sky",  # a check of launch files, which is skipped without it: many packages for one schema
 }
 FOR_USERS = (

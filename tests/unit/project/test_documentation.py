@@ -69,6 +69,9 @@ def test_a_command_on_the_page_is_accepted(overrides: list[str], directory: Path
     if config.environment.name == "verifiers":  # its package, or the environment's, may not be installed
         assert config.environment.settings["env_id"] == "gsm8k"
         return
+    package = {"textarena": "textarena", "my_lake.py:Lake": "gymnasium"}.get(config.environment.name)
+    if package is not None:
+        pytest.importorskip(package, reason=f"pip install {package} to check its command")
     validate(config)
     make_environment(config.environment.name, **config.environment.settings)
     make_reward_set(config.reward.functions)

@@ -60,6 +60,7 @@ def test_the_demos_heldout_data_is_left_out_with_other_training_data() -> None:
 
 NEEDS_A_SETTING = {
     "agent": "agent=path",
+    "mcp": "servers={",
     "tools": "files=.my_tools.py",
     "trl": "factory=path",
     "trl_rollout": "rollout_func=path",

@@ -15,6 +15,7 @@ NEEDED = {
     "agent": {"agent": print},
     "trl": {"factory": dict},
     "openenv": {"url": "http://127.0.0.1:8000"},
+    "mcp": {"servers": {"search": {"url": "http://127.0.0.1:8000/mcp"}}},
     "trl_rollout": {"rollout_func": print},
 }
 

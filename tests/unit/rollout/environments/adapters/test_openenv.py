@@ -215,7 +215,7 @@ async def test_a_server_that_lies_fails_the_rollout(answer: str):
 
 
 @pytest.mark.parametrize("reward", ["NaN", "Infinity", '"1"', "[1]"])
-async def test_a_reward_that_is_no_number_fails_the_rollout(reward: str):
+async def test_a_reward_that_is_not_a_number_fails_the_rollout(reward: str):
     def answer(asked: dict[str, Any]) -> str:
         value = "null" if asked["type"] == "reset" else reward
         return f'{{"type": "observation", "data": {{"observation": {{}}, "done": false, "reward": {value}}}}}'

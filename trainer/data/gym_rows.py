@@ -73,7 +73,7 @@ def questions(task: str, parameters: Mapping[str, Any], *, seed: int, size: int)
 def _drawn(task: str, parameters: str) -> list[dict[str, str]]:
     """Draw the rows of both splits, once per process."""
     child = subprocess.run(
-        [sys.executable, "-P", "-m", "trainer.data.reasoning_gym", task, parameters],
+        [sys.executable, "-P", "-m", "trainer.data.gym_rows", task, parameters],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONHASHSEED": "0"},
