@@ -125,7 +125,10 @@ async def test_errors_become_exceptions_of_the_client():
                 anthropic.AuthenticationError,
             ),
             (client.messages.create(model="claude", **options), anthropic.NotFoundError),
-            (client.messages.create(model="policy", extra_body={"temperature": 0.5}, **options), anthropic.BadRequestError),
+            (
+                client.messages.create(model="policy", extra_body={"temperature": 0.5}, **options),
+                anthropic.BadRequestError,
+            ),
             (
                 client.messages.create(
                     model="policy", max_tokens=5, messages=[{"role": "user", "content": "x " * 9999}]
@@ -157,8 +160,14 @@ async def test_the_base_url_works_with_the_version_that_the_client_adds_and_with
 
 @pytest.mark.parametrize(
     ("headers", "status"),
-    [({"x-api-key": "{key}"}, 200), ({"x-api-key": "{key} "}, 200), ({"x-api-key": "wrong"}, 401), ({}, 401)]
-    + [({"x-api-key": "{key}", "Authorization": "Bearer wrong"}, 401), ({"Authorization": "Bearer {key}"}, 200)],
+    [
+        ({"x-api-key": "{key}"}, 200),
+        ({"x-api-key": "{key} "}, 200),
+        ({"x-api-key": "wrong"}, 401),
+        ({}, 401),
+        ({"x-api-key": "{key}", "Authorization": "Bearer wrong"}, 401),
+        ({"Authorization": "Bearer {key}"}, 200),
+    ],
 )
 async def test_the_key_is_in_either_header(headers, status):
     async with running(QWEN, "one<|im_end|>") as server, aiohttp.ClientSession() as http:
