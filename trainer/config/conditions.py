@@ -63,9 +63,10 @@ KL_IN_LOSS = When(
     instead="algorithm.kl_coef=0.05 algorithm.kl_place=loss",
     holds=lambda c: c.algorithm.kl_coef > 0 and c.algorithm.kl_place == "loss",
 )
-TAUGHT = When(instead="teacher.path=models/teacher, or teacher.source=policy", holds=lambda c: c.has_teacher)
+TAUGHT = When(instead="teacher.source=policy", holds=lambda c: c.has_teacher)
 WITH_CONTEXT = When(
-    instead="teacher.context='An answer: {solution}'", holds=lambda c: c.has_teacher and c.teacher.context is not None
+    instead="""teacher.source=policy teacher.context="'{solution}'\"""",
+    holds=lambda c: c.has_teacher and c.teacher.context is not None,
 )
 TEACHER = When(instead="teacher.path=models/teacher", holds=lambda c: c.teacher.path is not None)
 TEACHER_SERVERS = When(instead="teacher.urls=[http://127.0.0.1:8000]", holds=lambda c: bool(c.teacher.urls))

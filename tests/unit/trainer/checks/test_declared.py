@@ -88,6 +88,8 @@ REFUSED = [
     ("algorithm.teacher_divergence_coef=2", "set algorithm.teacher_divergence=reverse"),
     ("algorithm.teacher_divergence_beta=0.3", "set algorithm.teacher_divergence=jsd"),
     ("teacher.api_key_env=KEY", "set teacher.urls=[http://127.0.0.1:8000], or teacher.api_key_env="),
+    ("teacher.context=hint", "set teacher.source=policy, or teacher.context=null"),
+    ("teacher.solved_reward=0.5", "set teacher.source=policy teacher.context="),
     ("teacher.dtype=bfloat16", "set teacher.path=models/teacher, or teacher.dtype=float32"),
     ("teacher.kv_cache_gib=1", "set teacher.path=models/teacher teacher.urls=[], or teacher.kv_cache_gib=null"),
     ("teacher.urls=[http://127.0.0.1:8001]", "set teacher.path=models/teacher"),
