@@ -147,7 +147,15 @@ def test_deterministic_agents_give_the_same_rollouts_twice(served: Served):
 
 
 @pytest.mark.timeout(600)
-def test_a_run_trains_on_an_agent_that_knows_only_a_url_and_a_key(tmp_path: Path):
+@pytest.mark.parametrize(
+    "agent",
+    [
+        "calculator_agent",
+        pytest.param("responses_agent", marks=pytest.mark.slow),
+        pytest.param("messages_agent", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_trains_on_an_agent_that_knows_only_a_url_and_a_key(tmp_path: Path, agent: str):
     model = tmp_path / "model"
     tiny_qwen3(tied=True).save_pretrained(model)
     CHAT.tokenizer.save_pretrained(model)
@@ -157,7 +165,7 @@ def test_a_run_trains_on_an_agent_that_knows_only_a_url_and_a_key(tmp_path: Path
     (tmp_path / "reward.py").write_text("def many_tokens(rollout): return float(rollout.num_sampled % 7)\n")
     settings = {
         "environment": "agent",
-        "environment.settings.agent": f"{ROOT}/tests/fixtures/agents.py:calculator_agent",
+        "environment.settings.agent": f"{ROOT}/tests/fixtures/agents.py:{agent}",
         "environment.max_turns": "3",
         "model.path": model,
         "data.path": tmp_path / "rows.jsonl",

@@ -8,6 +8,7 @@ import itertools
 import json
 import logging
 import socket
+import time
 from collections.abc import Awaitable, Iterator
 
 import aiohttp
@@ -15,6 +16,8 @@ import openai
 import pytest
 
 from rollout.errors import EngineError
+from rollout.gateway.dialects import DIALECTS
+from rollout.gateway.errors import ApiError
 from tests.fixtures.gateway import Running, running
 from tests.fixtures.tokenizers import chat_tokenizer
 
@@ -171,6 +174,56 @@ async def test_errors_do_not_return_a_large_value_to_its_sender(change):
         assert response.status == 400
         assert len(text) < 1000
         assert server.engine.prompts == []
+
+
+HOSTILE = {
+    "malformed": b"{",
+    "deep": b'{"model": "policy", "x": ' + b"[" * 5000 + b"]" * 5000 + b"}",
+    "brackets": b"[" + b"[]," * 200_000 + b"[]]",
+    "surrogate keys": rb'{"model": "policy", "\ud800": 1, "messages": [{"role": "user", "content": "\udc00"}]}',
+    "another type": b'{"model": "policy", "messages": {"a": 1}, "input": 1.5, "prompt": {"b": []}, "max_tokens": []}',
+    "no model": b"{}",
+    "a long name": b'{"model": "' + b"x" * 10**6 + b'"}',
+}
+
+
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.path)
+async def test_every_dialect_answers_hostile_bodies_in_its_own_form(dialect):
+    form = set(dialect.error(ApiError("x")))
+    async with running(QWEN, "hello<|im_end|>") as server, aiohttp.ClientSession() as http:
+        url = f"{server.gateway.base_url}{dialect.path}"
+        for name, body in HOSTILE.items():
+            async with http.post(url, data=body, headers=headers_of(server)) as response:
+                assert response.status in (400, 404), name
+                text = await response.text()
+                assert set(json.loads(text)) == form, name
+                assert len(text) < 1000, name
+        async with http.post(url, data=b"{}") as response:
+            assert response.status == 401
+            assert set(await response.json()) == form
+        async with http.get(url, headers=headers_of(server)) as response:
+            assert response.status == 405
+            assert set(await response.json()) == form
+        assert server.engine.prompts == []
+        assert server.gateway._anonymous.is_unused
+
+
+@pytest.mark.parametrize("path", ["/responses", "/messages"])
+async def test_many_small_parts_take_time_in_proportion_to_their_size(path):
+    """Parts of one turn are joined at the end: one by one, 64 MiB of them would take minutes."""
+    async with running(QWEN, "hello<|im_end|>") as server, aiohttp.ClientSession() as http:
+        text = "x" * 500
+        blocks = [{"type": "text", "text": text}] * 30_000
+        item = {"type": "message", "role": "assistant", "id": "msg_" + "a" * 24}
+        items = [{**item, "content": [{"type": "output_text", "text": text}]}] * 30_000
+        messages = [USER, {"role": "assistant", "content": blocks}, USER]
+        body = {"model": "policy", **({"input": items} if path == "/responses" else {"messages": messages})}
+        body |= {} if path == "/responses" else {"max_tokens": 5}
+        started = time.process_time()
+        async with http.post(f"{server.gateway.base_url}{path}", json=body, headers=headers_of(server)) as response:
+            assert response.status == 400
+            assert "maximum context length" in await response.text()
+        assert time.process_time() - started < 10
 
 
 async def test_connections_beyond_half_of_the_open_files_are_closed_and_the_others_served(caplog):
