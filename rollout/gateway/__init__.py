@@ -1,1 +1,1 @@
-"""OpenAI-compatible server in front of the engine, which trains an existing agent without changes to its code."""
+"""Server in front of the engine in the APIs of OpenAI and Anthropic, which trains an existing agent unchanged."""

@@ -123,3 +123,15 @@ def test_token_ids_on_a_message_of_another_role_are_refused_after_the_message_is
     with pytest.raises(ApiError, match=r"messages\[0\] has token ids"):
         prefixes.read([{**USER, "generation_token_ids": [1]}], ())
     assert known.message == USER
+
+
+def test_whole_numbers_in_arguments_compare_by_their_value():
+    def digest(arguments: str) -> bytes:
+        call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        return Prefixes().read([{"role": "assistant", "content": "1.0", "tool_calls": [call]}], ()).digest
+
+    sampled = digest('{"a": 1.0, "b": [{"c": -2.0}], "d": 0.5}')
+    assert digest('{"b": [{"c": -2}], "a": 1, "d": 0.5}') == sampled, "as a client in JavaScript sends it back"
+    for other in ('{"a": 1.5, "b": [{"c": -2}], "d": 0.5}', '{"a": "1.0", "b": [{"c": -2}], "d": 0.5}'):
+        assert digest(other) != sampled
+    assert digest('{"a": 1e999}') == digest('{"a": Infinity}')
