@@ -37,6 +37,8 @@ ENTRIES = {
     "demonstrations.columns": ("messages", "conversation"),
     "data.sources": ("mine", {"path": "rows.jsonl"}),
     "data.sources.mine.columns": ("prompt", "question"),
+    "data.parameters": ("max_terms", 3),
+    "data.sources.mine.parameters": ("max_terms", 3),
     "model.adapters": ("last", "runs/first/model/adapter"),
     "environment.settings": ("depth", 3),
     "reward.settings": ("numeric", {"rel_tol": 0.5}),
@@ -45,6 +47,7 @@ ENTRIES = {
     "eval.lm_eval.gen_kwargs": ("temperature", 0.5),
     "eval.sets": ("mine", {"path": "rows.jsonl"}),
     "eval.sets.mine.columns": ("prompt", "question"),
+    "eval.sets.mine.parameters": ("max_terms", 3),
 }
 """Key and value of an entry of each setting."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -144,7 +144,9 @@ class Teacher:
     def __init__(self, world: World) -> None:
         self._world = world
 
-    def scored(self, batch: StepBatch) -> StepBatch:
+    measured: Mapping[str, float] = {}
+
+    def scored(self, batch: StepBatch, rollouts: Sequence[Rollout], *, measures_floor: bool = False) -> StepBatch:
         self._world.note("score by the teacher")
         return replace(batch, teacher=made_up_scores(batch, top_k=2, vocab_size=9))
 
