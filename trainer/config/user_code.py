@@ -1,7 +1,8 @@
-"""Code, addresses and environment variables that a configuration names, and that a run therefore uses."""
+"""Code, programs, addresses and environment variables that a configuration names, and that a run therefore uses."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -10,13 +11,14 @@ from rollout.system.user_functions import file_sha256
 from trainer.config.schema import Config
 from trainer.setting import names_function
 
-PACKAGED = ("verifiers",)
-"""Environments that import an installed package named in their settings."""
+OPEN = ("mcp", "openenv", "textarena", "verifiers")
+"""Environments whose settings name programs to start, packages to import, or servers to ask."""
 
 
 def code_of_files(config: Config) -> list[str]:
     """Return the `path/to/file.py:name` of reward functions, environments, tools, agents, losses and advantages."""
-    named = [*config.reward.functions, config.environment.name, *_texts(config.environment.settings)]
+    environments = [name for name, _ in _environments(config.environment.name, config.environment.settings)]
+    named = [*config.reward.functions, *environments, *_texts(config.environment.settings)]
     return list(dict.fromkeys([*filter(names_function, named), *code_of_objective(config)]))
 
 
@@ -32,12 +34,13 @@ def hashes(config: Config) -> dict[str, str]:
 
 
 def outside_of(config: Config) -> list[str]:
-    """Return all that sampling with these settings uses outside of models and data: code, addresses, variables."""
+    """Return all that sampling with these settings uses outside of models and data, a text for each."""
     texts = dict(_named_texts("", asdict(config)))
     found = [text for text in texts.values() if names_function(text) or "://" in text]
     found += [f"the environment variable {text}" for name, text in texts.items() if name.endswith("_env")]
-    if config.environment.name in PACKAGED:
-        found.append(f"the package of environment.name={config.environment.name}")
+    for name, settings in _environments(config.environment.name, config.environment.settings):
+        if name in OPEN:  # whole: a key of another name may start a program in the next version of a package
+            found.append(f"what environment {name} starts with the settings {json.dumps(settings, default=str)}")
     return list(dict.fromkeys([*code_of_files(config), *found]))
 
 
@@ -45,6 +48,15 @@ def runs_unisolated(config: Config) -> bool:
     """Return True if programs of the model run without isolation (`reward.settings.code_tests.unsafe=true`)."""
     settings = config.reward.settings.get("code_tests")
     return "code_tests" in config.reward.functions and isinstance(settings, Mapping) and settings.get("unsafe") is True
+
+
+def _environments(name: str, settings: Any) -> Iterator[tuple[str, Any]]:
+    """Yield name and settings of an environment; of `mixed` its own name and those of its parts."""
+    yield name, settings
+    parts = settings.get("environments") if name == "mixed" and isinstance(settings, Mapping) else None
+    for part, own in parts.items() if isinstance(parts, Mapping) else ():
+        shared = {key: value for key, value in settings.items() if key != "environments"}
+        yield from _environments(str(part), {**shared, **own} if isinstance(own, Mapping) else own)
 
 
 def _texts(value: Any) -> Iterator[str]:

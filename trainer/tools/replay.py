@@ -38,7 +38,7 @@ from trainer.checkpoint.checkpoint import TrainerState
 from trainer.checks.validate import validate
 from trainer.cli import schema, to_config
 from trainer.collect.groups import Collected, is_kept
-from trainer.config.redaction import redact_words
+from trainer.config.redaction import redact_text, redact_words
 from trainer.config.saved_config import read_saved
 from trainer.config.schema import Config, EvalConfig, RewardConfig, TeacherConfig
 from trainer.config.user_code import code_of_objective, outside_of
@@ -81,7 +81,8 @@ def replay(path: Path, *, step: int | None, sample: bool, overrides: list[str], 
     with distributed:
         replayed = _Replay(run, config, distributed)
         if named := outside_of(config) if sample else code_of_objective(config):
-            replayed.say(f"code, addresses and variables used with your rights: {', '.join(named)}")
+            used = redact_text(", ".join(named))
+            replayed.say(f"code, programs, addresses and variables used with your rights: {used}")
         if step is None:
             return replayed.train_dump(path)
         saved = saved_step(run, step)
@@ -111,8 +112,9 @@ def settings_of(run: Path, overrides: Sequence[str], *, sample: bool, trusts_run
     """Return the configuration of a run, with overrides as on the command line.
 
     Others may have written the run, so code of its models is trusted only if an override says so. sample: keep
-    environment and rewards, which a replay that trains does not use. trusts_run: accept code, addresses and environment
-    variables that the configuration names and the replay uses; else they are a `ConfigError`. Raises `ConfigError`.
+    environment and rewards, which a replay that trains does not use. trusts_run: accept code, programs, addresses and
+    environment variables that the configuration names and the replay uses; else they are a `ConfigError`. Raises
+    `ConfigError`.
     """
     path = run / "config.yaml"
     saved = read_saved(path)
@@ -137,8 +139,8 @@ def settings_of(run: Path, overrides: Sequence[str], *, sample: bool, trusts_run
     unasked = [named for named in used if named not in asked]
     if unasked and not trusts_run:
         raise ConfigError(
-            f"{path} names {', '.join(unasked)}: a replay would run this code and use these addresses and variables "
-            "with your rights; add --trust-run if you trust all who could write this directory"
+            f"{path} names {', '.join(unasked)}: a replay would run this code and these programs, and use these "
+            "addresses and variables, with your rights; add --trust-run if you trust all who could write this directory"
         )
     validate(config, needs_data=False)
     if not sample:  # nothing is scored again, but an advantage may read the weights of the functions

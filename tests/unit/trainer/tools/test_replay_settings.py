@@ -50,6 +50,9 @@ def test_code_of_models_is_trusted_only_if_the_command_line_says_so(run: Path):
     assert given.reward.settings["model"]["trust_remote_code"] is True
 
 
+MCP = "environment={{name: mcp, settings: {{servers: {{a: %s}}}}}}"
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -58,6 +61,13 @@ def test_code_of_models_is_trusted_only_if_the_command_line_says_so(run: Path):
         ("reward.functions=['{run}/evil.py:reward']", "evil.py:reward"),
         ("reward.functions=[' {run}/evil.py:reward, x']", "evil.py:reward"),
         ("environment.name=verifiers", "verifiers"),
+        (MCP % "{{command: sh, args: [-c, 'touch {run}/fired']}}", "touch"),
+        (MCP % "{{command: cat, env: {{KEY: $HF_TOKEN}}}}", "$HF_TOKEN"),
+        ("environment={{name: textarena, settings: {{python: '{run}/evil', env_id: a}}}}", "/evil"),
+        ("environment={{name: mixed, settings: {{environments: {{mcp: {{servers: {{a: {{command: sh}}}}}}}}}}}}", "sh"),
+        ("environment={{name: mixed, settings: {{environments: {{verifiers: {{env_id: a}}}}}}}}", "verifiers"),
+        ("environment={{name: mixed, settings: {{environments: {{'{run}/evil.py:Env': {{}}}}}}}}", "evil.py:Env"),
+        ("environment={{name: mixed, settings: {{environments: {{mixed: {{environments: {{mcp: {{}}}}}}}}}}}}", "mcp"),
         ("reward.settings.llm_judge.url='http://192.0.2.1/v1'", "http://192.0.2.1/v1"),
         ("reward.settings.llm_judge.api_key_env=HF_TOKEN", "HF_TOKEN"),
         ("rollout.urls=['http://192.0.2.1']", "http://192.0.2.1"),
