@@ -37,7 +37,8 @@ EXIT_LIMIT_S = 60.0
 """Time that engines and loggers have to close after a failure [s]."""
 QUANTIZED = re.compile(r"4bit|8bit|quant|qlora", re.IGNORECASE)
 """Settings of other trainers that quantize the weights under adapters on loading."""
-DEMO_DATA = "data/demo/"
+PREPARED_DATA = ("data/demo/", "data/real/")
+"""Folders of the data that scripts/make_demo_model.py and scripts/make_real_model.py write."""
 """Beginning of the demo's data files in `configs/data/`."""
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
 
@@ -80,7 +81,7 @@ def launch(
         for tree in composed:  # empty after --help and --cfg
             config = to_config(tree, config_class)
             if isinstance(config, Config):
-                drop_demo_heldout(config, sys.argv[1:])
+                drop_prepared_heldout(config, sys.argv[1:])
             if check is None:
                 validate(config, needs_data=needs_data)
             else:
@@ -170,15 +171,16 @@ def to_config(tree: DictConfig, config_class: type = Config) -> Any:
     return config
 
 
-def drop_demo_heldout(config: Config, words: Sequence[str]) -> None:
-    """Set data.heldout_path to null if it is the demo's, and neither training data nor the command line asks for it.
+def drop_prepared_heldout(config: Config, words: Sequence[str]) -> None:
+    """Set data.heldout_path to null if it is prepared data, and neither training data nor the command line asks for it.
 
-    The default group data=calculator names both, and `data.path=...` replaces only one.
+    A group as data=calculator or experiment=real names both, and `data.path=...` replaces only one.
     """
     heldout, data = config.data.heldout_path or "", config.data
     paths = [source.path for source in data.sources.values()] or [data.path]
     is_given = any(word.lstrip("+").startswith("data.heldout_path=") for word in words)
-    if heldout.startswith(DEMO_DATA) and not is_given and not any(path.startswith(DEMO_DATA) for path in paths):
+    folder = next((folder for folder in PREPARED_DATA if heldout.startswith(folder)), None)
+    if folder is not None and not is_given and not any(path.startswith(folder) for path in paths):
         data.heldout_path = None
 
 

@@ -26,6 +26,7 @@ from rollout.chat.template_files import CONTROL_TOKENS, template_text
 from rollout.chat.tool_calls import Turn, parse_hermes, parse_llama3
 from rollout.errors import ConfigError, TemplateError
 from rollout.records import EngineCall, Message
+from rollout.safe_text import error_text
 
 _STOPS = {"llama3": ("<|eot_id|>", "<|eom_id|>"), "harmony": STOPS, "hermes": ()}
 """End-of-turn tokens of each format that a template may show only in some turns, for example after a tool call."""
@@ -75,7 +76,7 @@ class Chat:
         """Load a model's tokenizer, and the ids that end a turn from its generation_config.json if it has one.
 
         template: a shipped template or a file, in place of the tokenizer's own (`rollout/chat/template_files.py`).
-        Raises `ConfigError` if it cannot be read, or if the tokenizer lacks its control tokens.
+        Raises `ConfigError` if one of them cannot be read, or the tokenizer lacks control tokens of the template.
         """
         tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code, template=template)
         return cls(tokenizer, history=history, stop_token_ids=generation_stops(path))
@@ -186,7 +187,14 @@ def _format_of(vocabulary: Mapping[str, int]) -> str:
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool, template: str | None) -> PreTrainedTokenizerFast:
     """Load a model's tokenizer with its chat template, or with `template`. Raises as `Chat.from_pretrained`."""
-    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # transformers and tokenizers raise many kinds for damaged files
+        reason, *_ = error_text(error).splitlines() or [""]
+        raise ConfigError(
+            f"model.path={path}: no loadable tokenizer ({type(error).__name__}: {reason}); set model.path to a "
+            "directory with the files of a tokenizer, or to a hub id that can be reached from here"
+        ) from error
     if template is not None:
         tokenizer.chat_template = template_text(template)
         lacking = [token for token in CONTROL_TOKENS.get(template, ()) if token not in tokenizer.get_vocab()]

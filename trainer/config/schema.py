@@ -178,7 +178,8 @@ class DataConfig:
     subset: str | None = setting(None, "configuration of a hub data set that has several")
     split: str = setting("train", "split of a hub data set")
     heldout_path: str | None = setting(
-        None, "file or hub id for evaluation; null: none. The demo's is left out with other training data"
+        None,
+        "file or hub id for evaluation; null: none. That of the demo or of `make real` is left out with other data",
     )
     heldout_split: str = setting("test", "split of a hub data set for evaluation")
     parameters: dict[str, Any] = setting(

@@ -61,7 +61,8 @@ def questions(task: str, parameters: Mapping[str, Any], *, seed: int, size: int)
     """
     seen: set[str] = set()
     for round_number in range(MAX_ROUNDS):
-        data = make_task(task, parameters, seed=seed + round_number * size, size=size)
+        # Entry k of a data set depends on its seed + k: data sets of neighboring seeds would share their entries.
+        data = make_task(task, parameters, seed=(seed * MAX_ROUNDS + round_number) * size, size=size)
         for index in range(size):
             entry = data[index]
             if entry["question"] not in seen:

@@ -91,6 +91,13 @@ def alarms(metrics: Mapping[str, float], thresholds: AlarmThresholds) -> list[st
             f"rollout/token_match_rate is {match_rate:.6g}, below {thresholds.token_match_rate:g}: tokens are trained "
             "that the engine did not sample. Run scripts/diagnose.py."
         )
+    is_taught = "teacher/kl" in metrics  # a signal without rewards
+    if metrics.get("reward/zero_std_fraction") == 1.0 and metrics.get("reward/std") != 0.0 and not is_taught:
+        found.append(
+            "reward/zero_std_fraction is 1: the rollouts of each prompt have equal rewards, so none is better than "
+            f"another. With policy/entropy {metrics.get('policy/entropy', math.nan):.3g} the policy may repeat itself: "
+            "read some rollouts with scripts/inspect_run.py, and lower optimizer.lr or set algorithm=adaptive_entropy."
+        )
     if metrics.get("reward/std") == 0.0:
         found.append(
             f"reward/std is 0: every rollout of this step has the reward {metrics.get('reward/mean', math.nan):g}, so "

@@ -12,7 +12,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 from rollout.errors import ConfigError
 from trainer.checks.validate import validate
-from trainer.cli import CONFIG_DIR, drop_demo_heldout, launch, schema, to_config
+from trainer.cli import CONFIG_DIR, drop_prepared_heldout, launch, schema, to_config
 from trainer.config.schema import Config
 
 ROOT = CONFIG_DIR.parent
@@ -42,7 +42,7 @@ def complete(tmp_path: Path) -> tuple[str, ...]:
     return (f"model.path={tmp_path}", f"data.path={data}", "data.heldout_path=null")
 
 
-def test_the_demos_heldout_data_is_left_out_with_other_training_data() -> None:
+def test_prepared_heldout_data_is_left_out_with_other_training_data() -> None:
     for words, expected in (
         ([], "data/demo/calculator/heldout.jsonl"),
         (["data.path=data/demo/calculator/train_2.jsonl"], "data/demo/calculator/heldout.jsonl"),
@@ -52,9 +52,12 @@ def test_the_demos_heldout_data_is_left_out_with_other_training_data() -> None:
         (["data.path=my.jsonl", "data.heldout_path=data/demo/x.jsonl"], "data/demo/x.jsonl"),
         (["data.path=my.jsonl", "data.heldout_path=other.jsonl"], "other.jsonl"),
         (["data=gsm8k", "data.path=my.jsonl"], "openai/gsm8k"),
+        (["data=real"], "data/real/names/heldout.jsonl"),
+        (["data=real", "data.path=data/real/words/train.jsonl"], "data/real/names/heldout.jsonl"),
+        (["data=real", "data.path=my.jsonl"], None),
     ):
         config = composed(*words)
-        drop_demo_heldout(config, words)
+        drop_prepared_heldout(config, words)
         assert config.data.heldout_path == expected, words
 
 

@@ -43,7 +43,7 @@ def experiment(name: str) -> str:
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_depend_on_the_seed_alone(name: str) -> None:
     assert rows_of(name) == rows_of(name)
-    assert rows_of(name) != rows_of(name, seed=7)  # draw k depends on seed + k, and the first may be left out
+    assert rows_of(name) != rows_of(name, seed=1)
 
 
 @pytest.mark.parametrize("name", NAMES)

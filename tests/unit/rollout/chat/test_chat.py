@@ -77,6 +77,13 @@ def test_stop_tokens_come_from_tokenizer_template_and_generation_config(tmp_path
     assert chat.prompt([USER]) == Chat(chat_tokenizer("chatml")).prompt([USER])
 
 
+def test_a_tokenizer_that_cannot_be_loaded_is_refused_with_its_path(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    for path in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(ConfigError, match=r"model\.path=.*: no loadable tokenizer \(.*; set model\.path to"):
+            Chat.from_pretrained(path)
+
+
 def test_an_unknown_history_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="must be one of keep, template; found 'all'"):
         Chat(chat_tokenizer("chatml"), history="all")

@@ -305,6 +305,16 @@ def test_equal_rewards_of_a_whole_step_raise_an_alarm():
     assert alarms(HEALTHY | {"reward/mean": 0.5, "reward/std": 0.5}, AlarmThresholds()) == []
 
 
+def test_equal_rewards_within_every_group_raise_an_alarm_unless_a_teacher_is_the_signal():
+    flat = HEALTHY | {"reward/std": 0.4, "reward/zero_std_fraction": 1.0, "policy/entropy": 0.005}
+    (alarm,) = alarms(flat, AlarmThresholds())
+    assert alarm.startswith("reward/zero_std_fraction is 1: the rollouts of each prompt have equal rewards")
+    assert "policy/entropy 0.005" in alarm
+    assert alarms(flat | {"reward/zero_std_fraction": 0.99}, AlarmThresholds()) == []
+    assert alarms(flat | {"teacher/kl": 0.1}, AlarmThresholds()) == []
+    assert len(alarms(flat | {"reward/std": 0.0}, AlarmThresholds())) == 1
+
+
 def test_stale_tokens_have_no_noise_alarm_and_their_kl_alarm_names_the_staleness():
     stale = HEALTHY | {PREFIX + "version_lag_max": 2.0}
     assert alarms(stale | {PREFIX + "k3_kl": 4.1e-3}, AlarmThresholds()) == []
