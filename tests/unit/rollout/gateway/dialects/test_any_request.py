@@ -94,17 +94,7 @@ def test_any_json_is_read_or_refused(dialect, body, message, value):
         for tool in tools:
             parse(dialect, json.dumps({"max_tokens": 5, "messages": [USER], "tools": [tool]}).encode())
             parse(dialect, json.dumps({"input": "x", "tools": [tool]}).encode())
-    for field in (
-        "messages",
-        "input",
-        "prompt",
-        "tools",
-        "system",
-        "instructions",
-        "include",
-        "thinking",
-        "tool_choice",
-    ):
+    for field in FIELDS:
         parse(dialect, json.dumps({"max_tokens": 5, "messages": [USER], "input": "x", field: value}).encode())
 
 
