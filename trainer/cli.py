@@ -29,6 +29,7 @@ from rollout.system.compute_threads import wait_briefly
 from rollout.system.orphan_guard import exit_when_orphaned
 from trainer.checks.validate import validate
 from trainer.config.hints import closest
+from trainer.config.prepared import data_folder
 from trainer.config.redaction import redact_text, redact_words
 from trainer.config.schema import Config, DataSetConfig
 from trainer.setting import declarations
@@ -37,9 +38,6 @@ EXIT_LIMIT_S = 60.0
 """Time that engines and loggers have to close after a failure [s]."""
 QUANTIZED = re.compile(r"4bit|8bit|quant|qlora", re.IGNORECASE)
 """Settings of other trainers that quantize the weights under adapters on loading."""
-PREPARED_DATA = ("data/demo/", "data/real/")
-"""Folders of the data that scripts/make_demo_model.py and scripts/make_real_model.py write."""
-"""Beginning of the demo's data files in `configs/data/`."""
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
 
 
@@ -179,8 +177,8 @@ def drop_prepared_heldout(config: Config, words: Sequence[str]) -> None:
     heldout, data = config.data.heldout_path or "", config.data
     paths = [source.path for source in data.sources.values()] or [data.path]
     is_given = any(word.lstrip("+").startswith("data.heldout_path=") for word in words)
-    folder = next((folder for folder in PREPARED_DATA if heldout.startswith(folder)), None)
-    if folder is not None and not is_given and not any(path.startswith(folder) for path in paths):
+    folder = data_folder(heldout)
+    if folder is not None and not is_given and folder not in map(data_folder, paths):
         data.heldout_path = None
 
 

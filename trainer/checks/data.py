@@ -13,6 +13,7 @@ from trainer.checks.declared import value_problems
 from trainer.checks.names import lacks_model
 from trainer.config.hints import closest
 from trainer.config.paths import file_exists, path_exists
+from trainer.config.prepared import data_command
 from trainer.config.schema import Config
 from trainer.data.datasets import is_file, is_made
 from trainer.data.gym_rows import check_task
@@ -96,12 +97,14 @@ def made_data_problems(config: Config, *, trains: bool) -> Iterator[str]:
 def evaluation_problems(config: Config) -> Iterator[str]:
     """Yield one sentence per conflict of `eval`."""
     settings = config.eval
-    for name, value in (("every", settings.every), ("before_training", settings.before_training)):
-        if value and not config.heldout_sets():
-            off = "0" if name == "every" else "false"
-            yield (
-                f"eval.{name}={value} needs held-out data; set data.heldout_path=<file or hub id>, or eval.{name}={off}"
-            )
+    asked = {f"eval.every={settings.every}": "eval.every=0"} if settings.every else {}
+    asked |= {"eval.before_training=true": "eval.before_training=false"} if settings.before_training else {}
+    if asked and not config.heldout_sets():
+        needs = "need" if len(asked) > 1 else "needs"
+        yield (
+            f"{' and '.join(asked)} {needs} held-out data; set data.heldout_path=<file or hub id>, or "
+            f"{' '.join(asked.values())}"
+        )
     if settings.samples_per_prompt > 1 and settings.temperature == 0:
         yield (
             f"eval.samples_per_prompt={settings.samples_per_prompt} at eval.temperature=0 repeats one greedy answer; "
@@ -158,4 +161,6 @@ def data_file_problems(config: Config, *, trains: bool) -> Iterator[str]:
     for name, path in paths.items():
         if is_file(path) and not file_exists(path):
             also = ", or data.heldout_path=null for no held-out data" if trains and name == "data.heldout_path" else ""
-            yield f"{name}={path} does not exist (looked in {Path.cwd()}); set {name}=<file or hub id>{also}"
+            command = data_command(path)
+            make = f"run `{command}`, or " if command else ""
+            yield f"{name}={path} does not exist (looked in {Path.cwd()}); {make}set {name}=<file or hub id>{also}"

@@ -21,6 +21,7 @@ from rollout.errors import ConfigError
 from rollout.system.user_functions import file_sha256
 from trainer.config.hints import closest
 from trainer.config.paths import file_exists, path_exists
+from trainer.config.prepared import model_command
 from trainer.config.schema import Config
 from trainer.config.user_code import runs_unisolated
 from trainer.objective.declare import Declared
@@ -28,11 +29,6 @@ from trainer.objective.own.lookup import advantage_named, policy_loss_named
 from trainer.objective.own.signature import fits, in_words
 from trainer.setting import names_function, typed
 
-_MADE_BY = {
-    **{task: f"make_demo_model.py --task {task}" for task in ("calculator", "chain", "reverse")},
-    "smollm2-135m-instruct": "make_real_model.py",
-}
-"""Commands that make models of this repository, by the name of their directory."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -56,8 +52,8 @@ def model_problems(config: Config) -> Iterator[str]:
         except ConfigError as error:
             yield str(error)
     if lacks_model(config.model.path):
-        command = _MADE_BY.get(Path(config.model.path).name)
-        make = f"run `python scripts/{command}`" if command else "expected a saved model"
+        command = model_command(config.model.path)
+        make = f"run `{command}`" if command else "expected a saved model"
         yield f"model.path={config.model.path} has no config.json; {make}, or set model.path=<directory or hub id>"
 
 

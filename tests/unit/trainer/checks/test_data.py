@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.trainer.test_cli import composed
-from trainer.checks.data import data_file_problems
+from trainer.checks.data import data_file_problems, evaluation_problems
 
 
 def test_a_missing_held_out_file_can_be_left_out_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -17,3 +17,30 @@ def test_a_missing_held_out_file_can_be_left_out_of_training(tmp_path: Path, mon
     assert "null" not in missing["data.path"]
     (problem,) = data_file_problems(composed(), trains=False)
     assert "null" not in problem, "an evaluation needs held-out data"
+
+
+@pytest.mark.parametrize(
+    ("path", "command"),
+    [
+        ("data/demo/chain/train.jsonl", "run `python scripts/make_demo_model.py --task chain`"),
+        ("data/demo/chain/demonstrations.jsonl", "run `python scripts/make_demonstrations.py --task chain`"),
+        ("data/real/family/train.jsonl", "run `python scripts/make_real_model.py --task family`"),
+        ("mine/real/family/train.jsonl", None),
+    ],
+)
+def test_missing_prepared_data_names_the_command_that_makes_them(
+    path: str, command: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    config = composed(f"data.path={path}", "data.heldout_path=null")
+    (problem,) = data_file_problems(config, trains=True)
+    assert (command or "set data.path=") in problem
+    assert ("run `" in problem) == (command is not None)
+
+
+def test_every_way_to_evaluate_is_turned_off_by_one_line():
+    settings = ["data.heldout_path=null", "eval.every=5", "eval.before_training=true"]
+    (problem,) = evaluation_problems(composed(*settings))
+    assert problem.endswith("or eval.every=0 eval.before_training=false")
+    assert "eval.before_training=true need held-out" in problem
+    assert not list(evaluation_problems(composed(*settings, "eval.every=0", "eval.before_training=false")))
