@@ -4,12 +4,13 @@
     python scripts/train.py environment=verifiers environment.settings.env_id=gsm8k \
         data.path=gsm8k.jsonl reward.functions=[environment_reward]
 
-A data row has the input columns of such an environment: `prompt`, `answer`, `info`, `task`, `example_id`, as
-`load_environment("gsm8k").get_dataset().to_json("gsm8k.jsonl")` writes them. The package runs the rollout and its
-rubric. The reward becomes outcome `environment_reward`, each metric `verifiers_<name>`.
+Tasks of verifiers 0.4 are played by a host (`verifiers_tasks.py`), if `python` names an interpreter, or if that version
+is installed here. With an older one here, a data row has the input columns of such an environment: `prompt`, `answer`,
+`info`, `task`, `example_id`, as `load_environment("gsm8k").get_dataset().to_json("gsm8k.jsonl")` writes them. The
+package runs the rollout and its rubric. The reward becomes outcome `environment_reward`, each metric
+`verifiers_<name>`.
 
-Not covered: rubrics that compare the rollouts of a group (each is scored by itself), and the harness programs that
-replaced these environments in verifiers 0.3; `environment=agent` runs those that accept a base URL.
+Not covered: rubrics that compare the rollouts of a group (each is scored by itself).
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+from rollout.environments.adapters.verifiers_tasks import MARGIN_S, VerifiersTasks
 from rollout.environments.agent import AgentEnvironment
+from rollout.environments.hosts.process import interpreter
 from rollout.environments.prompt import PromptReader
 from rollout.errors import ConfigError, DataError
 from rollout.system.background_loop import BackgroundLoop
@@ -35,16 +38,33 @@ INPUT_COLUMNS = ("answer", "info", "task", "example_id")
 class VerifiersEnvironment(AgentEnvironment):
     """Agent whose episode is a rollout of a verifiers environment."""
 
-    def __init__(self, env_id: str | None = None, *, args: Mapping[str, Any] | None = None, **limits: Any):
-        """env_id, args: id and keyword arguments for `verifiers.load_environment`. limits: as for `RunsItself`.
+    def __init__(
+        self,
+        env_id: str | None = None,
+        *,
+        args: Mapping[str, Any] | None = None,
+        python: str | None = None,
+        timeout_s: float = 600.0,
+        max_concurrent: int = 64,
+    ):
+        """env_id: id of an environment. args: keyword arguments for `verifiers.load_environment`; in 0.4 the
+        configuration of the environment. python: interpreter with verifiers 0.4; None: this one, of any version.
+        timeout_s, max_concurrent: as for `RunsItself`.
 
         Raises `ConfigError`: `env_id` is missing, or the package or the environment is not installed or fails to load.
         """
         if env_id is None:
             raise ConfigError("no env_id is set; set environment.settings.env_id=<id of a verifiers environment>")
+        if not timeout_s > 0:
+            raise ConfigError(f"timeout_s={timeout_s} must be greater than 0; set environment.settings.timeout_s=600")
+        self._environment = None
+        if python is not None or is_of_tasks():
+            tasks = VerifiersTasks(interpreter(python), env_id, args or {}, timeout_s=timeout_s)
+            super().__init__(tasks.play, timeout_s=timeout_s + 2 * MARGIN_S, max_concurrent=max_concurrent)
+            return
         _check_installed(env_id)
         self._environment = _load(env_id, json.dumps(dict(args or {}), sort_keys=True))
-        super().__init__(self._play, **limits)
+        super().__init__(self._play, timeout_s=timeout_s, max_concurrent=max_concurrent)
 
     def _play(self, base_url: str, api_key: str, example: Mapping[str, Any]) -> Mapping[str, Any]:
         """Run one rollout as an agent: block this thread while the package works in its own loop."""
@@ -55,6 +75,11 @@ def evaluation_rows(env_id: str | None = None, *, args: Mapping[str, Any] | None
     """Return the evaluation data set of an environment, a `datasets.Dataset`; without one, the package gives its
     training data. Takes the settings of `VerifiersEnvironment`, and raises as it does; `DataError` without any data."""
     environment = VerifiersEnvironment(env_id, args=args, **limits)._environment
+    if environment is None:
+        raise DataError(
+            f"the verifiers environment {env_id!r} has no evaluation data of its own, as none of verifiers 0.4; name "
+            'held-out tasks in a file of rows {"idx": 900}, and set data.heldout_path to it'
+        )
     try:
         rows = environment.get_eval_dataset()
     except Exception as error:  # a user's module may raise anything
@@ -64,13 +89,18 @@ def evaluation_rows(env_id: str | None = None, *, args: Mapping[str, Any] | None
     return rows
 
 
+def is_of_tasks() -> bool:
+    """Return True if the package that is installed here has no `load_environment`, but tasks."""
+    if importlib.util.find_spec("verifiers") is None:
+        return False
+    return tuple(int(part) for part in importlib.metadata.version("verifiers").split(".")[:2]) >= (0, 3)
+
+
 def _check_installed(env_id: str) -> None:
     if importlib.util.find_spec("verifiers") is None:
-        raise ConfigError("environment verifiers needs the verifiers package; type: pip install 'verifiers<0.3'")
-    version = importlib.metadata.version("verifiers")
-    if tuple(int(part) for part in version.split(".")[:2]) >= (0, 3):
         raise ConfigError(
-            f"found verifiers {version}, expected a version with load_environment; type: pip install 'verifiers<0.3'"
+            "environment verifiers needs the verifiers package; set environment.settings.python=<an interpreter with "
+            "verifiers 0.4>, or type: pip install 'verifiers<0.3'"
         )
     if importlib.util.find_spec(_module_of(env_id)) is None:
         raise ConfigError(

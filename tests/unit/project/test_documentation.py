@@ -43,6 +43,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in python_files(DOCS / "environments.md").items():
         Path(name).write_text(text)
     Path("config.json").write_text("{}")
+    Path("benchmarks").symlink_to(DOCS.parent / "benchmarks")
     for name in ("rows", "gsm8k", "numbers", "targets"):
         Path(f"{name}.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
     return tmp_path
@@ -55,7 +56,12 @@ def composed(directory: Path, *overrides: str) -> Config:
         return to_config(compose("train", overrides=[*own, *overrides]))
 
 
-PACKAGES = {"textarena": "textarena", "my_lake.py:Lake": "gymnasium"}
+PACKAGES = {
+    "textarena": "textarena",
+    "my_lake.py:Lake": "gymnasium",
+    "benchmarks/environments/lake.py:Lake": "gymnasium",
+    "benchmarks/environments/guess.py:Guess": "textarena",
+}
 """Packages that are not among those of the tests, by environment."""
 
 
@@ -66,7 +72,7 @@ def test_a_command_on_the_page_is_accepted(overrides: list[str], directory: Path
     if package is not None:
         pytest.importorskip(package, reason=f"pip install {package} to check its command")
     if config.environment.name == "verifiers":  # its package, or the environment's, may not be installed
-        assert config.environment.settings["env_id"] == "gsm8k"
+        assert config.environment.settings["env_id"] in ("gsm8k", "gsm8k-v1", "digit-tasks")
         return
     validate(config)
     make_environment(config.environment.name, **config.environment.settings)
