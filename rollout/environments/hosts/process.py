@@ -23,6 +23,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from rollout.errors import ConfigError, EnvironmentFault
 
 CHILD = Path(__file__).with_name("child.py")
@@ -78,10 +80,18 @@ class Host:
             self._waiting.pop(number, None)
 
     def end(self) -> None:
-        """Kill the process. Requests that wait for an answer fail."""
-        self._process.kill()
+        """Kill the process and the programs that it started. Requests that wait for an answer fail."""
+        self._kill()
         self._requests.put(None)
         self._fail()
+
+    def _kill(self) -> None:
+        with suppress(psutil.NoSuchProcess):
+            family = psutil.Process(self._process.pid).children(recursive=True)  # known only while it lives
+            self._process.kill()
+            for one in family:
+                with suppress(psutil.NoSuchProcess):
+                    one.kill()
 
     def _write(self) -> None:
         """Send requests from a thread: a child that hangs reads nothing, and a full pipe would block the event loop."""
@@ -107,7 +117,7 @@ class Host:
             except (ValueError, KeyError, TypeError, RecursionError):
                 self._said.append(f"an answer that is not of the protocol: {line[:200]!r}")
                 break
-        self._process.kill()
+        self._kill()
         self._process.wait()
         self._fail()
 

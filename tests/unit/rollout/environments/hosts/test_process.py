@@ -26,6 +26,14 @@ def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     one.end()
 
 
+def ends(pid: int) -> bool:
+    """Wait for the end of a process. Return False if it lives for 10 s."""
+    deadline = time.monotonic() + 10
+    while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not os.path.exists(f"/proc/{pid}")
+
+
 async def test_requests_are_answered_and_prints_of_the_package_do_not_disturb(running: Host):
     assert await running.ask("echo", timeout_s=30, text="ü\n\ud800") == {"text": "ü\n\ud800"}
     slow, fast = await asyncio.gather(
@@ -96,11 +104,14 @@ def test_a_host_ends_with_the_process_that_started_it():
         text=True,
         timeout=60,
     )
-    pid = int(done.stdout)
-    deadline = time.monotonic() + 10
-    while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not os.path.exists(f"/proc/{pid}")
+    assert ends(int(done.stdout))
+
+
+async def test_programs_that_a_host_started_end_with_it(running: Host):
+    pid = await running.ask("start", timeout_s=30)
+    assert os.path.exists(f"/proc/{pid}")
+    running.end()
+    assert ends(pid)
 
 
 def test_an_interpreter_that_is_not_there_is_refused():
