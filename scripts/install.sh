@@ -14,6 +14,7 @@
 #   ACCELERATOR=cpu|cuda   which vLLM to install; default: cuda when nvidia-smi lists a GPU, else cpu
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+exec 3>&1
 
 venv=${VENV:-.venv}
 stamp=$venv/.lockstep-installed
@@ -111,8 +112,23 @@ pip_install() {
 
 # Install the packages of a lock, and nothing but them: a file with another hash than the lock's is refused.
 install_locked() {
-    pip_install --require-hashes --no-deps --no-build-isolation --use-pep517 "$@"
+    local status=0 sign
+    show_signs_of_life &
+    sign=$!
+    pip_install --require-hashes --no-deps --no-build-isolation --use-pep517 "$@" || status=$?
+    kill "$sign" 2>/dev/null || true
+    wait "$sign" 2>/dev/null || true
+    return "$status"
 }
+
+# Say every half minute how much is installed. To the script's own output, because that of pip may be captured.
+show_signs_of_life() {
+    local seconds=0
+    while sleep 1; do
+        seconds=$((seconds + 1))
+        ((seconds % 30)) || step "still installing: $(du -sh "$venv" 2>/dev/null | cut -f1) in $venv so far"
+    done
+} >&3 2>/dev/null 9>&-
 
 # torch first and alone: PyPI has the CUDA build of several GB only.
 install_cpu_torch() {

@@ -641,7 +641,7 @@ class Config:
     run_root: str = setting("runs", "directory that holds run directories")
     run_name: str | None = setting(None, "name of the run directory; null: experiment name and time")
     dry_run: bool = setting(
-        False, "print a plan of the run (settings, counts, memory, two rows) and exit, without an engine"
+        False, "print a plan of the run (changed settings, counts, memory, two rows) and exit, without an engine"
     )
     resume: str = setting(
         "never",

@@ -52,18 +52,19 @@ def _walk(path: tuple[str, ...], values: Mapping[str, Any], defaults: Mapping[st
 
 
 def settings_tree(values: Mapping[str, Any]) -> Tree:
-    """Return the tree for a terminal. Values are plain text, without markup."""
-    tree = Tree(Text.assemble(("settings", "bold"), ("  bold: not the default of the schema", "dim")))
+    """Return the tree of the settings that are not defaults, for a terminal. Values are plain text, without markup."""
+    all_settings = settings(values)
+    changed = [setting for setting in all_settings if setting.is_changed]
+    others = f"  {len(all_settings) - len(changed)} others have the defaults of the schema; --cfg job prints all"
+    tree = Tree(Text.assemble(("settings", "bold"), (others, "dim")))
     branches: dict[tuple[str, ...], Tree] = {(): tree}
-    for setting in settings(values):
+    for setting in changed:
         for depth in range(1, len(setting.path)):
             section = setting.path[:depth]
             if section not in branches:
                 branches[section] = branches[section[:-1]].add(Text(section[-1], style="cyan"))
-        line = Text.assemble((setting.path[-1], "dim" if not setting.is_changed else "bold"), " ")
-        line.append(setting.shown, style="bold" if setting.is_changed else "")
-        if setting.is_changed:
-            line.append(f"  (default {flow(setting.default)})", style="dim")
+        line = Text.assemble((setting.path[-1], "bold"), " ", (setting.shown, "bold"))
+        line.append(f"  (default {flow(setting.default)})", style="dim")
         branches[setting.path[:-1]].add(line)
     return tree
 

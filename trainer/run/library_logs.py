@@ -133,6 +133,8 @@ def _take_over_loggers() -> None:
 
 def quiet_third_parties() -> None:
     """Limit libraries to errors, for commands without a run directory."""
+    os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported; transformers uses it directly for GGUF
+
     import torch
 
     if not torch.cuda.is_available():
