@@ -29,6 +29,7 @@ from trainer.credit.critic_credit import critic_targets
 from trainer.credit.old_policy import FromEngine, FromUpdate, Recomputed, form_of
 from trainer.credit.targets import Logprobs, Targets, rollout_targets
 from trainer.distributed.distributed import Distributed
+from trainer.engines.averaged_teacher import AveragedTeacher
 from trainer.engines.recovery import Recovery
 from trainer.engines.teacher import Teacher
 from trainer.objective.correction.mismatch import QUANTIZATION_K3, noise_floor, quantization_cost
@@ -56,12 +57,14 @@ class Trainer:
         rollouts: RolloutSource,
         reference: Reference | None,
         teacher: Teacher | None = None,
+        averaged: AveragedTeacher | None = None,
         sync: WeightSync,
         recovery: Recovery | None = None,
         is_quantized: bool = False,
     ) -> None:
-        """reference: None without a KL term. teacher: None without distillation. recovery: None if the death of an
-        engine ends the step. is_quantized: True if engines compute with quantized weights."""
+        """reference: None without a KL term. teacher: None without distillation. averaged: weights of the teacher, if
+        they are an average of the policy's. recovery: None if the death of an engine ends the step. is_quantized: True
+        if engines compute with quantized weights."""
         self._config = config
         self._is_quantized = is_quantized or config.rollout.quantization is not None
         self._distributed = distributed
@@ -69,6 +72,7 @@ class Trainer:
         self._rollouts = rollouts
         self._reference = reference
         self._teacher = teacher
+        self._averaged = averaged
         self._sync = sync
         self._recovery = recovery
         self._old_policy = form_of(config)
@@ -99,6 +103,8 @@ class Trainer:
         with watch.stage("update"):
             updated = self._updater.update(batch, targets)
         with watch.stage("sync"):
+            if self._averaged is not None and self.version > version:
+                self._averaged.advance()
             synced = self.push_weights()
         self.num_steps += 1
         trained_N = logprobs.old.by_trainer(updated.logp_N)
@@ -108,7 +114,8 @@ class Trainer:
             self.noise_floor = {**self.noise_floor, **quantization_cost(trained_N, batch.sampling_logprobs_N)}
         measured = correction.measured(batch, trained_N)
         restarts = self._recovery.num_restarts if self._recovery else 0
-        of_teacher = self._teacher.measured if self._teacher else {}
+        of_teacher = {**(self._teacher.measured if self._teacher else {})}
+        of_teacher |= self._averaged.measured if self._averaged else {}
         counters = {BATCH: float(self.num_steps), "rollout/engine_restarts": float(restarts)}
         return StepReport(
             update=self.version,
@@ -133,7 +140,10 @@ class Trainer:
 
     def push_weights(self) -> SyncReport:
         """Send the current weights to the engines and verify them there; a collective."""
-        return self._with_engines(lambda: self._sync.push(self.version))
+        report = self._with_engines(lambda: self._sync.push(self.version))
+        if self._averaged is not None:
+            self._averaged.push(self.version)
+        return report
 
     def _with_engines(self, act: Callable[[], T]) -> T:
         """Call `act`, and recover from the death of an engine."""

@@ -48,6 +48,16 @@ def test_one_kill_changes_nothing(demo: tuple[str, ...], tmp_path: Path) -> None
     assert differences(whole, runs.finish("killed")) == []
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_kill_of_a_run_that_averages_its_teacher_changes_nothing(demo: tuple[str, ...], tmp_path: Path) -> None:  # noqa: F811
+    average = ("algorithm=opd_topk", "teacher.source=average", "teacher.average_decay=0.5")
+    runs = recipe(demo, tmp_path, *average, 'teacher.context="Say {answer}."', "updates=4")
+    whole = runs.finish("whole")
+    runs.kill("killed", random.Random(1), span_s=step_seconds(whole), after_update=2)
+    assert differences(whole, runs.finish("killed")) == []
+
+
 def kill_and_compare(runs: Recipe, *, kills: int, seed: int) -> list[Kill]:
     """Kill one run repeatedly, sometimes while it starts, and let it end."""
     whole = runs.finish("whole")

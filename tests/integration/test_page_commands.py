@@ -84,6 +84,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "calculator", ROOT / "models/calculator", ROOT / "data/demo/calculator", 0, Console(file=sys.stderr)
     )
     shutil.copytree(made.model_dir, place / "models/calculator")
+    (place / "models/teacher").symlink_to("calculator")
     shutil.copytree(made.data_dir, place / "data/demo/calculator")
     for name in ("my", "my_test", "gsm8k"):
         rows(

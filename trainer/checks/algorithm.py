@@ -153,10 +153,10 @@ def _distillation(config: Config) -> Iterator[str]:
         if algorithm.teacher_coef or algorithm.teacher_divergence != "off" or algorithm.reward_coef != 1:
             yield (
                 f"algorithm={algorithm.name} learns from a teacher, found teacher.path=null; set teacher.path="
-                "<directory or hub id of a model with the policy's tokenizer>, or teacher.source=policy"
+                "<directory or hub id of a model with the policy's tokenizer>, or teacher.source=policy or average"
             )
         return
-    if teacher.source == "policy":
+    if teacher.source != "model":
         yield from _self_distillation(config)
     if not algorithm.teacher_coef and algorithm.teacher_divergence == "off":
         yield (
@@ -191,9 +191,17 @@ def _self_distillation(config: Config) -> Iterator[str]:
     teacher, rollout = config.teacher, config.rollout
     if teacher.path is not None:
         yield (
-            f"teacher.path={teacher.path} does nothing with teacher.source=policy, whose teacher is the policy; set "
-            "teacher.path=null or teacher.source=model"
+            f"teacher.path={teacher.path} does nothing with teacher.source={teacher.source}, whose teacher is the "
+            "policy; set teacher.path=null or teacher.source=model"
         )
+    if teacher.source == "average" and teacher.context is None and not config.algorithm.reward_coef:
+        yield (
+            "teacher.source=average with teacher.context=null and algorithm.reward_coef=0 teaches nothing, because the "
+            "average begins at the policy and nothing moves either; set teacher.context=<text with {column} of the "
+            "data>, or algorithm.reward_coef=1"
+        )
+    if teacher.source == "average":
+        return
     if teacher.context is None:
         yield (
             "teacher.source=policy with teacher.context=null teaches nothing, because teacher and student are one; set "

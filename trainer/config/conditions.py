@@ -70,9 +70,10 @@ WITH_CONTEXT = When(
 )
 TEACHER = When(instead="teacher.path=models/teacher", holds=lambda c: c.teacher.path is not None)
 TEACHER_SERVERS = When(instead="teacher.urls=[http://127.0.0.1:8000]", holds=lambda c: bool(c.teacher.urls))
+AVERAGED = When(instead="teacher.source=average", holds=lambda c: c.teacher.source == "average")
 TEACHER_ENGINE = When(
     instead="teacher.path=models/teacher teacher.urls=[]",
-    holds=lambda c: c.teacher.path is not None and not c.teacher.urls,
+    holds=lambda c: (c.teacher.path is not None and not c.teacher.urls) or AVERAGED.holds(c),
 )
 DIVERGENCE = When(
     instead="algorithm.teacher_divergence=reverse", holds=lambda c: c.algorithm.teacher_divergence != "off"

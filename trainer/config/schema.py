@@ -18,6 +18,7 @@ from rollout.engine.protocol import ONLINE_SCHEMES
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.conditions import (
     AHEAD,
+    AVERAGED,
     COLOCATED,
     CRITIC,
     CURRICULUM,
@@ -424,8 +425,11 @@ class TeacherConfig:
     source: str = setting(
         "model",
         "model: that at path; policy: the policy itself, with the current weights in its own engine and a context "
-        "(self-distillation)",
-        choices=("model", "policy"),
+        "(self-distillation); average: a moving average of the policy, in an engine of its own",
+        choices=("model", "policy", "average"),
+    )
+    average_decay: float = setting(
+        0.95, "share of the average that a step keeps; the rest is the policy", above=0, below=1, when=AVERAGED
     )
     path: str | None = setting(
         None,
@@ -753,7 +757,7 @@ class Config:
     @property
     def has_teacher(self) -> bool:
         """True if a teacher scores the rollouts."""
-        return self.teacher.path is not None or self.teacher.source == "policy"
+        return self.teacher.path is not None or self.teacher.source != "model"
 
     @property
     def teacher_top_k(self) -> int:

@@ -196,23 +196,21 @@ def engine_key(variable: str | None, *, setting: str = "rollout.api_key_env") ->
 def embedded_engine(config: Config, *, loop: BackgroundLoop, log_path: Path, **placed: Any) -> EmbeddedEngine:
     """Start one engine. placed: further settings of `EmbeddedEngine`, which override the configuration's."""
     settings = config.rollout
-    return EmbeddedEngine(
-        config.model.path,
-        loop=loop,
-        log_path=log_path,
-        dtype=config.model.dtype,
-        max_model_len=settings.max_model_len,
-        max_num_seqs=settings.max_num_seqs,
-        seed=config.seed,
+    configured: dict[str, Any] = {
+        "dtype": config.model.dtype,
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_num_seqs,
+        "kv_cache_gib": cache_gib(config),
+        "seed": config.seed,
         # CUDA IPC hands weights to an engine on the trainer's own GPU; gloo is the transport between CPU processes.
-        weight_transfer_backend="cuda_ipc" if torch.cuda.is_available() else "gloo",
-        request_timeout_s=settings.request_timeout_s,
-        start_timeout_s=settings.start_timeout_s,
-        trust_remote_code=config.model.trust_remote_code,
-        compile_on_cpu=settings.compile_engine,
-        return_routes=config.replays_engine,
-        adapters=adapter_settings(config),
-        quantization=settings.quantization,
-        batch_invariant=settings.batch_invariant,
-        **{"kv_cache_gib": cache_gib(config), **placed},
-    )
+        "weight_transfer_backend": "cuda_ipc" if torch.cuda.is_available() else "gloo",
+        "request_timeout_s": settings.request_timeout_s,
+        "start_timeout_s": settings.start_timeout_s,
+        "trust_remote_code": config.model.trust_remote_code,
+        "compile_on_cpu": settings.compile_engine,
+        "return_routes": config.replays_engine,
+        "adapters": adapter_settings(config),
+        "quantization": settings.quantization,
+        "batch_invariant": settings.batch_invariant,
+    }
+    return EmbeddedEngine(config.model.path, loop=loop, log_path=log_path, **(configured | placed))

@@ -17,7 +17,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from rollout.engine.protocol import Engine
+from rollout.engine.protocol import Engine, SyncedEngine
 from rollout.engine.token_scores import TokenScores
 from rollout.errors import EvidenceError
 from rollout.records import Rollout, TrainingRow
@@ -45,6 +45,7 @@ class Teacher:
         vocab_size: int,
         prompts: TeacherPrompts | None = None,
         is_policy: bool = False,
+        synced: Sequence[SyncedEngine] = (),
         measured: Mapping[str, float] | None = None,
     ) -> None:
         """
@@ -54,6 +55,7 @@ class Teacher:
             vocab_size: the student's number of ids.
             prompts: None if it sees what the student saw.
             is_policy: True if the engine is the student's, which samples on.
+            synced: engines of this rank that get their weights from the run (averaged_teacher.py).
             measured: metrics of its mismatch that are known at the start.
         """
         self._engine = engine
@@ -63,6 +65,7 @@ class Teacher:
         self._vocab_size = vocab_size
         self._prompts = prompts
         self._is_policy = is_policy
+        self.synced = synced
         self.measured: Mapping[str, float] = measured or {}
         """Metrics of its scores: its mismatch with itself and with transformers as last measured, and the share of the
         step's rollouts for which it had a context."""

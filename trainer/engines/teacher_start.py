@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoTokenizer
 from rollout.chat.messages import Tools
 from rollout.engine.embedded import EmbeddedEngine
 from rollout.engine.pool import EnginePool
-from rollout.engine.protocol import Engine, PooledEngine
+from rollout.engine.protocol import Engine, PooledEngine, SyncedEngine
 from rollout.environments import make_environment
 from rollout.environments.mixed import environment_of
 from rollout.episode.environment import RunsItself
@@ -22,10 +22,12 @@ from rollout.system.background_loop import BackgroundLoop
 from trainer.build import make_chat
 from trainer.config.schema import CPU_CACHE_GIB, Config
 from trainer.distributed.distributed import Distributed
-from trainer.engines.start import engine_key
+from trainer.engines.start import embedded_engine, engine_key
 from trainer.engines.teacher import Teacher
 from trainer.engines.teacher_check import canary_diff, is_checked
 from trainer.engines.teacher_prompts import TeacherPrompts
+
+NAME, LOG = "the teacher's engine", "teacher.log"
 
 
 def refuse_other_tokenizer(config: Config) -> None:
@@ -65,12 +67,16 @@ def start_teacher(
     """
     if not config.has_teacher:
         return None
-    is_policy = config.teacher.source == "policy"
+    source = config.teacher.source
     measured: dict[str, float] = {}
+    synced: list[SyncedEngine] = []
 
     def start() -> EnginePool | None:
         if not distributed.is_main:
             return None
+        if source == "average":
+            synced.append(_averaged(config, loop=loop, logs=logs))
+            return EnginePool(synced)
         members = _members(config, loop=loop, logs=logs)
         if is_checked(config):
             measured["teacher/canary_abs_diff"] = canary_diff(config, members, loop)
@@ -81,7 +87,7 @@ def start_teacher(
         return EnginePool(members)
 
     with distributed.whole_models():
-        engine = policy if is_policy else distributed.together(start)
+        engine = policy if source == "policy" else distributed.together(start)
     return Teacher(
         engine,
         distributed=distributed,
@@ -89,7 +95,8 @@ def start_teacher(
         top_k=config.teacher_top_k,
         vocab_size=_vocab_size(config.model.path, config),
         prompts=distributed.together(lambda: _prompts(config)),
-        is_policy=is_policy,
+        is_policy=source == "policy",
+        synced=synced,
         measured=measured,
     )
 
@@ -110,15 +117,51 @@ def _prompts(config: Config) -> TeacherPrompts | None:
     )
 
 
+def _averaged(config: Config, *, loop: BackgroundLoop, logs: Path) -> SyncedEngine:
+    """Start an engine like the policy's, which gets weights as that does."""
+    _refuse_short(config, _longest_of(config.model.path, config))
+    return embedded_engine(
+        config,
+        loop=loop,
+        log_path=logs / LOG,
+        name=NAME,
+        max_model_len=config.rollout.max_model_len + 1,
+        return_routes=False,
+        quantization=None,
+        **_memory(config),
+    )
+
+
+def _memory(config: Config) -> dict[str, Any]:
+    settings, is_cpu = config.teacher, not torch.cuda.is_available()
+    return {
+        "kv_cache_gib": CPU_CACHE_GIB if is_cpu and settings.kv_cache_gib is None else settings.kv_cache_gib,
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+    }
+
+
+def _longest_of(path: str, config: Config) -> int | None:
+    """Return the longest context of the model at `path`; None if its configuration does not say."""
+    model = AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
+    return getattr(model.get_text_config(), "max_position_embeddings", None)
+
+
+def _refuse_short(config: Config, limit: int | None) -> None:
+    """Raise `ConfigError` if a teacher's context of `limit` tokens cannot score the longest rows."""
+    longest = config.rollout.max_model_len + 1  # vLLM samples one token after those that it scores
+    if limit is not None and limit < longest:
+        raise ConfigError(
+            f"the teacher's context of {limit} tokens is too short to score rows of rollout.max_model_len="
+            f"{config.rollout.max_model_len}, for which it needs one more; set rollout.max_model_len={limit - 1} or "
+            "less"
+        )
+
+
 def _members(config: Config, *, loop: BackgroundLoop, logs: Path) -> Sequence[PooledEngine]:
     settings, rollout = config.teacher, config.rollout
     assert settings.path is not None
-    longest = rollout.max_model_len + 1  # vLLM samples one token after those that it scores
-    model = AutoConfig.from_pretrained(settings.path, trust_remote_code=config.model.trust_remote_code)
-    limit = getattr(model.get_text_config(), "max_position_embeddings", None)
-    members: Sequence[PooledEngine]
     if settings.urls:
-        members = [
+        servers = [
             ServerEngine(
                 url,
                 loop=loop,
@@ -130,30 +173,23 @@ def _members(config: Config, *, loop: BackgroundLoop, logs: Path) -> Sequence[Po
             )
             for url in settings.urls
         ]
-        limit = min(member.max_model_len for member in members)
-    if limit is not None and limit < longest:
-        raise ConfigError(
-            f"the teacher's context of {limit} tokens is too short to score rows of rollout.max_model_len="
-            f"{rollout.max_model_len}, for which it needs one more; set rollout.max_model_len={limit - 1} or less"
-        )
-    if settings.urls:
-        return members
-    is_cpu = not torch.cuda.is_available()
+        _refuse_short(config, min(server.max_model_len for server in servers))
+        return servers
+    _refuse_short(config, _longest_of(settings.path, config))
     return [
         EmbeddedEngine(
             settings.path,
             loop=loop,
-            log_path=logs / "teacher.log",
-            name="the teacher's engine",
+            log_path=logs / LOG,
+            name=NAME,
             dtype=settings.dtype,
-            max_model_len=longest,
+            max_model_len=rollout.max_model_len + 1,
             max_num_seqs=rollout.max_num_seqs,
-            kv_cache_gib=CPU_CACHE_GIB if is_cpu and settings.kv_cache_gib is None else settings.kv_cache_gib,
-            gpu_memory_utilization=settings.gpu_memory_utilization,
             seed=config.seed,
             request_timeout_s=rollout.request_timeout_s,
             start_timeout_s=rollout.start_timeout_s,
             trust_remote_code=config.model.trust_remote_code,
+            **_memory(config),
         )
     ]
 

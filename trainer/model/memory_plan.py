@@ -2,9 +2,9 @@
 
 An estimate from shapes and settings. Counted: weights, float32 masters, gradients, optimizer state, activations of one
 full pack, router logits and replayed routes of a mixture of experts, the tile of logits, buffers of collectives and of
-the weight sync, the reference, and on the engine's rank its weights, KV cache and workspace. Not counted: workspaces of
-the trainer's kernels, fragmentation, CUDA contexts (about 0.5 GiB per process), rows and rollouts in main memory,
-Python itself. Accurate within a third.
+the weight sync, the reference, an average of the policy, and on the engine's rank its weights, KV cache and workspace.
+Not counted: a teacher's engine, workspaces of the trainer's kernels, fragmentation, CUDA contexts (about 0.5 GiB per
+process), rows and rollouts in main memory, Python itself. Accurate within a third.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ class MemoryPlan:
     gradients: int
     optimizer: int
     reference: int
+    average: int
+    """The teacher's average of the policy, and the policy's weights while it is sent."""
     activations: int
     routers: int
     """Probabilities and choices of the routers; with router losses, their logits."""
@@ -128,6 +130,9 @@ def memory_plan(shape: ModelShape, config: Config, sharding: Sharding, *, on_gpu
         gradients=gradients,
         optimizer=share(OPTIMIZER_BYTES[config.optimizer.name] * shape.trained, from_stage=1),
         reference=share(reference * shape.engine_parameters, from_stage=3) if needs_copy else 0,
+        average=share((FLOAT32 + (compute if sharding.uses_deepspeed else FLOAT32)) * shape.trained, from_stage=3)
+        if config.teacher.source == "average"
+        else 0,
         activations=activation_bytes(
             shape, config.pack_tokens, compute=compute, is_checkpointed=config.model.gradient_checkpointing
         ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 
 from rewards.composition import RewardSet
 from rollout.chat.chat import Chat
+from rollout.engine.protocol import SyncedEngine
 from rollout.system.background_loop import BackgroundLoop
 from rollout.weights.sync import WeightSync
 from trainer.build import load_policy, make_chat, make_rewards, make_sampler, make_sampling
@@ -21,6 +22,8 @@ from trainer.config.schema import Config
 from trainer.data.prompt_filter import make_prompts
 from trainer.data.prompts import Prompts
 from trainer.distributed.distributed import Distributed
+from trainer.distributed.weight_average import WeightAverage
+from trainer.engines.averaged_teacher import AveragedTeacher
 from trainer.engines.recovery import Recovery
 from trainer.engines.run_engines import Engines, start_engines
 from trainer.engines.teacher import Teacher
@@ -59,6 +62,8 @@ class Parts:
     evaluate: Callable[[RunConsole], Evaluation | None]
     """Evaluates on held-out data; a collective. Returns None on ranks other than 0, and where nothing is evaluated."""
     teacher: Teacher | None
+    averaged: AveragedTeacher | None
+    """Weights of the teacher; None if they are not an average of the policy's."""
     close_collection: Callable[[], None]
     """Ends rollouts in flight and reward workers; engines stay."""
 
@@ -121,6 +126,7 @@ def _without_rollouts(
         ),
         evaluate=evaluate,
         teacher=None,
+        averaged=None,
         close_collection=lambda: None,
     )
 
@@ -185,7 +191,19 @@ def _with_rollouts(
         rewards=rewards,
         prompts=prompts,
     )
-    sync = make_sync(config, distributed, engines, updater)
+    sync = make_sync(
+        config,
+        distributed,
+        updater,
+        engines=engines.synced,
+        sleep_level=config.rollout.sleep_level if engines.colocated else 0,
+    )
+    averaged = None
+    if teacher is not None and config.teacher.source == "average":
+        averaged = AveragedTeacher(
+            WeightAverage(distributed, decay=config.teacher.average_decay),
+            make_sync(config, distributed, updater, engines=teacher.synced),
+        )
     recovery = Recovery(
         engines=engines,
         distributed=distributed,
@@ -202,6 +220,7 @@ def _with_rollouts(
         rollouts=rollouts,
         reference=make_reference(config, distributed, trained.module),
         teacher=teacher,
+        averaged=averaged,
         sync=sync,
         recovery=recovery,
         is_quantized=sync.quantization is not None,
@@ -234,6 +253,7 @@ def _with_rollouts(
         trainer=trainer,
         evaluate=evaluate,
         teacher=teacher,
+        averaged=averaged,
         close_collection=close_collection,
     )
 
@@ -242,12 +262,20 @@ CANARY_SHARE = {"cpu": 1.0, "cuda": 0.01}
 """`sync.canary_share` where it is null, by device."""
 
 
-def make_sync(config: Config, distributed: Distributed, engines: Engines, updater: Updater) -> WeightSync:
+def make_sync(
+    config: Config,
+    distributed: Distributed,
+    updater: Updater,
+    *,
+    engines: Sequence[SyncedEngine],
+    sleep_level: int = 0,
+) -> WeightSync:
+    """Make a weight sync of the trained module to these engines of this rank; a collective."""
     settings = config.sync
     share = settings.canary_share
     return WeightSync(
-        engines=engines.synced,
-        sleep_level=config.rollout.sleep_level if engines.colocated else 0,
+        engines=engines,
+        sleep_level=sleep_level,
         module=policy_of(distributed.unwrapped).model,
         score_canary=updater.logprobs,
         canary_threshold=settings.canary_threshold,

@@ -18,6 +18,7 @@ from trainer.config.schema import Config
 from trainer.config.tree import plain
 from trainer.data.prompts import Position
 from trainer.distributed.distributed import Distributed
+from trainer.distributed.weight_average import WeightAverage
 from trainer.model.critic import ActorCritic, policy_of, save_critic
 from trainer.model.lora import ADAPTER_DIRECTORY, is_adapted, save_adapter, save_merged
 from trainer.observe.console import RunConsole
@@ -53,12 +54,20 @@ def restore_state(parts: Parts, directory: RunDirectory, console: RunConsole) ->
         other_data = parts.prompts.resume(position, state.curriculum, state.data_rows)
     if parts.demonstrations is not None:
         parts.demonstrations.cursor = state.demonstrations_cursor
+    if parts.averaged is not None and not _load_average(parts.averaged.average, resumed.path, parts.distributed):
+        console.warn(f"{resumed.path} has no average of the policy: the teacher begins at the policy that it holds")
     guard.norms.extend(state.grad_norms)
     guard.skipped, guard.in_a_row = state.skipped_updates, state.skipped_in_a_row
     console.say(f"{'forked' if resumed.is_fork else 'resumed'} from {resumed.path} at update {state.update}")
     for sentence in (*resumed.warnings, *filter(None, [other_data])):
         console.warn(sentence)
     return resumed
+
+
+def _load_average(average: WeightAverage, path: Path, distributed: Distributed) -> bool:
+    """Restore the average of the policy, or begin it at the restored policy and return False; a collective."""
+    average.restart()
+    return distributed.together(lambda: average.load(path))
 
 
 def open_metrics(parts: Parts, directory: RunDirectory, console: RunConsole, resumed: Resumed | None) -> MetricsLog:
@@ -104,6 +113,8 @@ def save_state(parts: Parts, directory: RunDirectory, *, wandb_id: str | None) -
     def save_beside(place: Path) -> None:
         if is_adapted(model):
             save_adapter(model, place / ADAPTER_DIRECTORY, parts.distributed)
+        if parts.averaged is not None:
+            parts.averaged.average.save(place)
 
     checkpoint.save(
         directory.checkpoints,

@@ -295,7 +295,7 @@ class _Replay:
             try:
                 rewards.load()
                 self._restore(step.weights_update)
-                make_sync(config, distributed, engines, self._updater).push(step.weights_update)
+                make_sync(config, distributed, self._updater, engines=engines.synced).push(step.weights_update)
                 chat = make_chat(config)
                 sampled = loop.run(
                     make_sampler(config, engine=engines.pool, chat=chat).collect(

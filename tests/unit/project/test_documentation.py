@@ -32,7 +32,8 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def commands() -> list[list[str]]:
-    found = [command for block in bash_blocks(DOCS / "environments.md") for command in block.commands]
+    pages = [DOCS / "environments.md", DOCS / "distillation.md"]
+    found = [command for page in pages for block in bash_blocks(page) for command in block.commands]
     return [shlex.split(command)[2:] for command in found if "scripts/train.py" in command]
 
 
@@ -42,8 +43,10 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     for name, text in python_files(DOCS / "environments.md").items():
         Path(name).write_text(text)
-    Path("config.json").write_text("{}")
     Path("benchmarks").symlink_to(DOCS.parent / "benchmarks")
+    Path("models/teacher").mkdir(parents=True)
+    for model in (".", "models/teacher"):
+        Path(model, "config.json").write_text("{}")
     for name in ("rows", "gsm8k", "numbers", "targets"):
         Path(f"{name}.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
     return tmp_path

@@ -206,6 +206,46 @@ def test_a_teacher_scores_the_rows_before_they_are_shared() -> None:
     assert report.metrics["time/teacher"] >= 0
 
 
+class Averaged:
+    """The weights of a teacher that averages the policy's."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.measured = {"teacher/canary_abs_diff": 0.125}
+
+    def advance(self) -> None:
+        self._world.note("average")
+
+    def push(self, version: int) -> None:
+        self._world.note(f"send the average {version}")
+
+
+def test_an_average_advances_once_per_step_with_updates_and_is_sent_after_the_policy() -> None:
+    world = World()
+    made = trainer(world)
+    made._averaged = Averaged(world)  # type: ignore[assignment]
+    made.push_weights()
+    report = made.step()
+    assert [call for call in world.calls if "average" in call or "push" in call] == [
+        "push version 4 after 0 steps",
+        "send the average 4",
+        "average",
+        "push version 6 after 0 steps",
+        "send the average 6",
+    ]
+    assert report.metrics["teacher/canary_abs_diff"] == 0.125
+
+
+def test_a_step_whose_updates_are_all_skipped_leaves_the_average(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    made = trainer(world)
+    made._averaged = Averaged(world)  # type: ignore[assignment]
+    monkeypatch.setattr("tests.unit.trainer.test_step.UPDATES", 0)
+    made.step()
+    assert "average" not in world.calls
+    assert "send the average 4" in world.calls
+
+
 def test_the_update_gets_advantages_weights_and_logprobs_of_the_step() -> None:
     world = World()
     trainer(world).step()

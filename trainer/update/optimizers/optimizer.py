@@ -128,13 +128,18 @@ class Together(torch.optim.Optimizer):
 
 
 def _uncount_held(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Take back the step of parameters in held groups. Their moments are still 0; with a count of the held steps Adam's
-    bias correction would take these zeros for gradients, and misjudge the size of the first real ones."""
+    """Take back the step of parameters in held groups, whose gradients are 0.
+
+    Adam's moments are still 0; with a count of the held steps its bias correction would take these zeros for gradients,
+    and misjudge the size of the first real ones. SGD has added the weight decay to its momentum.
+    """
     for group in optimizer.param_groups:
         for parameter in group["params"] if group.get(IS_HELD, False) else ():
             state = optimizer.state.get(parameter, {})
             if "step" in state:
                 state["step"] = state["step"] - 1
+            if state.get("momentum_buffer") is not None:
+                state["momentum_buffer"].zero_()
 
 
 def _adamw_8bit(groups: list[dict[str, Any]], adam: dict[str, Any]) -> torch.optim.Optimizer:

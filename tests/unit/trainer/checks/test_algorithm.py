@@ -101,3 +101,16 @@ def test_the_policy_is_its_own_teacher_only_with_a_context_that_it_does_not_see_
     assert "teacher.path=y does nothing with teacher.source=policy" in sentence
     (sentence,) = problems(*policy, "teacher.context=x", "rollout=colocated")
     assert "set rollout=embedded or rollout=server" in sentence
+
+
+def test_an_average_of_the_policy_needs_something_that_moves_it() -> None:
+    average = ("algorithm=opd_topk", "teacher.source=average")
+    assert problems(*average, "teacher.context='An answer: {answer}'") == []
+    assert problems(*average, "teacher.context=x", "rollout=colocated") == [], "its engine does not sleep"
+    assert problems(*average, "algorithm.reward_coef=1") == []
+    (sentence,) = problems(*average)
+    assert "nothing moves either; set teacher.context=" in sentence
+    (sentence,) = problems(*average, "teacher.context=x", "teacher.path=y")
+    assert "teacher.path=y does nothing with teacher.source=average" in sentence
+    (sentence,) = problems("algorithm=grpo", "teacher.source=average")
+    assert "with teacher.source=average is not used by algorithm=grpo" in sentence

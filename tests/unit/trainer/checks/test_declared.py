@@ -88,6 +88,7 @@ REFUSED = [
     ("algorithm.teacher_divergence_coef=2", "set algorithm.teacher_divergence=reverse"),
     ("algorithm.teacher_divergence_beta=0.3", "set algorithm.teacher_divergence=jsd"),
     ("teacher.api_key_env=KEY", "set teacher.urls=[http://127.0.0.1:8000], or teacher.api_key_env="),
+    ("teacher.average_decay=0.5", "set teacher.source=average, or teacher.average_decay=0.95"),
     ("teacher.context=hint", "set teacher.source=policy, or teacher.context=null"),
     ("teacher.solved_reward=0.5", "set teacher.source=policy teacher.context="),
     ("teacher.dtype=bfloat16", "set teacher.path=models/teacher, or teacher.dtype=float32"),

@@ -23,6 +23,5 @@ def test_canaries_take_a_hundredth_of_the_time_on_gpus(
     config = Config()
     config.sync.canary_share = configured
     distributed: Any = SimpleNamespace(device=torch.device(device), unwrapped=None)
-    engines: Any = SimpleNamespace(synced=[], colocated=[])
-    sync: Any = assembly.make_sync(config, distributed, engines, SimpleNamespace(logprobs=None))  # type: ignore[arg-type]
+    sync: Any = assembly.make_sync(config, distributed, SimpleNamespace(logprobs=None), engines=[])  # type: ignore[arg-type]
     assert sync.canary_share == share

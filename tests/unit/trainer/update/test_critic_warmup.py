@@ -99,8 +99,8 @@ def test_only_the_critic_changes_until_the_warmup_is_over() -> None:
     assert abs(updater.entropy.coef - 0.01 - grown) < 1e-9, "the controller waits for the policy"
 
 
-@pytest.mark.parametrize("name", ["adamw", "adamw_tf"])
-def test_the_first_update_after_the_warmup_is_the_first_one_for_adam(name: str) -> None:
+@pytest.mark.parametrize("name", ["adamw", "adamw_tf", "muon", "sgd"])
+def test_the_first_update_after_the_warmup_is_the_first_one_for_the_optimizer(name: str) -> None:
     moved = {warmup: after_warmup(OptimizerConfig(name=name, lr=1e-3, weight_decay=0.1), warmup) for warmup in (0, 20)}
     assert moved[0].norm() > 0
     assert torch.equal(moved[20], moved[0])
