@@ -17,6 +17,7 @@ from rewards.functions.judge import LlmJudge
 from rewards.functions.mathematics import math_equal
 from rewards.functions.programs import code_tests
 from rewards.functions.reasoning_gym import reasoning_gym
+from rewards.functions.rubric import RubricJudge
 from rewards.functions.tagged import question_answer, similarity
 from rewards.functions.tool_calls import tool_calls_match
 from rewards.shaping import length_penalty
@@ -156,7 +157,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
         question_answer,
         similarity,
     )
-} | {"llm_judge": LlmJudge}
+} | {"llm_judge": LlmJudge, "rubric_judge": RubricJudge}
 """By name. A class keeps state between calls: it is made from its settings, then called as `fn(rollout)`."""
 
 ISOLATED = frozenset({"regex", "math_equal", "reasoning_gym", "code_tests", "similarity"})

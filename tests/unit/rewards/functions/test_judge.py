@@ -19,7 +19,8 @@ from tests.unit.rewards.workers.test_pool import rollout
 class Judge:
     """Server with scripted replies that records its requests."""
 
-    def __init__(self, *replies: tuple[int, object]) -> None:
+    def __init__(self, *replies: tuple[int, object], name: str = "llm_judge") -> None:
+        self.name = name
         self.replies = list(replies)
         self.requests: list[dict] = []
         self.keys: list[str | None] = []
@@ -42,8 +43,8 @@ class Judge:
         port = runner.addresses[0][1]
         try:
             rewards = make_reward_set(
-                ["llm_judge"],
-                settings={"llm_judge": {"url": f"http://127.0.0.1:{port}/v1", "model": "judge", **settings}},
+                [self.name],
+                settings={self.name: {"url": f"http://127.0.0.1:{port}/v1", "model": "judge", **settings}},
                 tolerance=FaultTolerance(max_error_rate=1.0),
             )
             for batch in batches:
