@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rewards.functions.built_in import ISOLATED
+from rewards.meter import Meter, measuring
 from rewards.outcomes import ERRORS, Outcome, Verdict, judge_batch, judge_call
 from rewards.resolve import resolve
 from rewards.shaping import Shaping
@@ -79,6 +80,8 @@ class _Tally:
     """By name of the function."""
     errors: Counter[Outcome] = field(default_factory=Counter)
     num_dropped: int = 0
+    meters: defaultdict[str, Meter] = field(default_factory=lambda: defaultdict(Meter))
+    """Measures of the functions themselves, by name of the function."""
 
 
 class RewardSet:
@@ -130,9 +133,12 @@ class RewardSet:
         alive = [index for index, rollout in enumerate(rollouts) if _is_scored(rollout)]
         batch = [rollouts[index] for index in alive]
         slots = asyncio.Semaphore(self._tolerance.concurrency)
-        columns = await asyncio.gather(*(self._judge(reward, batch, slots) for reward in self._rewards))
+        meters = [Meter() for _ in self._rewards]
+        judging = zip(self._rewards, meters, strict=True)
+        columns = await asyncio.gather(*(self._judge(reward, batch, slots, meter) for reward, meter in judging))
         tally = self._tally if in_metrics else _Tally()  # looked up late: metrics may be taken during the await
-        for reward, verdicts in zip(self._rewards, columns, strict=True):
+        for reward, verdicts, meter in zip(self._rewards, columns, meters, strict=True):
+            tally.meters[reward.name].merge(meter)
             self._count(reward, verdicts, tally)
         scored = list(rollouts)
         for index, verdicts in zip(alive, zip(*columns, strict=True), strict=True):
@@ -140,17 +146,23 @@ class RewardSet:
         return self._shaping.apply_to(scored) if is_shaped else scored
 
     def take_metrics(self) -> dict[str, float]:
-        """Return means by function and counts of errors since the last call of this method."""
+        """Return means and measures by function and counts of errors since the last call of this method."""
         tally, self._tally = self._tally, _Tally()
         names = (reward.name for reward in self._rewards)
         metrics = {f"reward/{name}/mean": sum(found) / len(found) for name in names if (found := tally.values[name])}
         metrics |= {f"reward/errors/{outcome}": float(tally.errors[outcome]) for outcome in ERRORS}
         metrics["reward/dropped"] = float(tally.num_dropped)
+        for name, meter in tally.meters.items():
+            metrics |= {f"judge/{name}/{measure}": float(value) for measure, value in meter.read().items()}
         return metrics
 
-    async def _judge(self, reward: Reward, rollouts: Sequence[Rollout], slots: asyncio.Semaphore) -> list[Verdict]:
-        if not rollouts:
-            return []
+    async def _judge(
+        self, reward: Reward, rollouts: Sequence[Rollout], slots: asyncio.Semaphore, meter: Meter
+    ) -> list[Verdict]:
+        with measuring(meter):
+            return await self._verdicts(reward, rollouts, slots) if rollouts else []
+
+    async def _verdicts(self, reward: Reward, rollouts: Sequence[Rollout], slots: asyncio.Semaphore) -> list[Verdict]:
         function, by_turn = reward.function, self._shaping.turn_rewards
         if isinstance(function, IsolatedReward):
             return await function.judge(rollouts, timeout_s=self._tolerance.timeout_s, by_turn=by_turn)

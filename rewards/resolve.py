@@ -34,6 +34,9 @@ def resolve(spec: str, settings: Mapping[str, Any]) -> Callable[..., Any] | Batc
             f"unknown reward function {spec!r}; expected one of {', '.join([*FUNCTIONS, MODEL])}, "
             "or path/to/file.py:function"
         )
+    if inspect.isclass(FUNCTIONS.get(spec)):
+        check_settings(spec, FUNCTIONS[spec], settings)
+        return FUNCTIONS[spec](**settings)
     function = FUNCTIONS[spec] if spec in FUNCTIONS else load_function(spec)
     if "completions" in inspect.signature(function).parameters:
         return from_trl(function, **settings)
@@ -47,11 +50,12 @@ def check_built_in(name: str, settings: Any) -> None:
         raise ConfigError(
             f"reward.settings.{name}={settings} is not a mapping of settings; set reward.settings.{name}.<name>=<value>"
         )
-    if name == MODEL:
-        check_settings(name, ModelSettings, settings)
-        ModelSettings(**settings)
+    function = ModelSettings if name == MODEL else FUNCTIONS[name]
+    if inspect.isclass(function):
+        check_settings(name, function, settings)
+        function(**settings)
     else:
-        check_settings(name, FUNCTIONS[name], settings, given=1)
+        check_settings(name, function, settings, given=1)
 
 
 def check_settings(name: str, function: Callable[..., Any], settings: Mapping[str, Any], *, given: int = 0) -> None:

@@ -62,6 +62,7 @@ ROOMS = (
     "rewards/trl.py",
     "rewards/shaping.py",
     "rewards/length.py",
+    "rewards/meter.py",
     "rewards/outcomes.py",
     "rewards/sandbox",
     "rollout/sampler",

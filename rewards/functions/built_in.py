@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from typing import Any
 
 from rewards.functions.answers import expected, final_answer
-from rewards.functions.judge import llm_judge
+from rewards.functions.judge import LlmJudge
 from rewards.functions.mathematics import math_equal
 from rewards.functions.programs import code_tests
 from rewards.functions.reasoning_gym import reasoning_gym
+from rewards.functions.rubric import RubricJudge
 from rewards.functions.tagged import question_answer, similarity
 from rewards.functions.tool_calls import tool_calls_match
 from rewards.shaping import length_penalty
@@ -136,7 +138,7 @@ def repetition(rollout: Rollout, *, ngram: int = 4) -> float:
     return -(total - len(grams)) / total if total else 0.0
 
 
-FUNCTIONS: dict[str, Callable[..., float | Awaitable[float]]] = {
+FUNCTIONS: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
         demo_answer,
@@ -154,9 +156,9 @@ FUNCTIONS: dict[str, Callable[..., float | Awaitable[float]]] = {
         tool_calls_match,
         question_answer,
         similarity,
-        llm_judge,
     )
-}
+} | {"llm_judge": LlmJudge, "rubric_judge": RubricJudge}
+"""By name. A class keeps state between calls: it is made from its settings, then called as `fn(rollout)`."""
 
 ISOLATED = frozenset({"regex", "math_equal", "reasoning_gym", "code_tests", "similarity"})
 """Built-ins that may hang on a model's text, and therefore always run in a process that can be killed."""

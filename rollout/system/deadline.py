@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import functools
 import inspect
 import threading
 from collections.abc import Callable
@@ -56,7 +57,12 @@ async def call_with_deadline(function: Callable[..., Any], /, *args: Any, timeou
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Return True if calling it gives a coroutine: `async def`, or an object whose `__call__` is `async def`."""
+    """Return True if calling it gives a coroutine: `async def`, or an object whose `__call__` is `async def`.
+
+    Also with arguments that are bound by `functools.partial`.
+    """
+    while isinstance(function, functools.partial):
+        function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 

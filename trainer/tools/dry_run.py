@@ -57,7 +57,7 @@ from trainer.sft.cross_entropy import Demonstrations, tokenized
 SHOWN_ROWS = 2
 MAX_SHOWN_TOKENS = 1500
 """Length above which a row loses its middle."""
-SLOW_REWARDS = {MODEL, "llm_judge"}
+SLOW_REWARDS = {MODEL, "llm_judge", "rubric_judge"}
 """Reward functions that load weights or call another machine."""
 ANSWER_COLUMNS = ("answer", "solution", "completion", "response", "target", "ground_truth", "chosen")
 """The first of these in a row is the text of the assistant's turns."""

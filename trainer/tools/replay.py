@@ -58,7 +58,17 @@ from trainer.update.optimizers.optimizer import make_optimizer
 from trainer.update.updater import Updater
 
 CHECKPOINT = re.compile(r"step-([1-9][0-9]{0,17})")
-NOT_REPLAYED = ("time/", "perf/", "sync/", "eval/", "health/", "data/", "reward/errors/", "rollout/engine_restarts")
+NOT_REPLAYED = (
+    "time/",
+    "perf/",
+    "sync/",
+    "eval/",
+    "health/",
+    "data/",
+    "reward/errors/",
+    "judge/",
+    "rollout/engine_restarts",
+)
 """Prefixes of metrics that a replay does not compute, or that measure time."""
 
 

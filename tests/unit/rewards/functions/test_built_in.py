@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from rewards.functions.built_in import (
@@ -106,7 +108,7 @@ def test_settings_out_of_range_are_config_errors():
 
 def test_every_built_in_has_a_docstring_and_is_listed_by_its_name():
     for name, function in FUNCTIONS.items():
-        assert function.__name__ == name
+        assert re.sub(r"(?<=[a-z])(?=[A-Z])", "_", function.__name__).lower() == name
         assert function.__doc__
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 import pytest
 from aiohttp import web
 
 from rewards.composition import FaultTolerance, RewardSet, make_reward_set
+from rewards.resolve import check_built_in
 from rollout.errors import ConfigError
 from rollout.records import Rollout, RolloutStatus
 from tests.fixtures.cost import cpu_s
@@ -17,7 +19,8 @@ from tests.unit.rewards.workers.test_pool import rollout
 class Judge:
     """Server with scripted replies that records its requests."""
 
-    def __init__(self, *replies: tuple[int, object]) -> None:
+    def __init__(self, *replies: tuple[int, object], name: str = "llm_judge") -> None:
+        self.name = name
         self.replies = list(replies)
         self.requests: list[dict] = []
         self.keys: list[str | None] = []
@@ -30,7 +33,7 @@ class Judge:
             body = {"choices": [{"message": {"content": body}}]}
         return web.json_response(body, status=status)
 
-    async def judge(self, given: Rollout, **settings: object) -> tuple[Rollout, RewardSet]:
+    async def judge(self, *batches: list[Rollout], **settings: object) -> tuple[Rollout, RewardSet]:
         app = web.Application()
         app.router.add_post("/v1/chat/completions", self.answer)
         runner = web.AppRunner(app)
@@ -40,17 +43,25 @@ class Judge:
         port = runner.addresses[0][1]
         try:
             rewards = make_reward_set(
-                ["llm_judge"],
-                settings={"llm_judge": {"url": f"http://127.0.0.1:{port}/v1", "model": "judge", **settings}},
+                [self.name],
+                settings={self.name: {"url": f"http://127.0.0.1:{port}/v1", "model": "judge", **settings}},
                 tolerance=FaultTolerance(max_error_rate=1.0),
             )
-            (scored,) = await rewards.score([given])
-            return scored, rewards
+            for batch in batches:
+                scored = await rewards.score(batch)
+            return scored[-1], rewards
         finally:
             await runner.cleanup()
 
     def __call__(self, given: Rollout | None = None, **settings: object) -> tuple[Rollout, RewardSet]:
-        return asyncio.run(self.judge(given or rollout("because"), **settings))
+        return asyncio.run(self.judge([given or rollout("because")], **settings))
+
+    def score(self, *batches: list[Rollout], **settings: object) -> dict[str, float]:
+        """Score batches one after the other and return the metrics of the judge, without their prefix."""
+        _, rewards = asyncio.run(self.judge(*batches, **settings))
+        prefix = "judge/llm_judge/"
+        metrics = rewards.take_metrics()
+        return {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
 
 
 def test_the_score_of_a_judge_is_scaled():
@@ -105,9 +116,72 @@ def test_the_judge_sees_the_reference_if_a_column_is_set():
     assert "forty-two" in judge.requests[0]["messages"][0]["content"]
 
 
-def test_judge_settings_are_checked():
-    with pytest.raises(ConfigError, match="url"):
-        make_reward_set(["llm_judge"])
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({}, "url"),
+        ({"url": "u", "model": "m", "low": 2.0, "high": 2.0}, "low < high"),
+        ({"url": "u", "model": "m", "attempts": 0}, "attempts >= 1"),
+        ({"url": "u", "model": "m", "temperature": -1.0}, "temperature >= 0"),
+        ({"url": "u", "model": "m", "cache": -1}, "cache=0"),
+        ({"url": "u", "model": "m", "cache": True}, "cache=0"),
+    ],
+)
+def test_judge_settings_are_checked_before_the_run(settings, says):
+    with pytest.raises(ConfigError, match=says):
+        make_reward_set(["llm_judge"], settings={"llm_judge": settings})
+    with pytest.raises(ConfigError, match=says):
+        check_built_in("llm_judge", settings)
+
+
+def test_equal_rollouts_are_judged_once_and_the_costs_are_measured():
+    usage = {"prompt_tokens": 100, "completion_tokens": 7}
+    judge = Judge((200, {"choices": [{"message": {"content": "Score: 5"}}], "usage": usage}))
+    batch = [rollout("a"), rollout("a"), rollout("b")]
+    measured = judge.score(batch, batch)
+    assert len(judge.requests) == 2
+    assert measured.pop("seconds") > 0
+    assert measured == {
+        "calls": 2.0,
+        "hit_fraction": pytest.approx(4 / 6),
+        "prompt_tokens": 200.0,
+        "completion_tokens": 14.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked"),
+    [({"temperature": 0.5}, 4), ({"temperature": 0.5, "cache": 8}, 1), ({"cache": 0}, 4), ({"cache": 1}, 1)],
+)
+def test_sampled_judges_are_asked_each_time_unless_a_cache_is_set(settings, asked):
+    judge = Judge((200, "Score: 5"))
+    batch = [rollout("a"), rollout("a")]
+    assert judge.score(batch, batch, **settings)["hit_fraction"] == 1 - asked / 4
+    assert len(judge.requests) == asked
+    assert judge.requests[0]["temperature"] == settings.get("temperature", 0.0)
+
+
+@pytest.mark.parametrize("failure", [(401, {}), (200, "No score."), (200, "Score: 11"), (200, {"choices": []})])
+def test_a_failure_of_a_judge_is_not_kept(failure):
+    judge = Judge(failure, (200, "Score: 5"))
+    scored, _ = asyncio.run(judge.judge([rollout("a")], [rollout("a")]))
+    assert scored.reward == 0.5
+    assert len(judge.requests) == 2
+
+
+@pytest.mark.parametrize("usage", [None, [], {"prompt_tokens": -1, "completion_tokens": "7"}])
+def test_a_usage_that_holds_no_counts_is_left_out(usage):
+    judge = Judge((200, {"choices": [{"message": {"content": "Score: 5"}}], "usage": usage}))
+    assert set(judge.score([rollout("a")])) == {"calls", "hit_fraction", "seconds"}
+
+
+def test_markers_depend_on_the_texts_and_on_the_run():
+    judge = Judge((200, "Score: 5"))
+    judge.score([rollout("a"), rollout("b")])
+    judge.score([rollout("a")])
+    marked = [re.findall(r"\[[0-9a-f]{16}\]", request["messages"][0]["content"]) for request in judge.requests]
+    assert all(len(set(found)) == 1 for found in marked)
+    assert len({found[0] for found in marked}) == 3
 
 
 def test_a_reply_of_spaces_costs_work_in_proportion_to_its_length():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 import time
 
@@ -18,6 +19,14 @@ async def test_sync_and_async_functions_return_their_value():
 
     assert (await call_with_deadline(double, 3, timeout_s=5)).value == 6
     assert (await call_with_deadline(lambda value: 2 * value, 3, timeout_s=5)).value == 6
+
+
+async def test_an_async_object_is_awaited_also_with_bound_arguments():
+    class Double:
+        async def __call__(self, value: int, *, plus: int) -> int:
+            return 2 * value + plus
+
+    assert (await call_with_deadline(functools.partial(Double(), plus=1), 3, timeout_s=5)).value == 7
 
 
 @pytest.mark.parametrize("error", [KeyError, SystemExit, TimeoutError, asyncio.CancelledError])
