@@ -57,7 +57,7 @@ class TeacherPrompts:
     def rows(self, rows: Sequence[TrainingRow], rollouts: Sequence[Rollout]) -> tuple[list[TeacherRow], float]:
         """Return what the teacher computes for each row, and the share of its rollouts that have a context.
 
-        A rollout lacks it if a name of the template has no value for it, or if one of its rows is too long with it; then
+        A rollout lacks it if a name of the template has no value for it, or one of its rows is too long with it; then
         the teacher sees what the student saw.
         Raises `ConfigError` for a name that no rollout has, and `DataError` for a row that does not begin with a first
         prompt that can be rendered again.
