@@ -32,24 +32,33 @@ class TeacherPrompts:
     """Maker of a teacher's rows."""
 
     def __init__(
-        self, chat: Chat, *, template: str, solved_reward: float, tools_of: Callable[[Mapping[str, Any]], Tools]
+        self,
+        chat: Chat,
+        *,
+        template: str,
+        solved_reward: float,
+        max_tokens: int,
+        tools_of: Callable[[Mapping[str, Any]], Tools],
     ) -> None:
         """
         Args:
             template: text with `{name}` of columns, of texts that the environment reports, and of the solution.
             solved_reward: lowest reward of a rollout whose answer is a solution.
+            max_tokens: longest sequence that the teacher scores.
             tools_of: returns the tools of the first prompt on a data row.
         """
         self._chat = chat
         self._template = template
         self._solved_reward = solved_reward
+        self._max_tokens = max_tokens
         self._tools_of = tools_of
         self._names = dict.fromkeys(FIELD.findall(template))
 
     def rows(self, rows: Sequence[TrainingRow], rollouts: Sequence[Rollout]) -> tuple[list[TeacherRow], float]:
         """Return what the teacher computes for each row, and the share of its rollouts that have a context.
 
-        A rollout lacks it if a name of the template has no value for it; then the teacher sees what the student saw.
+        A rollout lacks it if a name of the template has no value for it, or one of its rows is too long with it; then
+        the teacher sees what the student saw.
         Raises `ConfigError` for a name that no rollout has, and `DataError` for a row that does not begin with a first
         prompt that can be rendered again.
         """
@@ -59,7 +68,11 @@ class TeacherPrompts:
         self._refuse_unknown(chosen.values())
         prompts = {number: self._prompt(chosen[number], self._text(found)) for number, found in values.items() if found}
         made = [self._row(row, chosen[row.rollout_id], prompts.get(row.rollout_id)) for row in rows]
-        return made, len(prompts) / max(len(chosen), 1)
+        too_long = {row.rollout_id for row, one in zip(rows, made, strict=True) if len(one.ids) > self._max_tokens}
+        made = [
+            TeacherRow.plain(row) if row.rollout_id in too_long else one for row, one in zip(rows, made, strict=True)
+        ]
+        return made, len(prompts.keys() - too_long) / max(len(chosen), 1)
 
     def _values(self, rollout: Rollout, rollouts: Sequence[Rollout]) -> dict[str, str] | None:
         """Return the values of the template's names; None if one has none."""

@@ -113,6 +113,8 @@ def _prompts(config: Config) -> TeacherPrompts | None:
         make_chat(config),
         template=config.teacher.context,
         solved_reward=config.teacher.solved_reward,
+        # Its own engine has room for one token more, which the engine of the rollouts has not.
+        max_tokens=config.rollout.max_model_len - (config.teacher.source == "policy"),
         tools_of=tools_of,
     )
 

@@ -37,8 +37,8 @@ def rollout(number: int, *, answer: Any = "42", turns: int = 1, reward: float = 
     )
 
 
-def prompts(template: str = TEMPLATE) -> TeacherPrompts:
-    return TeacherPrompts(CHAT, template=template, solved_reward=1.0, tools_of=lambda row: ())
+def prompts(template: str = TEMPLATE, *, max_tokens: int = 9999) -> TeacherPrompts:
+    return TeacherPrompts(CHAT, template=template, solved_reward=1.0, max_tokens=max_tokens, tools_of=lambda row: ())
 
 
 def texts(template: str, *rollouts: Rollout) -> tuple[list[str], float]:
@@ -84,6 +84,19 @@ def test_only_scores_at_the_students_own_tokens_are_taken() -> None:
     late = replace(made, start=int(targets[0]) + 1)
     with pytest.raises(EvidenceError, match="scores of other tokens"):
         TeacherScores.of(batch.rows, [scored(made.ids)], top_k=0, computed=[late])
+
+
+def test_a_rollout_that_does_not_fit_with_its_context_is_read_without_it() -> None:
+    students = [rollout(1), rollout(2, turns=3)]
+    batch = StepBatch.of(students, mask_truncated=False)
+    made, share = prompts().rows(batch.rows, students)
+    assert share == 1
+    longest = max(len(one.ids) for one in made)
+    assert prompts(max_tokens=longest).rows(batch.rows, students)[1] == 1
+    (short, long), share = prompts(max_tokens=longest - 1).rows(batch.rows, students)
+    assert share == 0.5
+    np.testing.assert_array_equal(short.ids, made[0].ids)
+    np.testing.assert_array_equal(long.ids, TeacherRow.plain(batch.rows[1]).ids)
 
 
 def test_a_rollout_without_a_value_is_read_as_the_student_read_it() -> None:
