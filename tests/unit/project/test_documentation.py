@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -44,9 +45,11 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in python_files(DOCS / "environments.md").items():
         Path(name).write_text(text)
     Path("benchmarks").symlink_to(DOCS.parent / "benchmarks")
-    Path("models/teacher").mkdir(parents=True)
-    for model in (".", "models/teacher"):
+    for model in (".", "models/teacher", "runs/hinted/model"):
+        Path(model).mkdir(parents=True, exist_ok=True)
         Path(model, "config.json").write_text("{}")
+    talk = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+    Path("hinted.jsonl").write_text(json.dumps({"messages": talk, "answer": "2"}) + "\n")
     for name in ("rows", "gsm8k", "numbers", "targets"):
         Path(f"{name}.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
     return tmp_path
