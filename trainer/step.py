@@ -114,7 +114,7 @@ class Trainer:
             self.noise_floor = {**self.noise_floor, **quantization_cost(trained_N, batch.sampling_logprobs_N)}
         measured = correction.measured(batch, trained_N)
         restarts = self._recovery.num_restarts if self._recovery else 0
-        of_teacher = {**(self._teacher.measured if self._teacher else {})}
+        of_teacher = dict(self._teacher.measured) if self._teacher else {}
         of_teacher |= self._averaged.measured if self._averaged else {}
         counters = {BATCH: float(self.num_steps), "rollout/engine_restarts": float(restarts)}
         return StepReport(

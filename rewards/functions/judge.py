@@ -8,27 +8,21 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from rewards.functions.judge_server import JudgeServer
-from rollout.errors import ConfigError, RewardError
+from rewards.functions.judge_server import NUMBER, JudgeServer
+from rollout.errors import RewardError
 from rollout.records import Rollout
 
 # Possessive: two runs of spaces side by side would take quadratic time on a reply of spaces.
-_SCORE = re.compile(r"score\s*+:\s*+\**+\s*+([-+]?\d+(?:\.\d+)?)", re.IGNORECASE)
+_SCORE = re.compile(rf"score\s*+:\s*+\**+\s*+({NUMBER.pattern})", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LlmJudge(JudgeServer):
     """Reward `llm_judge`: the judge's score, scaled from low .. high to 0 .. 1."""
 
-    criteria: str = "Judge whether the answer is correct and complete."
-    low: float = 0.0
-    high: float = 10.0
+    NAME = "llm_judge"
 
-    def __post_init__(self) -> None:
-        """Raises `ConfigError` for values out of range."""
-        super().__post_init__()
-        if not self.low < self.high:
-            raise ConfigError(f"llm_judge: found low={self.low} and high={self.high}; expected low < high")
+    criteria: str = "Judge whether the answer is correct and complete."
 
     async def __call__(self, rollout: Rollout) -> float:
         """Return the scaled score. Raises as `JudgeServer.ask`."""
@@ -43,7 +37,4 @@ class LlmJudge(JudgeServer):
         scores = _SCORE.findall(reply)
         if not scores:
             raise RewardError(f"judge {self.url}: no line 'Score: <number>' in its reply, which ends {reply[-80:]!r}")
-        score = float(scores[-1])
-        if not self.low <= score <= self.high:
-            raise RewardError(f"judge {self.url}: score {score:g} is not between {self.low:g} and {self.high:g}")
-        return (score - self.low) / (self.high - self.low)
+        return self.scaled(scores[-1], of="its last 'Score'")

@@ -15,12 +15,14 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import math
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import aiohttp
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
@@ -46,6 +48,8 @@ Question:
 {answer}
 {marker}"""
 
+NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
+
 T = TypeVar("T")
 
 
@@ -55,7 +59,10 @@ class _Unavailable(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeServer:
-    """A judge's address and the settings of its requests, with its kept replies."""
+    """A judge's address, scale and settings of its requests, with its kept replies."""
+
+    NAME: ClassVar[str] = "judge"
+    """Name of the reward function, under which `reward.settings` has its settings."""
 
     url: str
     model: str
@@ -63,6 +70,9 @@ class JudgeServer:
     """Column of the data row with a reference answer to show to the judge."""
     api_key_env: str | None = None
     """Environment variable that holds the key of the server. A key itself cannot be a setting."""
+    low: float = 0.0
+    high: float = 10.0
+    """Lowest and highest score, which are the rewards 0 and 1."""
     temperature: float = 0.0
     max_tokens: int = 512
     attempts: int = 4
@@ -74,16 +84,44 @@ class JudgeServer:
     """Key of the markers: equal texts get equal markers, and the trained model cannot foresee them."""
 
     def __post_init__(self) -> None:
-        """Raises `ConfigError` for values out of range."""
-        if self.attempts < 1 or self.attempt_timeout_s <= 0 or self.temperature < 0:
-            raise ConfigError(
-                f"judge: found attempts={self.attempts}, attempt_timeout_s={self.attempt_timeout_s} and "
-                f"temperature={self.temperature}; expected attempts >= 1, attempt_timeout_s > 0 and temperature >= 0"
-            )
+        """Raises `ConfigError` for values of a wrong type or out of range."""
+        for name in ("url", "model"):
+            if not isinstance(getattr(self, name), str):
+                self._refuse(name, "a text", f"{name}=<text>")
+        for name in ("low", "high", "temperature", "max_tokens", "attempts", "attempt_timeout_s"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                self._refuse(name, "a number", f"{name}={type(self).__dataclass_fields__[name].default:g}")
+        for name in ("max_tokens", "attempts"):
+            if getattr(self, name) < 1 or getattr(self, name) % 1:
+                self._refuse(name, "a whole number of at least 1", f"{name}=4")
+        if self.attempt_timeout_s <= 0:
+            self._refuse("attempt_timeout_s", "a number above 0", "attempt_timeout_s=20")
+        if self.temperature < 0:
+            self._refuse("temperature", "a number of at least 0", "temperature=0")
+        if not self.low < self.high:
+            self._refuse("high", f"a number above low={self.low:g}", f"high={self.low + 10:g}")
         if self.cache is not None and (type(self.cache) is not int or self.cache < 0):
-            raise ConfigError(f"judge: found cache={self.cache!r}, expected a number of replies; set cache=0 for none")
+            self._refuse("cache", "a number of replies", "cache=0")
         default = KEPT_AT_TEMPERATURE_0 if self.temperature == 0 else 0
         object.__setattr__(self, "_cache", AnswerCache(default if self.cache is None else self.cache))
+
+    def _refuse(self, name: str, expected: str, override: str) -> NoReturn:
+        raise ConfigError(
+            f"reward.settings.{self.NAME}.{name}={getattr(self, name)!r}: expected {expected}; set "
+            f"reward.settings.{self.NAME}.{override}"
+        )
+
+    def scaled(self, score: str, *, of: str) -> float:
+        """Return a score, the text of a number, scaled from low .. high to 0 .. 1. Raises `RewardError`.
+
+        of: what is scored, for the error.
+        """
+        if not NUMBER.fullmatch(score) or not self.low <= float(score) <= self.high:
+            raise RewardError(
+                f"judge {self.url}: {of} has {score[:80]!r}, expected a number from {self.low:g} to {self.high:g}"
+            )
+        return (float(score) - self.low) / (self.high - self.low)
 
     async def ask(self, task: str, reply: str, rollout: Rollout, read: Callable[[str], T]) -> T:
         """Ask about a rollout, and return what `read` finds in the reply.
@@ -110,6 +148,7 @@ class JudgeServer:
             read(text)
             return text
 
+        add("calls", 0)  # a step without a call has the metric, too
         text, is_hit = await self._cache.get(hashlib.sha256(json.dumps(body).encode()).digest(), call)
         average("hit_fraction", float(is_hit))
         return read(text)
@@ -120,7 +159,7 @@ class JudgeServer:
         key = os.environ.get(self.api_key_env)
         if not key:
             raise ConfigError(
-                f"judge: the environment variable {self.api_key_env} is not set; export it before the run"
+                f"{self.NAME}: the environment variable {self.api_key_env} is not set; export it before the run"
             )
         return {"Authorization": f"Bearer {key}"}
 
@@ -131,7 +170,7 @@ class JudgeServer:
         if self.column is not None:
             if rollout.example.get(self.column) is None:
                 found = ", ".join(rollout.example)
-                raise ConfigError(f"judge: the data row has no column {self.column!r}; it has {found}")
+                raise ConfigError(f"{self.NAME}: the data row has no column {self.column!r}; it has {found}")
             known = str(rollout.example[self.column])
         digest = hmac.new(self._secret, json.dumps([question, known, answer]).encode(), hashlib.sha256).hexdigest()
         marker = f"[{digest[:16]}]"

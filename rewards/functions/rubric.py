@@ -14,23 +14,20 @@ from rollout.errors import ConfigError, RewardError
 from rollout.records import Rollout
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
-_NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RubricJudge(JudgeServer):
     """Reward `rubric_judge`: the weighted mean of the scores by criterion, scaled from low .. high to 0 .. 1."""
 
+    NAME = "rubric_judge"
+
     criteria: Mapping[str, Mapping[str, Any]]
     """By name: `text`, a sentence for the judge, and `weight` (1 if it is left out)."""
-    low: float = 0.0
-    high: float = 10.0
 
     def __post_init__(self) -> None:
         """Raises `ConfigError` for values out of range, and for criteria in another form."""
         super().__post_init__()
-        if not self.low < self.high:
-            raise ConfigError(f"rubric_judge: found low={self.low} and high={self.high}; expected low < high")
         if not isinstance(self.criteria, Mapping) or not self.criteria:
             raise ConfigError(
                 f"rubric_judge: found criteria={self.criteria!r}, expected a mapping; set "
@@ -64,12 +61,7 @@ class RubricJudge(JudgeServer):
                 continue
             if name in scores:
                 raise RewardError(f"judge {self.url}: two scores for {name!r} in its reply")
-            if not _NUMBER.fullmatch(value) or not self.low <= float(value) <= self.high:
-                raise RewardError(
-                    f"judge {self.url}: {name!r} has {value[:80]!r}, expected a number from {self.low:g} to "
-                    f"{self.high:g}"
-                )
-            scores[name] = (float(value) - self.low) / (self.high - self.low)
+            scores[name] = self.scaled(value, of=repr(name))
         missing = [name for name in self.criteria if name not in scores]
         if missing:
             raise RewardError(f"judge {self.url}: no score for {missing[0]!r} in its reply, which ends {reply[-80:]!r}")

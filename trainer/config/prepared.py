@@ -6,6 +6,10 @@ from pathlib import Path
 
 DATA = {"data/demo": "make_demo_model.py", "data/real": "make_real_model.py"}
 """Scripts by the folder of their data, which has one folder per task."""
+FILES = ("train.jsonl", "heldout.jsonl")
+"""Files that each of these scripts writes for a task."""
+DEMONSTRATIONS = ("demonstrations.jsonl", "demonstrations_heldout.jsonl")
+"""Files that make_demonstrations.py adds for a task of the demo."""
 MODELS = {
     **{task: f"make_demo_model.py --task {task}" for task in ("calculator", "chain", "reverse")},
     "smollm2-135m-instruct": "make_real_model.py",
@@ -21,11 +25,12 @@ def model_command(path: str) -> str | None:
 
 def data_command(path: str) -> str | None:
     """Return the command that makes a data file `<folder>/<task>/<file>`, or None."""
-    script = DATA.get(Path(path).parent.parent.as_posix())
-    if script is None:
-        return None
-    script = "make_demonstrations.py" if Path(path).name.startswith("demonstrations") else script
-    return f"python scripts/{script} --task {Path(path).parent.name}"
+    file = Path(path)
+    folder = file.parent.parent.as_posix()
+    script = DATA.get(folder) if file.name in FILES else None
+    if file.name in DEMONSTRATIONS and folder == "data/demo":
+        script = "make_demonstrations.py"
+    return script and f"python scripts/{script} --task {file.parent.name}"
 
 
 def data_folder(path: str) -> str | None:

@@ -86,7 +86,7 @@ def test_a_request_to_a_busy_judge_is_retried():
         ((500, {}), "no answer in 2 attempts", 2),
         ((401, {}), "status 401", 1),
         ((200, "It is fine."), "no line 'Score", 1),
-        ((200, "Score: 11"), "not between 0 and 10", 1),
+        ((200, "Score: 11"), "expected a number from 0 to 10", 1),
         ((200, {"choices": []}), "not a chat completion", 1),
         ((200, ["x"]), "not a chat completion", 1),
     ],
@@ -120,9 +120,16 @@ def test_the_judge_sees_the_reference_if_a_column_is_set():
     ("settings", "says"),
     [
         ({}, "url"),
-        ({"url": "u", "model": "m", "low": 2.0, "high": 2.0}, "low < high"),
-        ({"url": "u", "model": "m", "attempts": 0}, "attempts >= 1"),
-        ({"url": "u", "model": "m", "temperature": -1.0}, "temperature >= 0"),
+        ({"url": 8000, "model": "m"}, "url=8000: expected a text"),
+        ({"url": "u", "model": "m", "low": 2.0, "high": 2.0}, "high=2.0: expected a number above low=2; .*high=12"),
+        ({"url": "u", "model": "m", "high": "ten"}, "high='ten': expected a number; .*high=10"),
+        ({"url": "u", "model": "m", "attempts": 0}, "attempts=0: expected a whole number of at least 1"),
+        ({"url": "u", "model": "m", "attempts": 1.5}, "attempts=1.5: expected a whole number"),
+        ({"url": "u", "model": "m", "attempts": "many"}, "attempts='many': expected a number"),
+        ({"url": "u", "model": "m", "max_tokens": True}, "max_tokens=True: expected a number"),
+        ({"url": "u", "model": "m", "attempt_timeout_s": float("nan")}, "attempt_timeout_s=nan: expected a number"),
+        ({"url": "u", "model": "m", "attempt_timeout_s": 0}, "attempt_timeout_s=0: expected a number above 0"),
+        ({"url": "u", "model": "m", "temperature": -1.0}, "temperature=-1.0: expected a number of at least 0"),
         ({"url": "u", "model": "m", "cache": -1}, "cache=0"),
         ({"url": "u", "model": "m", "cache": True}, "cache=0"),
     ],
@@ -167,6 +174,20 @@ def test_a_failure_of_a_judge_is_not_kept(failure):
     scored, _ = asyncio.run(judge.judge([rollout("a")], [rollout("a")]))
     assert scored.reward == 0.5
     assert len(judge.requests) == 2
+
+
+def test_a_step_whose_rollouts_are_all_answered_from_the_cache_has_zero_calls():
+    judge = Judge((200, "Score: 5"))
+
+    async def play() -> dict[str, float]:
+        _, rewards = await judge.judge([rollout("a")])
+        rewards.take_metrics()
+        await rewards.score([rollout("a")])  # the server is gone
+        return rewards.take_metrics()
+
+    metrics = asyncio.run(play())
+    assert (metrics["judge/llm_judge/calls"], metrics["judge/llm_judge/hit_fraction"]) == (0.0, 1.0)
+    assert "judge/llm_judge/seconds" not in metrics
 
 
 @pytest.mark.parametrize("usage", [None, [], {"prompt_tokens": -1, "completion_tokens": "7"}])

@@ -26,6 +26,8 @@ def test_a_missing_held_out_file_can_be_left_out_of_training(tmp_path: Path, mon
         ("data/demo/chain/demonstrations.jsonl", "run `python scripts/make_demonstrations.py --task chain`"),
         ("data/real/family/train.jsonl", "run `python scripts/make_real_model.py --task family`"),
         ("mine/real/family/train.jsonl", None),
+        ("data/real/family/train_2.jsonl", None),
+        ("data/real/family/demonstrations.jsonl", None),
     ],
 )
 def test_missing_prepared_data_names_the_command_that_makes_them(
