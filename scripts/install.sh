@@ -112,17 +112,17 @@ pip_install() {
 
 # Install the packages of a lock, and nothing but them: a file with another hash than the lock's is refused.
 install_locked() {
-    local status=0 sign
-    show_signs_of_life &
-    sign=$!
+    local status=0 reporter
+    report_progress &
+    reporter=$!
     pip_install --require-hashes --no-deps --no-build-isolation --use-pep517 "$@" || status=$?
-    kill "$sign" 2>/dev/null || true
-    wait "$sign" 2>/dev/null || true
+    kill "$reporter" 2>/dev/null || true
+    wait "$reporter" 2>/dev/null || true
     return "$status"
 }
 
 # Say every half minute how much is installed. To the script's own output, because that of pip may be captured.
-show_signs_of_life() {
+report_progress() {
     local seconds=0
     while sleep 1; do
         seconds=$((seconds + 1))

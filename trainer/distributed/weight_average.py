@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -76,23 +76,28 @@ class WeightAverage:
     def load(self, directory: Path) -> bool:
         """Read what `save` wrote, on whatever ranks. Returns False if there is none, and then leaves the average.
 
-        Raises `CheckpointError` for the average of another model, or one that lacks a rank's file.
+        Raises `CheckpointError` for the average of another model, and for damaged or missing files.
         """
         numbered = {int(found[1]): file for file in (directory / DIRECTORY).glob("*") if (found := _NAME(file.name))}
         if not numbered:
             return False
         if sorted(numbered) != list(range(len(numbered))):
             raise CheckpointError(f"{directory / DIRECTORY} lacks files; found those of ranks {sorted(numbered)}")
-        files = [safe_open(numbered[rank], framework="pt") for rank in range(len(numbered))]
-        refuse_other_model(directory / DIRECTORY, set(files[0].keys()) ^ self._parameters.keys())
+        try:
+            files = [safe_open(numbered[rank], framework="pt") for rank in range(len(numbered))]
+            refuse_other_model(directory / DIRECTORY, set(files[0].keys()) ^ self._parameters.keys())
+            wholes = {name: torch.cat([file.get_tensor(name).flatten() for file in files]) for name in self._parameters}
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{directory / DIRECTORY} cannot be read: {error}") from error
         for name, parameter in self._parameters.items():
-            whole = torch.cat([file.get_tensor(name) for file in files])
             numel = _numel(parameter, self._distributed.zero_stage)
-            if len(whole) != numel:
+            if len(wholes[name]) != numel:
                 raise CheckpointError(
-                    f"{directory / DIRECTORY} is of another model: {name} has {len(whole)} elements, expected {numel}"
+                    f"{directory / DIRECTORY} is of another model: {name} has {len(wholes[name])} elements, expected "
+                    f"{numel}"
                 )
-            self._values[name].copy_(self._span(parameter).of(whole).view(self._values[name].shape))
+        for name, parameter in self._parameters.items():
+            self._values[name].copy_(self._span(parameter).of(wholes[name]).view(self._values[name].shape))
         return True
 
     # This rank's elements

@@ -20,14 +20,13 @@ OURS = {*LIBRARY, "scripts", "benchmarks", "tests", "harness", "gradients"}
 """Packages of this repository; the last two are beside the programs that import them."""
 NOT_DECLARED = {
     "bitsandbytes",  # optimizer.name=adamw_8bit names the command that installs it
-    "gymnasium",  # of an environment in benchmarks/environments, whose page says how to install it
     "triton",  # a part of the CUDA builds of torch
     *("openenv", "fastmcp", "uvicorn"),  # of the server that tests of environment=openenv start in another interpreter
     "sky",  # a check of launch files, which is skipped without it: many packages for one schema
 }
 FOR_USERS = (
     "cpu", "cuda", "plot", "math", "mcp", "verifiers", "reasoning-gym", "lm-eval", "real", "tensorboard", "mlflow",
-    "trackio", "swanlab", "textarena",
+    "trackio", "swanlab", "textarena", "gymnasium",
 )  # fmt: skip
 
 

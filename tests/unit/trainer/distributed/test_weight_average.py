@@ -114,3 +114,16 @@ def test_an_average_of_another_model_or_with_a_missing_file_is_refused(tmp_path:
     (tmp_path / DIRECTORY / "rank-0.safetensors").rename(tmp_path / DIRECTORY / "rank-1.safetensors")
     with pytest.raises(CheckpointError, match=r"lacks files; found those of ranks \[1\]"):
         WeightAverage(FakeRank(layer(1.0, 2.0)), decay=0.5).load(tmp_path)
+
+
+def test_a_damaged_average_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    WeightAverage(FakeRank(layer(1.0, 2.0)), decay=0.5).save(tmp_path)
+    file = tmp_path / DIRECTORY / "rank-0.safetensors"
+    whole = file.read_bytes()
+    module = layer(3.0, 4.0)
+    average = WeightAverage(FakeRank(module), decay=0.5)
+    for damaged in (whole[:-1], b"", b"\xff" * len(whole)):
+        file.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match="weight_average cannot be read"):
+            average.load(tmp_path)
+    assert averages(average, module) == [3.0, 4.0]
