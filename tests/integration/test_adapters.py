@@ -24,6 +24,7 @@ from rollout.weights.sync import SyncReport, WeightSync
 from tests.fixtures.adapted import perturb_adapters, with_lora
 from tests.fixtures.forked_python import forks_for_spawns
 from tests.fixtures.forked_servers import ForkedServers
+from tests.fixtures.in_flight import sampled_across_a_sync
 from tests.fixtures.models import sampled_logprobs, save_tiny_model, tiny_qwen3
 from tests.fixtures.remote import save_model, trained
 from tests.fixtures.sent import on_bucket, send_instead
@@ -143,25 +144,18 @@ def test_several_adapters_answer_at_once_each_with_its_own_logprobs(adapted: Ada
         adapted.generate("unknown")
 
 
-def test_a_request_that_goes_on_during_a_sync_ends_with_the_new_adapter(
-    adapted: Adapted, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(adapted.sync, "_pause_mode", "keep")
+def test_a_request_that_goes_on_during_a_sync_ends_with_the_new_adapter(adapted: Adapted) -> None:
     adapted.update(20)
-    old = adapted.version
-    settings = Sampling(max_tokens=140, ignore_eos=True, seed=1)
+    before: list[PeftModel] = []
 
-    async def begin() -> asyncio.Task[EngineCall]:
-        return asyncio.ensure_future(adapted.engine.generate(PROMPT, settings))
+    def update() -> None:
+        before.append(copy.deepcopy(adapted.model))
+        adapted.update(21)
 
-    task = adapted.loop.run(begin())
-    before = copy.deepcopy(adapted.model)
-    adapted.update(21)
-    call = adapted.loop.run(asyncio.wait_for(task, 120))
+    call = sampled_across_a_sync(adapted, update, PROMPT, Sampling(max_tokens=140, ignore_eos=True, seed=1))
 
-    assert [span.version for span in call.version_spans] == [old, adapted.version]
     cut = call.version_spans[0].end
-    expected = sampled_logprobs(before, call.prompt_ids, call.sampled_ids)
+    expected = sampled_logprobs(before[-1], call.prompt_ids, call.sampled_ids)
     assert call.sampled_logprobs[:cut] == pytest.approx(expected[:cut], abs=TOLERANCE)
     later = zip(call.sampled_logprobs[cut:], expected[cut:], strict=True)
     assert max(abs(a - b) for a, b in later) > 0.1, "the last tokens are still the old adapter's"

@@ -33,6 +33,7 @@ from rollout.records import FinishReason
 from rollout.server.generate_route import ROUTE
 from rollout.server.server_engine import GENERATE
 from tests.fixtures.forked_python import forked_python
+from tests.fixtures.in_flight import sampled_across_a_sync
 from tests.fixtures.models import VOCAB_SIZE, perturb, sampled_logprobs
 from tests.fixtures.remote import Trained, save_model, trained
 from tests.fixtures.runs import check_run, launch_run, run_directory
@@ -160,22 +161,12 @@ def test_after_a_sync_the_server_samples_from_the_new_weights(remote: Trained):
 
 
 def test_a_request_in_flight_carries_both_versions_and_its_new_part_is_exact(remote: Trained):
-    remote.sync._pause_mode = "keep"
-    sampling = Sampling(max_tokens=250, ignore_eos=True, seed=5)
-
-    async def start() -> asyncio.Task[Any]:
-        return asyncio.ensure_future(remote.engine.generate((5, 6, 7), sampling))
-
-    for head_start_s in (0.2, 0.05, 0.5, 1.0):  # on a busy machine it may not have begun, or may have ended
-        old = remote.version
-        task = remote.loop.run(start())
-        time.sleep(head_start_s)
+    def update() -> None:
         perturb(remote.model, seed=11)
         remote.push()
-        call = remote.loop.run(asyncio.wait_for(task, 60))
-        if len(call.version_spans) == 2:
-            break
-    assert [span.version for span in call.version_spans] == [old, remote.version]
+
+    call = sampled_across_a_sync(remote, update, (5, 6, 7), Sampling(max_tokens=250, ignore_eos=True, seed=5))
+
     new = call.version_spans[-1].start
     expected = sampled_logprobs(remote.model, call.prompt_ids, call.sampled_ids)[new:]
     assert call.sampled_logprobs[new:] == pytest.approx(expected, abs=1e-4)
@@ -184,15 +175,18 @@ def test_a_request_in_flight_carries_both_versions_and_its_new_part_is_exact(rem
 def test_an_aborting_pause_returns_the_partial_completion(remote: Trained):
     long = Sampling(max_tokens=300, ignore_eos=True, seed=0)
 
-    async def abort() -> Any:
+    async def abort(head_start_s: float) -> Any:
         running = asyncio.ensure_future(remote.engine.generate(PROMPT, long))
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(head_start_s)
         await remote.engine.pause("abort")
         call = await running
         await remote.engine.resume()
         return call
 
-    call = remote.loop.run(abort(), timeout=60)
+    for head_start_s in (0.1, 0.4, 1.6):  # on a busy machine it may not have begun
+        call = remote.loop.run(abort(head_start_s), timeout=60)
+        if len(call.sampled_ids) > 3:
+            break
     assert call.finish_reason in (FinishReason.ABORT, FinishReason.LENGTH)
     whole = remote.loop.run(remote.engine.generate(PROMPT, long), timeout=60)
     assert call.sampled_ids == whole.sampled_ids[: len(call.sampled_ids)]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import time
 
 import pytest
 import torch
+from transformers import Qwen3ForCausalLM
 
 from rollout.engine.protocol import Sampling
 from rollout.errors import EngineError, SyncError
+from tests.fixtures.in_flight import sampled_across_a_sync
 from tests.fixtures.models import perturb, sampled_logprobs
 from tests.fixtures.sent import leave_out, on_bucket, send_instead
 from tests.integration.conftest import Served
@@ -77,28 +78,19 @@ def test_a_scaled_head_answers_the_first_request_for_a_cached_prompt(either: Ser
 
 
 def test_a_request_in_flight_carries_both_versions_and_each_part_matches_its_weights(served: Served) -> None:
-    async def start() -> asyncio.Task:
-        return asyncio.ensure_future(served.engine.generate((5, 6, 7), Sampling(max_tokens=250, ignore_eos=True)))
+    old: list[Qwen3ForCausalLM] = []
 
-    for head_start_s in (0.15, 0.05, 0.4, 1.0):  # on a busy machine it may not have begun, or may have ended
-        old, old_model = served.version, copy.deepcopy(served.model)
-        served.sync._pause_mode = "keep"
-        try:
-            task = served.loop.run(start())
-            time.sleep(head_start_s)
-            perturb(served.model, seed=11)
-            served.push()
-            call = served.loop.run(asyncio.wait_for(task, 60))
-        finally:
-            served.sync._pause_mode = "wait"
-        if len(call.version_spans) == 2:
-            break
+    def update() -> None:
+        old.append(copy.deepcopy(served.model))
+        perturb(served.model, seed=11)
+        served.push()
 
-    first, second = call.version_spans
-    assert (first.version, second.version) == (old, served.version)
-    by_old = sampled_logprobs(old_model, call.prompt_ids, call.sampled_ids)
+    call = sampled_across_a_sync(served, update, (5, 6, 7), Sampling(max_tokens=250, ignore_eos=True))
+
+    cut = call.version_spans[0].end
+    by_old = sampled_logprobs(old[-1], call.prompt_ids, call.sampled_ids)
     by_new = sampled_logprobs(served.model, call.prompt_ids, call.sampled_ids)
-    assert call.sampled_logprobs == pytest.approx(by_old[: first.end] + by_new[first.end :], abs=1e-4)
+    assert call.sampled_logprobs == pytest.approx(by_old[:cut] + by_new[cut:], abs=1e-4)
     assert max(abs(a - b) for a, b in zip(by_old, by_new, strict=True)) > 0.1
 
 
