@@ -397,6 +397,14 @@ class Rollout:
         return sum(len(call.sampled_ids) for call in self.calls)
 
     @property
+    def num_prompt_messages(self) -> int:
+        """Number of messages before the first that the model sampled. Assistant turns of the prompt are among them."""
+        said = [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
+        if not said or not self.num_turns:
+            return len(self.messages)
+        return said[max(0, len(said) - self.num_turns)]
+
+    @property
     def is_cut_off(self) -> bool:
         """True if a token limit, not the model, ended the rollout, also in its last allowed turn."""
         if self.status is RolloutStatus.MAX_TURNS and self.calls:

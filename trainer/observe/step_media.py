@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from rollout.records import Rollout
 from trainer.config.schema import Config
 from trainer.diagnosis.examiner import diagnose_step
 from trainer.diagnosis.token_classes import TokenTexts
@@ -53,8 +52,8 @@ def table_rows(report: StepReport) -> list[list[Any]]:
             report.update,
             rollout.rollout_id,
             rollout.group_id,
-            _lines(rollout.messages[: _first_turn(rollout)]),
-            _lines(rollout.messages[_first_turn(rollout) :]),
+            _lines(rollout.messages[: rollout.num_prompt_messages]),
+            _lines(rollout.messages[rollout.num_prompt_messages :]),
             rollout.reward,
             json.dumps(dict(rollout.rewards)),
             advantages.get(rollout.rollout_id),
@@ -93,12 +92,6 @@ def distributions(report: StepReport) -> Mapping[str, np.ndarray]:
         "reward": np.array([rollout.reward for rollout in report.rollouts if rollout.is_trainable]),
         "tokens": np.array([float(rollout.num_sampled) for rollout in report.rollouts]),
     }
-
-
-def _first_turn(rollout: Rollout) -> int:
-    """Return the number of messages before the model's first one."""
-    roles = [message["role"] for message in rollout.messages]
-    return roles.index("assistant") if "assistant" in roles else len(roles)
 
 
 def _lines(messages: Sequence[Mapping[str, Any]]) -> str:

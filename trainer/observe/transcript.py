@@ -23,18 +23,29 @@ ROLE_STYLE = {"user": "cyan", "assistant": "bold", "tool": "magenta"}
 
 
 def conversation(rollout: Rollout, *, wrapped: bool) -> RenderableType:
-    """Render headline and messages, without system turns. wrapped: fold long lines beside the role, for a terminal;
-    False: one line per message, for a file."""
-    messages = [message for message in rollout.messages if message["role"] != "system"]
+    """Render headline and messages, without system turns and worked examples. wrapped: fold long lines beside the role,
+    for a terminal; False: one line per message, for a file."""
+    examples, messages = parts(rollout)
+    lines = [(_role(message), message_text(message)) for message in messages if message["role"] != "system"]
+    if examples:
+        lines.insert(0, ("prompt", Text(f"[{len(examples)} messages of worked examples]", style="dim")))
     if not wrapped:
-        lines = [Text.assemble("    ", f"{_role(message):>9} ", message_text(message)) for message in messages]
-        return Group(headline(rollout), *lines)
+        return Group(headline(rollout), *(Text.assemble("    ", f"{role:>9} ", text) for role, text in lines))
     table = Table.grid(padding=(0, 1))
     table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold")
-    for message in messages:
-        table.add_row(Text(_role(message), style="dim"), message_text(message))
+    for role, text in lines:
+        table.add_row(Text(role, style="dim"), text)
     return Group(headline(rollout), Padding(table, (0, 2)))
+
+
+def parts(rollout: Rollout) -> tuple[list[Message], list[Message]]:
+    """Return the worked examples in the prompt, and the other messages."""
+    prompt = rollout.messages[: rollout.num_prompt_messages]
+    count = 1 + max((i for i, message in enumerate(prompt) if message["role"] in ("assistant", "tool")), default=-1)
+    examples = [message for message in prompt[:count] if message["role"] != "system"]
+    systems = [message for message in prompt[:count] if message["role"] == "system"]
+    return examples, [*systems, *rollout.messages[count:]]
 
 
 def headline(rollout: Rollout) -> Text:

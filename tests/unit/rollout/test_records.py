@@ -34,6 +34,14 @@ def test_complete_evidence_is_accepted() -> None:
     assert EngineCall(**GOOD).oldest_version == -1
 
 
+@pytest.mark.parametrize(("turns", "expected"), [(0, 5), (1, 4), (2, 2), (3, 2)])
+def test_the_prompt_ends_before_the_first_sampled_message(turns: int, expected: int) -> None:
+    roles = ("system", "user", "assistant", "tool", "assistant")
+    calls = (EngineCall(**GOOD),) * turns
+    messages = tuple({"role": role, "content": ""} for role in roles)
+    assert Rollout(rollout_id=0, group_id=0, calls=calls, messages=messages).num_prompt_messages == expected
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -13,7 +13,7 @@ from trainer.objective.correction.mismatch import PREFIX
 from trainer.observe.pages.chart import Chart, Curve, legend, number
 from trainer.observe.pages.render import render, write_page
 from trainer.observe.saved_run import SavedRun
-from trainer.observe.transcript import content_text, shortened, tool_calls
+from trainer.observe.transcript import content_text, parts, shortened, tool_calls
 
 TEMPLATE = "report.html.jinja"
 SHOWN_ROLLOUTS = 3
@@ -50,6 +50,7 @@ def report(run: SavedRun) -> str:
         number=number,
         clipped=lambda text: shortened(text, MAX_MESSAGE_CHARS),
         content_text=content_text,
+        parts=parts,
         tool_calls=tool_calls,
         settings=settings(run.config),
         flow=flow,

@@ -173,6 +173,14 @@ class TestRollouts:
         run.sample(replace(rollout("a"), messages=({"role": "\x1b[2J[/b]", "content": "x"},)))
         assert "\x1b" not in stream.getvalue()
 
+    def test_worked_examples_of_the_prompt_are_one_line(self):
+        run, stream = console()
+        turns = [("system", "s"), ("user", "q1"), ("assistant", "e1"), ("user", "q2"), ("assistant", "sampled")]
+        messages = tuple({"role": role, "content": text} for role, text in turns)
+        run.sample(replace(rollout("a"), messages=messages))
+        said = [" ".join(line.split()) for line in stream.getvalue().splitlines()[1:]]
+        assert said == ["prompt [2 messages of worked examples]", "user q2", "assistant sampled"]
+
     def test_long_messages_lose_their_middle(self):
         text = "a" * 5000 + "b" * 5000
         assert len(shortened(text)) < MAX_SHOWN_CHARS + 50

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -43,7 +44,7 @@ def rollout(number: int, reward: float, said: str = "The answer is 3", **more) -
         {"role": "assistant", "content": said},
     )
     return Rollout(
-        rollout_id=number, group_id=number // 2, calls=(call,), messages=messages, reward=reward,
+        rollout_id=number, group_id=number // 2, calls=(call, call), messages=messages, reward=reward,
         rewards={"demo_answer": reward}, **more,
     )  # fmt: skip
 
@@ -147,6 +148,14 @@ class TestContent:
         worst, best = run.extremes(3)
         assert [r.rollout_id for r in worst] == [4, 0, 2]
         assert [r.rollout_id for r in best] == [9, 7, 5]
+
+    def test_worked_examples_of_the_prompt_are_folded(self, tmp_path: Path):
+        examples = ({"role": "user", "content": "compute 5+5"}, {"role": "assistant", "content": "an example"})
+        plain, shown = (rollout(n, 1.0) for n in range(2))
+        shown = replace(shown, messages=(*examples, *shown.messages))
+        page = report(SavedRun.read(write_run(tmp_path / "run", [line(1)], [plain, shown])))
+        assert page.count("2 messages of worked examples in the prompt") == page.count("an example")
+        assert page.index("worked examples") < page.index("an example")
 
     def test_an_active_run_has_a_report(self, run: Path):
         with (run / "metrics.jsonl").open("a") as file:
