@@ -2,9 +2,10 @@
 
 An estimate from shapes and settings. Counted: weights, float32 masters, gradients, optimizer state, activations of one
 full pack, router logits and replayed routes of a mixture of experts, the tile of logits, buffers of collectives and of
-the weight sync, the reference, an average of the policy, and on the engine's rank its weights, KV cache and workspace.
+the weight sync, the reference, an average of the policy, and on the engine's rank its weights, KV cache and workspace;
+on a CPU, the programs themselves.
 Not counted: a teacher's engine, workspaces of the trainer's kernels, fragmentation, CUDA contexts (about 0.5 GiB per
-process), rows and rollouts in main memory, Python itself. Accurate within a third.
+process), rows and rollouts in main memory; on a GPU, Python. Accurate within a third.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ USABLE = 0.9
 MIN_CACHE_GIB = 0.25
 CUDA_GRAPHS = GIB // 2
 """Memory of vLLM's CUDA graphs, which it keeps during sleep."""
+PROGRAM = int(0.6 * GIB)
+"""Main memory of a trainer or an engine without a model, measured on the demo, whose model is small."""
 OPTIMIZER_BYTES = {"adamw": 8, "adamw_tf": 8, "adamw_8bit": 2, "muon": 4, "sgd": 4}
 """Optimizer state per trained parameter. Muon keeps one moment for its matrices; embeddings and head, under AdamW,
 keep two."""
@@ -59,6 +62,8 @@ class MemoryPlan:
     engine_weights: int
     kv_cache: int
     engine_workspace: int
+    programs: int
+    """Python and its libraries where weights are in main memory, too."""
     engine_sleeps: bool = False
     """True if the engine frees its memory while the trainer computes."""
 
@@ -123,7 +128,7 @@ def memory_plan(shape: ModelShape, config: Config, sharding: Sharding, *, on_gpu
     if zero_stage == 3:  # the reduction copies the bucket, or a larger tensor
         communication += FLOAT32 * max(min(sharding.reduce_bucket, shape.trained), shape.largest)
     live = min(sharding.live_parameters, shape.parameters) if zero_stage == 3 else 0
-    engines = config.rollout.num_engines if config.has_rollouts else 0
+    engines = config.rollout.num_engines if config.has_rollouts and config.rollout.engine != "server" else 0
     return MemoryPlan(
         weights=weights,
         masters=masters,
@@ -153,6 +158,7 @@ def memory_plan(shape: ModelShape, config: Config, sharding: Sharding, *, on_gpu
         engine_workspace=engine_workspace_bytes(shape, requests=config.rollout.max_num_seqs, compute=compute) * engines
         if on_gpu
         else 0,
+        programs=0 if on_gpu else PROGRAM * (1 + engines),
         engine_sleeps=config.rollout.engine == "colocated" and config.rollout.sleep_level > 0,
     )
 

@@ -31,6 +31,7 @@ from trainer.distributed.sharding import BUFFERS, LIVE, REDUCE, Sharding, set_bu
 from trainer.model.lora import add_adapters
 from trainer.model.memory_plan import (
     GIB,
+    PROGRAM,
     MemoryPlan,
     activation_bytes,
     advice,
@@ -168,7 +169,7 @@ def test_the_peak_on_cpu_is_as_planned() -> None:
     assert child.returncode == 0, child.stderr
     measured = int(child.stdout)
     plan = memory_plan(shape_of(policy()), Config(token_budget=TOKENS), Sharding())
-    planned = plan.total - plan.engine_weights - plan.kv_cache  # no engine there
+    planned = plan.total - plan.engine_weights - plan.kv_cache - plan.programs  # no engine, and measured on top
     # Activations and optimizer state coexist only from the second update on.
     assert planned == pytest.approx(measured, rel=0.35), (planned / measured, plan.table())
 
@@ -250,6 +251,14 @@ def test_each_of_several_engines_holds_weights_and_a_cache() -> None:
     sentence = advice(three, config, available=GIB // 100, zero_stage=0)
     assert sentence is not None
     assert "rollout.kv_cache_gib=2 (" in sentence
+
+
+def test_servers_take_no_memory_of_the_trainer() -> None:
+    config = Config()
+    config.rollout.engine, config.rollout.urls = "server", ["http://127.0.0.1:8000"]
+    plan = memory_plan(shape_of(policy()), config, Sharding(), on_gpu=False)
+    assert (plan.engine_weights, plan.kv_cache, plan.engine_workspace) == (0, 0, 0)
+    assert plan.programs == PROGRAM
 
 
 def test_a_sleeping_engine_takes_turns_with_the_update_and_gets_the_remaining_cache() -> None:
