@@ -62,12 +62,7 @@ def composed(directory: Path, *overrides: str) -> Config:
         return to_config(compose("train", overrides=[*own, *overrides]))
 
 
-PACKAGES = {
-    "textarena": "textarena",
-    "my_lake.py:Lake": "gymnasium",
-    "benchmarks/environments/lake.py:Lake": "gymnasium",
-    "benchmarks/environments/guess.py:Guess": "textarena",
-}
+PACKAGES = {"textarena": "textarena", "benchmarks/environments/guess.py:Guess": "textarena"}
 """Packages that are not among those of the tests, by environment."""
 
 
@@ -99,6 +94,16 @@ def test_an_example_about_tokens_is_true(block: str):
 
 def assert_all_trained(rollout: Rollout) -> None:
     assert sum(row.num_trained for row in rows_from_calls(rollout.calls)) == rollout.num_sampled > 0
+
+
+async def test_the_environment_of_gymnasium_plays(directory: Path):
+    moves = iter(("down", "up and down", "down", "right", "right", "down", "right"))
+    environment = make_environment(f"{directory}/my_lake.py:Lake")
+    rollout = await play(environment, Policy(lambda _: next(moves)), example={"seed": 0}, max_turns=12)
+    assert rollout.error is None
+    assert rollout.status is RolloutStatus.COMPLETED
+    assert rollout.outcome == {"environment_reward": 1.0, "invalid": 1}
+    assert_all_trained(rollout)
 
 
 async def test_the_minimal_environment_plays(directory: Path):
