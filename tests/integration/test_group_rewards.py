@@ -1,0 +1,75 @@
+"""A run of the demo with group-wise rewards: whole groups reach the functions, and the policy learns."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rollout.saved_rollouts import read_rollouts
+from tests.integration.test_run import demo, metrics, train  # noqa: F401  # `demo` is a fixture
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+
+SAMPLES = 8
+BRIEF = """
+def brief(rollouts):
+    assert len({one.group_id for one in rollouts}) == 1
+    if len(rollouts) == 1:  # in the evaluation
+        return [None]
+    lengths = [one.num_sampled for one in rollouts]
+    return [sum(length < other for other in lengths) / (len(lengths) - 1) for length in lengths]
+"""
+
+
+def overrides(root: Path, *words: str) -> tuple[str, ...]:
+    (root / "mine.py").write_text(BRIEF)
+    return (
+        f"run_root={root}", "rollout.prompts_per_step=8", f"rollout.samples_per_prompt={SAMPLES}",
+        "logger.print_rollouts_every=0", *words,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(demo: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+    """Twelve updates whose only gradient is that shorter rollouts win, and that GDPO normalizes by function."""
+    root = tmp_path_factory.mktemp("runs")
+    train(
+        *demo, *overrides(root), "updates=12", "run_name=brief", "algorithm=gdpo", "checkpoint.every=4",
+        "eval.every=12", "eval.prompts=8",
+        f"reward.functions=['{root}/mine.py:brief',majority_vote,demo_answer]", "reward.weights=[1,0,0]",
+    )  # fmt: skip
+    return root / "brief"
+
+
+def test_a_reward_that_only_compares_within_groups_trains(run: Path) -> None:
+    lines = [line for line in metrics(run) if "reward/mean" in line]
+    tokens = [line["rollout/tokens_mean"] if "rollout/tokens_mean" in line else line["tokens"] for line in lines]
+    assert np.mean(tokens[-3:]) < np.mean(tokens[:3]) - 1, tokens
+    for line in lines:
+        assert 0 <= line["reward/brief/mean"] <= 0.5, "ties count for none, so the mean is at most a half"
+        assert line["reward/majority_vote/mean"] > 0
+        assert line["reward/errors/exception"] == line["reward/dropped"] == 0
+
+
+def test_every_saved_group_has_the_rewards_of_its_own_lengths(run: Path) -> None:
+    for path in sorted((run / "rollouts").glob("step-*.jsonl")):
+        groups = defaultdict(list)
+        for rollout in read_rollouts(path):
+            groups[rollout.group_id].append(rollout)
+        assert len(groups) == 8
+        for group in groups.values():
+            lengths = [rollout.num_sampled for rollout in group]
+            expected = [sum(length < other for other in lengths) / (SAMPLES - 1) for length in lengths]
+            assert [rollout.rewards["brief"] for rollout in group] == pytest.approx(expected)
+
+
+def test_an_evaluation_of_one_sample_has_the_rewards_that_need_no_group(run: Path) -> None:
+    evaluated = [line for line in metrics(run) if any(name.startswith("eval/") for name in line)]
+    assert evaluated
+    names = {name for line in evaluated for name in line}
+    assert any("reward/demo_answer/mean" in name for name in names), sorted(names)
+    assert not any("reward/brief/mean" in name or "majority_vote" in name for name in names)
+    assert all(value == 0 for line in evaluated for name, value in line.items() if "failed_fraction" in name)
