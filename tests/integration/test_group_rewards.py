@@ -1,7 +1,8 @@
-"""A run of the demo with group-wise rewards: whole groups reach the functions, and the policy learns."""
+"""Runs of the demo with group-wise rewards: whole groups reach the functions, the policy learns, a resume agrees."""
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict
 from pathlib import Path
 
@@ -9,9 +10,11 @@ import numpy as np
 import pytest
 
 from rollout.saved_rollouts import read_rollouts
+from tests.fixtures.kills import differences
+from tests.integration.test_exact_resume import recipe, step_seconds
 from tests.integration.test_run import demo, metrics, train  # noqa: F401  # `demo` is a fixture
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 SAMPLES = 8
 BRIEF = """
@@ -34,28 +37,21 @@ def overrides(root: Path, *words: str) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def run(demo: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
-    """Twelve updates whose only gradient is that shorter rollouts win, and that GDPO normalizes by function."""
+    """Six updates whose only gradient is that shorter rollouts win, and that GDPO normalizes by function."""
     root = tmp_path_factory.mktemp("runs")
     train(
-        *demo, *overrides(root), "updates=12", "run_name=brief", "algorithm=gdpo", "checkpoint.every=4",
-        "eval.every=12", "eval.prompts=8",
+        *demo, *overrides(root), "updates=6", "run_name=brief", "algorithm=gdpo", "checkpoint.every=0",
+        "eval.every=6", "eval.prompts=8",
         f"reward.functions=['{root}/mine.py:brief',majority_vote,demo_answer]", "reward.weights=[1,0,0]",
     )  # fmt: skip
     return root / "brief"
 
 
-def test_a_reward_that_only_compares_within_groups_trains(run: Path) -> None:
-    lines = [line for line in metrics(run) if "reward/mean" in line]
-    tokens = [line["rollout/tokens_mean"] if "rollout/tokens_mean" in line else line["tokens"] for line in lines]
-    assert np.mean(tokens[-3:]) < np.mean(tokens[:3]) - 1, tokens
-    for line in lines:
-        assert 0 <= line["reward/brief/mean"] <= 0.5, "ties count for none, so the mean is at most a half"
-        assert line["reward/majority_vote/mean"] > 0
-        assert line["reward/errors/exception"] == line["reward/dropped"] == 0
-
-
-def test_every_saved_group_has_the_rewards_of_its_own_lengths(run: Path) -> None:
-    for path in sorted((run / "rollouts").glob("step-*.jsonl")):
+def check_groups(run: Path, *, updates: int) -> None:
+    """Assert that the saved reward of each rollout compares its length with those of its own group."""
+    files = sorted((run / "rollouts").glob("step-*.jsonl"))
+    assert len(files) == updates
+    for path in files:
         groups = defaultdict(list)
         for rollout in read_rollouts(path):
             groups[rollout.group_id].append(rollout)
@@ -66,10 +62,41 @@ def test_every_saved_group_has_the_rewards_of_its_own_lengths(run: Path) -> None
             assert [rollout.rewards["brief"] for rollout in group] == pytest.approx(expected)
 
 
+def test_a_reward_that_only_compares_within_groups_trains(run: Path) -> None:
+    lines = [line for line in metrics(run) if "reward/mean" in line]
+    tokens = [line["rollout/sampled_tokens_mean"] for line in lines]
+    assert np.mean(tokens[-2:]) < np.mean(tokens[:2]) - 3, tokens  # 12 to 5
+    for line in lines:
+        assert 0 <= line["reward/brief/mean"] <= 0.5, "ties count for none, so the mean is at most a half"
+        assert line["reward/majority_vote/mean"] > 0
+        assert line["reward/errors/exception"] == line["reward/dropped"] == 0
+
+
+def test_every_saved_group_has_the_rewards_of_its_own_lengths(run: Path) -> None:
+    check_groups(run, updates=6)
+
+
 def test_an_evaluation_of_one_sample_has_the_rewards_that_need_no_group(run: Path) -> None:
     evaluated = [line for line in metrics(run) if any(name.startswith("eval/") for name in line)]
     assert evaluated
     names = {name for line in evaluated for name in line}
-    assert any("reward/demo_answer/mean" in name for name in names), sorted(names)
-    assert not any("reward/brief/mean" in name or "majority_vote" in name for name in names)
+    assert "eval/reward/demo_answer/mean" in names
+    assert not any(name in names for name in ("eval/reward/brief/mean", "eval/reward/majority_vote/mean"))
     assert all(value == 0 for line in evaluated for name, value in line.items() if "failed_fraction" in name)
+
+
+def test_groups_that_are_sampled_ahead_are_compared_within_themselves(demo: tuple[str, ...], tmp_path: Path) -> None:  # noqa: F811
+    train(
+        *demo, *overrides(tmp_path), "updates=3", "run_name=ahead", "checkpoint.every=0", "rollout.max_staleness=1",
+        f"reward.functions=['{tmp_path}/mine.py:brief']",
+    )  # fmt: skip
+    check_groups(tmp_path / "ahead", updates=3)
+
+
+@pytest.mark.slow
+def test_a_kill_of_a_run_with_rewards_of_groups_changes_nothing(demo: tuple[str, ...], tmp_path: Path) -> None:  # noqa: F811
+    (tmp_path / "mine.py").write_text(BRIEF)
+    runs = recipe(demo, tmp_path, f"reward.functions=['{tmp_path}/mine.py:brief',majority_vote]", "updates=4")
+    whole = runs.finish("whole")
+    runs.kill("killed", random.Random(1), span_s=step_seconds(whole), after_update=2)
+    assert differences(whole, runs.finish("killed")) == []

@@ -19,6 +19,7 @@ from rewards.shaping import Shaping
 from rewards.workers.pool import Isolation
 from rollout.errors import ConfigError
 from rollout.records import Rollout, RolloutStatus
+from tests.fixtures.pages import ROOT, python_files
 from tests.unit.rewards.test_composition import rollout
 
 FILE = '''
@@ -241,3 +242,15 @@ def test_the_scope_keeps_the_order_of_rollouts() -> None:
 def test_a_reward_set_without_rollouts_calls_nothing(file: Path) -> None:
     rewards: RewardSet = make_reward_set([f"{file}:raises"], isolation=Isolation(mode="thread"))
     assert asyncio.run(rewards.score([])) == []
+
+
+def test_the_example_of_the_page_prefers_short_right_answers(tmp_path: Path) -> None:
+    (name, source), *others = python_files(ROOT / "docs/group_rewards.md").items()
+    assert not others
+    (tmp_path / name).write_text(source)
+    said = (("It is 7", 4), ("7", 2), ("8", 1))
+    given = [rollout(answer, tokens=tokens, number=number) for number, (answer, tokens) in enumerate(said)]
+    found, _ = score(tmp_path / name, "process", "brief", given=given)
+    assert [one.reward for one in found] == [0.5, 1.0, 0.0], "the shortest right answer has 2 tokens"
+    wrong, _ = score(tmp_path / name, "process", "brief", given=given[2:])
+    assert [one.reward for one in wrong] == [0.0]
