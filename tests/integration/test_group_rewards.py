@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
+import threading
 from collections import defaultdict
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -91,6 +95,52 @@ def test_groups_that_are_sampled_ahead_are_compared_within_themselves(demo: tupl
         f"reward.functions=['{tmp_path}/mine.py:brief']",
     )  # fmt: skip
     check_groups(tmp_path / "ahead", updates=3)
+
+
+class ShorterAnswer(BaseHTTPRequestHandler):
+    """A judge that prefers the shorter answer."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        text = body["messages"][0]["content"]
+        first, second = re.findall(r"Answer [AB]:\n(\[\w+\])\n(.*?)\n\1", text, re.DOTALL)
+        verdict = "A" if len(first[1]) < len(second[1]) else "B" if len(first[1]) > len(second[1]) else "tie"
+        usage = {"prompt_tokens": 100, "completion_tokens": 3}
+        reply = {"choices": [{"message": {"content": f"Verdict: {verdict}"}}], "usage": usage}
+        content = json.dumps(reply).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Print nothing."""
+
+
+def test_answers_that_a_judge_prefers_are_trained_and_its_cost_is_measured(
+    demo: tuple[str, ...],  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), ShorterAnswer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        train(
+            *demo, *overrides(tmp_path), "updates=2", "run_name=judged", "checkpoint.every=0",
+            "reward.functions=[pairwise_judge]", "reward.settings.pairwise_judge.model=judge",
+            f"reward.settings.pairwise_judge.url=http://127.0.0.1:{server.server_port}/v1",
+            "reward.settings.pairwise_judge.comparisons=4",
+        )  # fmt: skip
+    finally:
+        server.shutdown()
+        server.server_close()
+    for line in (line for line in metrics(tmp_path / "judged") if "reward/mean" in line):
+        assert line["reward/mean"] == pytest.approx(0.5), "each comparison gives one point"
+        assert line["reward/std"] > 0.1
+        judge = {name.rpartition("/")[2]: value for name, value in line.items() if "judge/pairwise_judge/" in name}
+        assert 0 < judge["calls"] <= 8 * SAMPLES * 4
+        assert judge["prompt_tokens"] == 100 * judge["calls"]
+        assert (judge["failed_fraction"], judge["first_fraction"]) == (0, 0.5)
 
 
 @pytest.mark.slow
