@@ -7,7 +7,6 @@ Others run in this process, with a deadline that frees the run and does not end 
 from __future__ import annotations
 
 import asyncio
-import copy
 import functools
 import math
 from collections import Counter, defaultdict, deque
@@ -16,19 +15,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from rewards.batches import BatchReward, Scope, private_copy, scope_of
 from rewards.functions.built_in import ISOLATED
 from rewards.meter import Meter, measuring
 from rewards.outcomes import ERRORS, Outcome, Verdict, judge_batch, judge_call
 from rewards.resolve import resolve
 from rewards.shaping import Shaping
-from rewards.trl import BatchReward
 from rewards.workers.pool import IsolatedReward, Isolation, WorkerPool
 from rollout.errors import ConfigError, RewardError
 from rollout.records import Rollout, RolloutStatus
-from rollout.system.deadline import call_with_deadline
+from rollout.system.deadline import call_with_deadline, is_async
 
 OnError = Literal["drop", "raise"] | float
 """Action on an error: drop the rollout (status FAILED), end the run, or use this number as the value."""
+
+DOES_NOT_APPLY = "no reward function applies to this rollout"
+"""Error of a rollout for which all functions return None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +51,7 @@ class FaultTolerance:
     """Limits on failures, and the action on each kind."""
 
     timeout_s: float = 30.0
-    """Wall-clock limit of one call from its start; batch functions score the whole batch in one call."""
+    """Wall-clock limit of one call from its start; one call scores a rollout, a group, or with TRL's signature all."""
     on_error: Mapping[Outcome, OnError] = field(default_factory=dict)
     """By outcome; `drop` where none is named."""
     max_error_rate: float = 0.5
@@ -102,6 +104,15 @@ class RewardSet:
         self._recent: deque[bool] = deque(maxlen=self._tolerance.window)
         self._tally = _Tally()
 
+    @property
+    def compares_groups(self) -> bool:
+        """True if a function is group-wise."""
+        functions = (reward.function for reward in self._rewards)
+        return any(
+            (function.scope if isinstance(function, IsolatedReward) else scope_of(function)) is Scope.GROUP
+            for function in functions
+        )
+
     def load(self) -> None:
         """Load the reward models among the functions. Only ranks that score need it."""
         for reward in self._rewards:
@@ -119,7 +130,7 @@ class RewardSet:
     ) -> list[Rollout]:
         """Return the rollouts, in order, with `rewards` by name and in `reward` their weighted sum plus the shaping.
 
-        rollouts: whole groups, because length control compares them.
+        rollouts: whole groups, because length control and group-wise functions compare them.
 
         Rollouts that failed before, or ended before the first call (a prompt that fills the context), stay unchanged.
         A rollout whose reward fails becomes FAILED with the reason in `error` (`drop`); so does one to which no
@@ -166,12 +177,18 @@ class RewardSet:
         function, by_turn = reward.function, self._shaping.turn_rewards
         if isinstance(function, IsolatedReward):
             return await function.judge(rollouts, timeout_s=self._tolerance.timeout_s, by_turn=by_turn)
-        num_turns = [rollout.num_turns if by_turn else None for rollout in rollouts]
         if isinstance(function, BatchReward):
-            finished = await self._call(slots, function.function, **function.arguments(rollouts))
-            return judge_batch(finished, num_turns)
+            # Async group-wise functions make many requests at once, so the next group waits, outside its deadline.
+            lane = asyncio.Semaphore(1) if is_async(function.function) else slots
+
+            async def call(seen: Sequence[Rollout]) -> list[Verdict]:
+                finished = await self._call(lane, function.function, **function.arguments(seen))
+                return judge_batch(finished, [rollout.num_turns if by_turn else None for rollout in seen])
+
+            return await function.scope.judge(rollouts, call)
+        num_turns = [rollout.num_turns if by_turn else None for rollout in rollouts]
         # A copy for each call: other functions must not see the changes that one makes to messages or the data row.
-        calls = (self._call(slots, function, _private_copy(rollout)) for rollout in rollouts)
+        calls = (self._call(slots, function, private_copy(rollout)) for rollout in rollouts)
         return list(map(judge_call, await asyncio.gather(*calls), num_turns))
 
     async def _call(self, slots: asyncio.Semaphore, function: Callable[..., Any], *args: Any, **kwargs: Any):
@@ -213,7 +230,7 @@ class RewardSet:
                     return _dropped(rollout, f"reward {reward.name}: {verdict.outcome}: {verdict.detail}", tally)
                 values[reward.name] = float(action)
         if not values:
-            return _dropped(rollout, "no reward function applies to this rollout", tally)
+            return _dropped(rollout, DOES_NOT_APPLY, tally)
         total = sum(reward.weight * values[reward.name] for reward in self._rewards if reward.name in values)
         turn_rewards = tuple(map(sum, zip(*by_turn, strict=True)))
         return replace(rollout, rewards=values, reward=total, turn_rewards=turn_rewards)
@@ -239,7 +256,8 @@ def make_reward_set(
 ) -> RewardSet:
     """Build a reward set from functions by built-in name or `path/to/file.py:name`, with keyword settings by name.
 
-    A function of a file that has a parameter `completions` is called the way TRL calls it; any other gets a `Rollout`.
+    A function of a file that has a parameter `completions` is called the way TRL calls it; one whose first parameter is
+    named `rollouts` gets the rollouts of a group; any other gets a `Rollout`.
     Worker processes load the files, not this one (unless isolation.mode is `thread`), so each worker has its own state
     of the function's module. Raises `ConfigError`: an unknown name, a file that cannot be loaded, settings that do not
     fit, or unequal lengths.
@@ -268,10 +286,6 @@ def _prepare(
     if colon and isolation.mode == "process":
         return pool.load(f"{Path(path).expanduser().resolve()}:{name}", settings)
     function = resolve(spec, settings)
-    if spec in ISOLATED:  # none of these built-ins takes batches, so no worker has to be started to find out
-        return IsolatedReward(pool=pool, spec=spec, settings=settings, is_batch=False)
+    if spec in ISOLATED:
+        return IsolatedReward(pool=pool, spec=spec, settings=settings, scope=scope_of(function))
     return function
-
-
-def _private_copy(rollout: Rollout) -> Rollout:
-    return replace(rollout, messages=copy.deepcopy(rollout.messages), example=copy.deepcopy(rollout.example))

@@ -90,6 +90,8 @@ def judge_call(finished: Finished, num_turns: int | None = None) -> Verdict:
 def judge_batch(finished: Finished, num_turns: Sequence[int | None]) -> list[Verdict]:
     """Return the verdicts on a call for several rollouts. As in TRL, a value of None means "does not apply".
 
+    An exception in place of a number is the failure of that rollout alone.
+
     num_turns: of each rollout, as for `judge`.
     """
     count = len(num_turns)
@@ -105,7 +107,9 @@ def judge_batch(finished: Finished, num_turns: Sequence[int | None]) -> list[Ver
         detail = f"returned {len(values)} rewards for {count} rollouts"
         return [Verdict(outcome=Outcome.WRONG_LENGTH, detail=detail)] * count
     return [
-        Verdict(outcome=Outcome.ABSTAINED) if value is None else judge(value, turns)
+        judge_call(Finished(error=value) if isinstance(value, BaseException) else Finished(value=value), turns)
+        if value is not None
+        else Verdict(outcome=Outcome.ABSTAINED)
         for value, turns in zip(values, num_turns, strict=True)
     ]
 

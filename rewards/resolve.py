@@ -7,11 +7,12 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rewards.batches import GROUP_PARAMETER, BatchReward, group_wise, is_group_wise
 from rewards.functions.built_in import FUNCTIONS
 from rewards.model.settings import ModelSettings
-from rewards.trl import BatchReward, from_trl
+from rewards.trl import from_trl
 from rollout.errors import ConfigError
-from rollout.system.user_functions import load_function
+from rollout.system.user_functions import load_function, written_names
 
 MODEL = "model"
 """Name of the reward function that runs a reward model (`rewards/model/reward.py`)."""
@@ -36,12 +37,23 @@ def resolve(spec: str, settings: Mapping[str, Any]) -> Callable[..., Any] | Batc
         )
     if inspect.isclass(FUNCTIONS.get(spec)):
         check_settings(spec, FUNCTIONS[spec], settings)
-        return FUNCTIONS[spec](**settings)
+        made = FUNCTIONS[spec](**settings)
+        return group_wise(made, {}) if is_group_wise(made) else made
     function = FUNCTIONS[spec] if spec in FUNCTIONS else load_function(spec)
     if "completions" in inspect.signature(function).parameters:
         return from_trl(function, **settings)
     check_settings(spec.rpartition(":")[2], function, settings, given=1)
+    if is_group_wise(function):
+        return group_wise(function, settings)
     return functools.partial(function, **settings) if settings else function
+
+
+def compares_groups(spec: str) -> bool:
+    """Return True if a built-in function, or one that a file of a user has in its text, is group-wise."""
+    if spec in FUNCTIONS:
+        return is_group_wise(FUNCTIONS[spec])
+    parameters = written_names(spec).get(spec.rpartition(":")[2]) if ":" in spec else None
+    return (parameters or ())[:1] == (GROUP_PARAMETER,)
 
 
 def check_built_in(name: str, settings: Any) -> None:

@@ -5,25 +5,15 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from rewards.batches import BatchReward
 from rollout.errors import ConfigError
 from rollout.records import Message, Rollout
 from rollout.system.deadline import function_name
 
 _RENAMED = ("prompt", "completion", "completion_ids")
 """Keys of a data row that TRL passes under other names."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchReward:
-    """A reward function that scores a batch of rollouts in one call, and how its arguments are made."""
-
-    function: Callable[..., Any]
-    arguments: Callable[[Sequence[Rollout]], Mapping[str, Any]]
-    load: Callable[[], None] = lambda: None
-    """Loads what the function needs (a model) before its first call, outside its deadline."""
 
 
 def from_trl(function: Callable[..., Any], *, conversational: bool = True, **settings: Any) -> BatchReward:

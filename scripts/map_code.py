@@ -60,6 +60,7 @@ ROOMS = (
     "rewards/model",
     "rewards/functions",
     "rewards/trl.py",
+    "rewards/batches.py",
     "rewards/shaping.py",
     "rewards/length.py",
     "rewards/meter.py",

@@ -31,8 +31,8 @@ from trl.chat_template_utils import qwen3_template
 from harness.ranks import start_other_ranks
 from harness.turns import Turn
 from harness.workloads import COMPARED, PEER_ENGINES, TOOL_TOKENS, configuration
+from rewards.batches import BatchReward
 from rewards.resolve import resolve
-from rewards.trl import BatchReward
 from rollout.environments.calculator import calculator
 from rollout.environments.prompt import PromptReader
 from rollout.records import Rollout

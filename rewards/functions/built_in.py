@@ -1,4 +1,4 @@
-"""Built-in reward functions: pure functions of one rollout, `fn(rollout, **settings) -> float`.
+"""Built-in reward functions: of one rollout, `fn(rollout, **settings) -> float`, or of a group (`rewards/batches.py`).
 
 They read `rollout.messages` and `rollout.example` (the data row); only the length reward counts sampled tokens. The
 answer is the content of the last assistant turn; it is empty in a rollout that ends in a tool call.
@@ -12,19 +12,19 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from rewards.functions.answers import expected, final_answer
-from rewards.functions.judge import LlmJudge
+from rewards.functions.answers import NUMBER, expected, final_answer, last_number
+from rewards.functions.consensus import MajorityVote, Novelty
+from rewards.functions.judges.pairwise import PairwiseJudge
+from rewards.functions.judges.rubric import RubricJudge
+from rewards.functions.judges.scored import LlmJudge
 from rewards.functions.mathematics import math_equal
 from rewards.functions.programs import code_tests
 from rewards.functions.reasoning_gym import reasoning_gym
-from rewards.functions.rubric import RubricJudge
 from rewards.functions.tagged import question_answer, similarity
 from rewards.functions.tool_calls import tool_calls_match
 from rewards.shaping import length_penalty
 from rollout.errors import ConfigError, DataError
 from rollout.records import Rollout
-
-_NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:[eE][-+]?\d+)?|[-+]?\.\d+")
 
 
 def demo_answer(rollout: Rollout) -> float:
@@ -81,18 +81,10 @@ def numeric(
 def _number_after(text: str, marker: str) -> float | None:
     """Return the number behind the last marker that has one: a model may end with further, empty markers."""
     for part in reversed(text.split(marker)[1:]):
-        found = _NUMBER.match(part.lstrip(" $"))
+        found = NUMBER.match(part.lstrip(" $"))
         if found is not None:
             return last_number(found[0])
     return None
-
-
-def last_number(text: str) -> float | None:
-    """Return the last finite number in a text, or in its last `\\boxed{}`; None without one."""
-    boxed = re.findall(r"\\boxed\{([^{}]*)\}", text)
-    found = _NUMBER.findall(boxed[-1] if boxed else text)
-    value = float(found[-1].replace(",", "")) if found else None
-    return value if value is not None and math.isfinite(value) else None
 
 
 def regex(rollout: Rollout, *, pattern: str, full: bool = False) -> float:
@@ -138,6 +130,7 @@ def repetition(rollout: Rollout, *, ngram: int = 4) -> float:
     return -(total - len(grams)) / total if total else 0.0
 
 
+JUDGES = (LlmJudge, RubricJudge, PairwiseJudge)
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
@@ -157,8 +150,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
         question_answer,
         similarity,
     )
-} | {"llm_judge": LlmJudge, "rubric_judge": RubricJudge}
-"""By name. A class keeps state between calls: it is made from its settings, then called as `fn(rollout)`."""
+} | {kept.NAME: kept for kept in (*JUDGES, MajorityVote, Novelty)}
+"""By name. A class is made from its settings, which it checks, then called as a function."""
 
-ISOLATED = frozenset({"regex", "math_equal", "reasoning_gym", "code_tests", "similarity"})
+ISOLATED = frozenset({"regex", "math_equal", "reasoning_gym", "code_tests", "similarity", "majority_vote", "novelty"})
 """Built-ins that may hang on a model's text, and therefore always run in a process that can be killed."""

@@ -6,9 +6,14 @@ off here: the function runs in a worker that is killed at the deadline, so that 
 
 from __future__ import annotations
 
+from types import ModuleType
+from typing import Any
+
 from rewards.functions.answers import expected, final_answer
 from rollout.errors import ConfigError, DataError
 from rollout.records import Rollout
+
+INSTALL = "pip install 'lockstep-rl[math]'"
 
 
 def math_equal(rollout: Rollout, *, column: str = "answer", precision: int = 6) -> float:
@@ -17,19 +22,27 @@ def math_equal(rollout: Rollout, *, column: str = "answer", precision: int = 6) 
     A boxed answer wins over others. The reference is parsed with and without dollar signs around it.
     Raises `ConfigError` without math-verify, `DataError` if the reference cannot be parsed.
     """
-    try:
-        from math_verify import parse, verify
-    except ImportError as error:
-        raise ConfigError("the reward math_equal needs math-verify; pip install 'lockstep-rl[math]'") from error
-
-    def read(text: str) -> list:
-        return parse(text, parsing_timeout=None)  # type: ignore[arg-type]  # None is "no limit" in its code
-
     reference = expected(rollout, column)
     gold = read(reference) or read(f"${reference}$")
     if not gold:
         raise DataError(f"math_equal: column {column!r} is not a mathematical expression: {reference!r:.80}")
     answer = read(final_answer(rollout))
-    if not answer:
-        return 0.0
-    return float(verify(gold, answer, float_rounding=precision, timeout_seconds=None))  # type: ignore[arg-type]
+    return float(bool(answer) and is_equal(gold, answer, precision=precision))
+
+
+def read(text: str) -> list[Any]:
+    """Return the mathematical expression of a text as math-verify parses it; empty without one."""
+    return _math_verify().parse(text, parsing_timeout=None)
+
+
+def is_equal(gold: list[Any], answer: list[Any], *, precision: int = 6) -> bool:
+    """Return True if two results of `read` are equal as mathematics. precision: decimals of floats."""
+    return _math_verify().verify(gold, answer, float_rounding=precision, timeout_seconds=None)
+
+
+def _math_verify() -> ModuleType:
+    try:
+        import math_verify
+    except ImportError as error:
+        raise ConfigError(f"the reward math_equal needs math-verify; {INSTALL}") from error
+    return math_verify

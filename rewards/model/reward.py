@@ -27,10 +27,10 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from rewards.batches import BatchReward
 from rewards.model.classifier import load_reward_model
 from rewards.model.settings import ModelSettings
 from rewards.model.tokenizing import chat_ids, text_ids
-from rewards.trl import BatchReward
 from rollout.errors import ConfigError
 from rollout.records import Message, Rollout
 

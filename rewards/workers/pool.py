@@ -42,6 +42,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from rewards.batches import Scope
 from rewards.outcomes import Outcome, Verdict
 from rollout.errors import ConfigError, RewardError
 from rollout.records import Rollout
@@ -88,16 +89,18 @@ class IsolatedReward:
     spec: str
     """A built-in name, or `/absolute/path.py:name`."""
     settings: Mapping[str, Any]
-    is_batch: bool
+    scope: Scope
 
     async def judge(self, rollouts: Sequence[Rollout], *, timeout_s: float, by_turn: bool = False) -> list[Verdict]:
         """Return one verdict per rollout. The limit counts from the moment the function is called.
 
         by_turn: the function may return one number per turn.
         """
-        batches = [list(rollouts)] if self.is_batch else [[rollout] for rollout in rollouts]
-        calls = (self.pool.judge(self.spec, self.settings, batch, timeout_s, by_turn=by_turn) for batch in batches)
-        return [verdict for verdicts in await asyncio.gather(*calls) for verdict in verdicts]
+
+        async def call(seen: Sequence[Rollout]) -> list[Verdict]:
+            return await self.pool.judge(self.spec, self.settings, seen, timeout_s, by_turn=by_turn)
+
+        return await self.scope.judge(rollouts, call)
 
 
 class WorkerPool:
@@ -116,10 +119,10 @@ class WorkerPool:
         """Look the function up once in a worker. Raises `ConfigError` if it cannot be loaded or configured."""
         cancelled = threading.Event()
         try:
-            is_batch = self._threads.submit(self._load, spec, settings, cancelled).result()
+            scope = self._threads.submit(self._load, spec, settings, cancelled).result()
         finally:
             cancelled.set()
-        return IsolatedReward(pool=self, spec=spec, settings=settings, is_batch=is_batch)
+        return IsolatedReward(pool=self, spec=spec, settings=settings, scope=scope)
 
     async def judge(
         self,
@@ -150,7 +153,7 @@ class WorkerPool:
         self._finalizer()
         self._threads.shutdown(wait=False)
 
-    def _load(self, spec: str, settings: Mapping[str, Any], cancelled: threading.Event) -> bool:
+    def _load(self, spec: str, settings: Mapping[str, Any], cancelled: threading.Event) -> Scope:
         try:
             return self._worker().load(spec, settings, self._isolation.start_timeout_s, cancelled)
         except (_Died, _TimedOut) as error:
@@ -231,7 +234,7 @@ class _Worker:
         self._tail = bytearray()
         self._reader = threading.Thread(target=_keep_end, args=(self._process.stdout, self._tail), daemon=True)
         self._reader.start()
-        self._loaded: dict[str, bool] = {}
+        self._loaded: dict[str, Scope] = {}
         self.has_judged = False
         self._kill_lock = threading.Lock()
         self._is_killed = False
@@ -251,8 +254,8 @@ class _Worker:
             return False
         return False
 
-    def load(self, spec: str, settings: Mapping[str, Any], timeout_s: float, cancelled: threading.Event) -> bool:
-        """Have it look a function up, once, and return True if the function takes batches.
+    def load(self, spec: str, settings: Mapping[str, Any], timeout_s: float, cancelled: threading.Event) -> Scope:
+        """Have it look a function up, once, and return what the function sees in one call.
 
         Raises as `ask`, and `ConfigError` with the worker's reason.
         """
@@ -264,7 +267,7 @@ class _Worker:
                 raise _TimedOut(f"loading {spec} took longer than {timeout_s:g} s") from None
             if "error" in reply:
                 raise ConfigError(str(reply["error"]))
-            self._loaded[key] = bool(reply.get("is_batch"))
+            self._loaded[key] = _scope(reply)
         return self._loaded[key]
 
     def ask(self, request: Mapping[str, Any], timeout_s: float, cancelled: threading.Event) -> dict[str, Any]:
@@ -345,6 +348,14 @@ def _parse(line: bytes | bytearray, call: str) -> dict[str, Any]:
     if not isinstance(reply, dict) or reply.get("call") != call:
         raise _Died("its process sent something that is not a reply")
     return reply
+
+
+def _scope(reply: Mapping[str, Any]) -> Scope:
+    """Return the scope in a reply. Raises `_Died` for anything else."""
+    try:
+        return Scope(reply.get("scope"))
+    except ValueError as error:
+        raise _Died(f"its process sent something that is not a scope ({error})") from None
 
 
 def _verdicts(reply: Mapping[str, Any], num_turns: Sequence[int]) -> list[Verdict]:

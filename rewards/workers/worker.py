@@ -24,9 +24,9 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
+from rewards.batches import BatchReward, scope_of
 from rewards.outcomes import judge_batch, judge_call
 from rewards.resolve import resolve
-from rewards.trl import BatchReward
 from rewards.workers.pool import RECEIVED
 from rollout.errors import ConfigError
 from rollout.saved_rollouts import from_json
@@ -66,7 +66,7 @@ def _answer(request: Mapping[str, Any], functions: dict[str, Callable[..., Any] 
             functions[key] = resolve(request["spec"], request["settings"])
         except ConfigError as error:
             return {"error": str(error)}
-        return {"is_batch": isinstance(functions[key], BatchReward)}
+        return {"scope": scope_of(functions[key])}
     function = functions[key]
     rollouts = [from_json(rollout) for rollout in request["rollouts"]]
     num_turns = [rollout.num_turns if request["by_turn"] else None for rollout in rollouts]

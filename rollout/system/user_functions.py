@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import re
+import symtable
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from rollout.errors import ConfigError
 from rollout.safe_text import error_text
+
+_HIDES_NAMES = re.compile(r"import\s*\*|^\s*global\s|\b(?:globals|vars|locals|exec|eval|setattr)\s*\(", re.MULTILINE)
+"""Ways to define a name of a module that its symbol table does not show."""
 
 
 def load_functions(spec: str) -> list[Callable[..., Any]]:
@@ -40,6 +45,31 @@ def load_function(spec: str) -> Callable[..., Any]:
     if len(functions) != 1:
         raise ConfigError(f"found {spec!r}, which names {len(functions)} functions; expected one: path/to/file.py:name")
     return functions[0]
+
+
+def written_names(spec: str) -> Mapping[str, tuple[str, ...] | None]:
+    """Return the names that the file of `path.py:name` defines, without running it; each with its parameters if it is
+    written there as a function.
+
+    Raises `ConfigError` for a file that is not Python, or that lacks the name. A file may define names in ways that
+    cannot be read (`import *`, `setattr`); then it may lack the name without an error.
+    """
+    path_text, _, name = spec.rpartition(":")
+    path = Path(path_text).expanduser()
+    try:
+        source = path.read_text(encoding="utf-8")
+        table = symtable.symtable(source, str(path.resolve()), "exec")
+    except (OSError, SyntaxError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path_text} cannot be loaded: {fault(error, path)}") from error
+    names: dict[str, tuple[str, ...] | None] = {}
+    for symbol in table.get_symbols():
+        if symbol.is_assigned() or symbol.is_imported():
+            inner = [of for of in symbol.get_namespaces() if isinstance(of, symtable.Function)]
+            names[symbol.get_name()] = inner[-1].get_parameters() if inner else None
+    if name not in names and not _HIDES_NAMES.search(source):
+        written = [key for key, parameters in names.items() if parameters is not None]
+        raise ConfigError(_lacks(path_text, name, written or names))
+    return names
 
 
 def _load_module(path: Path) -> ModuleType:
@@ -83,6 +113,10 @@ def file_sha256(spec: str) -> str:
 def _lookup(module: ModuleType, name: str, path: str) -> Callable[..., Any]:
     value = vars(module).get(name)
     if not callable(value):
-        public = sorted(key for key, item in vars(module).items() if callable(item) and not key.startswith("_"))
-        raise ConfigError(f"{path} has no function {name!r}; it has {', '.join(public) or 'none'}")
+        raise ConfigError(_lacks(path, name, [key for key, item in vars(module).items() if callable(item)]))
     return value
+
+
+def _lacks(path: str, name: str, names: Iterable[str]) -> str:
+    public = sorted(key for key in names if not key.startswith("_"))
+    return f"{path} has no function {name!r}; it has {', '.join(public) or 'none'}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from rollout.engine.protocol import MAX_SUPPORT
+from trainer.checks.names import group_wise_rewards
 from trainer.config.schema import Config
 from trainer.objective.kl_control import MAX_EPISODES_PER_HORIZON
 from trainer.objective.own.lookup import advantage_named, policy_loss_named
@@ -14,6 +15,7 @@ def algorithm_problems(config: Config) -> Iterator[str]:
     """Yield one sentence per conflict."""
     yield from _batch(config)
     yield from _advantage(config)
+    yield from _group_rewards(config)
     yield from _critic(config)
     yield from _sampling(config)
     yield from _distillation(config)
@@ -104,6 +106,21 @@ def _advantage(config: Config) -> Iterator[str]:
         yield (
             "rollout.ignore_eos=true samples past the end of a turn and needs one turn per episode, found "
             f"environment.max_turns={config.environment.max_turns}; set environment.max_turns=1"
+        )
+
+
+def _group_rewards(config: Config) -> Iterator[str]:
+    algorithm, functions = config.algorithm, group_wise_rewards(config)
+    if functions and config.rollout.samples_per_prompt == 1:
+        yield (
+            f"reward {functions[0]} compares the rollouts of a group, found rollout.samples_per_prompt=1; set "
+            "rollout.samples_per_prompt=8, or another reward, for example reward.functions=[exact_match]"
+        )
+    if functions and config.needs_greedy:
+        yield (
+            f"algorithm.advantage={algorithm.advantage} compares rewards with that of a greedy answer, which is in no "
+            f"group, and reward {functions[0]} compares the rollouts of a group; set algorithm.advantage=grpo, or "
+            "another reward, for example reward.functions=[exact_match]"
         )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from rewards.functions.reasoning_gym import COLUMN, PREFIX
 from rollout.errors import ConfigError
 from trainer.checks.declared import value_problems
-from trainer.checks.names import lacks_model
+from trainer.checks.names import lacks_model, scores_groups_alone
 from trainer.config.hints import closest
 from trainer.config.paths import file_exists, path_exists
 from trainer.config.prepared import data_command
@@ -94,8 +94,8 @@ def made_data_problems(config: Config, *, trains: bool) -> Iterator[str]:
         )
 
 
-def evaluation_problems(config: Config) -> Iterator[str]:
-    """Yield one sentence per conflict of `eval`."""
+def evaluation_problems(config: Config, *, trains: bool = True) -> Iterator[str]:
+    """Yield one sentence per conflict of `eval`. trains: False if the configuration is for an evaluation alone."""
     settings = config.eval
     asked = {f"eval.every={settings.every}": "eval.every=0"} if settings.every else {}
     asked |= {"eval.before_training=true": "eval.before_training=false"} if settings.before_training else {}
@@ -109,6 +109,15 @@ def evaluation_problems(config: Config) -> Iterator[str]:
         yield (
             f"eval.samples_per_prompt={settings.samples_per_prompt} at eval.temperature=0 repeats one greedy answer; "
             "set eval.temperature=1.0, or eval.samples_per_prompt=1"
+        )
+    is_sampled = bool(config.heldout_sets()) and (config.evaluates or not trains)
+    if is_sampled and settings.samples_per_prompt == 1 and scores_groups_alone(config):
+        first = config.reward.functions[0]
+        yield (
+            f"the reward {first} compares the rollouts of a prompt, and evaluations sample one (eval."
+            "samples_per_prompt=1), which has no reward; set eval.samples_per_prompt=8 eval.temperature=1.0, or "
+            f"'reward.functions=[{first},exact_match]' 'reward.weights=[1,0]' for one that is only measured, or "
+            "eval.every=0 eval.before_training=false"
         )
     names = [spec.rpartition(":")[2] for spec in config.reward.functions]
     if settings.pass_reward is not None and settings.pass_reward not in names:

@@ -7,18 +7,19 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rewards.functions.built_in import FUNCTIONS
 from rewards.functions.programs import code_tests
 from rewards.outcomes import ERRORS
-from rewards.resolve import MODEL, check_built_in
+from rewards.resolve import MODEL, check_built_in, compares_groups
 from rewards.sandbox.sandbox import isolation_problem
 from rollout.chat.template_files import template_text
 from rollout.environments import ENVIRONMENTS, make_environment
 from rollout.errors import ConfigError
-from rollout.system.user_functions import file_sha256
+from rollout.system.user_functions import file_sha256, written_names
 from trainer.config.hints import closest
 from trainer.config.paths import file_exists, path_exists
 from trainer.config.prepared import model_command
@@ -132,14 +133,35 @@ def reward_name_problems(config: Config) -> Iterator[str]:
                 check_built_in(spec, given)
             except ConfigError as error:
                 yield str(error)
-        path, colon, _ = spec.rpartition(":")
+        path, colon, name = spec.rpartition(":")
         if colon and not file_exists(path):
             yield f"reward.functions: no file {path} (looked in {Path.cwd()}); expected path/to/file.py:function"
+        elif colon:
+            try:
+                written_names(spec)
+            except ConfigError as error:
+                yield f"reward.functions: {error}"
         if not colon and spec not in names:
             yield (
                 f"reward.functions: {spec} is not one of {', '.join(names)}{closest(spec, names)}; set "
                 "reward.functions=[exact_match], or reward.functions=[path/to/file.py:function]"
             )
+
+
+def group_wise_rewards(config: Config) -> list[str]:
+    """Return the reward functions that are known to compare the rollouts of a group, without running their files."""
+    found = []
+    for spec in config.reward.functions:
+        with suppress(ConfigError):  # `reward_name_problems` reports it
+            if compares_groups(spec):
+                found.append(spec)
+    return found
+
+
+def scores_groups_alone(config: Config) -> bool:
+    """Return True if a rollout that is alone in its group has no reward: all functions are group-wise built-ins."""
+    functions = config.reward.functions
+    return bool(functions) and all(spec in FUNCTIONS and compares_groups(spec) for spec in functions)
 
 
 def objective_problems(config: Config) -> Iterator[str]:

@@ -46,7 +46,7 @@ def validate(config: Config, *, needs_data: bool = True, trains: bool = True) ->
         else:
             problems += without_rollouts_problems(config)
         problems += [*launch_problems(config), *model_problems(config), *data_problems(config)]
-        problems += evaluation_problems(config)
+        problems += evaluation_problems(config, trains=trains)
         if needs_data and trains:
             problems += unused_problems(config)
         if needs_data:

@@ -22,6 +22,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from rewards.functions.built_in import JUDGES
 from rewards.resolve import MODEL
 from rollout.chat.chat import Chat
 from rollout.engine.protocol import Sampling
@@ -36,6 +37,7 @@ from rollout.safe_text import terminal_safe
 from rollout.system.background_loop import BackgroundLoop
 from trainer.batch.step_batch import StepBatch
 from trainer.build import make_chat, make_rewards, make_sampling
+from trainer.checks.names import scores_groups_alone
 from trainer.config.redaction import redact_words
 from trainer.config.schema import Config
 from trainer.config.tree import plain, settings_tree
@@ -57,7 +59,7 @@ from trainer.sft.cross_entropy import Demonstrations, tokenized
 SHOWN_ROWS = 2
 MAX_SHOWN_TOKENS = 1500
 """Length above which a row loses its middle."""
-SLOW_REWARDS = {MODEL, "llm_judge", "rubric_judge"}
+SLOW_REWARDS = {MODEL, *(judge.NAME for judge in JUDGES)}
 """Reward functions that load weights or call another machine."""
 ANSWER_COLUMNS = ("answer", "solution", "completion", "response", "target", "ground_truth", "chosen")
 """The first of these in a row is the text of the assistant's turns."""
@@ -216,7 +218,16 @@ async def preview(config: Config, chat: Chat, rows: Sequence[Row]) -> tuple[list
     if slow := sorted(SLOW_REWARDS.intersection(config.reward.functions)):
         notes.append(f"Rewards are left out, because {', '.join(slow)} would load weights or call another machine.")
         return rollouts, notes
+    if scores_groups_alone(config):
+        notes.append(
+            f"Rewards are left out, because {', '.join(config.reward.functions)} would compare rollouts of one row."
+        )
+        return rollouts, notes
     rewards = make_rewards(config)
+    if rewards.compares_groups:
+        notes.append(
+            "Each rollout is a group of its own here, so functions that compare a group may give it no reward."
+        )
     try:
         return await rewards.score(rollouts), notes
     finally:

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rewards.batches import BatchReward
 from rewards.composition import FaultTolerance, Reward, RewardSet, make_reward_set
 from rewards.outcomes import Outcome, judge
 from rewards.shaping import Shaping, turn_rewards
-from rewards.trl import BatchReward
 from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
 from rollout.saved_rollouts import from_json, to_json
 

@@ -134,6 +134,7 @@ def test_defaults_are_the_schema_or_a_group_value(complete: tuple[str, ...]) -> 
         (["reward.functions=[]"], ["reward.functions=[exact_match]"]),
         (["reward.functions=[exact_mach]"], ["did you mean 'exact_match'", "path/to/file.py:function"]),
         (["reward.functions=[nowhere.py:score]"], ["no file nowhere.py"]),
+        (["reward.functions=[scripts/train.py:absent]"], ["scripts/train.py has no function 'absent'; it has "]),
         (["reward.functions=[model]"], ["set reward.settings.model.path=<directory or hub id>"]),
         (["reward.functions=[model]", "reward.settings.model.path=runs/a/model"], ["scripts/train_reward_model.py"]),
         (["reward.functions=[numeric,numeric]"], ["named numeric", "set reward.functions=[numeric]"]),

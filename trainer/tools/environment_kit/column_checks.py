@@ -27,18 +27,23 @@ OTHERS = "reward ignores other columns"
 MAX_SHOWN = 3
 
 
-async def examine_columns(subject: Subject, earned: Earned) -> AsyncIterator[Finding]:
-    """Yield the findings on the reference column, then on all others."""
+async def examine_columns(subject: Subject, earned: Earned, *, is_scored: bool) -> AsyncIterator[Finding]:
+    """Yield the findings on the reference column, then on all others.
+
+    is_scored: False if rewards do not apply to scripted answers; then only prompts are examined.
+    """
     reference = earned.reference
     if reference.column is None:
         sentence = "no column with a reference is known; name it with --reference <column>."
-        for check in (LEAK, DEPENDS, READS):
+        for check in (LEAK, DEPENDS, *([READS] if is_scored else [])):
             yield Finding(check=check, verdict=Verdict.NOTE, sentence=sentence, measured="not checked")
     else:
         yield _leak(subject, earned, reference.column)
         yield await _depends(subject, earned, reference.column)
-        yield await _reads(subject, earned, reference.column)
-    yield await _others(subject, earned)
+        if is_scored:
+            yield await _reads(subject, earned, reference.column)
+    if is_scored:
+        yield await _others(subject, earned)
 
 
 def prompt_text(subject: Subject, rollout: Rollout) -> str:

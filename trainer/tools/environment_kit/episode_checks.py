@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 
 from rollout.engine.protocol import Engine
 from rollout.episode.rows import rows_from_calls
@@ -28,14 +29,15 @@ async def examine_again(subject: Subject, earned: Earned) -> AsyncIterator[Findi
     for row, rollout in reversed(list(zip(subject.rows, before, strict=True))):
         player = earned.reference.play_of(row)
         again.append(await (subject.play(row, player) if probe == "reference" else subject.say(row, _said(rollout))))
-    yield _same(SAME_TEXTS, before, await subject.score(again[::-1]))
+    yield _same(SAME_TEXTS, before, await subject.score(again[::-1]), samples=1)
 
 
 async def examine_episodes(subject: Subject, engine: Engine, earned: Earned) -> AsyncIterator[Finding]:
     """Play episodes with a real engine, and again from the recording."""
     options, recorder = subject.options, RecordingEngine(engine)
     watch = subject.watch
-    rollouts = await subject.score(await subject.collect(recorder, subject.rows, samples=options.samples))
+    sampled = await subject.collect(recorder, subject.rows, samples=options.samples)
+    rollouts = await subject.score(sampled)
     watch.seconds.clear()
     again: list[Rollout] = []
     for group in reversed(range(len(subject.rows))):
@@ -44,7 +46,10 @@ async def examine_episodes(subject: Subject, engine: Engine, earned: Earned) -> 
         )
         again = [*played, *again]
     environment_s = sum(map(sum, watch.seconds.values())) / max(1, len(again))
-    yield _same(SAME_SEED, rollouts, await subject.score(again))
+    yield _same(SAME_SEED, rollouts, await subject.score(again), samples=options.samples)
+    if subject.rewards.compares_groups:
+        turned = [replace(rollout, rollout_id=-rollout.rollout_id) for rollout in sampled]
+        yield _order(rollouts, await subject.score(turned))
     yield _tokens(rollouts)
     if earned.reference.is_known:
         yield _most(subject, rollouts, earned)
@@ -76,16 +81,38 @@ def difference(before: Rollout, after: Rollout) -> str:
     return ""
 
 
-def _same(check: str, before: Sequence[Rollout], after: Sequence[Rollout]) -> Finding:
-    found = [(old, text) for old, new in zip(before, after, strict=True) if (text := difference(old, new))]
+def _same(check: str, before: Sequence[Rollout], after: Sequence[Rollout], *, samples: int) -> Finding:
+    """Compare two plays of rows in order. samples: episodes of each row."""
+    played = enumerate(zip(before, after, strict=True))
+    found = [(number // samples, text) for number, (old, new) in played if (text := difference(old, new))]
     measured = f"{len(before) - len(found)} of {len(before)} episodes are the same twice"
     if not found:
         return Finding(check=check, measured=measured)
-    first, text = found[0]
+    row, text = found[0]
     sentence = (
         f"played again with the same sampled tokens, {len(found)} of {len(before)} episodes differ. First in that of "
-        f"row {first.group_id}: {text}. Draw random numbers from a generator that the data row seeds, read no clock, "
+        f"row {row}: {text}. Draw random numbers from a generator that the data row seeds, read no clock, "
         "and keep no state outside the episode."
+    )
+    return failure(check, sentence, measured)
+
+
+def _order(before: Sequence[Rollout], after: Sequence[Rollout]) -> Finding:
+    """Compare rewards of groups with those of the same groups in reverse order."""
+    check = "rewards of a group ignore its order"
+    pairs = [(old, reward_of(old), reward_of(new)) for old, new in zip(before, after, strict=True)]
+    changed = [
+        (old.group_id, left, right)
+        for old, left, right in pairs
+        if left != right and (left is None or right is None or abs(left - right) > EPSILON)
+    ]
+    measured = f"{len(pairs) - len(changed)} of {len(pairs)} rewards are the same in reverse order"
+    if not changed:
+        return Finding(check=check, measured=measured)
+    row, left, right = changed[0]
+    sentence = (
+        f"with the episodes of row {row} in reverse order, one earns {right} instead of {left}. The order of a group "
+        "means nothing: return the same number for an episode wherever it stands, also in ties."
     )
     return failure(check, sentence, measured)
 

@@ -84,8 +84,16 @@ def _examine(subject: Subject, open_engine: OpenEngine) -> Iterator[Finding]:
         if all(rollout.status is RolloutStatus.FAILED for rollout in subject.played):
             return
         yield from _all(loop, examine_tools(subject, subject.tools))
-        yield from _all(loop, examine_columns(subject, earned))
-        yield from _all(loop, examine_probes(earned))
+        is_scored = earned.has_rewards or not subject.rewards.compares_groups
+        yield from _all(loop, examine_columns(subject, earned, is_scored=is_scored))
+        if is_scored:
+            yield from _all(loop, examine_probes(earned))
+        else:
+            sentence = (
+                "a scripted answer is a group of its own, to which the rewards do not apply, so none was tried; "
+                "the rewards of groups are those of the engine's episodes below."
+            )
+            yield Finding(check="rewards of answers", verdict=Verdict.NOTE, sentence=sentence, measured="not checked")
         yield from _all(loop, examine_again(subject, earned))
     if subject.hanging_tools:
         names = ", ".join(subject.hanging_tools)

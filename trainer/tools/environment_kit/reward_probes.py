@@ -35,6 +35,10 @@ class Earned:
         return max((reward for reward in self.rewards(probe) if reward is not None), default=None)
 
     @property
+    def has_rewards(self) -> bool:
+        return any(self.most(probe) is not None for probe in self.rollouts)
+
+    @property
     def reference_earns(self) -> bool:
         """True if the reference earns something in every row."""
         rewards = self.rewards("reference")

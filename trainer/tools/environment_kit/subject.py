@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from rewards.composition import RewardSet
+from rewards.composition import DOES_NOT_APPLY, RewardSet
 from rewards.outcomes import Outcome
 from rollout.chat.chat import Chat
 from rollout.chat.messages import Tools
@@ -106,6 +107,7 @@ class Subject:
 
         engine = ScriptedEngine(answer, max_model_len=self.config.rollout.max_model_len)
         (rollout,) = await self.collect(engine, [row], samples=1, made=made)
+        rollout = replace(rollout, group_id=len(self.played))  # a group of its own, whatever is scored with it
         self.played.append(rollout)
         if not may_hang and any(fault.kind is FaultKind.HUNG for fault in self.watch.faults[num_faults:]):
             raise Hung
@@ -170,10 +172,16 @@ class Subject:
     async def score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Return the rollouts with their rewards; those whose reward failed are FAILED, and counted in `errors`.
 
+        A rollout alone in its group is not counted if group-wise functions have nothing to compare it with.
+
         Raises `Hung` after `MAX_TIMEOUTS` calls of reward functions that did not return.
         """
         scored = await self.rewards.score(rollouts, in_metrics=False, is_shaped=False)
+        sizes = Counter(rollout.group_id for rollout in rollouts)
         for before, after in zip(rollouts, scored, strict=True):
+            is_alone = self.rewards.compares_groups and sizes[after.group_id] == 1
+            if is_alone and after.error == DOES_NOT_APPLY:
+                continue
             if after.status is RolloutStatus.FAILED and before.status is not RolloutStatus.FAILED:
                 sentence = str(after.error)
                 self.errors[sentence] = self.errors.get(sentence, 0) + 1

@@ -6,12 +6,12 @@ import re
 
 import pytest
 
+from rewards.functions.answers import last_number
 from rewards.functions.built_in import (
     FUNCTIONS,
     contains,
     demo_answer,
     exact_match,
-    last_number,
     numeric,
     regex,
     repetition,

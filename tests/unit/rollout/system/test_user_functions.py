@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rollout.errors import ConfigError
-from rollout.system.user_functions import load_function, load_functions
+from rollout.system.user_functions import load_function, load_functions, written_names
 
 
 def test_a_user_file_imports_a_file_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -22,3 +22,53 @@ def test_a_user_file_imports_a_file_beside_it(tmp_path: Path, monkeypatch: pytes
 def test_a_spec_cut_at_its_comma_is_refused_with_the_quoted_form():
     with pytest.raises(ConfigError, match=r"found 'note', expected .*quote a spec with a comma: '\[\"path/to/file\.py"):
         load_functions("note")
+
+
+WRITTEN = """
+import json as j
+from functools import partial
+
+@partial
+def f(rollouts, *, k=1):
+    local = 1
+
+try:
+    async def g(rollout): ...
+except ImportError:
+    g = None
+
+class C: ...
+
+if (walrus := 1):
+    h = lambda x: x
+"""
+
+
+def test_the_names_of_a_file_are_read_without_running_it(tmp_path: Path):
+    file = tmp_path / "own.py"
+    file.write_text(WRITTEN + "\nraise SystemExit\n")
+    names = written_names(f"{file}:f")
+    assert {name: value for name, value in names.items() if value is not None} == {
+        "f": ("rollouts", "k"),
+        "g": ("rollout",),
+    }
+    assert set(names) == {"j", "partial", "f", "g", "C", "walrus", "h"}
+    for absent in ("local", "k", "absent", ""):
+        with pytest.raises(ConfigError, match=f"has no function '{absent}'; it has f, g$"):
+            written_names(f"{file}:{absent}")
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["from os import *", "globals()['f'] = 1", "setattr(m, 'f', 1)", "def g():\n    global f\n    f = 1", "exec(code)"],
+)
+def test_a_file_that_may_define_names_out_of_sight_lacks_none(source: str, tmp_path: Path):
+    (tmp_path / "own.py").write_text(source)
+    assert "f" not in written_names(f"{tmp_path}/own.py:f")
+
+
+@pytest.mark.parametrize("content", [b"def f(:", b"\xff\xfe", b"x = 1\x00"])
+def test_a_file_that_is_not_python_cannot_be_read(content: bytes, tmp_path: Path):
+    (tmp_path / "own.py").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"own\.py cannot be loaded: "):
+        written_names(f"{tmp_path}/own.py:f")

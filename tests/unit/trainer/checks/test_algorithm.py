@@ -29,6 +29,8 @@ CONFLICTS = {
     "algorithm=maxrl algorithm.turn_rewards=true": "needs an advantage per turn, found algorithm.advantage=maxrl",
     "algorithm=remax algorithm.length_control=kimi rollout.samples_per_prompt=1": "compares rollouts of a group",
     "+reward.settings.model.by_turn=true": "found algorithm.turn_rewards=false; set algorithm.turn_rewards=true",
+    "algorithm=remax reward.functions=[novelty]": "a greedy answer, which is in no group, and reward novelty compares",
+    "algorithm=ppo reward.functions=[majority_vote] rollout.samples_per_prompt=1": "set rollout.samples_per_prompt=8",
     "algorithm=vapo algorithm.gae_lambda=0.9": "set algorithm.gae_length_alpha=null, or leave algorithm.gae_lambda out",
     "algorithm=vc_ppo model.critic=shared": "set model.critic=separate or algorithm.critic_warmup=0",
 }
@@ -38,6 +40,15 @@ CONFLICTS = {
 def test_conflicts_are_refused_with_an_override_that_solves_them(overrides: str) -> None:
     (sentence,) = algorithm_problems(composed(*overrides.split()))
     assert CONFLICTS[overrides] in sentence
+
+
+def test_group_wise_functions_of_files_are_known_by_their_text(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("1 / 0\n\ndef best(rollouts): ...\n\nasync def right(rollout, rollouts=None): ...\n")
+    (sentence,) = algorithm_problems(composed("algorithm=remax", f"reward.functions=[{file}:right,{file}:best]"))
+    assert f"reward {file}:best compares the rollouts of a group; set algorithm.advantage=grpo" in sentence
+    assert not list(algorithm_problems(composed("algorithm=remax", f"reward.functions=[{file}:right]")))
+    assert not list(algorithm_problems(composed("algorithm=remax", f"reward.functions=[{tmp_path}/no.py:best]")))
 
 
 def test_gspo_over_tokens_weights_rollouts_by_length() -> None:

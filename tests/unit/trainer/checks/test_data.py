@@ -40,6 +40,20 @@ def test_missing_prepared_data_names_the_command_that_makes_them(
     assert ("run `" in problem) == (command is not None)
 
 
+def test_rewards_of_groups_alone_need_several_samples_in_evaluations():
+    alone = ["reward.functions=[majority_vote,novelty]", "data.heldout_path=a.jsonl"]
+    (problem,) = evaluation_problems(composed(*alone, "eval.every=5"))
+    assert "set eval.samples_per_prompt=8 eval.temperature=1.0, or 'reward.functions=[majority_vote,exact" in problem
+    assert list(evaluation_problems(composed(*alone), trains=False)) == [problem]
+    measured = ["reward.functions=[majority_vote,exact_match]", "reward.weights=[1,0]", "data.heldout_path=a.jsonl"]
+    for accepted in (
+        alone,
+        [*alone, "eval.every=5", "eval.samples_per_prompt=8", "eval.temperature=1.0"],
+        [*measured, "eval.every=5"],
+    ):
+        assert not list(evaluation_problems(composed(*accepted))), accepted
+
+
 def test_every_way_to_evaluate_is_turned_off_by_one_line():
     settings = ["data.heldout_path=null", "eval.every=5", "eval.before_training=true"]
     (problem,) = evaluation_problems(composed(*settings))

@@ -9,7 +9,7 @@ import pytest
 import trainer.checks.names
 from rollout.errors import ConfigError
 from tests.unit.trainer.test_cli import composed
-from trainer.checks.names import sandbox_problems
+from trainer.checks.names import reward_name_problems, sandbox_problems
 from trainer.checks.validate import validate
 from trainer.config.user_code import runs_unisolated
 
@@ -29,6 +29,37 @@ def test_only_true_turns_the_isolation_off():
     assert not runs_unisolated(composed(CODE))
     assert not runs_unisolated(composed(CODE, "+reward.settings.code_tests.unsafe=1"))
     assert not runs_unisolated(composed("reward.functions=[exact_match]", UNSAFE))
+
+
+OWN = """
+import time
+
+class Called:
+    def __call__(self, rollout): return 1.0
+
+def right(rollout): return 1.0
+
+def _hidden(rollout): return 1.0
+
+called = Called()
+raise RuntimeError("the file is not run by the checks")
+"""
+
+
+@pytest.mark.parametrize("name", ["right", "called", "_hidden", "time"])
+def test_a_name_of_a_reward_file_is_looked_up_without_running_it(name: str, tmp_path: Path):
+    (tmp_path / "own.py").write_text(OWN)
+    assert not list(reward_name_problems(composed(f"reward.functions=[{tmp_path}/own.py:{name}]")))
+
+
+def test_a_missing_reward_function_is_found_by_the_checks_with_those_of_the_file(arguments, tmp_path: Path):
+    (tmp_path / "own.py").write_text(OWN)
+    with pytest.raises(ConfigError) as error:
+        validate(composed(*arguments, f"reward.functions=[{tmp_path}/own.py:wrong]"))
+    assert str(error.value) == f"reward.functions: {tmp_path}/own.py has no function 'wrong'; it has right"
+    (tmp_path / "own.py").write_text("def broken(:\n")
+    (problem,) = reward_name_problems(composed(f"reward.functions=[{tmp_path}/own.py:broken]"))
+    assert problem.startswith(f"reward.functions: {tmp_path}/own.py cannot be loaded: SyntaxError in line 1: ")
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -157,6 +158,51 @@ class TestWithoutAFault:
         found = examined(source, "Guess", reward="twice", rows=rows, player="{file}:best")
         assert failed(found) == set()
         assert found["reward of the reference"].measured.startswith("1, played by ")
+
+
+class TestGroupWiseRewards:
+    def test_a_scripted_answer_is_a_group_of_its_own_and_episodes_are_whole_groups(self, examined):
+        source = RIGHT + (
+            "sizes = []\n"
+            "def brief(rollouts):\n"
+            "    sizes.append(len(rollouts))\n"
+            "    right = [one.messages[-1]['content'] == one.example['answer'] for one in rollouts]\n"
+            "    shortest = min(one.num_sampled for one in rollouts)\n"
+            "    return [float(ok and one.num_sampled == shortest) for ok, one in zip(right, rollouts)]\n"
+        )
+        found = examined(source, reward="brief", samples=3)
+        assert failed(found) == set()
+        assert found["reward of the reference"].measured == "1, column answer"
+        assert found["rewards of a group ignore its order"].measured == "18 of 18 rewards are the same in reverse order"
+        module = [module for name, module in sys.modules.items() if name.startswith("lockstep_user_own")][-1]
+        assert set(vars(module)["sizes"]) == {1, 3}
+
+    def test_built_ins_that_compare_are_examined_on_episodes_alone(self, examined):
+        found = examined(reward="majority_vote")
+        assert failed(found) == set()
+        assert found["rewards of answers"].verdict is Verdict.NOTE
+        assert {"reward of an empty answer", "reward reads the reference"}.isdisjoint(found)
+        assert found["answer in the prompt"].measured.startswith("0 of 6 rows")
+        assert found["rewards differ within groups"].measured == "0 of 6 groups of 2, mean 0.167"
+        assert found["reward functions answer"].measured.endswith("0 without a reward")
+
+    def test_a_reward_that_depends_on_the_order_of_the_group(self, examined):
+        source = RIGHT + "def ranked(rollouts):\n    return [float(place) for place, _ in enumerate(rollouts)]\n"
+        found = examined(source, reward="ranked")
+        assert "rewards of a group ignore its order" in failed(found)
+        assert "with the episodes of row 0 in reverse order, one earns 1.0 instead of 0.0" in (
+            found["rewards of a group ignore its order"].sentence
+        )
+
+    def test_a_function_that_fails_on_a_group_of_one(self, examined):
+        source = RIGHT + (
+            "def relative(rollouts):\n"
+            "    lengths = [one.num_sampled for one in rollouts]\n"
+            "    return [sum(l < other for other in lengths) / (len(lengths) - 1) for l in lengths]\n"
+        )
+        found = examined(source, reward="relative")
+        assert "reward functions answer" in failed(found)
+        assert "ZeroDivisionError" in found["reward functions answer"].sentence
 
 
 class TestPlantedFaults:

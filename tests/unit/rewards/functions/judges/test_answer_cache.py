@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rewards.functions.answer_cache import AnswerCache
+from rewards.functions.judges.answer_cache import AnswerCache
 from rollout.errors import RewardError
 
 

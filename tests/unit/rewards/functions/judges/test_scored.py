@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -33,7 +34,14 @@ class Judge:
             body = {"choices": [{"message": {"content": body}}]}
         return web.json_response(body, status=status)
 
-    async def judge(self, *batches: list[Rollout], **settings: object) -> tuple[Rollout, RewardSet]:
+    async def judge(self, *batches: list[Rollout], **settings: Any) -> tuple[Rollout, RewardSet]:
+        scored, rewards = await self.judge_all(*batches, **settings)
+        return scored[-1], rewards
+
+    async def judge_all(
+        self, *batches: list[Rollout], timeout_s: float = 30.0, **settings: object
+    ) -> tuple[list[Rollout], RewardSet]:
+        """Score batches one after the other. Returns the last one."""
         app = web.Application()
         app.router.add_post("/v1/chat/completions", self.answer)
         runner = web.AppRunner(app)
@@ -45,11 +53,11 @@ class Judge:
             rewards = make_reward_set(
                 [self.name],
                 settings={self.name: {"url": f"http://127.0.0.1:{port}/v1", "model": "judge", **settings}},
-                tolerance=FaultTolerance(max_error_rate=1.0),
+                tolerance=FaultTolerance(max_error_rate=1.0, timeout_s=timeout_s),
             )
             for batch in batches:
                 scored = await rewards.score(batch)
-            return scored[-1], rewards
+            return scored, rewards
         finally:
             await runner.cleanup()
 

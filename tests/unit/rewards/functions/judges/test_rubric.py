@@ -7,7 +7,7 @@ import pytest
 from rewards.resolve import check_built_in
 from rollout.errors import ConfigError
 from rollout.records import RolloutStatus
-from tests.unit.rewards.functions.test_judge import Judge
+from tests.unit.rewards.functions.judges.test_scored import Judge
 from tests.unit.rewards.workers.test_pool import rollout
 
 CRITERIA = {"right": {"text": "It is right.", "weight": 3}, "clear": {"text": "It is clear."}}

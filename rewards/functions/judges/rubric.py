@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rewards.functions.judge_server import JudgeServer
+from rewards.functions.judges.scored import ScoringJudge
 from rewards.meter import average
 from rollout.errors import ConfigError, RewardError
 from rollout.records import Rollout
@@ -17,7 +17,7 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RubricJudge(JudgeServer):
+class RubricJudge(ScoringJudge):
     """Reward `rubric_judge`: the weighted mean of the scores by criterion, scaled from low .. high to 0 .. 1."""
 
     NAME = "rubric_judge"
@@ -37,14 +37,14 @@ class RubricJudge(JudgeServer):
             _check(name, criterion)
 
     async def __call__(self, rollout: Rollout) -> float:
-        """Return the scaled mean, and measure each scaled score. Raises as `JudgeServer.ask`."""
+        """Return the scaled mean, and measure each scaled score. Raises as `ask_about`."""
         listed = "\n".join(f"{name}: {criterion['text']}" for name, criterion in self.criteria.items())
         scale = f"<a number from {self.low:g} to {self.high:g}>"
         form = "\n".join(f"{name}: {scale}" for name in self.criteria)
-        scores = await self.ask(
+        scores = await self.ask_about(
+            rollout,
             f"You grade an answer to a question by these criteria:\n{listed}",
             f"End your reply with these lines, and begin no other line with the name of a criterion:\n{form}",
-            rollout,
             self._read,
         )
         for name, score in scores.items():

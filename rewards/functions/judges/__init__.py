@@ -1,0 +1,1 @@
+"""Language models as judges, at any URL with the OpenAI protocol."""
