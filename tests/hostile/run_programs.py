@@ -19,7 +19,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from rewards.sandbox.sandbox import Limits, run_python
+from rollout.sandbox.sandbox import Limits, run_python
 from tests.hostile.cases import Case, cases
 
 PR_SET_CHILD_SUBREAPER = 36

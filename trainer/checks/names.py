@@ -14,10 +14,10 @@ from rewards.functions.built_in import FUNCTIONS
 from rewards.functions.programs import code_tests
 from rewards.outcomes import ERRORS
 from rewards.resolve import MODEL, check_built_in
-from rewards.sandbox.sandbox import isolation_problem
 from rollout.chat.template_files import template_text
 from rollout.environments import ENVIRONMENTS, make_environment
 from rollout.errors import ConfigError
+from rollout.sandbox.sandbox import isolation_problem
 from rollout.system.user_functions import file_sha256
 from trainer.config.hints import closest
 from trainer.config.paths import file_exists, path_exists

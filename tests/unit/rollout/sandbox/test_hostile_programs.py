@@ -58,7 +58,7 @@ def test_without_namespaces_the_limits_hold(name):
 
 
 REFUSED = """
-import rewards.sandbox.sandbox as sandbox
+import rollout.sandbox.sandbox as sandbox
 print(sandbox.isolation_problem())
 try:
     print("ran", sandbox.run_python("print(6 * 7)"))

@@ -9,7 +9,7 @@ Covered, in layers:
   system libraries, read-only, and one writable directory, which is in memory, bounded in bytes and files, and gone with
   the program, also when this process is killed; a limit on processes, not shared with other processes or sandboxes
   (Linux 5.14); no capabilities, no way to new privileges; as root: a user id of its own; no system calls that get
-  around these (`rewards/sandbox/system_calls.py`).
+  around these (`rollout/sandbox/system_calls.py`).
 
 Without namespaces no program runs, unless the caller says `unsafe`. Then only the first layer holds: the program can
 read and write what the trainer's user can, also its environment and memory, signal its processes, fill the disk with
@@ -46,8 +46,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import IO
 
-from rewards.sandbox.system_calls import refusing_filter
 from rollout.errors import ConfigError, SandboxError
+from rollout.sandbox.system_calls import refusing_filter
 
 JAIL = Path(__file__).with_name("jail.py")
 FIRST_UID, NUM_UIDS = 0x7000_0000, 0x0FFE_0000

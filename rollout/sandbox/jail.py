@@ -2,7 +2,7 @@
 
     launcher ── process 1 of the namespaces ── the program, in a session of its own
 
-`rewards/sandbox/sandbox.py` starts it as a script; it imports the standard library only and is never imported. The
+`rollout/sandbox/sandbox.py` starts it as a script; it imports the standard library only and is never imported. The
 launcher ends with its parent. Process 1 ends with the launcher; the kernel then kills every other process of the
 namespace. The program cannot reach process 1: signals from inside do not, its memory and descriptors are closed to
 other processes, and the system calls that could slow it down are refused. Without namespaces the launcher starts the
