@@ -12,7 +12,8 @@ from typing import Any
 from rewards.functions.answers import final_answer, reference
 from rollout.errors import ConfigError, DataError
 from rollout.records import Rollout
-from rollout.sandbox.sandbox import Ended, Execution, Limits, run_python
+from rollout.sandbox.execution import Ended, Execution, Limits
+from rollout.sandbox.sandbox import run_python
 
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 

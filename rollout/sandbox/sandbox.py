@@ -1,15 +1,15 @@
-"""Sandbox for Python programs that a model wrote.
+"""Local sandbox for programs that a model wrote, one for each, or one for all programs of an episode.
 
 Covered, in layers:
 * always: everything is killed at the wall-clock limit, and when this process ends; an empty environment; limits on CPU
   time, memory, file size, open files and core dumps; output that is read up to a limit; no descriptor, no standard
   input and no kernel keyring of the trainer; if memory runs out, the kernel takes the program before the trainer;
 * in namespaces: no network, not even loopback; no view of other processes, no signals to them, and all of its own die
-  with it, also those in sessions of their own, before `run_python` returns; of the file system only the interpreter and
+  with it, also those in sessions of their own, before its result is known; of the file system only the interpreter and
   system libraries, read-only, and one writable directory, which is in memory, bounded in bytes and files, and gone with
-  the program, also when this process is killed; a limit on processes, not shared with other processes or sandboxes
+  the sandbox, also when this process is killed; a limit on processes, not shared with other processes or sandboxes
   (Linux 5.14); no capabilities, no way to new privileges; as root: a user id of its own; no system calls that get
-  around these (`rollout/sandbox/system_calls.py`).
+  around these (`system_calls.py`).
 
 Without namespaces no program runs, unless the caller says `unsafe`. Then only the first layer holds: the program can
 read and write what the trainer's user can, also its environment and memory, signal its processes, fill the disk with
@@ -26,27 +26,19 @@ Not bubblewrap: it is rarely installed and bounds neither the number of files no
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fcntl
 import functools
 import itertools
-import json
 import os
-import select
-import selectors
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import IO
 
 from rollout.errors import ConfigError, SandboxError
+from rollout.sandbox.execution import Execution, Limits
+from rollout.sandbox.program_session import Enclosure, Session
 from rollout.sandbox.system_calls import refusing_filter
 
 JAIL = Path(__file__).with_name("jail.py")
@@ -56,54 +48,13 @@ PREFIX = "lockstep-sandbox-"
 READ_ONLY = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache")
 START_TIMEOUT_S = 20.0
 """Limit for building the sandbox, apart from the program's own."""
-STOP_TIMEOUT_S = 5.0
-"""Time for the launcher to end all processes before it is killed itself."""
-
-
-class Ended(StrEnum):
-    """End of a program."""
-
-    EXITED = "exited"
-    """The program ended by itself, with any status."""
-    TIMEOUT = "timeout"
-    """The program was killed at the wall-clock limit."""
-    KILLED = "killed"
-    """A signal ended the program: a fault of its own, or the CPU limit."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Limits of one program and its children."""
-
-    timeout_s: float = 5.0
-    """Wall-clock time; the limit on CPU time is one second more."""
-    memory_mib: int = 512
-    file_mib: int = 16
-    """Size of one written file."""
-    disk_mib: int = 64
-    """Size of all files together, in memory. In namespaces only."""
-    processes: int = 16
-    """Number of processes and threads. In namespaces only."""
-    open_files: int = 64
-    output_bytes: int = 64 * 2**10
-    """Bytes of each output to keep; the rest is discarded."""
-
-    def __post_init__(self) -> None:
-        if min(dataclasses.astuple(self)) <= 0:
-            raise ConfigError(f"sandbox: every limit must be positive, found {self}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Execution:
-    """Result of a program."""
-
-    ended: Ended
-    status: int
-    """Exit status, or minus the number of the signal."""
-    stdout: str
-    stderr: str
-    is_cut: bool = False
-    """True if the program printed more on its standard output than was kept."""
+WORKDIR, PLACE = "/sandbox", "/call"
+"""Directories of an episode's files, and of the text of its current program: one that fills the first can still be
+followed by one that empties it."""
+PLACE_BYTES = 4 * 2**20
+REWARD_SETTING = "reward.settings.code_tests.unsafe"
+ENVIRONMENT_SETTING = "environment.settings.unsafe"
+"""Settings that turn the walls off."""
 
 
 def run_python(source: str, *, stdin: str = "", limits: Limits | None = None, unsafe: bool = False) -> Execution:
@@ -113,12 +64,16 @@ def run_python(source: str, *, stdin: str = "", limits: Limits | None = None, un
         SandboxError: the program was not started; the system may not allow namespaces.
         ConfigError: the program would run without namespaces as root.
     """
-    if unsafe and os.geteuid() == 0:
-        raise ConfigError(
-            "code of a model is not run as root without isolation, found unsafe=true; leave it out, or start the run "
-            "as another user"
-        )
-    return _run(source, stdin, limits or Limits(), isolated=not unsafe)
+    limits = limits or Limits()
+    room = 4 * (len(source) + len(stdin))  # a character has up to 4 bytes
+    enclosure = local_enclosure(limits, unsafe=unsafe, setting=REWARD_SETTING, single_program_bytes=room)
+    call = {
+        "files": {"program.py": source, "stdin": stdin},
+        "command": [enclosure.python, "-I", "-B", "program.py"],
+        "env": {"HOME": WORKDIR, "LANG": "C.UTF-8", "PATH": "/usr/bin"},
+    }
+    with contextlib.closing(Session(enclosure)) as session:
+        return session.run(call, timeout_s=limits.timeout_s, output_bytes=limits.output_bytes)
 
 
 def isolation_problem() -> str | None:
@@ -128,6 +83,84 @@ def isolation_problem() -> str | None:
     except SandboxError as error:
         return str(error)
     return None if result.stdout == "42\n" else f"a program in the sandbox ended with {result}"
+
+
+def local_enclosure(
+    limits: Limits, *, unsafe: bool, setting: str, single_program_bytes: int | None = None
+) -> Enclosure:
+    """Return walls of this system's namespaces, or none.
+
+    setting: the one that turns them off, for messages. single_program_bytes: size of the only program and its input,
+    which then lie in the working directory. Raises `ConfigError`: programs would run as root without isolation.
+    """
+    refuse_unisolated_root(unsafe)
+    interpreter = os.path.realpath(sys.executable)
+    stack = contextlib.ExitStack()
+    if unsafe:
+        top = stack.enter_context(_directory())
+        workdir, place = (top, top) if single_program_bytes is not None else (top + WORKDIR, top + PLACE)
+        for path in (workdir, place):
+            os.makedirs(path, exist_ok=True)
+        walls, processes = None, {}
+    else:
+        workdir, place = WORKDIR, PLACE if single_program_bytes is None else WORKDIR
+        writable = {place: PLACE_BYTES, workdir: limits.disk_mib * 2**20 + (single_program_bytes or 0)}
+        is_root = _is_root_of_all()
+        walls = {
+            "binds": [*READ_ONLY, os.path.realpath(sys.base_prefix)],
+            "writable": writable,
+            "uids": [FIRST_UID, NUM_UIDS] if is_root else None,
+        }
+        # Counted per user and user namespace. Without either, all processes of the trainer's user would count.
+        # Process 1 counts too, and so does the launcher if it is in the user namespace.
+        processes = {"RLIMIT_NPROC": limits.processes + (1 if is_root else 2)}
+    return Enclosure(
+        command=[interpreter, "-I", "-S", str(JAIL)],
+        env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
+        settings={
+            "walls": walls,
+            "workdir": workdir,
+            "place": place,
+            "limits": {**common_limits(limits), **processes},
+            "filter": "" if unsafe else refusing_filter().hex(),
+        },
+        limits=limits,
+        start_timeout_s=START_TIMEOUT_S,
+        refused=_unsafe_refusal if unsafe else functools.partial(_refusal, setting),
+        python=interpreter,
+        path=f"{os.path.dirname(interpreter)}:/usr/bin:/bin",
+        release=stack.close,
+    )
+
+
+def common_limits(limits: Limits) -> dict[str, int]:
+    """Return the limits of each process by name of the rlimit, which hold with any walls."""
+    return {
+        "RLIMIT_CPU": limits.cpu_s,
+        "RLIMIT_AS": limits.memory_mib * 2**20,
+        "RLIMIT_FSIZE": limits.file_mib * 2**20,
+        "RLIMIT_NOFILE": limits.open_files,
+        "RLIMIT_CORE": 0,
+    }
+
+
+def refuse_unisolated_root(unsafe: bool) -> None:
+    if unsafe and os.geteuid() == 0:
+        raise ConfigError(
+            "code of a model is not run as root without isolation, found unsafe=true; leave it out, or start the run "
+            "as another user"
+        )
+
+
+def _refusal(setting: str, reason: str) -> str:
+    return (
+        f"this system did not isolate a program of the model ({reason}), so it did not run; allow user namespaces "
+        f"(docs/reliability.md, Model-written programs), or set {setting}=true to run such programs with your rights"
+    )
+
+
+def _unsafe_refusal(reason: str) -> str:
+    return f"the program could not be started: {reason}"
 
 
 @functools.cache
@@ -177,135 +210,3 @@ def _remove(path: str) -> None:
             if not os.path.islink(directory):
                 os.chmod(directory, 0o700)
     shutil.rmtree(path, ignore_errors=True)
-
-
-def _run(source: str, stdin: str, limits: Limits, *, isolated: bool) -> Execution:
-    directory = contextlib.nullcontext("") if isolated else _directory()
-    # The feed is a file without a name, which cannot be left behind.
-    with directory as workdir, tempfile.TemporaryFile() as feed:
-        becomes_another = isolated and _is_root_of_all()
-        interpreter = os.path.realpath(sys.executable)
-        # Counted per user and user namespace. Without either, all processes of the trainer's user would count.
-        # Process 1 counts too, and so does the launcher if it is in the user namespace.
-        processes = {"RLIMIT_NPROC": limits.processes + (1 if becomes_another else 2)} if isolated else {}
-        settings = {
-            "workdir": workdir,
-            "binds": [*READ_ONLY, os.path.realpath(sys.base_prefix)],
-            "disk_bytes": limits.disk_mib * 2**20 + 4 * (len(source) + len(stdin)),  # a character has up to 4 bytes
-            "uids": [FIRST_UID, NUM_UIDS] if becomes_another else None,
-            "files": {"program.py": source, "stdin": stdin},
-            "command": [interpreter, "-I", "-B", "program.py"],
-            "limits": {
-                "RLIMIT_CPU": int(limits.timeout_s) + 1,
-                "RLIMIT_AS": limits.memory_mib * 2**20,
-                "RLIMIT_FSIZE": limits.file_mib * 2**20,
-                "RLIMIT_NOFILE": limits.open_files,
-                "RLIMIT_CORE": 0,
-                **processes,
-            },
-            "filter": refusing_filter().hex() if isolated else "",
-        }
-        feed.write(json.dumps(settings).encode())
-        feed.seek(0)
-        reader, writer = os.pipe()
-        with open(reader, "rb", buffering=0) as report, _launch(interpreter, feed, writer) as process:
-            try:
-                is_ready = _is_readable(report, START_TIMEOUT_S)
-                said = report.read(100) if is_ready else b""
-                if not said.startswith(b"started\n"):
-                    raise SandboxError(_no_start(process, isolated=isolated))
-                stdout, stderr, in_time, is_cut = _read(process, limits)
-                if in_time:
-                    said += report.read(100)
-            finally:
-                report.close()  # before the end of the launcher: a program that is only now being started must fail
-                _stop(process)
-    words = said.split()
-    status = int(words[1]) if len(words) == 2 else -signal.SIGKILL  # process 1 was killed, or the time is over
-    ended = Ended.TIMEOUT if not in_time else Ended.KILLED if status < 0 else Ended.EXITED
-    return Execution(ended=ended, status=status, stdout=stdout, stderr=stderr, is_cut=is_cut)
-
-
-def _is_readable(file: IO[bytes], timeout_s: float) -> bool:
-    poll = select.poll()  # select() refuses descriptors from 1024 on
-    poll.register(file, select.POLLIN)
-    return bool(poll.poll(timeout_s * 1000))
-
-
-def _launch(interpreter: str, feed: IO[bytes], writer: int) -> subprocess.Popen[bytes]:
-    """Start the launcher, in the process group of this process, which is killed with a reward worker."""
-    try:
-        return subprocess.Popen(
-            [interpreter, "-I", "-S", str(JAIL), str(writer)],
-            stdin=feed,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            pass_fds=[writer],
-            env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
-            cwd="/",
-        )
-    finally:
-        os.close(writer)
-
-
-def _no_start(process: subprocess.Popen[bytes], *, isolated: bool) -> str:
-    """Stop a launcher that did not start the program, and return a sentence with its reason."""
-    _stop(process)
-    assert process.stderr is not None
-    lines = process.stderr.read().decode(errors="replace").strip().splitlines()
-    reason = lines[-1] if lines else f"no program after {START_TIMEOUT_S:g} s"
-    if not isolated:
-        return f"the program could not be started: {reason}"
-    return (
-        f"this system did not isolate a program of the model ({reason}), so it did not run; allow user namespaces "
-        "(docs/reliability.md, Model-written programs), or set reward.settings.code_tests.unsafe=true to run such "
-        "programs with your rights"
-    )
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End the launcher and all that it started, and wait for their end. Idempotent."""
-    process.terminate()
-    try:
-        process.wait(STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def _read(process: subprocess.Popen[bytes], limits: Limits) -> tuple[str, str, bool, bool]:
-    """Return the beginnings of both outputs, and two flags: the process ended in time; the first output was cut."""
-    assert process.stdout is not None
-    assert process.stderr is not None
-    kept = {process.stdout: bytearray(), process.stderr: bytearray()}
-    deadline = time.monotonic() + limits.timeout_s
-    with selectors.DefaultSelector() as selector:
-        for stream in kept:
-            os.set_blocking(stream.fileno(), False)
-            selector.register(stream, selectors.EVENT_READ)
-        # A descendant may hold the streams open after the program's end, hence poll.
-        while selector.get_map() and process.poll() is None and (left := deadline - time.monotonic()) > 0:
-            for key, _ in selector.select(min(left, 0.05)):
-                _take(key.fileobj, kept, selector, limits)  # type: ignore[arg-type]
-        in_time = True
-        try:
-            process.wait(timeout=max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            in_time = False
-        for key in list(selector.get_map().values()):
-            _take(key.fileobj, kept, selector, limits)  # type: ignore[arg-type]
-    is_cut = len(kept[process.stdout]) > limits.output_bytes
-    stdout, stderr = (
-        kept[stream][: limits.output_bytes].decode(errors="replace") for stream in (process.stdout, process.stderr)
-    )
-    return stdout, stderr, in_time, is_cut
-
-
-def _take(stream, kept: dict, selector: selectors.BaseSelector, limits: Limits) -> None:
-    try:
-        chunk = os.read(stream.fileno(), 2**20)
-    except BlockingIOError:
-        return
-    if not chunk:
-        selector.unregister(stream)
-    kept[stream] += chunk[: limits.output_bytes + 1 - len(kept[stream])]  # one more, to tell that it was cut

@@ -17,7 +17,8 @@ import pytest
 
 import rollout.sandbox.sandbox
 from rollout.errors import ConfigError, SandboxError
-from rollout.sandbox.sandbox import Ended, Limits, isolation_problem, run_python
+from rollout.sandbox.execution import Ended, Limits
+from rollout.sandbox.sandbox import isolation_problem, run_python
 
 IS_ISOLATED = isolation_problem() is None
 contained = pytest.mark.skipif(not IS_ISOLATED, reason="this system allows no namespaces")
@@ -25,7 +26,8 @@ contained = pytest.mark.skipif(not IS_ISOLATED, reason="this system allows no na
 # Runs without namespaces only where the test says so: the program is the test's own.
 WORKER = """
 import os, sys
-from rollout.sandbox.sandbox import Limits, run_python
+from rollout.sandbox.execution import Limits
+from rollout.sandbox.sandbox import run_python
 unsafe = sys.argv[1] == "without"
 if unsafe:
     os.geteuid = lambda: 1000
