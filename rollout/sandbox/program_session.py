@@ -170,13 +170,15 @@ class Session:
         searched = 0
         while (end := self._answers.find(b"\n", searched)) < 0:
             searched = len(self._answers)
+            if searched > max_bytes:
+                break
             _wait(self._stream, select.POLLIN, deadline)
             chunk = self._stream.read(CHUNK_BYTES)
             if not chunk:
                 raise _Unusable("it has ended")
             self._answers += chunk
-            if len(self._answers) > max_bytes:
-                raise _Unusable(f"an answer of more than {max_bytes} bytes")
+        if not 0 <= end <= max_bytes:
+            raise _Unusable(f"an answer of more than {max_bytes} bytes")
         line = bytes(self._answers[:end])
         del self._answers[: end + 1]
         try:

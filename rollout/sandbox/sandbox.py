@@ -57,16 +57,23 @@ ENVIRONMENT_SETTING = "environment.settings.unsafe"
 """Settings that turn the walls off."""
 
 
-def run_python(source: str, *, stdin: str = "", limits: Limits | None = None, unsafe: bool = False) -> Execution:
+def run_python(
+    source: str,
+    *,
+    stdin: str = "",
+    limits: Limits | None = None,
+    unsafe: bool = False,
+    setting: str | None = REWARD_SETTING,
+) -> Execution:
     """Run a program in the sandbox; it can import the standard library only.
 
-    unsafe: run it without namespaces, with the rights of this process. Raises:
+    unsafe: run it without namespaces, with the rights of this process. setting: of `local_enclosure`. Raises:
         SandboxError: the program was not started; the system may not allow namespaces.
         ConfigError: the program would run without namespaces as root.
     """
     limits = limits or Limits()
     room = 4 * (len(source) + len(stdin))  # a character has up to 4 bytes
-    enclosure = local_enclosure(limits, unsafe=unsafe, setting=REWARD_SETTING, single_program_bytes=room)
+    enclosure = local_enclosure(limits, unsafe=unsafe, setting=setting, single_program_bytes=room)
     call = {
         "files": {"program.py": source, "stdin": stdin},
         "command": [enclosure.python, "-I", "-B", "program.py"],
@@ -76,22 +83,23 @@ def run_python(source: str, *, stdin: str = "", limits: Limits | None = None, un
         return session.run(call, timeout_s=limits.timeout_s, output_bytes=limits.output_bytes)
 
 
-def isolation_problem() -> str | None:
+def isolation_problem(setting: str | None = REWARD_SETTING) -> str | None:
     """Return the reason why this system cannot isolate programs, or None; tried by running one."""
     try:
-        result = run_python("print(6 * 7)", limits=Limits(timeout_s=START_TIMEOUT_S))
+        result = run_python("print(6 * 7)", limits=Limits(timeout_s=START_TIMEOUT_S), setting=setting)
     except SandboxError as error:
         return str(error)
     return None if result.stdout == "42\n" else f"a program in the sandbox ended with {result}"
 
 
 def local_enclosure(
-    limits: Limits, *, unsafe: bool, setting: str, single_program_bytes: int | None = None
+    limits: Limits, *, unsafe: bool, setting: str | None, single_program_bytes: int | None = None
 ) -> Enclosure:
     """Return walls of this system's namespaces, or none.
 
-    setting: the one that turns them off, for messages. single_program_bytes: size of the only program and its input,
-    which then lie in the working directory. Raises `ConfigError`: programs would run as root without isolation.
+    setting: the one that turns them off, for messages; None: there is none. single_program_bytes: size of the only
+    program and its input, which then lie in the working directory.
+    Raises `ConfigError`: programs would run as root without isolation.
     """
     refuse_unisolated_root(unsafe)
     interpreter = os.path.realpath(sys.executable)
@@ -152,10 +160,11 @@ def refuse_unisolated_root(unsafe: bool) -> None:
         )
 
 
-def _refusal(setting: str, reason: str) -> str:
+def _refusal(setting: str | None, reason: str) -> str:
+    without = "" if setting is None else f", or set {setting}=true to run such programs with your rights"
     return (
         f"this system did not isolate a program of the model ({reason}), so it did not run; allow user namespaces "
-        f"(docs/reliability.md, Model-written programs), or set {setting}=true to run such programs with your rights"
+        f"(docs/reliability.md, Model-written programs){without}"
     )
 
 

@@ -285,10 +285,14 @@ class TestEnds:
         await asyncio.to_thread(wait_until, lambda: launchers() == before)
 
 
-def launchers() -> int:
-    """Return the number of launchers that this process has."""
+def children() -> list[int]:
+    """Return the pids of the children of this process: the launchers, if it has started nothing else."""
     parent = f"PPid:\t{os.getpid()}\n"
-    return sum(parent in read(file) for file in Path("/proc").glob("[0-9]*/status"))
+    return [int(file.parent.name) for file in Path("/proc").glob("[0-9]*/status") if parent in read(file)]
+
+
+def launchers() -> int:
+    return len(children())
 
 
 LIAR = "import sys, time\nsys.stdin.readline()\nprint('{\"ready\": true}', flush=True)\nsys.stdin.readline()\n"
