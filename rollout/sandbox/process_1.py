@@ -103,21 +103,15 @@ def serve(requests: Lines, settings: dict) -> None:
             continue
         run(call, settings, stdin, requests)
         os.close(stdin)
-        for name in call["files"]:
-            remove(name, place)
 
 
 def put(name: str, text: str, place: int) -> None:
     """Write a new file. No program runs meanwhile; what an earlier one left under this name is never opened."""
-    remove(name, place)
+    with contextlib.suppress(OSError):  # there is none; or it is a directory, and then the program is not written
+        os.unlink(name, dir_fd=place)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     with os.fdopen(os.open(name, flags, 0o600, dir_fd=place), "wb") as file:
         file.write(text.encode("utf-8", "replace"))
-
-
-def remove(name: str, place: int) -> None:
-    with contextlib.suppress(OSError):  # there is none; or it is a directory, and then the program is not written
-        os.unlink(name, dir_fd=place)
 
 
 def run(call: dict, settings: dict, stdin: int, requests: Lines) -> None:

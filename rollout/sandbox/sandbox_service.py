@@ -89,7 +89,9 @@ class SandboxService:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
         given = request.headers.get("Authorization", "")
-        if self._token is not None and not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
+        if self._token is not None and not hmac.compare_digest(
+            given.encode(errors="surrogateescape"), f"Bearer {self._token}".encode()
+        ):
             return _error(401, "expected Authorization: Bearer <token of this service>")
         try:
             return await handler(request)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from rollout.errors import SandboxError
 from rollout.sandbox.execution import Ended, Execution, Language, Limits
 from rollout.sandbox.program_session import Enclosure, Session, SessionSandbox, tool_call
 from rollout.sandbox.sandbox import local_enclosure
+from tests.fixtures.processes import descendants
 from tests.unit.rollout.sandbox.test_sandbox import contained, named, processes, read, wait_until
 
 LIMITS = Limits(timeout_s=10.0, output_bytes=1000)
@@ -182,6 +184,12 @@ class TestLimits:
         exact = shell.python("print('x' * 999)")
         assert (exact.is_cut, exact.is_stderr_cut) == (False, False)
 
+    def test_endless_output_takes_no_memory_of_process_1(self, shell):
+        assert shell.sh("yes", timeout_s=2.0).is_cut
+        (first,) = descendants(shell.session._process.pid) - {shell.session._process.pid}
+        (peak,) = re.findall(r"VmHWM:\s+(\d+) kB", read(Path(f"/proc/{first}/status")))
+        assert int(peak) < 40_000
+
     def test_pipelines_end_quietly(self, shell):
         result = shell.sh("yes | head -n 1")
         assert (result.stdout, result.stderr, result.status) == ("y\n", "", 0)
@@ -193,7 +201,7 @@ class TestLimits:
 
 SLEEPER = "open('mine', 'w').write('x')\ntime.sleep(60)"
 TRAINER = """
-import sys, threading, time
+import os, sys, threading, time
 from rollout.sandbox.program_session import Session, tool_call
 from rollout.sandbox.execution import Language, Limits
 from rollout.sandbox.sandbox import local_enclosure
@@ -206,6 +214,9 @@ thread = threading.Thread(target=work)
 thread.start()
 thread.join()
 call("print(1)")
+if sys.argv[1] == "forked" and os.fork() == 0:  # it has the ends of all pipes
+    time.sleep(20)
+    os._exit(0)
 if sys.argv[1] == "idle":
     print(made[0]._process.pid, flush=True)
     time.sleep(60)
@@ -256,7 +267,7 @@ class TestEnds:
         assert shell.session.is_closed
         wait_until(lambda: processes(name) == 0)
 
-    @pytest.mark.parametrize("state", ["busy", "idle", "exit"])
+    @pytest.mark.parametrize("state", ["busy", "idle", "exit", "forked"])
     def test_the_end_of_the_trainer_leaves_no_process_and_no_directory(self, tmp_path, state):
         name = mark("t")
         command = [sys.executable, "-c", TRAINER, state, named(name) + SLEEPER]
@@ -270,7 +281,9 @@ class TestEnds:
         if state != "exit":
             trainer.kill()
         trainer.wait()
+        killed = time.monotonic()
         wait_until(lambda: processes(name) == 0)
+        assert time.monotonic() - killed < 10
         if launcher:
             wait_until(lambda: not read(Path(f"/proc/{launcher}/cmdline")).count("jail"))
         assert list(tmp_path.iterdir()) == []
@@ -328,6 +341,8 @@ def test_a_sandbox_that_lies_before_a_program_is_an_error(answer, reason):
         '"is_stderr_cut": false}\', flush=True)',
         'print(\'{"ended": "exited", "status": true, "stdout": "", "stderr": "", "is_cut": false, '
         '"is_stderr_cut": false}\', flush=True)',
+        'print(\'{"ended": "exited", "status": 0, "stdout": "\' + \'x\' * 10**5 + \'", "stderr": "", '
+        '"is_cut": false, "is_stderr_cut": false}\', flush=True)',
         "sys.exit()",
     ],
 )
