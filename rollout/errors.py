@@ -63,7 +63,7 @@ class RewardError(LockstepError, RuntimeError):
 
 
 class SandboxError(LockstepError, RuntimeError):
-    """A program of the model was not started, because the system did not isolate it."""
+    """A program of the model was not started, because the system did not isolate it, or its sandbox is lost."""
 
 
 class CheckpointError(LockstepError, RuntimeError):

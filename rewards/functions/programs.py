@@ -1,4 +1,4 @@
-"""Tests of programs that a model wrote, run in the sandbox (`rewards/sandbox/sandbox.py`)."""
+"""Tests of programs that a model wrote, run in the sandbox (`rollout/sandbox/sandbox.py`)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rewards.functions.answers import final_answer, reference
-from rewards.sandbox.sandbox import Ended, Execution, Limits, run_python
 from rollout.errors import ConfigError, DataError
 from rollout.records import Rollout
+from rollout.sandbox.execution import Ended, Execution, Limits
+from rollout.sandbox.sandbox import run_python
 
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 

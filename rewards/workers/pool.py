@@ -9,7 +9,7 @@ A call whose process dies after it has served others is repeated once in a new p
 have caused it. Each reply names its call.
 
 Not covered: this is protection against accidents, not against attacks. A reward function has the rights of the
-trainer (files, network, environment); only `rewards/sandbox/sandbox.py` takes them away. A process that a function
+trainer (files, network, environment); only `rollout/sandbox/sandbox.py` takes them away. A process that a function
 starts in a session of its own (setsid) is not in the group that is killed. Shared memory does not count toward the
 limit.
 

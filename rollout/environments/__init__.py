@@ -15,6 +15,7 @@ from rollout.environments.agent import AgentEnvironment
 from rollout.environments.calculator import CalculatorEnvironment, SlowCalculatorEnvironment
 from rollout.environments.chain import ChainEnvironment
 from rollout.environments.mixed import AnyEnvironment, Mixed
+from rollout.environments.sandboxed_tools import SandboxEnvironment
 from rollout.environments.search import SearchEnvironment
 from rollout.environments.single_turn import SingleTurn
 from rollout.environments.subagents import SubAgents
@@ -45,6 +46,7 @@ ENVIRONMENTS: dict[str, Callable[..., AnyEnvironment]] = {
     "single_turn": SingleTurn,
     "tools": ToolEnvironment,
     "mcp": McpEnvironment,
+    "sandbox": SandboxEnvironment,
     "search": SearchEnvironment,
     "user": SimulatedUser,
     "mixed": partial(Mixed, make=make_environment),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rollout.episode.environment import Environment, RunsItself
@@ -46,6 +46,15 @@ class Mixed:
 
 
 AnyEnvironment = Environment | RunsItself | Mixed
+
+
+def parts_of(environment: AnyEnvironment) -> Iterator[Environment | RunsItself]:
+    """Yield all environments that may run a row."""
+    if isinstance(environment, Mixed):
+        for part in environment.parts.values():
+            yield from parts_of(part)
+    else:
+        yield environment
 
 
 def environment_of(environment: AnyEnvironment, example: Mapping[str, Any]) -> Environment | RunsItself:

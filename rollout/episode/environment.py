@@ -1,8 +1,8 @@
 """Environment protocol: from a data row to messages, and from an assistant turn to the messages that answer it.
 
 An environment lives for one episode and handles messages only. It is an `Environment`, or `RunsItself` if it asks the
-model on its own; `HostsConversations`, `Concludes` and `Closes` are optional. `rollout/environments/__init__.py`
-lists them by name.
+model on its own; `HostsConversations`, `Concludes`, `ChecksSystem` and `Closes` are optional.
+`rollout/environments/__init__.py` lists them by name.
 """
 
 from __future__ import annotations
@@ -103,6 +103,15 @@ class Concludes(Protocol):
 
     async def conclude(self) -> Mapping[str, Any]:
         """Return facts for the outcome. Called once, unless the rollout failed."""
+        ...
+
+
+@runtime_checkable
+class ChecksSystem(Protocol):
+    """An environment that needs something of the system, which may be missing."""
+
+    async def problem(self) -> str | None:
+        """Return the reason why no episode can be played, in a sentence, or None. Called before a run starts."""
         ...
 
 

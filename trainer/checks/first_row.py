@@ -17,7 +17,7 @@ from trainer.config.paths import file_exists
 from trainer.config.schema import Config, DataSetConfig
 from trainer.data.datasets import is_file, read_first_row, rename
 
-READ_A_PROMPT = ("single_turn", "reverse", "tools", "search", "user", "calculator", "chain", "subagents")
+READ_A_PROMPT = ("single_turn", "reverse", "tools", "sandbox", "search", "user", "calculator", "chain", "subagents")
 """Environments that begin with the row's prompt for all of their settings."""
 
 

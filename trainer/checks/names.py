@@ -15,10 +15,13 @@ from rewards.functions.built_in import FUNCTIONS
 from rewards.functions.programs import code_tests
 from rewards.outcomes import ERRORS
 from rewards.resolve import MODEL, check_built_in, compares_groups
-from rewards.sandbox.sandbox import isolation_problem
 from rollout.chat.template_files import template_text
 from rollout.environments import ENVIRONMENTS, make_environment
+from rollout.environments.mixed import parts_of
+from rollout.episode.environment import ChecksSystem
 from rollout.errors import ConfigError
+from rollout.sandbox.sandbox import isolation_problem
+from rollout.system.background_loop import BackgroundLoop
 from rollout.system.user_functions import file_sha256, written_names
 from trainer.config.hints import closest
 from trainer.config.paths import file_exists, path_exists
@@ -226,10 +229,14 @@ def reward_model_problems(config: Config) -> Iterator[str]:
 
 
 def sandbox_problems(config: Config) -> Iterator[str]:
-    """Yield the problem of a system that cannot isolate programs of the model; tried by running one."""
+    """Yield the problem of a system that cannot run programs of the model behind walls; tried by running one."""
     runs_programs = code_tests.__name__ in config.reward.functions
     if runs_programs and not runs_unisolated(config) and (problem := isolation_problem()) is not None:
         yield f"reward.functions names code_tests: {problem}"
+    with BackgroundLoop() as loop:
+        for environment in parts_of(make_environment(config.environment.name, **config.environment.settings)):
+            if isinstance(environment, ChecksSystem) and (problem := loop.run(environment.problem())) is not None:
+                yield problem
 
 
 def environment_problems(config: Config) -> Iterator[str]:

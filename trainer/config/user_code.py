@@ -7,12 +7,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from rollout.sandbox.sandbox import ENVIRONMENT_SETTING, REWARD_SETTING
 from rollout.system.user_functions import file_sha256
 from trainer.config.schema import Config
 from trainer.setting import names_function
 
-OPEN = ("mcp", "openenv", "textarena", "verifiers")
-"""Environments whose settings name programs to start, packages to import, or servers to ask."""
+OPEN = ("mcp", "openenv", "sandbox", "textarena", "verifiers")
+"""Environments whose settings name programs to start, packages to import, or servers to ask, or lower the walls around
+the model's programs."""
 
 
 def code_of_files(config: Config) -> list[str]:
@@ -48,6 +50,13 @@ def runs_unisolated(config: Config) -> bool:
     """Return True if programs of the model run without isolation (`reward.settings.code_tests.unsafe=true`)."""
     settings = config.reward.settings.get("code_tests")
     return "code_tests" in config.reward.functions and isinstance(settings, Mapping) and settings.get("unsafe") is True
+
+
+def unisolated_settings(config: Config) -> list[str]:
+    """Return the settings by which programs of the model run without isolation."""
+    environments = _environments(config.environment.name, config.environment.settings)
+    unsafe = any(name == "sandbox" and settings.get("unsafe") is True for name, settings in environments)
+    return [REWARD_SETTING] * runs_unisolated(config) + [ENVIRONMENT_SETTING] * unsafe
 
 
 def _environments(name: str, settings: Any) -> Iterator[tuple[str, Any]]:

@@ -13,7 +13,7 @@ from rollout.system.gc_freeze import gc_frozen
 from trainer.checkpoint.run_dir import RunDirectory, open_run
 from trainer.checks.algorithm import algorithm_warnings
 from trainer.config.schema import Config
-from trainer.config.user_code import code_of_files, runs_unisolated
+from trainer.config.user_code import code_of_files, unisolated_settings
 from trainer.distributed.distributed import Distributed
 from trainer.observe.console import RunConsole
 from trainer.observe.step_metrics import StepReport
@@ -45,8 +45,8 @@ def run(config: Config, on_step: Callable[[StepReport], None] = lambda report: N
             console.say(f"run directory  {directory.path}")
             if user_code := code_of_files(config):
                 console.say(f"code of your files, run with your rights: {', '.join(user_code)}")
-            if runs_unisolated(config):
-                console.warn("programs of the model run with your rights (reward.settings.code_tests.unsafe=true)")
+            for name in unisolated_settings(config):
+                console.warn(f"programs of the model run with your rights ({name}=true)")
             for sentence in algorithm_warnings(config):
                 console.warn(sentence)
             life = Life(config, distributed, directory, console)

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from rollout.errors import ConfigError
+from rollout.sandbox.sandbox import isolation_problem
 from tests.fixtures.paths import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
@@ -59,6 +60,13 @@ def test_the_gateway_is_measured_with_and_without_ids(monkeypatch, capsys):
     result = result_of("gateway", monkeypatch, capsys)
     assert {"exponent with ids", "exponent without ids"} <= result.keys()
     assert result["last request with ids [KiB]"] < 4 * result["last request without ids [KiB]"]
+
+
+def test_calls_in_a_sandbox_are_measured_against_bare_processes(monkeypatch, capsys):
+    if isolation_problem() is not None:
+        pytest.skip("this system allows no namespaces")
+    result = result_of("sandbox_calls", monkeypatch, capsys)
+    assert {"python_ratio", "shell_ratio", "opening_ms"} <= result.keys()
 
 
 def test_growth_measures_a_point():

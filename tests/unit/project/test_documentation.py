@@ -33,7 +33,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def commands() -> list[list[str]]:
-    pages = [DOCS / "environments.md", DOCS / "distillation.md"]
+    pages = [DOCS / "environments.md", DOCS / "sandbox.md", DOCS / "distillation.md"]
     found = [command for page in pages for block in bash_blocks(page) for command in block.commands]
     return [shlex.split(command)[2:] for command in found if "scripts/train.py" in command]
 
@@ -42,6 +42,7 @@ def commands() -> list[list[str]]:
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A reader's directory: the files of the page, a model, data files."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SANDBOX_TOKEN", "secret")
     for name, text in python_files(DOCS / "environments.md").items():
         Path(name).write_text(text)
     Path("benchmarks").symlink_to(DOCS.parent / "benchmarks")
@@ -75,7 +76,8 @@ def test_a_command_on_the_page_is_accepted(overrides: list[str], directory: Path
     if config.environment.name == "verifiers":  # its package, or the environment's, may not be installed
         assert config.environment.settings["env_id"] in ("gsm8k", "gsm8k-v1", "digit-tasks")
         return
-    validate(config)
+    elsewhere = config.environment.name == "sandbox" and config.environment.settings["sandbox"] != "local"
+    validate(config, needs_data=not elsewhere)  # a service or a daemon is asked together with the data
     make_environment(config.environment.name, **config.environment.settings)
     make_reward_set(config.reward.functions)
 

@@ -17,6 +17,7 @@ from typing import Any
 from rollout.chat.messages import Tools
 from rollout.environments.mixed import AnyEnvironment, Mixed
 from rollout.episode.environment import (
+    Closes,
     Concludes,
     Environment,
     HostsConversations,
@@ -112,6 +113,11 @@ class Watched:
         if self._failure is not None or not isinstance(inner, Concludes):
             return {}
         return await self._call("conclude", lambda: inner.conclude(), outcome_problem)
+
+    async def close(self) -> None:
+        """Let go of what the environment holds, also after a fault."""
+        if isinstance(self.inner, Closes):
+            await self.inner.close()
 
     async def _tools(self) -> Tools:
         return self.inner.tools

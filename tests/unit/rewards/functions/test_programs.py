@@ -6,8 +6,8 @@ import pytest
 
 import rewards.functions.programs
 from rewards.functions.programs import code_tests, last_program
-from rewards.sandbox.sandbox import Ended, Execution
 from rollout.errors import DataError
+from rollout.sandbox.execution import Ended, Execution
 from tests.unit.rewards.workers.test_pool import rollout
 
 ANSWER = "Here it is:\n```python\ndef f(n):\n    return n * n\n```\nDone."

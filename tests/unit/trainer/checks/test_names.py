@@ -11,7 +11,7 @@ from rollout.errors import ConfigError
 from tests.unit.trainer.test_cli import composed
 from trainer.checks.names import reward_name_problems, sandbox_problems
 from trainer.checks.validate import validate
-from trainer.config.user_code import runs_unisolated
+from trainer.config.user_code import runs_unisolated, unisolated_settings
 
 CODE = "reward.functions=[code_tests]"
 UNSAFE = "+reward.settings.code_tests.unsafe=true"
@@ -60,6 +60,26 @@ def test_a_missing_reward_function_is_found_by_the_checks_with_those_of_the_file
     (tmp_path / "own.py").write_text("def broken(:\n")
     (problem,) = reward_name_problems(composed(f"reward.functions=[{tmp_path}/own.py:broken]"))
     assert problem.startswith(f"reward.functions: {tmp_path}/own.py cannot be loaded: SyntaxError in line 1: ")
+
+
+def test_environments_say_what_the_system_lacks(monkeypatch):
+    alone = composed("environment=sandbox")
+    among = composed("environment.name=mixed", "environment.settings.environments={chain: {}, sandbox: {}}")
+    assert list(sandbox_problems(alone)) == list(sandbox_problems(among)) == []
+    monkeypatch.setattr("rollout.sandbox.sandbox.refusing_filter", lambda: bytes(8))
+    for config in (alone, among):
+        (problem,) = sandbox_problems(config)
+        assert "did not isolate a program of the model" in problem
+        assert "set environment.settings.unsafe=true" in problem
+
+
+def test_settings_that_turn_the_isolation_off_are_named():
+    sandbox = ("environment=sandbox", "+environment.settings.unsafe=true")
+    assert unisolated_settings(composed(CODE, UNSAFE)) == ["reward.settings.code_tests.unsafe"]
+    assert unisolated_settings(composed(*sandbox)) == ["environment.settings.unsafe"]
+    mixed = "environment.settings.environments={sandbox: {unsafe: true}}"
+    assert unisolated_settings(composed("environment.name=mixed", mixed)) == ["environment.settings.unsafe"]
+    assert unisolated_settings(composed("environment=sandbox")) == []
 
 
 @pytest.fixture

@@ -14,6 +14,8 @@ from tests.hostile.identities import identities, run_as
 
 PROGRAMS = cases("programs")
 WITHOUT_WALLS = [name for name, case in PROGRAMS.items() if case.expected.get("walls") == "none"]
+FOR_ONE_PROGRAM = ("environment",)
+"""Programs whose whole output differs in a session, which sets more variables."""
 MOST_S = 10.0
 """Seconds that no program may hold its reward worker: two of its own, the rest for a loaded machine."""
 
@@ -23,7 +25,8 @@ def finished(identity: str, *flags: str) -> subprocess.CompletedProcess[str]:
     """Run all programs as an identity, once."""
     if identity not in identities():
         pytest.skip(f"this system has no identity {identity}")
-    return run_as(identity, "-m", "tests.hostile.run_programs", *flags, *(WITHOUT_WALLS if flags else PROGRAMS))
+    names = WITHOUT_WALLS if "--unsafe" in flags else PROGRAMS
+    return run_as(identity, "-m", "tests.hostile.run_programs", *flags, *names)
 
 
 def results(identity: str, *flags: str) -> dict[str, Any]:
@@ -52,13 +55,24 @@ def test_a_hostile_program_stays_in_its_sandbox(identity, name):
     check(results(identity)[name], name)
 
 
+@pytest.mark.parametrize("identity", ["root", "user"])
+def test_hostile_programs_one_after_another_stay_in_one_sandbox_and_harm_no_later_program(identity):
+    found = results(identity, "--session")
+    assert found.pop("survivors") == []
+    assert list(found) == list(PROGRAMS)
+    for name, result in found.items():
+        if name not in FOR_ONE_PROGRAM:
+            check(result, name)
+        assert result["after"] == "a\nb\nc\nalone\n", f"{name}: {result}"
+
+
 @pytest.mark.parametrize("name", WITHOUT_WALLS)
 def test_without_namespaces_the_limits_hold(name):
     check(results("without", "--unsafe")[name], name)
 
 
 REFUSED = """
-import rewards.sandbox.sandbox as sandbox
+import rollout.sandbox.sandbox as sandbox
 print(sandbox.isolation_problem())
 try:
     print("ran", sandbox.run_python("print(6 * 7)"))
