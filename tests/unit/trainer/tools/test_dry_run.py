@@ -53,6 +53,18 @@ class TestPreview:
         assert "Rewards are left out, because llm_judge" in notes
         assert not rollout.rewards
 
+    async def test_rewards_that_need_several_rollouts_of_a_row_are_left_out_and_named(self):
+        config = Config()
+        config.environment.name, config.environment.settings = "single_turn", {}
+        config.reward.functions = ["majority_vote"]
+        (found,), notes = await preview(config, CHAT, [DEMO_ROW])
+        assert "Rewards are left out, because majority_vote would compare rollouts of one row." in notes
+        assert found.status is RolloutStatus.COMPLETED
+        config.reward.functions = ["majority_vote", "contains"]
+        (found,), notes = await preview(config, CHAT, [DEMO_ROW])
+        assert any("Each rollout is a group of its own here" in note for note in notes)
+        assert found.rewards == {"contains": 1.0}
+
     async def test_rows_of_an_environment_that_calls_the_engine_are_left_out(self):
         config = Config()
         config.environment.name, config.environment.settings = "agent", {"agent": print}
