@@ -117,7 +117,7 @@ def test_a_teacher_without_a_divergence_is_refused_without_rollouts(tmp_path: Pa
 
 
 def test_a_teacher_of_the_demonstrations_leaves_rollouts_to_rewards() -> None:
-    """Beside PPO and at any temperature, because it scores no rollout."""
+    """At any temperature, because it scores no rollout."""
     made = Config(teacher=TeacherConfig(path="t"))
     made.demonstrations.path = "talks.jsonl"
     assert any("is not used" in sentence for sentence in algorithm_problems(made))
