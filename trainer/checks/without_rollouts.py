@@ -7,7 +7,7 @@ from typing import Any
 
 from rollout.errors import DataError
 from trainer.config.paths import file_exists
-from trainer.config.schema import Config, DataSetConfig
+from trainer.config.schema import SAVED_ROLLOUTS, Config, DataSetConfig
 from trainer.data.datasets import is_file, json_or_text, read_first_row, rename, rollout_files
 from trainer.setting import declarations, typed
 
@@ -92,6 +92,12 @@ def demonstration_row_problems(config: Config) -> Iterator[str]:
 
 
 def _row_problems(row: Mapping[str, Any], data_set: DataSetConfig) -> Iterator[str]:
+    if {"messages", "calls"} <= row.keys():
+        yield (
+            f"data set {data_set.path} holds saved rollouts, whose text would be tokenized again, without their tools; "
+            f"set its path to {SAVED_ROLLOUTS}{data_set.path}, or leave out `calls` to train them as text"
+        )
+        return
     messages = row.get("messages")
     messages = json_or_text(messages) if isinstance(messages, str) else messages
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):

@@ -48,6 +48,7 @@ def test_a_setting_of_rollouts_is_refused_without_them(algorithm: dict[str, Any]
     [
         ({"question": "x"}, "the first row has no list of messages; it has question"),
         ({"messages": TALK["messages"][:1]}, "has no assistant turn to train"),
+        ({**TALK, "calls": []}, "holds saved rollouts, whose text would be tokenized again"),
     ],
 )
 def test_the_first_row_must_be_a_conversation_also_of_mixed_demonstrations(
