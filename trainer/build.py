@@ -7,6 +7,8 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
+from transformers import AutoConfig
+
 from rewards.composition import FaultTolerance, RewardSet, make_reward_set
 from rewards.length import LengthControl
 from rewards.outcomes import Outcome
@@ -23,6 +25,13 @@ from trainer.model.policy import Policy
 
 CHAT_LIMIT_S = 300.0
 """Time limit for loading a tokenizer, also from the hub, and rendering short conversations [s]."""
+
+
+def vocab_size_of(path: str, config: Config) -> int:
+    """Return the number of ids of the model at `path`."""
+    model = AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
+    size: int = model.get_text_config().vocab_size
+    return size
 
 
 def load_policy(config: Config) -> Policy:

@@ -96,6 +96,8 @@ class Trainer:
         watch, version = Stopwatch(on_stage), self.version
         collected = self._collect(watch, on_rollout)
         batch = self._share(collected, watch)
+        with watch.stage("sync"):
+            self._with_engines(self._sync.sleep)  # after the teacher, which may be the policy in the same engines
         with watch.stage("score"):
             logprobs, batch = self._score(batch)
         correction = StepCorrection.of(batch, logprobs.old, self._config.correction)
@@ -152,11 +154,8 @@ class Trainer:
     # The stages
 
     def _collect(self, watch: Stopwatch, on_rollout: OnRollout) -> Collected:
-        """Sample rollouts with their rewards, then put colocated engines to sleep."""
-        collected = self._with_engines(lambda: self._rollouts.collect(self.num_steps, self.version, watch, on_rollout))
-        with watch.stage("sync"):
-            self._with_engines(self._sync.sleep)
-        return collected
+        """Sample rollouts with their rewards."""
+        return self._with_engines(lambda: self._rollouts.collect(self.num_steps, self.version, watch, on_rollout))
 
     def _share(self, collected: Collected, watch: Stopwatch) -> StepBatch:
         """Make rows of the trained rollouts, with a teacher's scores of their tokens, the same on every rank."""

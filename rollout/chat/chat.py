@@ -206,6 +206,16 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool, template: str |
     return tokenizer
 
 
+def vocabulary_difference(own: Mapping[str, int], other: Mapping[str, int]) -> str | None:
+    """Return in words how many tokens have other ids in two vocabularies, with an example; None if all are equal."""
+    differing = [token for token, number in own.items() if other.get(token) != number]
+    differing += sorted(other.keys() - own.keys())
+    if not differing:
+        return None
+    example = differing[0]
+    return f"{len(differing)} tokens differ, such as {example!r} with id {other.get(example)} and {own.get(example)}"
+
+
 def generation_stops(path: str | Path) -> list[int]:
     """Return the ids that end a text in a model's generation_config.json; none without the file."""
     try:

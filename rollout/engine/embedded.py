@@ -91,6 +91,7 @@ class EmbeddedEngine:
         name: str = "the embedded engine",
         dtype: str = "float32",
         max_model_len: int | None = None,
+        context: int | None = None,
         kv_cache_gib: float | None = None,
         max_num_seqs: int = 256,
         seed: int = 0,
@@ -113,6 +114,7 @@ class EmbeddedEngine:
             model_path: checkpoint directory or hub name; no tokenizer is needed.
             log_path: file to which vLLM and its processes append.
             max_model_len: longest prompt plus completion, in tokens; None: the model's own limit.
+            context: vLLM's context where it is longer, in tokens; `score` takes up to one id less. None: max_model_len.
             kv_cache_gib: memory of the KV cache; None on a GPU: what `gpu_memory_utilization` leaves.
             seed: for requests without one.
             weight_transfer_backend: gloo, cuda_ipc or nccl.
@@ -152,17 +154,18 @@ class EmbeddedEngine:
             start_timeout_s=start_timeout_s,
             local_place=local_place,
         ) | engine_variables(is_cpu=is_cpu, batch_invariant=batch_invariant)
+        context = max_model_len if context is None else context
         self._args: dict[str, Any] = {
             "model": str(model_path),
             "dtype": dtype,
-            "max_model_len": max_model_len,
+            "max_model_len": context,
             "kv_cache_memory_bytes": None if kv_cache_gib is None else int(kv_cache_gib * 2**30),
             "max_num_seqs": max_num_seqs,
             **engine_arguments(
                 model_path,
                 is_cpu=is_cpu,
                 dtype=dtype,
-                max_model_len=max_model_len,
+                max_model_len=context,
                 trust_remote_code=trust_remote_code,
                 adapters=adapters,
                 quantization=quantization,
@@ -184,7 +187,8 @@ class EmbeddedEngine:
         self._quantization = quantization
         self._llm: AsyncLLM | None = None
         self._launch()
-        self.max_model_len = self.llm.model_config.max_model_len
+        self._context = self.llm.model_config.max_model_len
+        self.max_model_len = self._context if max_model_len is None else max_model_len
         self.vocab_size = self.llm.model_config.get_vocab_size()
         self.dtype = self.llm.model_config.dtype
 
@@ -256,7 +260,7 @@ class EmbeddedEngine:
         """See `Engine.score_ranked`."""
         from vllm.logprobs import FlatLogprobs
 
-        check_prompt(ids, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
+        check_prompt(ids, max_model_len=self._context, vocab_size=self.vocab_size)
         output = await self._request(ids, score_params())
         flat = output.prompt_logprobs
         # Position 0 has no logprob, so the flat list starts with the token at position 1.
@@ -268,7 +272,7 @@ class EmbeddedEngine:
         """See `Engine.score_top`."""
         from vllm.logprobs import FlatLogprobs
 
-        check_prompt(ids, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
+        check_prompt(ids, max_model_len=self._context, vocab_size=self.vocab_size)
         output = await self._request(ids, score_params(top_k))
         flat = output.prompt_logprobs
         if not isinstance(flat, FlatLogprobs):

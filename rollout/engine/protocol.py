@@ -106,7 +106,7 @@ class Engine(Protocol):
     async def score(self, ids: Sequence[int]) -> list[float]:
         """Return log π(ids[i] | ids[:i]) at temperature 1 for i >= 1, without cached prefixes.
 
-        At most `max_model_len - 1` ids: vLLM samples one more token.
+        At most `max_model_len - 1` ids, because vLLM samples one more token; more where its context is longer.
         """
         ...
 

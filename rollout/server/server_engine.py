@@ -112,6 +112,8 @@ class ServerEngine:
         self.name = f"the engine at {self._client.url}"
         self.host = urlsplit(self._client.url).hostname or ""
         self.loop = loop
+        self.context = facts.max_model_len
+        """Context of vLLM; `score` takes up to one id less."""
         self.max_model_len = facts.max_model_len
         self.dtype = facts.dtype
         self.num_workers = facts.num_workers
@@ -160,7 +162,7 @@ class ServerEngine:
 
     async def score_top(self, ids: Sequence[int], top_k: int) -> TokenScores:
         """See `Engine.score_top`."""
-        check_prompt(ids, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
+        check_prompt(ids, max_model_len=self.context, vocab_size=self.vocab_size)
         answer = await self._sample(self._route, ids, score_params(top_k), POLICY)
         scored_ids, logprobs, labels = read_top_scores(
             answer, ids, top_k, source=self.name, is_compact=self._route == ROUTE
@@ -176,7 +178,7 @@ class ServerEngine:
         )
 
     async def _score(self, ids: Sequence[int]) -> Any:
-        check_prompt(ids, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
+        check_prompt(ids, max_model_len=self.context, vocab_size=self.vocab_size)
         return await self._sample(GENERATE, ids, score_params(), POLICY)
 
     def restart_if_dead(self) -> bool:

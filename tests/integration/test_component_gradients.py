@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model"), tied=True)
 
 
-@pytest.fixture(scope="module", params=["mixed", "alone"])
+@pytest.fixture(scope="module", params=["mixed", "alone", "mixed taught", "alone taught"])
 def case(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -42,7 +42,7 @@ def gradients(
     model: Path, out: Path, launcher: str | None, ranks: int, token_budget: int, case: str
 ) -> dict[str, np.ndarray]:
     command = accelerate(launcher, ranks) if launcher else ()
-    done = run_ranks(command, WORKER, model, out, token_budget, case, timeout_s=280)
+    done = run_ranks(command, WORKER, model, out, token_budget, *case.split(), timeout_s=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     with np.load(out) as arrays:
         return dict(arrays)
@@ -62,4 +62,5 @@ def test_the_gradient_of_components_does_not_depend_on_the_partition(
     assert np.linalg.norm(difference) / np.linalg.norm(expected) < 1e-5
     for name in (name for name in reference if name.startswith("metrics/")):
         np.testing.assert_allclose(found[name], reference[name], rtol=1e-5)
-    assert ("metrics/loss/policy" in reference) == (case == "mixed")
+    assert ("metrics/loss/policy" in reference) == case.startswith("mixed")
+    assert ("metrics/loss/demonstrations_teacher" in reference) == case.endswith("taught")

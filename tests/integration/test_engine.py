@@ -167,6 +167,36 @@ def test_max_tokens_is_cut_to_what_the_context_leaves(served: Served) -> None:
     assert call.finish_reason is FinishReason.LENGTH
 
 
+def test_a_longer_context_scores_rows_that_fill_the_limit_of_sampling(tmp_path: Path) -> None:
+    """vLLM samples a token after those that it scores, so a row of `max_model_len` tokens needs one more."""
+    model = tiny_qwen3(tied=True)
+    model.save_pretrained(tmp_path / "model")
+    with BackgroundLoop() as loop, forks_for_spawns():
+        engine = EmbeddedEngine(
+            tmp_path / "model",
+            loop=loop,
+            log_path=tmp_path / "engine.log",
+            max_model_len=32,
+            context=33,
+            kv_cache_gib=0.0625,
+            num_threads=1,
+        )
+        try:
+            call = loop.run(engine.generate(PROMPT, Sampling(max_tokens=1000, ignore_eos=True)), timeout=60)
+            row = call.all_ids
+            assert len(row) == engine.max_model_len == 32
+            with pytest.raises(EngineError, match="leaves no room"):
+                loop.run(engine.generate(row, Sampling(max_tokens=1)))
+            top = loop.run(engine.score_top(row, 3), timeout=60)
+            assert loop.run(engine.score(row), timeout=60) == pytest.approx(top.logprobs.tolist(), abs=1e-6)
+            with pytest.raises(EngineError, match="leaves no room"):
+                loop.run(engine.score_top((*row, 5), 3))
+        finally:
+            loop.run(engine.close())
+    exact = sampled_logprobs(model, row[:1], row[1:])
+    assert top.logprobs == pytest.approx(exact, abs=1e-4)
+
+
 def test_a_prompt_that_leaves_no_room_is_refused(served: Served) -> None:
     with pytest.raises(EngineError, match="leaves no room"):
         served.generate(tuple(range(served.engine.max_model_len)))

@@ -175,12 +175,14 @@ def _distillation(config: Config) -> Iterator[str]:
         return
     if teacher.source != "model":
         yield from _self_distillation(config)
-    if not algorithm.teacher_coef and algorithm.teacher_divergence == "off":
-        yield (
-            f"teacher.path={teacher.path} with teacher.source={teacher.source} is not used by algorithm="
-            f"{algorithm.name}; set algorithm=opd, algorithm.teacher_coef=1 or algorithm.teacher_divergence=reverse, "
-            "or teacher.path=null teacher.source=model"
-        )
+    if not config.teaches_rollouts:
+        if config.demonstrations.teacher_divergence == "off":
+            yield (
+                f"teacher.path={teacher.path} with teacher.source={teacher.source} is not used by algorithm="
+                f"{algorithm.name}; set algorithm=opd, algorithm.teacher_coef=1 or "
+                "algorithm.teacher_divergence=reverse, or teacher.path=null teacher.source=model"
+            )
+        return
     if rollout.temperature != 1:
         yield (
             f"rollout.temperature={rollout.temperature} with a teacher: engines score prompts at temperature 1, and "
@@ -205,7 +207,7 @@ def _distillation(config: Config) -> Iterator[str]:
 
 
 def _self_distillation(config: Config) -> Iterator[str]:
-    teacher, rollout = config.teacher, config.rollout
+    teacher = config.teacher
     if teacher.path is not None:
         yield (
             f"teacher.path={teacher.path} does nothing with teacher.source={teacher.source}, whose teacher is the "
@@ -223,11 +225,6 @@ def _self_distillation(config: Config) -> Iterator[str]:
         yield (
             "teacher.source=policy with teacher.context=null teaches nothing, because teacher and student are one; set "
             "teacher.context=<text with {column} of the data>, for example 'An answer: {answer}'"
-        )
-    if rollout.engine == "colocated":
-        yield (
-            "teacher.source=policy with rollout.engine=colocated: engines sleep before the teacher would score; set "
-            "rollout=embedded or rollout=server"
         )
 
 

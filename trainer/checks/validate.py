@@ -24,7 +24,11 @@ from trainer.checks.names import (
 )
 from trainer.checks.staleness import asynchrony_problems
 from trainer.checks.tracking import tracking_problems
-from trainer.checks.without_rollouts import demonstration_row_problems, without_rollouts_problems
+from trainer.checks.without_rollouts import (
+    demonstration_problems,
+    demonstration_row_problems,
+    without_rollouts_problems,
+)
 from trainer.config.launcher import launch_problems
 from trainer.config.schema import Config
 
@@ -46,6 +50,7 @@ def validate(config: Config, *, needs_data: bool = True, trains: bool = True) ->
         else:
             problems += without_rollouts_problems(config)
         problems += [*launch_problems(config), *model_problems(config), *data_problems(config)]
+        problems += demonstration_problems(config)
         problems += evaluation_problems(config, trains=trains)
         if needs_data and trains:
             problems += unused_problems(config)

@@ -1,4 +1,4 @@
-"""Conflicts of a run that trains on demonstrations alone, and the first row of demonstrations in local files."""
+"""Conflicts of demonstrations, also of a run that trains on them alone, and the first row of those in local files."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from rollout.errors import DataError
 from trainer.config.paths import file_exists
-from trainer.config.schema import Config, DataSetConfig
-from trainer.data.datasets import is_file, json_or_text, read_first_row, rename
+from trainer.config.schema import SAVED_ROLLOUTS, Config, DataSetConfig
+from trainer.data.datasets import is_file, json_or_text, read_first_row, rename, rollout_files
 from trainer.setting import declarations, typed
 
 WITHOUT_EFFECT = (
@@ -33,7 +33,8 @@ def without_rollouts_problems(config: Config) -> Iterator[str]:
     found = declarations(config)
     for name in WITHOUT_EFFECT:
         declared, value = found[name]
-        if value != declared.default:
+        is_used = name == "teacher.path" and config.demonstrations.teacher_divergence != "off"
+        if value != declared.default and not is_used:
             yield (
                 f"{name}={typed(value)} does nothing with algorithm=sft, which trains on demonstrations alone; set "
                 f"{name}={typed(declared.default)}, or mix the demonstrations into another algorithm with "
@@ -46,13 +47,42 @@ def without_rollouts_problems(config: Config) -> Iterator[str]:
         )
 
 
+def demonstration_problems(config: Config) -> Iterator[str]:
+    """Yield one sentence per conflict between demonstrations, their teacher and the other data."""
+    teacher, kind = config.teacher, config.demonstrations.teacher_divergence
+    asked = f"demonstrations.teacher_divergence={kind}"
+    if kind != "off" and (teacher.path is None or teacher.source != "model"):
+        yield (
+            f"{asked} learns from the model at teacher.path, found teacher.path={typed(teacher.path)} and "
+            f"teacher.source={teacher.source}; set teacher.source=model teacher.path=<directory or hub id of a model "
+            "with the policy's tokenizer>, or demonstrations.teacher_divergence=off"
+        )
+    elif kind != "off" and teacher.context is not None:
+        yield (
+            f"{asked} with teacher.context={typed(teacher.context)}: the teacher reads demonstrations as they are; set "
+            "teacher.context=null, or demonstrations.teacher_divergence=off"
+        )
+    if config.has_rollouts:
+        for data_set in (*config.data.training_sets().values(), *config.heldout_sets().values()):
+            if data_set.is_saved:
+                yield (
+                    f"{data_set.path} is data of algorithm={config.algorithm.name}, which samples from prompts; "
+                    f"set algorithm=sft, or demonstrations.path={data_set.path} to train them beside its own"
+                )
+
+
 def demonstration_row_problems(config: Config) -> Iterator[str]:
     """Yield one sentence per local file whose first row is not a conversation."""
     sets = list(config.demonstration_sets().values())
     if not config.has_rollouts and config.evaluates:
         sets += config.heldout_sets().values()
     for data_set in sets:
-        if is_file(data_set.path) and file_exists(data_set.path):
+        if data_set.is_saved:
+            try:
+                rollout_files(data_set.path)
+            except DataError as error:
+                yield str(error)
+        elif is_file(data_set.path) and file_exists(data_set.path):
             try:
                 row = rename(read_first_row(data_set.path), data_set.columns or {}, of=data_set.path)
             except DataError as error:
@@ -62,6 +92,12 @@ def demonstration_row_problems(config: Config) -> Iterator[str]:
 
 
 def _row_problems(row: Mapping[str, Any], data_set: DataSetConfig) -> Iterator[str]:
+    if {"messages", "calls"} <= row.keys():
+        yield (
+            f"data set {data_set.path} holds saved rollouts, whose text would be tokenized again, without their tools; "
+            f"set its path to {SAVED_ROLLOUTS}{data_set.path}, or leave out `calls` to train them as text"
+        )
+        return
     messages = row.get("messages")
     messages = json_or_text(messages) if isinstance(messages, str) else messages
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):

@@ -14,6 +14,7 @@ import trainer.objective.losses  # noqa: F401  # declares the losses
 from rewards.length import RULES
 from trainer.config.conditions import (
     ADAPTED_KL,
+    ANY_DIVERGENCE,
     CRITIC,
     DIVERGENCE,
     ENTROPY_TARGET,
@@ -77,7 +78,7 @@ class AlgorithmFields:
         "most probable tokens of the teacher at each position; all others count as one",
         low=1,
         high=20,
-        when=DIVERGENCE,
+        when=ANY_DIVERGENCE,
     )
     teacher_divergence_beta: float = setting(
         0.5, "jsd: weight of the teacher in the mixture", above=0, below=1, when=MIXTURE

@@ -39,6 +39,16 @@ PROJECTS = When(
 )
 ROLLOUTS = When(instead="algorithm=grpo", holds=lambda c: c.has_rollouts, because=("algorithm.trains_on",))
 DEMONSTRATED = When(instead="demonstrations.path=conversations.jsonl", holds=lambda c: bool(c.demonstration_sets()))
+SAVED = When(
+    instead="demonstrations.path=rollouts:runs/teacher",
+    holds=lambda c: any(one.is_saved for one in c.demonstration_sets().values()),
+    because=("demonstrations.path",),
+)
+TAUGHT_DEMONSTRATIONS = When(
+    instead="demonstrations.path=conversations.jsonl demonstrations.teacher_divergence=forward",
+    holds=lambda c: c.demonstrations.teacher_divergence != "off",
+    because=("demonstrations.teacher_divergence",),
+)
 MIXED = When(
     instead="demonstrations.path=conversations.jsonl",
     holds=lambda c: c.has_rollouts and c.demonstrations.path is not None,
@@ -78,7 +88,8 @@ TEACHER_ENGINE = When(
 DIVERGENCE = When(
     instead="algorithm.teacher_divergence=reverse", holds=lambda c: c.algorithm.teacher_divergence != "off"
 )
-MIXTURE = When(instead="algorithm.teacher_divergence=jsd", holds=lambda c: c.algorithm.teacher_divergence == "jsd")
+ANY_DIVERGENCE = When(instead="algorithm.teacher_divergence=reverse", holds=lambda c: bool(c.divergences))
+MIXTURE = When(instead="algorithm.teacher_divergence=jsd", holds=lambda c: "jsd" in c.divergences)
 REFERENCE = When(instead="algorithm.kl_coef=0.01", holds=lambda c: c.algorithm.kl_coef > 0)
 OWN_LOSS = When(instead="algorithm.loss=path/to/file.py:function", holds=lambda c: names_function(c.algorithm.loss))
 OWN_ADVANTAGE = When(

@@ -38,11 +38,13 @@ from trainer.config.conditions import (
     PROJECTS,
     REFERENCE,
     ROLLOUTS,
+    SAVED,
     SERVED_ADAPTERS,
     SERVERS,
     SPIKES,
     STEP_LIMIT,
     TAUGHT,
+    TAUGHT_DEMONSTRATIONS,
     TEACHER,
     TEACHER_ENGINE,
     TEACHER_SERVERS,
@@ -52,6 +54,7 @@ from trainer.config.conditions import (
     WORKERS,
 )
 from trainer.objective.correction.modes import CORRECTION_MODES
+from trainer.objective.distillation.divergence import DIVERGENCES
 from trainer.objective.own.lookup import advantage_named
 from trainer.setting import setting
 
@@ -62,6 +65,8 @@ SMALL_MODEL_LR = 3e-4
 """`optimizer.lr` where it is null and the model is small."""
 CPU_CACHE_GIB = 0.25
 """`rollout.kv_cache_gib` of engines on a CPU, unless set."""
+SAVED_ROLLOUTS = "rollouts:"
+"""Beginning of a path that names saved rollouts: a run, a directory of their files, or one file."""
 ATTENTIONS = ("auto", "packed_rows", "flash_attention_2", "flash_attention_3", "sdpa", "eager")
 MIN_NORMS = 8
 """Minimum number of gradient norms for the median that detects spikes."""
@@ -129,7 +134,9 @@ class DataSetConfig:
     """Entry of data.sources or eval.sets. Hydra sees dicts, so that `data.sources.new.path=...` needs no `+`;
     `trainer/cli.py` converts their entries."""
 
-    path: str = setting("", "JSONL, JSON, CSV or parquet file, reasoning_gym:<task>, or a hub data set id")
+    path: str = setting(
+        "", "JSONL, JSON, CSV or parquet file, reasoning_gym:<task>, rollouts:<run>, or a hub data set id"
+    )
     subset: str | None = setting(None, "configuration of a hub data set that has several")
     split: str | None = setting(None, "split of a hub data set; null: data.split, in eval.sets data.heldout_split")
     parameters: dict[str, Any] | None = setting(None, "see data.parameters; null: the same")
@@ -137,6 +144,11 @@ class DataSetConfig:
     system_prompt: str | None = setting(None, "see data.system_prompt; null: the same")
     environment: str | None = setting(None, "environment of all its rows, with environment.name=mixed")
     weight: float = setting(1.0, "data.sources: share of the prompts, relative to the other sources", above=0)
+
+    @property
+    def is_saved(self) -> bool:
+        """True if the path names saved rollouts."""
+        return self.path.startswith(SAVED_ROLLOUTS)
 
 
 @dataclass
@@ -174,7 +186,8 @@ class CurriculumConfig:
 class DataConfig:
     path: str = setting(
         "data/demo/calculator/train.jsonl",
-        "JSONL, JSON, CSV or parquet file, reasoning_gym:<task>, or a hub data set id",
+        "JSONL, JSON, CSV or parquet file, reasoning_gym:<task>, or a hub data set id; with algorithm=sft also "
+        "rollouts:<run, directory or file>",
     )
     subset: str | None = setting(None, "configuration of a hub data set that has several")
     split: str = setting("train", "split of a hub data set")
@@ -219,8 +232,8 @@ class DataConfig:
 class DemonstrationsConfig:
     path: str | None = setting(
         None,
-        "conversations whose assistant turns are trained beside the rollouts: JSONL, JSON or parquet file, or a hub "
-        "data set id (docs/sft.md); null: none",
+        "conversations whose assistant turns are trained beside the rollouts: JSONL, JSON or parquet file, a hub data "
+        "set id, or rollouts:<run, directory or file> (docs/sft.md); null: none",
         when=ROLLOUTS,
     )
     subset: str | None = setting(None, "configuration of a hub data set that has several", when=MIXED)
@@ -230,7 +243,21 @@ class DemonstrationsConfig:
     max_tokens: int | None = setting(
         None, "conversations with a longer row are left out, with a report [tokens]", low=2, when=DEMONSTRATED
     )
-    weight: float = setting(0.1, "weight of their cross-entropy beside the policy loss", low=0, when=MIXED)
+    min_reward: float | None = setting(None, "lowest reward of saved rollouts that are trained; null: any", when=SAVED)
+    teacher_divergence: str = setting(
+        "off",
+        "loss over the most probable tokens of teacher.path in place of the cross-entropy",
+        choices=("off", *DIVERGENCES),
+        when=DEMONSTRATED,
+    )
+    teacher_share: float = setting(
+        1.0,
+        "share of the divergence in their loss; the rest is the cross-entropy",
+        above=0,
+        high=1,
+        when=TAUGHT_DEMONSTRATIONS,
+    )
+    weight: float = setting(0.1, "weight of their loss beside the policy loss", low=0, when=MIXED)
     weight_schedule: str = setting(
         "constant", "weight over the updates of the run", choices=("constant", "linear", "cosine"), when=MIXED
     )
@@ -756,13 +783,29 @@ class Config:
 
     @property
     def has_teacher(self) -> bool:
-        """True if a teacher scores the rollouts."""
+        """True if a teacher scores rollouts or demonstrations."""
         return self.teacher.path is not None or self.teacher.source != "model"
+
+    @property
+    def engine_context(self) -> int:
+        """Context of the engines that sample [tokens]; one more than a row has if they also score whole rows as the
+        teacher, because vLLM samples a token after those that it scores."""
+        return self.rollout.max_model_len + (self.teacher.source == "policy")
+
+    @property
+    def teaches_rollouts(self) -> bool:
+        """True if the loss of the rollouts has a teacher."""
+        return self.has_rollouts and (self.algorithm.teacher_coef > 0 or self.algorithm.teacher_divergence != "off")
+
+    @property
+    def divergences(self) -> set[str]:
+        """Kinds of divergence from a teacher in the loss."""
+        return {self.algorithm.teacher_divergence, self.demonstrations.teacher_divergence} - {"off"}
 
     @property
     def teacher_top_k(self) -> int:
         """Number of most probable tokens that the teacher names at each position."""
-        return 0 if self.algorithm.teacher_divergence == "off" else self.algorithm.teacher_divergence_top_k
+        return self.algorithm.teacher_divergence_top_k if self.divergences else 0
 
     @property
     def replays_engine(self) -> bool:

@@ -19,6 +19,7 @@ from rewards.functions.reasoning_gym import PREFIX
 from rollout.environments.prompt import PROMPT_COLUMNS
 from rollout.errors import DataError
 from rollout.safe_text import error_text
+from trainer.config.schema import SAVED_ROLLOUTS
 from trainer.data.gym_rows import gym_rows
 from trainer.data.seeds import SEEDS, seeds
 
@@ -31,13 +32,28 @@ UNREADABLE = (OSError, ValueError, TypeError, OverflowError, KeyError, NotImplem
 
 
 def is_file(path: str) -> bool:
-    """True if a path names a file; anything else is made (`is_made`) or the id of a data set on the hub."""
-    return Path(path).suffix in FILE_FORMATS
+    """True if a path names a file; anything else is made (`is_made`), saved rollouts, or the id of a data set on the
+    hub."""
+    return Path(path).suffix in FILE_FORMATS and not path.startswith(SAVED_ROLLOUTS)
 
 
 def is_made(path: str) -> bool:
     """True if a path names rows that are made when they are loaded: a task of reasoning-gym, or seeds."""
     return path.startswith((PREFIX, SEEDS))
+
+
+def rollout_files(path: str) -> list[Path]:
+    """Return the files of `rollouts:<path>` in the order of their names. Raises `DataError` if there are none."""
+    place = Path(path.removeprefix(SAVED_ROLLOUTS)).expanduser()
+    if place.is_file():
+        return [place]
+    folder = place / "rollouts" if (place / "rollouts").is_dir() else place
+    if files := sorted(folder.glob("*.jsonl")):
+        return files
+    raise DataError(
+        f"{path} has no saved rollouts (looked for .jsonl files in {folder.absolute()}); expected the directory of a "
+        "run with logger.save_rollouts=true, or the .jsonl file that scripts/evaluate.py eval.output=<name>.json writes"
+    )
 
 
 def load_rows(path: str, split: str, subset: str | None = None, parameters: Mapping[str, Any] | None = None) -> Any:

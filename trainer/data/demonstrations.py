@@ -1,13 +1,14 @@
 """Demonstrations of a run: conversations of a data set as exact rows, in training order.
 
-A row of the data set has `messages` in OpenAI's format, and `tools` if the turns call any. All rows are tokenized at
-the start, on rank 0, so that one that cannot be trained is reported before the first update. They are kept in seven
-bytes a token.
+A row of the data set has `messages` in OpenAI's format, and `tools` if the turns call any; saved rollouts have ids
+(saved_demonstrations.py). All rows are made at the start, on rank 0, so that one that cannot be trained is reported
+before the first update. They are kept in seven bytes a token.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from rollout.errors import DataError, EvidenceError, TemplateError
 from rollout.records import TrainingRow
 from trainer.config.schema import DataSetConfig
 from trainer.data.datasets import json_or_text, load_rows, rename
+from trainer.data.saved_demonstrations import saved_rows
 
 MESSAGES, TOOLS = "messages", "tools"
 
@@ -33,6 +35,9 @@ class Tokenized:
     ids: np.ndarray  # (L,) int32
     loss_mask: np.ndarray  # (L,) bool
     turns: np.ndarray  # (L,) int16
+
+    def __len__(self) -> int:
+        return len(self.ids)
 
     @classmethod
     def of(cls, row: TrainingRow) -> Tokenized:
@@ -57,30 +62,46 @@ Demonstration = tuple[Tokenized, ...]
 
 
 def load_demonstrations(
-    settings: DataSetConfig, chat: Chat, *, max_tokens: int | None, say: Callable[[str], None]
+    settings: DataSetConfig,
+    chat: Chat,
+    *,
+    max_tokens: int | None,
+    min_reward: float | None = None,
+    vocab_size: int,
+    say: Callable[[str], None],
 ) -> list[Demonstration]:
-    """Load and tokenize the demonstrations of a data set, without those with a row of more than `max_tokens`.
+    """Load the demonstrations of a data set as rows.
 
-    Raises `DataError` for a row that cannot be trained, `ConfigError` if the
-    template drops the tools.
+    Args:
+        max_tokens: leaves out demonstrations with a longer row; None: none.
+        min_reward: leaves out saved rollouts with a lower reward; None: none.
+        vocab_size: ids of the model.
+
+    Raises `DataError` for a row that cannot be trained, `ConfigError` if the template drops the tools.
     """
-    kept, num_tokens, num_trained, too_long = [], 0, 0, 0
-    for index, row in enumerate(_conversations(settings)):
-        rows = _tokenized(row, chat, where=f"{settings.path}: row {index}")
-        if max_tokens is not None and max(len(one.ids) for one in rows) > max_tokens:
-            too_long += 1
-            continue
-        kept.append(rows)
-        num_tokens += sum(len(one.ids) for one in rows)
-        num_trained += sum(int(one.loss_mask.sum()) for one in rows)
+    left_out: Counter[str] = Counter()
+    if settings.is_saved:
+        made = saved_rows(settings.path, chat, min_reward=min_reward, vocab_size=vocab_size, left_out=left_out)
+    else:
+        talks = enumerate(_conversations(settings))
+        made = (_tokenized(row, chat, where=f"{settings.path}: row {index}") for index, row in talks)
+    kept: list[Demonstration] = []
+    for rows in made:
+        if max_tokens is not None and max(map(len, rows)) > max_tokens:
+            left_out[f"longer than {max_tokens} tokens"] += 1
+        else:
+            kept.append(tuple(map(Tokenized.of, rows)))
+    causes = ", ".join(f"{count} {cause}" for cause, count in left_out.items())
     if not kept:
-        raise DataError(f"{settings.path}: all {too_long} demonstrations are longer than {max_tokens} tokens")
-    left_out = f"; {too_long} longer than {max_tokens} tokens are left out" if too_long else ""
-    say(f"{settings.path}: {len(kept)} demonstrations, {num_tokens} tokens, {num_trained} of them trained{left_out}")
+        raise DataError(f"{settings.path}: no demonstrations are left without {causes or 'any in the file'}")
+    num_tokens = sum(len(row) for rows in kept for row in rows)
+    num_trained = sum(int(row.loss_mask.sum()) for rows in kept for row in rows)
+    omitted = f"; {causes} are left out" if causes else ""
+    say(f"{settings.path}: {len(kept)} demonstrations, {num_tokens} tokens, {num_trained} of them trained{omitted}")
     return kept
 
 
-def _tokenized(row: Mapping[str, Any], chat: Chat, *, where: str) -> Demonstration:
+def _tokenized(row: Mapping[str, Any], chat: Chat, *, where: str) -> list[TrainingRow]:
     messages, tools = _parsed(row.get(MESSAGES), MESSAGES, where), _parsed(row.get(TOOLS) or [], TOOLS, where)
     try:
         rows = rows_from_calls(demonstrated_calls(chat, messages, tools))
@@ -88,7 +109,7 @@ def _tokenized(row: Mapping[str, Any], chat: Chat, *, where: str) -> Demonstrati
         raise DataError(f"{where} cannot be trained: {error}") from error
     if not any(one.num_trained for one in rows):
         raise DataError(f"{where} has no turn to train: each assistant message has weight 0")
-    return tuple(map(Tokenized.of, rows))
+    return rows
 
 
 def _parsed(value: Any, column: str, where: str) -> list[dict[str, Any]]:

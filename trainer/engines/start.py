@@ -63,7 +63,7 @@ def check_engine(config: Config) -> None:
         config.model.path,
         is_cpu=is_cpu,
         dtype=config.model.dtype,
-        max_model_len=config.rollout.max_model_len,
+        max_model_len=config.engine_context,
         trust_remote_code=config.model.trust_remote_code,
         adapters=adapters,
         quantization=config.rollout.quantization,
@@ -108,11 +108,11 @@ def connect_servers(config: Config, *, loop: BackgroundLoop) -> list[ServerEngin
                 f"{engine.name} computes in {dtype}, the trainer in {config.model.dtype}; restart it with "
                 f"--dtype {config.model.dtype}, or set model.dtype={dtype}"
             )
-        if engine.max_model_len < settings.max_model_len:
+        if engine.context < config.engine_context:
+            fitting = settings.max_model_len - config.engine_context + engine.context
             raise ConfigError(
-                f"{engine.name} has a context of {engine.max_model_len} tokens, expected {settings.max_model_len}; "
-                f"restart it with --max-model-len {settings.max_model_len}, or set "
-                f"rollout.max_model_len={engine.max_model_len}"
+                f"{engine.name} has a context of {engine.context} tokens, expected {config.engine_context}; "
+                f"restart it with --max-model-len {config.engine_context}, or set rollout.max_model_len={fitting}"
             )
         if config.replays_engine and not engine.returns_routes:
             raise ConfigError(
@@ -199,6 +199,7 @@ def embedded_engine(config: Config, *, loop: BackgroundLoop, log_path: Path, **p
     configured: dict[str, Any] = {
         "dtype": config.model.dtype,
         "max_model_len": settings.max_model_len,
+        "context": config.engine_context,
         "max_num_seqs": settings.max_num_seqs,
         "kv_cache_gib": cache_gib(config),
         "seed": config.seed,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
+from rollout.chat.chat import vocabulary_difference
 from rollout.chat.messages import Tools
 from rollout.engine.embedded import EmbeddedEngine
 from rollout.engine.pool import EnginePool
@@ -19,7 +20,7 @@ from rollout.episode.environment import RunsItself
 from rollout.errors import ConfigError
 from rollout.server.server_engine import ServerEngine
 from rollout.system.background_loop import BackgroundLoop
-from trainer.build import make_chat
+from trainer.build import make_chat, vocab_size_of
 from trainer.config.schema import CPU_CACHE_GIB, Config
 from trainer.distributed.distributed import Distributed
 from trainer.engines.start import embedded_engine, engine_key
@@ -30,23 +31,28 @@ from trainer.engines.teacher_prompts import TeacherPrompts
 NAME, LOG = "the teacher's engine", "teacher.log"
 
 
-def refuse_other_tokenizer(config: Config) -> None:
-    """Raise `ConfigError` if the teacher gives ids another meaning than the student, before any engine starts."""
-    if config.teacher.path is None:
-        return
+def refuse_unfit_teacher(config: Config) -> None:
+    """Raise `ConfigError` if the teacher gives ids another meaning than the student, or its context is too short.
+
+    Before any engine starts, without the contexts of servers.
+    """
+    settings = config.teacher
+    if settings.path is not None:
+        _refuse_other_tokenizer(config)
+    if config.has_teacher and not (settings.urls or (settings.source == "policy" and config.rollout.urls)):
+        _refuse_short(config, _longest_of(settings.path or config.model.path, config))
+
+
+def _refuse_other_tokenizer(config: Config) -> None:
     trusts = config.model.trust_remote_code
     own, other = (
         AutoTokenizer.from_pretrained(path, trust_remote_code=trusts).get_vocab()
         for path in (config.model.path, config.teacher.path)
     )
-    differing = [token for token, number in own.items() if other.get(token) != number]
-    extra = other.keys() - own.keys()
-    if differing or extra:
-        example = differing[0] if differing else min(extra)
+    if (difference := vocabulary_difference(own, other)) is not None:
         raise ConfigError(
             f"teacher.path={config.teacher.path} has another tokenizer than model.path={config.model.path}: "
-            f"{len(differing) + len(extra)} tokens differ, such as {example!r} with id {other.get(example)} and "
-            f"{own.get(example)}; set teacher.path to a model with the policy's tokenizer"
+            f"{difference}; set teacher.path to a model with the policy's tokenizer"
         )
 
 
@@ -93,7 +99,7 @@ def start_teacher(
         distributed=distributed,
         loop=loop,
         top_k=config.teacher_top_k,
-        vocab_size=_vocab_size(config.model.path, config),
+        vocab_size=vocab_size_of(config.model.path, config),
         prompts=distributed.together(lambda: _prompts(config)),
         is_policy=source == "policy",
         synced=synced,
@@ -113,21 +119,19 @@ def _prompts(config: Config) -> TeacherPrompts | None:
         make_chat(config),
         template=config.teacher.context,
         solved_reward=config.teacher.solved_reward,
-        # Its own engine has room for one token more, which the engine of the rollouts has not.
-        max_tokens=config.rollout.max_model_len - (config.teacher.source == "policy"),
+        max_tokens=config.rollout.max_model_len,
         tools_of=tools_of,
     )
 
 
 def _averaged(config: Config, *, loop: BackgroundLoop, logs: Path) -> SyncedEngine:
     """Start an engine like the policy's, which gets weights as that does."""
-    _refuse_short(config, _longest_of(config.model.path, config))
     return embedded_engine(
         config,
         loop=loop,
         log_path=logs / LOG,
         name=NAME,
-        max_model_len=config.rollout.max_model_len + 1,
+        context=config.rollout.max_model_len + 1,
         return_routes=False,
         quantization=None,
         **_memory(config),
@@ -167,7 +171,7 @@ def _members(config: Config, *, loop: BackgroundLoop, logs: Path) -> Sequence[Po
             ServerEngine(
                 url,
                 loop=loop,
-                vocab_size=_vocab_size(settings.path, config),
+                vocab_size=vocab_size_of(settings.path, config),
                 api_key=engine_key(settings.api_key_env, setting="teacher.api_key_env"),
                 request_timeout_s=rollout.request_timeout_s,
                 start_timeout_s=rollout.start_timeout_s,
@@ -177,7 +181,6 @@ def _members(config: Config, *, loop: BackgroundLoop, logs: Path) -> Sequence[Po
         ]
         _refuse_short(config, min(server.max_model_len for server in servers))
         return servers
-    _refuse_short(config, _longest_of(settings.path, config))
     return [
         EmbeddedEngine(
             settings.path,
@@ -194,10 +197,3 @@ def _members(config: Config, *, loop: BackgroundLoop, logs: Path) -> Sequence[Po
             **_memory(config),
         )
     ]
-
-
-def _vocab_size(path: str, config: Config) -> int:
-    """Return the number of ids of the model at `path`."""
-    model = AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
-    size: int = model.get_text_config().vocab_size
-    return size

@@ -224,7 +224,7 @@ def run(config: Config) -> None:
             settings=sampled_with,
             comparisons=comparisons,
             compared_to=other,
-            others=found,
+            others={"chat_template": config.model.chat_template, **found},
         )
         write_rollouts(path.with_suffix(".jsonl"), evaluation.rollouts)
         console.say(f"results        {path}\nrollouts       {path.with_suffix('.jsonl')}")

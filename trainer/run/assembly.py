@@ -27,7 +27,7 @@ from trainer.engines.averaged_teacher import AveragedTeacher
 from trainer.engines.recovery import Recovery
 from trainer.engines.run_engines import Engines, start_engines
 from trainer.engines.teacher import Teacher
-from trainer.engines.teacher_start import refuse_other_tokenizer, start_teacher
+from trainer.engines.teacher_start import refuse_unfit_teacher, start_teacher
 from trainer.evaluate.evaluator import Evaluation, Evaluator
 from trainer.model.chosen import with_chosen
 from trainer.model.critic import policy_of, with_critic
@@ -100,7 +100,10 @@ def _without_rollouts(
     console: RunConsole,
     libraries: ThirdPartyLog,
 ) -> Parts:
-    trained = _load_trained(config, distributed, console, libraries)
+    distributed.together(lambda: refuse_unfit_teacher(config))
+    # Before the model, as the engines of `_with_rollouts`.
+    teacher = start_teacher(config, distributed, loop=loop, logs=directory.logs, policy=None, say=console.say)
+    trained = _load_trained(config, distributed, console, libraries, teacher)
     assert trained.demonstrations is not None, "a run without rollouts trains on demonstrations"
     heldout = None
     if config.evaluates and config.heldout_sets():
@@ -125,13 +128,15 @@ def _without_rollouts(
             config, distributed=distributed, updater=trained.updater, demonstrations=trained.demonstrations
         ),
         evaluate=evaluate,
-        teacher=None,
+        teacher=teacher,
         averaged=None,
         close_collection=lambda: None,
     )
 
 
-def _load_trained(config: Config, distributed: Distributed, console: RunConsole, libraries: ThirdPartyLog) -> Trained:
+def _load_trained(
+    config: Config, distributed: Distributed, console: RunConsole, libraries: ThirdPartyLog, teacher: Teacher | None
+) -> Trained:
     """Load and prepare the model, with its components of the loss; a collective."""
     policy = load_policy(config)
     module = with_critic(policy, config)
@@ -142,7 +147,7 @@ def _load_trained(config: Config, distributed: Distributed, console: RunConsole,
     show_memory_plan(shape, config, distributed, console)
     show_scale(shape, config, console)
     chat = make_chat(config)
-    demonstrations = Demonstrations.load(config, distributed, chat, say=console.say)
+    demonstrations = Demonstrations.load(config, distributed, chat, say=console.say, teacher=teacher)
     updater = Updater(prepared, distributed, config, given=[demonstrations] if demonstrations else [])
     updater.scorer.budget.warn = console.warn
     if (sentence := untested(policy.causal_lm.config.get_text_config().model_type)) is not None:
@@ -162,10 +167,10 @@ def _with_rollouts(
     refuse_dense(config)
     # The engine starts first: it forks workers, which must not inherit threads of a model that computes.
     console.say(_announcement(config))
-    distributed.together(lambda: refuse_other_tokenizer(config))
+    distributed.together(lambda: refuse_unfit_teacher(config))
     engines = start_engines(config, distributed, loop=loop, logs=directory.logs)
     teacher = start_teacher(config, distributed, loop=loop, logs=directory.logs, policy=engines.pool, say=console.say)
-    trained = _load_trained(config, distributed, console, libraries)
+    trained = _load_trained(config, distributed, console, libraries, teacher)
     updater, chat = trained.updater, trained.chat
     rewards = make_rewards(config)
     distributed.together(lambda: _load_reward_models(rewards, engines, distributed))
@@ -219,7 +224,7 @@ def _with_rollouts(
         updater=updater,
         rollouts=rollouts,
         reference=make_reference(config, distributed, trained.module),
-        teacher=teacher,
+        teacher=teacher if config.teaches_rollouts else None,
         averaged=averaged,
         sync=sync,
         recovery=recovery,

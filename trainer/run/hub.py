@@ -16,7 +16,7 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from rollout.errors import HubError
 from trainer.config.redaction import redact_text
-from trainer.config.schema import Config
+from trainer.config.schema import SAVED_ROLLOUTS, Config
 from trainer.data.datasets import is_file, is_made
 from trainer.observe.metrics_log import read_metrics
 
@@ -45,14 +45,17 @@ def push(model: Path, config: Config, metrics: Mapping[str, float]) -> str:
 
 def model_card(config: Config, metrics: Mapping[str, float]) -> str:
     """Return the card as Markdown, with the front matter that the hub reads."""
-    data = [data_set.path for data_set in config.data.training_sets().values()]
+    sets = config.data.training_sets().values()
+    data = [data_set.path for data_set in sets]
     base = _public(config.model.path)
     front = {
         "base_model": base,
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["lockstep", "reinforcement-learning", config.algorithm.name],
-        "datasets": [redact_text(path) for path in data if not (is_file(path) or is_made(path))],
+        "datasets": [
+            redact_text(one.path) for one in sets if not (one.is_saved or is_file(one.path) or is_made(one.path))
+        ],
     }
     front = {name: value for name, value in front.items() if value}
     rollout = config.rollout
@@ -108,5 +111,5 @@ def _evaluation(config: Config, metrics: Mapping[str, float]) -> str:
 
 def _public(path: str) -> str:
     """Return a hub id or an address without its secrets, and only the last part of a local path."""
-    is_local = is_file(path) or path.startswith(("/", ".", "~")) or Path(path).exists()
+    is_local = is_file(path) or path.startswith(("/", ".", "~", SAVED_ROLLOUTS)) or Path(path).exists()
     return redact_text(Path(path).name if is_local else path)

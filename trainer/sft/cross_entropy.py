@@ -1,6 +1,9 @@
-"""Demonstrations as a component of the loss: their cross-entropy, on rows of their own.
+"""Demonstrations as components of the loss, on rows of their own: their cross-entropy, and a divergence from a teacher.
 
-    loss = w · Σ_t −log π(token t) / D        D: trained tokens of the step's rows, on all ranks
+    loss = w · ((1 − α) · Σ_t −log π(token t) + α · Σ_t D(π, π_teacher)_t) / N
+
+    N   trained tokens of the step's rows, on all ranks
+    α   demonstrations.teacher_share; 0 without a divergence
 
 Dimensions: _T trained tokens of a microbatch.
 """
@@ -16,17 +19,22 @@ import torch
 from torch import Tensor
 
 from rollout.chat.chat import Chat
+from rollout.errors import DataError
 from trainer.batch.packing import PackedBatch
 from trainer.batch.step_batch import StepBatch, decode, encode
+from trainer.build import vocab_size_of
 from trainer.config.schema import Config, DataSetConfig
 from trainer.data.demonstrations import Demonstration, load_demonstrations
 from trainer.data.prompts import Prompts
 from trainer.distributed.distributed import Distributed
-from trainer.update.components import Outputs, Share, TokenSet, component_metrics
+from trainer.engines.teacher import Teacher
+from trainer.update.components import Outputs, Share, Term, TokenSet, component_metrics
 from trainer.update.router_loss import RouterLoss, RouterStep
 from trainer.update.schedule import component_weight
+from trainer.update.teacher_divergence import DivergenceTerm, scores_of
 
 NAME = "demonstrations"
+DIVERGENCE_NAME = "demonstrations_teacher"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -36,7 +44,7 @@ class CrossEntropyTerm:
     name: str
     weight: float
     num_tokens: int
-    """D."""
+    """N of the module docstring."""
     routers: RouterStep | None = None
     """Losses about the routers on the same tokens, not weighted; None: none."""
 
@@ -71,11 +79,21 @@ class Demonstrations:
     name = NAME
 
     def __init__(
-        self, config: Config, distributed: Distributed, sets: Sequence[Sequence[Demonstration]] | None
+        self,
+        config: Config,
+        distributed: Distributed,
+        sets: Sequence[Sequence[Demonstration]] | None,
+        *,
+        teacher: Teacher | None = None,
     ) -> None:
-        """sets: one per set of `Config.demonstration_sets`; None on ranks other than 0, which get each step's rows."""
+        """
+        Args:
+            sets: one per set of `Config.demonstration_sets`; None on ranks other than 0, which get each step's rows.
+            teacher: scores the rows; None: they get no scores.
+        """
         self._config = config
         self._distributed = distributed
+        self._teacher = teacher
         self._order = None
         if sets is not None:
             weights = [settings.weight for settings in config.demonstration_sets().values()]
@@ -84,11 +102,26 @@ class Demonstrations:
 
     @classmethod
     def load(
-        cls, config: Config, distributed: Distributed, chat: Chat, *, say: Callable[[str], None]
+        cls,
+        config: Config,
+        distributed: Distributed,
+        chat: Chat,
+        *,
+        say: Callable[[str], None],
+        teacher: Teacher | None = None,
     ) -> Demonstrations | None:
-        """Load and tokenize the configured demonstrations; a collective. None if there are none."""
+        """Load and tokenize the configured demonstrations; a collective. None if there are none.
+
+        teacher: of a run that trains a divergence from it. Raises `DataError` on all ranks for rows that cannot be
+        trained, or are too long for a teacher.
+        """
         found = config.demonstration_sets()
-        return cls(config, distributed, tokenized(found, config, distributed, chat, say=say)) if found else None
+        if not found:
+            return None
+        sets = tokenized(found, config, distributed, chat, say=say)
+        distributed.together(lambda: refuse_long(sets or (), config))
+        is_taught = config.demonstrations.teacher_divergence != "off"
+        return cls(config, distributed, sets, teacher=teacher if is_taught else None)
 
     @property
     def count(self) -> int:
@@ -96,30 +129,53 @@ class Demonstrations:
         return 0 if self._order is None else len(self._order)
 
     def draw(self) -> StepBatch:
-        """Return the rows of the next optimizer step, the same on every rank; a collective."""
-        batch = None
+        """Return the rows of the next optimizer step, with a teacher's scores, the same on every rank; a collective."""
+        taken: list[Any] = []
         if self._order is not None:
             self._order.cursor = self.cursor
-            taken: list[Any] = self._order.take(self._config.demonstrations.rows_per_update)
-            batch = batch_of(taken)
+            taken = self._order.take(self._config.demonstrations.rows_per_update)
         self.cursor += self._config.demonstrations.rows_per_update
-        return shared(batch, self._distributed)
+        batch = batch_of(taken)
+        return shared(self._teacher.scored(batch, ()) if self._teacher else batch, self._distributed)
 
     def token_set(self, batch: StepBatch, *, update: int, routers: RouterLoss | None) -> TokenSet:
-        """Return rows from `draw` with their cross-entropy."""
+        """Return rows from `draw` with their terms."""
+        settings, algorithm = self._config.demonstrations, self._config.algorithm
         rows, num_tokens = range(len(batch.rows)), batch.layout.num_tokens
         every_N = torch.ones(num_tokens, dtype=torch.bool)
-        term = CrossEntropyTerm(
-            name=NAME,
-            weight=self._weight(update),
-            num_tokens=num_tokens,
-            routers=None if routers is None else routers.opened(batch, rows, every_N, num_tokens),
-        )
-        return TokenSet(batch=batch, rows=rows, terms=[term])
+        weight = self._weight(update)
+        share = 0.0 if settings.teacher_divergence == "off" else settings.teacher_share
+        terms: list[Term] = [
+            CrossEntropyTerm(
+                name=NAME,
+                weight=weight * (1 - share),
+                num_tokens=num_tokens,
+                routers=None if routers is None else routers.opened(batch, rows, every_N, num_tokens),
+            )
+        ]
+        if share:
+            terms.append(
+                DivergenceTerm(
+                    name=DIVERGENCE_NAME,
+                    kind=settings.teacher_divergence,
+                    beta=algorithm.teacher_divergence_beta,
+                    weight=weight * share,
+                    keep_N=every_N,
+                    scores=scores_of(batch),
+                    num_tokens=num_tokens,
+                )
+            )
+        return TokenSet(batch=batch, rows=rows, terms=terms)
 
     def metrics(self) -> dict[str, float]:
-        """Return `data/demonstrations_epoch`, passes over the demonstrations; nothing on ranks other than 0."""
-        return {} if self._order is None else {"data/demonstrations_epoch": self.cursor / len(self._order)}
+        """Return `data/demonstrations_epoch`, passes over the demonstrations, and the mismatch of their teacher.
+
+        Nothing on ranks other than 0.
+        """
+        if self._order is None:
+            return {}
+        of_teacher = self._teacher.measured if self._teacher else {}
+        return {"data/demonstrations_epoch": self.cursor / len(self._order), **of_teacher}
 
     def _weight(self, update: int) -> float:
         settings = self._config.demonstrations
@@ -146,7 +202,14 @@ def tokenized(
     return distributed.together(
         lambda: (
             [
-                load_demonstrations(one, chat, max_tokens=config.demonstrations.max_tokens, say=say)
+                load_demonstrations(
+                    one,
+                    chat,
+                    max_tokens=config.demonstrations.max_tokens,
+                    min_reward=config.demonstrations.min_reward,
+                    vocab_size=vocab_size_of(config.model.path, config),
+                    say=say,
+                )
                 for one in sets.values()
             ]
             if distributed.is_main
@@ -155,11 +218,22 @@ def tokenized(
     )
 
 
-def shared(batch: StepBatch | None, distributed: Distributed) -> StepBatch:
+def shared(batch: StepBatch, distributed: Distributed) -> StepBatch:
     """Return rank 0's batch on every rank; a collective."""
-    if batch is not None and distributed.world_size == 1:
+    if distributed.world_size == 1:
         return batch
-    return decode(distributed.broadcast_bytes(b"" if batch is None else encode(batch)))
+    return decode(distributed.broadcast_bytes(encode(batch) if distributed.is_main else b""))
+
+
+def refuse_long(sets: Sequence[Sequence[Demonstration]], config: Config) -> None:
+    """Raise `DataError` for a row that is longer than the context of the teacher that would score it."""
+    limit = config.rollout.max_model_len
+    longest = max((len(row) for demonstrations in sets for rows in demonstrations for row in rows), default=0)
+    if config.demonstrations.teacher_divergence != "off" and longest > limit:
+        raise DataError(
+            f"the longest demonstration has {longest} tokens, the teacher scores {limit}; set rollout.max_model_len="
+            f"{longest}, or demonstrations.max_tokens={limit} to leave out longer ones"
+        )
 
 
 def batch_of(demonstrations: Sequence[Demonstration]) -> StepBatch:

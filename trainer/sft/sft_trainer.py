@@ -90,7 +90,7 @@ class HeldoutDemonstrations:
         sets = config.heldout_sets()
         loaded = tokenized(sets, config, distributed, chat, say=say)
         self._batches: dict[str, StepBatch] = {
-            name: shared(None if loaded is None else batch_of(loaded[number][: config.eval.prompts]), distributed)
+            name: shared(batch_of([] if loaded is None else loaded[number][: config.eval.prompts]), distributed)
             for number, name in enumerate(sets)
         }
 

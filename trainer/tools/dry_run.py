@@ -46,6 +46,7 @@ from trainer.data.prompts import Row
 from trainer.diagnosis.token_classes import TokenTexts
 from trainer.distributed.distributed import Distributed
 from trainer.engines.start import check_engine
+from trainer.engines.teacher_start import refuse_unfit_teacher
 from trainer.model.layers.routing import refuse_dense
 from trainer.model.memory_plan import GIB
 from trainer.model.shape import planned_shape
@@ -80,6 +81,7 @@ def dry_run(config: Config) -> None:
         if config.has_rollouts:
             refuse_dense(config)
             check_engine(config)
+        refuse_unfit_teacher(config)
         config = choose(config, distributed, run_console)
         prompts = make_prompts(config, distributed, loop, chat, say=run_console.say) if config.has_rollouts else None
         demonstrations = Demonstrations.load(config, distributed, chat, say=run_console.say)

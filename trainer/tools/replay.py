@@ -239,7 +239,7 @@ class _Replay:
         kept = [group for group in step.groups if is_kept(group, config)]
         dropped = [group for group in step.groups if not is_kept(group, config)]
         collected = Collected.of(kept, dropped, (), config)
-        teacher = _SavedTeacher(TeacherScores.read(step.teacher_path)) if config.has_teacher else None
+        teacher = _SavedTeacher(TeacherScores.read(step.teacher_path)) if config.teaches_rollouts else None
         self._restore(step.weights_update)
         check_ids(step.rollouts, vocab_size=self._vocab_size)
         trainer = Trainer(

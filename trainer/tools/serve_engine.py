@@ -39,13 +39,13 @@ def command(config: Config) -> list[str]:
     arguments += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
     arguments += ["--weight-transfer-config", json.dumps({"backend": "nccl" if on_gpu else "gloo"})]
     arguments += ["--dtype", config.model.dtype, "--seed", str(config.seed)]
-    arguments += ["--max-model-len", str(settings.max_model_len), "--max-num-seqs", str(settings.max_num_seqs)]
+    arguments += ["--max-model-len", str(config.engine_context), "--max-num-seqs", str(settings.max_num_seqs)]
     adapters = adapter_settings(config)
     for name, value in engine_arguments(
         config.model.path,
         is_cpu=not on_gpu,
         dtype=config.model.dtype,
-        max_model_len=settings.max_model_len,
+        max_model_len=config.engine_context,
         trust_remote_code=config.model.trust_remote_code,
         adapters=adapters,
         quantization=settings.quantization,

@@ -1,6 +1,6 @@
-"""The divergence from a teacher as a component of the loss, over the trained tokens of the rollouts.
+"""The divergence from a teacher as a component of the loss, over the trained tokens of the rollouts, or of others.
 
-    loss = w · Σ_t D(π_θ, π_teacher)_t / N        N: kept tokens of the optimizer step, on all ranks
+    loss = w · Σ_t D(π_θ, π_teacher)_t / N        N: kept tokens of the component in the optimizer step, on all ranks
 
 D compares the teacher's most probable tokens and all others together (trainer/objective/distillation/divergence.py).
 The student's logprobs of them come from the fused head in the forward pass of the policy loss. The correction's mask
@@ -20,6 +20,8 @@ from torch import Tensor
 
 from rollout.errors import TrainingError
 from trainer.batch.packing import PackedBatch
+from trainer.batch.step_batch import StepBatch
+from trainer.batch.teacher_scores import TeacherScores
 from trainer.config.schema import AlgorithmConfig
 from trainer.objective.distillation.divergence import divergence
 from trainer.update.components import Outputs, RolloutStep, Share, component_metrics
@@ -35,58 +37,67 @@ class TeacherDivergence:
 
     def term(self, step: RolloutStep) -> DivergenceTerm:
         """Return the term of an optimizer step. Raises `TrainingError` if its rows have no scores of a teacher."""
-        teacher = step.batch.teacher
-        if teacher is None:
-            raise TrainingError(
-                "the rows have no scores of a teacher, which algorithm.teacher_divergence needs; replay a dumped "
-                "batch, which has them, or set algorithm.teacher_divergence=off"
-            )
         is_chosen_S = torch.zeros(step.batch.num_rollouts, dtype=torch.bool)
         is_chosen_S[torch.from_numpy(step.rollouts)] = True
         keep_N = step.targets.keep_N
         return DivergenceTerm(
-            algorithm=self._algorithm,
+            name=NAME,
+            kind=self._algorithm.teacher_divergence,
+            beta=self._algorithm.teacher_divergence_beta,
+            weight=self._algorithm.teacher_divergence_coef,
             keep_N=keep_N,
-            top_ids_NE=teacher.top_ids_NE,
-            top_logp_NE=teacher.top_logp_NE,
+            scores=scores_of(step.batch),
             num_tokens=int((keep_N & is_chosen_S[step.batch.rollout_N]).sum()),
         )
+
+
+def scores_of(batch: StepBatch) -> TeacherScores:
+    """Return the teacher's scores of a batch. Raises `TrainingError` if it has none."""
+    if batch.teacher is None:
+        raise TrainingError(
+            "the rows have no scores of a teacher, which a divergence needs; replay a dumped batch, which has them, or "
+            "set algorithm.teacher_divergence=off demonstrations.teacher_divergence=off"
+        )
+    return batch.teacher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DivergenceTerm:
     """The divergence of one optimizer step."""
 
-    algorithm: AlgorithmConfig
+    name: str
+    kind: str
+    beta: float
+    weight: float
     keep_N: Tensor
-    top_ids_NE: Tensor
-    top_logp_NE: Tensor
+    scores: TeacherScores
     num_tokens: int
     """N of the module docstring."""
 
     def arguments(self, packed: PackedBatch) -> Mapping[str, Any]:
-        return {"candidate_ids_TE": self.top_ids_NE[packed.token_index_T].to(packed.ids.device)}
+        return {"candidate_ids_TE": self.scores.top_ids_NE[packed.token_index_T].to(packed.ids.device)}
 
     def share(self, outputs: Outputs) -> Share:
-        algorithm, index_T = self.algorithm, outputs.packed.token_index_T
+        index_T = outputs.packed.token_index_T
         (student_TF,) = outputs.others
         keep_T = self.keep_N[index_T]
         keep = keep_T.nonzero().squeeze(1).to(student_TF.device)  # indices: a mask's result would wait for the device
         divergence_T = divergence(
-            algorithm.teacher_divergence,
+            self.kind,
             student_TF[keep],
-            self.top_logp_NE[index_T[keep_T]].to(student_TF.device),
-            beta=algorithm.teacher_divergence_beta,
+            self.scores.top_logp_NE[index_T[keep_T]].to(student_TF.device),
+            beta=self.beta,
         )
         total = divergence_T.sum()
         rest = student_TF[keep, -1].detach().exp().sum()
-        loss = algorithm.teacher_divergence_coef * total / max(self.num_tokens, 1)
-        return Share(loss=loss, sums={f"loss/{NAME}": total.detach(), f"loss/{NAME}_rest": rest})
+        loss = self.weight * total / max(self.num_tokens, 1)
+        return Share(loss=loss, sums={f"loss/{self.name}": total.detach(), f"loss/{self.name}_rest": rest})
 
     def metrics(self, totals: Mapping[str, Tensor]) -> Mapping[str, float]:
-        """Return means over the kept tokens: the divergence, and as `loss/teacher_rest` the probability that the
-        student gives to other tokens than the teacher's most probable ones."""
+        """Return means over the kept tokens: the divergence, and as `loss/<name>_rest` the probability that the student
+        gives to other tokens than the teacher's most probable ones."""
         means = {name: float(total) / max(self.num_tokens, 1) for name, total in totals.items()}
-        weight = self.algorithm.teacher_divergence_coef
-        common = component_metrics(NAME, loss=means[f"loss/{NAME}"], weight=weight, num_tokens=self.num_tokens)
+        common = component_metrics(
+            self.name, loss=means[f"loss/{self.name}"], weight=self.weight, num_tokens=self.num_tokens
+        )
         return {**means, **common}

@@ -2,17 +2,21 @@
 
 Started by tests/integration/test_component_gradients.py, by itself or by `accelerate launch`:
 
-    component_gradients.py MODEL_DIR OUT.npz TOKEN_BUDGET [alone]
+    component_gradients.py MODEL_DIR OUT.npz TOKEN_BUDGET [alone] [taught]
 
-alone: the demonstrations without rollouts.
+alone: the demonstrations without rollouts. taught: half of their loss is a divergence from a teacher.
 """
 
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
-from rollout.records import TrainingRow
+from rollout.records import Rollout, TrainingRow
+from tests.fixtures.models import VOCAB_SIZE
+from tests.fixtures.teachers import made_up_scores
 from tests.integration.workers.gradients import GradientsOnly, fixed_rollouts
 from trainer.batch.step_batch import StepBatch
 from trainer.config.schema import AlgorithmConfig, Config, CorrectionConfig
@@ -48,6 +52,15 @@ def fixed_demonstrations() -> list[Demonstration]:
     return made
 
 
+class MadeUpTeacher:
+    """A teacher of the rows of rank 0."""
+
+    measured: dict[str, float] = {}  # noqa: RUF012  # stays empty
+
+    def scored(self, batch: StepBatch, rollouts: Sequence[Rollout]) -> StepBatch:
+        return replace(batch, teacher=made_up_scores(batch, top_k=4, vocab_size=VOCAB_SIZE)) if batch.rows else batch
+
+
 def main(model_dir: str, out: str, token_budget: str, *flags: str) -> None:
     distributed = GradientsOnly.start(dtype="float32", max_grad_norm=0.0)
     torch.manual_seed(0)
@@ -59,8 +72,13 @@ def main(model_dir: str, out: str, token_budget: str, *flags: str) -> None:
     config.rollout.temperature = 0.7
     config.demonstrations.path, config.demonstrations.rows_per_update = "given", COUNT
     config.demonstrations.weight = 0.5
+    teacher = None
+    if "taught" in flags:
+        config.demonstrations.teacher_divergence, config.demonstrations.teacher_share = "forward", 0.5
+        teacher = MadeUpTeacher()
     data = [fixed_demonstrations()] if distributed.is_main else None
-    updater = Updater(module, distributed, config, given=[Demonstrations(config, distributed, data)])
+    given = Demonstrations(config, distributed, data, teacher=teacher)  # type: ignore[arg-type]
+    updater = Updater(module, distributed, config, given=[given])
     if "alone" in flags:
         metrics = updater.given_step()
     else:

@@ -8,9 +8,14 @@ from typing import Any
 
 import pytest
 
+from trainer.checks.algorithm import algorithm_problems
 from trainer.checks.declared import unused_problems
-from trainer.checks.without_rollouts import demonstration_row_problems, without_rollouts_problems
-from trainer.config.schema import AlgorithmConfig, Config
+from trainer.checks.without_rollouts import (
+    demonstration_problems,
+    demonstration_row_problems,
+    without_rollouts_problems,
+)
+from trainer.config.schema import AlgorithmConfig, Config, TeacherConfig
 
 TALK = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 
@@ -43,6 +48,7 @@ def test_a_setting_of_rollouts_is_refused_without_them(algorithm: dict[str, Any]
     [
         ({"question": "x"}, "the first row has no list of messages; it has question"),
         ({"messages": TALK["messages"][:1]}, "has no assistant turn to train"),
+        ({**TALK, "calls": []}, "holds saved rollouts, whose text would be tokenized again"),
     ],
 )
 def test_the_first_row_must_be_a_conversation_also_of_mixed_demonstrations(
@@ -61,3 +67,63 @@ def test_demonstrations_beside_rollouts_are_refused_without_rollouts(tmp_path: P
     (sentence,) = unused_problems(made)
     assert "demonstrations.path=more.jsonl does nothing" in sentence
     assert "set algorithm=grpo" in sentence
+
+
+def test_saved_rollouts_are_looked_for_before_the_run_starts(tmp_path: Path) -> None:
+    made = config(tmp_path / "rows.jsonl", TALK)
+    made.data.path = f"rollouts:{tmp_path}/teacher"
+    (sentence,) = demonstration_row_problems(made)
+    assert "teacher has no saved rollouts" in sentence
+    (tmp_path / "teacher").mkdir()
+    (tmp_path / "teacher" / "samples.jsonl").write_text("")
+    assert [*demonstration_row_problems(made), *demonstration_problems(made)] == []
+
+
+@pytest.mark.parametrize("place", ["path", "heldout_path"])
+def test_saved_rollouts_are_no_prompts(place: str) -> None:
+    made = Config()
+    setattr(made.data, place, "rollouts:runs/teacher")
+    (sentence,) = demonstration_problems(made)
+    assert "set algorithm=sft, or demonstrations.path=rollouts:runs/teacher" in sentence
+
+
+@pytest.mark.parametrize(
+    ("teacher", "sentence"),
+    [
+        ({}, "found teacher.path=null and teacher.source=model; set teacher.source=model teacher.path="),
+        ({"source": "policy"}, "found teacher.path=null and teacher.source=policy; set teacher.source=model"),
+        ({"path": "t", "source": "average"}, "found teacher.path=t and teacher.source=average"),
+        ({"path": "t", "context": "hint"}, "the teacher reads demonstrations as they are; set teacher.context=null"),
+    ],
+)
+@pytest.mark.parametrize("trains_on", ["rollouts", "demonstrations"])
+def test_a_divergence_on_demonstrations_needs_a_model_that_reads_them_as_they_are(
+    trains_on: str, teacher: dict[str, Any], sentence: str
+) -> None:
+    made = Config(algorithm=AlgorithmConfig(trains_on=trains_on), teacher=TeacherConfig(**teacher))
+    made.demonstrations.teacher_divergence = "forward"
+    (problem,) = demonstration_problems(made)
+    assert sentence in problem
+    made.demonstrations.teacher_divergence = "off"
+    assert not list(demonstration_problems(made))
+
+
+def test_a_teacher_without_a_divergence_is_refused_without_rollouts(tmp_path: Path) -> None:
+    made = config(tmp_path / "rows.jsonl", TALK)
+    made.teacher.path = "t"
+    (sentence,) = without_rollouts_problems(made)
+    assert sentence.startswith("teacher.path=t does nothing with algorithm=sft")
+    made.demonstrations.teacher_divergence = "jsd"
+    assert not list(without_rollouts_problems(made))
+
+
+def test_a_teacher_of_the_demonstrations_leaves_rollouts_to_rewards() -> None:
+    """At any temperature, because it scores no rollout."""
+    made = Config(teacher=TeacherConfig(path="t"))
+    made.demonstrations.path = "talks.jsonl"
+    assert any("is not used" in sentence for sentence in algorithm_problems(made))
+    made.demonstrations.teacher_divergence = "forward"
+    made.rollout.temperature = 0.7
+    assert not list(algorithm_problems(made))
+    assert made.has_teacher
+    assert not made.teaches_rollouts

@@ -32,7 +32,7 @@ PLAIN = [USER, {"role": "assistant", "content": "no idea"}]
 def load(path: Path, rows: list[Any], *, max_tokens: int | None = None, **settings: Any) -> list[Demonstration]:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) if path.suffix == ".jsonl" else json.dumps(rows))
     data_set = DataSetConfig(path=str(path), split="train", **settings)
-    return load_demonstrations(data_set, CHAT, max_tokens=max_tokens, say=lambda text: None)
+    return load_demonstrations(data_set, CHAT, max_tokens=max_tokens, vocab_size=10**6, say=lambda text: None)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json"])
@@ -57,7 +57,7 @@ def test_columns_are_renamed_and_long_conversations_left_out(tmp_path: Path) -> 
     rows = [{"talk": PLAIN}, {"talk": long}]
     found = load(tmp_path / "rows.jsonl", rows, max_tokens=100, columns={"messages": "talk"})
     assert len(found) == 1
-    with pytest.raises(DataError, match="all 2 demonstrations are longer than 5 tokens"):
+    with pytest.raises(DataError, match="no demonstrations are left without 2 longer than 5 tokens"):
         load(tmp_path / "rows.jsonl", rows, max_tokens=5, columns={"messages": "talk"})
 
 

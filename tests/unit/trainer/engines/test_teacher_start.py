@@ -1,4 +1,4 @@
-"""The start of a teacher: its tokenizer is the student's."""
+"""The start of a teacher: its tokenizer is the student's, and its context holds a token more than the longest row."""
 
 from __future__ import annotations
 
@@ -7,26 +7,48 @@ from pathlib import Path
 import pytest
 
 from rollout.errors import ConfigError
+from tests.fixtures.models import tiny_qwen3
 from tests.fixtures.tokenizers import chat_tokenizer
 from trainer.config.schema import Config, TeacherConfig
-from trainer.engines.teacher_start import refuse_other_tokenizer
+from trainer.engines.teacher_start import refuse_unfit_teacher
 
 
 def test_a_teacher_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
     chat_tokenizer("qwen3").save_pretrained(tmp_path / "student")
     chat_tokenizer("qwen3").save_pretrained(tmp_path / "equal")
+    for name in ("student", "equal", "other"):
+        tiny_qwen3(tied=True).config.save_pretrained(tmp_path / name)
     other = chat_tokenizer("qwen3")
     other.add_tokens(["<one more>"])
     other.save_pretrained(tmp_path / "other")
 
     def config(name: str | None) -> Config:
         made = Config(teacher=TeacherConfig(path=None if name is None else str(tmp_path / name)))
-        made.model.path = str(tmp_path / "student")
+        made.model.path, made.rollout.max_model_len = str(tmp_path / "student"), 64
         return made
 
-    refuse_other_tokenizer(config(None))
-    refuse_other_tokenizer(config("equal"))
+    refuse_unfit_teacher(config(None))
+    refuse_unfit_teacher(config("equal"))
     with pytest.raises(
         ConfigError, match=r"1 tokens differ, such as '<one more>' with id \d+ and None; set teacher.path"
     ):
-        refuse_other_tokenizer(config("other"))
+        refuse_unfit_teacher(config("other"))
+
+
+@pytest.mark.parametrize("source", ["model", "policy", "average"])
+def test_a_context_without_room_for_the_token_after_the_longest_row_is_refused_before_an_engine_starts(
+    source: str, tmp_path: Path
+) -> None:
+    """Also of the policy as its own teacher, whose engines get that room beside what they sample in."""
+    model = tiny_qwen3(tied=True)
+    limit = model.config.max_position_embeddings
+    model.config.save_pretrained(tmp_path)
+    chat_tokenizer("qwen3").save_pretrained(tmp_path)
+    config = Config(teacher=TeacherConfig(source=source, path=str(tmp_path) if source == "model" else None))
+    config.model.path = str(tmp_path)
+    config.rollout.max_model_len = limit - 1
+    refuse_unfit_teacher(config)
+    assert config.engine_context == limit - (source != "policy")
+    config.rollout.max_model_len = limit
+    with pytest.raises(ConfigError, match=rf"context of {limit} tokens .* set rollout.max_model_len={limit - 1} or"):
+        refuse_unfit_teacher(config)

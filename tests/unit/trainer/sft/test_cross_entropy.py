@@ -1,15 +1,29 @@
-"""Demonstrations as a component: their order, weight and rows on every rank."""
+"""Demonstrations as components: their order, weights and rows on every rank, and the divergence from a teacher."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
 
-from tests.fixtures.distributed import FakeRank, on_ranks
+from rollout.errors import DataError
+from rollout.records import Rollout
+from tests.fixtures.distributed import FakeRank, flat_gradient, on_ranks
+from tests.fixtures.models import VOCAB_SIZE, tiny_qwen3
+from tests.fixtures.teachers import made_up_scores
 from tests.integration.workers.component_gradients import fixed_demonstrations
 from trainer.batch.step_batch import StepBatch
 from trainer.config.schema import AlgorithmConfig, Config
-from trainer.sft.cross_entropy import Demonstrations
+from trainer.model.policy import Policy
+from trainer.objective.distillation.divergence import divergence
+from trainer.sft.cross_entropy import Demonstrations, refuse_long
+from trainer.update.updater import Updater
+
+TOP_K = 6
 
 
 def config(rows_per_update: int = 2, trains_on: str = "rollouts") -> Config:
@@ -68,3 +82,97 @@ def test_the_weight_follows_its_schedule_over_the_updates(trains_on: str, schedu
         for update in (0, 5, 9)
     ]
     assert found == pytest.approx(weights)
+
+
+class MadeUpTeacher:
+    """A teacher whose scores differ in every step."""
+
+    def __init__(self, distributed: FakeRank) -> None:
+        self._distributed = distributed
+        self.measured = {"teacher/noise_floor_kl": 0.0}
+        self.num_scored = 0
+
+    def scored(self, batch: StepBatch, rollouts: Sequence[Rollout]) -> StepBatch:
+        self.num_scored += 1
+        if not self._distributed.is_main:
+            return batch
+        scores = made_up_scores(batch, top_k=TOP_K, vocab_size=VOCAB_SIZE, seed=self.num_scored)
+        return replace(batch, teacher=scores)
+
+
+def taught(rank: FakeRank, **settings: Any) -> Demonstrations:
+    made = config(rows_per_update=4, trains_on=settings.pop("trains_on", "demonstrations"))
+    made.demonstrations = replace(made.demonstrations, teacher_divergence="forward", **settings)
+    data = [fixed_demonstrations()] if rank.is_main else None
+    return Demonstrations(made, rank, data, teacher=MadeUpTeacher(rank))  # type: ignore[arg-type]
+
+
+def test_every_rank_gets_the_scores_of_the_teacher_with_the_rows() -> None:
+    def draw(rank: FakeRank) -> bytes:
+        demonstrations = taught(rank)
+        demonstrations.draw()
+        scores = demonstrations.draw().teacher
+        assert scores is not None
+        return scores.top_logp.tobytes() + scores.top_ids.tobytes()
+
+    first, *others = on_ranks(3, draw)
+    assert len(first) > 100
+    assert all(other == first for other in others)
+
+
+@pytest.mark.parametrize("kind", ["forward", "reverse", "jsd"])
+def test_the_gradient_is_that_of_both_means_over_the_tokens_of_the_demonstrations(kind: str) -> None:
+    """Computed from full logits, row by row."""
+    torch.manual_seed(0)
+    policy, share = Policy(tiny_qwen3(tied=True)), 0.7
+    rank = FakeRank(policy)
+    demonstrations = taught(rank, teacher_share=share)
+    settings = demonstrations._config
+    settings.demonstrations.teacher_divergence, settings.token_budget = kind, 64
+    batch = demonstrations.draw()
+    assert batch.teacher is not None
+    metrics = Updater(policy, rank, settings, given=[demonstrations]).given_step({"demonstrations": batch}, lr=0.0)
+    found = rank.gradient.clone()
+    policy.zero_grad()
+    logp_NV = torch.cat(
+        [
+            policy.causal_lm(torch.from_numpy(row.ids)[None]).logits[0, :-1].log_softmax(-1)[row.loss_mask[1:]]
+            for row in batch.rows
+        ]
+    )
+    sampled_N = torch.cat([torch.from_numpy(row.ids[row.loss_mask]) for row in batch.rows])
+    cross_entropy = -logp_NV.gather(1, sampled_N[:, None]).mean()
+    top_ids_NE = batch.teacher.top_ids_NE
+    rest_N = logp_NV.scatter(1, top_ids_NE, -torch.inf).logsumexp(1, keepdim=True)
+    mean = divergence(kind, torch.cat([logp_NV.gather(1, top_ids_NE), rest_N], 1), batch.teacher.top_logp_NE).mean()
+    ((1 - share) * cross_entropy + share * mean).backward()
+    torch.testing.assert_close(found, flat_gradient(policy), atol=2e-6, rtol=1e-4)
+    assert metrics["loss/demonstrations"] == pytest.approx(float(cross_entropy), rel=1e-5)
+    assert metrics["loss/demonstrations_teacher"] == pytest.approx(float(mean), rel=1e-5)
+    assert metrics["loss/demonstrations_weight"] == pytest.approx(1 - share)
+    assert metrics["loss/demonstrations_teacher_weight"] == share
+    assert metrics["loss/demonstrations_teacher_tokens"] == metrics["loss/demonstrations_tokens"] == len(sampled_N)
+    assert metrics["perf/microbatches"] > 1
+
+
+def test_beside_rollouts_both_losses_follow_the_schedule() -> None:
+    demonstrations = taught(FakeRank(), trains_on="rollouts", weight=0.4, weight_schedule="linear", teacher_share=0.75)
+    batch = demonstrations.draw()
+    terms = [demonstrations.token_set(batch, update=update, routers=None).terms for update in (0, 5)]
+    weights = [[term.weight for term in both] for both in terms]  # type: ignore[attr-defined]
+    assert weights == [pytest.approx([0.1, 0.3]), pytest.approx([0.05, 0.15])]
+
+
+def test_a_row_that_the_teacher_has_no_context_for_is_refused() -> None:
+    made = config()
+    data = [fixed_demonstrations()]
+    longest = max(len(row) for (row,) in data[0])
+    made.rollout.max_model_len = longest - 1
+    refuse_long(data, made)  # without a teacher, nothing limits it
+    made.demonstrations.teacher_divergence = "jsd"
+    with pytest.raises(
+        DataError, match=f"has {longest} tokens, the teacher scores {longest - 1}; set rollout.max_model"
+    ):
+        refuse_long(data, made)
+    made.rollout.max_model_len = longest
+    refuse_long(data, made)

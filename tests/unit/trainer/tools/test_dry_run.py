@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from transformers import AutoTokenizer
 
 from rollout.engine.protocol import Sampling
 from rollout.episode.rows import rows_from_calls
@@ -242,6 +244,22 @@ def test_demonstrations_beside_rollouts_are_shown_too(
     shown = " ".join(done.stdout.split())
     for words in ("2 prompts x 8 samples = 16 rollouts", "2 demonstrations in 2 rows", "the first demonstrations"):
         assert words in shown, words
+
+
+def test_a_teacher_with_another_tokenizer_ends_the_dry_run(conversations: tuple[str, ...], tmp_path: Path) -> None:
+    taught = (
+        *conversations, f"teacher.path={tmp_path}/teacher", "demonstrations.teacher_divergence=forward",
+        "rollout.max_model_len=64",
+    )  # fmt: skip
+    shutil.copytree(tmp_path / "model", tmp_path / "teacher")
+    done = dried(*taught)
+    assert done.returncode == 0, done.stderr
+    other = AutoTokenizer.from_pretrained(tmp_path / "teacher")
+    other.add_tokens(["<one more>"])
+    other.save_pretrained(tmp_path / "teacher")
+    done = dried(*taught)
+    assert done.returncode == 2
+    assert "another tokenizer than" in done.stderr
 
 
 def test_a_demonstration_that_cannot_be_trained_ends_the_dry_run(
