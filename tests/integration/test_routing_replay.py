@@ -71,10 +71,14 @@ def sample(engine: SyncedEngine, prompts: Sequence[list[int]], *, length: int = 
 async def frozen_and_continued(engine: SyncedEngine, prompts: Sequence[list[int]]) -> list[EngineCall]:
     """Sample, and freeze the engine meanwhile, as a weight update does; it computes the requests again."""
     settings = Sampling(max_tokens=200, ignore_eos=True, with_routes=True, seed=1)
-    requests = [asyncio.ensure_future(engine.generate(prompt, settings)) for prompt in prompts]
-    await asyncio.sleep(0.3)
-    await engine.pause("keep")
-    assert not any(request.done() for request in requests), "the requests ended before they were frozen"
+    for head_start_s in (0.3, 0.1, 0.05, 0.02):  # on a fast machine they may have ended
+        requests = [asyncio.ensure_future(engine.generate(prompt, settings)) for prompt in prompts]
+        await asyncio.sleep(head_start_s)
+        await engine.pause("keep")
+        if is_frozen := not any(request.done() for request in requests):
+            break
+        await engine.resume()
+    assert is_frozen, "the requests ended before they were frozen"
     await engine.resume()
     return list(await asyncio.gather(*requests))
 
