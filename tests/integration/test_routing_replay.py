@@ -71,6 +71,7 @@ def sample(engine: SyncedEngine, prompts: Sequence[list[int]], *, length: int = 
 async def frozen_and_continued(engine: SyncedEngine, prompts: Sequence[list[int]]) -> list[EngineCall]:
     """Sample, and freeze the engine meanwhile, as a weight update does; it computes the requests again."""
     settings = Sampling(max_tokens=200, ignore_eos=True, with_routes=True, seed=1)
+    requests, is_frozen = [], False
     for head_start_s in (0.3, 0.1, 0.05, 0.02):  # on a fast machine they may have ended
         requests = [asyncio.ensure_future(engine.generate(prompt, settings)) for prompt in prompts]
         await asyncio.sleep(head_start_s)
