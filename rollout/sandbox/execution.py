@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -79,6 +80,17 @@ class Execution:
     is_cut: bool = False
     """True if the program printed more on its standard output than was kept."""
     is_stderr_cut: bool = False
+
+
+def read_object(text: bytes) -> dict[str, Any]:
+    """Return the JSON object that the other side of a sandbox sent. Raises `ValueError` if it is not one."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON: {text[:200]!r}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"not an object: {text[:200]!r}")
+    return found
 
 
 def read_execution(answer: Mapping[str, Any]) -> Execution:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import IO, Any, TypeVar
 
 from rollout.errors import SandboxError
-from rollout.sandbox.execution import Ended, Execution, Language, Limits, read_execution
+from rollout.sandbox.execution import Ended, Execution, Language, Limits, read_execution, read_object
 
 STOP_TIMEOUT_S = 5.0
 """Time for process 1 to end a program beyond its limit, and for the launcher to end all processes."""
@@ -182,12 +182,9 @@ class Session:
         line = bytes(self._answers[:end])
         del self._answers[: end + 1]
         try:
-            answer = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise _Unusable(f"an answer that is not JSON: {line[:200]!r}") from error
-        if not isinstance(answer, dict):
-            raise _Unusable(f"an answer that is not an object: {line[:200]!r}")
-        return answer
+            return read_object(line)
+        except ValueError as error:
+            raise _Unusable(f"an answer that is {error}") from error
 
     def _stop(self) -> None:
         """End the launcher and all that it started, and wait for their end."""

@@ -14,7 +14,6 @@ Not covered: what the service does with the programs; it is trusted. Encryption 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -23,7 +22,7 @@ from typing import Any
 import aiohttp
 
 from rollout.errors import SandboxError
-from rollout.sandbox.execution import Execution, Language, Limits, read_execution
+from rollout.sandbox.execution import Execution, Language, Limits, read_execution, read_object
 
 OPEN_TIMEOUT_S = 60.0
 ANSWER_TIMEOUT_S = 30.0
@@ -119,11 +118,9 @@ class RemoteSandbox:
         if response.status == 204:
             return {}
         try:
-            answer = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise SandboxError(f"{where}: status {response.status}, not JSON: {text[:200]!r}") from error
-        if not isinstance(answer, dict):
-            raise SandboxError(f"{where}: status {response.status}, not an object: {text[:200]!r}")
+            answer = read_object(text)
+        except ValueError as error:
+            raise SandboxError(f"{where}: status {response.status}, {error}") from error
         if response.status not in (200, 201):
             raise SandboxError(f"{where}: status {response.status}: {str(answer.get('error'))[:400]}")
         return answer

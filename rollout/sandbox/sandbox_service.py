@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hmac
-import json
 import secrets
 import time
 from collections.abc import Awaitable, Callable
@@ -20,7 +19,7 @@ from typing import Any
 from aiohttp import web
 
 from rollout.errors import ConfigError, SandboxError
-from rollout.sandbox.execution import Language, Limits, Sandbox
+from rollout.sandbox.execution import Language, Limits, Sandbox, read_object
 from rollout.sandbox.sandbox import PLACE_BYTES
 from rollout.system.addresses import is_loopback
 
@@ -67,7 +66,7 @@ class SandboxService:
         """Listen and return the address. Raises `ConfigError`: others could reach it without a token."""
         if self._token is None and not is_loopback(host):
             raise ConfigError(
-                f"a sandbox service on {host} without a token would run programs of everybody; set --token-env to the "
+                f"a sandbox service on {host} without a token would run anyone's programs; set --token-env to the "
                 "name of an environment variable with a token, or --host 127.0.0.1"
             )
         await self._runner.setup()
@@ -95,13 +94,13 @@ class SandboxService:
             return _error(401, "expected Authorization: Bearer <token of this service>")
         try:
             return await handler(request)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:  # of JSON, of its fields, and ConfigError
+        except (ValueError, KeyError, TypeError) as error:  # of JSON, of its fields, and ConfigError
             return _error(400, f"{type(error).__name__}: {error}")
         except SandboxError as error:
             return _error(500, str(error))
 
     async def _open(self, request: web.Request) -> web.Response:
-        given = (await _json(request))["limits"]
+        given = read_object(await request.read())["limits"]
         limits = Limits(**given)
         for name, most in dataclasses.asdict(self._limits).items():
             if getattr(limits, name) > most:
@@ -119,7 +118,7 @@ class SandboxService:
 
     async def _call(self, request: web.Request) -> web.Response:
         session = self._sessions.get(request.match_info["id"])
-        body = await _json(request)
+        body = read_object(await request.read())
         language, text, timeout_s = Language(body["language"]), body["text"], body["timeout_s"]
         if session is None:
             return _error(404, "no such session; it may have expired")
@@ -151,13 +150,6 @@ class SandboxService:
             old = time.monotonic() - self._idle_s
             idle = [name for name, one in self._sessions.items() if one.used < old and not one.turn.locked()]
             await asyncio.gather(*(self._end(name) for name in idle))
-
-
-async def _json(request: web.Request) -> dict[str, Any]:
-    body = json.loads(await request.read())
-    if not isinstance(body, dict):
-        raise ValueError("expected a JSON object")
-    return body
 
 
 def _error(status: int, text: str) -> web.Response:

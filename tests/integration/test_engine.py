@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen3ForCausalLM
 
 from rollout.engine.embedded import EmbeddedEngine
 from rollout.engine.protocol import Sampling
@@ -22,6 +26,25 @@ pytestmark = pytest.mark.engine
 PROMPT = (5, 99, 300, 12)
 
 
+@contextmanager
+def started(model: Qwen3ForCausalLM, directory: Path, **settings: Any) -> Iterator[EmbeddedEngine]:
+    """Start an engine of its own with a model. settings: of `EmbeddedEngine`."""
+    model.save_pretrained(directory / "model")
+    with BackgroundLoop() as loop, forks_for_spawns():
+        engine = EmbeddedEngine(
+            directory / "model",
+            loop=loop,
+            log_path=directory / "engine.log",
+            kv_cache_gib=0.0625,
+            num_threads=1,
+            **settings,
+        )
+        try:
+            yield engine
+        finally:
+            loop.run(engine.close())
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_sampled_logprobs_are_those_of_the_trainer(served: Served, temperature: float) -> None:
     call = served.generate(PROMPT, max_tokens=64, temperature=temperature)
@@ -35,24 +58,14 @@ def test_logprobs_over_a_large_vocabulary_have_no_common_error(tmp_path: Path) -
     model = tiny_qwen3(tied=True, vocab_size=151_936)
     with torch.no_grad():
         model.model.norm.weight.fill_(4)  # logits with a standard deviation of 4
-    model.save_pretrained(tmp_path / "model")
-    with BackgroundLoop() as loop, forks_for_spawns():
-        engine = EmbeddedEngine(
-            tmp_path / "model",
-            loop=loop,
-            log_path=tmp_path / "engine.log",
-            max_model_len=80,
-            kv_cache_gib=0.0625,
-            num_threads=1,
-        )
+    with started(model, tmp_path, max_model_len=80) as engine:
 
         async def sample() -> tuple[list[EngineCall], list[float]]:
             settings = [Sampling(max_tokens=64, ignore_eos=True, seed=seed) for seed in range(8)]
             calls = await asyncio.gather(*(engine.generate(PROMPT, sampling) for sampling in settings))
             return calls, await engine.score([*PROMPT, *calls[0].sampled_ids])
 
-        calls, scores = loop.run(sample(), timeout=120)
-        loop.run(engine.close())
+        calls, scores = engine.loop.run(sample(), timeout=120)
     differences = []
     for call in calls:
         ids = torch.tensor([*call.prompt_ids, *call.sampled_ids])
@@ -170,29 +183,17 @@ def test_max_tokens_is_cut_to_what_the_context_leaves(served: Served) -> None:
 def test_a_longer_context_scores_rows_that_fill_the_limit_of_sampling(tmp_path: Path) -> None:
     """vLLM samples a token after those that it scores, so a row of `max_model_len` tokens needs one more."""
     model = tiny_qwen3(tied=True)
-    model.save_pretrained(tmp_path / "model")
-    with BackgroundLoop() as loop, forks_for_spawns():
-        engine = EmbeddedEngine(
-            tmp_path / "model",
-            loop=loop,
-            log_path=tmp_path / "engine.log",
-            max_model_len=32,
-            context=33,
-            kv_cache_gib=0.0625,
-            num_threads=1,
-        )
-        try:
-            call = loop.run(engine.generate(PROMPT, Sampling(max_tokens=1000, ignore_eos=True)), timeout=60)
-            row = call.all_ids
-            assert len(row) == engine.max_model_len == 32
-            with pytest.raises(EngineError, match="leaves no room"):
-                loop.run(engine.generate(row, Sampling(max_tokens=1)))
-            top = loop.run(engine.score_top(row, 3), timeout=60)
-            assert loop.run(engine.score(row), timeout=60) == pytest.approx(top.logprobs.tolist(), abs=1e-6)
-            with pytest.raises(EngineError, match="leaves no room"):
-                loop.run(engine.score_top((*row, 5), 3))
-        finally:
-            loop.run(engine.close())
+    with started(model, tmp_path, max_model_len=32, context=33) as engine:
+        run = engine.loop.run
+        call = run(engine.generate(PROMPT, Sampling(max_tokens=1000, ignore_eos=True)), timeout=60)
+        row = call.all_ids
+        assert len(row) == engine.max_model_len == 32
+        with pytest.raises(EngineError, match="leaves no room"):
+            run(engine.generate(row, Sampling(max_tokens=1)))
+        top = run(engine.score_top(row, 3), timeout=60)
+        assert run(engine.score(row), timeout=60) == pytest.approx(top.logprobs.tolist(), abs=1e-6)
+        with pytest.raises(EngineError, match="leaves no room"):
+            run(engine.score_top((*row, 5), 3))
     exact = sampled_logprobs(model, row[:1], row[1:])
     assert top.logprobs == pytest.approx(exact, abs=1e-4)
 

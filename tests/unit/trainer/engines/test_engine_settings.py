@@ -305,6 +305,31 @@ def test_quantization_and_batch_invariance_are_refused_where_vllm_has_no_kernels
         shell_line(made)
 
 
+@pytest.mark.parametrize(("source", "expected", "fitting"), [("model", 65, 64), ("policy", 65, 63)])
+def test_a_server_whose_context_is_too_short_is_refused(
+    source: str, expected: int, fitting: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As the teacher it scores whole rows, for which it needs one token more."""
+    monkeypatch.setenv("LOCKSTEP_ENGINE_KEY", KEY)
+    made = config(rollout__max_model_len=expected - (source == "policy"), teacher__source=source)
+    made.model.path = str(save_tiny_model(tmp_path, tied=True))
+    server = FakeServer()
+    with BackgroundLoop() as loop:
+        context = server.running()
+        loop.run(context.__aenter__())
+        try:
+            made.rollout.urls = [server.url]
+            with pytest.raises(ConfigError) as error:
+                connect_servers(made, loop=loop)
+            made.rollout.max_model_len = fitting
+            (engine,) = connect_servers(made, loop=loop)
+            loop.run(engine.close())
+        finally:
+            loop.run(context.__aexit__(None, None, None))
+    assert f"has a context of 64 tokens, expected {expected}; restart it with --max-model-len 65" in str(error.value)
+    assert str(error.value).endswith(f"or set rollout.max_model_len={fitting}")
+
+
 def test_a_quantized_engine_needs_a_correction_per_token() -> None:
     assert list(engine_problems(config(engine="embedded", rollout__quantization="fp8_per_channel"))) == []
     for mode in ("off", "none", "sequence_truncate"):
