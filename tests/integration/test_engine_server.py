@@ -204,12 +204,12 @@ def test_a_stream_brings_tokens_as_they_are_sampled(remote: Trained, server: Eng
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
     (model,) = client.models.list()
     stream = client.completions.create(
-        model=model.id, prompt=list(PROMPT), max_tokens=40, stream=True, temperature=1.0,
+        model=model.id, prompt=list(PROMPT), max_tokens=250, stream=True, temperature=1.0,
         extra_body={"ignore_eos": True, "return_token_ids": True},
     )  # fmt: skip
     parts = [chunk.choices[0].token_ids for chunk in stream if chunk.choices]
     parts = [ids for ids in parts if ids]
-    assert sum(map(len, parts)) == 40
+    assert sum(map(len, parts)) == 250
     assert len(parts) > 1  # more on an idle machine: a busy server sends several tokens at once
 
 
