@@ -95,7 +95,8 @@ class Environment:
         self._tasks += itertools.islice(self._unread, max(0, index + 1 - len(self._tasks)))
         if index >= len(self._tasks):
             raise ValueError(
-                f"task {index} of {len(self._tasks)}; rows name the tasks from 0 to {len(self._tasks) - 1}"
+                f"task {index} of {len(self._tasks)}; rows name the tasks from 0 to {len(self._tasks) - 1}, held-out "
+                "ones by column idx of a file"
             )
         return self._tasks[index]
 
