@@ -35,7 +35,7 @@ from rollout.engine.protocol import Sampling
 from rollout.system.background_loop import BackgroundLoop
 from rollout.weights.source import ZeroSource
 from rollout.weights.sync import SyncReport, WeightSync
-from trainer.config.schema import LoraConfig
+from trainer.config.groups.model_settings import LoraConfig
 from trainer.model.policy import Policy
 
 RANK, CONTEXT = 16, 256

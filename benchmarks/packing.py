@@ -30,7 +30,7 @@ from harness.results import argument_parser, interleaved, report
 from rollout.records import TrainingRow
 from trainer.batch.assignment import plan
 from trainer.batch.packing import collate
-from trainer.config.schema import ATTENTIONS
+from trainer.config.groups.model_settings import ATTENTIONS
 from trainer.model.fused_head import fused_logprobs
 from trainer.model.policy import Policy
 

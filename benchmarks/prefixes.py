@@ -17,7 +17,8 @@ from harness.models import small_qwen3
 from harness.results import argument_parser, interleaved, report
 from harness.steps import make_rollouts, trainer_step
 
-from trainer.config.schema import Config, OptimizerConfig
+from trainer.config.groups.optimizer_settings import OptimizerConfig
+from trainer.config.schema import Config
 from trainer.model.policy import Policy
 from trainer.observe.step_metrics import StepReport
 

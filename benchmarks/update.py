@@ -35,7 +35,8 @@ from demo.tokenizer import untrained
 from trainer.batch.assignment import plan
 from trainer.batch.packing import collate
 from trainer.batch.step_batch import StepBatch
-from trainer.config.schema import Config, OptimizerConfig
+from trainer.config.groups.optimizer_settings import OptimizerConfig
+from trainer.config.schema import Config
 from trainer.model.policy import Policy
 from trainer.model.shape import ModelShape, update_flops
 from trainer.update.optimizers.optimizer import make_optimizer

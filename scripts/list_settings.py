@@ -3,8 +3,8 @@
     python -m scripts.list_settings            # also: make docs
     python -m scripts.list_settings --check    # write nothing; exit 1 if a page is out of date
 
-The tables are generated. To change one, edit trainer/config/schema.py, the files of trainer/objective/losses and
-advantages, or the header of a preset in configs/algorithm.
+The tables are generated. To change one, edit trainer/config/schema.py and its groups, the files of
+trainer/objective/losses and advantages, or the header of a preset in configs/algorithm.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from collections.abc import Iterator, Mapping
 import yaml
 
 from scripts.generated import ROOT, main
-from trainer.config.schema import AlgorithmConfig, Config, DataSetConfig
+from trainer.config.groups.algorithm_settings import AlgorithmConfig
+from trainer.config.groups.data_settings import DataSetConfig
+from trainer.config.schema import Config
 from trainer.objective.declare import ADVANTAGES, POLICY_LOSSES, Declared
 from trainer.setting import Setting, typed
 

@@ -28,10 +28,11 @@ from rollout.safe_text import print_error
 from rollout.system.compute_threads import wait_briefly
 from rollout.system.orphan_guard import exit_when_orphaned
 from trainer.checks.validate import validate
+from trainer.config.groups.data_settings import DataSetConfig
 from trainer.config.hints import closest
 from trainer.config.prepared import data_folder
 from trainer.config.redaction import redact_text, redact_words
-from trainer.config.schema import Config, DataSetConfig
+from trainer.config.schema import Config
 from trainer.setting import declarations
 
 EXIT_LIMIT_S = 60.0

@@ -13,7 +13,7 @@ from rollout.weights.source import ZeroSource, nbytes
 from scripts.gpu_checks.measured import Measured, above, below, equal, shown
 from scripts.gpu_checks.quantized_checkpoint import write_quantized_checkpoint
 from scripts.gpu_checks.subject import Subject
-from trainer.config.schema import LoraConfig
+from trainer.config.groups.model_settings import LoraConfig
 from trainer.model.policy import Policy
 
 LORA = LoraConfig(rank=16, alpha=32)

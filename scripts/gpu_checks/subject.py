@@ -21,7 +21,7 @@ from rollout.records import EngineCall
 from rollout.system.background_loop import BackgroundLoop
 from rollout.weights.sync import SyncReport, WeightSync
 from trainer.batch.packing import collate
-from trainer.config.schema import LoraConfig
+from trainer.config.groups.model_settings import LoraConfig
 from trainer.model.lora import add_adapters
 from trainer.model.policy import Policy
 from trainer.update.updater import whole_row

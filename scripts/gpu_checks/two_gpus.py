@@ -26,7 +26,8 @@ from scripts.gpu_checks.measured import Measured, above, below, equal, shown
 from scripts.gpu_checks.subject import Served, Subject
 from trainer.batch.step_batch import StepBatch
 from trainer.cli import run_or_end
-from trainer.config.schema import Config, CorrectionConfig
+from trainer.config.groups.correction_settings import CorrectionConfig
+from trainer.config.schema import Config
 from trainer.credit.correction import StepCorrection
 from trainer.credit.old_policy import Recomputed
 from trainer.credit.targets import Logprobs, rollout_targets

@@ -26,7 +26,7 @@ from tests.fixtures.families import FAMILIES, WINDOW, save_family
 from tests.fixtures.forked_python import forks_for_spawns
 from tests.fixtures.models import perturb
 from trainer.batch.packing import PackedBatch, collate
-from trainer.config.schema import LoraConfig
+from trainer.config.groups.model_settings import LoraConfig
 from trainer.model.families import FAMILIES as LISTED
 from trainer.model.policy import Policy
 

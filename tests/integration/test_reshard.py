@@ -14,7 +14,7 @@ from tests.fixtures.ranks import accelerate, run_ranks
 from tests.integration.test_run import demo, metrics, train  # noqa: F401  # `demo` is a fixture
 from tests.integration.workers.reshard import layers
 from trainer.checkpoint import checkpoint
-from trainer.config.schema import OptimizerConfig
+from trainer.config.groups.optimizer_settings import OptimizerConfig
 from trainer.distributed.unsharded_state import WholeParameter, open_state
 from trainer.update.optimizers.optimizer import make_optimizer
 

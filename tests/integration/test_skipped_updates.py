@@ -10,7 +10,7 @@ import pytest
 
 from tests.fixtures.models import save_tiny_model
 from tests.fixtures.ranks import accelerate, run_ranks
-from trainer.config.schema import CorrectionConfig
+from trainer.config.groups.correction_settings import CorrectionConfig
 from trainer.update.batch_dumps import read_dump
 
 WORKER = Path(__file__).parent / "workers" / "skipped_updates.py"

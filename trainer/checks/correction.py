@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from trainer.config.groups.correction_settings import CorrectionConfig
 from trainer.config.hints import closest
-from trainer.config.schema import Config, CorrectionConfig
+from trainer.config.schema import Config
 from trainer.objective.correction.modes import CORRECTION_MODES, REJECTION_CRITERIA
 from trainer.objective.own.lookup import policy_loss_named
 from trainer.setting import typed

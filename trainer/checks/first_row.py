@@ -13,8 +13,9 @@ from rewards.functions.built_in import FUNCTIONS
 from rewards.functions.reasoning_gym import COLUMN
 from rollout.environments.prompt import PROMPT_COLUMNS, PromptReader
 from rollout.errors import DataError
+from trainer.config.groups.data_settings import DataSetConfig
 from trainer.config.paths import file_exists
-from trainer.config.schema import Config, DataSetConfig
+from trainer.config.schema import Config
 from trainer.data.datasets import is_file, read_first_row, rename
 
 READ_A_PROMPT = ("single_turn", "reverse", "tools", "sandbox", "search", "user", "calculator", "chain", "subagents")

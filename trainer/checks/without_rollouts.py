@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rollout.errors import DataError
+from trainer.config.groups.data_settings import SAVED_ROLLOUTS, DataSetConfig
 from trainer.config.paths import file_exists
-from trainer.config.schema import SAVED_ROLLOUTS, Config, DataSetConfig
+from trainer.config.schema import Config
 from trainer.data.datasets import is_file, json_or_text, read_first_row, rename, rollout_files
 from trainer.setting import declarations, typed
 

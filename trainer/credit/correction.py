@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer.batch.step_batch import StepBatch
-from trainer.config.schema import CorrectionConfig
+from trainer.config.groups.correction_settings import CorrectionConfig
 from trainer.credit.old_policy import FromEngine, OldPolicy
 from trainer.objective.correction.weights import CorrectionResult, correction_weights, token_weights
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from trainer.batch.step_batch import StepBatch
-from trainer.config.schema import AlgorithmConfig
+from trainer.config.groups.algorithm_settings import AlgorithmConfig
 from trainer.credit.correction import StepCorrection
 from trainer.credit.targets import Logprobs, Targets
 from trainer.objective.advantages.critic import Credit

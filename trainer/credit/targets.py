@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from trainer.batch.step_batch import StepBatch
-from trainer.config.schema import AlgorithmConfig, Config
+from trainer.config.groups.algorithm_settings import AlgorithmConfig
+from trainer.config.schema import Config
 from trainer.credit.correction import StepCorrection
 from trainer.credit.old_policy import OldPolicy
 from trainer.objective.advantages.critic import Credit

@@ -19,7 +19,7 @@ from rewards.functions.reasoning_gym import PREFIX
 from rollout.environments.prompt import PROMPT_COLUMNS
 from rollout.errors import DataError
 from rollout.safe_text import error_text
-from trainer.config.schema import SAVED_ROLLOUTS
+from trainer.config.groups.data_settings import SAVED_ROLLOUTS
 from trainer.data.gym_rows import gym_rows
 from trainer.data.seeds import SEEDS, seeds
 

@@ -21,7 +21,7 @@ from rollout.episode.demonstration import demonstrated_calls
 from rollout.episode.rows import rows_from_calls
 from rollout.errors import DataError, EvidenceError, TemplateError
 from rollout.records import TrainingRow
-from trainer.config.schema import DataSetConfig
+from trainer.config.groups.data_settings import DataSetConfig
 from trainer.data.datasets import json_or_text, load_rows, rename
 from trainer.data.saved_demonstrations import saved_rows
 
@@ -125,7 +125,7 @@ def _parsed(value: Any, column: str, where: str) -> list[dict[str, Any]]:
 
 def _conversations(settings: DataSetConfig) -> Iterator[Mapping[str, Any]]:
     """Yield the rows. Those of JSON lines are read as they stand, others without nulls: Arrow fills in absent keys."""
-    assert settings.split is not None, "resolved by trainer.config.schema"
+    assert settings.split is not None, "resolved by DataConfig.complete"
     columns, local = settings.columns or {}, Path(settings.path).expanduser()
     rows = load_rows(settings.path, settings.split, settings.subset)
     if local.suffix == ".jsonl":

@@ -24,7 +24,8 @@ import numpy as np
 from rollout.environments.adapters.verifiers import evaluation_rows
 from rollout.environments.prompt import PROMPT_COLUMNS, PromptReader
 from rollout.errors import DataError
-from trainer.config.schema import Config, CurriculumConfig, DataSetConfig
+from trainer.config.groups.data_settings import CurriculumConfig, DataSetConfig
+from trainer.config.schema import Config
 from trainer.data.curriculum import Curriculum
 from trainer.data.datasets import UNREADABLE, load_rows, reason, rename
 
@@ -91,7 +92,7 @@ class DataSet:
 
 def load_data_set(settings: DataSetConfig, *, name: str | None = None) -> DataSet:
     """Load one data set. Raises `DataError` if it cannot be loaded, is empty, or lacks a column."""
-    assert settings.split is not None, "resolved by trainer.config.schema"
+    assert settings.split is not None, "resolved by DataConfig.complete"
     rows = load_rows(settings.path, settings.split, settings.subset, settings.parameters)
     return DataSet(rows, settings, name=name)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from rollout.episode.rows import is_trainable
 from rollout.records import Rollout, TrainingRow
 from trainer.batch.step_batch import StepBatch
-from trainer.config.schema import CorrectionConfig
+from trainer.config.groups.correction_settings import CorrectionConfig
 from trainer.diagnosis.token_classes import CLASSES, TokenTexts, classify
 from trainer.objective.correction.mismatch import PREFIX, mismatch_metrics
 from trainer.objective.correction.weights import correction_weights

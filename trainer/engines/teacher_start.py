@@ -21,7 +21,8 @@ from rollout.errors import ConfigError
 from rollout.server.server_engine import ServerEngine
 from rollout.system.background_loop import BackgroundLoop
 from trainer.build import make_chat, vocab_size_of
-from trainer.config.schema import CPU_CACHE_GIB, Config
+from trainer.config.groups.rollout_settings import CPU_CACHE_GIB
+from trainer.config.schema import Config
 from trainer.distributed.distributed import Distributed
 from trainer.engines.start import embedded_engine, engine_key
 from trainer.engines.teacher import Teacher

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from trainer.config.schema import PACK_TOKENS, SMALL_MODEL_LR, Config
+from trainer.config.groups.optimizer_settings import SMALL_MODEL_LR
+from trainer.config.schema import PACK_TOKENS, Config
 from trainer.distributed.sharding import Sharding
 from trainer.model.memory_plan import USABLE, cache_gib, memory_plan
 from trainer.model.shape import ModelShape

@@ -20,8 +20,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rollout.errors import ConfigError
 from trainer.batch.packing import PackedBatch
+from trainer.config.groups.model_settings import ATTENTIONS
 from trainer.config.launcher import COMPILE_UNDER_ZERO3
-from trainer.config.schema import ATTENTIONS, Config
+from trainer.config.schema import Config
 from trainer.model.layers import chunked_attention, packed_attention, recurrent
 from trainer.model.quantized_base import refuse_quantized
 
@@ -42,8 +43,8 @@ class DecoderSetup(TypedDict, total=False):
     """Optional arguments of `prepare`, passed through by policy and critic."""
 
     attn_implementation: str
-    """One of `trainer.config.schema.ATTENTIONS`, by default `auto`. `sdpa` and `eager` build an L × L mask per pack:
-    exact but slow, for comparison."""
+    """One of `ATTENTIONS` of the settings, by default `auto`. `sdpa` and `eager` build an L × L mask per pack: exact
+    but slow, for comparison."""
     gradient_checkpointing: bool
     """Keep only the inputs of layers between forward and backward."""
     compute_dtype: torch.dtype | str | None

@@ -27,7 +27,8 @@ from transformers.models.llama4.modeling_llama4 import Llama4Router
 from rollout.engine.adapters import RANKS, AdapterSettings, buffer_rank
 from rollout.engine.protocol import BASE, POLICY
 from rollout.errors import ConfigError
-from trainer.config.schema import Config, LoraConfig
+from trainer.config.groups.model_settings import LoraConfig
+from trainer.config.schema import Config
 from trainer.distributed.distributed import Distributed
 from trainer.model.families import FAMILIES
 from trainer.model.quantized_base import method_at

@@ -17,7 +17,8 @@ import torch
 
 from rollout.engine.arguments import BATCH_TOKENS
 from rollout.errors import ConfigError
-from trainer.config.schema import CPU_CACHE_GIB, Config
+from trainer.config.groups.rollout_settings import CPU_CACHE_GIB
+from trainer.config.schema import Config
 from trainer.distributed.sharding import Sharding
 from trainer.model.logit_tiles import LOGITS_BUDGET_GIB, TILE_K
 from trainer.model.shape import ModelShape

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rollout.errors import ConfigError
 from trainer.batch.packing import PackedBatch, collate, whole_row
-from trainer.config.schema import LoraConfig
+from trainer.config.groups.model_settings import LoraConfig
 from trainer.model import decoder
 from trainer.model.fused_head import FusedHead
 from trainer.model.layers.routing import Routing

@@ -18,7 +18,7 @@ from typing import Any
 
 from rollout.errors import ConfigError, DataError
 from rollout.system.plain_files import plain_lines
-from trainer.config.schema import LoggerConfig
+from trainer.config.groups.outputs_settings import LoggerConfig
 from trainer.observe.trackers.background import Background
 from trainer.observe.trackers.kinds import KINDS
 from trainer.observe.trackers.tracker import Medium, Session, Tracker

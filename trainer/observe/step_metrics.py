@@ -13,7 +13,7 @@ from rollout.episode.token_metrics import TokenCounts, count_tokens
 from rollout.records import Rollout, RolloutStatus, TrainingRow
 from trainer.batch.step_batch import StepBatch
 from trainer.collect.groups import Collected
-from trainer.config.schema import CorrectionConfig
+from trainer.config.groups.correction_settings import CorrectionConfig
 from trainer.credit.targets import Logprobs, reference_metrics
 from trainer.objective.correction.mismatch import mismatch_metrics
 from trainer.objective.correction.weights import CorrectionResult

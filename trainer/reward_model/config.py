@@ -11,7 +11,8 @@ from rollout.errors import ConfigError
 from trainer.checks.declared import value_problems
 from trainer.checks.names import run_name_problems
 from trainer.checks.tracking import package_problems
-from trainer.config.schema import SMALL_MODEL_LR, LoggerConfig, OptimizerConfig
+from trainer.config.groups.optimizer_settings import SMALL_MODEL_LR, OptimizerConfig
+from trainer.config.groups.outputs_settings import LoggerConfig
 from trainer.data.datasets import is_file
 from trainer.setting import setting
 

@@ -15,8 +15,9 @@ import yaml
 from huggingface_hub.errors import HfHubHTTPError
 
 from rollout.errors import HubError
+from trainer.config.groups.data_settings import SAVED_ROLLOUTS
 from trainer.config.redaction import redact_text
-from trainer.config.schema import SAVED_ROLLOUTS, Config
+from trainer.config.schema import Config
 from trainer.data.datasets import is_file, is_made
 from trainer.observe.metrics_log import read_metrics
 

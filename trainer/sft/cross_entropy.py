@@ -23,7 +23,8 @@ from rollout.errors import DataError
 from trainer.batch.packing import PackedBatch
 from trainer.batch.step_batch import StepBatch, decode, encode
 from trainer.build import vocab_size_of
-from trainer.config.schema import Config, DataSetConfig
+from trainer.config.groups.data_settings import DataSetConfig
+from trainer.config.schema import Config
 from trainer.data.demonstrations import Demonstration, load_demonstrations
 from trainer.data.prompts import Prompts
 from trainer.distributed.distributed import Distributed

@@ -38,9 +38,12 @@ from trainer.checkpoint.checkpoint import TrainerState
 from trainer.checks.validate import validate
 from trainer.cli import schema, to_config
 from trainer.collect.groups import Collected, is_kept
+from trainer.config.groups.evaluation_settings import EvalConfig
+from trainer.config.groups.task_settings import RewardConfig
+from trainer.config.groups.teacher_settings import TeacherConfig
 from trainer.config.redaction import redact_text, redact_words
 from trainer.config.saved_config import read_saved
-from trainer.config.schema import Config, EvalConfig, RewardConfig, TeacherConfig
+from trainer.config.schema import Config
 from trainer.config.user_code import code_of_objective, outside_of
 from trainer.distributed.distributed import Distributed
 from trainer.engines.run_engines import start_engines

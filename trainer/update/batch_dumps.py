@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from rollout.errors import DataError
 from rollout.system.plain_files import read_plain
 from trainer.batch.step_batch import StepBatch, decode, encode
-from trainer.config.schema import CorrectionConfig
+from trainer.config.groups.correction_settings import CorrectionConfig
 from trainer.credit.correction import StepCorrection
 from trainer.credit.old_policy import FromEngine, FromUpdate, Recomputed
 from trainer.credit.targets import Targets

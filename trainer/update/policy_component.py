@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from trainer.batch.packing import PackedBatch
-from trainer.config.schema import AlgorithmConfig, Config
+from trainer.config.groups.algorithm_settings import AlgorithmConfig
+from trainer.config.schema import Config
 from trainer.credit.old_policy import FromEngine
 from trainer.credit.targets import Targets
 from trainer.objective.kl import kl_term

@@ -22,7 +22,7 @@ from rollout.errors import TrainingError
 from trainer.batch.packing import PackedBatch
 from trainer.batch.step_batch import StepBatch
 from trainer.batch.teacher_scores import TeacherScores
-from trainer.config.schema import AlgorithmConfig
+from trainer.config.groups.algorithm_settings import AlgorithmConfig
 from trainer.objective.distillation.divergence import divergence
 from trainer.update.components import Outputs, RolloutStep, Share, component_metrics
 

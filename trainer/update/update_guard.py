@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from rollout.errors import TrainingError
-from trainer.config.schema import OptimizerConfig
+from trainer.config.groups.optimizer_settings import OptimizerConfig
 
 MIN_NORMS = 8
 """Number of updates from which the median norm is used."""

@@ -14,7 +14,11 @@ from gradients import GradientsOnly, fixed_rollouts  # type: ignore[import-not-f
 from peft import PeftModel
 
 from trainer.batch.step_batch import StepBatch
-from trainer.config.schema import AlgorithmConfig, Config, CorrectionConfig, LoraConfig, OptimizerConfig
+from trainer.config.groups.algorithm_settings import AlgorithmConfig
+from trainer.config.groups.correction_settings import CorrectionConfig
+from trainer.config.groups.model_settings import LoraConfig
+from trainer.config.groups.optimizer_settings import OptimizerConfig
+from trainer.config.schema import Config
 from trainer.credit.correction import StepCorrection
 from trainer.credit.old_policy import Recomputed
 from trainer.credit.targets import Logprobs, rollout_targets

@@ -14,7 +14,9 @@ import torch
 
 from tests.integration.workers.gradients import fixed_rollouts
 from trainer.batch.step_batch import StepBatch
-from trainer.config.schema import AlgorithmConfig, Config, CorrectionConfig
+from trainer.config.groups.algorithm_settings import AlgorithmConfig
+from trainer.config.groups.correction_settings import CorrectionConfig
+from trainer.config.schema import Config
 from trainer.credit.correction import StepCorrection
 from trainer.credit.critic_credit import critic_targets
 from trainer.credit.old_policy import Recomputed

@@ -20,7 +20,9 @@ import yaml
 from rollout.records import EngineCall, FinishReason, Rollout, VersionSpan
 from tests.fixtures.teachers import made_up_scores
 from trainer.batch.step_batch import StepBatch
-from trainer.config.schema import AlgorithmConfig, Config, CorrectionConfig
+from trainer.config.groups.algorithm_settings import AlgorithmConfig
+from trainer.config.groups.correction_settings import CorrectionConfig
+from trainer.config.schema import Config
 from trainer.credit.correction import StepCorrection
 from trainer.credit.old_policy import FromEngine, Recomputed
 from trainer.credit.targets import Logprobs, rollout_targets

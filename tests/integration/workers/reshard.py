@@ -17,7 +17,7 @@ from torch import nn
 
 from trainer.checkpoint import checkpoint
 from trainer.checkpoint.checkpoint import TrainerState
-from trainer.config.schema import OptimizerConfig
+from trainer.config.groups.optimizer_settings import OptimizerConfig
 from trainer.distributed.distributed import Distributed
 from trainer.update.optimizers.optimizer import make_optimizer
 

@@ -14,7 +14,8 @@ import torch
 from rollout.records import EngineCall, Rollout, Routes
 from tests.integration.workers.gradients import GradientsOnly, fixed_rollouts, settings_of
 from trainer.batch.step_batch import StepBatch
-from trainer.config.schema import Config, CorrectionConfig
+from trainer.config.groups.correction_settings import CorrectionConfig
+from trainer.config.schema import Config
 from trainer.credit.correction import StepCorrection
 from trainer.credit.old_policy import FromEngine, Recomputed
 from trainer.credit.targets import Logprobs, rollout_targets

@@ -18,7 +18,9 @@ import torch
 from rollout.errors import TrainingError
 from tests.integration.workers.gradients import GradientsOnly, fixed_rollouts
 from trainer.batch.step_batch import StepBatch
-from trainer.config.schema import AlgorithmConfig, Config, CorrectionConfig
+from trainer.config.groups.algorithm_settings import AlgorithmConfig
+from trainer.config.groups.correction_settings import CorrectionConfig
+from trainer.config.schema import Config
 from trainer.credit.correction import StepCorrection
 from trainer.credit.old_policy import Recomputed
 from trainer.credit.targets import Logprobs, rollout_targets

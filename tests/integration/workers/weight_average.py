@@ -19,7 +19,7 @@ from rollout.weights.source import ZeroSource
 from tests.integration.workers.reshard import layers
 from trainer.checkpoint import checkpoint
 from trainer.checkpoint.checkpoint import TrainerState
-from trainer.config.schema import OptimizerConfig
+from trainer.config.groups.optimizer_settings import OptimizerConfig
 from trainer.distributed.distributed import Distributed
 from trainer.distributed.weight_average import WeightAverage
 from trainer.update.optimizers.optimizer import make_optimizer

@@ -34,7 +34,8 @@ from rollout.records import EngineCall, FinishReason, SamplingSupport, VersionSp
 from tests.fixtures.mutations import JSON, PLAIN, mutated
 from trainer.checks.validate import validate
 from trainer.cli import CONFIG_DIR, explain, to_config
-from trainer.config.schema import Config, CorrectionConfig
+from trainer.config.groups.correction_settings import CorrectionConfig
+from trainer.config.schema import Config
 from trainer.evaluate.results import PromptResult, SetResult, read_results, write_results
 from trainer.tools.replay import saved_step, settings_of
 from trainer.update.batch_dumps import ATTEMPT, read_dump

@@ -24,7 +24,8 @@ from tests.fixtures.paths import ROOT
 from tests.fixtures.sockets import is_loopback, listening
 from tests.fixtures.tokenizers import chat_tokenizer
 from tests.unit.rewards.workers.test_pool import rollout
-from trainer.config.schema import Config, GatewayConfig
+from trainer.config.groups.serving_settings import GatewayConfig
+from trainer.config.schema import Config
 from trainer.data.datasets import load_rows
 from trainer.model.policy import Policy
 

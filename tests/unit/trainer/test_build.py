@@ -9,7 +9,8 @@ import pytest
 from rollout.errors import ConfigError
 from rollout.records import EngineCall, FinishReason, Rollout
 from trainer.build import make_gateway_settings, make_rewards
-from trainer.config.schema import AlgorithmConfig, Config
+from trainer.config.groups.algorithm_settings import AlgorithmConfig
+from trainer.config.schema import Config
 
 
 def test_settings_of_the_algorithm_shape_rewards() -> None:

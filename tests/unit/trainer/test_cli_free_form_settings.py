@@ -13,7 +13,8 @@ import yaml
 from hydra.core.global_hydra import GlobalHydra
 
 from trainer.cli import CONFIG_DIR, launch
-from trainer.config.schema import Config, DataSetConfig
+from trainer.config.groups.data_settings import DataSetConfig
+from trainer.config.schema import Config
 
 
 def dict_settings(prefix: str, node: Any) -> Iterator[str]:

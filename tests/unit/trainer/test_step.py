@@ -17,7 +17,8 @@ from tests.fixtures.distributed import FakeRank
 from tests.fixtures.teachers import made_up_scores
 from trainer.batch.step_batch import StepBatch
 from trainer.collect.groups import Collected
-from trainer.config.schema import AlgorithmConfig, Config
+from trainer.config.groups.algorithm_settings import AlgorithmConfig
+from trainer.config.schema import Config
 from trainer.credit.correction import StepCorrection
 from trainer.credit.targets import Targets, rollout_targets
 from trainer.objective.correction.mismatch import QUANTIZATION_K3

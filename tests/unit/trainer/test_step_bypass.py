@@ -11,7 +11,8 @@ from tests.fixtures.distributed import FakeRank
 from tests.fixtures.models import tiny_qwen3
 from tests.unit.trainer.update.test_updater import close, expected_gradient, rollouts
 from trainer.collect.source import Collected
-from trainer.config.schema import AlgorithmConfig, Config
+from trainer.config.groups.algorithm_settings import AlgorithmConfig
+from trainer.config.schema import Config
 from trainer.model.policy import Policy
 from trainer.observe.step_metrics import StepReport
 from trainer.step import Trainer

@@ -19,7 +19,9 @@ from tests.unit.trainer.test_step_bypass import NoEngine
 from trainer.batch.packing import PackedBatch, collate
 from trainer.batch.step_batch import StepBatch, decode, encode
 from trainer.collect.source import Collected
-from trainer.config.schema import AlgorithmConfig, Config, LoraConfig
+from trainer.config.groups.algorithm_settings import AlgorithmConfig
+from trainer.config.groups.model_settings import LoraConfig
+from trainer.config.schema import Config
 from trainer.model.lora import add_adapters
 from trainer.model.policy import Policy
 from trainer.score.reference import Reference

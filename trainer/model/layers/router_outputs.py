@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
 from rollout.errors import ConfigError
-from trainer.config.schema import AlgorithmConfig
+from trainer.config.groups.algorithm_settings import AlgorithmConfig
 
 
 class RouterOutput(NamedTuple):

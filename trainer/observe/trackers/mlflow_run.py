@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+from trainer.config.groups.outputs_settings import LoggerConfig
 from trainer.config.redaction import redact_text
-from trainer.config.schema import LoggerConfig
 from trainer.observe.trackers.tracker import (
     Medium,
     Page,

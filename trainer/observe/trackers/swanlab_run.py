@@ -12,7 +12,7 @@ import shlex
 from pathlib import Path
 from typing import ClassVar
 
-from trainer.config.schema import LoggerConfig
+from trainer.config.groups.outputs_settings import LoggerConfig
 from trainer.observe.trackers.tracker import Medium, Page, Place, Session, Values, media, numbers, tracker_directory
 from trainer.observe.trackers.view import shown
 

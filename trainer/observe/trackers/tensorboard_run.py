@@ -12,7 +12,7 @@ from typing import ClassVar
 import numpy as np
 import yaml
 
-from trainer.config.schema import LoggerConfig
+from trainer.config.groups.outputs_settings import LoggerConfig
 from trainer.observe.trackers.tracker import (
     Histogram,
     Medium,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import ClassVar
 from urllib.parse import urlsplit
 
-from trainer.config.schema import LoggerConfig
+from trainer.config.groups.outputs_settings import LoggerConfig
 from trainer.observe.trackers.tracker import (
     Histogram,
     Medium,

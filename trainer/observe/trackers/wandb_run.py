@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.config.schema import LoggerConfig
+from trainer.config.groups.outputs_settings import LoggerConfig
 from trainer.observe.trackers.tracker import Histogram, Medium, Page, Place, Table, Values
 from trainer.observe.trackers.view import shown
 

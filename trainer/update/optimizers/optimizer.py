@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 from rollout.errors import ConfigError
+from trainer.config.groups.optimizer_settings import OPTIMIZERS, OptimizerConfig
 from trainer.config.launcher import MUON_UNDER_ZERO, NO_BITSANDBYTES
-from trainer.config.schema import OPTIMIZERS, OptimizerConfig
 from trainer.distributed.distributed import IS_CRITIC, IS_HELD, LR_SCALE
 from trainer.update.optimizers.tf_adam import TFAdamW
 

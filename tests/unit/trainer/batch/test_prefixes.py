@@ -20,7 +20,8 @@ from trainer.batch.packing import collate
 from trainer.batch.prefix_bundles import plan_bundles
 from trainer.batch.prefixes import MIN_SHARED, shared
 from trainer.batch.step_batch import StepBatch
-from trainer.config.schema import AlgorithmConfig, Config
+from trainer.config.groups.algorithm_settings import AlgorithmConfig
+from trainer.config.schema import Config
 from trainer.credit.correction import StepCorrection
 from trainer.credit.critic_credit import critic_targets
 from trainer.credit.old_policy import Recomputed

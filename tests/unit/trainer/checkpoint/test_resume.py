@@ -17,7 +17,8 @@ from trainer.checkpoint.checkpoint import TrainerState
 from trainer.checkpoint.resume import restore
 from trainer.checkpoint.run_dir import open_run
 from trainer.config.changes import changes, settings_hash
-from trainer.config.schema import AlgorithmConfig, Config
+from trainer.config.groups.algorithm_settings import AlgorithmConfig
+from trainer.config.schema import Config
 
 
 def config(**changed: Any) -> Config:

@@ -18,8 +18,9 @@ from rollout.errors import ConfigError
 from tests.fixtures.forked_python import forked_python
 from tests.fixtures.saved_state import SavedState
 from trainer.checkpoint.run_dir import open_run
+from trainer.config.groups.serving_settings import GatewayConfig
 from trainer.config.redaction import REDACTED
-from trainer.config.schema import Config, GatewayConfig
+from trainer.config.schema import Config
 
 
 def test_the_saved_config_holds_no_key(tmp_path):

@@ -11,7 +11,8 @@ import pytest
 from tests.fixtures.models import tiny_qwen3
 from tests.fixtures.policies import TOKENIZER
 from trainer.checks.scale import disk_notes, overlap_warnings, size_warnings
-from trainer.config.schema import Config, DataSetConfig
+from trainer.config.groups.data_settings import DataSetConfig
+from trainer.config.schema import Config
 from trainer.data.prompts import load_data_set
 from trainer.model.shape import ModelShape, planned_shape
 

@@ -15,7 +15,9 @@ from trainer.checks.without_rollouts import (
     demonstration_row_problems,
     without_rollouts_problems,
 )
-from trainer.config.schema import AlgorithmConfig, Config, TeacherConfig
+from trainer.config.groups.algorithm_settings import AlgorithmConfig
+from trainer.config.groups.teacher_settings import TeacherConfig
+from trainer.config.schema import Config
 
 TALK = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 

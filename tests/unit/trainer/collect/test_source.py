@@ -17,7 +17,8 @@ from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
 from tests.fixtures.distributed import FakeRank, on_ranks
 from trainer.collect.groups import Collected, has_spread
 from trainer.collect.source import Collector
-from trainer.config.schema import AlgorithmConfig, Config
+from trainer.config.groups.algorithm_settings import AlgorithmConfig
+from trainer.config.schema import Config
 from trainer.data.prompts import Position, Prompts
 from trainer.stopwatch import Stopwatch
 

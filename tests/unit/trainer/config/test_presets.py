@@ -11,8 +11,8 @@ import yaml
 from rollout.records import EngineCall, FinishReason, Rollout
 from tests.fixtures.paths import ROOT
 from trainer.batch.step_batch import StepBatch
-from trainer.config import schema as config
-from trainer.config.schema import AlgorithmConfig
+from trainer.config.groups.algorithm_settings import AlgorithmConfig
+from trainer.config.groups.model_settings import ATTENTIONS
 from trainer.credit.targets import rollout_advantages
 from trainer.model.decoder import AUTO
 from trainer.model.layers.packed_attention import PACKED_ROWS
@@ -29,7 +29,7 @@ OF_ROLLOUTS = {
 
 
 def test_choices_of_the_attention_include_those_of_the_decoder() -> None:
-    assert {AUTO, PACKED_ROWS} < set(config.ATTENTIONS)
+    assert {AUTO, PACKED_ROWS} < set(ATTENTIONS)
 
 
 def test_every_setting_of_a_loss_or_advantage_is_a_setting_of_the_algorithm() -> None:

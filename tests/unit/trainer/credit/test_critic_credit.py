@@ -11,7 +11,9 @@ from rollout.records import EngineCall, FinishReason, Rollout
 from trainer.batch.step_batch import StepBatch
 from trainer.checks.declared import unused_problems
 from trainer.checks.validate import validate
-from trainer.config.schema import AlgorithmConfig, Config, CorrectionConfig
+from trainer.config.groups.algorithm_settings import AlgorithmConfig
+from trainer.config.groups.correction_settings import CorrectionConfig
+from trainer.config.schema import Config
 from trainer.credit.correction import StepCorrection
 from trainer.credit.critic_credit import CriticTargets, critic_targets
 from trainer.credit.old_policy import Recomputed

@@ -12,7 +12,9 @@ from tests.fixtures.distributed import FakeRank
 from tests.fixtures.models import tiny_qwen3
 from tests.unit.trainer.update.test_updater import rollouts
 from trainer.batch.step_batch import StepBatch
-from trainer.config.schema import AlgorithmConfig, Config, CorrectionConfig
+from trainer.config.groups.algorithm_settings import AlgorithmConfig
+from trainer.config.groups.correction_settings import CorrectionConfig
+from trainer.config.schema import Config
 from trainer.credit.correction import StepCorrection
 from trainer.credit.old_policy import FromEngine, FromUpdate, OldPolicy, Recomputed, form_of
 from trainer.credit.targets import Targets

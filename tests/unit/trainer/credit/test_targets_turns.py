@@ -6,7 +6,7 @@ import pytest
 
 from rollout.records import EngineCall, FinishReason, Rollout
 from trainer.batch.step_batch import StepBatch
-from trainer.config.schema import AlgorithmConfig
+from trainer.config.groups.algorithm_settings import AlgorithmConfig
 from trainer.credit.targets import turn_advantages
 
 

@@ -15,7 +15,9 @@ from rewards.shaping import Shaping
 from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
 from tests.unit.trainer.config.test_presets import PRESETS
 from trainer.batch.step_batch import StepBatch, decode, encode
-from trainer.config.schema import AlgorithmConfig, Config, CorrectionConfig
+from trainer.config.groups.algorithm_settings import AlgorithmConfig
+from trainer.config.groups.correction_settings import CorrectionConfig
+from trainer.config.schema import Config
 from trainer.credit.correction import StepCorrection
 from trainer.credit.old_policy import FromUpdate
 from trainer.credit.targets import Logprobs, rollout_targets

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.errors import CheckpointError
-from trainer.config.schema import CurriculumConfig
+from trainer.config.groups.data_settings import CurriculumConfig
 from trainer.data.curriculum import Curriculum, RowRecord, Visit
 from trainer.data.prompts import Position, Prompts
 

@@ -15,7 +15,7 @@ from rollout.episode.rows import rows_from_calls
 from rollout.errors import DataError
 from tests.fixtures.conversations import USER, WEATHER
 from tests.fixtures.tokenizers import chat_tokenizer
-from trainer.config.schema import DataSetConfig
+from trainer.config.groups.data_settings import DataSetConfig
 from trainer.data.demonstrations import Demonstration, load_demonstrations
 
 CHAT = Chat(chat_tokenizer("qwen3"))

@@ -19,7 +19,7 @@ from rollout.environments import make_environment
 from rollout.errors import DataError
 from rollout.system.background_loop import BackgroundLoop
 from tests.fixtures.policies import CHAT
-from trainer.config.schema import DataSetConfig
+from trainer.config.groups.data_settings import DataSetConfig
 from trainer.data.datasets import load_rows, read_first_row, rename
 from trainer.data.prompt_filter import short_enough
 from trainer.data.prompts import DataSet, Position, Prompts, load_data_set

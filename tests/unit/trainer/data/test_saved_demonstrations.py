@@ -15,7 +15,7 @@ from rollout.errors import DataError
 from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
 from rollout.saved_rollouts import write_rollouts
 from tests.fixtures.tokenizers import chat_tokenizer
-from trainer.config.schema import DataSetConfig
+from trainer.config.groups.data_settings import DataSetConfig
 from trainer.data.demonstrations import Demonstration, load_demonstrations
 
 CHAT = Chat(chat_tokenizer("qwen3"))

@@ -12,7 +12,8 @@ import torch
 from rollout.errors import EvidenceError
 from rollout.system.background_loop import BackgroundLoop
 from tests.fixtures.models import sampled_logprobs, tiny_qwen3
-from trainer.config.schema import Config, TeacherConfig
+from trainer.config.groups.teacher_settings import TeacherConfig
+from trainer.config.schema import Config
 from trainer.engines import teacher_check
 from trainer.engines.teacher_check import canary_diff, is_checked
 

@@ -10,7 +10,8 @@ from transformers import AutoTokenizer
 from rollout.errors import ConfigError
 from tests.fixtures.models import tiny_qwen3
 from tests.fixtures.tokenizers import chat_tokenizer
-from trainer.config.schema import Config, TeacherConfig
+from trainer.config.groups.teacher_settings import TeacherConfig
+from trainer.config.schema import Config
 from trainer.engines.teacher_start import refuse_unfit_teacher
 
 

@@ -16,7 +16,8 @@ from rollout.records import Rollout
 from rollout.system.background_loop import BackgroundLoop
 from tests.unit.rewards.test_shaping import rollout
 from trainer.checks.data import evaluation_problems
-from trainer.config.schema import Config, DataSetConfig
+from trainer.config.groups.data_settings import DataSetConfig
+from trainer.config.schema import Config
 from trainer.evaluate.evaluator import Evaluator, comparable_settings
 
 

@@ -118,7 +118,7 @@ def test_a_critic_path_without_a_model_is_refused(tmp_path):
 
 
 def test_a_critic_can_have_a_learning_rate_of_its_own(saved):
-    from trainer.config.schema import OptimizerConfig
+    from trainer.config.groups.optimizer_settings import OptimizerConfig
     from trainer.update.optimizers.optimizer import LR_SCALE, make_optimizer
 
     module = make(saved, "separate")

@@ -17,7 +17,7 @@ from transformers import (
 from tests.fixtures.distributed import FakeRank
 from tests.unit.trainer.model.test_critic import MODELS, ROWS, give_weight
 from trainer.batch.packing import collate
-from trainer.config.schema import LoraConfig
+from trainer.config.groups.model_settings import LoraConfig
 from trainer.model.critic import ActorCritic, Critic, save_critic
 from trainer.model.policy import Policy
 

@@ -16,7 +16,9 @@ from rollout.errors import ConfigError
 from tests.fixtures.adapted import with_lora
 from tests.fixtures.families import save_family
 from tests.fixtures.models import save_tiny_model, tiny_qwen3
-from trainer.config.schema import Config, LoraConfig, OptimizerConfig
+from trainer.config.groups.model_settings import LoraConfig
+from trainer.config.groups.optimizer_settings import OptimizerConfig
+from trainer.config.schema import Config
 from trainer.distributed.distributed import Distributed
 from trainer.model.lora import ADAPTER_DIRECTORY, adapter_settings, add_adapters, save_adapter, save_merged
 from trainer.model.policy import Policy

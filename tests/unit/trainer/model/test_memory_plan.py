@@ -26,7 +26,9 @@ from transformers import (
 from rollout.errors import ConfigError
 from rollout.records import TrainingRow
 from trainer.batch.packing import collate
-from trainer.config.schema import Config, LoraConfig, OptimizerConfig
+from trainer.config.groups.model_settings import LoraConfig
+from trainer.config.groups.optimizer_settings import OptimizerConfig
+from trainer.config.schema import Config
 from trainer.distributed.sharding import BUFFERS, LIVE, REDUCE, Sharding, set_buffers
 from trainer.model.lora import add_adapters
 from trainer.model.memory_plan import (

@@ -17,7 +17,7 @@ from rollout.weights.source import ZeroSource
 from tests.fixtures.families import FAMILIES, WINDOW, save_family
 from tests.integration import test_routing_replay
 from trainer.batch.packing import collate
-from trainer.config.schema import LoraConfig
+from trainer.config.groups.model_settings import LoraConfig
 from trainer.model import families
 from trainer.model.layers import recurrent
 from trainer.model.policy import Policy

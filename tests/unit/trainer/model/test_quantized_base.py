@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from rollout.errors import ConfigError
 from scripts.gpu_checks.quantized_checkpoint import write_quantized_checkpoint
 from tests.fixtures.models import tiny_qwen3
-from trainer.config.schema import Config, LoraConfig
+from trainer.config.groups.model_settings import LoraConfig
+from trainer.config.schema import Config
 from trainer.model import quantized_base
 from trainer.model.critic import Critic
 from trainer.model.lora import adapter_settings

@@ -8,7 +8,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.fixtures.models import tiny_qwen3
-from trainer.config.schema import AlgorithmConfig, Config, LoraConfig, ModelConfig
+from trainer.config.groups.algorithm_settings import AlgorithmConfig
+from trainer.config.groups.model_settings import LoraConfig, ModelConfig
+from trainer.config.schema import Config
 from trainer.model.critic import with_critic
 from trainer.model.policy import Policy
 from trainer.model.shape import ModelShape, planned_shape, update_flops

@@ -10,7 +10,8 @@ import pytest
 import wandb
 
 from rollout.errors import ConfigError, DataError
-from trainer.config.schema import Config, LoggerConfig
+from trainer.config.groups.outputs_settings import LoggerConfig
+from trainer.config.schema import Config
 from trainer.observe.metrics_log import BATCH, MetricsLog, read_metrics
 
 TORN = '{"step": 4, "reward/me'

@@ -11,7 +11,9 @@ import pytest
 import yaml
 
 from rollout.errors import HubError
-from trainer.config.schema import Config, DataSetConfig, HubConfig
+from trainer.config.groups.data_settings import DataSetConfig
+from trainer.config.groups.outputs_settings import HubConfig
+from trainer.config.schema import Config
 from trainer.run import hub
 
 METRICS = {

@@ -10,7 +10,8 @@ import pytest
 from rollout.errors import ConfigError
 from tests.fixtures.distributed import FakeRank, on_ranks
 from trainer.config.changes import changes
-from trainer.config.schema import AlgorithmConfig, Config
+from trainer.config.groups.algorithm_settings import AlgorithmConfig
+from trainer.config.schema import Config
 from trainer.config.tree import plain
 from trainer.run.provenance import code_version, with_hashes
 

@@ -13,7 +13,9 @@ from tests.fixtures.distributed import FakeRank
 from tests.fixtures.models import save_tiny_model
 from tests.unit.trainer.update.test_updater import rollouts
 from trainer.batch.step_batch import StepBatch
-from trainer.config.schema import AlgorithmConfig, Config, LoraConfig
+from trainer.config.groups.algorithm_settings import AlgorithmConfig
+from trainer.config.groups.model_settings import LoraConfig
+from trainer.config.schema import Config
 from trainer.distributed.distributed import Distributed
 from trainer.model.critic import with_critic
 from trainer.model.policy import Policy

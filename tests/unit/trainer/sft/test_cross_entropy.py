@@ -17,7 +17,8 @@ from tests.fixtures.models import VOCAB_SIZE, tiny_qwen3
 from tests.fixtures.teachers import made_up_scores
 from tests.integration.workers.component_gradients import fixed_demonstrations
 from trainer.batch.step_batch import StepBatch
-from trainer.config.schema import AlgorithmConfig, Config
+from trainer.config.groups.algorithm_settings import AlgorithmConfig
+from trainer.config.schema import Config
 from trainer.model.policy import Policy
 from trainer.objective.distillation.divergence import divergence
 from trainer.sft.cross_entropy import Demonstrations, refuse_long

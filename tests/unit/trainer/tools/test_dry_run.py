@@ -20,7 +20,9 @@ from rollout.records import FinishReason, Rollout, RolloutStatus
 from tests.fixtures.models import tiny_qwen3
 from tests.fixtures.paths import ROOT
 from tests.fixtures.policies import CHAT, TOKENIZER
-from trainer.config.schema import AlgorithmConfig, Config, RolloutConfig
+from trainer.config.groups.algorithm_settings import AlgorithmConfig
+from trainer.config.groups.rollout_settings import RolloutConfig
+from trainer.config.schema import Config
 from trainer.config.tree import plain, settings, settings_tree
 from trainer.diagnosis.token_classes import TokenTexts
 from trainer.tools.dry_run import MAX_SHOWN_TOKENS, PLACEHOLDER, masked_text, preview, run_counts, sampled_answer

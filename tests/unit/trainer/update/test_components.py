@@ -21,7 +21,8 @@ from tests.unit.trainer.update.test_updater import (
     targets_of,
 )
 from trainer.batch.step_batch import StepBatch
-from trainer.config.schema import AlgorithmConfig, Config
+from trainer.config.groups.algorithm_settings import AlgorithmConfig
+from trainer.config.schema import Config
 from trainer.credit.targets import Targets
 from trainer.model.policy import Policy
 from trainer.sft.cross_entropy import CrossEntropyTerm

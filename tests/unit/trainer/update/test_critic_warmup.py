@@ -10,7 +10,10 @@ from rollout.records import EngineCall, FinishReason, Rollout
 from tests.fixtures.distributed import FakeRank
 from tests.fixtures.models import tiny_qwen3
 from trainer.batch.step_batch import StepBatch
-from trainer.config.schema import AlgorithmConfig, Config, CorrectionConfig, OptimizerConfig
+from trainer.config.groups.algorithm_settings import AlgorithmConfig
+from trainer.config.groups.correction_settings import CorrectionConfig
+from trainer.config.groups.optimizer_settings import OptimizerConfig
+from trainer.config.schema import Config
 from trainer.credit.correction import StepCorrection
 from trainer.credit.critic_credit import critic_targets
 from trainer.credit.old_policy import Recomputed

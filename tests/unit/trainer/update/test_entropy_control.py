@@ -11,7 +11,7 @@ import torch
 from tests.fixtures.distributed import FakeRank
 from tests.unit.trainer.update.test_updater import batch, close, config, policy, random_logp, scored, targets_of
 from trainer.batch.step_batch import StepBatch
-from trainer.config.schema import AlgorithmConfig
+from trainer.config.groups.algorithm_settings import AlgorithmConfig
 from trainer.model.policy import Policy
 from trainer.update.entropy_control import EntropyControl
 from trainer.update.updater import Updater

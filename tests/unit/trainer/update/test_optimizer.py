@@ -9,7 +9,8 @@ import torch
 
 from rollout.errors import ConfigError
 from tests.fixtures.models import tiny_qwen3
-from trainer.config.schema import LoraConfig, OptimizerConfig
+from trainer.config.groups.model_settings import LoraConfig
+from trainer.config.groups.optimizer_settings import OptimizerConfig
 from trainer.distributed.distributed import Distributed
 from trainer.model.lora import add_adapters
 from trainer.model.policy import Policy

@@ -20,7 +20,10 @@ from tests.fixtures.distributed import FakeRank, flat_gradient, on_ranks
 from tests.fixtures.families import FAMILIES
 from tests.integration.workers.gradients import fixed_rollouts
 from trainer.batch.step_batch import ROW_ARRAYS, StepBatch
-from trainer.config.schema import AlgorithmConfig, Config, CorrectionConfig, LoraConfig
+from trainer.config.groups.algorithm_settings import AlgorithmConfig
+from trainer.config.groups.correction_settings import CorrectionConfig
+from trainer.config.groups.model_settings import LoraConfig
+from trainer.config.schema import Config
 from trainer.credit.correction import StepCorrection
 from trainer.credit.old_policy import Recomputed
 from trainer.credit.targets import Targets

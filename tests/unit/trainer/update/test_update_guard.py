@@ -13,7 +13,9 @@ from rollout.errors import DataError, TrainingError
 from tests.fixtures.distributed import FakeRank
 from tests.unit.trainer.update.test_updater import batch, config, policy, random_logp, scored, targets_of  # noqa: F401
 from trainer.batch.step_batch import StepBatch, decode, encode
-from trainer.config.schema import Config, CorrectionConfig, OptimizerConfig
+from trainer.config.groups.correction_settings import CorrectionConfig
+from trainer.config.groups.optimizer_settings import OptimizerConfig
+from trainer.config.schema import Config
 from trainer.credit.targets import Targets
 from trainer.model.policy import Policy
 from trainer.objective.advantages.critic import Credit

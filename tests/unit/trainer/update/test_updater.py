@@ -15,7 +15,9 @@ from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
 from tests.fixtures.distributed import FakeRank, flat_gradient
 from tests.fixtures.models import tiny_qwen3
 from trainer.batch.step_batch import StepBatch
-from trainer.config.schema import AlgorithmConfig, Config, CorrectionConfig
+from trainer.config.groups.algorithm_settings import AlgorithmConfig
+from trainer.config.groups.correction_settings import CorrectionConfig
+from trainer.config.schema import Config
 from trainer.credit.correction import StepCorrection
 from trainer.credit.old_policy import Recomputed
 from trainer.credit.targets import Logprobs, Targets, penalized, reference_metrics

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, Llama4TextConfi
 from rollout.errors import ConfigError
 from tests.fixtures.families import FAMILIES, SIZES
 from trainer.batch.packing import collate, whole_row
-from trainer.config.schema import AlgorithmConfig, Config
+from trainer.config.groups.algorithm_settings import AlgorithmConfig
+from trainer.config.schema import Config
 from trainer.model.layers.router_outputs import RouterOutputs, router_coefs, routers
 from trainer.model.policy import Policy
 from trainer.model.shape import planned_shape

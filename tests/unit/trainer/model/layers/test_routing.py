@@ -18,7 +18,8 @@ from tests.fixtures.families import FAMILIES
 from tests.fixtures.models import save_tiny_model
 from trainer.batch.packing import NO_ROUTE, PackedBatch, collate, row_places, whole_row
 from trainer.batch.prefixes import MIN_SHARED
-from trainer.config.schema import Config, LoraConfig
+from trainer.config.groups.model_settings import LoraConfig
+from trainer.config.schema import Config
 from trainer.model.critic import ActorCritic, Critic
 from trainer.model.layers.routing import refuse_dense
 from trainer.model.lora import add_adapters

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer.config.schema import LoggerConfig
+from trainer.config.groups.outputs_settings import LoggerConfig
 from trainer.observe.metrics_log import MetricsLog
 from trainer.observe.trackers import background
 from trainer.observe.trackers.kinds import KINDS

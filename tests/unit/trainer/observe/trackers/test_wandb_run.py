@@ -15,7 +15,8 @@ import torch
 from tests.fixtures import wandb_files
 from tests.fixtures.made_up_model import TOKENIZER, FakeTrainer, step_batch, two_turns
 from tests.fixtures.paths import ROOT
-from trainer.config.schema import Config, LoggerConfig
+from trainer.config.groups.outputs_settings import LoggerConfig
+from trainer.config.schema import Config
 from trainer.observe.metrics_log import MetricsLog
 from trainer.observe.step_media import COLUMNS, distributions, step_media, table_rows
 from trainer.observe.step_metrics import StepReport
@@ -145,7 +146,8 @@ SECRET = "correct-horse-battery"
 LOGGING_SCRIPT = """
 from pathlib import Path
 
-from trainer.config.schema import Config, LoggerConfig
+from trainer.config.groups.outputs_settings import LoggerConfig
+from trainer.config.schema import Config
 from trainer.cli import launch
 from trainer.observe.metrics_log import MetricsLog
 from trainer.run.provenance import provenance

@@ -1,0 +1,1 @@
+"""Settings by group, one dataclass for each `<group>.` of the command line."""

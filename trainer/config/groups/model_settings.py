@@ -1,0 +1,67 @@
+"""Settings of the trained model: `model`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from trainer.config.conditions import CRITIC, LORA, REFERENCE, SERVED_ADAPTERS
+from trainer.setting import setting
+
+ATTENTIONS = ("auto", "packed_rows", "flash_attention_2", "flash_attention_3", "sdpa", "eager")
+
+
+@dataclass
+class LoraConfig:
+    rank: int = setting(0, "rank of low-rank adapters, trained in place of the weights; 0: no adapters", low=0)
+    alpha: float = setting(32.0, "adapters are scaled by alpha / rank", when=LORA)
+    target_modules: list[str] | None = setting(None, "linear layers with adapters; null: all but the head", when=LORA)
+    rslora: bool = setting(False, "scale adapters by alpha / sqrt(rank), rsLoRA (arXiv:2312.03732)", when=LORA)
+    path: str | None = setting(
+        None, "adapter to start from, as peft saves it, with the rank, alpha and layers set here", when=LORA
+    )
+    send: str = setting(
+        "auto",
+        "what engines get; adapter: A and B, applied to weights that stay; merged: whole weights; auto: adapter, if "
+        "vLLM applies it to every layer of the model's family",
+        choices=("auto", "adapter", "merged"),
+        when=LORA,
+    )
+
+
+@dataclass
+class ModelConfig:
+    path: str = setting("models/calculator", "directory or hub id of the policy, for `from_pretrained`")
+    dtype: str = setting(
+        "float32",
+        "dtype of computation and engine; bfloat16: master weights, gradients and optimizer stay float32",
+        choices=("float32", "bfloat16"),
+    )
+    attn_implementation: str = setting(
+        "auto",
+        "attention in the trainer; auto: packed_rows, one FlashAttention kernel per layer in half precision on "
+        "NVIDIA GPUs, SDPA row by row elsewhere",
+        choices=ATTENTIONS,
+    )
+    critic: str = setting(
+        "separate",
+        "separate: a critic with its own decoder; shared: a value head on the policy's trunk",
+        choices=("separate", "shared"),
+        when=CRITIC,
+    )
+    critic_path: str | None = setting(
+        None, "initial separate critic: a model, a reward model, or a run's critic/; null: model.path", when=CRITIC
+    )
+    reference_path: str | None = setting(None, "frozen reference for the KL term; null: model.path", when=REFERENCE)
+    chat_template: str | None = setting(
+        None, "chat template in place of the model's: hermes (ChatML with tools), or a Jinja file; null: the model's"
+    )
+    gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass to save memory")
+    compile: bool = setting(False, "torch.compile the layers of the trained models; not under ZeRO-3")
+    trust_remote_code: bool = setting(False, "run code that ships with the model, in trainer and engine")
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    adapters: dict[str, str] = setting(
+        {},
+        "scripts/evaluate.py, serve.py and serve_engine.py: adapters by name, directories that peft wrote, beside the "
+        "model in one engine",
+        when=SERVED_ADAPTERS,
+    )

@@ -1,0 +1,54 @@
+"""Settings of a teacher: `teacher`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainer.config.conditions import AVERAGED, TAUGHT, TEACHER, TEACHER_ENGINE, TEACHER_SERVERS, WITH_CONTEXT
+from trainer.setting import setting
+
+
+@dataclass
+class TeacherConfig:
+    source: str = setting(
+        "model",
+        "model: that at path; policy: the policy itself, with the current weights in its own engine and a context "
+        "(self-distillation); average: a moving average of the policy, in an engine of its own",
+        choices=("model", "policy", "average"),
+    )
+    average_decay: float = setting(
+        0.95, "share of the average that a step keeps; the rest is the policy", above=0, below=1, when=AVERAGED
+    )
+    path: str | None = setting(
+        None,
+        "directory or hub id of the model to distill, with the policy's tokenizer; null: no teacher of source=model",
+    )
+    context: str | None = setting(
+        None,
+        "text that the teacher reads at the end of the first prompt, with {column} of the data row, {solution} of "
+        "another rollout of the group, and {texts} that the environment reports; null: it reads what the student read",
+        when=TAUGHT,
+    )
+    solved_reward: float = setting(1.0, "lowest reward of a rollout whose answer is a {solution}", when=WITH_CONTEXT)
+    urls: list[str] = setting(
+        [], "servers that serve it, http://<host>:<port>; none: an engine beside that of rank 0", when=TEACHER
+    )
+    api_key_env: str | None = setting(
+        "LOCKSTEP_ENGINE_KEY", "environment variable with the key of its servers; null: no key", when=TEACHER_SERVERS
+    )
+    dtype: str = setting("float32", "dtype of its computation", choices=("float32", "bfloat16"), when=TEACHER)
+    check: bool | None = setting(
+        None,
+        "compare its engines at the start with its model in transformers, on the CPU; null: if its float32 weights "
+        "take at most a quarter of the machine's memory",
+        when=TEACHER,
+    )
+    kv_cache_gib: float | None = setting(
+        None,
+        "KV cache of its engine; null: 0.25 on a CPU, what gpu_memory_utilization leaves on a GPU [GiB]",
+        above=0,
+        when=TEACHER_ENGINE,
+    )
+    gpu_memory_utilization: float = setting(
+        0.3, "share of the GPU's memory for its engine", above=0, below=1, when=TEACHER_ENGINE
+    )
