@@ -25,11 +25,12 @@ TEST_WORKERS ?= 3
 BENCH ?= $(basename $(notdir $(wildcard benchmarks/*.py)))
 BIN := $(VENV)/bin
 AUDIT := .venv-audit
+ENVIRONMENTS := .venv-environments
 # Programs of the environment are called by name: ninja by torch, accelerate by scripts.
 export PATH := $(abspath $(BIN)):$(PATH)
 export PYTHON ACCELERATOR VENV
 
-.PHONY: help install model train train-zero3 real reproduce test test-unit test-slow lint format plot report bench gpu-check docs lock sbom audit clean
+.PHONY: help install environments model train train-zero3 real reproduce test test-unit test-slow lint format plot report bench gpu-check docs lock sbom audit clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -38,6 +39,14 @@ install: ## Set up .venv (part of every target; instant when nothing changed)
 ifndef SKIP_INSTALL
 	@bash scripts/install.sh
 endif
+
+# One interpreter each for packages that do not fit beside Lockstep's, or beside each other.
+environments: ## Packages of other environments, beside VENV, for their tests, which are skipped without
+	@for each in "games openenv-core>=0.3,<0.4 textarena==0.7.4" "tasks verifiers>=0.4,<0.5 uv"; do \
+		set -- $$each; directory="$(ENVIRONMENTS)/$$1"; shift; \
+		$(or $(PYTHON),python3) -m venv "$$directory"; \
+		"$$directory/bin/python" -m pip install --quiet --disable-pip-version-check "$$@"; \
+	done
 
 model: install ## Make the small demo model, if it is missing
 	@$(BIN)/python scripts/make_demo_model.py --task calculator
@@ -125,4 +134,4 @@ audit: $(AUDIT)/installed ## Look up known vulnerabilities of the locked package
 
 clean: ## Remove caches and build output; keeps .venv, models and runs
 	rm -rf .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info
-	find . -name .venv -prune -o -name .git -prune -o -type d -name __pycache__ -print0 | xargs -0 rm -rf
+	find . -name '.venv*' -prune -o -name .git -prune -o -type d -name __pycache__ -print0 | xargs -0 rm -rf

@@ -13,6 +13,7 @@ import atexit
 import concurrent.futures
 import itertools
 import json
+import os
 import queue
 import shutil
 import subprocess
@@ -45,9 +46,15 @@ class Host:
         self._said: deque[str] = deque(maxlen=20)
         self._guard = threading.Lock()
         self.is_alive = True
+        # Programs that were installed beside the interpreter, such as uv, are found where the PATH has none.
+        path = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(python).parent)])
         try:
             self._process = subprocess.Popen(
-                [python, str(CHILD), program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+                [python, str(CHILD), program],
+                env={**os.environ, "PATH": path},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
             )
         except OSError as error:
             raise EnvironmentFault(f"{program}: {python} could not be started: {error}") from error

@@ -32,8 +32,6 @@ RIGHT, WRONG = "The answer is 6<|im_end|>", "The answer is 7<|im_end|>"
 def python() -> Any:
     """The interpreter with verifiers 0.4; its host finds the environments of the tests."""
     python = python_with("verifiers 0.4", "verifiers.v1")
-    if shutil.which("uv") is None:
-        pytest.skip("the agents of verifiers 0.4 are started with uv; pip install uv")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(FIXTURES / "verifiers_tasksets"), prepend=os.pathsep)
         yield python
