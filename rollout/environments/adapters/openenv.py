@@ -8,7 +8,8 @@ connection is one episode: the server makes an environment for it, and lets go o
 
 An assistant turn becomes an action: its text in one field of it (`action_field`), or a JSON object
 (`action_field=null`). With `tools=true` the tools of an MCP environment are the model's, and each call is a step.
-Rewards of all steps are added up in outcome `environment_reward`.
+Rewards of all steps are added up in outcome `environment_reward`. An episode that the server did not end has one of 0,
+if no step had any.
 
 Not covered: images and other observations that are not text or JSON; starting the server.
 """
@@ -83,6 +84,8 @@ class OpenEnvironment:
         self._slot: asyncio.Semaphore | None = None
         self._session: aiohttp.ClientSession | None = None
         self._socket: aiohttp.ClientWebSocketResponse | None = None
+        self._is_over = False
+        """True if the server has ended the episode."""
         self.tools: Tools = ()
 
     async def reset(self, example: Mapping[str, Any]) -> Sequence[Message]:
@@ -111,9 +114,14 @@ class OpenEnvironment:
         except _Refused as refusal:
             return Step(messages=(_user(f"error: {refusal}"),), outcome={"invalid_actions": 1})
         outcome = {"steps": 1, **_reward(result)}
-        if result["done"]:
+        self._is_over = bool(result["done"])
+        if self._is_over:
             return Step(done=True, outcome=outcome)
         return Step(messages=(_user(self._text(result)),), outcome=outcome)
+
+    async def conclude(self) -> Mapping[str, Any]:
+        """Add a reward of 0, so that episodes of refused actions, and those at the limit of turns, have one."""
+        return {} if self._is_over else {"environment_reward": 0.0}
 
     async def close(self) -> None:
         """End the session, so that the server lets go of its environment, and free its place for another one."""
@@ -215,7 +223,8 @@ class OpenEnvironment:
                 outcome["steps"] += 1
                 for key, value in _reward(result).items():
                     outcome[key] = outcome.get(key, 0.0) + value
-                content, is_done = _tool_text(result["observation"]), bool(result["done"])
+                content = _tool_text(result["observation"])
+                is_done = self._is_over = bool(result["done"])
             except (_Refused, ValueError, RecursionError) as refusal:
                 content = f"error: {refusal}"
                 outcome["invalid_actions"] = outcome.get("invalid_actions", 0) + 1

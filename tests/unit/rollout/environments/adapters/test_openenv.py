@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -21,37 +19,8 @@ from rollout.episode.rows import rows_from_calls
 from rollout.errors import ConfigError, EnvironmentFault
 from rollout.sampler.sampler import Sampler
 from tests.fixtures.gateway import ScriptedEngine, says
-from tests.fixtures.interpreters import python_with
-from tests.fixtures.paths import FIXTURES
+from tests.fixtures.openenv import server
 from tests.fixtures.policies import CHAT, TOKENIZER, sampling
-from tests.integration.test_launch_files import free_port
-
-SERVER = FIXTURES / "openenv_server/number_server.py"
-START_S = 240.0
-"""The package imports gradio and fastmcp, which takes a minute on a busy machine."""
-
-
-@contextmanager
-def server(*arguments: str) -> Iterator[str]:
-    """Start a server; yield its address."""
-    port = free_port()
-    with subprocess.Popen([python_with("openenv-core", "openenv.core"), str(SERVER), str(port), *arguments]) as process:
-        try:
-            deadline = time.monotonic() + START_S
-            while not answers(port):
-                assert process.poll() is None
-                assert time.monotonic() < deadline
-                time.sleep(0.2)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.kill()
-
-
-def answers(port: int) -> bool:
-    import socket
-
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +77,7 @@ async def test_an_action_that_the_server_or_json_refuses_is_answered_to_the_mode
         step = await environment.step(message(text))
         assert said in step.messages[0]["content"]
         assert step.outcome == {"invalid_actions": 1}
+    assert await environment.conclude() == {"environment_reward": 0.0}
     await environment.close()
 
 
