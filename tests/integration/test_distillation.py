@@ -15,7 +15,7 @@ from rollout.episode.rows import rows_from_calls
 from rollout.saved_rollouts import read_rollouts
 from tests.integration.test_replay_run import replay
 from tests.integration.test_run import demo, metrics, train  # noqa: F401  # `demo` is a fixture
-from trainer.batch.teacher_scores import FILE_SUFFIX, TeacherScores
+from trainer.batch.saved_scores import FILE_SUFFIX, SavedScores
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -45,6 +45,12 @@ def test_the_first_step_finds_no_difference_between_a_student_and_itself_as_teac
     equal, compared = re.findall(r"(\d+) of (\d+) numbers are equal", said)[0]
     assert equal == compared
     assert "teacher/kl" in said
+    assert f"teacher.source=model teacher.path={model}, weights of version 0" in " ".join(said.split())
+    files = [run / "rollouts" / f"step-{step:06d}{FILE_SUFFIX}" for step in (1, 2)]
+    files[1].write_bytes(files[0].read_bytes())
+    status, said = replay(run, "--step", 2)
+    assert status == 2
+    assert "has scores of other tokens than the rollouts" in " ".join(said.split())
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +129,7 @@ def test_the_policy_teaches_itself_in_engines_that_sleep_also_on_rows_that_fill_
     lengths = []
     for update in (1, 2):
         path = run / "rollouts" / f"step-{update:06d}.jsonl"
-        assert TeacherScores.read(path.with_suffix(FILE_SUFFIX)).version.tolist() == [update - 1], "before the update"
+        assert SavedScores.open(path.with_suffix(FILE_SUFFIX)).version == update - 1, "before the update"
         rows = [row for rollout in read_rollouts(path) for row in rows_from_calls(rollout.calls)]
         lengths += [len(row) for row in rows if row.loss_mask[-1]]
     assert max(lengths) == limit, "no sampled token is the last of the context"

@@ -56,7 +56,7 @@ from trainer.config.conditions import (
 from trainer.objective.correction.modes import CORRECTION_MODES
 from trainer.objective.distillation.divergence import DIVERGENCES
 from trainer.objective.own.lookup import advantage_named
-from trainer.setting import setting
+from trainer.setting import declarations, setting, typed
 
 OPTIMIZERS = ("adamw", "adamw_tf", "adamw_8bit", "muon", "sgd")
 PACK_TOKENS = 16_384
@@ -491,6 +491,14 @@ class TeacherConfig:
     gpu_memory_utilization: float = setting(
         0.3, "share of the GPU's memory for its engine", above=0, below=1, when=TEACHER_ENGINE
     )
+
+    @property
+    def named(self) -> str:
+        """The settings that say whose scores its scores are: its source, and others that differ from their defaults."""
+        names = ("average_decay", "path", "context", "solved_reward", "dtype")
+        found = [(name, *declarations(self)[name]) for name in names]
+        others = [f"teacher.{name}={typed(value)}" for name, declared, value in found if value != declared.default]
+        return " ".join([f"teacher.source={self.source}", *others])
 
 
 @dataclass

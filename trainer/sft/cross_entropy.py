@@ -11,6 +11,7 @@ Dimensions: _T trained tokens of a microbatch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,15 +129,23 @@ class Demonstrations:
         """Number of demonstrations in the data; 0 on ranks other than 0."""
         return 0 if self._order is None else len(self._order)
 
-    def draw(self) -> StepBatch:
-        """Return the rows of the next optimizer step, with a teacher's scores, the same on every rank; a collective."""
+    def draw(self, stage: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()) -> StepBatch:
+        """Return the rows of the next optimizer step, with a teacher's scores, the same on every rank; a collective.
+
+        stage: times what is named, the rows as `data` and their scores as `teacher`.
+        """
         taken: list[Any] = []
-        if self._order is not None:
-            self._order.cursor = self.cursor
-            taken = self._order.take(self._config.demonstrations.rows_per_update)
-        self.cursor += self._config.demonstrations.rows_per_update
-        batch = batch_of(taken)
-        return shared(self._teacher.scored(batch, ()) if self._teacher else batch, self._distributed)
+        with stage("data"):
+            if self._order is not None:
+                self._order.cursor = self.cursor
+                taken = self._order.take(self._config.demonstrations.rows_per_update)
+            self.cursor += self._config.demonstrations.rows_per_update
+            batch = batch_of(taken)
+        if self._teacher is not None:
+            with stage("teacher"):
+                batch = self._teacher.scored(batch, ())
+        with stage("data"):
+            return shared(batch, self._distributed)
 
     def token_set(self, batch: StepBatch, *, update: int, routers: RouterLoss | None) -> TokenSet:
         """Return rows from `draw` with their terms."""
