@@ -75,8 +75,8 @@ class SavedScores:
                 teacher = (file.metadata() or {}).get(TEACHER, "")
         except (OSError, ValueError, TypeError, SafetensorError) as error:
             raise DataError(
-                f"{path} has no scores of a teacher: {error}; take a step that has them, written with "
-                "logger.save_rollouts=true"
+                f"{path} has no scores of a teacher: {error}; expected one that a run with a teacher and "
+                "logger.save_rollouts=true wrote"
             ) from error
         if is_old:
             raise DataError(

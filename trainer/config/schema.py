@@ -452,8 +452,9 @@ class TeacherConfig:
     source: str = setting(
         "model",
         "model: that at path; policy: the policy itself, with the current weights in its own engine and a context "
-        "(self-distillation); average: a moving average of the policy, in an engine of its own",
-        choices=("model", "policy", "average"),
+        "(self-distillation); average: a moving average of the policy, in an engine of its own; saved: scores that "
+        "were saved with rollouts",
+        choices=("model", "policy", "average", "saved"),
     )
     average_decay: float = setting(
         0.95, "share of the average that a step keeps; the rest is the policy", above=0, below=1, when=AVERAGED
@@ -791,8 +792,10 @@ class Config:
 
     @property
     def has_teacher(self) -> bool:
-        """True if a teacher scores rollouts or demonstrations."""
-        return self.teacher.path is not None or self.teacher.source != "model"
+        """True if a teacher scores rollouts or demonstrations in the run."""
+        return self.teacher.source in ("policy", "average") or (
+            self.teacher.source == "model" and self.teacher.path is not None
+        )
 
     @property
     def engine_context(self) -> int:

@@ -29,6 +29,7 @@ from trainer.data.demonstrations import Demonstration, load_demonstrations
 from trainer.data.prompts import Prompts
 from trainer.distributed.distributed import Distributed
 from trainer.engines.teacher import Teacher
+from trainer.sft.saved_teacher import SavedTeacher
 from trainer.update.components import Outputs, Share, Term, TokenSet, component_metrics
 from trainer.update.router_loss import RouterLoss, RouterStep
 from trainer.update.schedule import component_weight
@@ -85,7 +86,7 @@ class Demonstrations:
         distributed: Distributed,
         sets: Sequence[Sequence[Demonstration]] | None,
         *,
-        teacher: Teacher | None = None,
+        teacher: Teacher | SavedTeacher | None = None,
     ) -> None:
         """
         Args:
@@ -121,8 +122,12 @@ class Demonstrations:
             return None
         sets = tokenized(found, config, distributed, chat, say=say)
         distributed.together(lambda: refuse_long(sets or (), config))
-        is_taught = config.demonstrations.teacher_divergence != "off"
-        return cls(config, distributed, sets, teacher=teacher if is_taught else None)
+        if config.demonstrations.teacher_divergence == "off":
+            return cls(config, distributed, sets)
+        if config.teacher.source == "saved":
+            saved = distributed.together(lambda: SavedTeacher.open(config, distributed, sets, say=say))
+            return cls(config, distributed, sets, teacher=saved)
+        return cls(config, distributed, sets, teacher=teacher)
 
     @property
     def count(self) -> int:
@@ -238,7 +243,7 @@ def refuse_long(sets: Sequence[Sequence[Demonstration]], config: Config) -> None
     """Raise `DataError` for a row that is longer than the context of the teacher that would score it."""
     limit = config.rollout.max_model_len
     longest = max((len(row) for demonstrations in sets for rows in demonstrations for row in rows), default=0)
-    if config.demonstrations.teacher_divergence != "off" and longest > limit:
+    if config.has_teacher and config.demonstrations.teacher_divergence != "off" and longest > limit:
         raise DataError(
             f"the longest demonstration has {longest} tokens, the teacher scores {limit}; set rollout.max_model_len="
             f"{longest}, or demonstrations.max_tokens={limit} to leave out longer ones"
