@@ -28,7 +28,7 @@ UPDATES = 3
         pytest.param(2, "zero3", LORA, id="adapters of two ZeRO-3 ranks"),
         pytest.param(None, "", (*LORA, "model.lora.send=merged"), id="merged adapters", marks=pytest.mark.slow),
         pytest.param(2, "ddp", LORA, id="adapters of two DDP ranks", marks=pytest.mark.slow),
-        pytest.param(2, "zero3", (), id="all weights of two ZeRO-3 ranks", marks=pytest.mark.slow),
+        pytest.param(2, "zero3", (), id="all weights of two ZeRO-3 ranks"),
     ],
 )
 def test_the_teacher_scores_with_the_average_of_the_checkpoint_before_the_step(
