@@ -67,9 +67,7 @@ class SavedScores:
             if not path.is_file():
                 raise FileNotFoundError("the file is missing, or no regular file")
             with safe_open(path, framework="numpy") as file:
-                is_old = DIGESTS not in list(file.keys())
-                digests = np.zeros((0, DIGEST_BYTES), np.uint8) if is_old else file.get_tensor(DIGESTS)
-                counts = np.zeros(0, np.int64) if is_old else file.get_tensor(COUNTS)
+                named = [file.get_tensor(name) for name in (DIGESTS, COUNTS) if name in set(file.keys())]
                 num_tokens, top_k = file.get_slice(f"{PREFIX}top_ids").get_shape()
                 (version,) = file.get_tensor(f"{PREFIX}version").tolist()
                 teacher = (file.metadata() or {}).get(TEACHER, "")
@@ -78,13 +76,15 @@ class SavedScores:
                 f"{path} has no scores of a teacher: {error}; expected one that a run with a teacher and "
                 "logger.save_rollouts=true wrote"
             ) from error
-        if is_old:
+        if len(named) < 2:
             raise DataError(
                 f"{path} does not say which tokens were scored, like all files of earlier versions; expected an array "
                 f"{DIGESTS}; train the step again, or take one of a newer run"
             )
+        digests, counts = named
         starts = np.concatenate([[0], np.cumsum(counts)])
-        if digests.dtype != np.uint8 or digests.shape != (len(counts), DIGEST_BYTES) or starts[-1] != num_tokens:
+        is_sound = (counts.dtype, counts.ndim, digests.dtype) == (np.int64, 1, np.uint8) and counts.min(initial=0) >= 0
+        if not is_sound or digests.shape != (len(counts), DIGEST_BYTES) or starts[-1] != num_tokens:
             raise DataError(f"{path} is damaged: {num_tokens} tokens are scored, expected the {starts[-1]} of its rows")
         names = [digest.tobytes() for digest in digests]
         return cls(path=path, teacher=teacher, version=version, top_k=top_k, digests=names, starts=starts)

@@ -14,7 +14,7 @@ from rollout.errors import DataError
 from rollout.records import TrainingRow
 from tests.fixtures.teachers import made_up_scores
 from tests.unit.trainer.batch.test_step_batch import rollout
-from trainer.batch.saved_scores import DIGESTS, SavedScores, write_scores
+from trainer.batch.saved_scores import COUNTS, DIGESTS, SavedScores, write_scores
 from trainer.batch.step_batch import StepBatch
 from trainer.batch.teacher_scores import TeacherScores
 from trainer.config.schema import TeacherConfig
@@ -106,6 +106,10 @@ def test_missing_damaged_and_older_files_are_refused(file: Path) -> None:
     safetensors.numpy.save_file({**arrays, "teacher_top_ids": arrays["teacher_top_ids"][1:]}, file.with_name("cut"))
     with pytest.raises(DataError, match="is damaged: 5 tokens are scored, expected the 6 of its rows"):
         SavedScores.open(file.with_name("cut"))
+    for counts in (np.array([-1, 7]), np.array([2.0, 4.0]), np.array([2, 2, 2]), np.array([[2, 4]])):
+        safetensors.numpy.save_file({**arrays, COUNTS: counts}, file.with_name("counts"))
+        with pytest.raises(DataError, match="is damaged"):
+            SavedScores.open(file.with_name("counts"))
     safetensors.numpy.save_file({n: a for n, a in arrays.items() if n != DIGESTS}, file.with_name("old"))
     with pytest.raises(DataError, match="does not say which tokens were scored, like all files of earlier versions"):
         SavedScores.open(file.with_name("old"))
