@@ -112,7 +112,11 @@ class SavedScores:
         cuts = {"logp": (tokens,), "top_ids": (tokens, slice(top_k)), "top_logp": (tokens, slice(top_k))}
         try:
             with safe_open(self.path, framework="numpy") as file:
-                found = {field.name: file.get_slice(f"{PREFIX}{field.name}") for field in fields(TeacherScores)}
-                return TeacherScores(**{name: one[cuts.get(name, (slice(None),))] for name, one in found.items()})
+                arrays = {}
+                for field in fields(TeacherScores):
+                    name, cut = f"{PREFIX}{field.name}", cuts.get(field.name, (slice(None),))
+                    lazy = file.get_slice(name)  # which cannot cut empty arrays
+                    arrays[field.name] = file.get_tensor(name)[cut] if 0 in lazy.get_shape() else lazy[cut]
+            return TeacherScores(**arrays)
         except (OSError, SafetensorError) as error:
             raise DataError(f"{self.path} cannot be read: {error}") from error

@@ -29,19 +29,28 @@ def batch() -> StepBatch:
     return replace(made, rows=(made.rows[0], idle, made.rows[2]))
 
 
+def write(path: Path, made: StepBatch, top_k: int = 3) -> TeacherScores:
+    scores = made_up_scores(made, top_k=top_k, vocab_size=40)
+    write_scores(path, made.rows, scores, teacher=NAMED)
+    return scores
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    made = batch()
     path = tmp_path / "step-000001.teacher.safetensors"
-    write_scores(path, made.rows, made_up_scores(made, top_k=3, vocab_size=40), teacher=NAMED)
+    write(path, batch())
     return path
 
 
-def test_scores_are_read_as_they_were_written_with_the_name_of_their_teacher(file: Path) -> None:
-    made = batch()
-    saved = SavedScores.open(file)
-    assert (saved.teacher, saved.version, saved.top_k) == (NAMED, 0, 3)
-    read, written = saved.of(made.rows), made_up_scores(made, top_k=3, vocab_size=40)
+@pytest.mark.parametrize("top_k", [3, 0])
+@pytest.mark.parametrize("made", [batch(), StepBatch.of([], mask_truncated=False)], ids=["rows", "no rows"])
+def test_scores_are_read_as_they_were_written_with_the_name_of_their_teacher(
+    made: StepBatch, top_k: int, tmp_path: Path
+) -> None:
+    written = write(tmp_path / "file", made, top_k)
+    saved = SavedScores.open(tmp_path / "file")
+    assert (saved.teacher, saved.version, saved.top_k) == (NAMED, 0, top_k)
+    read = saved.of(made.rows)
     for field in fields(TeacherScores):
         np.testing.assert_array_equal(getattr(read, field.name), getattr(written, field.name))
 
