@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from rollout.errors import ConfigError
 from trainer.checks.algorithm import algorithm_problems
 from trainer.checks.declared import unused_problems
+from trainer.checks.validate import validate
 from trainer.checks.without_rollouts import (
     demonstration_problems,
     demonstration_row_problems,
@@ -136,6 +138,14 @@ def test_saved_scores_are_those_of_saved_rollouts(
     assert [*demonstration_problems(made), *algorithm_problems(made)] == []
     made.algorithm.trains_on, made.data.path = "demonstrations", SAVED_RUN
     assert list(without_rollouts_problems(made)) == []
+
+
+def test_addresses_of_the_servers_of_a_teacher_are_checked_without_rollouts(tmp_path: Path) -> None:
+    made = config(tmp_path / "rows.jsonl", TALK)
+    made.demonstrations.teacher_divergence = "jsd"
+    made.teacher = TeacherConfig(path=made.model.path, urls=["http://me:secret@10.0.0.7:8000"])
+    with pytest.raises(ConfigError, match=r"^teacher\.urls: .* keys belong in the environment.*teacher\.urls=\[http"):
+        validate(made, needs_data=False)
 
 
 def test_saved_scores_are_not_of_rollouts_that_are_sampled() -> None:
