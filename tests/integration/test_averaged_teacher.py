@@ -52,7 +52,7 @@ def test_the_teacher_scores_with_the_average_of_the_checkpoint_before_the_step(
         path = run / "rollouts" / f"step-{step:06d}.jsonl"
         batch = StepBatch.of(list(read_rollouts(path)), mask_truncated=False)
         saved = SavedScores.open(path.with_suffix(FILE_SUFFIX))
-        assert saved.version == step - 1
+        assert (saved.teacher, saved.version) == ("teacher.source=average teacher.average_decay=0.5", step - 1)
         found_N = saved.of(batch.rows).logp_N
         checkpoint = run / "checkpoints" / f"step-{step - 1}"
         model = policy_of(checkpoint, demo[0].removeprefix("model.path="))
