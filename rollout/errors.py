@@ -34,6 +34,10 @@ class EngineError(LockstepError, RuntimeError):
     """The engine is dead, refused a request, or gave an unusable answer."""
 
 
+class RefusedError(EngineError):
+    """The engine's server refused a request, which it would refuse again."""
+
+
 class RequestError(EngineError):
     """One request failed in a live engine, for a reason that may pass; it may be sent again."""
 

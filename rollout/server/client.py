@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt, wait_exponential_jitter
 
-from rollout.errors import EngineError, EvidenceError, RequestError
+from rollout.errors import EngineError, EvidenceError, RefusedError, RequestError
 
 ATTEMPTS = 5
 """With pauses of 0.2, 0.4, 0.8 and 1.6 s: longer than a short disturbance, and a dead server is reported in seconds."""
@@ -30,10 +30,6 @@ CHUNK_BYTES = 2**20
 
 class _Transient(Exception):
     """A failure that is retried. args: the cause, and the type of error after the last attempt."""
-
-
-class _Refused(EngineError):
-    """The server refused the request."""
 
 
 class ServerClient:
@@ -64,7 +60,7 @@ class ServerClient:
     async def has_route(self, path: str, *, timeout_s: float) -> bool:
         try:
             await self.get(path, timeout_s=timeout_s)
-        except _Refused:
+        except RefusedError:
             return False
         return True
 
@@ -104,7 +100,7 @@ class ServerClient:
         if status in RETRIED_STATUS:
             raise _Transient(f"HTTP {status}: {_error_text(raw)}", RequestError)
         if status != 200:
-            raise _Refused(f"{self.url}{path} refused: HTTP {status}: {_error_text(raw)}{_hint(status, path)}")
+            raise RefusedError(f"{self.url}{path} refused: HTTP {status}: {_error_text(raw)}{_hint(status, path)}")
         return read_json(raw, source=self.url + path)
 
     def _raise_last_failure(self, state: RetryCallState) -> Any:
@@ -158,11 +154,11 @@ def _error_text(raw: bytes) -> str:
 
 def _hint(status: int, path: str) -> str:
     if 300 <= status < 400:
-        return "; redirects are not followed: name the address of the server itself in rollout.urls"
+        return "; redirects are not followed: name the address of the server itself in rollout.urls or teacher.urls"
     if status in (403, 404) and path.startswith("/inference"):  # vLLM's answers without the flag
         return "; start the server with --enable-scale-out (python scripts/serve_engine.py does)"
     if status in (401, 403):
-        return "; put the server's key into the environment variable named by rollout.api_key_env"
+        return "; put the server's key into the variable that rollout.api_key_env or teacher.api_key_env names"
     if status == 404:
         return "; start the server with VLLM_SERVER_DEV_MODE=1 (python scripts/serve_engine.py does)"
     return ""

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.fixtures.families import save_family
 from tests.fixtures.models import save_tiny_model
 from tests.fixtures.ranks import accelerate, run_ranks
 
@@ -54,6 +55,27 @@ def test_the_gradient_of_components_does_not_depend_on_the_partition(
     partition: str, case: str, reference: dict[str, np.ndarray], model: Path, tmp_path: Path
 ) -> None:
     found = gradients(model, tmp_path / "gradients.npz", *PARTITIONS[partition], case)
+    check_equal(found, reference)
+    assert ("metrics/loss/policy" in reference) == case.startswith("mixed")
+    assert ("metrics/loss/demonstrations_teacher" in reference) == case.endswith("taught")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("demonstrations", ["mixed", "alone"])
+@pytest.mark.parametrize("kind", ["lora", "experts"])
+def test_the_gradient_of_adapters_and_of_experts_does_not_depend_on_the_partition(
+    kind: str, demonstrations: str, model: Path, tmp_path: Path
+) -> None:
+    """With a divergence from a teacher on the demonstrations."""
+    case, path = f"{demonstrations} taught {kind}", model if kind == "lora" else save_family("qwen3_moe", tmp_path)
+    reference = gradients(path, tmp_path / "reference.npz", None, 1, WHOLE, case)
+    assert any(("lora_B" if kind == "lora" else "experts") in name for name in reference)
+    for partition in ("one process, a row per pack", "ddp, two ranks", "zero3, two ranks, many microbatches"):
+        check_equal(gradients(path, tmp_path / "found.npz", *PARTITIONS[partition], case), reference)
+
+
+def check_equal(found: dict[str, np.ndarray], reference: dict[str, np.ndarray]) -> None:
+    """Compare gradients, as a vector, and metrics."""
     assert found.keys() == reference.keys()
     names = [name for name in reference if not name.startswith("metrics/") and name != "microbatches"]
     expected = np.concatenate([reference[name].ravel() for name in names])
@@ -62,5 +84,3 @@ def test_the_gradient_of_components_does_not_depend_on_the_partition(
     assert np.linalg.norm(difference) / np.linalg.norm(expected) < 1e-5
     for name in (name for name in reference if name.startswith("metrics/")):
         np.testing.assert_allclose(found[name], reference[name], rtol=1e-5)
-    assert ("metrics/loss/policy" in reference) == case.startswith("mixed")
-    assert ("metrics/loss/demonstrations_teacher" in reference) == case.endswith("taught")

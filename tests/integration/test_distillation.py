@@ -13,9 +13,11 @@ from safetensors.torch import load_file
 
 from rollout.episode.rows import rows_from_calls
 from rollout.saved_rollouts import read_rollouts
+from tests.fixtures.forked_servers import ForkedServers
+from tests.fixtures.servers import KEY, KEY_ENV, SETTINGS
 from tests.integration.test_replay_run import replay
 from tests.integration.test_run import demo, metrics, train  # noqa: F401  # `demo` is a fixture
-from trainer.batch.teacher_scores import FILE_SUFFIX, TeacherScores
+from trainer.batch.saved_scores import FILE_SUFFIX, SavedScores
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -45,6 +47,12 @@ def test_the_first_step_finds_no_difference_between_a_student_and_itself_as_teac
     equal, compared = re.findall(r"(\d+) of (\d+) numbers are equal", said)[0]
     assert equal == compared
     assert "teacher/kl" in said
+    assert f"teacher.source=model teacher.path={model}, weights of version 0" in " ".join(said.split())
+    files = [run / "rollouts" / f"step-{step:06d}{FILE_SUFFIX}" for step in (1, 2)]
+    files[1].write_bytes(files[0].read_bytes())
+    status, said = replay(run, "--step", 2)
+    assert status == 2
+    assert "has scores of other tokens than the rollouts" in " ".join(said.split())
 
 
 @pytest.fixture(scope="module")
@@ -73,10 +81,7 @@ def test_a_student_learns_from_saved_rollouts_alike_on_two_ranks_and_after_a_res
     for ranks, name in ((None, "resumed"), (2, "ranks")):
         train(*settings, f"run_name={name}", "updates=2", ranks=ranks)
         train(*settings, f"run_name={name}", "resume=auto", ranks=ranks)
-    whole, resumed, ranks = (
-        [{name: line[name] for name in line if name.startswith("loss/")} for line in metrics(tmp_path / name)]
-        for name in ("whole", "resumed", "ranks")
-    )
+    whole, resumed, ranks = (losses(tmp_path / name) for name in ("whole", "resumed", "ranks"))
     assert len(whole) == 4
     assert resumed == whole, "a resumed run continues with the same bits"
     for line, expected in zip(ranks, whole, strict=True):
@@ -84,6 +89,61 @@ def test_a_student_learns_from_saved_rollouts_alike_on_two_ranks_and_after_a_res
     assert 0 < whole[-1]["loss/demonstrations_teacher"] < whole[0]["loss/demonstrations_teacher"] / 2
     weights = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("resumed", "whole")]
     assert all(torch.equal(weights[0][name], tensor) for name, tensor in weights[1].items())
+
+
+def losses(run: Path) -> list[dict[str, float]]:
+    return [{name: line[name] for name in line if name.startswith("loss/")} for line in metrics(run)]
+
+
+def test_servers_score_demonstrations_as_an_engine_of_the_run_does(
+    demo: tuple[str, ...],  # noqa: F811
+    teacher: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = (
+        "updates=3", f"teacher.path={teacher}/model", "demonstrations.teacher_divergence=forward",
+        f"run_root={tmp_path}", f"rollout.max_model_len={int(SETTINGS['rollout.max_model_len']) - 1}",
+        "logger.print_rollouts=0",
+    )  # fmt: skip
+    alone = (demo[0], "algorithm=sft", f"data.path=rollouts:{teacher}", "data.heldout_path=null", *settings)
+    beside = (
+        *demo, "algorithm=opd_topk", f"demonstrations.path=rollouts:{teacher}", "rollout.prompts_per_step=4",
+        "rollout.samples_per_prompt=4", *settings,
+    )  # fmt: skip
+    monkeypatch.setenv(KEY_ENV, KEY)
+    with ForkedServers(teacher / "model", tmp_path).running(2) as servers:
+        urls = f"teacher.urls=[{','.join(server.url for server in servers)}]"
+        train(*alone, urls, "run_name=alone_served", ranks=2)
+        train(*beside, urls, "run_name=beside_served")
+    train(*alone, "run_name=alone")
+    train(*beside, "run_name=beside")
+    for name in ("alone", "beside"):
+        served, expected = losses(tmp_path / f"{name}_served"), losses(tmp_path / name)
+        assert len(served) == 3
+        for line, other in zip(served, expected, strict=True):
+            assert line == pytest.approx(other, rel=1e-3)
+        assert all(line["teacher/canary_abs_diff"] < 1e-4 for line in metrics(tmp_path / f"{name}_served"))
+
+
+def test_saved_scores_teach_as_the_teacher_does_that_made_them(
+    demo: tuple[str, ...],  # noqa: F811
+    teacher: Path,
+    tmp_path: Path,
+) -> None:
+    train(
+        *demo, "algorithm=opd_topk", f"teacher.path={teacher}/model", "rollout.prompts_per_step=4",
+        "rollout.samples_per_prompt=4", "updates=2", f"run_root={tmp_path}", "run_name=taught",
+    )  # fmt: skip
+    settings = (
+        demo[0], "algorithm=sft", f"data.path=rollouts:{tmp_path}/taught", "data.heldout_path=null", "updates=3",
+        "demonstrations.teacher_divergence=jsd", "demonstrations.teacher_share=0.5", f"run_root={tmp_path}",
+    )  # fmt: skip
+    train(*settings, "teacher.source=saved", "run_name=saved", ranks=2)
+    train(*settings, f"teacher.path={teacher}/model", "run_name=scored")
+    for line, other in zip(losses(tmp_path / "saved"), losses(tmp_path / "scored"), strict=True):
+        assert line["loss/demonstrations_teacher"] > 0
+        assert line == pytest.approx(other, rel=1e-4)
 
 
 def test_saved_rollouts_train_beside_those_of_a_run_whose_teacher_scores_only_them(
@@ -123,7 +183,7 @@ def test_the_policy_teaches_itself_in_engines_that_sleep_also_on_rows_that_fill_
     lengths = []
     for update in (1, 2):
         path = run / "rollouts" / f"step-{update:06d}.jsonl"
-        assert TeacherScores.read(path.with_suffix(FILE_SUFFIX)).version.tolist() == [update - 1], "before the update"
+        assert SavedScores.open(path.with_suffix(FILE_SUFFIX)).version == update - 1, "before the update"
         rows = [row for rollout in read_rollouts(path) for row in rows_from_calls(rollout.calls)]
         lengths += [len(row) for row in rows if row.loss_mask[-1]]
     assert max(lengths) == limit, "no sampled token is the last of the context"

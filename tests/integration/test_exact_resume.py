@@ -50,8 +50,13 @@ def test_one_kill_changes_nothing(demo: tuple[str, ...], tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_kill_of_a_run_that_averages_its_teacher_changes_nothing(demo: tuple[str, ...], tmp_path: Path) -> None:  # noqa: F811
-    average = ("algorithm=opd_topk", "teacher.source=average", "teacher.average_decay=0.5")
+@pytest.mark.parametrize("lora", [(), ("model.lora.rank=8", "model.lora.alpha=16")], ids=["whole model", "lora"])
+def test_a_kill_of_a_run_that_averages_its_teacher_changes_nothing(
+    lora: tuple[str, ...],
+    demo: tuple[str, ...],  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    average = ("algorithm=opd_topk", "teacher.source=average", "teacher.average_decay=0.5", *lora)
     runs = recipe(demo, tmp_path, *average, 'teacher.context="Say {answer}."', "updates=4")
     whole = runs.finish("whole")
     runs.kill("killed", random.Random(1), span_s=step_seconds(whole), after_update=2)

@@ -7,21 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 
 import numpy as np
-import safetensors.numpy
 import torch
-from safetensors import SafetensorError
 
 from rollout.engine.token_scores import TokenScores
-from rollout.errors import DataError, EvidenceError
+from rollout.errors import EvidenceError
 from rollout.records import TrainingRow
 
 PREFIX = "teacher_"
 """Beginning of the names of its arrays in a serialized batch."""
-FILE_SUFFIX = ".teacher.safetensors"
-"""End of the name of its file beside the rollouts of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -115,22 +110,6 @@ class TeacherScores:
             top_logp=np.concatenate(top_logp),
             version=np.array([next(iter(versions), -1)], dtype=np.int64),
         )
-
-    @classmethod
-    def read(cls, path: Path) -> TeacherScores:
-        """Read what `write` wrote. Raises `DataError` if the file is missing or damaged."""
-        try:
-            if not path.is_file():
-                raise FileNotFoundError("the file is missing, or no regular file")
-            return cls.from_arrays(safetensors.numpy.load(path.read_bytes()))
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            raise DataError(
-                f"{path} has no scores of a teacher: {error}; replay a step that has them, written with "
-                "logger.save_rollouts=true"
-            ) from error
-
-    def write(self, path: Path) -> None:
-        path.write_bytes(safetensors.numpy.save(self.arrays()))
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> TeacherScores:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from urllib.parse import urlsplit
 
 from rollout.system.addresses import is_loopback
 from trainer.config.schema import Config
 from trainer.objective.correction.modes import CORRECTION_MODES
 
-EXAMPLE = "rollout.urls=[http://127.0.0.1:8000]"
+EXAMPLE = "[http://127.0.0.1:8000]"
 
 
 def engine_problems(config: Config) -> Iterator[str]:
     settings = config.rollout
     if settings.engine == "server" and not settings.urls:
-        yield f"rollout.engine=server needs addresses of servers; set {EXAMPLE}"
+        yield f"rollout.engine=server needs addresses of servers; set rollout.urls={EXAMPLE}"
     if settings.engine != "server" and settings.urls:
         yield (
             f"rollout.urls={settings.urls} is for rollout.engine=server, found rollout.engine={settings.engine}; "
@@ -28,13 +28,7 @@ def engine_problems(config: Config) -> Iterator[str]:
         )
     if settings.quantization is not None:
         yield from _quantization_problems(config)
-    for name, urls in (("rollout.urls", settings.urls), ("teacher.urls", config.teacher.urls)):
-        for url in urls:
-            if (problem := _url_problem(url)) is not None:
-                yield f"{name}: {url} {problem}; expected http://<host>:<port>, as in {EXAMPLE}"
-        twice = sorted({url for url in urls if urls.count(url) > 1})
-        if twice:
-            yield f"{name} names {', '.join(twice)} twice, expected every server once; set {name} without it"
+    yield from url_problems("rollout.urls", settings.urls)
     if config.sync.address is not None:
         yield from _address_problems(config.sync.address, settings.urls)
     if settings.api_key_env is None and not is_loopback(config.server.host):
@@ -42,6 +36,16 @@ def engine_problems(config: Config) -> Iterator[str]:
             f"server.host={config.server.host} without a key lets every client that reaches it replace the weights of "
             "the server; set rollout.api_key_env=LOCKSTEP_ENGINE_KEY, or server.host=127.0.0.1"
         )
+
+
+def url_problems(name: str, urls: Sequence[str]) -> Iterator[str]:
+    """Yield one sentence per invalid or repeated address of a server. name: of the setting."""
+    for url in urls:
+        if (problem := _url_problem(url)) is not None:
+            yield f"{name}: {url} {problem}; expected http://<host>:<port>, as in {name}={EXAMPLE}"
+    twice = sorted({url for url in urls if urls.count(url) > 1})
+    if twice:
+        yield f"{name} names {', '.join(twice)} twice, expected every server once; set {name} without it"
 
 
 def _quantization_problems(config: Config) -> Iterator[str]:

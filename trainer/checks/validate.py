@@ -10,7 +10,7 @@ from trainer.checks.algorithm import algorithm_problems
 from trainer.checks.correction import correction_problems
 from trainer.checks.data import data_file_problems, data_problems, evaluation_problems, made_data_problems
 from trainer.checks.declared import choices_hold, null_problems, unused_problems, value_problems
-from trainer.checks.engines import engine_problems
+from trainer.checks.engines import engine_problems, url_problems
 from trainer.checks.first_row import first_row_problems
 from trainer.checks.names import (
     environment_problems,
@@ -50,7 +50,7 @@ def validate(config: Config, *, needs_data: bool = True, trains: bool = True) ->
         else:
             problems += without_rollouts_problems(config)
         problems += [*launch_problems(config), *model_problems(config), *data_problems(config)]
-        problems += demonstration_problems(config)
+        problems += [*demonstration_problems(config), *url_problems("teacher.urls", config.teacher.urls)]
         problems += evaluation_problems(config, trains=trains)
         if needs_data and trains:
             problems += unused_problems(config)

@@ -34,7 +34,7 @@ def without_rollouts_problems(config: Config) -> Iterator[str]:
     found = declarations(config)
     for name in WITHOUT_EFFECT:
         declared, value = found[name]
-        is_used = name == "teacher.path" and config.demonstrations.teacher_divergence != "off"
+        is_used = name in ("teacher.path", "teacher.source") and config.demonstrations.teacher_divergence != "off"
         if value != declared.default and not is_used:
             yield (
                 f"{name}={typed(value)} does nothing with algorithm=sft, which trains on demonstrations alone; set "
@@ -52,11 +52,14 @@ def demonstration_problems(config: Config) -> Iterator[str]:
     """Yield one sentence per conflict between demonstrations, their teacher and the other data."""
     teacher, kind = config.teacher, config.demonstrations.teacher_divergence
     asked = f"demonstrations.teacher_divergence={kind}"
-    if kind != "off" and (teacher.path is None or teacher.source != "model"):
+    if teacher.source == "saved":
+        yield from _saved_teacher_problems(config)
+    elif kind != "off" and (teacher.path is None or teacher.source != "model"):
         yield (
             f"{asked} learns from the model at teacher.path, found teacher.path={typed(teacher.path)} and "
             f"teacher.source={teacher.source}; set teacher.source=model teacher.path=<directory or hub id of a model "
-            "with the policy's tokenizer>, or demonstrations.teacher_divergence=off"
+            "with the policy's tokenizer>, teacher.source=saved for saved rollouts with scores of a teacher, or "
+            "demonstrations.teacher_divergence=off"
         )
     elif kind != "off" and teacher.context is not None:
         yield (
@@ -70,6 +73,24 @@ def demonstration_problems(config: Config) -> Iterator[str]:
                     f"{data_set.path} is data of algorithm={config.algorithm.name}, which samples from prompts; "
                     f"set algorithm=sft, or demonstrations.path={data_set.path} to train them beside its own"
                 )
+
+
+def _saved_teacher_problems(config: Config) -> Iterator[str]:
+    kind, path = config.demonstrations.teacher_divergence, config.teacher.path
+    others = [one.path for one in config.demonstration_sets().values() if not one.is_saved]
+    if kind == "off" or others or not config.demonstration_sets():
+        demonstrations = ", ".join(others) if others else typed(config.demonstrations.path)
+        yield (
+            "teacher.source=saved takes scores from beside the rollouts of a run, for a divergence; found "
+            f"demonstrations.teacher_divergence={kind} and demonstrations of {demonstrations}; set "
+            "demonstrations.teacher_divergence=forward, and demonstrations.path=rollouts:<run with a teacher> (with "
+            "algorithm=sft data.path), or teacher.source=model"
+        )
+    if path is not None:
+        yield (
+            f"teacher.path={path} does nothing with teacher.source=saved, which scores nothing; set teacher.path=null "
+            "or teacher.source=model"
+        )
 
 
 def demonstration_row_problems(config: Config) -> Iterator[str]:

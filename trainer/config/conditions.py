@@ -26,7 +26,11 @@ EMBEDDED = When(instead="rollout=embedded", holds=lambda c: c.rollout.engine == 
 OWN_ENGINES = When(
     instead="rollout=embedded", holds=lambda c: c.rollout.engine != "server", because=("rollout.engine",)
 )
-SERVERS = When(instead="rollout=server", holds=lambda c: c.rollout.engine == "server", because=("rollout.engine",))
+SERVERS = When(
+    instead="rollout=server",
+    holds=lambda c: c.rollout.engine == "server" or bool(c.teacher.urls),
+    because=("rollout.engine", "teacher.urls"),
+)
 COLOCATED = When(
     instead="rollout=colocated", holds=lambda c: c.rollout.engine == "colocated", because=("rollout.engine",)
 )

@@ -148,8 +148,10 @@ class Config:
 
     @property
     def has_teacher(self) -> bool:
-        """True if a teacher scores rollouts or demonstrations."""
-        return self.teacher.path is not None or self.teacher.source != "model"
+        """True if a teacher scores rollouts or demonstrations in the run."""
+        return self.teacher.source in ("policy", "average") or (
+            self.teacher.source == "model" and self.teacher.path is not None
+        )
 
     @property
     def engine_context(self) -> int:

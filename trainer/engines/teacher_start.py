@@ -41,7 +41,7 @@ def refuse_unfit_teacher(config: Config) -> None:
     if settings.path is not None:
         _refuse_other_tokenizer(config)
     if config.has_teacher and not (settings.urls or (settings.source == "policy" and config.rollout.urls)):
-        _refuse_short(config, _longest_of(settings.path or config.model.path, config))
+        refuse_short(config, _longest_of(settings.path or config.model.path, config))
 
 
 def _refuse_other_tokenizer(config: Config) -> None:
@@ -153,14 +153,15 @@ def _longest_of(path: str, config: Config) -> int | None:
     return getattr(model.get_text_config(), "max_position_embeddings", None)
 
 
-def _refuse_short(config: Config, limit: int | None) -> None:
-    """Raise `ConfigError` if a teacher's context of `limit` tokens cannot score the longest rows."""
+def refuse_short(config: Config, limit: int | None, *, serves: bool = False) -> None:
+    """Raise `ConfigError` if a teacher's context of `limit` tokens cannot score the longest rows. serves: True if it is
+    that of servers."""
     longest = config.rollout.max_model_len + 1  # vLLM samples one token after those that it scores
     if limit is not None and limit < longest:
         raise ConfigError(
             f"the teacher's context of {limit} tokens is too short to score rows of rollout.max_model_len="
             f"{config.rollout.max_model_len}, for which it needs one more; set rollout.max_model_len={limit - 1} or "
-            "less"
+            f"less{f', or start its servers with rollout.max_model_len={longest}' if serves else ''}"
         )
 
 
@@ -180,7 +181,7 @@ def _members(config: Config, *, loop: BackgroundLoop, logs: Path) -> Sequence[Po
             )
             for url in settings.urls
         ]
-        _refuse_short(config, min(server.max_model_len for server in servers))
+        refuse_short(config, min(server.max_model_len for server in servers), serves=True)
         return servers
     return [
         EmbeddedEngine(

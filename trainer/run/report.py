@@ -9,8 +9,9 @@ from pathlib import Path
 
 from rollout.records import Rollout
 from rollout.saved_rollouts import write_rollouts
+from trainer.batch.saved_scores import FILE_SUFFIX as TEACHER_SUFFIX
+from trainer.batch.saved_scores import write_scores
 from trainer.batch.step_batch import StepBatch
-from trainer.batch.teacher_scores import FILE_SUFFIX as TEACHER_SUFFIX
 from trainer.checkpoint.run_dir import RunDirectory
 from trainer.credit.targets import Targets
 from trainer.evaluate.evaluator import Evaluation, comparable_settings
@@ -58,9 +59,11 @@ class Reporter:
         if self._config.has_rollouts:
             name = f"rollouts/step-{report.update:06d}{untrained}.jsonl"
             self._save_rollouts(name, report.rollouts)
-            if report.batch.teacher is not None and self._config.logger.save_rollouts:
+            batch, path = report.batch, self._directory.path / name
+            if batch.teacher is not None and self._config.logger.save_rollouts:
                 with self.log.tolerating("saving scores of the teacher"):
-                    report.batch.teacher.write((self._directory.path / name).with_suffix(TEACHER_SUFFIX))
+                    named = self._config.teacher.named
+                    write_scores(path.with_suffix(TEACHER_SUFFIX), batch.rows, batch.teacher, teacher=named)
         settings = self._config.logger
         every = settings.wandb_media_every
         if report.rollouts and every and (is_due(every, before=before, after=report.update) or is_first):

@@ -11,6 +11,7 @@ Dimensions: _T trained tokens of a microbatch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ from trainer.data.demonstrations import Demonstration, load_demonstrations
 from trainer.data.prompts import Prompts
 from trainer.distributed.distributed import Distributed
 from trainer.engines.teacher import Teacher
+from trainer.sft.saved_teacher import SavedTeacher
 from trainer.update.components import Outputs, Share, Term, TokenSet, component_metrics
 from trainer.update.router_loss import RouterLoss, RouterStep
 from trainer.update.schedule import component_weight
@@ -85,7 +87,7 @@ class Demonstrations:
         distributed: Distributed,
         sets: Sequence[Sequence[Demonstration]] | None,
         *,
-        teacher: Teacher | None = None,
+        teacher: Teacher | SavedTeacher | None = None,
     ) -> None:
         """
         Args:
@@ -121,23 +123,35 @@ class Demonstrations:
             return None
         sets = tokenized(found, config, distributed, chat, say=say)
         distributed.together(lambda: refuse_long(sets or (), config))
-        is_taught = config.demonstrations.teacher_divergence != "off"
-        return cls(config, distributed, sets, teacher=teacher if is_taught else None)
+        if config.demonstrations.teacher_divergence == "off":
+            return cls(config, distributed, sets)
+        if config.teacher.source == "saved":
+            saved = distributed.together(lambda: SavedTeacher.open(config, distributed, sets, say=say))
+            return cls(config, distributed, sets, teacher=saved)
+        return cls(config, distributed, sets, teacher=teacher)
 
     @property
     def count(self) -> int:
         """Number of demonstrations in the data; 0 on ranks other than 0."""
         return 0 if self._order is None else len(self._order)
 
-    def draw(self) -> StepBatch:
-        """Return the rows of the next optimizer step, with a teacher's scores, the same on every rank; a collective."""
+    def draw(self, stage: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()) -> StepBatch:
+        """Return the rows of the next optimizer step, with a teacher's scores, the same on every rank; a collective.
+
+        stage: times what is named, the rows as `data` and their scores as `teacher`.
+        """
         taken: list[Any] = []
-        if self._order is not None:
-            self._order.cursor = self.cursor
-            taken = self._order.take(self._config.demonstrations.rows_per_update)
-        self.cursor += self._config.demonstrations.rows_per_update
-        batch = batch_of(taken)
-        return shared(self._teacher.scored(batch, ()) if self._teacher else batch, self._distributed)
+        with stage("data"):
+            if self._order is not None:
+                self._order.cursor = self.cursor
+                taken = self._order.take(self._config.demonstrations.rows_per_update)
+            self.cursor += self._config.demonstrations.rows_per_update
+            batch = batch_of(taken)
+        if self._teacher is not None:
+            with stage("teacher"):
+                batch = self._teacher.scored(batch, ())
+        with stage("data"):
+            return shared(batch, self._distributed)
 
     def token_set(self, batch: StepBatch, *, update: int, routers: RouterLoss | None) -> TokenSet:
         """Return rows from `draw` with their terms."""
@@ -230,7 +244,7 @@ def refuse_long(sets: Sequence[Sequence[Demonstration]], config: Config) -> None
     """Raise `DataError` for a row that is longer than the context of the teacher that would score it."""
     limit = config.rollout.max_model_len
     longest = max((len(row) for demonstrations in sets for rows in demonstrations for row in rows), default=0)
-    if config.demonstrations.teacher_divergence != "off" and longest > limit:
+    if config.has_teacher and config.demonstrations.teacher_divergence != "off" and longest > limit:
         raise DataError(
             f"the longest demonstration has {longest} tokens, the teacher scores {limit}; set rollout.max_model_len="
             f"{longest}, or demonstrations.max_tokens={limit} to leave out longer ones"

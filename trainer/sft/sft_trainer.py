@@ -52,8 +52,7 @@ class SftTrainer:
     ) -> StepReport:
         """Make one training step; a collective. on_stage: called with its name when a stage begins."""
         watch = Stopwatch(on_stage)
-        with watch.stage("data"):
-            batch = self._demonstrations.draw()
+        batch = self._demonstrations.draw(watch.stage)
         with watch.stage("update"):
             metrics = self._updater.given_step({self._demonstrations.name: batch})
         self.num_steps += 1

@@ -30,8 +30,8 @@ from rollout.errors import ConfigError, DataError
 from rollout.records import Rollout
 from rollout.saved_rollouts import check_ids, read_rollouts
 from rollout.system.background_loop import BackgroundLoop
+from trainer.batch.saved_scores import FILE_SUFFIX, SavedScores
 from trainer.batch.step_batch import StepBatch
-from trainer.batch.teacher_scores import FILE_SUFFIX, TeacherScores
 from trainer.build import load_policy, make_chat, make_rewards, make_sampler, make_sampling
 from trainer.checkpoint import checkpoint
 from trainer.checkpoint.checkpoint import TrainerState
@@ -211,11 +211,11 @@ def checkpoints_up_to(run: Path, update: int) -> list[tuple[int, Path]]:
 class _SavedTeacher:
     """A teacher that has scored the step before."""
 
-    scores: TeacherScores
+    saved: SavedScores
     measured: Mapping[str, float] = field(default_factory=dict)
 
     def scored(self, batch: StepBatch, rollouts: Sequence[Rollout], *, measures_floor: bool) -> StepBatch:
-        return replace(batch, teacher=self.scores)
+        return replace(batch, teacher=self.saved.of(batch.rows))
 
 
 class _Replay:
@@ -242,7 +242,11 @@ class _Replay:
         kept = [group for group in step.groups if is_kept(group, config)]
         dropped = [group for group in step.groups if not is_kept(group, config)]
         collected = Collected.of(kept, dropped, (), config)
-        teacher = _SavedTeacher(TeacherScores.read(step.teacher_path)) if config.teaches_rollouts else None
+        teacher = None
+        if config.teaches_rollouts:
+            saved = SavedScores.open(step.teacher_path)
+            teacher = _SavedTeacher(saved)
+            self.say(f"teacher        {redact_text(saved.teacher)}, weights of version {saved.version}")
         self._restore(step.weights_update)
         check_ids(step.rollouts, vocab_size=self._vocab_size)
         trainer = Trainer(

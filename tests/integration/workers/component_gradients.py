@@ -2,9 +2,10 @@
 
 Started by tests/integration/test_component_gradients.py, by itself or by `accelerate launch`:
 
-    component_gradients.py MODEL_DIR OUT.npz TOKEN_BUDGET [alone] [taught]
+    component_gradients.py MODEL_DIR OUT.npz TOKEN_BUDGET [alone] [taught] [lora] [experts]
 
-alone: the demonstrations without rollouts. taught: half of their loss is a divergence from a teacher.
+alone: the demonstrations without rollouts. taught: half of their loss is a divergence from a teacher. lora: of adapters
+that are not zero. experts: the model is a mixture of experts, and losses about its routers are added.
 """
 
 import sys
@@ -15,12 +16,14 @@ import numpy as np
 import torch
 
 from rollout.records import Rollout, TrainingRow
+from tests.fixtures.adapted import perturb_adapters
 from tests.fixtures.models import VOCAB_SIZE
 from tests.fixtures.teachers import made_up_scores
-from tests.integration.workers.gradients import GradientsOnly, fixed_rollouts
+from tests.integration.workers.gradients import ROUTER_LOSSES, GradientsOnly, fixed_rollouts
 from trainer.batch.step_batch import StepBatch
-from trainer.config.groups.algorithm_settings import AlgorithmConfig
+from trainer.config.groups.algorithm import AlgorithmConfig
 from trainer.config.groups.correction_settings import CorrectionConfig
+from trainer.config.groups.model_settings import LoraConfig
 from trainer.config.schema import Config
 from trainer.credit.correction import StepCorrection
 from trainer.credit.old_policy import Recomputed
@@ -66,10 +69,13 @@ class MadeUpTeacher:
 def main(model_dir: str, out: str, token_budget: str, *flags: str) -> None:
     distributed = GradientsOnly.start(dtype="float32", max_grad_norm=0.0)
     torch.manual_seed(0)
-    policy = Policy.from_pretrained(model_dir)
-    module = distributed.prepare(policy, torch.optim.SGD(policy.parameters(), lr=1.0))
+    policy = Policy.from_pretrained(model_dir, lora=LoraConfig(rank=4, alpha=8) if "lora" in flags else None)
+    if "lora" in flags:
+        perturb_adapters(policy, seed=0)
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    module = distributed.prepare(policy, torch.optim.SGD(trained, lr=1.0))
     trains_on = "demonstrations" if "alone" in flags else "rollouts"
-    algorithm = AlgorithmConfig(loss="reinforce", trains_on=trains_on)
+    algorithm = AlgorithmConfig(loss="reinforce", trains_on=trains_on, **(ROUTER_LOSSES if "experts" in flags else {}))
     config = Config(algorithm=algorithm, token_budget=int(token_budget))
     config.rollout.temperature = 0.7
     config.demonstrations.path, config.demonstrations.rows_per_update = "given", COUNT

@@ -51,7 +51,9 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         Path(model, "config.json").write_text("{}")
     talk = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
     Path("hinted.jsonl").write_text(json.dumps({"messages": talk, "answer": "2"}) + "\n")
-    Path("teacher.jsonl").touch()  # read after the checks of the settings
+    Path("runs/taught").mkdir()
+    for saved in ("teacher.jsonl", "runs/taught/step-000001.jsonl"):
+        Path(saved).touch()  # read after the checks of the settings
     for name in ("rows", "gsm8k", "numbers", "targets"):
         Path(f"{name}.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
     return tmp_path

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainer.config.conditions import AVERAGED, TAUGHT, TEACHER, TEACHER_ENGINE, TEACHER_SERVERS, WITH_CONTEXT
-from trainer.setting import setting
+from trainer.setting import declarations, setting, typed
 
 
 @dataclass
@@ -13,8 +13,9 @@ class TeacherConfig:
     source: str = setting(
         "model",
         "model: that at path; policy: the policy itself, with the current weights in its own engine and a context "
-        "(self-distillation); average: a moving average of the policy, in an engine of its own",
-        choices=("model", "policy", "average"),
+        "(self-distillation); average: a moving average of the policy, in an engine of its own; saved: scores that "
+        "were saved with rollouts",
+        choices=("model", "policy", "average", "saved"),
     )
     average_decay: float = setting(
         0.95, "share of the average that a step keeps; the rest is the policy", above=0, below=1, when=AVERAGED
@@ -52,3 +53,11 @@ class TeacherConfig:
     gpu_memory_utilization: float = setting(
         0.3, "share of the GPU's memory for its engine", above=0, below=1, when=TEACHER_ENGINE
     )
+
+    @property
+    def named(self) -> str:
+        """The settings that say whose scores its scores are: its source, and others that differ from their defaults."""
+        names = ("average_decay", "path", "context", "solved_reward", "dtype")
+        found = [(name, *declarations(self)[name]) for name in names]
+        others = [f"teacher.{name}={typed(value)}" for name, declared, value in found if value != declared.default]
+        return " ".join([f"teacher.source={self.source}", *others])

@@ -211,7 +211,7 @@ def test_a_disabled_route_names_the_missing_flag_and_no_key(connected: Connected
         connected.generate()
     assert "key" not in str(failure.value)
     connected.server.will("/pause", says({"error": {"message": "Forbidden"}}, status=403))
-    with pytest.raises(EngineError, match=r"rollout\.api_key_env"):
+    with pytest.raises(EngineError, match=r"rollout\.api_key_env or teacher\.api_key_env"):
         connected.loop.run(connected.engine.pause("wait"))
 
 
@@ -456,7 +456,10 @@ def test_a_missing_server_is_an_error_within_the_limit(loop: BackgroundLoop) -> 
 def test_a_wrong_key_names_the_setting(loop: BackgroundLoop) -> None:
     with ExitStack() as stack:
         server = start(loop, stack, FakeServer())
-        with pytest.raises(EngineError, match=r"401: Unauthorized; put the server's key .* rollout\.api_key_env"):
+        with pytest.raises(
+            EngineError,
+            match=r"401: Unauthorized; put the server's key .* rollout\.api_key_env or teacher\.api_key_env",
+        ):
             connect(loop, server, api_key="another")
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from rollout.engine.token_scores import TokenScores, token_scores
-from rollout.errors import DataError, EvidenceError
+from rollout.errors import EvidenceError
 from rollout.records import TrainingRow
 from tests.fixtures.teachers import made_up_scores
 from tests.unit.trainer.batch.test_step_batch import over_ranks, rollout
@@ -80,16 +79,3 @@ def test_scores_of_another_number_of_tokens_are_refused():
         replace(teacher, top_ids=teacher.top_ids[1:])
     with pytest.raises(EvidenceError, match="not finite"):
         replace(teacher, logp=np.full_like(teacher.logp, np.nan))
-
-
-def test_scores_are_read_as_they_were_written(tmp_path: Path):
-    made = batch()
-    teacher = made_up_scores(made, top_k=3, vocab_size=40)
-    teacher.write(tmp_path / "step.teacher.safetensors")
-    read = TeacherScores.read(tmp_path / "step.teacher.safetensors")
-    for field in fields(TeacherScores):
-        np.testing.assert_array_equal(getattr(read, field.name), getattr(teacher, field.name))
-    (tmp_path / "damaged").write_bytes(b"not safetensors")
-    for name in ("damaged", "missing"):
-        with pytest.raises(DataError, match="has no scores of a teacher"):
-            TeacherScores.read(tmp_path / name)

@@ -101,6 +101,7 @@ REFUSED = [
 ]
 COUNTS = [
     "model.lora.alpha=64 model.lora.rank=8",
+    "algorithm=opd teacher.path=models/teacher teacher.urls=[http://127.0.0.1:8001] rollout.silence_timeout_s=5",
     "on_step_timeout=end",
     "correction=sequence_mask correction.high=3",
     "correction=off correction.alarm_kl=0.5",

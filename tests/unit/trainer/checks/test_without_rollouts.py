@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from rollout.errors import ConfigError
 from trainer.checks.algorithm import algorithm_problems
 from trainer.checks.declared import unused_problems
+from trainer.checks.validate import validate
 from trainer.checks.without_rollouts import (
     demonstration_problems,
     demonstration_row_problems,
@@ -108,6 +110,51 @@ def test_a_divergence_on_demonstrations_needs_a_model_that_reads_them_as_they_ar
     assert sentence in problem
     made.demonstrations.teacher_divergence = "off"
     assert not list(demonstration_problems(made))
+
+
+SAVED_RUN = "rollouts:runs/opd"
+
+
+@pytest.mark.parametrize(
+    ("demonstrations", "kind", "path", "sentence"),
+    [
+        (SAVED_RUN, "off", None, f"found demonstrations.teacher_divergence=off and demonstrations of {SAVED_RUN}; set"),
+        (
+            "talks.jsonl",
+            "jsd",
+            None,
+            "found demonstrations.teacher_divergence=jsd and demonstrations of talks.jsonl; set",
+        ),
+        (None, "off", None, "found demonstrations.teacher_divergence=off and demonstrations of null; set"),
+        (SAVED_RUN, "jsd", "t", "teacher.path=t does nothing with teacher.source=saved"),
+    ],
+)
+def test_saved_scores_are_those_of_saved_rollouts(
+    demonstrations: str | None, kind: str, path: str | None, sentence: str
+) -> None:
+    made = Config(teacher=TeacherConfig(source="saved", path=path))
+    made.demonstrations.path, made.demonstrations.teacher_divergence = demonstrations, kind
+    (problem,) = demonstration_problems(made)
+    assert sentence in problem
+    made.demonstrations.path, made.demonstrations.teacher_divergence, made.teacher.path = SAVED_RUN, "jsd", None
+    assert [*demonstration_problems(made), *algorithm_problems(made)] == []
+    made.algorithm.trains_on, made.data.path = "demonstrations", SAVED_RUN
+    assert list(without_rollouts_problems(made)) == []
+
+
+def test_addresses_of_the_servers_of_a_teacher_are_checked_without_rollouts(tmp_path: Path) -> None:
+    made = config(tmp_path / "rows.jsonl", TALK)
+    made.demonstrations.teacher_divergence = "jsd"
+    made.teacher = TeacherConfig(path=made.model.path, urls=["http://me:secret@10.0.0.7:8000"])
+    with pytest.raises(ConfigError, match=r"^teacher\.urls: .* keys belong in the environment.*teacher\.urls=\[http"):
+        validate(made, needs_data=False)
+
+
+def test_saved_scores_are_not_of_rollouts_that_are_sampled() -> None:
+    made = Config(algorithm=AlgorithmConfig(name="opd", teacher_coef=1.0), teacher=TeacherConfig(source="saved"))
+    made.demonstrations.path, made.demonstrations.teacher_divergence = SAVED_RUN, "jsd"
+    (problem,) = algorithm_problems(made)
+    assert problem.startswith("algorithm=opd learns from a teacher, found teacher.path=null")
 
 
 def test_a_teacher_without_a_divergence_is_refused_without_rollouts(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from tests.fixtures.models import tiny_qwen3
 from tests.fixtures.tokenizers import chat_tokenizer
 from trainer.config.groups.teacher_settings import TeacherConfig
 from trainer.config.schema import Config
-from trainer.engines.teacher_start import refuse_unfit_teacher
+from trainer.engines.teacher_start import refuse_short, refuse_unfit_teacher
 
 
 def test_a_teacher_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -54,3 +54,11 @@ def test_a_context_without_room_for_the_token_after_the_longest_row_is_refused_b
     config.rollout.max_model_len = limit
     with pytest.raises(ConfigError, match=rf"context of {limit} tokens .* set rollout.max_model_len={limit - 1} or"):
         refuse_unfit_teacher(config)
+
+
+def test_servers_with_a_short_context_can_be_started_with_a_longer_one() -> None:
+    config = Config(teacher=TeacherConfig(path="t"))
+    config.rollout.max_model_len = 512
+    refuse_short(config, 513, serves=True)
+    with pytest.raises(ConfigError, match=r"=511 or less, or start its servers with rollout\.max_model_len=513"):
+        refuse_short(config, 512, serves=True)

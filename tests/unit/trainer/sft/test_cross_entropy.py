@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,8 @@ from tests.fixtures.models import VOCAB_SIZE, tiny_qwen3
 from tests.fixtures.teachers import made_up_scores
 from tests.integration.workers.component_gradients import fixed_demonstrations
 from trainer.batch.step_batch import StepBatch
-from trainer.config.groups.algorithm_settings import AlgorithmConfig
+from trainer.config.groups.algorithm import AlgorithmConfig
+from trainer.config.groups.teacher_settings import TeacherConfig
 from trainer.config.schema import Config
 from trainer.model.policy import Policy
 from trainer.objective.distillation.divergence import divergence
@@ -156,6 +158,17 @@ def test_the_gradient_is_that_of_both_means_over_the_tokens_of_the_demonstration
     assert metrics["perf/microbatches"] > 1
 
 
+def test_the_time_of_the_scores_is_that_of_the_teacher() -> None:
+    named: list[str] = []
+
+    def stage(name: str) -> AbstractContextManager[None]:
+        named.append(name)
+        return nullcontext()
+
+    taught(FakeRank()).draw(stage)
+    assert named == ["data", "teacher", "data"]
+
+
 def test_beside_rollouts_both_losses_follow_the_schedule() -> None:
     demonstrations = taught(FakeRank(), trains_on="rollouts", weight=0.4, weight_schedule="linear", teacher_share=0.75)
     batch = demonstrations.draw()
@@ -170,7 +183,9 @@ def test_a_row_that_the_teacher_has_no_context_for_is_refused() -> None:
     longest = max(len(row) for (row,) in data[0])
     made.rollout.max_model_len = longest - 1
     refuse_long(data, made)  # without a teacher, nothing limits it
-    made.demonstrations.teacher_divergence = "jsd"
+    made.demonstrations.teacher_divergence, made.teacher.source = "jsd", "saved"
+    refuse_long(data, made)  # nor by scores that were saved
+    made.teacher = TeacherConfig(path="t")
     with pytest.raises(
         DataError, match=f"has {longest} tokens, the teacher scores {longest - 1}; set rollout.max_model"
     ):

@@ -1,0 +1,94 @@
+"""A teacher whose scores were saved beside the rollouts that are trained now (`teacher.source=saved`): no engine.
+
+The scores of a row are found by its digest (trainer/batch/saved_scores.py), so they are of its tokens, in whatever
+order the rows are trained. Equal rows get the scores of the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from rollout.errors import DataError
+from rollout.records import Rollout
+from trainer.batch.saved_scores import FILE_SUFFIX, SavedScores, row_digest
+from trainer.batch.step_batch import StepBatch
+from trainer.batch.teacher_scores import TeacherScores
+from trainer.build import vocab_size_of
+from trainer.config.schema import Config
+from trainer.data.datasets import rollout_files
+from trainer.data.demonstrations import Demonstration
+from trainer.distributed.distributed import Distributed
+
+
+class SavedTeacher:
+    """Finder of the scores of rows; in place of a `Teacher`."""
+
+    measured: Mapping[str, float] = {}  # stays empty: nothing is computed
+
+    def __init__(self, distributed: Distributed, files: Sequence[SavedScores], *, top_k: int, vocab_size: int) -> None:
+        """files: on rank 0. top_k: most probable tokens at each position. vocab_size: ids of the student."""
+        self._distributed = distributed
+        self._top_k = top_k
+        self._vocab_size = vocab_size
+        self._places = {digest: (file, row) for file in files for row, digest in enumerate(file.digests)}
+
+    @classmethod
+    def open(
+        cls,
+        config: Config,
+        distributed: Distributed,
+        sets: Sequence[Sequence[Demonstration]] | None,
+        *,
+        say: Callable[[str], None],
+    ) -> SavedTeacher:
+        """Open the files beside the rollouts of the demonstrations. sets: None on ranks other than 0, which open none.
+
+        Raises `DataError` for rows without scores, and files that cannot be read or have too few tokens.
+        """
+        top_k, vocab_size = config.teacher_top_k, vocab_size_of(config.model.path, config)
+        if sets is None:
+            return cls(distributed, (), top_k=top_k, vocab_size=vocab_size)
+        paths = [path for one in config.demonstration_sets().values() for path in rollout_files(one.path)]
+        files = [SavedScores.open(path.with_suffix(FILE_SUFFIX)) for path in paths]
+        short = min(files, key=lambda file: file.top_k)
+        if short.top_k < top_k:
+            advice = "opd saves none" if not short.top_k else f"set algorithm.teacher_divergence_top_k={short.top_k}"
+            raise DataError(
+                f"{short.path} has the {short.top_k} most probable tokens, expected "
+                f"algorithm.teacher_divergence_top_k={top_k}; {advice}, or score the rows again with "
+                "teacher.source=model teacher.path=<model>"
+            )
+        made = cls(distributed, files, top_k=top_k, vocab_size=vocab_size)
+        rows = [row for demonstrations in sets for rows in demonstrations for row in rows]
+        missing = sum(row_digest(row.row(0)) not in made._places for row in rows)
+        if missing:
+            raise DataError(
+                f"{missing} of {len(rows)} rows of the demonstrations have no saved scores of a teacher, such as those "
+                "of groups that dynamic sampling dropped; score them with teacher.source=model teacher.path=<model>"
+            )
+        for name in dict.fromkeys(file.teacher for file in files):
+            versions = [file.version for file in files if file.teacher == name and file.version >= 0]
+            say(f"teacher        saved scores of {name}, weights of versions {min(versions)} to {max(versions)}")
+        return made
+
+    def scored(self, batch: StepBatch, rollouts: Sequence[Rollout]) -> StepBatch:
+        """Return the batch of rank 0 with the saved scores; a collective. Raises `DataError` on all ranks for a file
+        that cannot be read, and tokens that the student does not have."""
+        return self._distributed.together(lambda: self._scored(batch) if self._distributed.is_main else batch)
+
+    def _scored(self, batch: StepBatch) -> StepBatch:
+        places = [self._places[row_digest(row)] for row in batch.rows]
+        parts = [file.between(row, row + 1, top_k=self._top_k) for file, row in places]
+        joined = {
+            name: np.concatenate([getattr(part, name) for part in parts]) for name in ("logp", "top_ids", "top_logp")
+        }
+        if not ((joined["top_ids"] >= 0) & (joined["top_ids"] < self._vocab_size)).all():
+            raise DataError(
+                f"saved scores of a teacher name the tokens {joined['top_ids'].min()} to {joined['top_ids'].max()}, "
+                f"but the student has {self._vocab_size} ids"
+            )
+        version = np.concatenate([part.version for part in parts]).max(keepdims=True)
+        return replace(batch, teacher=TeacherScores(**joined, version=version))
