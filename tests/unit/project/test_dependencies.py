@@ -22,6 +22,7 @@ NOT_DECLARED = {
     "bitsandbytes",  # optimizer.name=adamw_8bit names the command that installs it
     "triton",  # a part of the CUDA builds of torch
     *("openenv", "fastmcp", "uvicorn"),  # of the server that tests of environment=openenv start in another interpreter
+    "agents",  # the Agents SDK, of an agent that a benchmark trains and a test plays where it is installed
     "sky",  # a check of launch files, which is skipped without it: many packages for one schema
 }
 FOR_USERS = (
