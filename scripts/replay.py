@@ -1,17 +1,18 @@
 """Replay one step of an earlier run, to find out what was wrong with it.
 
-    python scripts/replay.py runs/latest --step 5             train on its saved rollouts; print loss, gradient norm and
-                                                              metrics beside those of the run
+    python scripts/replay.py runs/latest --step 5             train on its saved rollouts and its demonstrations; print
+                                                              loss, gradient norm, metrics beside those of the run
     python scripts/replay.py runs/latest/dumps/update-000012-try-1      repeat a dumped optimizer step
     python scripts/replay.py runs/latest --step 5 --sample    sample its prompts again, without training
     python scripts/replay.py runs/latest --step 5 algorithm.loss=gspo   with other settings
     python scripts/replay.py runs/mine --step 5 --sample --trust-run    with the reward and environment files of the run
 
+Demonstrations of a step, also with algorithm=sft, are read again from the files that the config.yaml of the run names.
 Writes nothing. Others may have written the run: code of its models is run only with model.trust_remote_code=true on
-this command line; a loss or advantage of a file that its config.yaml names, and sampling with files, addresses or
-environment variables that it names, need --trust-run. Uses the newest checkpoint up to the step; train with
-checkpoint.every=1 and a large checkpoint.keep to replay any step exactly. One process replays a run of several ranks up
-to rounding; for the same bits start it with `accelerate launch` and the config file of the run.
+this command line; a loss or advantage of a file that its config.yaml names, demonstrations at an address, and sampling
+with files, addresses or environment variables that it names, need --trust-run. Uses the newest checkpoint up to the
+step; train with checkpoint.every=1 and a large checkpoint.keep to replay any step exactly. One process replays a run of
+several ranks up to rounding; for the same bits start it with `accelerate launch` and the config file of the run.
 Exit status 0: success; 1: exact weights gave other numbers than the run; 2: wrong arguments or damaged files.
 """
 

@@ -25,8 +25,15 @@ def code_of_files(config: Config) -> list[str]:
 
 
 def code_of_objective(config: Config) -> list[str]:
-    """Return the `path/to/file.py:name` of loss and advantage, which also a replay that trains runs."""
+    """Return the `path/to/file.py:name` of loss and advantage."""
     return list(filter(names_function, (config.algorithm.loss, config.algorithm.advantage)))
+
+
+def outside_of_update(config: Config) -> list[str]:
+    """Return all that a replay that trains uses outside of models and local data: code, and data at addresses."""
+    data = {"demonstrations": [asdict(one) for one in config.demonstration_sets().values()]}
+    addresses = (text for text in _texts(data) if "://" in text)
+    return list(dict.fromkeys([*code_of_objective(config), *addresses]))
 
 
 def hashes(config: Config) -> dict[str, str]:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, MutableMapping
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 import torch.distributed as torch_dist
@@ -85,7 +85,7 @@ class Distributed:
         """Names of the trained parameters, in the optimizer's order."""
 
     @classmethod
-    def start(cls, *, dtype: str, max_grad_norm: float) -> Distributed:
+    def start(cls, *, dtype: str, max_grad_norm: float) -> Self:
         """Join the other ranks if `accelerate launch` started this process; else be the only rank."""
         on_gpu = torch.cuda.is_available()
         if not on_gpu:
@@ -441,7 +441,7 @@ class Distributed:
                 own.pop(tied, None)
             model.save_pretrained(directory, state_dict=edit(own), safe_serialization=True)  # type: ignore[operator]
 
-    def __enter__(self) -> Distributed:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:

@@ -38,6 +38,8 @@ from trainer.update.teacher_divergence import DivergenceTerm, scores_of
 
 NAME = "demonstrations"
 DIVERGENCE_NAME = "demonstrations_teacher"
+EPOCH = "data/demonstrations_epoch"
+"""Metric: passes over the demonstrations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -190,7 +192,7 @@ class Demonstrations:
         if self._order is None:
             return {}
         of_teacher = self._teacher.measured if self._teacher else {}
-        return {"data/demonstrations_epoch": self.cursor / len(self._order), **of_teacher}
+        return {EPOCH: self.cursor / len(self._order), **of_teacher}
 
     def _weight(self, update: int) -> float:
         settings = self._config.demonstrations

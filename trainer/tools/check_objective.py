@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,30 +14,38 @@ from yaml import YAMLError
 from rollout.errors import ConfigError
 from rollout.safe_text import safe_text
 from trainer.checks.names import own_setting_problems
-from trainer.objective.declare import Declared
+from trainer.objective.declare import Declared, PolicyLoss
 from trainer.objective.examination.advantage_checks import examine_advantage
 from trainer.objective.examination.finding import Finding, Verdict
 from trainer.objective.examination.loss_checks import examine_loss
 from trainer.objective.own.lookup import advantage_named, is_advantage, policy_loss_named
 from trainer.setting import typed
+from trainer.tools.check_update import examine_update
 
 
-def check_objective(name: str, words: Sequence[str]) -> bool:
+def check_objective(
+    name: str, words: Sequence[str], examine: Callable[..., Iterable[Finding]] = examine_update
+) -> bool:
     """Examine a loss or an advantage and print the findings. Returns False if a check fails.
 
-    name: a built-in name, or path/to/file.py:function. words: settings, name=value. Raises `ConfigError`: the function
-    cannot be loaded, or a setting is wrong.
+    Args:
+        name: a built-in name, or path/to/file.py:function.
+        words: settings, name=value.
+        examine: checks of the trainer's update.
+
+    Raises `ConfigError`: the function cannot be loaded, or a setting is wrong.
     """
     torch.manual_seed(0)
-    if is_advantage(name):
-        advantage = advantage_named(name)
-        settings = _settings(advantage, words)
-        _announce(name, "advantage", advantage, settings)
-        return _print(examine_advantage(advantage, settings))
-    loss = policy_loss_named(name)
-    settings = _settings(loss, words)
-    _announce(name, "policy loss", loss, settings)
-    return _print(examine_loss(loss, settings))
+    is_loss = not is_advantage(name)
+    declared = policy_loss_named(name) if is_loss else advantage_named(name)
+    settings = _settings(declared, words)
+    fields = settings if declared.given_in is None else {declared.given_in: settings}
+    algorithm = {"loss" if is_loss else "advantage": name, **fields}
+    update = partial(examine, algorithm, is_loss=is_loss)
+    _announce(name, "policy loss" if is_loss else "advantage", declared, settings)
+    if isinstance(declared, PolicyLoss):
+        return _print(examine_loss(declared, settings, update))
+    return _print(examine_advantage(declared, settings, update))
 
 
 def _settings(declared: Declared, words: Sequence[str]) -> dict[str, Any]:

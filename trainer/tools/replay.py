@@ -1,11 +1,13 @@
 """Replay of one step of an earlier run: train it without sampling, or sample it without training.
 
     rollouts of a step ─► Trainer.step            ─► numbers beside those of the run
+    demonstrations     ─► SftTrainer.step         ─► numbers beside those of the run
     a dumped batch     ─► Updater.optimizer_step  ─► numbers beside those of the run
     prompts of a step  ─► engine, rewards         ─► tokens beside those of the run
 
 Each starts from the weights before the step and runs the code of training. With the exact weights on the same number of
-ranks, results are equal bit for bit.
+ranks, results are equal bit for bit. Demonstrations, alone or beside rollouts, are read again from the files that the
+configuration names, at the position of the step.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from trainer.config.groups.teacher_settings import TeacherConfig
 from trainer.config.redaction import redact_text, redact_words
 from trainer.config.saved_config import read_saved
 from trainer.config.schema import Config
-from trainer.config.user_code import code_of_objective, outside_of
+from trainer.config.user_code import outside_of, outside_of_update
 from trainer.distributed.distributed import Distributed
 from trainer.engines.run_engines import start_engines
 from trainer.model.critic import with_critic
@@ -53,7 +55,8 @@ from trainer.observe.metrics_log import BATCH, read_metrics
 from trainer.run.assembly import make_sync
 from trainer.run.library_logs import quiet_third_parties
 from trainer.score.reference import make_reference
-from trainer.sft.cross_entropy import Demonstrations
+from trainer.sft.cross_entropy import EPOCH, Demonstrations
+from trainer.sft.sft_trainer import SftTrainer
 from trainer.step import Trainer
 from trainer.update.batch_dumps import read_attempt, read_dump, read_given
 from trainer.update.entropy_control import EntropyControl
@@ -72,7 +75,7 @@ NOT_REPLAYED = (
     "judge/",
     "rollout/engine_restarts",
 )
-"""Prefixes of metrics that a replay does not compute, or that measure time."""
+"""Prefixes of metrics that a replay does not compute, or that measure time; but for `EPOCH`."""
 
 
 def replay(path: Path, *, step: int | None, sample: bool, overrides: list[str], trusts_run: bool = False) -> bool:
@@ -85,6 +88,8 @@ def replay(path: Path, *, step: int | None, sample: bool, overrides: list[str], 
     quiet_third_parties()
     run = path.resolve().parent.parent if step is None else path
     config = settings_of(run, overrides, sample=sample, trusts_run=trusts_run)
+    if sample and not config.has_rollouts:
+        raise ConfigError("--sample needs a run with rollouts; replay without --sample to train its demonstrations")
     if sample and config.rollout.max_staleness:
         raise ConfigError(
             "--sample needs a step whose rollouts come from one version of the weights; this run sampled ahead "
@@ -93,20 +98,21 @@ def replay(path: Path, *, step: int | None, sample: bool, overrides: list[str], 
     distributed = Distributed.start(dtype=config.model.dtype, max_grad_norm=config.optimizer.max_grad_norm)
     with distributed:
         replayed = _Replay(run, config, distributed)
-        if named := outside_of(config) if sample else code_of_objective(config):
+        if named := outside_of(config) if sample else outside_of_update(config):
             used = redact_text(", ".join(named))
             replayed.say(f"code, programs, addresses and variables used with your rights: {used}")
         if step is None:
             return replayed.train_dump(path)
-        saved = saved_step(run, step)
+        saved = saved_step(run, step, has_rollouts=config.has_rollouts)
         return replayed.sample(saved) if sample else replayed.train(saved)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedStep:
-    """One rollout batch of a run."""
+    """One rollout batch of a run, or one update on demonstrations alone."""
 
     rollouts: tuple[Rollout, ...]
+    """Empty without rollouts."""
     logged: Mapping[str, float]
     """Its line in metrics.jsonl."""
     weights_update: int
@@ -115,6 +121,8 @@ class SavedStep:
     """Number of rollout batches before it."""
     teacher_path: Path
     """File with the scores of the teacher, if it has one."""
+    epoch: float | None
+    """Passes over the demonstrations before it; None: not logged."""
 
     @property
     def groups(self) -> list[list[Rollout]]:
@@ -148,7 +156,7 @@ def settings_of(run: Path, overrides: Sequence[str], *, sample: bool, trusts_run
         config.reward = RewardConfig()
     if config.has_teacher:  # its scores are saved, so it is not started
         config.teacher = TeacherConfig(path=config.model.path)
-    used = outside_of(config) if sample else code_of_objective(config)
+    used = outside_of(config) if sample else outside_of_update(config)
     unasked = [named for named in used if named not in asked]
     if unasked and not trusts_run:
         raise ConfigError(
@@ -175,18 +183,18 @@ def _distrust(node: Any) -> None:
             _distrust(node[key])
 
 
-def saved_step(run: Path, update: int) -> SavedStep:
-    """Read the rollout batch that ended with this update. Raises `ConfigError` or, for damaged files, `DataError`."""
+def saved_step(run: Path, update: int, *, has_rollouts: bool = True) -> SavedStep:
+    """Read the step that ended with this update. Raises `ConfigError` or, for damaged files, `DataError`."""
     path = run / "rollouts" / f"step-{update:06d}.jsonl"
-    if not path.is_file():
+    if has_rollouts and not path.is_file():
         saved = sorted((run / "rollouts").glob("step-*.jsonl"))
         found = f"found {saved[0].stem} to {saved[-1].stem}" if saved else "found no saved rollouts"
         raise ConfigError(f"{path} is missing, {found}; name another --step, or train with logger.save_rollouts=true")
-    rollouts = tuple(read_rollouts(path))
+    rollouts = tuple(read_rollouts(path)) if has_rollouts else ()
     lines = read_metrics(run / "metrics.jsonl")
     # A batch that trained nothing repeats the update of the batch before it, so the first line is the right one.
     place = next((i for i, line in enumerate(lines) if line["step"] == update and line.get(BATCH) is not None), None)
-    if place is None or not rollouts:
+    if place is None or (has_rollouts and not rollouts):
         raise ConfigError(f"{run / 'metrics.jsonl'} has no line for update {update}; name another --step")
     spans = [span.version for rollout in rollouts for call in rollout.calls for span in call.version_spans]
     before = lines[place - 1]["step"] if place else min(spans, default=0)
@@ -197,6 +205,7 @@ def saved_step(run: Path, update: int) -> SavedStep:
         weights_update=int(before),
         num_steps=int(logged[BATCH]) - 1,
         teacher_path=path.with_suffix(FILE_SUFFIX),
+        epoch=next((line[EPOCH] for line in reversed(lines[:place]) if line.get(EPOCH) is not None), None),
     )
 
 
@@ -229,11 +238,17 @@ class _Replay:
 
     def train(self, step: SavedStep) -> bool:
         config, distributed = self._config, self._distributed
-        if config.demonstration_sets():
-            raise ConfigError(
-                "the demonstrations of a step are not saved with its rollouts, expected a run without them; replay a "
-                "dumped batch of this run, or add demonstrations.path=null to see the step without demonstrations"
-            )
+        demonstrations = self._demonstrations()
+        logged = {
+            name: value for name, value in step.logged.items() if name == EPOCH or not name.startswith(NOT_REPLAYED)
+        }
+        if not config.has_rollouts:
+            assert demonstrations is not None, "a run without rollouts trains on demonstrations"
+            self._restore(step.weights_update, demonstrations)
+            self._continue(demonstrations, step)
+            alone = SftTrainer(config, distributed=distributed, updater=self._updater, demonstrations=demonstrations)
+            alone.num_steps = step.num_steps
+            return self._compare(logged, alone.step().metrics)
         if config.needs_greedy:
             raise ConfigError(
                 f"algorithm.advantage={config.algorithm.advantage} needs greedy answers, which are not saved; replay "
@@ -247,7 +262,9 @@ class _Replay:
             saved = SavedScores.open(step.teacher_path)
             teacher = _SavedTeacher(saved)
             self.say(f"teacher        {redact_text(saved.teacher)}, weights of version {saved.version}")
-        self._restore(step.weights_update)
+        self._restore(step.weights_update, demonstrations)
+        if demonstrations is not None:
+            self._continue(demonstrations, step)
         check_ids(step.rollouts, vocab_size=self._vocab_size)
         trainer = Trainer(
             config,
@@ -263,15 +280,46 @@ class _Replay:
         if self._state is not None:
             trainer.noise_floor = self._state.noise_floor
             trainer.kl_coef = config.algorithm.kl_coef if self._state.kl_coef is None else self._state.kl_coef
-        logged = {name: value for name, value in step.logged.items() if not name.startswith(NOT_REPLAYED)}
         return self._compare(logged, trainer.step().metrics)
+
+    def _demonstrations(self) -> Demonstrations | None:
+        """Load the demonstrations of the run, if it has any. Raises `ConfigError` if a teacher scored them."""
+        config = self._config
+        if not config.demonstration_sets():
+            return None
+        if config.demonstrations.teacher_divergence != "off":
+            without = "" if config.teaches_rollouts else " teacher.path=null"
+            raise ConfigError(
+                "the teacher's scores of demonstrations (demonstrations.teacher_divergence) are not saved with a step; "
+                f"replay a dumped batch of this run, or add demonstrations.teacher_divergence=off{without} to see the "
+                "step with their cross-entropy"
+            )
+        return Demonstrations.load(config, self._distributed, make_chat(config), say=self.say)
+
+    def _continue(self, demonstrations: Demonstrations, step: SavedStep) -> None:
+        """Go to the position before the step, after `_restore`. Warns if the demonstrations are others than then."""
+        if not self._distributed.is_main:  # only rank 0 has the demonstrations
+            return
+        count, epoch = demonstrations.count, step.epoch or 0.0
+        if self._state is not None and self._state.step == step.num_steps:
+            demonstrations.cursor = self._state.demonstrations_cursor
+        else:  # older weights, or batches since whose updates were skipped
+            demonstrations.cursor = round(epoch * count)
+        if step.epoch is not None and demonstrations.cursor / count != epoch:
+            self._console.warn(
+                f"there are {count} demonstrations, of which {demonstrations.cursor} had been taken, but the run had "
+                f"made {epoch:g} passes over its own: files or settings have changed since, so numbers differ"
+            )
 
     def train_dump(self, path: Path) -> bool:
         attempt, given = read_attempt(path), read_given(path)
+        demonstrations = None
+        if self._config.demonstration_sets():  # with the rows of the dump, so none are loaded
+            demonstrations = Demonstrations(self._config, self._distributed, None)
         self._console.say(f"dumped because {attempt.reason}")
         # The step was judged in the run. Here it may be skipped again, but not end the replay.
         self._config.optimizer.spike, self._config.optimizer.max_skipped_updates = "off", 2
-        self._restore(attempt.update - 1)
+        self._restore(attempt.update - 1, demonstrations)
         if not self._config.has_rollouts:
             self._check_ids(path, given.values())
             report = self._updater.given_step(given, lr=attempt.lr)
@@ -339,7 +387,7 @@ class _Replay:
         say(f"{same} of {len(step.rollouts)} rollouts have the same tokens")
         return same == len(step.rollouts) == len(scored) or not self._is_exact
 
-    def _restore(self, update: int) -> None:
+    def _restore(self, update: int, demonstrations: Demonstrations | None = None) -> None:
         """Load the newest weights up to this update. Warns if results are not comparable bit for bit."""
         run, config, distributed, warn = self._run, self._config, self._distributed, self._console.warn
         torch.manual_seed(config.seed)
@@ -348,7 +396,7 @@ class _Replay:
         module = with_critic(policy, config)
         optimizer = make_optimizer(module, config.optimizer, is_sharded=distributed.zero_stage > 0)
         self._module = distributed.prepare(module, optimizer)
-        given = [Demonstrations(config, distributed, None)] if config.demonstration_sets() else []
+        given = [] if demonstrations is None else [demonstrations]
         self._updater = Updater(self._module, distributed, config, given=given)
         self._updater.num_updates = update
         named = checkpoints_up_to(run, update)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,10 +21,17 @@ GROUPS = (0, 0, 0, 1, 1, 1, 2, 2, 2, 3)
 TOLERANCE = 1e-9
 
 
-def examine_advantage(advantage: Advantage, settings: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield the finding of each check. settings: of the estimator, by name; declared defaults for others."""
+def examine_advantage(
+    advantage: Advantage, settings: Mapping[str, Any], update: Callable[[], Iterable[Finding]] = lambda: ()
+) -> Iterator[Finding]:
+    """Yield the finding of each check.
+
+    Args:
+        settings: of the estimator, by name; declared defaults for others.
+        update: further checks, of an estimator whose outputs are usable.
+    """
     if advantage.needs_critic:
-        yield from _CriticExamination(advantage, settings).all()
+        yield from _CriticExamination(advantage, settings).all(update)
         return
     examination = _Examination(advantage, settings)
     for check in (
@@ -43,6 +50,7 @@ def examine_advantage(advantage: Advantage, settings: Mapping[str, Any]) -> Iter
             yield failure(name, f"{error}.")
             if check == examination.outputs:
                 return
+    yield from update()
 
 
 CHECKS = {
@@ -183,7 +191,7 @@ class _CriticExamination:
             keep_N=torch.arange(num) != 4,
         )
 
-    def all(self) -> Iterator[Finding]:
+    def all(self, update: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
         name = "a finite advantage and return per token"
         try:
             everything, half = torch.ones(len(self._rollout_N), dtype=torch.bool), self._rollout_N < 2
@@ -205,6 +213,7 @@ class _CriticExamination:
             if is_zero
             else failure(name, "Tokens outside of chosen_N have advantages; compute only the chosen ones, 0 elsewhere.")
         )
+        yield from update()
 
     def _of(self, chosen_N: Tensor) -> TokenAdvantages:
         return self._advantage(self._credit, chosen_N, **self._settings)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from rollout.errors import LockstepError
@@ -40,8 +40,17 @@ CHECKS = (
 )
 
 
-def examine_loss(loss: PolicyLoss, settings: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield the finding of each check. settings: of the loss, by name; declared defaults for others.
+def examine_loss(
+    loss: PolicyLoss,
+    settings: Mapping[str, Any],
+    update: Callable[[str | None], Iterable[Finding]] = lambda cause: (),
+) -> Iterator[Finding]:
+    """Yield the finding of each check.
+
+    Args:
+        settings: of the loss, by name; declared defaults for others.
+        update: further checks, after those of the toy step. Takes the cause of a dependence on the other tokens of a
+            microbatch, if it is known.
 
     A loss that fails, changes its inputs or draws random numbers is not examined further, because the other checks
     would blame something else. A loss that returns one number is.
@@ -62,3 +71,4 @@ def examine_loss(loss: PolicyLoss, settings: Mapping[str, Any]) -> Iterator[Find
             yield from [found] if isinstance(found, Finding) else found
         except LockstepError as error:
             yield failure(check.__name__.removeprefix("check_").replace("_", " "), f"{error}.")
+    yield from update(examined.shared)

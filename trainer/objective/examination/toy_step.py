@@ -8,7 +8,7 @@ Dimensions: `_T` tokens, `_S` rollouts. Ranks are lists of microbatches, and the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from trainer.objective.correction.weights import correction_weights
 from trainer.objective.declare import PolicyLoss
+from trainer.objective.examination.divisions import DIVISIONS, Division, Part
 from trainer.objective.kl import kl_term
 from trainer.objective.loss_normalization import StepCounts, loss_coefficients, normalized_loss
 from trainer.objective.losses.inputs import LossInputs, StepInputs
@@ -191,26 +192,15 @@ def partition(tokens: Tensor, ranks: int, microbatches: int, seed: int) -> Ranks
 
 
 def partitions(step: ToyStep) -> dict[str, Ranks]:
-    """Return divisions of the step's kept tokens by name: tokens, rollouts and rows in microbatches and on ranks."""
-    kept = step.kept
+    """Return divisions of the step's kept tokens by name."""
+    return {one.name: _ranks(step, one) for one in DIVISIONS if not one.shares_prefixes}
 
-    def of(index_T: Tensor, keys: range, is_in: Callable[[Tensor, int], Tensor] = torch.eq) -> list[Tensor]:
-        return [kept[is_in(index_T[kept], key)] for key in keys]
 
-    rollouts = of(step.rollout_T, range(NUM_ROLLOUTS))
-    rows = of(step.row_T, range(int(step.row_T.max()) + 1))
-    sizes = ((1, 2), (1, 18), (2, 1), (2, 3), (3, 1), (3, 7))
-
-    def counted(number: int, noun: str) -> str:
-        return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('h') else 's'}"
-
-    return {
-        **{
-            f"{counted(r, 'rank')} x {counted(m, 'microbatch')}": partition(kept, r, m, seed=r * 31 + m)
-            for r, m in sizes
-        },
-        "tokens in another order": [[kept.flip(0)]],
-        "a microbatch per rollout": [rollouts],
-        "a microbatch per row (branches apart)": [rows],
-        "branches on different ranks": [rows[0::2], rows[1::2]],
-    }
+def _ranks(step: ToyStep, division: Division) -> Ranks:
+    ranks, microbatches, kept = division.ranks, division.microbatches, step.kept
+    if division.part is Part.TOKEN:
+        assert microbatches is not None, "a microbatch per token is that of no trainer"
+        return partition(kept, ranks, microbatches, seed=ranks * 31 + microbatches)
+    part_T = step.rollout_T if division.part is Part.ROLLOUT else step.row_T
+    parts = [kept[part_T[kept] == number] for number in range(int(part_T.max()) + 1)]
+    return [parts[rank::ranks] for rank in range(ranks)]

@@ -1,16 +1,26 @@
-"""Table, sentences and exit status of `scripts/check_loss.py`."""
+"""Table, sentences and exit status of `scripts/check_loss.py`.
+
+Without the trainer's update, which takes seconds: tests/integration/test_check_loss.py has it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rollout.errors import ConfigError
 from tests.fixtures.pages import ROOT, python_files
+from trainer.objective.examination.finding import Finding
 from trainer.tools.check_objective import check_objective
 
 FILES = python_files(ROOT / "docs/tutorials/own_loss.md")
+
+
+def no_update(*arguments: Any, **named: Any) -> Iterator[Finding]:
+    yield from ()
 
 
 @pytest.fixture
@@ -34,7 +44,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_functions_of_the_tutorial_pass(
     name: str, words: list[str], directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert check_objective(name, words)
+    assert check_objective(name, words, no_update)
     first, *_, last = capsys.readouterr().out.splitlines()
     assert first.startswith(f"{name}: ")
     assert all(word in first for word in words)
@@ -42,7 +52,7 @@ def test_the_functions_of_the_tutorial_pass(
 
 
 def test_the_mistake_of_the_tutorial_is_named_as_shown(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert not check_objective("my_loss.py:averaged", [])
+    assert not check_objective("my_loss.py:averaged", [], no_update)
     found = capsys.readouterr().out
     page = (ROOT / "docs/tutorials/own_loss.md").read_text().replace("\n", " ")
     shown = [line for line in found.splitlines() if line.startswith("FAILS: ") and line in page]

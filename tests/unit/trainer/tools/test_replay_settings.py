@@ -127,6 +127,17 @@ def test_a_loss_or_advantage_of_the_run_must_be_asked_for_also_to_train(run: Pat
     assert (run / "fired").exists()
 
 
+def test_demonstrations_at_an_address_must_be_asked_for(run: Path):
+    write(run, "demonstrations.path='https://192.0.2.1/talks.jsonl'")
+    with pytest.raises(ConfigError, match=r"https://192\.0\.2\.1/talks\.jsonl.*--trust-run"):
+        settings_of(run, [], sample=False)
+    assert settings_of(run, [], sample=False, trusts_run=True).demonstrations.path
+    given = ["demonstrations.path=https://192.0.2.1/talks.jsonl"]
+    assert settings_of(run, given, sample=False).demonstrations.path
+    write(run, f"demonstrations.path={run}/talks.jsonl")
+    assert settings_of(run, [], sample=False).demonstrations.path
+
+
 def test_a_file_that_is_not_that_of_the_run_is_refused(run: Path):
     write(run, f"algorithm.loss={run}/evil.py:reward", f"algorithm.loss_sha256={'ab' * 32}")
     with pytest.raises(ConfigError, match=r"expected (ab){32}, .*set algorithm\.loss_sha256=null"):
