@@ -21,7 +21,7 @@ from tests.fixtures.models import VOCAB_SIZE
 from tests.fixtures.teachers import made_up_scores
 from tests.integration.workers.gradients import ROUTER_LOSSES, GradientsOnly, fixed_rollouts
 from trainer.batch.step_batch import StepBatch
-from trainer.config.groups.algorithm import AlgorithmConfig
+from trainer.config.groups.algorithm_settings import AlgorithmConfig
 from trainer.config.groups.correction_settings import CorrectionConfig
 from trainer.config.groups.model_settings import LoraConfig
 from trainer.config.schema import Config

@@ -18,7 +18,7 @@ from tests.fixtures.models import VOCAB_SIZE, tiny_qwen3
 from tests.fixtures.teachers import made_up_scores
 from tests.integration.workers.component_gradients import fixed_demonstrations
 from trainer.batch.step_batch import StepBatch
-from trainer.config.groups.algorithm import AlgorithmConfig
+from trainer.config.groups.algorithm_settings import AlgorithmConfig
 from trainer.config.groups.teacher_settings import TeacherConfig
 from trainer.config.schema import Config
 from trainer.model.policy import Policy

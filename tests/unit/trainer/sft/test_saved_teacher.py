@@ -18,7 +18,7 @@ from tests.fixtures.teachers import made_up_scores
 from tests.unit.trainer.batch.test_step_batch import rollout
 from trainer.batch.saved_scores import FILE_SUFFIX, write_scores
 from trainer.batch.step_batch import StepBatch
-from trainer.config.groups.algorithm import AlgorithmConfig
+from trainer.config.groups.algorithm_settings import AlgorithmConfig
 from trainer.config.schema import Config
 from trainer.data.demonstrations import Demonstration, Tokenized
 from trainer.sft import saved_teacher

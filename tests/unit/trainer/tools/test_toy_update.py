@@ -11,7 +11,7 @@ import torch
 
 from tests.fixtures.distributed import FakeRank
 from trainer.batch.assignment import plan
-from trainer.config.groups.algorithm import AlgorithmConfig
+from trainer.config.groups.algorithm_settings import AlgorithmConfig
 from trainer.config.schema import Config
 from trainer.model.policy import Policy
 from trainer.objective.advantages import ADVANTAGES
