@@ -69,8 +69,9 @@ class SavedTeacher:
                 f"{missing} of {len(rows)} rows of the demonstrations have no saved scores of a teacher, such as those "
                 "of groups that dynamic sampling dropped; score them with teacher.source=model teacher.path=<model>"
             )
-        for name in dict.fromkeys(file.teacher for file in files):
-            versions = [file.version for file in files if file.teacher == name and file.version >= 0]
+        scored = [file for file in files if file.digests]
+        for name in dict.fromkeys(file.teacher for file in scored):
+            versions = [file.version for file in scored if file.teacher == name]
             say(f"teacher        saved scores of {name}, weights of versions {min(versions)} to {max(versions)}")
         return made
 
