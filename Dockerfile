@@ -36,8 +36,7 @@ COPY --chown=1000:1000 pyproject.toml README.md ./
 COPY --chown=1000:1000 requirements requirements
 COPY --chown=1000:1000 scripts/install.sh scripts/install.sh
 RUN --mount=type=cache,target=/var/cache/pip,uid=1000,gid=1000 \
-    mkdir trainer rollout rewards demo \
-    && touch trainer/__init__.py rollout/__init__.py rewards/__init__.py demo/__init__.py \
+    mkdir lockstep && touch lockstep/__init__.py \
     && ACCELERATOR=cuda PIP_CACHE_DIR=/var/cache/pip bash scripts/install.sh
 
 COPY --chown=1000:1000 . .

@@ -29,14 +29,14 @@ from harness.results import argument_parser, report
 from harness.workloads import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from rollout.engine.adapters import A, AdapterSettings, B
-from rollout.engine.embedded import EmbeddedEngine
-from rollout.engine.protocol import Sampling
-from rollout.system.background_loop import BackgroundLoop
-from rollout.weights.source import ZeroSource
-from rollout.weights.sync import SyncReport, WeightSync
-from trainer.config.groups.model_settings import LoraConfig
-from trainer.model.policy import Policy
+from lockstep.rollout.engine.adapters import A, AdapterSettings, B
+from lockstep.rollout.engine.embedded import EmbeddedEngine
+from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.rollout.weights.source import ZeroSource
+from lockstep.rollout.weights.sync import SyncReport, WeightSync
+from lockstep.trainer.config.groups.model_settings import LoraConfig
+from lockstep.trainer.model.policy import Policy
 
 RANK, CONTEXT = 16, 256
 SIZES = {"small": 1e-5, "usual": 1e-3}

@@ -29,7 +29,7 @@ from harness.results import argument_parser, report
 from harness.turns import Opponent
 from harness.workloads import COMPARED, ROOT
 
-from rollout.system.compute_threads import waiting
+from lockstep.rollout.system.compute_threads import waiting
 
 STILL = "optimizer.lr=1e-9"
 """Setting that keeps the lengths of rollouts."""

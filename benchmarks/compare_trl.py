@@ -44,7 +44,7 @@ from harness.results import argument_parser, machine, report, table
 from harness.turns import Opponent
 from harness.workloads import COMPARED, PEER_ENGINES, ROOT, WORKLOADS, RealWorkload, Workload
 
-from rollout.system.compute_threads import waiting
+from lockstep.rollout.system.compute_threads import waiting
 
 SIDES = ("lockstep", "trl")
 HEADLINES = {"multi_turn_ratio": "multi_lognormal", "single_turn_ratio": "single_equal"}

@@ -27,9 +27,9 @@ from harness.models import small_qwen3
 from harness.results import argument_parser, fitted_exponent, report
 from harness.steps import make_rollouts, trainer_step
 
-from trainer.config.groups.optimizer_settings import OptimizerConfig
-from trainer.config.schema import Config
-from trainer.model.policy import Policy
+from lockstep.trainer.config.groups.optimizer_settings import OptimizerConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.model.policy import Policy
 
 BASE = {"length": 128, "rows": 32, "group": 4, "vocabulary": 4096, "hidden": 128, "layers": 2, "budget": 4096}
 SWEEPS: dict[str, tuple[int, ...]] = {

@@ -27,12 +27,12 @@ from harness.device import DEVICE, autocast, clock
 from harness.models import small_qwen3
 from harness.results import argument_parser, interleaved, report
 
-from rollout.records import TrainingRow
-from trainer.batch.assignment import plan
-from trainer.batch.packing import collate
-from trainer.config.groups.model_settings import ATTENTIONS
-from trainer.model.fused_head import fused_logprobs
-from trainer.model.policy import Policy
+from lockstep.rollout.records import TrainingRow
+from lockstep.trainer.batch.assignment import plan
+from lockstep.trainer.batch.packing import collate
+from lockstep.trainer.config.groups.model_settings import ATTENTIONS
+from lockstep.trainer.model.fused_head import fused_logprobs
+from lockstep.trainer.model.policy import Policy
 
 
 def training_rows(args: argparse.Namespace) -> list[TrainingRow]:

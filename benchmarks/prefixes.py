@@ -17,10 +17,10 @@ from harness.models import small_qwen3
 from harness.results import argument_parser, interleaved, report
 from harness.steps import make_rollouts, trainer_step
 
-from trainer.config.groups.optimizer_settings import OptimizerConfig
-from trainer.config.schema import Config
-from trainer.model.policy import Policy
-from trainer.observe.step_metrics import StepReport
+from lockstep.trainer.config.groups.optimizer_settings import OptimizerConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.observe.step_metrics import StepReport
 
 
 def main() -> None:

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from harness.results import argument_parser, report
 
-from rollout.episode.rows import rows_from_calls
-from rollout.episode.token_metrics import count_tokens
-from rollout.records import EngineCall, FinishReason, Rollout, VersionSpan
-from trainer.batch.step_batch import StepBatch, decode, encode
+from lockstep.rollout.episode.rows import rows_from_calls
+from lockstep.rollout.episode.token_metrics import count_tokens
+from lockstep.rollout.records import EngineCall, FinishReason, Rollout, VersionSpan
+from lockstep.trainer.batch.step_batch import StepBatch, decode, encode
 
 
 def answers(*, rollouts: int, prompt: int, sampled: int) -> list[dict[str, Any]]:

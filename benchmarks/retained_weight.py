@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from harness.results import argument_parser, report
 
-from trainer.objective.correction.weights import correction_weights
+from lockstep.trainer.objective.correction.weights import correction_weights
 
 LENGTHS = tuple(2**n for n in range(4, 15))
 GRANULARITIES = {

@@ -27,10 +27,10 @@ from harness.slow_tools import Meter, MeteredEngine, SlowCalculator
 from harness.turns import Opponent
 from harness.workloads import ROOT, WORKLOADS
 
-from rollout.chat.chat import Chat
-from rollout.engine.protocol import Sampling
-from rollout.sampler.sampler import Sampler
-from rollout.system.background_loop import BackgroundLoop
+from lockstep.rollout.chat.chat import Chat
+from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.sampler.sampler import Sampler
+from lockstep.rollout.system.background_loop import BackgroundLoop
 
 SIDES = ("vllm", "engine", "rollouts")
 CLOCKS = ("seconds", "cpu_s")

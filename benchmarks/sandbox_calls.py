@@ -16,9 +16,9 @@ from contextlib import closing
 
 from harness.results import argument_parser, interleaved, report
 
-from rollout.sandbox.execution import Language, Limits
-from rollout.sandbox.program_session import Session, tool_call
-from rollout.sandbox.sandbox import local_enclosure, run_python
+from lockstep.rollout.sandbox.execution import Language, Limits
+from lockstep.rollout.sandbox.program_session import Session, tool_call
+from lockstep.rollout.sandbox.sandbox import local_enclosure, run_python
 
 
 def main() -> None:

@@ -32,11 +32,11 @@ import psutil
 from harness.results import argument_parser, report
 from harness.workloads import ROOT, WORKLOADS
 
-from rollout.engine.embedded import EmbeddedEngine
-from rollout.engine.protocol import Sampling, SyncedEngine
-from rollout.server.server_engine import GENERATE, ServerEngine
-from rollout.system.background_loop import BackgroundLoop
-from rollout.system.gc_freeze import gc_frozen
+from lockstep.rollout.engine.embedded import EmbeddedEngine
+from lockstep.rollout.engine.protocol import Sampling, SyncedEngine
+from lockstep.rollout.server.server_engine import GENERATE, ServerEngine
+from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.rollout.system.gc_freeze import gc_frozen
 
 CONTEXT, PROMPT_TOKENS, KV_CACHE_GIB = 512, 32, 0.5
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}

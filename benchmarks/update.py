@@ -31,15 +31,15 @@ from harness.models import small_qwen3
 from harness.results import argument_parser, interleaved, report
 from harness.steps import make_rollouts, trainer_step
 
-from demo.tokenizer import untrained
-from trainer.batch.assignment import plan
-from trainer.batch.packing import collate
-from trainer.batch.step_batch import StepBatch
-from trainer.config.groups.optimizer_settings import OptimizerConfig
-from trainer.config.schema import Config
-from trainer.model.policy import Policy
-from trainer.model.shape import ModelShape, update_flops
-from trainer.update.optimizers.optimizer import make_optimizer
+from lockstep.demo.tokenizer import untrained
+from lockstep.trainer.batch.assignment import plan
+from lockstep.trainer.batch.packing import collate
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.config.groups.optimizer_settings import OptimizerConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.model.shape import ModelShape, update_flops
+from lockstep.trainer.update.optimizers.optimizer import make_optimizer
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

@@ -2,3 +2,6 @@
 
 Start with `make.py`. `tasks.py` defines the tasks; `warm_start.py` trains the model to be right some of the time.
 """
+
+if __name__ == "demo":  # it would be a second copy of every module
+    raise ImportError("found `import demo`, expected `import lockstep.demo`: Lockstep's packages moved into `lockstep`")

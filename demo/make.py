@@ -19,12 +19,12 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from demo.manifest import DEFAULT_ARCHITECTURE, DemoInfo, find_made, recipe_hash, write_manifest
-from demo.play import demonstrate, sampled_reward
-from demo.tasks import TASKS, DemoTask, Row, draw_unique
-from demo.tokenizer import train_tokenizer, untrained
-from demo.warm_start import Recipe, new_model, warm_start
-from rollout.errors import ConfigError
+from lockstep.demo.manifest import DEFAULT_ARCHITECTURE, DemoInfo, find_made, recipe_hash, write_manifest
+from lockstep.demo.play import demonstrate, sampled_reward
+from lockstep.demo.tasks import TASKS, DemoTask, Row, draw_unique
+from lockstep.demo.tokenizer import train_tokenizer, untrained
+from lockstep.demo.warm_start import Recipe, new_model, warm_start
+from lockstep.rollout.errors import ConfigError
 
 TRAIN_ROWS, HELDOUT_ROWS = 4096, 256
 CORPUS_EPISODES = 400

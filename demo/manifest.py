@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollout.errors import ConfigError
+from lockstep.rollout.errors import ConfigError
 
 DEFAULT_ARCHITECTURE = "qwen3"
 ARCHITECTURE_NAMES = (DEFAULT_ARCHITECTURE, "qwen3_moe", "falcon_h1", "qwen3_next", "gpt_oss")

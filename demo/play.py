@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
 
-from demo.tasks import DemoTask, Row, answer_text
-from demo.tokenizer import TURN_END
-from rollout.chat.tool_calls import parse_hermes
-from rollout.environments import make_environment
-from rollout.environments.mixed import environment_of
-from rollout.episode.environment import Environment, RunsItself
-from rollout.records import Message
+from lockstep.demo.tasks import DemoTask, Row, answer_text
+from lockstep.demo.tokenizer import TURN_END
+from lockstep.rollout.chat.tool_calls import parse_hermes
+from lockstep.rollout.environments import make_environment
+from lockstep.rollout.environments.mixed import environment_of
+from lockstep.rollout.episode.environment import Environment, RunsItself
+from lockstep.rollout.records import Message
 
 MAX_TURN_TOKENS = 48
 

@@ -11,14 +11,14 @@ import random
 from pathlib import Path
 from typing import Any
 
-from demo.make import make_rows
-from demo.tasks import TASKS, DemoTask, Row
-from rollout.chat.tool_calls import parse_hermes
-from rollout.environments import make_environment
-from rollout.environments.mixed import environment_of
-from rollout.episode.environment import RunsItself
-from rollout.errors import ConfigError
-from rollout.records import Message
+from lockstep.demo.make import make_rows
+from lockstep.demo.tasks import TASKS, DemoTask, Row
+from lockstep.rollout.chat.tool_calls import parse_hermes
+from lockstep.rollout.environments import make_environment
+from lockstep.rollout.environments.mixed import environment_of
+from lockstep.rollout.episode.environment import RunsItself
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.records import Message
 
 FILES = {"train.jsonl": "demonstrations.jsonl", "heldout.jsonl": "demonstrations_heldout.jsonl"}
 """Names of the files with conversations, by the file of their rows."""

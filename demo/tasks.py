@@ -16,8 +16,8 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rollout.environments.calculator import evaluate
-from trainer.data.split import is_heldout
+from lockstep.rollout.environments.calculator import evaluate
+from lockstep.trainer.data.split import is_heldout
 
 Row = dict[str, Any]
 Player = Generator[str, str, None]

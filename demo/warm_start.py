@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from demo.architectures import ARCHITECTURES
-from demo.manifest import DEFAULT_ARCHITECTURE
-from demo.play import Demonstration, demonstrate, sampled_reward, tokenize
-from demo.pretraining import IGNORED, descend, make_adam, next_token_loss, sample_from_everything
-from demo.tasks import DemoTask, draw_unique
-from demo.tokenizer import PAD, TURN_END
-from rollout.errors import TrainingError
+from lockstep.demo.architectures import ARCHITECTURES
+from lockstep.demo.manifest import DEFAULT_ARCHITECTURE
+from lockstep.demo.play import Demonstration, demonstrate, sampled_reward, tokenize
+from lockstep.demo.pretraining import IGNORED, descend, make_adam, next_token_loss, sample_from_everything
+from lockstep.demo.tasks import DemoTask, draw_unique
+from lockstep.demo.tokenizer import PAD, TURN_END
+from lockstep.rollout.errors import TrainingError
 
 SKILLED = 0.9
 MIDDLING = (0.1, 0.5)

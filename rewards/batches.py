@@ -12,8 +12,8 @@ from enum import StrEnum
 from functools import partial
 from typing import Any
 
-from rewards.outcomes import Verdict
-from rollout.records import Rollout
+from lockstep.rewards.outcomes import Verdict
+from lockstep.rollout.records import Rollout
 
 GROUP_PARAMETER = "rollouts"
 """Name of the first parameter that makes a function group-wise."""

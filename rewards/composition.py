@@ -15,16 +15,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from rewards.batches import BatchReward, Scope, private_copy, scope_of
-from rewards.functions.built_in import ISOLATED
-from rewards.meter import Meter, measuring
-from rewards.outcomes import ERRORS, Outcome, Verdict, judge_batch, judge_call
-from rewards.resolve import resolve
-from rewards.shaping import Shaping
-from rewards.workers.pool import IsolatedReward, Isolation, WorkerPool
-from rollout.errors import ConfigError, RewardError
-from rollout.records import Rollout, RolloutStatus
-from rollout.system.deadline import call_with_deadline, is_async
+from lockstep.rewards.batches import BatchReward, Scope, private_copy, scope_of
+from lockstep.rewards.functions.built_in import ISOLATED
+from lockstep.rewards.meter import Meter, measuring
+from lockstep.rewards.outcomes import ERRORS, Outcome, Verdict, judge_batch, judge_call
+from lockstep.rewards.resolve import resolve
+from lockstep.rewards.shaping import Shaping
+from lockstep.rewards.workers.pool import IsolatedReward, Isolation, WorkerPool
+from lockstep.rollout.errors import ConfigError, RewardError
+from lockstep.rollout.records import Rollout, RolloutStatus
+from lockstep.rollout.system.deadline import call_with_deadline, is_async
 
 OnError = Literal["drop", "raise"] | float
 """Action on an error: drop the rollout (status FAILED), end the run, or use this number as the value."""

@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rollout.records import Rollout
+from lockstep.rollout.records import Rollout
 
 EPS = 1e-7
 

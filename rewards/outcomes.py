@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from rollout.safe_text import error_text, safe_text
-from rollout.system.deadline import DeadlineExceeded, Finished, TooManyAbandoned
+from lockstep.rollout.safe_text import error_text, safe_text
+from lockstep.rollout.system.deadline import DeadlineExceeded, Finished, TooManyAbandoned
 
 MAX_DETAIL_CHARS = 2_000
 

@@ -7,12 +7,12 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rewards.batches import GROUP_PARAMETER, BatchReward, group_wise, is_group_wise
-from rewards.functions.built_in import FUNCTIONS
-from rewards.model.settings import ModelSettings
-from rewards.trl import from_trl
-from rollout.errors import ConfigError
-from rollout.system.user_functions import load_function, written_names
+from lockstep.rewards.batches import GROUP_PARAMETER, BatchReward, group_wise, is_group_wise
+from lockstep.rewards.functions.built_in import FUNCTIONS
+from lockstep.rewards.model.settings import ModelSettings
+from lockstep.rewards.trl import from_trl
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.system.user_functions import load_function, written_names
 
 MODEL = "model"
 """Name of the reward function that runs a reward model (`rewards/model/reward.py`)."""
@@ -26,7 +26,9 @@ def resolve(spec: str, settings: Mapping[str, Any]) -> Callable[..., Any] | Batc
     Raises `ConfigError`: no such function or file, the file cannot be loaded, or settings are unknown or missing.
     """
     if spec == MODEL:
-        from rewards.model.reward import model_reward  # imports torch and transformers, which other rewards do not need
+        from lockstep.rewards.model.reward import (
+            model_reward,
+        )  # imports torch and transformers, which other rewards do not need
 
         check_settings(spec, ModelSettings, settings)
         return model_reward(**settings)

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from rewards.length import LengthControl
-from rollout.records import Rollout, RolloutStatus
+from lockstep.rewards.length import LengthControl
+from lockstep.rollout.records import Rollout, RolloutStatus
 
 TURN_REWARDS = "turn_rewards"
 """Outcome in which an environment reports one reward per turn: numbers in the order of the engine calls."""

@@ -7,10 +7,10 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rewards.batches import BatchReward
-from rollout.errors import ConfigError
-from rollout.records import Message, Rollout
-from rollout.system.deadline import function_name
+from lockstep.rewards.batches import BatchReward
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.records import Message, Rollout
+from lockstep.rollout.system.deadline import function_name
 
 _RENAMED = ("prompt", "completion", "completion_ids")
 """Keys of a data row that TRL passes under other names."""

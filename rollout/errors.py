@@ -4,7 +4,7 @@ Each derives from `LockstepError`, so a launcher can catch them all, and from th
 states what was found, what was expected, and what to type or look at.
 """
 
-from rollout.safe_text import safe_text
+from lockstep.rollout.safe_text import safe_text
 
 
 class LockstepError(Exception):

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from rollout.errors import EvidenceError
-from rollout.safe_text import safe_text
+from lockstep.rollout.errors import EvidenceError
+from lockstep.rollout.safe_text import safe_text
 
 # vLLM's value for positions without a logprob; never evidence.
 ENGINE_FILLER_LOGPROB = -9999.0

@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from rollout.errors import DataError
-from rollout.records import (
+from lockstep.rollout.errors import DataError
+from lockstep.rollout.records import (
     EngineCall,
     FinishReason,
     Prompt,
@@ -34,7 +34,7 @@ from rollout.records import (
     VersionSpan,
     token_ids,
 )
-from rollout.system.plain_files import plain_lines
+from lockstep.rollout.system.plain_files import plain_lines
 
 PLAIN_FIELDS = ("rollout_id", "group_id", "status", "reward", "rewards", "outcome", "error", "duration_s", "example")
 """Fields of a rollout that JSON holds as they are."""

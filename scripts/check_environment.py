@@ -23,7 +23,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from trainer.tools.environment_kit.supervisor import DUMP_SIGNAL, supervise
+from lockstep.trainer.tools.environment_kit.supervisor import DUMP_SIGNAL, supervise
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 DEMOS = ("calculator", "chain", "reverse")
@@ -77,8 +77,8 @@ def main() -> None:
         command = [sys.executable, __file__, *sys.argv[1:]]
         sys.exit(supervise(command, sys.argv[1:], as_json=flags.json, user_file=user_file))
 
-    from rollout.system.orphan_guard import exit_when_orphaned
-    from trainer.cli import launch
+    from lockstep.rollout.system.orphan_guard import exit_when_orphaned
+    from lockstep.trainer.cli import launch
 
     exit_when_orphaned()
     faulthandler.register(DUMP_SIGNAL, all_threads=True)
@@ -88,9 +88,11 @@ def main() -> None:
 
 
 def examine_with(flags: argparse.Namespace, config) -> None:
-    from trainer.tools.environment_kit.journal import Journal  # after the settings are checked: torch loads slowly
-    from trainer.tools.environment_kit.kit import examine
-    from trainer.tools.environment_kit.subject import Options
+    from lockstep.trainer.tools.environment_kit.journal import (
+        Journal,
+    )  # after the settings are checked: torch loads slowly
+    from lockstep.trainer.tools.environment_kit.kit import examine
+    from lockstep.trainer.tools.environment_kit.subject import Options
 
     options = Options(
         rows=flags.rows,

@@ -25,9 +25,9 @@ def main() -> int:
     parser.add_argument("settings", nargs="*", metavar="name=value", help="settings of the function")
     arguments = parser.parse_args()
 
-    from rollout.errors import ConfigError
-    from rollout.safe_text import print_error
-    from trainer.tools.check_objective import check_objective
+    from lockstep.rollout.errors import ConfigError
+    from lockstep.rollout.safe_text import print_error
+    from lockstep.trainer.tools.check_objective import check_objective
 
     try:
         return 0 if check_objective(arguments.function, arguments.settings) else 1

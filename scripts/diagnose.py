@@ -16,8 +16,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from trainer.cli import launch
-from trainer.diagnosis.causes import VARIANTS, Cause, Severity
+from lockstep.trainer.cli import launch
+from lockstep.trainer.diagnosis.causes import VARIANTS, Cause, Severity
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -38,7 +38,9 @@ def main() -> None:
     exit_status: list[int] = []
 
     def with_config(config) -> None:
-        from trainer.tools.diagnose import run  # after the settings are checked, because torch and vLLM load slowly
+        from lockstep.trainer.tools.diagnose import (
+            run,
+        )  # after the settings are checked, because torch and vLLM load slowly
 
         variant = Cause(flags.variant) if flags.variant else None
         diagnosis = run(config, as_json=flags.json, html=flags.html, rollouts=rollouts, variant=variant)
@@ -46,9 +48,9 @@ def main() -> None:
 
     rollouts = None
     if flags.rollouts is not None:
-        from rollout.errors import ConfigError
-        from rollout.safe_text import print_error
-        from trainer.diagnosis.saved import find_rollouts, run_overrides
+        from lockstep.rollout.errors import ConfigError
+        from lockstep.rollout.safe_text import print_error
+        from lockstep.trainer.diagnosis.saved import find_rollouts, run_overrides
 
         try:
             rollouts = find_rollouts(flags.rollouts)

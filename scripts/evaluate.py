@@ -11,16 +11,16 @@ Prints mean reward and pass@k with intervals; the last line is JSON. Settings ar
 
 from functools import partial
 
-from trainer.checks.validate import validate
+from lockstep.trainer.checks.validate import validate
 
 
 def main(config) -> None:
-    from trainer.evaluate.evaluator import run
+    from lockstep.trainer.evaluate.evaluator import run
 
     run(config)
 
 
 if __name__ == "__main__":
-    from trainer.cli import launch  # here, because engine processes import this file too
+    from lockstep.trainer.cli import launch  # here, because engine processes import this file too
 
     launch(main, check=partial(validate, trains=False))

@@ -148,7 +148,7 @@ def status(results: Sequence[Result]) -> int:
 
 def machine() -> dict[str, str]:
     """Return versions, GPUs and driver, by name."""
-    from trainer.run.provenance import provenance
+    from lockstep.trainer.run.provenance import provenance
 
     facts = provenance()
     named = {name: facts["packages"][name] for name in facts["packages"]}
@@ -175,7 +175,7 @@ def _cell(text: str) -> str:
 
 def write(results: Sequence[Result], facts: dict[str, str], directory: Path, title: str) -> None:
     """Write the results as JSON and as a page."""
-    from trainer.observe.pages.render import render, write_page
+    from lockstep.trainer.observe.pages.render import render, write_page
 
     listed = [asdict(result) for result in results]
     (directory / "gpu_check.json").write_text(json.dumps({"machine": facts, "results": listed}, indent=1))

@@ -27,11 +27,11 @@ def main() -> int:
     from rich.table import Table
     from rich.text import Text
 
-    from rollout.errors import LockstepError
-    from rollout.safe_text import print_error, terminal_safe
-    from rollout.saved_rollouts import read_newest_rollouts, read_rollouts
-    from trainer.observe.console import RunConsole
-    from trainer.observe.metrics_log import read_metrics
+    from lockstep.rollout.errors import LockstepError
+    from lockstep.rollout.safe_text import print_error, terminal_safe
+    from lockstep.rollout.saved_rollouts import read_newest_rollouts, read_rollouts
+    from lockstep.trainer.observe.console import RunConsole
+    from lockstep.trainer.observe.metrics_log import read_metrics
 
     console = Console(highlight=False)
     directory = arguments.run / "rollouts"
@@ -78,7 +78,7 @@ def _tokenizer(model: Path):
     """Load the tokenizer of a run that others may have written; None without a model."""
     from transformers import AutoTokenizer
 
-    from rollout.errors import ConfigError
+    from lockstep.rollout.errors import ConfigError
 
     if not model.is_dir():
         return None
@@ -94,7 +94,7 @@ def _tokenizer(model: Path):
 def _print_tokens(console, rollout, run: Path) -> None:
     from rich.text import Text
 
-    from rollout.episode.rows import rows_from_calls
+    from lockstep.rollout.episode.rows import rows_from_calls
 
     tokenizer = _tokenizer(run / "model")
     for number, row in enumerate(rows_from_calls(rollout.calls, rollout_id=rollout.rollout_id)):

@@ -168,7 +168,7 @@ import sys
 import torch
 from transformers import AutoModelForCausalLM  # imports the parts that break first; `import transformers` is lazy
 
-import rewards, rollout, trainer
+import lockstep.rewards, lockstep.rollout, lockstep.trainer
 
 if sys.argv[1] == "cuda" and torch.version.cuda is None:
     sys.exit(

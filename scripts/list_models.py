@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import sys
 
+from lockstep.trainer.model.families import FAMILIES, Family
 from scripts.generated import ROOT, main
-from trainer.model.families import FAMILIES, Family
 
 PAGE = "docs/models.md"
 BEGIN, END = "<!-- families -->\n", "<!-- end of families -->"

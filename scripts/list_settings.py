@@ -16,12 +16,12 @@ from collections.abc import Iterator, Mapping
 
 import yaml
 
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
+from lockstep.trainer.config.groups.data_settings import DataSetConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.objective.declare import ADVANTAGES, POLICY_LOSSES, Declared
+from lockstep.trainer.setting import Setting, typed
 from scripts.generated import ROOT, main
-from trainer.config.groups.algorithm_settings import AlgorithmConfig
-from trainer.config.groups.data_settings import DataSetConfig
-from trainer.config.schema import Config
-from trainer.objective.declare import ADVANTAGES, POLICY_LOSSES, Declared
-from trainer.setting import Setting, typed
 
 ALGORITHMS = "docs/algorithms.md"
 

@@ -14,8 +14,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from demo.manifest import ARCHITECTURE_NAMES, DEFAULT_ARCHITECTURE, TASK_NAMES, find_made
-from rollout.errors import LockstepError
+from lockstep.demo.manifest import ARCHITECTURE_NAMES, DEFAULT_ARCHITECTURE, TASK_NAMES, find_made
+from lockstep.rollout.errors import LockstepError
 
 
 def main() -> int:
@@ -44,8 +44,8 @@ def main() -> int:
             return 0
         from rich.console import Console  # imported only if needed, because torch loads slowly
 
-        from demo.make import make_demo
-        from trainer.run.library_logs import quiet_third_parties
+        from lockstep.demo.make import make_demo
+        from lockstep.trainer.run.library_logs import quiet_third_parties
 
         quiet_third_parties()
         make_demo(arguments.task, model_dir, data_dir, arguments.seed, Console(), architecture)

@@ -12,8 +12,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from demo.manifest import TASK_NAMES
-from rollout.errors import LockstepError
+from lockstep.demo.manifest import TASK_NAMES
+from lockstep.rollout.errors import LockstepError
 
 
 def main() -> int:
@@ -24,7 +24,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the rows (default: 0)")
     arguments = parser.parse_args()
     try:
-        from demo.played import write_demonstrations  # here, because torch loads slowly
+        from lockstep.demo.played import write_demonstrations  # here, because torch loads slowly
 
         directory = arguments.data or Path("data") / "demo" / arguments.task
         for path in write_demonstrations(arguments.task, directory, seed=arguments.seed, count=arguments.count):

@@ -12,7 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from rollout.errors import LockstepError
+from lockstep.rollout.errors import LockstepError
 
 
 def main() -> int:
@@ -24,8 +24,8 @@ def main() -> int:
     parser.add_argument("--data", type=Path, help="directory of the data (default: data/preferences/<task>)")
     parser.add_argument("--seed", type=int, default=0, help="seed of data and model (default: 0)")
     arguments = parser.parse_args()
-    from demo.preferences.make import make_preferences
-    from trainer.run.library_logs import quiet_third_parties
+    from lockstep.demo.preferences.make import make_preferences
+    from lockstep.trainer.run.library_logs import quiet_third_parties
 
     quiet_third_parties()
     model_dir = arguments.out or Path("models") / f"{arguments.task}_lm"

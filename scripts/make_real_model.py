@@ -14,9 +14,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from demo.real.model import MODEL_DIR, is_made, make_model
-from demo.real.tasks import DEFAULT, TASKS, make_data
-from rollout.errors import LockstepError
+from lockstep.demo.real.model import MODEL_DIR, is_made, make_model
+from lockstep.demo.real.tasks import DEFAULT, TASKS, make_data
+from lockstep.rollout.errors import LockstepError
 
 
 def main() -> int:
@@ -31,7 +31,9 @@ def main() -> int:
         is_new = make_data(arguments.task, data_dir, seed=arguments.seed)
         print(f"{arguments.task}: rows {'written to' if is_new else 'are already in'} {data_dir}", flush=True)
         if not is_made(arguments.out):
-            from trainer.run.library_logs import quiet_third_parties  # imported only if needed: torch loads slowly
+            from lockstep.trainer.run.library_logs import (
+                quiet_third_parties,
+            )  # imported only if needed: torch loads slowly
 
             quiet_third_parties()
             print("model: downloading 93 MB and converting ...", flush=True)

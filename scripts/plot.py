@@ -24,9 +24,9 @@ EXPECTED_KL, CRITICAL_KL = 0.01, 0.1
 
 
 def read(run: Path) -> list[dict[str, float]]:
-    from rollout.errors import LockstepError
-    from rollout.safe_text import print_error
-    from trainer.observe.metrics_log import read_metrics
+    from lockstep.rollout.errors import LockstepError
+    from lockstep.rollout.safe_text import print_error
+    from lockstep.trainer.observe.metrics_log import read_metrics
 
     try:
         return read_metrics(run / "metrics.jsonl")
@@ -99,8 +99,8 @@ def main() -> int:
 
 def save(figure: Any, out: Path | None, default: Path) -> int:
     """Write the picture and return the exit status."""
-    from rollout.safe_text import print_error
-    from rollout.system.plain_files import own_output, write_whole
+    from lockstep.rollout.safe_text import print_error
+    from lockstep.rollout.system.plain_files import own_output, write_whole
 
     try:
         out = out or own_output(default)

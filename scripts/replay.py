@@ -36,8 +36,8 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change")
     arguments = parser.parse_intermixed_args()
 
-    from rollout.errors import ConfigError, LockstepError
-    from rollout.safe_text import print_error
+    from lockstep.rollout.errors import ConfigError, LockstepError
+    from lockstep.rollout.safe_text import print_error
 
     try:
         if arguments.step is None and not (arguments.path / "attempt.json").is_file():
@@ -46,7 +46,7 @@ def main() -> int:
             )
         if arguments.step is None and arguments.sample:
             raise ConfigError("--sample needs a run and --step <update>; a dumped batch holds no prompts")
-        from trainer.tools.replay import replay
+        from lockstep.trainer.tools.replay import replay
 
         is_same = replay(
             arguments.path,

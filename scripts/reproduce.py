@@ -33,8 +33,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, help="number of processes (default: one per GPU of the recipe)")
     given = parser.parse_intermixed_args(arguments)
 
-    from rollout.errors import ConfigError, LockstepError
-    from rollout.safe_text import print_error
+    from lockstep.rollout.errors import ConfigError, LockstepError
+    from lockstep.rollout.safe_text import print_error
     from scripts.recipes.declared import RECIPES
 
     if given.recipe is None:
@@ -76,12 +76,12 @@ def reproduce(recipe, overrides: tuple[str, ...], *, processes: int | None, is_d
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    from rollout.errors import ConfigError
-    from rollout.safe_text import print_error
+    from lockstep.rollout.errors import ConfigError
+    from lockstep.rollout.safe_text import print_error
+    from lockstep.trainer.cli import explain
+    from lockstep.trainer.config.schema import Config
     from scripts.recipes.judge import Status, judge, write_verdict
     from scripts.recipes.plan import make_plan, overrides_of, refusals, this_machine
-    from trainer.cli import explain
-    from trainer.config.schema import Config
 
     try:
         plan = make_plan(recipe, processes=processes, extra=overrides)

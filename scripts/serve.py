@@ -10,12 +10,14 @@ Settings are those of training (trainer/config/schema.py), so samples come from 
 
 
 def main(config) -> None:
-    from trainer.tools.serve_gateway import run  # after the settings are checked, because torch and vLLM load slowly
+    from lockstep.trainer.tools.serve_gateway import (
+        run,
+    )  # after the settings are checked, because torch and vLLM load slowly
 
     run(config)
 
 
 if __name__ == "__main__":
-    from trainer.cli import launch  # here, because engine processes import this file too
+    from lockstep.trainer.cli import launch  # here, because engine processes import this file too
 
     launch(main, needs_data=False)

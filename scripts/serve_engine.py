@@ -9,11 +9,11 @@ docs/engines.md shows how to place servers and trainers. scripts/serve.py serves
 of such a server.
 """
 
-from trainer.cli import launch
+from lockstep.trainer.cli import launch
 
 
 def main(config) -> None:
-    from trainer.tools.serve_engine import run
+    from lockstep.trainer.tools.serve_engine import run
 
     run(config)
 

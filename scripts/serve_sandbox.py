@@ -18,12 +18,12 @@ import os
 import signal
 import sys
 
-from rollout.errors import ConfigError, LockstepError
-from rollout.safe_text import print_error
-from rollout.sandbox.execution import Limits, Sandbox
-from rollout.sandbox.program_session import SessionSandbox
-from rollout.sandbox.sandbox import isolation_problem, local_enclosure
-from rollout.sandbox.sandbox_service import SandboxService
+from lockstep.rollout.errors import ConfigError, LockstepError
+from lockstep.rollout.safe_text import print_error
+from lockstep.rollout.sandbox.execution import Limits, Sandbox
+from lockstep.rollout.sandbox.program_session import SessionSandbox
+from lockstep.rollout.sandbox.sandbox import isolation_problem, local_enclosure
+from lockstep.rollout.sandbox.sandbox_service import SandboxService
 
 
 def arguments() -> argparse.Namespace:

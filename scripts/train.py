@@ -13,14 +13,14 @@ Settings: trainer/config/schema.py. One training step: `Trainer.step` in trainer
 def main(config) -> None:
     # after the settings are checked, because torch, transformers and vLLM load slowly
     if config.dry_run:
-        from trainer.tools.dry_run import dry_run as run
+        from lockstep.trainer.tools.dry_run import dry_run as run
     else:
-        from trainer.run.run import run
+        from lockstep.trainer.run.run import run
 
     run(config)
 
 
 if __name__ == "__main__":
-    from trainer.cli import launch  # here, because engine processes import this file too
+    from lockstep.trainer.cli import launch  # here, because engine processes import this file too
 
     launch(main)

@@ -9,12 +9,12 @@ Settings: trainer/reward_model/config.py. The model is written to <run directory
 `reward.functions=[model] reward.settings.model.path=<run directory>/model`.
 """
 
-from trainer.cli import launch
-from trainer.reward_model.config import RewardModelConfig, check
+from lockstep.trainer.cli import launch
+from lockstep.trainer.reward_model.config import RewardModelConfig, check
 
 
 def main(config) -> None:
-    from trainer.reward_model.train import train  # after the settings are checked, because torch loads slowly
+    from lockstep.trainer.reward_model.train import train  # after the settings are checked, because torch loads slowly
 
     train(config)
 

@@ -9,19 +9,19 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
-from rewards.composition import FaultTolerance, RewardSet, make_reward_set
-from rewards.length import LengthControl
-from rewards.outcomes import Outcome
-from rewards.shaping import Shaping
-from rewards.workers.pool import Isolation
-from rollout.chat.chat import Chat
-from rollout.engine.protocol import Engine, Sampling
-from rollout.environments import make_environment
-from rollout.errors import ConfigError, TemplateError
-from rollout.gateway.server import GatewaySettings
-from rollout.sampler.sampler import Sampler
-from trainer.config.schema import Config
-from trainer.model.policy import Policy
+from lockstep.rewards.composition import FaultTolerance, RewardSet, make_reward_set
+from lockstep.rewards.length import LengthControl
+from lockstep.rewards.outcomes import Outcome
+from lockstep.rewards.shaping import Shaping
+from lockstep.rewards.workers.pool import Isolation
+from lockstep.rollout.chat.chat import Chat
+from lockstep.rollout.engine.protocol import Engine, Sampling
+from lockstep.rollout.environments import make_environment
+from lockstep.rollout.errors import ConfigError, TemplateError
+from lockstep.rollout.gateway.server import GatewaySettings
+from lockstep.rollout.sampler.sampler import Sampler
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.model.policy import Policy
 
 CHAT_LIMIT_S = 300.0
 """Time limit for loading a tokenizer, also from the hub, and rendering short conversations [s]."""

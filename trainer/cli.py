@@ -23,17 +23,17 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rollout.errors import ConfigError, LockstepError
-from rollout.safe_text import print_error
-from rollout.system.compute_threads import wait_briefly
-from rollout.system.orphan_guard import exit_when_orphaned
-from trainer.checks.validate import validate
-from trainer.config.groups.data_settings import DataSetConfig
-from trainer.config.hints import closest
-from trainer.config.prepared import data_folder
-from trainer.config.redaction import redact_text, redact_words
-from trainer.config.schema import Config
-from trainer.setting import declarations
+from lockstep.rollout.errors import ConfigError, LockstepError
+from lockstep.rollout.safe_text import print_error
+from lockstep.rollout.system.compute_threads import wait_briefly
+from lockstep.rollout.system.orphan_guard import exit_when_orphaned
+from lockstep.trainer.checks.validate import validate
+from lockstep.trainer.config.groups.data_settings import DataSetConfig
+from lockstep.trainer.config.hints import closest
+from lockstep.trainer.config.prepared import data_folder
+from lockstep.trainer.config.redaction import redact_text, redact_words
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.setting import declarations
 
 EXIT_LIMIT_S = 60.0
 """Time that engines and loggers have to close after a failure [s]."""

@@ -17,27 +17,27 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from rollout.errors import TrainingError
-from rollout.sampler.sampler import OnRollout
-from rollout.weights.sync import SyncReport, WeightSync
-from trainer.batch.step_batch import StepBatch, decode, encode
-from trainer.collect.groups import Collected
-from trainer.collect.source import RolloutSource
-from trainer.config.schema import Config
-from trainer.credit.correction import StepCorrection
-from trainer.credit.critic_credit import critic_targets
-from trainer.credit.old_policy import FromEngine, FromUpdate, Recomputed, form_of
-from trainer.credit.targets import Logprobs, Targets, rollout_targets
-from trainer.distributed.distributed import Distributed
-from trainer.engines.averaged_teacher import AveragedTeacher
-from trainer.engines.recovery import Recovery
-from trainer.engines.teacher import Teacher
-from trainer.objective.correction.mismatch import QUANTIZATION_K3, noise_floor, quantization_cost
-from trainer.observe.metrics_log import BATCH
-from trainer.observe.step_metrics import StepReport, step_metrics
-from trainer.score.reference import Reference
-from trainer.stopwatch import Stopwatch
-from trainer.update.updater import Updater
+from lockstep.rollout.errors import TrainingError
+from lockstep.rollout.sampler.sampler import OnRollout
+from lockstep.rollout.weights.sync import SyncReport, WeightSync
+from lockstep.trainer.batch.step_batch import StepBatch, decode, encode
+from lockstep.trainer.collect.groups import Collected
+from lockstep.trainer.collect.source import RolloutSource
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.credit.correction import StepCorrection
+from lockstep.trainer.credit.critic_credit import critic_targets
+from lockstep.trainer.credit.old_policy import FromEngine, FromUpdate, Recomputed, form_of
+from lockstep.trainer.credit.targets import Logprobs, Targets, rollout_targets
+from lockstep.trainer.distributed.distributed import Distributed
+from lockstep.trainer.engines.averaged_teacher import AveragedTeacher
+from lockstep.trainer.engines.recovery import Recovery
+from lockstep.trainer.engines.teacher import Teacher
+from lockstep.trainer.objective.correction.mismatch import QUANTIZATION_K3, noise_floor, quantization_cost
+from lockstep.trainer.observe.metrics_log import BATCH
+from lockstep.trainer.observe.step_metrics import StepReport, step_metrics
+from lockstep.trainer.score.reference import Reference
+from lockstep.trainer.stopwatch import Stopwatch
+from lockstep.trainer.update.updater import Updater
 
 T = TypeVar("T")
 

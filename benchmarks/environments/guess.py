@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from rollout.environments.adapters.textarena import TextArenaEnvironment
+from lockstep.rollout.environments.adapters.textarena import TextArenaEnvironment
 
 
 class Guess(TextArenaEnvironment):

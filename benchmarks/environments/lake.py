@@ -6,7 +6,7 @@ import re
 
 import gymnasium  # type: ignore[import-not-found]
 
-from rollout.episode.environment import Step
+from lockstep.rollout.episode.environment import Step
 
 MAP = ["SFF", "FFF", "FFG"]
 

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout.errors import ConfigError
-from rollout.system.plain_files import own_output, write_whole
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.system.plain_files import own_output, write_whole
 
 COLORS = {"lockstep": "#1f77b4", "trl": "#d95f02"}
 LABELS = {"lockstep": "Lockstep", "trl": "TRL 1.16"}

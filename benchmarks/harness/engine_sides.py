@@ -23,14 +23,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from harness.turns import Turn
 from harness.workloads import WORKLOADS, Workload
-from rollout.chat.chat import Chat
-from rollout.engine.embedded import EmbeddedEngine
-from rollout.engine.protocol import Sampling
-from rollout.environments import make_environment
-from rollout.episode.conversation import request_seed
-from rollout.sampler.sampler import Sampler
-from rollout.system.background_loop import BackgroundLoop
-from rollout.system.gc_freeze import gc_frozen
+from lockstep.rollout.chat.chat import Chat
+from lockstep.rollout.engine.embedded import EmbeddedEngine
+from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.environments import make_environment
+from lockstep.rollout.episode.conversation import request_seed
+from lockstep.rollout.sampler.sampler import Sampler
+from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.rollout.system.gc_freeze import gc_frozen
 
 MAX_NUM_SEQS, KV_CACHE_GIB = 256, 0.25
 Batch = Callable[[int], int]

@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from harness.ranks import start_other_ranks
 from harness.turns import Turn
 from harness.workloads import COMPARED, RealWorkload, Workload, configuration
-from trainer.observe.step_metrics import StepReport
-from trainer.run.run import run
+from lockstep.trainer.observe.step_metrics import StepReport
+from lockstep.trainer.run.run import run
 
 MAX_ENGINES = 4
 """Engines start one after the other, in ten seconds each; more were not tried."""

@@ -16,9 +16,9 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from demo.play import demonstrate, tokenize
-from demo.tasks import TASKS, Player, Row, draw_unique
-from demo.warm_start import imitation_loss
+from lockstep.demo.play import demonstrate, tokenize
+from lockstep.demo.tasks import TASKS, Player, Row, draw_unique
+from lockstep.demo.warm_start import imitation_loss
 
 MEDIAN, SIGMA = 24, 1.0
 """Number of dots; the mean is 40, and one turn in a hundred has 246."""

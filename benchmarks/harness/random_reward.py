@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollout.records import Rollout
+from lockstep.rollout.records import Rollout
 
 
 def random_reward(rollout: Rollout) -> float:

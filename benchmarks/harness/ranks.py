@@ -12,7 +12,7 @@ import sys
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 from harness.turns import DONE, GO
-from rollout.system.addresses import LOOPBACK
+from lockstep.rollout.system.addresses import LOOPBACK
 
 
 def start_other_ranks(number: int) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from rollout.weights.gloo.wire import GlooInitInfo, GlooUpdateInfo, join_all, receive_into
-from rollout.weights.gloo.worker import bucket_bytes, receive
+from lockstep.rollout.weights.gloo.wire import GlooInitInfo, GlooUpdateInfo, join_all, receive_into
+from lockstep.rollout.weights.gloo.worker import bucket_bytes, receive
 
 
 class Memory:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from demo.tasks import answer_text
-from rewards.functions.answers import final_answer
-from rollout.records import Rollout
+from lockstep.demo.tasks import answer_text
+from lockstep.rewards.functions.answers import final_answer
+from lockstep.rollout.records import Rollout
 
 
 def is_right(text: str, answer: str) -> bool:

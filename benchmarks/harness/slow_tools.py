@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout.engine.protocol import Engine, Sampling
-from rollout.environments.calculator import CalculatorEnvironment
-from rollout.episode.environment import Step
-from rollout.records import EngineCall, Message
+from lockstep.rollout.engine.protocol import Engine, Sampling
+from lockstep.rollout.environments.calculator import CalculatorEnvironment
+from lockstep.rollout.episode.environment import Step
+from lockstep.rollout.records import EngineCall, Message
 
 
 @dataclass(slots=True)

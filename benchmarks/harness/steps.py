@@ -7,16 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from rollout.records import EngineCall, FinishReason, Rollout
-from rollout.weights.sync import SyncReport
-from trainer.collect.source import Collected
-from trainer.config.schema import Config
-from trainer.distributed.distributed import Distributed
-from trainer.model.policy import Policy
-from trainer.observe.step_metrics import StepReport
-from trainer.step import Trainer
-from trainer.update.optimizers.optimizer import make_optimizer
-from trainer.update.updater import Updater
+from lockstep.rollout.records import EngineCall, FinishReason, Rollout
+from lockstep.rollout.weights.sync import SyncReport
+from lockstep.trainer.collect.source import Collected
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.distributed.distributed import Distributed
+from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.observe.step_metrics import StepReport
+from lockstep.trainer.step import Trainer
+from lockstep.trainer.update.optimizers.optimizer import make_optimizer
+from lockstep.trainer.update.updater import Updater
 
 
 def make_rollouts(

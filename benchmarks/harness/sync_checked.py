@@ -25,10 +25,10 @@ import torch
 import torch.distributed as dist
 
 from harness.models import small_qwen3
-from rollout.engine.embedded import EmbeddedEngine
-from rollout.system.background_loop import BackgroundLoop
-from rollout.weights.checksums import describe_differences
-from rollout.weights.sync import WeightSync
+from lockstep.rollout.engine.embedded import EmbeddedEngine
+from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.rollout.weights.checksums import describe_differences
+from lockstep.rollout.weights.sync import WeightSync
 
 MAX_MODEL_LEN = 256
 

@@ -31,12 +31,12 @@ from vllm.distributed.weight_transfer.base import ParamMeta, layerwise_groups
 
 from harness.models import small_qwen3
 from harness.receiver import Receiver
-from rollout.system.abandonable_thread import run_in_abandonable_thread
-from rollout.system.addresses import LOOPBACK
-from rollout.weights.gloo.trainer import GlooTrainerInitInfo, GlooTrainerWeightTransferEngine
-from rollout.weights.gloo.wire import Receivers, listen, send
-from rollout.weights.gloo.worker import bucket_layout, views
-from rollout.weights.source import ZeroSource
+from lockstep.rollout.system.abandonable_thread import run_in_abandonable_thread
+from lockstep.rollout.system.addresses import LOOPBACK
+from lockstep.rollout.weights.gloo.trainer import GlooTrainerInitInfo, GlooTrainerWeightTransferEngine
+from lockstep.rollout.weights.gloo.wire import Receivers, listen, send
+from lockstep.rollout.weights.gloo.worker import bucket_layout, views
+from lockstep.rollout.weights.source import ZeroSource
 
 SIDES = ("copy", "parameter", "group", "lockstep")
 TIMEOUT_S = 120.0

@@ -31,14 +31,14 @@ from trl.chat_template_utils import qwen3_template
 from harness.ranks import start_other_ranks
 from harness.turns import Turn
 from harness.workloads import COMPARED, PEER_ENGINES, TOOL_TOKENS, configuration
-from rewards.batches import BatchReward
-from rewards.resolve import resolve
-from rollout.environments.calculator import calculator
-from rollout.environments.prompt import PromptReader
-from rollout.records import Rollout
-from trainer.build import make_chat
-from trainer.config.schema import Config
-from trainer.data.prompts import Prompts, training_data
+from lockstep.rewards.batches import BatchReward
+from lockstep.rewards.resolve import resolve
+from lockstep.rollout.environments.calculator import calculator
+from lockstep.rollout.environments.prompt import PromptReader
+from lockstep.rollout.records import Rollout
+from lockstep.trainer.build import make_chat
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.data.prompts import Prompts, training_data
 
 TOOLS: dict[str, list[Callable[..., Any]]] = {"calculator": [calculator]}
 """Tools of each environment that has some."""

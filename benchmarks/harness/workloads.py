@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from harness.long_winded import make_long_winded_model
 
 if TYPE_CHECKING:
-    from trainer.config.schema import Config
+    from lockstep.trainer.config.schema import Config
 
 ROOT = Path(__file__).resolve().parents[2]
 PEER_ENGINES = ("transformers", "paged", "vllm")
@@ -92,7 +92,7 @@ class Workload:
         """Make the model and its data if they are missing."""
         from rich.console import Console
 
-        from demo.make import make_demo
+        from lockstep.demo.make import make_demo
 
         console = Console(file=sys.stderr)
         make_demo(self.task, ROOT / "models" / self.task, self.data_path.parent, 0, console)
@@ -174,8 +174,8 @@ def configuration(settings: Sequence[str]) -> Config:
     from hydra import compose, initialize_config_dir
     from hydra.core.config_store import ConfigStore
 
-    from trainer.checks.validate import validate
-    from trainer.cli import CONFIG_DIR, schema, to_config
+    from lockstep.trainer.checks.validate import validate
+    from lockstep.trainer.cli import CONFIG_DIR, schema, to_config
 
     ConfigStore.instance().store(name="schema", node=schema())
     with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):

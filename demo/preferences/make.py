@@ -20,11 +20,11 @@ from pathlib import Path
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from demo.preferences.language import END_OF_TEXT, JUDGES, STOP, make_tokenizer, write_text
-from demo.preferences.queries import select_query
-from demo.pretraining import descend, make_adam, next_token_loss, sample_from_everything
-from rollout.errors import ConfigError
-from trainer.reward_model.sampling import sample_responses
+from lockstep.demo.preferences.language import END_OF_TEXT, JUDGES, STOP, make_tokenizer, write_text
+from lockstep.demo.preferences.queries import select_query
+from lockstep.demo.pretraining import descend, make_adam, next_token_loss, sample_from_everything
+from lockstep.rollout.errors import ConfigError
+from lockstep.trainer.reward_model.sampling import sample_responses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

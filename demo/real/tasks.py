@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollout.environments.calculator import evaluate
-from rollout.errors import ConfigError
-from trainer.data.gym_rows import MAX_ROUNDS, questions
-from trainer.data.split import is_heldout
+from lockstep.rollout.environments.calculator import evaluate
+from lockstep.rollout.errors import ConfigError
+from lockstep.trainer.data.gym_rows import MAX_ROUNDS, questions
+from lockstep.trainer.data.split import is_heldout
 
 DEFAULT = "names"
 Row = dict[str, Any]

@@ -6,8 +6,8 @@ import math
 import re
 from typing import Any
 
-from rollout.errors import DataError
-from rollout.records import Rollout
+from lockstep.rollout.errors import DataError
+from lockstep.rollout.records import Rollout
 
 NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:[eE][-+]?\d+)?|[-+]?\.\d+")
 

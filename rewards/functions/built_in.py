@@ -12,19 +12,19 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from rewards.functions.answers import NUMBER, expected, final_answer, last_number
-from rewards.functions.consensus import MajorityVote, Novelty
-from rewards.functions.judges.pairwise import PairwiseJudge
-from rewards.functions.judges.rubric import RubricJudge
-from rewards.functions.judges.scored import LlmJudge
-from rewards.functions.mathematics import math_equal
-from rewards.functions.programs import code_tests
-from rewards.functions.reasoning_gym import reasoning_gym
-from rewards.functions.tagged import question_answer, similarity
-from rewards.functions.tool_calls import tool_calls_match
-from rewards.shaping import length_penalty
-from rollout.errors import ConfigError, DataError
-from rollout.records import Rollout
+from lockstep.rewards.functions.answers import NUMBER, expected, final_answer, last_number
+from lockstep.rewards.functions.consensus import MajorityVote, Novelty
+from lockstep.rewards.functions.judges.pairwise import PairwiseJudge
+from lockstep.rewards.functions.judges.rubric import RubricJudge
+from lockstep.rewards.functions.judges.scored import LlmJudge
+from lockstep.rewards.functions.mathematics import math_equal
+from lockstep.rewards.functions.programs import code_tests
+from lockstep.rewards.functions.reasoning_gym import reasoning_gym
+from lockstep.rewards.functions.tagged import question_answer, similarity
+from lockstep.rewards.functions.tool_calls import tool_calls_match
+from lockstep.rewards.shaping import length_penalty
+from lockstep.rollout.errors import ConfigError, DataError
+from lockstep.rollout.records import Rollout
 
 
 def demo_answer(rollout: Rollout) -> float:

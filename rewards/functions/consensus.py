@@ -18,11 +18,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rewards.functions import mathematics
-from rewards.functions.answers import final_answer, last_number
-from rewards.functions.tagged import between_tags
-from rollout.errors import ConfigError
-from rollout.records import Rollout
+from lockstep.rewards.functions import mathematics
+from lockstep.rewards.functions.answers import final_answer, last_number
+from lockstep.rewards.functions.tagged import between_tags
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.records import Rollout
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from rewards.functions.answers import expected, final_answer
-from rollout.errors import ConfigError, DataError
-from rollout.records import Rollout
+from lockstep.rewards.functions.answers import expected, final_answer
+from lockstep.rollout.errors import ConfigError, DataError
+from lockstep.rollout.records import Rollout
 
 INSTALL = "pip install 'lockstep-rl[math]'"
 

@@ -9,11 +9,11 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rewards.functions.answers import final_answer, reference
-from rollout.errors import ConfigError, DataError
-from rollout.records import Rollout
-from rollout.sandbox.execution import Ended, Execution, Limits
-from rollout.sandbox.sandbox import run_python
+from lockstep.rewards.functions.answers import final_answer, reference
+from lockstep.rollout.errors import ConfigError, DataError
+from lockstep.rollout.records import Rollout
+from lockstep.rollout.sandbox.execution import Ended, Execution, Limits
+from lockstep.rollout.sandbox.sandbox import run_python
 
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 

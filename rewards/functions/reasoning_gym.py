@@ -21,10 +21,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from rewards.functions.answers import final_answer, reference
-from rollout.errors import ConfigError
-from rollout.records import Rollout
-from rollout.safe_text import error_text
+from lockstep.rewards.functions.answers import final_answer, reference
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.records import Rollout
+from lockstep.rollout.safe_text import error_text
 
 PREFIX = "reasoning_gym:"
 """Beginning of a path that names a task."""

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from difflib import SequenceMatcher
 from typing import Any
 
-from rewards.functions.answers import final_answer, reference
-from rollout.errors import DataError
-from rollout.records import Rollout
+from lockstep.rewards.functions.answers import final_answer, reference
+from lockstep.rollout.errors import DataError
+from lockstep.rollout.records import Rollout
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)

@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from rewards.functions.answers import reference
-from rollout.errors import DataError
-from rollout.records import Rollout
+from lockstep.rewards.functions.answers import reference
+from lockstep.rollout.errors import DataError
+from lockstep.rollout.records import Rollout
 
 
 def tool_calls_match(rollout: Rollout, *, column: str = "answer") -> float:

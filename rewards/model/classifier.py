@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
-from rewards.model.padding import PaddedBatch, pad
-from rewards.model.wide_linear import widen
-from rollout.errors import ConfigError
+from lockstep.rewards.model.padding import PaddedBatch, pad
+from lockstep.rewards.model.wide_linear import widen
+from lockstep.rollout.errors import ConfigError
 
 NORMALIZATION_FILE = "reward_normalization.json"
 """File beside the weights: gain and bias that normalize the rewards, and the part of the bias not in the weights."""

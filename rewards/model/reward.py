@@ -27,12 +27,12 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from rewards.batches import BatchReward
-from rewards.model.classifier import load_reward_model
-from rewards.model.settings import ModelSettings
-from rewards.model.tokenizing import chat_ids, text_ids
-from rollout.errors import ConfigError
-from rollout.records import Message, Rollout
+from lockstep.rewards.batches import BatchReward
+from lockstep.rewards.model.classifier import load_reward_model
+from lockstep.rewards.model.settings import ModelSettings
+from lockstep.rewards.model.tokenizing import chat_ids, text_ids
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.records import Message, Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollout.errors import ConfigError
+from lockstep.rollout.errors import ConfigError
 
 INPUTS = ("messages", "tokens")
 

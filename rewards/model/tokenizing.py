@@ -6,8 +6,8 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollout.chat.messages import normalize_messages
-from rollout.chat.untrusted import UntrustedTextEncoder
+from lockstep.rollout.chat.messages import normalize_messages
+from lockstep.rollout.chat.untrusted import UntrustedTextEncoder
 
 
 def text_ids(tokenizer: Any, text: str, *, special_tokens: bool = True) -> list[int]:

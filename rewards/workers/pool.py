@@ -42,11 +42,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rewards.batches import Scope
-from rewards.outcomes import Outcome, Verdict
-from rollout.errors import ConfigError, RewardError
-from rollout.records import Rollout
-from rollout.saved_rollouts import to_json
+from lockstep.rewards.batches import Scope
+from lockstep.rewards.outcomes import Outcome, Verdict
+from lockstep.rollout.errors import ConfigError, RewardError
+from lockstep.rollout.records import Rollout
+from lockstep.rollout.saved_rollouts import to_json
 
 RECEIVED = b"\n"
 """Sent by a worker as soon as it has read a request: if it dies later, the function ended it."""
@@ -219,7 +219,7 @@ class _Worker:
     def __init__(self, memory_gib: float) -> None:
         self._connection, theirs = socket.socketpair()
         life, self._life = os.pipe()
-        command = [sys.executable, "-P", "-m", "rewards.workers.worker", str(theirs.fileno()), str(life)]
+        command = [sys.executable, "-P", "-m", "lockstep.rewards.workers.worker", str(theirs.fileno()), str(life)]
         self._process = subprocess.Popen(
             [*command, str(int(memory_gib * 2**30))],
             stdin=subprocess.DEVNULL,

@@ -24,13 +24,13 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-from rewards.batches import BatchReward, scope_of
-from rewards.outcomes import judge_batch, judge_call
-from rewards.resolve import resolve
-from rewards.workers.pool import RECEIVED
-from rollout.errors import ConfigError
-from rollout.saved_rollouts import from_json
-from rollout.system.deadline import Finished, is_async
+from lockstep.rewards.batches import BatchReward, scope_of
+from lockstep.rewards.outcomes import judge_batch, judge_call
+from lockstep.rewards.resolve import resolve
+from lockstep.rewards.workers.pool import RECEIVED
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.saved_rollouts import from_json
+from lockstep.rollout.system.deadline import Finished, is_async
 
 ORPHAN_POLL_S = 1.0
 _F_SETSIG = 10  # linux/fcntl.h; the fcntl module does not name it

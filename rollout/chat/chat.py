@@ -19,14 +19,14 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
-from rollout.chat.harmony import CONTROL_IDS, STOPS, HarmonyRenderer, load_encoding, parity, parse_harmony
-from rollout.chat.messages import Tools
-from rollout.chat.template import History, TemplateRenderer
-from rollout.chat.template_files import CONTROL_TOKENS, template_text
-from rollout.chat.tool_calls import Turn, parse_hermes, parse_llama3
-from rollout.errors import ConfigError, TemplateError
-from rollout.records import EngineCall, Message
-from rollout.safe_text import error_text
+from lockstep.rollout.chat.harmony import CONTROL_IDS, STOPS, HarmonyRenderer, load_encoding, parity, parse_harmony
+from lockstep.rollout.chat.messages import Tools
+from lockstep.rollout.chat.template import History, TemplateRenderer
+from lockstep.rollout.chat.template_files import CONTROL_TOKENS, template_text
+from lockstep.rollout.chat.tool_calls import Turn, parse_hermes, parse_llama3
+from lockstep.rollout.errors import ConfigError, TemplateError
+from lockstep.rollout.records import EngineCall, Message
+from lockstep.rollout.safe_text import error_text
 
 _STOPS = {"llama3": ("<|eot_id|>", "<|eom_id|>"), "harmony": STOPS, "hermes": ()}
 """End-of-turn tokens of each format that a template may show only in some turns, for example after a tool call."""

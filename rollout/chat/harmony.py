@@ -24,12 +24,12 @@ from typing import Any
 import openai_harmony as harmony
 from transformers import PreTrainedTokenizerBase
 
-from rollout.chat.messages import Tools, normalize_messages
-from rollout.chat.template import History
-from rollout.chat.tool_calls import ToolCall, Turn, read_arguments
-from rollout.chat.untrusted import word_not_in
-from rollout.errors import ConfigError, TemplateError
-from rollout.records import EngineCall, Message
+from lockstep.rollout.chat.messages import Tools, normalize_messages
+from lockstep.rollout.chat.template import History
+from lockstep.rollout.chat.tool_calls import ToolCall, Turn, read_arguments
+from lockstep.rollout.chat.untrusted import word_not_in
+from lockstep.rollout.errors import ConfigError, TemplateError
+from lockstep.rollout.records import EngineCall, Message
 
 CONTROL_IDS: Mapping[str, int] = {
     "<|return|>": 200002,

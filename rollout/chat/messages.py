@@ -7,9 +7,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rollout.chat.tool_calls import without_surrogates
-from rollout.errors import TemplateError
-from rollout.records import Message
+from lockstep.rollout.chat.tool_calls import without_surrogates
+from lockstep.rollout.errors import TemplateError
+from lockstep.rollout.records import Message
 
 Tools = Sequence[Mapping[str, Any]]
 """JSON schemas of tools in the OpenAI form, as chat templates render them."""

@@ -40,11 +40,11 @@ from typing import Any
 import jinja2
 from transformers import PreTrainedTokenizerFast
 
-from rollout.chat.messages import Tools, map_text, normalize_messages
-from rollout.chat.tool_calls import THINK_CLOSE, THINK_OPEN, Turn
-from rollout.chat.untrusted import Mask, UntrustedTextEncoder, word_not_in
-from rollout.errors import TemplateError
-from rollout.records import EngineCall, Message
+from lockstep.rollout.chat.messages import Tools, map_text, normalize_messages
+from lockstep.rollout.chat.tool_calls import THINK_CLOSE, THINK_OPEN, Turn
+from lockstep.rollout.chat.untrusted import Mask, UntrustedTextEncoder, word_not_in
+from lockstep.rollout.errors import TemplateError
+from lockstep.rollout.records import EngineCall, Message
 
 logger = logging.getLogger(__name__)
 

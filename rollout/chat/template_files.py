@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rollout.errors import ConfigError
+from lockstep.rollout.errors import ConfigError
 
 SHIPPED = {path.stem: path for path in sorted((Path(__file__).parent / "templates").glob("*.jinja"))}
 """Files of shipped templates by name."""

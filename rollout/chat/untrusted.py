@@ -33,9 +33,9 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from rollout.chat.messages import map_text
-from rollout.chat.tool_calls import THINK_CLOSE, THINK_OPEN, TOOL_CALL_CLOSE, TOOL_CALL_OPEN
-from rollout.errors import ConfigError
+from lockstep.rollout.chat.messages import map_text
+from lockstep.rollout.chat.tool_calls import THINK_CLOSE, THINK_OPEN, TOOL_CALL_CLOSE, TOOL_CALL_OPEN
+from lockstep.rollout.errors import ConfigError
 
 ASSISTANT_MARKUP = (THINK_OPEN, THINK_CLOSE, TOOL_CALL_OPEN, TOOL_CALL_CLOSE)
 

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from rollout.engine.protocol import BASE, POLICY
-from rollout.errors import EngineError
+from lockstep.rollout.engine.protocol import BASE, POLICY
+from lockstep.rollout.errors import EngineError
 
 if TYPE_CHECKING:
     from vllm.distributed.weight_transfer.base import WeightTransferEngine

@@ -8,8 +8,8 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from rollout.engine.adapters import AdapterSettings
-from rollout.errors import ConfigError
+from lockstep.rollout.engine.adapters import AdapterSettings
+from lockstep.rollout.errors import ConfigError
 
 CPU_BLOCK_TOKENS = 32
 """Tokens of a block of the KV cache on a CPU, the least that its attention takes."""

@@ -31,9 +31,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_exponential_jitter
 
-from rollout.engine.adapters import AdapterSettings, refuse_adapter
-from rollout.engine.arguments import engine_arguments, engine_variables
-from rollout.engine.engine_answers import (
+from lockstep.rollout.engine.adapters import AdapterSettings, refuse_adapter
+from lockstep.rollout.engine.arguments import engine_arguments, engine_variables
+from lockstep.rollout.engine.engine_answers import (
     UNUSABLE_PREFIX,
     answer_of,
     check_prompt,
@@ -43,22 +43,22 @@ from rollout.engine.engine_answers import (
     single_version,
     version_number,
 )
-from rollout.engine.plugin import CHILD_ENV, SCHEDULER
-from rollout.engine.protocol import POLICY
-from rollout.engine.token_scores import TokenScores, token_scores
-from rollout.errors import ConfigError, EngineError, EvidenceError, RequestError
-from rollout.records import EngineCall
-from rollout.system.addresses import LOOPBACK
-from rollout.system.background_loop import BackgroundLoop
-from rollout.system.captured_output import redirect_output
-from rollout.system.device_memory import release_cached_memory
-from rollout.system.gc_freeze import gc_collect_all
+from lockstep.rollout.engine.plugin import CHILD_ENV, SCHEDULER
+from lockstep.rollout.engine.protocol import POLICY
+from lockstep.rollout.engine.token_scores import TokenScores, token_scores
+from lockstep.rollout.errors import ConfigError, EngineError, EvidenceError, RequestError
+from lockstep.rollout.records import EngineCall
+from lockstep.rollout.system.addresses import LOOPBACK
+from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.rollout.system.captured_output import redirect_output
+from lockstep.rollout.system.device_memory import release_cached_memory
+from lockstep.rollout.system.gc_freeze import gc_collect_all
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from rollout.engine.protocol import Sampling
+    from lockstep.rollout.engine.protocol import Sampling
 
 T = TypeVar("T")
 

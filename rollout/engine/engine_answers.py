@@ -13,9 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollout.engine.protocol import MAX_SUPPORT, Sampling
-from rollout.errors import EngineError, EvidenceError
-from rollout.records import ENGINE_FILLER_LOGPROB, EngineCall, FinishReason, Routes, SamplingSupport, VersionSpan
+from lockstep.rollout.engine.protocol import MAX_SUPPORT, Sampling
+from lockstep.rollout.errors import EngineError, EvidenceError
+from lockstep.rollout.records import (
+    ENGINE_FILLER_LOGPROB,
+    EngineCall,
+    FinishReason,
+    Routes,
+    SamplingSupport,
+    VersionSpan,
+)
 
 if TYPE_CHECKING:
     from vllm import CompletionOutput

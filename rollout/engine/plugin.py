@@ -12,19 +12,28 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import sys
 
-from rollout.engine import adapters
-from rollout.engine.repairs import cpu_delta_net, cpu_logprobs, cpu_lora, cpu_rotary, cpu_router, cpu_routes, reload
-from rollout.system.orphan_guard import exit_when_orphaned
+from lockstep.rollout.engine import adapters
+from lockstep.rollout.engine.repairs import (
+    cpu_delta_net,
+    cpu_logprobs,
+    cpu_lora,
+    cpu_rotary,
+    cpu_router,
+    cpu_routes,
+    reload,
+)
+from lockstep.rollout.system.orphan_guard import exit_when_orphaned
 
 CHILD_ENV = "LOCKSTEP_ENGINE_CHILD"
 """Environment variable set while an embedded engine starts its processes."""
-SCHEDULER = "rollout.engine.scheduler.buffered_scheduler"
+SCHEDULER = "lockstep.rollout.engine.scheduler.buffered_scheduler"
 """`scheduler_cls` of Lockstep's engines and servers."""
 
 TRANSPORTS = (
-    ("gloo", "rollout.weights.gloo.worker", "rollout.weights.gloo.trainer", "Gloo"),
-    ("cuda_ipc", "rollout.weights.cuda_ipc", "rollout.weights.cuda_ipc", "CudaIpc"),
+    ("gloo", "lockstep.rollout.weights.gloo.worker", "lockstep.rollout.weights.gloo.trainer", "Gloo"),
+    ("cuda_ipc", "lockstep.rollout.weights.cuda_ipc", "lockstep.rollout.weights.cuda_ipc", "CudaIpc"),
 )
 """Weight transfers: name, modules of the engine's and the trainer's side, and the beginning of their class names."""
 
@@ -40,7 +49,9 @@ def is_not_of_a_head(record: logging.LogRecord) -> bool:
 
 
 def register() -> None:
-    """Entry point `lockstep`; may be called repeatedly."""
+    """Entry point `lockstep`; may be called repeatedly. Raises `ValueError` for middleware under its former name."""
+    if any(word.startswith("rollout.server.") for word in sys.argv):
+        raise ValueError("--middleware: Lockstep's packages moved; write lockstep.rollout.server. for rollout.server.")
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory, WeightTransferTrainerFactory
     from vllm.platforms import current_platform
 

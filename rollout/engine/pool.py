@@ -11,10 +11,10 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from rollout.engine.protocol import PooledEngine, Sampling
-from rollout.engine.token_scores import TokenScores
-from rollout.errors import ConfigError
-from rollout.records import EngineCall
+from lockstep.rollout.engine.protocol import PooledEngine, Sampling
+from lockstep.rollout.engine.token_scores import TokenScores
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.records import EngineCall
 
 REMEMBERED_KEYS = 65536
 """Number of affinity keys whose engine is remembered, most recently used first."""

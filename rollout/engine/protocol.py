@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rollout.errors import ConfigError
+from lockstep.rollout.errors import ConfigError
 
 if TYPE_CHECKING:  # settings are checked before torch is imported, and the checks read this module
     import torch
 
-    from rollout.engine.token_scores import TokenScores
-    from rollout.records import EngineCall
-    from rollout.system.background_loop import BackgroundLoop
+    from lockstep.rollout.engine.token_scores import TokenScores
+    from lockstep.rollout.records import EngineCall
+    from lockstep.rollout.system.background_loop import BackgroundLoop
 
 POLICY, BASE = "policy", "base"
 """Names of the trained adapter, and of the model without adapters."""

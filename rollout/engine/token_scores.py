@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rollout.errors import EvidenceError
-from rollout.records import ENGINE_FILLER_LOGPROB
+from lockstep.rollout.errors import EvidenceError
+from lockstep.rollout.records import ENGINE_FILLER_LOGPROB
 
 MAX_LOGPROB = 1e-4
 """Largest logprob that rounding explains, as in `EngineCall`."""

@@ -6,24 +6,24 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from rollout.environments.adapters.openenv import OpenEnvironment
-from rollout.environments.adapters.textarena import TextArenaEnvironment
-from rollout.environments.adapters.trl import TRLEnvironment
-from rollout.environments.adapters.trl_rollout import TRLRollout
-from rollout.environments.adapters.verifiers import VerifiersEnvironment
-from rollout.environments.agent import AgentEnvironment
-from rollout.environments.calculator import CalculatorEnvironment, SlowCalculatorEnvironment
-from rollout.environments.chain import ChainEnvironment
-from rollout.environments.mixed import AnyEnvironment, Mixed
-from rollout.environments.sandboxed_tools import SandboxEnvironment
-from rollout.environments.search import SearchEnvironment
-from rollout.environments.single_turn import SingleTurn
-from rollout.environments.subagents import SubAgents
-from rollout.environments.tool_servers.mcp import McpEnvironment
-from rollout.environments.tools import ToolEnvironment
-from rollout.environments.user import SimulatedUser
-from rollout.errors import ConfigError
-from rollout.system.user_functions import load_function
+from lockstep.rollout.environments.adapters.openenv import OpenEnvironment
+from lockstep.rollout.environments.adapters.textarena import TextArenaEnvironment
+from lockstep.rollout.environments.adapters.trl import TRLEnvironment
+from lockstep.rollout.environments.adapters.trl_rollout import TRLRollout
+from lockstep.rollout.environments.adapters.verifiers import VerifiersEnvironment
+from lockstep.rollout.environments.agent import AgentEnvironment
+from lockstep.rollout.environments.calculator import CalculatorEnvironment, SlowCalculatorEnvironment
+from lockstep.rollout.environments.chain import ChainEnvironment
+from lockstep.rollout.environments.mixed import AnyEnvironment, Mixed
+from lockstep.rollout.environments.sandboxed_tools import SandboxEnvironment
+from lockstep.rollout.environments.search import SearchEnvironment
+from lockstep.rollout.environments.single_turn import SingleTurn
+from lockstep.rollout.environments.subagents import SubAgents
+from lockstep.rollout.environments.tool_servers.mcp import McpEnvironment
+from lockstep.rollout.environments.tools import ToolEnvironment
+from lockstep.rollout.environments.user import SimulatedUser
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.system.user_functions import load_function
 
 
 def make_environment(name: str, **settings: Any) -> AnyEnvironment:

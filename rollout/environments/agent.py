@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rollout.episode.environment import RunsItself
+from lockstep.rollout.episode.environment import RunsItself
 
 
 class AgentEnvironment(RunsItself):

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from rollout.environments.tools import ToolEnvironment
+from lockstep.rollout.environments.tools import ToolEnvironment
 
 MAX_EXPRESSION_CHARS = 200
 _ALLOWED = re.compile(r"[0-9+\-*() ]+")

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollout.environments.tools import ToolEnvironment
-from rollout.errors import DataError
-from rollout.records import Message
+from lockstep.rollout.environments.tools import ToolEnvironment
+from lockstep.rollout.errors import DataError
+from lockstep.rollout.records import Message
 
 
 class ChainEnvironment(ToolEnvironment):

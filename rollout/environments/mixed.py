@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from rollout.episode.environment import Environment, RunsItself
-from rollout.errors import ConfigError, DataError
+from lockstep.rollout.episode.environment import Environment, RunsItself
+from lockstep.rollout.errors import ConfigError, DataError
 
 
 class Mixed:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rollout.errors import DataError
-from rollout.records import Message
+from lockstep.rollout.errors import DataError
+from lockstep.rollout.records import Message
 
 PROMPT_COLUMNS = ("messages", "prompt", "question")
 """Columns searched when none is named; the first that the row fills wins."""

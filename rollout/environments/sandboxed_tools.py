@@ -19,12 +19,12 @@ import time
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
-from rollout.environments.tools import ToolEnvironment
-from rollout.episode.environment import Step
-from rollout.errors import ConfigError, EnvironmentFault, SandboxError
-from rollout.records import Message
-from rollout.sandbox.execution import Ended, Execution, Language, Limits, Sandbox
-from rollout.sandbox.sandbox_settings import SHOWN, SandboxSettings
+from lockstep.rollout.environments.tools import ToolEnvironment
+from lockstep.rollout.episode.environment import Step
+from lockstep.rollout.errors import ConfigError, EnvironmentFault, SandboxError
+from lockstep.rollout.records import Message
+from lockstep.rollout.sandbox.execution import Ended, Execution, Language, Limits, Sandbox
+from lockstep.rollout.sandbox.sandbox_settings import SHOWN, SandboxSettings
 
 _places: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[int, asyncio.Semaphore]] = WeakKeyDictionary()
 

@@ -23,11 +23,11 @@ from weakref import WeakKeyDictionary
 import aiohttp
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
-from rollout.chat.messages import Tools
-from rollout.environments.prompt import PromptReader
-from rollout.episode.environment import Step
-from rollout.errors import ConfigError, SearchError
-from rollout.records import Message
+from lockstep.rollout.chat.messages import Tools
+from lockstep.rollout.environments.prompt import PromptReader
+from lockstep.rollout.episode.environment import Step
+from lockstep.rollout.errors import ConfigError, SearchError
+from lockstep.rollout.records import Message
 
 MAX_CONCURRENT = 64
 """Most requests to search servers at once; others wait. Each takes a socket."""

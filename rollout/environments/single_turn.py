@@ -6,11 +6,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollout.chat.messages import Tools
-from rollout.environments.prompt import PromptReader
-from rollout.episode.environment import Step
-from rollout.errors import ConfigError, DataError
-from rollout.records import Message
+from lockstep.rollout.chat.messages import Tools
+from lockstep.rollout.environments.prompt import PromptReader
+from lockstep.rollout.episode.environment import Step
+from lockstep.rollout.errors import ConfigError, DataError
+from lockstep.rollout.records import Message
 
 JSON_TYPES = {
     "str": "string", "int": "integer", "float": "number", "bool": "boolean", "list": "array", "tuple": "array",

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from rollout.environments.toolbox import Toolbox, ToolFunction, count_results
-from rollout.environments.tools import ToolEnvironment
-from rollout.episode.environment import OpenConversation, Step
-from rollout.errors import ConfigError
-from rollout.records import Message
+from lockstep.rollout.environments.toolbox import Toolbox, ToolFunction, count_results
+from lockstep.rollout.environments.tools import ToolEnvironment
+from lockstep.rollout.episode.environment import OpenConversation, Step
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.records import Message
 
 AGENT_PROMPT = "You are given one task. Solve it with your tools, then state the result in one sentence."
 

@@ -21,12 +21,12 @@ from typing import Any
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 
-from rollout.chat.tool_calls import refuse_constant
-from rollout.errors import ConfigError, ToolServerError
-from rollout.records import Message
-from rollout.safe_text import error_text
-from rollout.system.deadline import DeadlineExceeded, TooManyAbandoned, call_with_deadline, function_name
-from rollout.system.user_functions import load_functions
+from lockstep.rollout.chat.tool_calls import refuse_constant
+from lockstep.rollout.errors import ConfigError, ToolServerError
+from lockstep.rollout.records import Message
+from lockstep.rollout.safe_text import error_text
+from lockstep.rollout.system.deadline import DeadlineExceeded, TooManyAbandoned, call_with_deadline, function_name
+from lockstep.rollout.system.user_functions import load_functions
 
 MAX_ERROR_CHARS = 500
 """Length of an error in a tool message. An exception's text may hold a whole document."""

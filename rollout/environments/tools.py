@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollout.chat.messages import Tools
-from rollout.environments.prompt import PromptReader
-from rollout.environments.toolbox import Toolbox, ToolFunction, count_results
-from rollout.episode.environment import Step
-from rollout.records import Message
+from lockstep.rollout.chat.messages import Tools
+from lockstep.rollout.environments.prompt import PromptReader
+from lockstep.rollout.environments.toolbox import Toolbox, ToolFunction, count_results
+from lockstep.rollout.episode.environment import Step
+from lockstep.rollout.records import Message
 
 
 class ToolEnvironment:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from rollout.chat.messages import Tools
-from rollout.environments.prompt import PromptReader
-from rollout.episode.environment import Step
-from rollout.errors import DataError
-from rollout.records import Message
+from lockstep.rollout.chat.messages import Tools
+from lockstep.rollout.environments.prompt import PromptReader
+from lockstep.rollout.episode.environment import Step
+from lockstep.rollout.errors import DataError
+from lockstep.rollout.records import Message
 
 Reply = str | None
 User = Callable[[Sequence[Message]], Reply | Awaitable[Reply]]

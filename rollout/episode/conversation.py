@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rollout.chat.messages import Tools
-from rollout.engine.protocol import Engine, Sampling
-from rollout.errors import CallLimitError, ContextFullError, EngineError, EvidenceError, LockstepError
-from rollout.records import EngineCall, FinishReason, Message, PromptSharing
+from lockstep.rollout.chat.messages import Tools
+from lockstep.rollout.engine.protocol import Engine, Sampling
+from lockstep.rollout.errors import CallLimitError, ContextFullError, EngineError, EvidenceError, LockstepError
+from lockstep.rollout.records import EngineCall, FinishReason, Message, PromptSharing
 
 if TYPE_CHECKING:  # it imports transformers, which takes seconds: environments are made while settings are checked
-    from rollout.chat.chat import Chat
+    from lockstep.rollout.chat.chat import Chat
 
 
 def request_seed(*parts: object) -> int:

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rollout.chat.messages import Tools
-from rollout.episode.conversation import next_prompt
-from rollout.errors import TemplateError
-from rollout.records import EngineCall, FinishReason, Message
+from lockstep.rollout.chat.messages import Tools
+from lockstep.rollout.episode.conversation import next_prompt
+from lockstep.rollout.errors import TemplateError
+from lockstep.rollout.records import EngineCall, FinishReason, Message
 
 if TYPE_CHECKING:  # it imports transformers, which takes seconds
-    from rollout.chat.chat import Chat
+    from lockstep.rollout.chat.chat import Chat
 
 
 def demonstrated_calls(chat: Chat, messages: Sequence[Message], tools: Tools = ()) -> list[EngineCall]:

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from rollout.chat.messages import Tools
-from rollout.episode.conversation import Conversation
-from rollout.errors import ConfigError
-from rollout.records import Message
-from rollout.system.user_functions import load_function
+from lockstep.rollout.chat.messages import Tools
+from lockstep.rollout.episode.conversation import Conversation
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.records import Message
+from lockstep.rollout.system.user_functions import load_function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

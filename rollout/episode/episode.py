@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from rollout.chat.chat import Chat
-from rollout.engine.protocol import Engine, Sampling
-from rollout.episode.conversation import CallRecord, Conversation
-from rollout.episode.environment import Closes, Concludes, Environment, HostsConversations
-from rollout.errors import CallLimitError, ContextFullError, EnvironmentFault, EvidenceError, TemplateError
-from rollout.records import FinishReason, Rollout, RolloutStatus
+from lockstep.rollout.chat.chat import Chat
+from lockstep.rollout.engine.protocol import Engine, Sampling
+from lockstep.rollout.episode.conversation import CallRecord, Conversation
+from lockstep.rollout.episode.environment import Closes, Concludes, Environment, HostsConversations
+from lockstep.rollout.errors import CallLimitError, ContextFullError, EnvironmentFault, EvidenceError, TemplateError
+from lockstep.rollout.records import FinishReason, Rollout, RolloutStatus
 
 
 async def run_episode(

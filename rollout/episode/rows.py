@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rollout.errors import EvidenceError
-from rollout.records import EngineCall, FinishReason, SamplingSupport, TrainingRow
+from lockstep.rollout.errors import EvidenceError
+from lockstep.rollout.records import EngineCall, FinishReason, SamplingSupport, TrainingRow
 
 
 @dataclass(slots=True, eq=False)

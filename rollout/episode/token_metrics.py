@@ -16,8 +16,8 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from rollout.episode.rows import extension_count, is_trainable
-from rollout.records import EngineCall, TrainingRow
+from lockstep.rollout.episode.rows import extension_count, is_trainable
+from lockstep.rollout.records import EngineCall, TrainingRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,16 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from rollout.chat.chat import Chat
-from rollout.engine.protocol import Engine
-from rollout.episode.conversation import request_seed
-from rollout.errors import EngineError, EvidenceError
-from rollout.gateway.errors import ApiError, server_error
-from rollout.gateway.prompt_maker import PromptMaker
-from rollout.gateway.request import SampleRequest
-from rollout.gateway.session import CONTEXT_FULL, Answer, Session
-from rollout.gateway.splice import Prompt
-from rollout.records import EngineCall, FinishReason, Message, SamplingSupport
+from lockstep.rollout.chat.chat import Chat
+from lockstep.rollout.engine.protocol import Engine
+from lockstep.rollout.episode.conversation import request_seed
+from lockstep.rollout.errors import EngineError, EvidenceError
+from lockstep.rollout.gateway.errors import ApiError, server_error
+from lockstep.rollout.gateway.prompt_maker import PromptMaker
+from lockstep.rollout.gateway.request import SampleRequest
+from lockstep.rollout.gateway.session import CONTEXT_FULL, Answer, Session
+from lockstep.rollout.gateway.splice import Prompt
+from lockstep.rollout.records import EngineCall, FinishReason, Message, SamplingSupport
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import reprlib
 from typing import TypeVar
 
-from rollout.errors import LockstepError
+from lockstep.rollout.errors import LockstepError
 
 T = TypeVar("T")
 

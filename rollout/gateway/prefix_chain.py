@@ -14,11 +14,11 @@ from types import MappingProxyType
 from typing import Any
 from weakref import WeakValueDictionary
 
-from rollout.chat.messages import Tools, normalize_messages
-from rollout.chat.tool_calls import THINK_CLOSE
-from rollout.gateway.errors import wrong_type
-from rollout.gateway.messages import ID_FIELDS, MAX_MESSAGES, read_message, refuse_many
-from rollout.records import Message
+from lockstep.rollout.chat.messages import Tools, normalize_messages
+from lockstep.rollout.chat.tool_calls import THINK_CLOSE
+from lockstep.rollout.gateway.errors import wrong_type
+from lockstep.rollout.gateway.messages import ID_FIELDS, MAX_MESSAGES, read_message, refuse_many
+from lockstep.rollout.records import Message
 
 
 class Prefix:

@@ -13,13 +13,13 @@ from typing import ParamSpec, TypeVar
 
 from transformers import PreTrainedTokenizerFast
 
-from rollout.chat.chat import Chat
-from rollout.chat.untrusted import UntrustedTextEncoder
-from rollout.gateway.errors import CONVERSATION, ApiError
-from rollout.gateway.prefix_chain import Prefix, num_characters
-from rollout.gateway.request import SampleRequest
-from rollout.gateway.session import CONTEXT_FULL, Session
-from rollout.gateway.splice import Prompt, PromptKind, make_prompt
+from lockstep.rollout.chat.chat import Chat
+from lockstep.rollout.chat.untrusted import UntrustedTextEncoder
+from lockstep.rollout.gateway.errors import CONVERSATION, ApiError
+from lockstep.rollout.gateway.prefix_chain import Prefix, num_characters
+from lockstep.rollout.gateway.request import SampleRequest
+from lockstep.rollout.gateway.session import CONTEXT_FULL, Session
+from lockstep.rollout.gateway.splice import Prompt, PromptKind, make_prompt
 
 NUM_THREADS = 4
 _SPACES = str.maketrans("", "", "ĠĊĉčĀ▁")

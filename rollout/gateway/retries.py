@@ -18,8 +18,8 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rollout.gateway.completion import Completion
-from rollout.gateway.errors import ApiError
+from lockstep.rollout.gateway.completion import Completion
+from lockstep.rollout.gateway.errors import ApiError
 
 MAX_REMEMBERED = 256
 

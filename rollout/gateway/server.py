@@ -31,22 +31,22 @@ from weakref import WeakKeyDictionary
 
 from aiohttp import web
 
-from rollout.chat.chat import Chat
-from rollout.engine.protocol import Engine, Sampling
-from rollout.errors import ConfigError
-from rollout.gateway.completion import Completion, complete
-from rollout.gateway.dialects import DIALECTS
-from rollout.gateway.dialects.dialect import Dialect, Reply
-from rollout.gateway.dialects.messages_reply import MESSAGES
-from rollout.gateway.errors import ApiError, not_supported, quoted, unknown_field
-from rollout.gateway.messages import read_last_ids, read_tools
-from rollout.gateway.prompt_maker import PromptMaker
-from rollout.gateway.request import Offer, SampleRequest, read_json
-from rollout.gateway.retries import Retries
-from rollout.gateway.session import Session, TurnMark
-from rollout.gateway.transfer import errors_as_json, read_body, send
-from rollout.records import Rollout
-from rollout.saved_rollouts import to_json
+from lockstep.rollout.chat.chat import Chat
+from lockstep.rollout.engine.protocol import Engine, Sampling
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.gateway.completion import Completion, complete
+from lockstep.rollout.gateway.dialects import DIALECTS
+from lockstep.rollout.gateway.dialects.dialect import Dialect, Reply
+from lockstep.rollout.gateway.dialects.messages_reply import MESSAGES
+from lockstep.rollout.gateway.errors import ApiError, not_supported, quoted, unknown_field
+from lockstep.rollout.gateway.messages import read_last_ids, read_tools
+from lockstep.rollout.gateway.prompt_maker import PromptMaker
+from lockstep.rollout.gateway.request import Offer, SampleRequest, read_json
+from lockstep.rollout.gateway.retries import Retries
+from lockstep.rollout.gateway.session import Session, TurnMark
+from lockstep.rollout.gateway.transfer import errors_as_json, read_body, send
+from lockstep.rollout.records import Rollout
+from lockstep.rollout.saved_rollouts import to_json
 
 logger = logging.getLogger(__name__)
 

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from rollout.engine.protocol import Sampling
-from rollout.errors import LockstepError
-from rollout.gateway.errors import CONVERSATION, ApiError
-from rollout.gateway.prefix_chain import Prefix, Prefixes, message_digest
-from rollout.records import EngineCall, Message
+from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.errors import LockstepError
+from lockstep.rollout.gateway.errors import CONVERSATION, ApiError
+from lockstep.rollout.gateway.prefix_chain import Prefix, Prefixes, message_digest
+from lockstep.rollout.records import EngineCall, Message
 
 logger = logging.getLogger(__name__)
 

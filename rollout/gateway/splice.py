@@ -24,10 +24,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rollout.chat.chat import Chat
-from rollout.errors import ConfigError
-from rollout.gateway.prefix_chain import Prefix
-from rollout.gateway.session import Answer, Session, TurnMark
+from lockstep.rollout.chat.chat import Chat
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.gateway.prefix_chain import Prefix
+from lockstep.rollout.gateway.session import Answer, Session, TurnMark
 
 
 class PromptKind(StrEnum):

@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from rollout.errors import ConfigError, TemplateError
-from rollout.gateway.dialects import dialect_of
-from rollout.gateway.errors import CONVERSATION, ApiError, server_error
+from lockstep.rollout.errors import ConfigError, TemplateError
+from lockstep.rollout.gateway.dialects import dialect_of
+from lockstep.rollout.gateway.errors import CONVERSATION, ApiError, server_error
 
 logger = logging.getLogger(__name__)
 

@@ -14,14 +14,14 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rollout.engine.protocol import Sampling
-from rollout.environments.agent import AgentEnvironment
-from rollout.errors import ConfigError
-from rollout.gateway.server import Gateway
-from rollout.gateway.session import CONTEXT_FULL, TOO_MANY_REQUESTS
-from rollout.records import Rollout, RolloutStatus
-from rollout.sampler.ending import ending
-from rollout.system.deadline import DeadlineExceeded, call_with_deadline, is_async
+from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.environments.agent import AgentEnvironment
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.gateway.server import Gateway
+from lockstep.rollout.gateway.session import CONTEXT_FULL, TOO_MANY_REQUESTS
+from lockstep.rollout.records import Rollout, RolloutStatus
+from lockstep.rollout.sampler.ending import ending
+from lockstep.rollout.system.deadline import DeadlineExceeded, call_with_deadline, is_async
 
 GRACE_S = 1.0
 """Time for an async agent, canceled at its deadline, to clean up before its thread is abandoned."""

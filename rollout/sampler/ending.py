@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rollout.errors import ConfigError, EngineError, LockstepError
-from rollout.records import EngineCall, FinishReason, RolloutStatus
-from rollout.safe_text import error_text
-from rollout.system.deadline import DeadlineExceeded
+from lockstep.rollout.errors import ConfigError, EngineError, LockstepError
+from lockstep.rollout.records import EngineCall, FinishReason, RolloutStatus
+from lockstep.rollout.safe_text import error_text
+from lockstep.rollout.system.deadline import DeadlineExceeded
 
 
 def ending(

@@ -13,18 +13,18 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from rollout.chat.chat import Chat
-from rollout.engine.protocol import Engine, Sampling
-from rollout.environments.adapters.trl_rollout import TRLRollout
-from rollout.environments.agent import AgentEnvironment
-from rollout.environments.mixed import AnyEnvironment, Mixed, environment_of
-from rollout.episode.conversation import request_seed
-from rollout.episode.episode import run_episode
-from rollout.errors import RequestError
-from rollout.gateway.server import Gateway, GatewaySettings
-from rollout.records import Rollout, RolloutStatus
-from rollout.sampler.agent_episodes import run_agent_episode
-from rollout.sampler.trl_episodes import copy_tokenizer, run_trl_episode
+from lockstep.rollout.chat.chat import Chat
+from lockstep.rollout.engine.protocol import Engine, Sampling
+from lockstep.rollout.environments.adapters.trl_rollout import TRLRollout
+from lockstep.rollout.environments.agent import AgentEnvironment
+from lockstep.rollout.environments.mixed import AnyEnvironment, Mixed, environment_of
+from lockstep.rollout.episode.conversation import request_seed
+from lockstep.rollout.episode.episode import run_episode
+from lockstep.rollout.errors import RequestError
+from lockstep.rollout.gateway.server import Gateway, GatewaySettings
+from lockstep.rollout.records import Rollout, RolloutStatus
+from lockstep.rollout.sampler.agent_episodes import run_agent_episode
+from lockstep.rollout.sampler.trl_episodes import copy_tokenizer, run_trl_episode
 
 REISSUES = 2
 """Number of times that an episode is restarted after one of its requests failed in a live engine."""

@@ -23,14 +23,14 @@ from typing import Any, SupportsFloat
 
 from transformers import PreTrainedTokenizerFast
 
-from rollout.chat.chat import Chat
-from rollout.engine.protocol import Engine, Sampling
-from rollout.environments.adapters.trl_rollout import TRLRollout
-from rollout.episode.conversation import CallRecord, request_seed
-from rollout.errors import CallLimitError, ConfigError, ContextFullError, EvidenceError
-from rollout.records import EngineCall, Rollout, RolloutStatus
-from rollout.sampler.ending import ending
-from rollout.system.deadline import call_with_deadline
+from lockstep.rollout.chat.chat import Chat
+from lockstep.rollout.engine.protocol import Engine, Sampling
+from lockstep.rollout.environments.adapters.trl_rollout import TRLRollout
+from lockstep.rollout.episode.conversation import CallRecord, request_seed
+from lockstep.rollout.errors import CallLimitError, ConfigError, ContextFullError, EvidenceError
+from lockstep.rollout.records import EngineCall, Rollout, RolloutStatus
+from lockstep.rollout.sampler.ending import ending
+from lockstep.rollout.system.deadline import call_with_deadline
 
 REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 _NOT_FACTS = (*REQUIRED, "env_mask", "logprob_token_ids")

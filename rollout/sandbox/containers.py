@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from rollout.sandbox.execution import Limits
-from rollout.sandbox.program_session import Enclosure
-from rollout.sandbox.sandbox import PLACE, PLACE_BYTES, PREFIX, WORKDIR, common_limits
-from rollout.sandbox.system_calls import refusing_filter
+from lockstep.rollout.sandbox.execution import Limits
+from lockstep.rollout.sandbox.program_session import Enclosure
+from lockstep.rollout.sandbox.sandbox import PLACE, PLACE_BYTES, PREFIX, WORKDIR, common_limits
+from lockstep.rollout.sandbox.system_calls import refusing_filter
 
 PROCESS_1 = Path(__file__).with_name("process_1.py")
 PYTHON = "python3"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
 
-from rollout.errors import ConfigError
+from lockstep.rollout.errors import ConfigError
 
 MOST = 10**6
 """Largest value of a limit, in its unit: beyond any machine, and far from an overflow in the kernel's types."""

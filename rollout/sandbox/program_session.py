@@ -23,8 +23,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, Any, TypeVar
 
-from rollout.errors import SandboxError
-from rollout.sandbox.execution import Ended, Execution, Language, Limits, read_execution, read_object
+from lockstep.rollout.errors import SandboxError
+from lockstep.rollout.sandbox.execution import Ended, Execution, Language, Limits, read_execution, read_object
 
 STOP_TIMEOUT_S = 5.0
 """Time for process 1 to end a program beyond its limit, and for the launcher to end all processes."""

@@ -21,8 +21,8 @@ from typing import Any
 
 import aiohttp
 
-from rollout.errors import SandboxError
-from rollout.sandbox.execution import Execution, Language, Limits, read_execution, read_object
+from lockstep.rollout.errors import SandboxError
+from lockstep.rollout.sandbox.execution import Execution, Language, Limits, read_execution, read_object
 
 OPEN_TIMEOUT_S = 60.0
 ANSWER_TIMEOUT_S = 30.0

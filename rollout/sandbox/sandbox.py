@@ -36,10 +36,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from rollout.errors import ConfigError, SandboxError
-from rollout.sandbox.execution import Execution, Limits
-from rollout.sandbox.program_session import Enclosure, Session
-from rollout.sandbox.system_calls import refusing_filter
+from lockstep.rollout.errors import ConfigError, SandboxError
+from lockstep.rollout.sandbox.execution import Execution, Limits
+from lockstep.rollout.sandbox.program_session import Enclosure, Session
+from lockstep.rollout.sandbox.system_calls import refusing_filter
 
 JAIL = Path(__file__).with_name("jail.py")
 FIRST_UID, NUM_UIDS = 0x7000_0000, 0x0FFE_0000

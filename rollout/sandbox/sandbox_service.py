@@ -18,10 +18,10 @@ from typing import Any
 
 from aiohttp import web
 
-from rollout.errors import ConfigError, SandboxError
-from rollout.sandbox.execution import Language, Limits, Sandbox, read_object
-from rollout.sandbox.sandbox import PLACE_BYTES
-from rollout.system.addresses import is_loopback
+from lockstep.rollout.errors import ConfigError, SandboxError
+from lockstep.rollout.sandbox.execution import Language, Limits, Sandbox, read_object
+from lockstep.rollout.sandbox.sandbox import PLACE_BYTES
+from lockstep.rollout.system.addresses import is_loopback
 
 MAX_REQUEST_BYTES = 2 * PLACE_BYTES
 LOOK_S = 1.0

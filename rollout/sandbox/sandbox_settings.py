@@ -6,12 +6,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rollout.errors import ConfigError, SandboxError
-from rollout.sandbox.containers import container_enclosure, container_problem
-from rollout.sandbox.execution import Language, Limits, Sandbox
-from rollout.sandbox.program_session import SessionSandbox
-from rollout.sandbox.remote_sandbox import RemoteSandbox
-from rollout.sandbox.sandbox import ENVIRONMENT_SETTING, local_enclosure, refuse_unisolated_root
+from lockstep.rollout.errors import ConfigError, SandboxError
+from lockstep.rollout.sandbox.containers import container_enclosure, container_problem
+from lockstep.rollout.sandbox.execution import Language, Limits, Sandbox
+from lockstep.rollout.sandbox.program_session import SessionSandbox
+from lockstep.rollout.sandbox.remote_sandbox import RemoteSandbox
+from lockstep.rollout.sandbox.sandbox import ENVIRONMENT_SETTING, local_enclosure, refuse_unisolated_root
 
 SHOWN = "environment.settings"
 BELONGS = {"unsafe": "local", "image": "docker", "docker_program": "docker", "url": "remote", "token_env": "remote"}

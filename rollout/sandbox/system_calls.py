@@ -14,7 +14,7 @@ import platform
 import struct
 from collections.abc import Sequence
 
-from rollout.errors import SandboxError
+from lockstep.rollout.errors import SandboxError
 
 REFUSED = {
     # Memory outside the limit on the address space, some of it also outside tmpfs.

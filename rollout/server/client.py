@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt, wait_exponential_jitter
 
-from rollout.errors import EngineError, EvidenceError, RefusedError, RequestError
+from lockstep.rollout.errors import EngineError, EvidenceError, RefusedError, RequestError
 
 ATTEMPTS = 5
 """With pauses of 0.2, 0.4, 0.8 and 1.6 s: longer than a short disturbance, and a dead server is reported in seconds."""

@@ -1,7 +1,7 @@
 r"""Generate route of 22 instead of 139 bytes per token, as middleware for vLLM's server.
 
-    vllm serve MODEL --middleware rollout.server.generate_route.CompactGenerate \
-                     --middleware rollout.server.guard.RequireKey ...
+    vllm serve MODEL --middleware lockstep.rollout.server.generate_route.CompactGenerate \
+                     --middleware lockstep.rollout.server.guard.RequireKey ...
 
 vLLM's `/inference/v1/generate` creates four objects and 139 bytes of JSON per token, which on one core costs as much as
 sampling from a small model. This route answers the same request with base64 arrays. Nothing is lost: vLLM's logprobs
@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollout.engine.engine_answers import Answer, answer_of, integer
-from rollout.errors import EvidenceError
-from rollout.server.guard import App, Message, Receive, Send, reply
+from lockstep.rollout.engine.engine_answers import Answer, answer_of, integer
+from lockstep.rollout.errors import EvidenceError
+from lockstep.rollout.server.guard import App, Message, Receive, Send, reply
 
 if TYPE_CHECKING:
     from vllm import RequestOutput

@@ -3,7 +3,7 @@
 vLLM 0.32's own key guards only `/v1` and `/inference`. Its other routes can replace weights and call worker methods by
 name, so a server that other machines reach needs this middleware:
 
-    VLLM_API_KEY=... vllm serve MODEL --middleware rollout.server.guard.RequireKey ...
+    VLLM_API_KEY=... vllm serve MODEL --middleware lockstep.rollout.server.guard.RequireKey ...
 
 Covered: all routes and websockets; the key is compared in constant time. Not covered: TLS (vLLM has `--ssl-keyfile`),
 rate limits, and malicious clients that hold the key.
@@ -34,7 +34,9 @@ class RequireKey:
     def __init__(self, app: App) -> None:
         key = os.environ.get(KEY_ENV)
         if not key:
-            raise RuntimeError(f"rollout.server.guard.RequireKey needs a key in the environment variable {KEY_ENV}")
+            raise RuntimeError(
+                f"lockstep.rollout.server.guard.RequireKey needs a key in the environment variable {KEY_ENV}"
+            )
         self._app = app
         self._expected = _digest(f"Bearer {key}".encode())
 

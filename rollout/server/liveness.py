@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
-from rollout.errors import EngineError, LockstepError
+from lockstep.rollout.errors import EngineError, LockstepError
 
 T = TypeVar("T")
 

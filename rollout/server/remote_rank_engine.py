@@ -19,15 +19,15 @@ import numpy as np
 import torch
 from aiohttp import web
 
-from rollout.engine.engine_answers import integer, number
-from rollout.engine.protocol import PooledEngine, Sampling
-from rollout.engine.token_scores import TokenScores
-from rollout.errors import EngineError, EvidenceError, error_named
-from rollout.records import EngineCall
-from rollout.saved_rollouts import call_from_json, call_to_json
-from rollout.server.client import ServerClient
-from rollout.server.generate_route import decode_array, encode_array
-from rollout.system.background_loop import BackgroundLoop
+from lockstep.rollout.engine.engine_answers import integer, number
+from lockstep.rollout.engine.protocol import PooledEngine, Sampling
+from lockstep.rollout.engine.token_scores import TokenScores
+from lockstep.rollout.errors import EngineError, EvidenceError, error_named
+from lockstep.rollout.records import EngineCall
+from lockstep.rollout.saved_rollouts import call_from_json, call_to_json
+from lockstep.rollout.server.client import ServerClient
+from lockstep.rollout.server.generate_route import decode_array, encode_array
+from lockstep.rollout.system.background_loop import BackgroundLoop
 
 SCORE_ARRAYS = ("logprobs", "top_ids", "top_logprobs")
 """Arrays of an answer with `TokenScores`."""

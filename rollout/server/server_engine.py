@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 
 import torch
 
-from rollout.engine.adapters import refuse_adapter
-from rollout.engine.engine_answers import (
+from lockstep.rollout.engine.adapters import refuse_adapter
+from lockstep.rollout.engine.engine_answers import (
     Answer,
     check_prompt,
     engine_call,
@@ -31,14 +31,14 @@ from rollout.engine.engine_answers import (
     single_version,
     version_number,
 )
-from rollout.engine.protocol import BASE, POLICY, Sampling
-from rollout.engine.token_scores import TokenScores, token_scores
-from rollout.errors import ConfigError, EngineError, EvidenceError, LockstepError, RequestError
-from rollout.records import EngineCall
-from rollout.server.client import ServerClient, wait_until_healthy
-from rollout.server.generate_route import ROUTE, decode_answer, decode_array, decode_scores
-from rollout.server.liveness import Liveness
-from rollout.system.background_loop import BackgroundLoop
+from lockstep.rollout.engine.protocol import BASE, POLICY, Sampling
+from lockstep.rollout.engine.token_scores import TokenScores, token_scores
+from lockstep.rollout.errors import ConfigError, EngineError, EvidenceError, LockstepError, RequestError
+from lockstep.rollout.records import EngineCall
+from lockstep.rollout.server.client import ServerClient, wait_until_healthy
+from lockstep.rollout.server.generate_route import ROUTE, decode_answer, decode_array, decode_scores
+from lockstep.rollout.server.liveness import Liveness
+from lockstep.rollout.system.background_loop import BackgroundLoop
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ import socket
 import struct
 from collections.abc import Sequence
 
-from rollout.errors import SyncError
+from lockstep.rollout.errors import SyncError
 
 LOOPBACK = "127.0.0.1"
 ANY_PORT = 9

@@ -16,9 +16,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rollout.errors import ConfigError
-from rollout.safe_text import error_text
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.safe_text import error_text
 
+MOVED = ("trainer", "rollout", "rewards", "demo")
+"""Packages that were importable by these names before they moved into `lockstep`."""
 _HIDES_NAMES = re.compile(r"import\s*\*|^\s*global\s|\b(?:globals|vars|locals|exec|eval|setattr)\s*\(", re.MULTILINE)
 """Ways to define a name of a module that its symbol table does not show."""
 
@@ -91,7 +93,9 @@ def _load_module(path: Path) -> ModuleType:
         found.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise ConfigError(f"{path} cannot be loaded: {fault(error, path)}") from error
+        old = error.name.partition(".")[0] if isinstance(error, ModuleNotFoundError) and error.name else ""
+        hint = f"; Lockstep's packages moved: write `lockstep.{old}` instead of `{old}`" if old in MOVED else ""
+        raise ConfigError(f"{path} cannot be loaded: {fault(error, path)}{hint}") from error
     return module
 
 

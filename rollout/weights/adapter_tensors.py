@@ -19,10 +19,10 @@ import torch
 from torch import nn
 from vllm.distributed.weight_transfer.base import ParamMeta
 
-from rollout.errors import SyncError
-from rollout.weights.checkpoint_names import Place, checkpoint_places
-from rollout.weights.checkpoint_tensors import CheckpointTensor, peft_layers, sent_dtype
-from rollout.weights.shards import ParamRange, full_shape
+from lockstep.rollout.errors import SyncError
+from lockstep.rollout.weights.checkpoint_names import Place, checkpoint_places
+from lockstep.rollout.weights.checkpoint_tensors import CheckpointTensor, peft_layers, sent_dtype
+from lockstep.rollout.weights.shards import ParamRange, full_shape
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer

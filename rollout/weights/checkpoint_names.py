@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from rollout.errors import SyncError
+from lockstep.rollout.errors import SyncError
 
 Shape = tuple[int, ...]
 

@@ -21,9 +21,9 @@ import torch
 from torch import nn
 from vllm.distributed.weight_transfer.base import ParamMeta
 
-from rollout.errors import SyncError
-from rollout.weights.checkpoint_names import Place, checkpoint_places
-from rollout.weights.shards import ParamRange, full_shape
+from lockstep.rollout.errors import SyncError
+from lockstep.rollout.weights.checkpoint_names import Place, checkpoint_places
+from lockstep.rollout.weights.shards import ParamRange, full_shape
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -10,11 +10,11 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rollout.engine.engine_answers import UNUSABLE_PREFIX
-from rollout.errors import EngineError
+from lockstep.rollout.engine.engine_answers import UNUSABLE_PREFIX
+from lockstep.rollout.errors import EngineError
 
 if TYPE_CHECKING:
-    from rollout.engine.protocol import SyncedEngine
+    from lockstep.rollout.engine.protocol import SyncedEngine
 
 T = TypeVar("T")
 

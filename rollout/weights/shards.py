@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from rollout.errors import SyncError
+from lockstep.rollout.errors import SyncError
 
 
 @dataclass(frozen=True, slots=True)

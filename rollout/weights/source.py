@@ -28,9 +28,9 @@ import torch
 from torch import nn
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource, layerwise_groups
 
-from rollout.weights.adapter_tensors import adapter_tensors
-from rollout.weights.checkpoint_tensors import CheckpointTensor, checkpoint_tensors, unwrap
-from rollout.weights.shards import (
+from lockstep.rollout.weights.adapter_tensors import adapter_tensors
+from lockstep.rollout.weights.checkpoint_tensors import CheckpointTensor, checkpoint_tensors, unwrap
+from lockstep.rollout.weights.shards import (
     Fetch,
     ParamRange,
     ShardRange,

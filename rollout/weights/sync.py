@@ -30,19 +30,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rollout.errors import ConfigError, EngineError, RankLostError, SyncError
-from rollout.system.abandonable_thread import run_in_abandonable_thread
-from rollout.system.addresses import LOOPBACK, address_towards, is_loopback, rendezvous_address
-from rollout.system.device_memory import release_cached_memory
-from rollout.weights.checksums import describe_differences
-from rollout.weights.control_plane import ControlPlane
+from lockstep.rollout.errors import ConfigError, EngineError, RankLostError, SyncError
+from lockstep.rollout.system.abandonable_thread import run_in_abandonable_thread
+from lockstep.rollout.system.addresses import LOOPBACK, address_towards, is_loopback, rendezvous_address
+from lockstep.rollout.system.device_memory import release_cached_memory
+from lockstep.rollout.weights.checksums import describe_differences
+from lockstep.rollout.weights.control_plane import ControlPlane
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
     from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
 
-    from rollout.engine.protocol import SleepingEngine, SyncedEngine
-    from rollout.weights.gloo.wire import Receivers
+    from lockstep.rollout.engine.protocol import SleepingEngine, SyncedEngine
+    from lockstep.rollout.weights.gloo.wire import Receivers
 
 ScoreCanary = Callable[[list[int]], list[float]]
 """The trainer's log π(ids[i] | ids[:i]) at temperature 1 for i >= 1, without gradients. Called on every rank, as a
@@ -150,7 +150,7 @@ class WeightSync:
 
         self._sends_adapters = takes_adapters
 
-        from rollout.weights.source import ZeroSource
+        from lockstep.rollout.weights.source import ZeroSource
 
         readers = [rank for rank, found in enumerate(by_rank) if found]
         self._source = ZeroSource(
@@ -328,7 +328,7 @@ class WeightSync:
         self._store = None
         if self._backend != "gloo" or not self._engines.hosts:
             return None
-        from rollout.weights.gloo.wire import Receivers, listen
+        from lockstep.rollout.weights.gloo.wire import Receivers, listen
 
         address = self._address_for([*self._engines.hosts, *self._ranks.others])
         self._store = listen(address, self._deadline_s)
@@ -343,7 +343,7 @@ class WeightSync:
     def _join(self, receivers: list[Receivers]) -> TrainerWeightTransferEngine[Any]:
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 
-        from rollout.engine.plugin import register
+        from lockstep.rollout.engine.plugin import register
 
         register()
         info = self._init_info(receivers)
@@ -378,7 +378,7 @@ class WeightSync:
         rank = 0 if hosts else 1
         buffer_bytes = max(self._bucket_bytes, *self._sizes)  # vLLM refuses a tensor that is larger than its buffer
         if self._backend == "gloo":
-            from rollout.weights.gloo.trainer import GlooTrainerInitInfo
+            from lockstep.rollout.weights.gloo.trainer import GlooTrainerInitInfo
 
             sender, store = self._ranks.rank, self._store
             return GlooTrainerInitInfo(
@@ -401,7 +401,7 @@ class WeightSync:
                     "CUDA IPC reaches one engine on the trainer's own GPU; start servers with "
                     '--weight-transfer-config \'{"backend": "nccl"}\''
                 )
-            from rollout.weights.cuda_ipc import CudaIpcTrainerInitInfo
+            from lockstep.rollout.weights.cuda_ipc import CudaIpcTrainerInitInfo
 
             return CudaIpcTrainerInitInfo(rank=rank, packed_buffer_size_bytes=buffer_bytes)
         raise ConfigError(f"weight transfer must be gloo, nccl or cuda_ipc, found {self._backend!r}")

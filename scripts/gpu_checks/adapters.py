@@ -6,15 +6,15 @@ import asyncio
 
 import torch
 
-from rollout.engine.adapters import AdapterSettings
-from rollout.engine.protocol import BASE
-from rollout.errors import LockstepError
-from rollout.weights.source import ZeroSource, nbytes
+from lockstep.rollout.engine.adapters import AdapterSettings
+from lockstep.rollout.engine.protocol import BASE
+from lockstep.rollout.errors import LockstepError
+from lockstep.rollout.weights.source import ZeroSource, nbytes
+from lockstep.trainer.config.groups.model_settings import LoraConfig
+from lockstep.trainer.model.policy import Policy
 from scripts.gpu_checks.measured import Measured, above, below, equal, shown
 from scripts.gpu_checks.quantized_checkpoint import write_quantized_checkpoint
 from scripts.gpu_checks.subject import Subject
-from trainer.config.groups.model_settings import LoraConfig
-from trainer.model.policy import Policy
 
 LORA = LoraConfig(rank=16, alpha=32)
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from rollout.errors import EngineError
-from rollout.records import EngineCall
-from rollout.weights.checksums import describe_differences
-from rollout.weights.source import ZeroSource
-from rollout.weights.sync import CANARY_THRESHOLD
+from lockstep.rollout.errors import EngineError
+from lockstep.rollout.records import EngineCall
+from lockstep.rollout.weights.checksums import describe_differences
+from lockstep.rollout.weights.source import ZeroSource
+from lockstep.rollout.weights.sync import CANARY_THRESHOLD
 from scripts.gpu_checks.measured import Measured, above, below, equal, shown
 from scripts.gpu_checks.subject import Served, Subject
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch.cuda import nccl
 
-from rollout.errors import ConfigError
+from lockstep.rollout.errors import ConfigError
+from lockstep.trainer.engines.run_engines import check_allocator
 from scripts.gpu_checks.measured import Measured, above, equal
 from scripts.gpu_checks.subject import Subject
-from trainer.engines.run_engines import check_allocator
 
 DRIVER, NCCL = 580, (2, 29, 7)
 """Least driver for CUDA 13, and least NCCL that vLLM's transfer between processes accepts."""

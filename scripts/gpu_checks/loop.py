@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from demo.tokenizer import untrained
+from lockstep.demo.tokenizer import untrained
 from scripts.gpu_checks.measured import Measured, above, below, equal, shown
 from scripts.gpu_checks.subject import Subject
 

@@ -11,15 +11,15 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM
 
-from demo.architectures import ARCHITECTURES
-from rollout.episode.rows import rows_from_calls
-from rollout.records import EngineCall, FinishReason, TrainingRow
+from lockstep.demo.architectures import ARCHITECTURES
+from lockstep.rollout.episode.rows import rows_from_calls
+from lockstep.rollout.records import EngineCall, FinishReason, TrainingRow
+from lockstep.trainer.batch.packing import PackedBatch, collate
+from lockstep.trainer.model import isolation
+from lockstep.trainer.model.fused_head import fused_logprobs
+from lockstep.trainer.model.policy import Policy
 from scripts.gpu_checks.measured import Measured, above, below, equal
 from scripts.gpu_checks.subject import Subject
-from trainer.batch.packing import PackedBatch, collate
-from trainer.model import isolation
-from trainer.model.fused_head import fused_logprobs
-from trainer.model.policy import Policy
 
 
 def attention(subject: Subject) -> list[Measured]:

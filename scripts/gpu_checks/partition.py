@@ -13,20 +13,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollout.records import EngineCall, FinishReason, Rollout, VersionSpan
-from rollout.weights.source import ZeroSource
+from lockstep.rollout.records import EngineCall, FinishReason, Rollout, VersionSpan
+from lockstep.rollout.weights.source import ZeroSource
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.credit.correction import StepCorrection
+from lockstep.trainer.credit.old_policy import Recomputed
+from lockstep.trainer.credit.targets import Logprobs, rollout_targets
+from lockstep.trainer.distributed.distributed import Distributed
+from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.update.updater import Updater
 from scripts.gpu_checks.loop import ROOT, launched
 from scripts.gpu_checks.measured import Measured, above, below, equal
 from scripts.gpu_checks.subject import Subject
-from trainer.batch.step_batch import StepBatch
-from trainer.config.groups.correction_settings import CorrectionConfig
-from trainer.config.schema import Config
-from trainer.credit.correction import StepCorrection
-from trainer.credit.old_policy import Recomputed
-from trainer.credit.targets import Logprobs, rollout_targets
-from trainer.distributed.distributed import Distributed
-from trainer.model.policy import Policy
-from trainer.update.updater import Updater
 
 ONE_PACK, MANY_PACKS = 100_000, 96
 

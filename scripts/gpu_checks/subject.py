@@ -14,17 +14,17 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from rollout.engine.embedded import EmbeddedEngine
-from rollout.engine.protocol import Sampling
-from rollout.episode.rows import rows_from_calls
-from rollout.records import EngineCall
-from rollout.system.background_loop import BackgroundLoop
-from rollout.weights.sync import SyncReport, WeightSync
-from trainer.batch.packing import collate
-from trainer.config.groups.model_settings import LoraConfig
-from trainer.model.lora import add_adapters
-from trainer.model.policy import Policy
-from trainer.update.updater import whole_row
+from lockstep.rollout.engine.embedded import EmbeddedEngine
+from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.episode.rows import rows_from_calls
+from lockstep.rollout.records import EngineCall
+from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.rollout.weights.sync import SyncReport, WeightSync
+from lockstep.trainer.batch.packing import collate
+from lockstep.trainer.config.groups.model_settings import LoraConfig
+from lockstep.trainer.model.lora import add_adapters
+from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.update.updater import whole_row
 
 ENGINE_SHARE = 0.3
 """Share of the GPU's memory that an engine may use, so that two fit beside a trainer."""

@@ -16,27 +16,27 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rollout.records import EngineCall, FinishReason, Rollout, VersionSpan
-from rollout.server.server_engine import ServerEngine
-from rollout.system.addresses import LOOPBACK
-from rollout.system.background_loop import BackgroundLoop
-from rollout.weights.sync import WeightSync
+from lockstep.rollout.records import EngineCall, FinishReason, Rollout, VersionSpan
+from lockstep.rollout.server.server_engine import ServerEngine
+from lockstep.rollout.system.addresses import LOOPBACK
+from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.rollout.weights.sync import WeightSync
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.cli import run_or_end
+from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.credit.correction import StepCorrection
+from lockstep.trainer.credit.old_policy import Recomputed
+from lockstep.trainer.credit.targets import Logprobs, rollout_targets
+from lockstep.trainer.distributed.distributed import Distributed
+from lockstep.trainer.model.memory_plan import memory_plan
+from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.model.shape import ModelShape
+from lockstep.trainer.update.optimizers.optimizer import make_optimizer
+from lockstep.trainer.update.updater import Updater
 from scripts.gpu_checks.loop import ROOT, launched, python
 from scripts.gpu_checks.measured import Measured, above, below, equal, shown
 from scripts.gpu_checks.subject import Served, Subject
-from trainer.batch.step_batch import StepBatch
-from trainer.cli import run_or_end
-from trainer.config.groups.correction_settings import CorrectionConfig
-from trainer.config.schema import Config
-from trainer.credit.correction import StepCorrection
-from trainer.credit.old_policy import Recomputed
-from trainer.credit.targets import Logprobs, rollout_targets
-from trainer.distributed.distributed import Distributed
-from trainer.model.memory_plan import memory_plan
-from trainer.model.policy import Policy
-from trainer.model.shape import ModelShape
-from trainer.update.optimizers.optimizer import make_optimizer
-from trainer.update.updater import Updater
 
 PORT = 8765
 KEY_ENV = "LOCKSTEP_ENGINE_KEY"

@@ -14,13 +14,13 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from rollout.errors import DataError
+from lockstep.rollout.errors import DataError
+from lockstep.trainer.checkpoint.run_dir import RunDirectory
+from lockstep.trainer.evaluate import estimates
+from lockstep.trainer.evaluate.estimates import Estimate
+from lockstep.trainer.evaluate.results import SetResult, read_results, title
+from lockstep.trainer.observe.metrics_log import read_metrics
 from scripts.recipes.declared import Bound, Recipe
-from trainer.checkpoint.run_dir import RunDirectory
-from trainer.evaluate import estimates
-from trainer.evaluate.estimates import Estimate
-from trainer.evaluate.results import SetResult, read_results, title
-from trainer.observe.metrics_log import read_metrics
 
 
 class Status(StrEnum):

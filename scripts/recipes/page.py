@@ -8,11 +8,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
+from lockstep.trainer.model.memory_plan import GIB
 from scripts.generated import ROOT, main
 from scripts.recipes import plan as planning
 from scripts.recipes.declared import RECIPES, Recipe
 from scripts.recipes.plan import Plan, make_plan
-from trainer.model.memory_plan import GIB
 
 PAGE = "docs/recipes.md"
 

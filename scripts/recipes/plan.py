@@ -19,13 +19,13 @@ from pathlib import Path
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 
-from rollout.errors import ConfigError
+from lockstep.rollout.errors import ConfigError
+from lockstep.trainer.cli import CONFIG_DIR, schema, to_config
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.distributed.sharding import Sharding, set_buffers
+from lockstep.trainer.model.memory_plan import GIB, USABLE, MemoryPlan, advice, cache_gib_left, memory_plan
+from lockstep.trainer.model.shape import ModelShape, planned_shape, update_flops
 from scripts.recipes.declared import Recipe
-from trainer.cli import CONFIG_DIR, schema, to_config
-from trainer.config.schema import Config
-from trainer.distributed.sharding import Sharding, set_buffers
-from trainer.model.memory_plan import GIB, USABLE, MemoryPlan, advice, cache_gib_left, memory_plan
-from trainer.model.shape import ModelShape, planned_shape, update_flops
 
 GPU = "H100 SXM"
 PEAK_TFLOPS = 989.0

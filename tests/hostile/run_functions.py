@@ -13,7 +13,7 @@ import sys
 import time
 from dataclasses import asdict
 
-from rewards.workers.pool import Isolation, WorkerPool
+from lockstep.rewards.workers.pool import Isolation, WorkerPool
 from tests.hostile.cases import HERE, Case, cases
 from tests.hostile.run_programs import PR_SET_CHILD_SUBREAPER, libc, survivors
 from tests.unit.rewards.workers.test_pool import rollout

@@ -22,9 +22,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from rollout.sandbox.execution import Execution, Language, Limits
-from rollout.sandbox.program_session import Session, tool_call
-from rollout.sandbox.sandbox import local_enclosure, run_python
+from lockstep.rollout.sandbox.execution import Execution, Language, Limits
+from lockstep.rollout.sandbox.program_session import Session, tool_call
+from lockstep.rollout.sandbox.sandbox import local_enclosure, run_python
 from tests.hostile.cases import Case, cases
 
 PR_SET_CHILD_SUBREAPER = 36

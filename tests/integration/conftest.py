@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from transformers import Qwen3ForCausalLM
 
-from rollout.engine.embedded import EmbeddedEngine
-from rollout.engine.protocol import Sampling
-from rollout.records import EngineCall
-from rollout.system.background_loop import BackgroundLoop
-from rollout.weights.sync import SyncReport, WeightSync
+from lockstep.rollout.engine.embedded import EmbeddedEngine
+from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.records import EngineCall
+from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.rollout.weights.sync import SyncReport, WeightSync
 from tests.fixtures.forked_python import forks_for_spawns
 from tests.fixtures.forked_servers import ForkedServers
 from tests.fixtures.models import sampled_logprobs, save_tiny_model, tiny_qwen3

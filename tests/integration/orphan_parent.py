@@ -6,9 +6,9 @@ import signal
 import sys
 from pathlib import Path
 
-from rollout.engine.embedded import EmbeddedEngine
-from rollout.engine.protocol import Sampling
-from rollout.system.background_loop import BackgroundLoop
+from lockstep.rollout.engine.embedded import EmbeddedEngine
+from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.system.background_loop import BackgroundLoop
 from tests.fixtures.models import save_tiny_model
 
 

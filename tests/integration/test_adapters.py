@@ -13,14 +13,14 @@ import pytest
 from peft import PeftModel
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rollout.engine.adapters import AdapterSettings
-from rollout.engine.embedded import EmbeddedEngine
-from rollout.engine.protocol import BASE, Sampling
-from rollout.errors import EngineError, SyncError
-from rollout.records import EngineCall
-from rollout.server.server_engine import GENERATE
-from rollout.system.background_loop import BackgroundLoop
-from rollout.weights.sync import SyncReport, WeightSync
+from lockstep.rollout.engine.adapters import AdapterSettings
+from lockstep.rollout.engine.embedded import EmbeddedEngine
+from lockstep.rollout.engine.protocol import BASE, Sampling
+from lockstep.rollout.errors import EngineError, SyncError
+from lockstep.rollout.records import EngineCall
+from lockstep.rollout.server.server_engine import GENERATE
+from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.rollout.weights.sync import SyncReport, WeightSync
 from tests.fixtures.adapted import perturb_adapters, with_lora
 from tests.fixtures.forked_python import forks_for_spawns
 from tests.fixtures.forked_servers import ForkedServers

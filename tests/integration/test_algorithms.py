@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollout.saved_rollouts import read_rollouts
+from lockstep.rollout.saved_rollouts import read_rollouts
 from tests.integration.test_run import SMALL, demo, metrics, train
 
 __all__ = ["demo"]  # the fixture: the demo's model and data

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from demo.make import make_demo
-from demo.manifest import ARCHITECTURE_NAMES, DEFAULT_ARCHITECTURE
+from lockstep.demo.make import make_demo
+from lockstep.demo.manifest import ARCHITECTURE_NAMES, DEFAULT_ARCHITECTURE
 from tests.integration.test_run import metrics, train
 
 pytestmark = [pytest.mark.engine, pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(3600)]

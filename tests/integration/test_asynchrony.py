@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.saved_rollouts import read_rollouts
+from lockstep.rollout.saved_rollouts import read_rollouts
 from tests.fixtures.processes import descendants
 from tests.integration.test_run import ROOT, command, demo, metrics, train  # noqa: F401  # `demo` is a fixture
 

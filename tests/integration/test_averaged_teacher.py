@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from rollout.saved_rollouts import read_rollouts
+from lockstep.rollout.saved_rollouts import read_rollouts
+from lockstep.trainer.batch.saved_scores import FILE_SUFFIX, SavedScores
+from lockstep.trainer.batch.step_batch import StepBatch
 from tests.integration.test_run import demo, metrics, train  # noqa: F401  # `demo` is a fixture
-from trainer.batch.saved_scores import FILE_SUFFIX, SavedScores
-from trainer.batch.step_batch import StepBatch
 
 pytestmark = [pytest.mark.engine, pytest.mark.distributed, pytest.mark.timeout(600)]
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.trainer.objective.examination.finding import Finding, Verdict
+from lockstep.trainer.tools import check_update
+from lockstep.trainer.tools.check_objective import check_objective
+from lockstep.trainer.tools.check_update import examine_update
 from tests.fixtures.pages import ROOT, python_files
-from trainer.objective.examination.finding import Finding, Verdict
-from trainer.tools import check_update
-from trainer.tools.check_objective import check_objective
-from trainer.tools.check_update import examine_update
 
 FAULTY = ROOT / "tests/unit/trainer/objective/examination/faulty_losses.py"
 OF_RANK = """

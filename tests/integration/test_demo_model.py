@@ -12,19 +12,19 @@ from datasets import load_dataset
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
-from demo.make import make_demo
-from demo.manifest import DemoInfo
-from demo.play import sampled_reward
-from demo.tasks import TASKS
-from demo.warm_start import MIDDLING
-from rewards.composition import make_reward_set
-from rollout.chat.chat import Chat
-from rollout.engine.embedded import EmbeddedEngine
-from rollout.engine.protocol import Sampling
-from rollout.environments import make_environment
-from rollout.records import RolloutStatus
-from rollout.sampler.sampler import Sampler
-from rollout.system.background_loop import BackgroundLoop
+from lockstep.demo.make import make_demo
+from lockstep.demo.manifest import DemoInfo
+from lockstep.demo.play import sampled_reward
+from lockstep.demo.tasks import TASKS
+from lockstep.demo.warm_start import MIDDLING
+from lockstep.rewards.composition import make_reward_set
+from lockstep.rollout.chat.chat import Chat
+from lockstep.rollout.engine.embedded import EmbeddedEngine
+from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.environments import make_environment
+from lockstep.rollout.records import RolloutStatus
+from lockstep.rollout.sampler.sampler import Sampler
+from lockstep.rollout.system.background_loop import BackgroundLoop
 from tests.fixtures.forked_python import forks_for_spawns
 
 

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from demo.tokenizer import train_tokenizer
-from demo.warm_start import new_model
-from rollout.saved_rollouts import write_rollouts
+from lockstep.demo.tokenizer import train_tokenizer
+from lockstep.demo.warm_start import new_model
+from lockstep.rollout.saved_rollouts import write_rollouts
+from lockstep.trainer.build import make_chat
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.diagnosis.cases import Case, sample_cases
+from lockstep.trainer.diagnosis.causes import VARIANTS, Cause, Severity
+from lockstep.trainer.diagnosis.diagnosis import REEXAMINED
+from lockstep.trainer.diagnosis.examiner import Examiner
+from lockstep.trainer.tools.diagnose import open_engine, open_examiner
 from tests.fixtures.forked_python import forked_python, forks_for_spawns
-from trainer.build import make_chat
-from trainer.config.schema import Config
-from trainer.diagnosis.cases import Case, sample_cases
-from trainer.diagnosis.causes import VARIANTS, Cause, Severity
-from trainer.diagnosis.diagnosis import REEXAMINED
-from trainer.diagnosis.examiner import Examiner
-from trainer.tools.diagnose import open_engine, open_examiner
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = ("simple_text", "single_turn", "multi_turn", "training_path", *REEXAMINED)

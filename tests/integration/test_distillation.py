@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rollout.episode.rows import rows_from_calls
-from rollout.saved_rollouts import read_rollouts
+from lockstep.rollout.episode.rows import rows_from_calls
+from lockstep.rollout.saved_rollouts import read_rollouts
+from lockstep.trainer.batch.saved_scores import FILE_SUFFIX, SavedScores
 from tests.fixtures.forked_servers import ForkedServers
 from tests.fixtures.servers import KEY, KEY_ENV, SETTINGS
 from tests.integration.test_replay_run import replay
 from tests.integration.test_run import demo, metrics, train  # noqa: F401  # `demo` is a fixture
-from trainer.batch.saved_scores import FILE_SUFFIX, SavedScores
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.trainer.checkpoint import checkpoint
 from tests.fixtures.ranks import accelerate, run_ranks
-from trainer.checkpoint import checkpoint
 
 WORKER = Path(__file__).parent / "workers" / "dying_save.py"
 

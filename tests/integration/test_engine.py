@@ -12,11 +12,11 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from rollout.engine.embedded import EmbeddedEngine
-from rollout.engine.protocol import Sampling
-from rollout.errors import ConfigError, EngineError
-from rollout.records import EngineCall, FinishReason, VersionSpan
-from rollout.system.background_loop import BackgroundLoop
+from lockstep.rollout.engine.embedded import EmbeddedEngine
+from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.errors import ConfigError, EngineError
+from lockstep.rollout.records import EngineCall, FinishReason, VersionSpan
+from lockstep.rollout.system.background_loop import BackgroundLoop
 from tests.fixtures.forked_python import forks_for_spawns
 from tests.fixtures.models import EOS_ID, VOCAB_SIZE, sampled_logprobs, tiny_qwen3
 from tests.integration.conftest import Served

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from rollout.engine.protocol import Sampling
-from rollout.errors import EngineError, SyncError
+from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.errors import EngineError, SyncError
 from tests.fixtures.forked_servers import ForkedServers
 from tests.fixtures.models import perturb
 from tests.fixtures.remote import Trained, trained

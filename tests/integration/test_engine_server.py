@@ -23,15 +23,15 @@ import openai
 import pytest
 import torch
 
-from rollout.chat.chat import Chat
-from rollout.engine.pool import EnginePool
-from rollout.engine.protocol import Sampling
-from rollout.episode.rows import rows_from_calls
-from rollout.errors import EngineError, SyncError
-from rollout.gateway.server import Gateway
-from rollout.records import FinishReason
-from rollout.server.generate_route import ROUTE
-from rollout.server.server_engine import GENERATE
+from lockstep.rollout.chat.chat import Chat
+from lockstep.rollout.engine.pool import EnginePool
+from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.episode.rows import rows_from_calls
+from lockstep.rollout.errors import EngineError, SyncError
+from lockstep.rollout.gateway.server import Gateway
+from lockstep.rollout.records import FinishReason
+from lockstep.rollout.server.generate_route import ROUTE
+from lockstep.rollout.server.server_engine import GENERATE
 from tests.fixtures.forked_python import forked_python
 from tests.fixtures.in_flight import sampled_across_a_sync
 from tests.fixtures.models import VOCAB_SIZE, perturb, sampled_logprobs

@@ -14,17 +14,17 @@ from typing import Any
 
 import pytest
 
-from demo.tokenizer import train_tokenizer
-from demo.warm_start import new_model
-from rollout.engine.pool import EnginePool
+from lockstep.demo.tokenizer import train_tokenizer
+from lockstep.demo.warm_start import new_model
+from lockstep.rollout.engine.pool import EnginePool
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.objective.examination.finding import Finding, Verdict
+from lockstep.trainer.tools.diagnose import open_engine
+from lockstep.trainer.tools.environment_kit.journal import Journal
+from lockstep.trainer.tools.environment_kit.kit import findings
+from lockstep.trainer.tools.environment_kit.subject import Options
 from tests.fixtures.forked_python import forks_for_spawns
 from tests.fixtures.paths import ROOT
-from trainer.config.schema import Config
-from trainer.objective.examination.finding import Finding, Verdict
-from trainer.tools.diagnose import open_engine
-from trainer.tools.environment_kit.journal import Journal
-from trainer.tools.environment_kit.kit import findings
-from trainer.tools.environment_kit.subject import Options
 
 SUMS = [{"question": f"compute {n}*{n + 2}-5", "answer": str(n * (n + 2) - 5)} for n in range(11, 17)]
 CHAIN = [
@@ -160,7 +160,7 @@ def own(base: Config, tmp_path: Path) -> list[str]:
     """Return the command line for an environment whose step runs the text of the setting `code`."""
     (tmp_path / "own.py").write_text(
         "import os, time\n"
-        "from rollout.episode.environment import Step\n\n\n"
+        "from lockstep.rollout.episode.environment import Step\n\n\n"
         "class Own:\n"
         "    tools = ()\n\n"
         "    def __init__(self, code='pass'):\n"

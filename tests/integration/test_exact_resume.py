@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollout.saved_rollouts import read_rollouts
+from lockstep.rollout.saved_rollouts import read_rollouts
 from tests.fixtures.kills import Kill, Recipe, differences
 from tests.integration.test_run import demo, metrics  # noqa: F401  # `demo` is a fixture
 

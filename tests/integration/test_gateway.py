@@ -13,14 +13,14 @@ from typing import Any
 import openai
 import pytest
 
-from rollout.chat.chat import Chat
-from rollout.engine.protocol import Sampling
-from rollout.environments import make_environment
-from rollout.episode.rows import rows_from_calls
-from rollout.gateway.server import Gateway
-from rollout.records import EngineCall, FinishReason
-from rollout.sampler.sampler import Sampler
-from rollout.saved_rollouts import read_rollouts
+from lockstep.rollout.chat.chat import Chat
+from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.environments import make_environment
+from lockstep.rollout.episode.rows import rows_from_calls
+from lockstep.rollout.gateway.server import Gateway
+from lockstep.rollout.records import EngineCall, FinishReason
+from lockstep.rollout.sampler.sampler import Sampler
+from lockstep.rollout.saved_rollouts import read_rollouts
 from tests.fixtures.agents import calculator_agent
 from tests.fixtures.forked_python import forked_python
 from tests.fixtures.models import sampled_logprobs, tiny_qwen3

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollout.saved_rollouts import read_rollouts
+from lockstep.rollout.saved_rollouts import read_rollouts
 from tests.fixtures.kills import differences
 from tests.integration.test_exact_resume import recipe, step_seconds
 from tests.integration.test_run import demo, metrics, train  # noqa: F401  # `demo` is a fixture

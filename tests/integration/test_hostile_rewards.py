@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from rewards.outcomes import ERRORS
-from rollout.records import Rollout, RolloutStatus
-from rollout.saved_rollouts import read_rollouts
+from lockstep.rewards.outcomes import ERRORS
+from lockstep.rollout.records import Rollout, RolloutStatus
+from lockstep.rollout.saved_rollouts import read_rollouts
 from tests.fixtures.hostile_rewards import CASES
 from tests.fixtures.sockets import Seen, watched
 from tests.integration.test_run import ROOT, command, demo, metrics  # noqa: F401  # `demo` is a fixture

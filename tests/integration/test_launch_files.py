@@ -29,7 +29,7 @@ TIMEOUT_S = 300  # on busy cores
 SCRIPT = f"""
 import json, sys
 import torch
-from trainer.distributed.distributed import Distributed
+from lockstep.trainer.distributed.distributed import Distributed
 
 distributed = Distributed.start(dtype="float32", max_grad_norm=1e9)
 torch.manual_seed(0)

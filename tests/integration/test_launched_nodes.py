@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.trainer.checkpoint import checkpoint
 from tests.fixtures.processes import descendants
 from tests.integration.test_launch_files import free_port
 from tests.integration.test_run import ROOT, demo, metrics  # noqa: F401  # `demo` is a fixture
 from tests.unit.project.test_launching import on_kubernetes
-from trainer.checkpoint import checkpoint
 
 pytestmark = [pytest.mark.engine, pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(900)]
 

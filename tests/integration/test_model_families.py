@@ -14,21 +14,21 @@ from typing import Any
 import pytest
 import torch
 
-from rollout.engine.adapters import AdapterSettings
-from rollout.engine.embedded import EmbeddedEngine
-from rollout.engine.protocol import Sampling
-from rollout.episode.rows import rows_from_calls
-from rollout.records import EngineCall
-from rollout.system.background_loop import BackgroundLoop
-from rollout.weights.sync import WeightSync
+from lockstep.rollout.engine.adapters import AdapterSettings
+from lockstep.rollout.engine.embedded import EmbeddedEngine
+from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.episode.rows import rows_from_calls
+from lockstep.rollout.records import EngineCall
+from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.rollout.weights.sync import WeightSync
+from lockstep.trainer.batch.packing import PackedBatch, collate
+from lockstep.trainer.config.groups.model_settings import LoraConfig
+from lockstep.trainer.model.families import FAMILIES as LISTED
+from lockstep.trainer.model.policy import Policy
 from tests.fixtures.adapted import perturb_adapters
 from tests.fixtures.families import FAMILIES, WINDOW, save_family
 from tests.fixtures.forked_python import forks_for_spawns
 from tests.fixtures.models import perturb
-from trainer.batch.packing import PackedBatch, collate
-from trainer.config.groups.model_settings import LoraConfig
-from trainer.model.families import FAMILIES as LISTED
-from trainer.model.policy import Policy
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 

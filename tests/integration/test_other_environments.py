@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from rollout.chat.chat import Chat
-from rollout.engine.protocol import Sampling
-from rollout.environments import make_environment
-from rollout.environments.hosts.process import host
-from rollout.episode.rows import rows_from_calls
-from rollout.sampler.sampler import Sampler
+from lockstep.rollout.chat.chat import Chat
+from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.environments import make_environment
+from lockstep.rollout.environments.hosts.process import host
+from lockstep.rollout.episode.rows import rows_from_calls
+from lockstep.rollout.sampler.sampler import Sampler
 from tests.fixtures.interpreters import python_with
 from tests.fixtures.openenv import server
 from tests.fixtures.paths import FIXTURES

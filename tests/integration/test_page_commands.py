@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from demo.make import make_demo
+from lockstep.demo.make import make_demo
 from tests.fixtures.forked_python import forked_python
 from tests.fixtures.pages import PAGES, ROOT, Block, bash_blocks, python_files
 

@@ -25,7 +25,7 @@ TEMPERATURE = 0.7
 
 
 def training_rows() -> list:
-    from rollout.records import TrainingRow
+    from lockstep.rollout.records import TrainingRow
 
     rng = np.random.default_rng(0)
     rows = []
@@ -77,9 +77,9 @@ def worker(directory: Path) -> None:
     from accelerate.utils import DistributedType
     from deepspeed.utils import safe_get_full_grad
 
-    from trainer.batch.packing import StepLayout, collate
-    from trainer.distributed.distributed import skip_deepspeed_builds
-    from trainer.model.policy import Policy
+    from lockstep.trainer.batch.packing import StepLayout, collate
+    from lockstep.trainer.distributed.distributed import skip_deepspeed_builds
+    from lockstep.trainer.model.policy import Policy
 
     skip_deepspeed_builds()
     rows = training_rows()
@@ -140,7 +140,7 @@ def count_gathers(engine, packed, tile: int) -> int:
     """Count the collective gathers of one forward and backward pass with vocabulary tiles of this size."""
     import torch
 
-    from trainer.model import logit_tiles
+    from lockstep.trainer.model import logit_tiles
 
     logit_tiles.TILE_K = tile
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:

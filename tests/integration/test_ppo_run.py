@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from demo.preferences.make import make_preferences
+from lockstep.demo.preferences.make import make_preferences
+from lockstep.trainer.checkpoint import checkpoint
+from lockstep.trainer.model.critic import Critic
 from tests.integration.test_run import demo, metrics, train  # noqa: F401  # `demo` is a fixture
-from trainer.checkpoint import checkpoint
-from trainer.model.critic import Critic
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 

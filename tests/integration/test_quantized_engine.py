@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rollout.errors import SyncError
-from rollout.weights.sync import CANARY_THRESHOLD, FLOOR_FACTOR
+from lockstep.rollout.errors import SyncError
+from lockstep.rollout.weights.sync import CANARY_THRESHOLD, FLOOR_FACTOR
 from tests.fixtures.models import perturb, sampled_logprobs
 from tests.fixtures.sent import send_instead
 from tests.integration.conftest import Served, serve

@@ -21,9 +21,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from demo.tokenizer import TURN_END, train_tokenizer
-from rollout.episode.rows import rows_from_calls
-from rollout.saved_rollouts import read_rollouts
+from lockstep.demo.tokenizer import TURN_END, train_tokenizer
+from lockstep.rollout.episode.rows import rows_from_calls
+from lockstep.rollout.saved_rollouts import read_rollouts
 from scripts.recipes.declared import RECIPES
 from scripts.recipes.judge import Status, judge
 from scripts.recipes.plan import overrides_of

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rollout.engine.embedded import EmbeddedEngine
-from rollout.errors import EngineError
-from rollout.system.background_loop import BackgroundLoop
+from lockstep.rollout.engine.embedded import EmbeddedEngine
+from lockstep.rollout.errors import EngineError
+from lockstep.rollout.system.background_loop import BackgroundLoop
 from tests.unit.project.test_security import evil_model  # noqa: F401  # a fixture
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

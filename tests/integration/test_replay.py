@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.engine.protocol import Sampling
-from rollout.errors import EngineError
-from rollout.records import EngineCall, Rollout
+from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.errors import EngineError
+from lockstep.rollout.records import EngineCall, Rollout
+from lockstep.trainer.batch.packing import collate
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.model.policy import Policy
 from tests.fixtures.models import tiny_qwen3
 from tests.integration.conftest import Served
-from trainer.batch.packing import collate
-from trainer.batch.step_batch import StepBatch
-from trainer.model.policy import Policy
 
 pytestmark = pytest.mark.engine
 

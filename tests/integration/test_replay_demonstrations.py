@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.trainer.sft.cross_entropy import EPOCH
 from tests.integration.test_replay_run import replay
 from tests.integration.test_run import demo, train  # noqa: F401  # `demo` is a fixture
 from tests.integration.test_sft_runs import settings  # noqa: F401  # a fixture
-from trainer.sft.cross_entropy import EPOCH
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollout.errors import CheckpointError
+from lockstep.rollout.errors import CheckpointError
+from lockstep.trainer.checkpoint import checkpoint
+from lockstep.trainer.config.groups.optimizer_settings import OptimizerConfig
+from lockstep.trainer.distributed.unsharded_state import WholeParameter, open_state
+from lockstep.trainer.update.optimizers.optimizer import make_optimizer
 from tests.fixtures.ranks import accelerate, run_ranks
 from tests.integration.test_run import demo, metrics, train  # noqa: F401  # `demo` is a fixture
 from tests.integration.workers.reshard import layers
-from trainer.checkpoint import checkpoint
-from trainer.config.groups.optimizer_settings import OptimizerConfig
-from trainer.distributed.unsharded_state import WholeParameter, open_state
-from trainer.update.optimizers.optimizer import make_optimizer
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).parent / "workers" / "reshard.py"

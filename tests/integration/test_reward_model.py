@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from demo.preferences.make import PreferenceRecipe, make_preferences
-from rewards.model.classifier import load_reward_model
+from lockstep.demo.preferences.make import PreferenceRecipe, make_preferences
+from lockstep.rewards.model.classifier import load_reward_model
 from tests.fixtures.ranks import accelerate, run_ranks
 from tests.integration.test_run import metrics as metrics_of
 from tests.integration.test_run import train as train_policy

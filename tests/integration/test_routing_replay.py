@@ -13,19 +13,19 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.engine.embedded import EmbeddedEngine
-from rollout.engine.protocol import Sampling, SyncedEngine
-from rollout.episode.rows import rows_from_calls
-from rollout.records import EngineCall, Rollout
-from rollout.server.server_engine import GENERATE, ServerEngine
-from rollout.system.background_loop import BackgroundLoop
-from rollout.weights.sync import WeightSync
+from lockstep.rollout.engine.embedded import EmbeddedEngine
+from lockstep.rollout.engine.protocol import Sampling, SyncedEngine
+from lockstep.rollout.episode.rows import rows_from_calls
+from lockstep.rollout.records import EngineCall, Rollout
+from lockstep.rollout.server.server_engine import GENERATE, ServerEngine
+from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.rollout.weights.sync import WeightSync
+from lockstep.trainer.batch.packing import collate
+from lockstep.trainer.model.policy import Policy
 from tests.fixtures.families import save_family
 from tests.fixtures.forked_python import forks_for_spawns
 from tests.fixtures.models import VOCAB_SIZE, perturb
 from tests.fixtures.servers import KEY, running
-from trainer.batch.packing import collate
-from trainer.model.policy import Policy
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from rollout.saved_rollouts import read_rollouts
+from lockstep.rollout.saved_rollouts import read_rollouts
 from tests.fixtures.families import EXPERTS
 from tests.integration.test_run import ROOT, command, demo, metrics, train
 

@@ -14,14 +14,14 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from demo.make import make_demo
-from rollout.episode.rows import rows_from_calls
-from rollout.saved_rollouts import read_rollouts
+from lockstep.demo.make import make_demo
+from lockstep.rollout.episode.rows import rows_from_calls
+from lockstep.rollout.saved_rollouts import read_rollouts
+from lockstep.trainer.checkpoint import checkpoint
+from lockstep.trainer.evaluate.results import compare, read_results
 from tests.fixtures import wandb_files
 from tests.fixtures.forked_python import forked_python
 from tests.fixtures.processes import descendants, wait_until_gone
-from trainer.checkpoint import checkpoint
-from trainer.evaluate.results import compare, read_results
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]

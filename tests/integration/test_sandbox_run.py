@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.sandbox.sandbox import isolation_problem
+from lockstep.rollout.sandbox.sandbox import isolation_problem
 from tests.fixtures.processes import descendants
 from tests.integration.test_run import ROOT, command, demo, metrics, train
 from tests.unit.rollout.sandbox.test_sandbox import read, wait_until
@@ -26,8 +26,8 @@ pytestmark = [
 
 SMALL = ("rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "logger.print_rollouts_every=0")
 CALCULATOR = '''
-from rollout.environments.sandboxed_tools import SandboxEnvironment
-from rollout.environments.toolbox import Toolbox
+from lockstep.rollout.environments.sandboxed_tools import SandboxEnvironment
+from lockstep.rollout.environments.toolbox import Toolbox
 
 
 class Calculator(SandboxEnvironment):

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from rollout.engine.embedded import EmbeddedEngine
-from rollout.engine.protocol import Sampling
-from rollout.errors import EngineError
-from rollout.saved_rollouts import read_rollouts
-from rollout.system.background_loop import BackgroundLoop
+from lockstep.rollout.engine.embedded import EmbeddedEngine
+from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.errors import EngineError
+from lockstep.rollout.saved_rollouts import read_rollouts
+from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.engines.start import start_members
 from tests.fixtures.forked_python import forks_for_spawns
 from tests.fixtures.models import save_tiny_model
 from tests.integration.test_run import SMALL, demo, metrics, train  # noqa: F401  # `demo` is a fixture
-from trainer.config.schema import Config
-from trainer.engines.start import start_members
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

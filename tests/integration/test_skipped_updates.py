@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
+from lockstep.trainer.update.batch_dumps import read_dump
 from tests.fixtures.models import save_tiny_model
 from tests.fixtures.ranks import accelerate, run_ranks
-from trainer.config.groups.correction_settings import CorrectionConfig
-from trainer.update.batch_dumps import read_dump
 
 WORKER = Path(__file__).parent / "workers" / "skipped_updates.py"
 

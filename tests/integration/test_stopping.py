@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.trainer.checkpoint import checkpoint
 from tests.fixtures.processes import descendants
 from tests.integration.test_run import ROOT, command, demo, metrics, train  # noqa: F401  # `demo` is a fixture
-from trainer.checkpoint import checkpoint
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 

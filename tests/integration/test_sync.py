@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from rollout.engine.protocol import Sampling
-from rollout.errors import EngineError, SyncError
+from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.errors import EngineError, SyncError
 from tests.fixtures.in_flight import sampled_across_a_sync
 from tests.fixtures.models import perturb, sampled_logprobs
 from tests.fixtures.sent import leave_out, on_bucket, send_instead

@@ -13,12 +13,12 @@ from lm_eval import simple_evaluate  # type: ignore[import-not-found]
 from lm_eval.models.huggingface import HFLM  # type: ignore[import-not-found]
 from lm_eval.tasks import TaskManager  # type: ignore[import-not-found]
 
-from rollout.engine.pool import EnginePool
+from lockstep.rollout.engine.pool import EnginePool
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.evaluate.tasks import Tasks
 from tests.fixtures.lm_eval_tasks import NAMES, task_files, values_by_metric
 from tests.fixtures.models import byte_tokenizer
 from tests.integration.conftest import Served
-from trainer.config.schema import Config
-from trainer.evaluate.tasks import Tasks
 
 pytestmark = pytest.mark.engine
 

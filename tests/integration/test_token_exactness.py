@@ -22,24 +22,24 @@ import torch
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from demo.make import make_demo
-from demo.manifest import DemoInfo
-from rollout.chat.chat import Chat
-from rollout.engine.embedded import EmbeddedEngine
-from rollout.engine.protocol import Sampling
-from rollout.environments.calculator import CalculatorEnvironment, calculator
-from rollout.environments.toolbox import Toolbox
-from rollout.environments.user import SimulatedUser
-from rollout.episode.environment import Environment, OpenConversation, Step
-from rollout.episode.rows import rows_from_calls
-from rollout.episode.token_metrics import TokenCounts, count_tokens
-from rollout.errors import CallLimitError, ContextFullError
-from rollout.records import FinishReason, Message, Rollout, RolloutStatus, TrainingRow
-from rollout.sampler.sampler import Sampler
-from rollout.system.background_loop import BackgroundLoop
+from lockstep.demo.make import make_demo
+from lockstep.demo.manifest import DemoInfo
+from lockstep.rollout.chat.chat import Chat
+from lockstep.rollout.engine.embedded import EmbeddedEngine
+from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.environments.calculator import CalculatorEnvironment, calculator
+from lockstep.rollout.environments.toolbox import Toolbox
+from lockstep.rollout.environments.user import SimulatedUser
+from lockstep.rollout.episode.environment import Environment, OpenConversation, Step
+from lockstep.rollout.episode.rows import rows_from_calls
+from lockstep.rollout.episode.token_metrics import TokenCounts, count_tokens
+from lockstep.rollout.errors import CallLimitError, ContextFullError
+from lockstep.rollout.records import FinishReason, Message, Rollout, RolloutStatus, TrainingRow
+from lockstep.rollout.sampler.sampler import Sampler
+from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.trainer.batch.packing import StepLayout, collate, pack
+from lockstep.trainer.model.policy import Policy
 from tests.fixtures.forked_python import forks_for_spawns
-from trainer.batch.packing import StepLayout, collate, pack
-from trainer.model.policy import Policy
 
 pytestmark = pytest.mark.engine
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout.errors import SyncError
-from rollout.weights.sync import WeightSync
+from lockstep.rollout.errors import SyncError
+from lockstep.rollout.weights.sync import WeightSync
 from tests.fixtures.models import perturb
 from tests.fixtures.remote import save_model, trained
 from tests.fixtures.servers import EngineServer, running

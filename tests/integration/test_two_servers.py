@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout.engine.pool import EnginePool
-from rollout.engine.protocol import Sampling
+from lockstep.rollout.engine.pool import EnginePool
+from lockstep.rollout.engine.protocol import Sampling
 from tests.fixtures.forked_servers import ForkedServers
 from tests.fixtures.models import perturb
 from tests.fixtures.remote import trained

@@ -16,15 +16,15 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from rollout.engine.embedded import EmbeddedEngine
-from rollout.engine.protocol import Sampling
-from rollout.errors import EngineError, SyncError
-from rollout.system.background_loop import BackgroundLoop
-from rollout.weights.shards import Fetch
-from rollout.weights.sync import WeightSync
+from lockstep.rollout.engine.embedded import EmbeddedEngine
+from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.errors import EngineError, SyncError
+from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.rollout.weights.shards import Fetch
+from lockstep.rollout.weights.sync import WeightSync
+from lockstep.trainer.distributed.distributed import skip_deepspeed_builds
 from tests.fixtures.models import perturb, sampled_logprobs, save_tiny_model, tiny_qwen3
 from tests.fixtures.processes import descendants
-from trainer.distributed.distributed import skip_deepspeed_builds
 
 BUCKET_BYTES = 64 * 1024
 PROMPT = tuple(range(10, 180))

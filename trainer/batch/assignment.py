@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainer.batch.packing import pack
+from lockstep.trainer.batch.packing import pack
 
 ATTENTION_CROSSOVER = 24_576
 """Row length at which causal attention costs as much as everything else. Per token a layer spends 24 d² FLOPs on its

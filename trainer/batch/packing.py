@@ -18,9 +18,9 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 import torch
 
-from rollout.errors import EvidenceError
-from rollout.records import TrainingRow
-from trainer.batch.prefixes import Prefix, Stretches, shared, token_keys, whole
+from lockstep.rollout.errors import EvidenceError
+from lockstep.rollout.records import TrainingRow
+from lockstep.trainer.batch.prefixes import Prefix, Stretches, shared, token_keys, whole
 
 NO_ROUTE = -1
 """Expert of a token without a route."""

@@ -13,8 +13,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from trainer.batch.assignment import Plan, plan, row_cost
-from trainer.batch.prefixes import by_ids, num_shared
+from lockstep.trainer.batch.assignment import Plan, plan, row_cost
+from lockstep.trainer.batch.prefixes import by_ids, num_shared
 
 PARTS_PER_RANK = (1, 2, 4, 8)
 """Divisors of a rank's fair share of tokens that give the tried limits of a bundle."""

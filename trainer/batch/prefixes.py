@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rollout.records import TrainingRow
+from lockstep.rollout.records import TrainingRow
 
 MIN_SHARED = 16
 """Prefix length below which nothing is shared: the opening of a chat template is not worth another attention call."""

@@ -17,9 +17,9 @@ import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError, safe_open
 
-from rollout.errors import DataError
-from rollout.records import TrainingRow
-from trainer.batch.teacher_scores import PREFIX, TeacherRow, TeacherScores
+from lockstep.rollout.errors import DataError
+from lockstep.rollout.records import TrainingRow
+from lockstep.trainer.batch.teacher_scores import PREFIX, TeacherRow, TeacherScores
 
 FILE_SUFFIX = ".teacher.safetensors"
 """End of the name of the file, which begins as that of the rollouts."""

@@ -19,12 +19,12 @@ import numpy as np
 import safetensors.numpy
 import torch
 
-from rewards.shaping import turn_rewards, turn_states
-from rollout.episode.rows import rows_from_calls
-from rollout.errors import EvidenceError
-from rollout.records import Rollout, SamplingSupport, TrainingRow
-from trainer.batch.packing import StepLayout
-from trainer.batch.teacher_scores import PREFIX, TeacherScores
+from lockstep.rewards.shaping import turn_rewards, turn_states
+from lockstep.rollout.episode.rows import rows_from_calls
+from lockstep.rollout.errors import EvidenceError
+from lockstep.rollout.records import Rollout, SamplingSupport, TrainingRow
+from lockstep.trainer.batch.packing import StepLayout
+from lockstep.trainer.batch.teacher_scores import PREFIX, TeacherScores
 
 ROW_ARRAYS = {
     "ids": np.int64,

@@ -11,9 +11,9 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 
-from rollout.engine.token_scores import TokenScores
-from rollout.errors import EvidenceError
-from rollout.records import TrainingRow
+from lockstep.rollout.engine.token_scores import TokenScores
+from lockstep.rollout.errors import EvidenceError
+from lockstep.rollout.records import TrainingRow
 
 PREFIX = "teacher_"
 """Beginning of the names of its arrays in a serialized batch."""

@@ -26,10 +26,10 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from rollout.errors import CheckpointError, LockstepError
-from rollout.system.plain_files import read_plain
-from trainer.config.changes import settings_hash
-from trainer.distributed.distributed import Distributed
+from lockstep.rollout.errors import CheckpointError, LockstepError
+from lockstep.rollout.system.plain_files import read_plain
+from lockstep.trainer.config.changes import settings_hash
+from lockstep.trainer.distributed.distributed import Distributed
 
 log = logging.getLogger(__name__)
 

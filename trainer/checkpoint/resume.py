@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollout.errors import CheckpointError
-from trainer.checkpoint import checkpoint
-from trainer.checkpoint.checkpoint import TrainerState
-from trainer.config.changes import changes, flat
-from trainer.config.schema import Config
-from trainer.distributed.distributed import Distributed
+from lockstep.rollout.errors import CheckpointError
+from lockstep.trainer.checkpoint import checkpoint
+from lockstep.trainer.checkpoint.checkpoint import TrainerState
+from lockstep.trainer.config.changes import changes, flat
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.distributed.distributed import Distributed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

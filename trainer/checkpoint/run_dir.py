@@ -28,12 +28,12 @@ from typing import IO
 
 from omegaconf import OmegaConf
 
-from rollout.errors import ConfigError
-from trainer.checkpoint.checkpoint import point_latest_at
-from trainer.checkpoint.resume import belongs_to
-from trainer.config.redaction import redact
-from trainer.config.schema import Config
-from trainer.distributed.distributed import Distributed
+from lockstep.rollout.errors import ConfigError
+from lockstep.trainer.checkpoint.checkpoint import point_latest_at
+from lockstep.trainer.checkpoint.resume import belongs_to
+from lockstep.trainer.config.redaction import redact
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.distributed.distributed import Distributed
 
 
 class RunDirectory:

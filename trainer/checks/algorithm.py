@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from rollout.engine.protocol import MAX_SUPPORT
-from trainer.checks.names import group_wise_rewards
-from trainer.config.schema import Config
-from trainer.objective.kl_control import MAX_EPISODES_PER_HORIZON
-from trainer.objective.own.lookup import advantage_named, policy_loss_named
+from lockstep.rollout.engine.protocol import MAX_SUPPORT
+from lockstep.trainer.checks.names import group_wise_rewards
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.objective.kl_control import MAX_EPISODES_PER_HORIZON
+from lockstep.trainer.objective.own.lookup import advantage_named, policy_loss_named
 
 
 def algorithm_problems(config: Config) -> Iterator[str]:

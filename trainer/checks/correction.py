@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainer.config.groups.correction_settings import CorrectionConfig
-from trainer.config.hints import closest
-from trainer.config.schema import Config
-from trainer.objective.correction.modes import CORRECTION_MODES, REJECTION_CRITERIA
-from trainer.objective.own.lookup import policy_loss_named
-from trainer.setting import typed
+from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
+from lockstep.trainer.config.hints import closest
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.objective.correction.modes import CORRECTION_MODES, REJECTION_CRITERIA
+from lockstep.trainer.objective.own.lookup import policy_loss_named
+from lockstep.trainer.setting import typed
 
 
 def correction_problems(config: Config) -> Iterator[str]:

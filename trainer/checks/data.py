@@ -7,17 +7,17 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from rewards.functions.reasoning_gym import COLUMN, PREFIX
-from rollout.errors import ConfigError
-from trainer.checks.declared import value_problems
-from trainer.checks.names import lacks_model, scores_groups_alone
-from trainer.config.hints import closest
-from trainer.config.paths import file_exists, path_exists
-from trainer.config.prepared import data_command
-from trainer.config.schema import Config
-from trainer.data.datasets import is_file, is_made
-from trainer.data.gym_rows import check_task
-from trainer.data.seeds import seeds
+from lockstep.rewards.functions.reasoning_gym import COLUMN, PREFIX
+from lockstep.rollout.errors import ConfigError
+from lockstep.trainer.checks.declared import value_problems
+from lockstep.trainer.checks.names import lacks_model, scores_groups_alone
+from lockstep.trainer.config.hints import closest
+from lockstep.trainer.config.paths import file_exists, path_exists
+from lockstep.trainer.config.prepared import data_command
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.data.datasets import is_file, is_made
+from lockstep.trainer.data.gym_rows import check_task
+from lockstep.trainer.data.seeds import seeds
 
 NAME = re.compile(r"[\w-]+")
 """Name of a data set, a part of metric names."""

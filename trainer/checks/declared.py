@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from trainer.config.hints import closest
-from trainer.config.schema import Config
-from trainer.objective.own.lookup import advantage_named, policy_loss_named
-from trainer.setting import declarations, typed
+from lockstep.trainer.config.hints import closest
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.objective.own.lookup import advantage_named, policy_loss_named
+from lockstep.trainer.setting import declarations, typed
 
 
 def value_problems(settings: Any, prefix: str = "") -> Iterator[str]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from urllib.parse import urlsplit
 
-from rollout.system.addresses import is_loopback
-from trainer.config.schema import Config
-from trainer.objective.correction.modes import CORRECTION_MODES
+from lockstep.rollout.system.addresses import is_loopback
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.objective.correction.modes import CORRECTION_MODES
 
 EXAMPLE = "[http://127.0.0.1:8000]"
 

@@ -9,14 +9,14 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rewards.functions.built_in import FUNCTIONS
-from rewards.functions.reasoning_gym import COLUMN
-from rollout.environments.prompt import PROMPT_COLUMNS, PromptReader
-from rollout.errors import DataError
-from trainer.config.groups.data_settings import DataSetConfig
-from trainer.config.paths import file_exists
-from trainer.config.schema import Config
-from trainer.data.datasets import is_file, read_first_row, rename
+from lockstep.rewards.functions.built_in import FUNCTIONS
+from lockstep.rewards.functions.reasoning_gym import COLUMN
+from lockstep.rollout.environments.prompt import PROMPT_COLUMNS, PromptReader
+from lockstep.rollout.errors import DataError
+from lockstep.trainer.config.groups.data_settings import DataSetConfig
+from lockstep.trainer.config.paths import file_exists
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.data.datasets import is_file, read_first_row, rename
 
 READ_A_PROMPT = ("single_turn", "reverse", "tools", "sandbox", "search", "user", "calculator", "chain", "subagents")
 """Environments that begin with the row's prompt for all of their settings."""

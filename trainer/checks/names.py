@@ -11,27 +11,27 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rewards.functions.built_in import FUNCTIONS
-from rewards.functions.programs import code_tests
-from rewards.outcomes import ERRORS
-from rewards.resolve import MODEL, check_built_in, compares_groups
-from rollout.chat.template_files import template_text
-from rollout.environments import ENVIRONMENTS, make_environment
-from rollout.environments.mixed import parts_of
-from rollout.episode.environment import ChecksSystem
-from rollout.errors import ConfigError
-from rollout.sandbox.sandbox import isolation_problem
-from rollout.system.background_loop import BackgroundLoop
-from rollout.system.user_functions import file_sha256, written_names
-from trainer.config.hints import closest
-from trainer.config.paths import file_exists, path_exists
-from trainer.config.prepared import model_command
-from trainer.config.schema import Config
-from trainer.config.user_code import runs_unisolated
-from trainer.objective.declare import Declared
-from trainer.objective.own.lookup import advantage_named, policy_loss_named
-from trainer.objective.own.signature import fits, in_words
-from trainer.setting import names_function, typed
+from lockstep.rewards.functions.built_in import FUNCTIONS
+from lockstep.rewards.functions.programs import code_tests
+from lockstep.rewards.outcomes import ERRORS
+from lockstep.rewards.resolve import MODEL, check_built_in, compares_groups
+from lockstep.rollout.chat.template_files import template_text
+from lockstep.rollout.environments import ENVIRONMENTS, make_environment
+from lockstep.rollout.environments.mixed import parts_of
+from lockstep.rollout.episode.environment import ChecksSystem
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.sandbox.sandbox import isolation_problem
+from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.rollout.system.user_functions import file_sha256, written_names
+from lockstep.trainer.config.hints import closest
+from lockstep.trainer.config.paths import file_exists, path_exists
+from lockstep.trainer.config.prepared import model_command
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.config.user_code import runs_unisolated
+from lockstep.trainer.objective.declare import Declared
+from lockstep.trainer.objective.own.lookup import advantage_named, policy_loss_named
+from lockstep.trainer.objective.own.signature import fits, in_words
+from lockstep.trainer.setting import names_function, typed
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from rollout.environments.prompt import PromptReader
-from trainer.config.schema import Config
-from trainer.data.prompts import DataSet
-from trainer.model.chosen import SMALL_MODEL
-from trainer.model.memory_plan import FLOAT32, OPTIMIZER_BYTES
-from trainer.model.shape import ModelShape
+from lockstep.rollout.environments.prompt import PromptReader
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.data.prompts import DataSet
+from lockstep.trainer.model.chosen import SMALL_MODEL
+from lockstep.trainer.model.memory_plan import FLOAT32, OPTIMIZER_BYTES
+from lockstep.trainer.model.shape import ModelShape
 
 HIGH_LR = 1e-4
 GB = 1e9

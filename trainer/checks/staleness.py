@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainer.config.schema import Config
-from trainer.objective.correction.modes import CORRECTION_MODES
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.objective.correction.modes import CORRECTION_MODES
 
 
 def asynchrony_problems(config: Config) -> Iterator[str]:

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from trainer.config.groups.outputs_settings import LoggerConfig
-from trainer.config.schema import Config
+from lockstep.trainer.config.groups.outputs_settings import LoggerConfig
+from lockstep.trainer.config.schema import Config
 
 SERVER = "https://api.wandb.ai"
 

@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
-from rollout.errors import ConfigError
-from trainer.checks.algorithm import algorithm_problems
-from trainer.checks.correction import correction_problems
-from trainer.checks.data import data_file_problems, data_problems, evaluation_problems, made_data_problems
-from trainer.checks.declared import choices_hold, null_problems, unused_problems, value_problems
-from trainer.checks.engines import engine_problems, url_problems
-from trainer.checks.first_row import first_row_problems
-from trainer.checks.names import (
+from lockstep.rollout.errors import ConfigError
+from lockstep.trainer.checks.algorithm import algorithm_problems
+from lockstep.trainer.checks.correction import correction_problems
+from lockstep.trainer.checks.data import data_file_problems, data_problems, evaluation_problems, made_data_problems
+from lockstep.trainer.checks.declared import choices_hold, null_problems, unused_problems, value_problems
+from lockstep.trainer.checks.engines import engine_problems, url_problems
+from lockstep.trainer.checks.first_row import first_row_problems
+from lockstep.trainer.checks.names import (
     environment_problems,
     model_problems,
     objective_problems,
@@ -22,15 +22,15 @@ from trainer.checks.names import (
     run_problems,
     sandbox_problems,
 )
-from trainer.checks.staleness import asynchrony_problems
-from trainer.checks.tracking import tracking_problems
-from trainer.checks.without_rollouts import (
+from lockstep.trainer.checks.staleness import asynchrony_problems
+from lockstep.trainer.checks.tracking import tracking_problems
+from lockstep.trainer.checks.without_rollouts import (
     demonstration_problems,
     demonstration_row_problems,
     without_rollouts_problems,
 )
-from trainer.config.launcher import launch_problems
-from trainer.config.schema import Config
+from lockstep.trainer.config.launcher import launch_problems
+from lockstep.trainer.config.schema import Config
 
 
 def validate(config: Config, *, needs_data: bool = True, trains: bool = True) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rollout.errors import DataError
-from trainer.config.groups.data_settings import SAVED_ROLLOUTS, DataSetConfig
-from trainer.config.paths import file_exists
-from trainer.config.schema import Config
-from trainer.data.datasets import is_file, json_or_text, read_first_row, rename, rollout_files
-from trainer.setting import declarations, typed
+from lockstep.rollout.errors import DataError
+from lockstep.trainer.config.groups.data_settings import SAVED_ROLLOUTS, DataSetConfig
+from lockstep.trainer.config.paths import file_exists
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.data.datasets import is_file, json_or_text, read_first_row, rename, rollout_files
+from lockstep.trainer.setting import declarations, typed
 
 WITHOUT_EFFECT = (
     *("algorithm.kl_coef", "algorithm.entropy_coef", "algorithm.epochs", "algorithm.minibatches"),

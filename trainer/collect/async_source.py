@@ -23,14 +23,14 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from rollout.engine.protocol import Sampling
-from rollout.records import Rollout
-from rollout.sampler.sampler import OnRollout, RunEpisode, Sampler
-from trainer.collect.groups import Collected, Group, is_kept, rewards_of
-from trainer.collect.source import RolloutSource
-from trainer.config.schema import Config
-from trainer.data.prompts import Row
-from trainer.stopwatch import Stopwatch
+from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.records import Rollout
+from lockstep.rollout.sampler.sampler import OnRollout, RunEpisode, Sampler
+from lockstep.trainer.collect.groups import Collected, Group, is_kept, rewards_of
+from lockstep.trainer.collect.source import RolloutSource
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.data.prompts import Row
+from lockstep.trainer.stopwatch import Stopwatch
 
 GROUPS_SCORED_AT_ONCE = 4
 """Groups in scoring; each scores up to 16 rollouts at once (`rewards.composition.FaultTolerance.concurrency`)."""

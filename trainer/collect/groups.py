@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from rewards.shaping import turn_rewards
-from rollout.records import Rollout, RolloutStatus
-from trainer.config.schema import Config
+from lockstep.rewards.shaping import turn_rewards
+from lockstep.rollout.records import Rollout, RolloutStatus
+from lockstep.trainer.config.schema import Config
 
 Group = Sequence[Rollout]
 """Scored rollouts of one prompt."""

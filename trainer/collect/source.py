@@ -16,16 +16,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import groupby
 
-from rewards.composition import RewardSet
-from rollout.engine.protocol import Sampling
-from rollout.records import Rollout
-from rollout.sampler.sampler import OnRollout, Sampler
-from rollout.system.background_loop import BackgroundLoop
-from trainer.collect.groups import Collected, Group, is_kept, rewards_of
-from trainer.config.schema import Config
-from trainer.data.prompts import Position, Prompts, Row
-from trainer.distributed.distributed import Distributed
-from trainer.stopwatch import Stopwatch
+from lockstep.rewards.composition import RewardSet
+from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.records import Rollout
+from lockstep.rollout.sampler.sampler import OnRollout, Sampler
+from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.trainer.collect.groups import Collected, Group, is_kept, rewards_of
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.data.prompts import Position, Prompts, Row
+from lockstep.trainer.distributed.distributed import Distributed
+from lockstep.trainer.stopwatch import Stopwatch
 
 
 class RolloutSource(ABC):

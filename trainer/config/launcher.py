@@ -10,7 +10,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 
-from trainer.config.schema import Config
+from lockstep.trainer.config.schema import Config
 
 NO_BITSANDBYTES = (
     "optimizer.name=adamw_8bit needs bitsandbytes, which is not installed; `pip install bitsandbytes`, or set "

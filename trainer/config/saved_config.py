@@ -12,8 +12,8 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rollout.errors import ConfigError
-from rollout.system.plain_files import read_plain
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.system.plain_files import read_plain
 
 MAX_BYTES = 2**20
 """Maximum size: a hundred times that of a usual file."""

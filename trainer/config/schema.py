@@ -11,20 +11,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from trainer.config.conditions import PROFILE, STEP_LIMIT
-from trainer.config.groups.algorithm_settings import AlgorithmConfig
-from trainer.config.groups.correction_settings import CorrectionConfig
-from trainer.config.groups.data_settings import DataConfig, DataSetConfig, DemonstrationsConfig
-from trainer.config.groups.evaluation_settings import EvalConfig
-from trainer.config.groups.model_settings import ModelConfig
-from trainer.config.groups.optimizer_settings import OptimizerConfig
-from trainer.config.groups.outputs_settings import CheckpointConfig, HubConfig, LoggerConfig
-from trainer.config.groups.rollout_settings import RolloutConfig, SyncConfig
-from trainer.config.groups.serving_settings import GatewayConfig, ServerConfig
-from trainer.config.groups.task_settings import EnvironmentConfig, RewardConfig
-from trainer.config.groups.teacher_settings import TeacherConfig
-from trainer.objective.own.lookup import advantage_named
-from trainer.setting import setting
+from lockstep.trainer.config.conditions import PROFILE, STEP_LIMIT
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
+from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
+from lockstep.trainer.config.groups.data_settings import DataConfig, DataSetConfig, DemonstrationsConfig
+from lockstep.trainer.config.groups.evaluation_settings import EvalConfig
+from lockstep.trainer.config.groups.model_settings import ModelConfig
+from lockstep.trainer.config.groups.optimizer_settings import OptimizerConfig
+from lockstep.trainer.config.groups.outputs_settings import CheckpointConfig, HubConfig, LoggerConfig
+from lockstep.trainer.config.groups.rollout_settings import RolloutConfig, SyncConfig
+from lockstep.trainer.config.groups.serving_settings import GatewayConfig, ServerConfig
+from lockstep.trainer.config.groups.task_settings import EnvironmentConfig, RewardConfig
+from lockstep.trainer.config.groups.teacher_settings import TeacherConfig
+from lockstep.trainer.objective.own.lookup import advantage_named
+from lockstep.trainer.setting import setting
 
 PACK_TOKENS = 16_384
 """`token_budget` where it is null and memory suffices."""

@@ -11,8 +11,8 @@ from omegaconf import OmegaConf
 from rich.text import Text
 from rich.tree import Tree
 
-from trainer.config.redaction import redact
-from trainer.config.schema import Config
+from lockstep.trainer.config.redaction import redact
+from lockstep.trainer.config.schema import Config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from rollout.sandbox.sandbox import ENVIRONMENT_SETTING, REWARD_SETTING
-from rollout.system.user_functions import file_sha256
-from trainer.config.schema import Config
-from trainer.setting import names_function
+from lockstep.rollout.sandbox.sandbox import ENVIRONMENT_SETTING, REWARD_SETTING
+from lockstep.rollout.system.user_functions import file_sha256
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.setting import names_function
 
 OPEN = ("mcp", "openenv", "sandbox", "textarena", "verifiers")
 """Environments whose settings name programs to start, packages to import, or servers to ask, or lower the walls around

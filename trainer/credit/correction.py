@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainer.batch.step_batch import StepBatch
-from trainer.config.groups.correction_settings import CorrectionConfig
-from trainer.credit.old_policy import FromEngine, OldPolicy
-from trainer.objective.correction.weights import CorrectionResult, correction_weights, token_weights
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
+from lockstep.trainer.credit.old_policy import FromEngine, OldPolicy
+from lockstep.trainer.objective.correction.weights import CorrectionResult, correction_weights, token_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

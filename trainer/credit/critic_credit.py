@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 import torch
 
-from trainer.batch.step_batch import StepBatch
-from trainer.config.groups.algorithm_settings import AlgorithmConfig
-from trainer.credit.correction import StepCorrection
-from trainer.credit.targets import Logprobs, Targets
-from trainer.objective.advantages.critic import Credit
-from trainer.objective.kl_control import adapted_kl_coef
-from trainer.objective.ppo_metrics import objective_metrics, value_metrics
-from trainer.objective.token_rewards import TurnRewards, token_rewards
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
+from lockstep.trainer.credit.correction import StepCorrection
+from lockstep.trainer.credit.targets import Logprobs, Targets
+from lockstep.trainer.objective.advantages.critic import Credit
+from lockstep.trainer.objective.kl_control import adapted_kl_coef
+from lockstep.trainer.objective.ppo_metrics import objective_metrics, value_metrics
+from lockstep.trainer.objective.token_rewards import TurnRewards, token_rewards
 
 
 class CriticTargets(NamedTuple):

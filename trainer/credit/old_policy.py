@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from trainer.config.schema import Config
-from trainer.objective.correction.modes import CORRECTION_MODES, Granularity
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.objective.correction.modes import CORRECTION_MODES, Granularity
 
 
 @dataclass(frozen=True, slots=True, eq=False)

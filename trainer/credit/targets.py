@@ -25,19 +25,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from trainer.batch.step_batch import StepBatch
-from trainer.config.groups.algorithm_settings import AlgorithmConfig
-from trainer.config.schema import Config
-from trainer.credit.correction import StepCorrection
-from trainer.credit.old_policy import OldPolicy
-from trainer.objective.advantages.critic import Credit
-from trainer.objective.advantages.inputs import AdvantageInputs, Advantages, RewardTerms, TurnInputs
-from trainer.objective.correction.weights import kl_penalized_advantages
-from trainer.objective.distillation.sampled import teacher_advantages
-from trainer.objective.kl import k3
-from trainer.objective.own.lookup import advantage_named
-from trainer.objective.per_rollout import rollout_max, rollout_sum
-from trainer.objective.turn_credit import discounted_returns, spread_turns, turn_groups
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.credit.correction import StepCorrection
+from lockstep.trainer.credit.old_policy import OldPolicy
+from lockstep.trainer.objective.advantages.critic import Credit
+from lockstep.trainer.objective.advantages.inputs import AdvantageInputs, Advantages, RewardTerms, TurnInputs
+from lockstep.trainer.objective.correction.weights import kl_penalized_advantages
+from lockstep.trainer.objective.distillation.sampled import teacher_advantages
+from lockstep.trainer.objective.kl import k3
+from lockstep.trainer.objective.own.lookup import advantage_named
+from lockstep.trainer.objective.per_rollout import rollout_max, rollout_sum
+from lockstep.trainer.objective.turn_credit import discounted_returns, spread_turns, turn_groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

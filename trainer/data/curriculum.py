@@ -30,8 +30,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rollout.errors import CheckpointError
-from trainer.config.groups.data_settings import CurriculumConfig
+from lockstep.rollout.errors import CheckpointError
+from lockstep.trainer.config.groups.data_settings import CurriculumConfig
 
 RECORD = re.compile(r"\d+(?: \d+/[1-9]\d*)*", re.ASCII)
 """Record of a row in a checkpoint: `until passes/rollouts passes/rollouts ...`."""

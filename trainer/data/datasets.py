@@ -15,13 +15,13 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from rewards.functions.reasoning_gym import PREFIX
-from rollout.environments.prompt import PROMPT_COLUMNS
-from rollout.errors import DataError
-from rollout.safe_text import error_text
-from trainer.config.groups.data_settings import SAVED_ROLLOUTS
-from trainer.data.gym_rows import gym_rows
-from trainer.data.seeds import SEEDS, seeds
+from lockstep.rewards.functions.reasoning_gym import PREFIX
+from lockstep.rollout.environments.prompt import PROMPT_COLUMNS
+from lockstep.rollout.errors import DataError
+from lockstep.rollout.safe_text import error_text
+from lockstep.trainer.config.groups.data_settings import SAVED_ROLLOUTS
+from lockstep.trainer.data.gym_rows import gym_rows
+from lockstep.trainer.data.seeds import SEEDS, seeds
 
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 """Loader of `datasets` by the suffix of a local file."""

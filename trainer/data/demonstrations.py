@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from rollout.chat.chat import Chat
-from rollout.episode.demonstration import demonstrated_calls
-from rollout.episode.rows import rows_from_calls
-from rollout.errors import DataError, EvidenceError, TemplateError
-from rollout.records import TrainingRow
-from trainer.config.groups.data_settings import DataSetConfig
-from trainer.data.datasets import json_or_text, load_rows, rename
-from trainer.data.saved_demonstrations import saved_rows
+from lockstep.rollout.chat.chat import Chat
+from lockstep.rollout.episode.demonstration import demonstrated_calls
+from lockstep.rollout.episode.rows import rows_from_calls
+from lockstep.rollout.errors import DataError, EvidenceError, TemplateError
+from lockstep.rollout.records import TrainingRow
+from lockstep.trainer.config.groups.data_settings import DataSetConfig
+from lockstep.trainer.data.datasets import json_or_text, load_rows, rename
+from lockstep.trainer.data.saved_demonstrations import saved_rows
 
 MESSAGES, TOOLS = "messages", "tools"
 

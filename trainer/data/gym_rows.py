@@ -16,9 +16,9 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rewards.functions.reasoning_gym import COLUMN, PREFIX, make_task, write_entry
-from rollout.errors import ConfigError, DataError, error_named
-from trainer.data.split import is_heldout
+from lockstep.rewards.functions.reasoning_gym import COLUMN, PREFIX, make_task, write_entry
+from lockstep.rollout.errors import ConfigError, DataError, error_named
+from lockstep.trainer.data.split import is_heldout
 
 SIZE, SEED = 1000, 0
 """Defaults of `size`, the questions of both splits together, and `seed`."""
@@ -74,7 +74,7 @@ def questions(task: str, parameters: Mapping[str, Any], *, seed: int, size: int)
 def _drawn(task: str, parameters: str) -> list[dict[str, str]]:
     """Draw the rows of both splits, once per process."""
     child = subprocess.run(
-        [sys.executable, "-P", "-m", "trainer.data.gym_rows", task, parameters],
+        [sys.executable, "-P", "-m", "lockstep.trainer.data.gym_rows", task, parameters],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONHASHSEED": "0"},

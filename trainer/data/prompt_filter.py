@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from rollout.chat.chat import Chat
-from rollout.environments import make_environment
-from rollout.environments.mixed import AnyEnvironment, environment_of
-from rollout.episode.environment import RunsItself
-from rollout.system.background_loop import BackgroundLoop
-from trainer.config.schema import Config
-from trainer.data.prompts import DataSet, Prompts, training_data
-from trainer.distributed.distributed import Distributed
+from lockstep.rollout.chat.chat import Chat
+from lockstep.rollout.environments import make_environment
+from lockstep.rollout.environments.mixed import AnyEnvironment, environment_of
+from lockstep.rollout.episode.environment import RunsItself
+from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.data.prompts import DataSet, Prompts, training_data
+from lockstep.trainer.distributed.distributed import Distributed
 
 SHOWN_CHARS = 160
 

@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rollout.environments.adapters.verifiers import evaluation_rows
-from rollout.environments.prompt import PROMPT_COLUMNS, PromptReader
-from rollout.errors import DataError
-from trainer.config.groups.data_settings import CurriculumConfig, DataSetConfig
-from trainer.config.schema import Config
-from trainer.data.curriculum import Curriculum
-from trainer.data.datasets import UNREADABLE, load_rows, reason, rename
+from lockstep.rollout.environments.adapters.verifiers import evaluation_rows
+from lockstep.rollout.environments.prompt import PROMPT_COLUMNS, PromptReader
+from lockstep.rollout.errors import DataError
+from lockstep.trainer.config.groups.data_settings import CurriculumConfig, DataSetConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.data.curriculum import Curriculum
+from lockstep.trainer.data.datasets import UNREADABLE, load_rows, reason, rename
 
 Row = Mapping[str, Any]
 

@@ -16,14 +16,14 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from rollout.chat.chat import Chat, load_tokenizer, vocabulary_difference
-from rollout.episode.rows import rows_from_calls
-from rollout.errors import ConfigError, DataError
-from rollout.records import Rollout, TrainingRow
-from rollout.saved_rollouts import check_ids, read_rollouts
-from rollout.system.plain_files import read_plain
-from trainer.config.saved_config import read_saved
-from trainer.data.datasets import rollout_files
+from lockstep.rollout.chat.chat import Chat, load_tokenizer, vocabulary_difference
+from lockstep.rollout.episode.rows import rows_from_calls
+from lockstep.rollout.errors import ConfigError, DataError
+from lockstep.rollout.records import Rollout, TrainingRow
+from lockstep.rollout.saved_rollouts import check_ids, read_rollouts
+from lockstep.rollout.system.plain_files import read_plain
+from lockstep.trainer.config.saved_config import read_saved
+from lockstep.trainer.data.datasets import rollout_files
 
 
 def saved_rows(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollout.errors import ConfigError
+from lockstep.rollout.errors import ConfigError
 
 SEEDS = "seeds:"
 """Beginning of a path that names a number of seeds."""

@@ -13,17 +13,17 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, replace
 
-from rollout.chat.chat import Chat
-from rollout.engine.protocol import Engine, Sampling
-from rollout.environments.single_turn import SingleTurn
-from rollout.environments.user import SimulatedUser
-from rollout.episode.conversation import request_seed
-from rollout.episode.environment import Environment
-from rollout.records import Rollout
-from rollout.sampler.sampler import Sampler
-from trainer.build import make_sampler, make_sampling
-from trainer.config.schema import Config
-from trainer.data.prompts import Prompts, training_data
+from lockstep.rollout.chat.chat import Chat
+from lockstep.rollout.engine.protocol import Engine, Sampling
+from lockstep.rollout.environments.single_turn import SingleTurn
+from lockstep.rollout.environments.user import SimulatedUser
+from lockstep.rollout.episode.conversation import request_seed
+from lockstep.rollout.episode.environment import Environment
+from lockstep.rollout.records import Rollout
+from lockstep.rollout.sampler.sampler import Sampler
+from lockstep.trainer.build import make_sampler, make_sampling
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.data.prompts import Prompts, training_data
 
 TEXTS = (
     "The three largest cities of the country are",

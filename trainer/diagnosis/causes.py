@@ -12,7 +12,7 @@ from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trainer.diagnosis.evidence import EngineCheck, Evidence
+    from lockstep.trainer.diagnosis.evidence import EngineCheck, Evidence
 
 WARNING_KL, CRITICAL_KL = 0.01, 0.1
 """Bounds on max(|kl_v1|, kl_v2) [nats]: up to 0.01 is expected, above 0.1 training is broken ("KL Divergence Analysis",

@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rollout.safe_text import terminal_safe
-from trainer.config.schema import Config
-from trainer.diagnosis.causes import CRITICAL_KL, OK, WARNING_KL, Cause, Finding, Severity
-from trainer.diagnosis.evidence import Evidence, ScoredTokens, by_class, by_turn, noise_floor, worst_positions
+from lockstep.rollout.safe_text import terminal_safe
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.diagnosis.causes import CRITICAL_KL, OK, WARNING_KL, Cause, Finding, Severity
+from lockstep.trainer.diagnosis.evidence import Evidence, ScoredTokens, by_class, by_turn, noise_floor, worst_positions
 
 FORMAT = 1
 """Version of the JSON; an incompatible change increments it."""

@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout.episode.rows import is_trainable
-from rollout.records import Rollout, TrainingRow
-from trainer.batch.step_batch import StepBatch
-from trainer.config.groups.correction_settings import CorrectionConfig
-from trainer.diagnosis.token_classes import CLASSES, TokenTexts, classify
-from trainer.objective.correction.mismatch import PREFIX, mismatch_metrics
-from trainer.objective.correction.weights import correction_weights
+from lockstep.rollout.episode.rows import is_trainable
+from lockstep.rollout.records import Rollout, TrainingRow
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
+from lockstep.trainer.diagnosis.token_classes import CLASSES, TokenTexts, classify
+from lockstep.trainer.objective.correction.mismatch import PREFIX, mismatch_metrics
+from lockstep.trainer.objective.correction.weights import correction_weights
 
 NOISE_METRICS = ("kl_v1", "kl_v2", "k3_kl", "logp_diff_abs_mean", "logp_diff_abs_max")
 MISMATCH_METRICS = (*NOISE_METRICS, "pearson", "kl_v1_unforced", "kl_v2_unforced", "forced_token_ratio", "ess")

@@ -10,18 +10,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rollout.chat.chat import Chat
-from rollout.engine.pool import EnginePool
-from rollout.records import Rollout
-from trainer.batch.step_batch import StepBatch
-from trainer.config.schema import Config
-from trainer.diagnosis import evidence
-from trainer.diagnosis.cases import Case
-from trainer.diagnosis.causes import Cause, judge
-from trainer.diagnosis.diagnosis import REEXAMINED, CaseReport, Diagnosis, conclude
-from trainer.diagnosis.evidence import EngineCheck, Evidence, ScoredTokens
-from trainer.diagnosis.token_classes import TokenTexts
-from trainer.diagnosis.variants import damaged_policy, damaged_rows, retokenize
+from lockstep.rollout.chat.chat import Chat
+from lockstep.rollout.engine.pool import EnginePool
+from lockstep.rollout.records import Rollout
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.diagnosis import evidence
+from lockstep.trainer.diagnosis.cases import Case
+from lockstep.trainer.diagnosis.causes import Cause, judge
+from lockstep.trainer.diagnosis.diagnosis import REEXAMINED, CaseReport, Diagnosis, conclude
+from lockstep.trainer.diagnosis.evidence import EngineCheck, Evidence, ScoredTokens
+from lockstep.trainer.diagnosis.token_classes import TokenTexts
+from lockstep.trainer.diagnosis.variants import damaged_policy, damaged_rows, retokenize
 
 CHECKED_ROWS = 4
 """Rows per case that the engine scores again."""

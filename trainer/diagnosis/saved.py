@@ -10,10 +10,10 @@ from pathlib import Path
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rollout.errors import ConfigError
-from rollout.records import Rollout
-from rollout.saved_rollouts import read_rollouts
-from trainer.config.saved_config import read_saved
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.records import Rollout
+from lockstep.rollout.saved_rollouts import read_rollouts
+from lockstep.trainer.config.saved_config import read_saved
 
 RUN_SETTINGS = (
     *("model.path", "model.dtype", "model.attn_implementation", "token_budget"),

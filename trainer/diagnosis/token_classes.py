@@ -11,7 +11,7 @@ import re
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from rollout.records import TrainingRow
+from lockstep.rollout.records import TrainingRow
 
 CLASSES = ("special", "first_of_turn", "tool_call", "other")
 """A partition: a token belongs to the first class that fits."""

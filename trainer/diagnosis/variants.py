@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn.functional import dropout
 from transformers import PreTrainedTokenizerBase
 
-from rollout.records import TrainingRow
-from trainer.batch.step_batch import ROW_ARRAYS
-from trainer.diagnosis.causes import Cause
+from lockstep.rollout.records import TrainingRow
+from lockstep.trainer.batch.step_batch import ROW_ARRAYS
+from lockstep.trainer.diagnosis.causes import Cause
 
 DROPOUT_P = 0.1
 """GPT-2's rate."""

@@ -25,12 +25,12 @@ import torch.distributed as torch_dist
 from torch import nn
 from torch.utils.cpp_extension import get_default_build_root
 
-from rollout.errors import CheckpointError, ConfigError, LockstepError, TrainingError, error_named
-from rollout.safe_text import error_text
-from rollout.system.addresses import address_towards, interface_of, is_loopback
-from trainer.distributed.reshard import fill_shards, fill_whole
-from trainer.distributed.sharding import Sharding, set_buffers
-from trainer.distributed.unsharded_state import (
+from lockstep.rollout.errors import CheckpointError, ConfigError, LockstepError, TrainingError, error_named
+from lockstep.rollout.safe_text import error_text
+from lockstep.rollout.system.addresses import address_towards, interface_of, is_loopback
+from lockstep.trainer.distributed.reshard import fill_shards, fill_whole
+from lockstep.trainer.distributed.sharding import Sharding, set_buffers
+from lockstep.trainer.distributed.unsharded_state import (
     OPTIMIZER,
     PARAMETERS,
     open_state,

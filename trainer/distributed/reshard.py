@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from rollout.errors import CheckpointError
-from trainer.distributed.unsharded_state import Read, Span, WholeParameter, is_per_weight
+from lockstep.rollout.errors import CheckpointError
+from lockstep.trainer.distributed.unsharded_state import Read, Span, WholeParameter, is_per_weight
 
 
 class _Piece(NamedTuple):

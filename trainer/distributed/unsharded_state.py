@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import safe_open
 
-from rollout.errors import CheckpointError
+from lockstep.rollout.errors import CheckpointError
 
 PARAMETERS = "parameters.safetensors"
 OPTIMIZER = "optimizer.pt"

@@ -22,9 +22,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from rollout.errors import CheckpointError
-from trainer.distributed.distributed import Distributed
-from trainer.distributed.unsharded_state import Span, refuse_other_model
+from lockstep.rollout.errors import CheckpointError
+from lockstep.trainer.distributed.distributed import Distributed
+from lockstep.trainer.distributed.unsharded_state import Span, refuse_other_model
 
 DIRECTORY = "weight_average"
 """Directory of the average in a checkpoint: a file of each rank that holds its own elements."""

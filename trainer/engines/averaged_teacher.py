@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 
-from rollout.weights.sync import WeightSync
-from trainer.distributed.weight_average import WeightAverage
+from lockstep.rollout.weights.sync import WeightSync
+from lockstep.trainer.distributed.weight_average import WeightAverage
 
 
 class AveragedTeacher:

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from rollout.errors import EngineError, RankLostError, SyncError
-from rollout.system.gc_freeze import gc_collect_all
-from rollout.weights.sync import WeightSync
-from trainer.collect.source import RolloutSource
-from trainer.distributed.distributed import Distributed
-from trainer.engines.run_engines import Engines
+from lockstep.rollout.errors import EngineError, RankLostError, SyncError
+from lockstep.rollout.system.gc_freeze import gc_collect_all
+from lockstep.rollout.weights.sync import WeightSync
+from lockstep.trainer.collect.source import RolloutSource
+from lockstep.trainer.distributed.distributed import Distributed
+from lockstep.trainer.engines.run_engines import Engines
 
 T = TypeVar("T")
 

@@ -14,18 +14,18 @@ from pathlib import Path
 
 import torch
 
-from rollout.engine.embedded import EmbeddedEngine
-from rollout.engine.pool import EnginePool
-from rollout.engine.protocol import SyncedEngine
-from rollout.errors import ConfigError
-from rollout.server.remote_rank_engine import EngineService, RemoteRankEngine
-from rollout.system.addresses import LOOPBACK, address_towards
-from rollout.system.background_loop import BackgroundLoop
-from trainer.config.schema import Config
-from trainer.distributed.distributed import Distributed
-from trainer.engines.start import embedded_engine, start_members
-from trainer.model.memory_plan import GIB, USABLE, cache_gib_left, memory_plan
-from trainer.model.shape import planned_shape
+from lockstep.rollout.engine.embedded import EmbeddedEngine
+from lockstep.rollout.engine.pool import EnginePool
+from lockstep.rollout.engine.protocol import SyncedEngine
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.server.remote_rank_engine import EngineService, RemoteRankEngine
+from lockstep.rollout.system.addresses import LOOPBACK, address_towards
+from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.distributed.distributed import Distributed
+from lockstep.trainer.engines.start import embedded_engine, start_members
+from lockstep.trainer.model.memory_plan import GIB, USABLE, cache_gib_left, memory_plan
+from lockstep.trainer.model.shape import planned_shape
 
 PEER_GRACE_S = 60.0
 """Extra wait for another rank's engine beyond that rank's own timeout, so that it can report the cause [s]."""

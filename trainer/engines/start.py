@@ -10,19 +10,19 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from rollout.engine.adapters import buffer_rank
-from rollout.engine.arguments import engine_arguments, engine_variables
-from rollout.engine.embedded import EmbeddedEngine
-from rollout.engine.pool import EnginePool
-from rollout.engine.protocol import SyncedEngine
-from rollout.errors import ConfigError
-from rollout.server.server_engine import ServerEngine
-from rollout.system.background_loop import BackgroundLoop
-from trainer.config.schema import Config
-from trainer.model.lora import adapter_settings
-from trainer.model.memory_plan import cache_gib
-from trainer.model.quantized_base import stored_method
-from trainer.setting import typed
+from lockstep.rollout.engine.adapters import buffer_rank
+from lockstep.rollout.engine.arguments import engine_arguments, engine_variables
+from lockstep.rollout.engine.embedded import EmbeddedEngine
+from lockstep.rollout.engine.pool import EnginePool
+from lockstep.rollout.engine.protocol import SyncedEngine
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.server.server_engine import ServerEngine
+from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.model.lora import adapter_settings
+from lockstep.trainer.model.memory_plan import cache_gib
+from lockstep.trainer.model.quantized_base import stored_method
+from lockstep.trainer.setting import typed
 
 
 def start_engine(config: Config, *, loop: BackgroundLoop, log_path: Path) -> EnginePool:

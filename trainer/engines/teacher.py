@@ -17,16 +17,16 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from rollout.engine.protocol import Engine, SyncedEngine
-from rollout.engine.token_scores import TokenScores
-from rollout.errors import EvidenceError
-from rollout.records import Rollout, TrainingRow
-from rollout.system.background_loop import BackgroundLoop
-from trainer.batch.step_batch import StepBatch
-from trainer.batch.teacher_scores import TeacherRow, TeacherScores
-from trainer.distributed.distributed import Distributed
-from trainer.engines.teacher_prompts import TeacherPrompts
-from trainer.objective.distillation.sampled import teacher_floor
+from lockstep.rollout.engine.protocol import Engine, SyncedEngine
+from lockstep.rollout.engine.token_scores import TokenScores
+from lockstep.rollout.errors import EvidenceError
+from lockstep.rollout.records import Rollout, TrainingRow
+from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.batch.teacher_scores import TeacherRow, TeacherScores
+from lockstep.trainer.distributed.distributed import Distributed
+from lockstep.trainer.engines.teacher_prompts import TeacherPrompts
+from lockstep.trainer.objective.distillation.sampled import teacher_floor
 
 FLOOR_ROWS = 8
 """Largest number of rows that are scored twice for the noise floor."""

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rollout.engine.protocol import PooledEngine
-from rollout.errors import EvidenceError
-from rollout.system.background_loop import BackgroundLoop
-from rollout.weights.sync import CANARY_THRESHOLD, canary_ids
-from trainer.config.schema import Config
+from lockstep.rollout.engine.protocol import PooledEngine
+from lockstep.rollout.errors import EvidenceError
+from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.rollout.weights.sync import CANARY_THRESHOLD, canary_ids
+from lockstep.trainer.config.schema import Config
 
 MEMORY_SHARE = 0.25
 """Largest share of the machine's memory that float32 weights may take for `teacher.check=null` to check."""

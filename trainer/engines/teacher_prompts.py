@@ -17,11 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-from rollout.chat.chat import Chat
-from rollout.chat.messages import Tools
-from rollout.errors import ConfigError, DataError
-from rollout.records import Message, Rollout, TrainingRow
-from trainer.batch.teacher_scores import TeacherRow
+from lockstep.rollout.chat.chat import Chat
+from lockstep.rollout.chat.messages import Tools
+from lockstep.rollout.errors import ConfigError, DataError
+from lockstep.rollout.records import Message, Rollout, TrainingRow
+from lockstep.trainer.batch.teacher_scores import TeacherRow
 
 SOLUTION = "solution"
 """Name of the answer of a solved rollout of the group; a column of this name comes first."""

@@ -9,25 +9,25 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
-from rollout.chat.chat import vocabulary_difference
-from rollout.chat.messages import Tools
-from rollout.engine.embedded import EmbeddedEngine
-from rollout.engine.pool import EnginePool
-from rollout.engine.protocol import Engine, PooledEngine, SyncedEngine
-from rollout.environments import make_environment
-from rollout.environments.mixed import environment_of
-from rollout.episode.environment import RunsItself
-from rollout.errors import ConfigError
-from rollout.server.server_engine import ServerEngine
-from rollout.system.background_loop import BackgroundLoop
-from trainer.build import make_chat, vocab_size_of
-from trainer.config.groups.rollout_settings import CPU_CACHE_GIB
-from trainer.config.schema import Config
-from trainer.distributed.distributed import Distributed
-from trainer.engines.start import embedded_engine, engine_key
-from trainer.engines.teacher import Teacher
-from trainer.engines.teacher_check import canary_diff, is_checked
-from trainer.engines.teacher_prompts import TeacherPrompts
+from lockstep.rollout.chat.chat import vocabulary_difference
+from lockstep.rollout.chat.messages import Tools
+from lockstep.rollout.engine.embedded import EmbeddedEngine
+from lockstep.rollout.engine.pool import EnginePool
+from lockstep.rollout.engine.protocol import Engine, PooledEngine, SyncedEngine
+from lockstep.rollout.environments import make_environment
+from lockstep.rollout.environments.mixed import environment_of
+from lockstep.rollout.episode.environment import RunsItself
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.server.server_engine import ServerEngine
+from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.trainer.build import make_chat, vocab_size_of
+from lockstep.trainer.config.groups.rollout_settings import CPU_CACHE_GIB
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.distributed.distributed import Distributed
+from lockstep.trainer.engines.start import embedded_engine, engine_key
+from lockstep.trainer.engines.teacher import Teacher
+from lockstep.trainer.engines.teacher_check import canary_diff, is_checked
+from lockstep.trainer.engines.teacher_prompts import TeacherPrompts
 
 NAME, LOG = "the teacher's engine", "teacher.log"
 

@@ -34,11 +34,11 @@ from lm_eval.models.utils import (  # type: ignore[import-not-found]
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window  # type: ignore[import-not-found]
 from transformers import PreTrainedTokenizerFast
 
-from rollout.engine.pool import EnginePool
-from rollout.engine.protocol import Sampling
-from rollout.episode.conversation import request_seed
-from rollout.errors import ConfigError, DataError
-from rollout.records import FinishReason
+from lockstep.rollout.engine.pool import EnginePool
+from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.episode.conversation import request_seed
+from lockstep.rollout.errors import ConfigError, DataError
+from lockstep.rollout.records import FinishReason
 
 log = logging.getLogger(__name__)
 

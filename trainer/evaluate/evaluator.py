@@ -16,20 +16,20 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rewards.composition import RewardSet
-from rollout.chat.chat import Chat
-from rollout.engine.pool import EnginePool
-from rollout.engine.protocol import BASE, POLICY
-from rollout.errors import ConfigError
-from rollout.records import Rollout
-from rollout.sampler.sampler import OnRollout, Sampler
-from rollout.saved_rollouts import write_rollouts
-from rollout.system.background_loop import BackgroundLoop
-from trainer.build import make_chat, make_rewards, make_sampler, make_sampling
-from trainer.config.schema import Config
-from trainer.data.prompts import DataSet, heldout_data
-from trainer.engines.start import start_engine
-from trainer.evaluate.results import (
+from lockstep.rewards.composition import RewardSet
+from lockstep.rollout.chat.chat import Chat
+from lockstep.rollout.engine.pool import EnginePool
+from lockstep.rollout.engine.protocol import BASE, POLICY
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.records import Rollout
+from lockstep.rollout.sampler.sampler import OnRollout, Sampler
+from lockstep.rollout.saved_rollouts import write_rollouts
+from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.trainer.build import make_chat, make_rewards, make_sampler, make_sampling
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.data.prompts import DataSet, heldout_data
+from lockstep.trainer.engines.start import start_engine
+from lockstep.trainer.evaluate.results import (
     PairedComparison,
     SetResult,
     compare,
@@ -40,7 +40,7 @@ from trainer.evaluate.results import (
     rollout_facts,
     write_results,
 )
-from trainer.evaluate.task_results import (
+from lockstep.trainer.evaluate.task_results import (
     TaskComparison,
     TaskMetric,
     compare_tasks,
@@ -48,10 +48,10 @@ from trainer.evaluate.task_results import (
     task_comparison_lines,
     task_lines,
 )
-from trainer.observe.console import RunConsole
+from lockstep.trainer.observe.console import RunConsole
 
 if TYPE_CHECKING:  # imports lm-eval, an extra
-    from trainer.evaluate.tasks import TaskRun, Tasks
+    from lockstep.trainer.evaluate.tasks import TaskRun, Tasks
 
 EVALUATION_STEP = 2**31 - 1
 """Step in the sampling seeds of data.heldout_path, constant so that a row gets the same seeds in every evaluation."""
@@ -308,7 +308,7 @@ def _evaluate_sets(
 def _load_tasks(config: Config, console: RunConsole) -> Tasks:
     """Load the tasks of lm-eval, and check them with the tokenizer of every model that will be evaluated."""
     console.say(f"loading {', '.join(config.eval.lm_eval.tasks)} of lm-eval ...")
-    from trainer.evaluate.tasks import Tasks  # here: lm-eval is an extra, and takes seconds to import
+    from lockstep.trainer.evaluate.tasks import Tasks  # here: lm-eval is an extra, and takes seconds to import
 
     tasks = Tasks(config)
     other = config.eval.compare_to

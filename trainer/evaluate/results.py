@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rollout.errors import DataError
-from rollout.records import Rollout, RolloutStatus
-from rollout.system.plain_files import read_plain
-from trainer.evaluate import estimates
-from trainer.evaluate.estimates import Estimate
+from lockstep.rollout.errors import DataError
+from lockstep.rollout.records import Rollout, RolloutStatus
+from lockstep.rollout.system.plain_files import read_plain
+from lockstep.trainer.evaluate import estimates
+from lockstep.trainer.evaluate.estimates import Estimate
 
 SCHEMA = 1
 """Version of the JSON file."""

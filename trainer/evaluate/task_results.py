@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rollout.errors import DataError
-from rollout.system.plain_files import read_plain
-from trainer.evaluate import estimates
-from trainer.evaluate.estimates import Z_95, Estimate
-from trainer.evaluate.results import finite_number, signed, typed_value
+from lockstep.rollout.errors import DataError
+from lockstep.rollout.system.plain_files import read_plain
+from lockstep.trainer.evaluate import estimates
+from lockstep.trainer.evaluate.estimates import Z_95, Estimate
+from lockstep.trainer.evaluate.results import finite_number, signed, typed_value
 
 FORMS = ("mean", "perplexity", "bits")
 """Values as functions of x = Σ values / Σ weights: x, exp(-x), -x / ln 2. The last two are of log-probabilities, with

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollout.chat.chat import generation_stops, load_tokenizer
-from rollout.engine.pool import EnginePool
-from rollout.errors import ConfigError, DataError, LockstepError
-from rollout.safe_text import error_text
-from trainer.config.schema import Config
-from trainer.evaluate.engine_model import EngineModel, Generation
-from trainer.evaluate.task_results import TaskComparison, TaskMetric, task_metrics, tasks_to_json
+from lockstep.rollout.chat.chat import generation_stops, load_tokenizer
+from lockstep.rollout.engine.pool import EnginePool
+from lockstep.rollout.errors import ConfigError, DataError, LockstepError
+from lockstep.rollout.safe_text import error_text
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.evaluate.engine_model import EngineModel, Generation
+from lockstep.trainer.evaluate.task_results import TaskComparison, TaskMetric, task_metrics, tasks_to_json
 
 SUPPORTED = ("generate_until", "multiple_choice", "loglikelihood", "loglikelihood_rolling")
 NEAREST = 5

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from trainer.config.groups.optimizer_settings import SMALL_MODEL_LR
-from trainer.config.schema import PACK_TOKENS, Config
-from trainer.distributed.sharding import Sharding
-from trainer.model.memory_plan import USABLE, cache_gib, memory_plan
-from trainer.model.shape import ModelShape
+from lockstep.trainer.config.groups.optimizer_settings import SMALL_MODEL_LR
+from lockstep.trainer.config.schema import PACK_TOKENS, Config
+from lockstep.trainer.distributed.sharding import Sharding
+from lockstep.trainer.model.memory_plan import USABLE, cache_gib, memory_plan
+from lockstep.trainer.model.shape import ModelShape
 
 SMALL_MODEL = 50_000_000
 """Parameters up to which `SMALL_MODEL_LR` is the default; it destroys larger, pretrained models."""

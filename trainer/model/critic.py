@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForTokenClassification, PreTrainedConfig, PreTrainedModel
 
-from rewards.model.wide_linear import WideLinear, widen
-from trainer.batch.packing import PackedBatch
-from trainer.config.schema import Config
-from trainer.distributed.distributed import Distributed
-from trainer.model.decoder import (
+from lockstep.rewards.model.wide_linear import WideLinear, widen
+from lockstep.trainer.batch.packing import PackedBatch
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.distributed.distributed import Distributed
+from lockstep.trainer.model.decoder import (
     DecoderSetup,
     compile_layers,
     decoder_setup,
@@ -31,7 +31,7 @@ from trainer.model.decoder import (
     packed_hidden_states,
     prepare,
 )
-from trainer.model.policy import Policy
+from lockstep.trainer.model.policy import Policy
 
 
 class ValueHead(nn.Module):
@@ -187,7 +187,7 @@ def save_critic(module: ActorCritic, directory: Path, distributed: Distributed) 
     mode: those classes have dropout), and `model.critic_path` can load it. A shared trunk is written whole, with
     adapters merged. Returns False, and writes nothing, for architectures without a token classifier.
     """
-    from rollout.weights.source import ZeroSource  # here: it imports vLLM, which takes seconds
+    from lockstep.rollout.weights.source import ZeroSource  # here: it imports vLLM, which takes seconds
 
     if isinstance(module.critic, Critic):
         decoder, source, prefix, head = module.critic.decoder, module.critic.decoder, "", module.critic.head

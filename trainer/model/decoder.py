@@ -18,13 +18,13 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rollout.errors import ConfigError
-from trainer.batch.packing import PackedBatch
-from trainer.config.groups.model_settings import ATTENTIONS
-from trainer.config.launcher import COMPILE_UNDER_ZERO3
-from trainer.config.schema import Config
-from trainer.model.layers import chunked_attention, packed_attention, recurrent
-from trainer.model.quantized_base import refuse_quantized
+from lockstep.rollout.errors import ConfigError
+from lockstep.trainer.batch.packing import PackedBatch
+from lockstep.trainer.config.groups.model_settings import ATTENTIONS
+from lockstep.trainer.config.launcher import COMPILE_UNDER_ZERO3
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.model.layers import chunked_attention, packed_attention, recurrent
+from lockstep.trainer.model.quantized_base import refuse_quantized
 
 AUTO = "auto"
 """`packed_rows`, which chooses its kernels by device and dtype."""

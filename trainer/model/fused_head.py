@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from trainer.model.logit_tiles import EXCLUDED, IDENTITY, LogitTiles, LogitTransform, VocabEntries
+from lockstep.trainer.model.logit_tiles import EXCLUDED, IDENTITY, LogitTiles, LogitTransform, VocabEntries
 
 REST_FLOOR = math.log(1e-30)
 """Least log-probability of all entries but the candidates: float32 holds neither smaller ones nor their inverses."""

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from rollout.errors import ConfigError
-from trainer.batch.packing import PackedBatch, collate, whole_row
+from lockstep.rollout.errors import ConfigError
+from lockstep.trainer.batch.packing import PackedBatch, collate, whole_row
 
 FIRST, SECOND = tuple(range(4, 23)), tuple(range(40, 29, -1))
 """Rows of different lengths, neither a multiple of the chunks in which recurrent kernels compute."""

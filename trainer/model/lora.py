@@ -24,16 +24,16 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.models.llama4.modeling_llama4 import Llama4Router
 
-from rollout.engine.adapters import RANKS, AdapterSettings, buffer_rank
-from rollout.engine.protocol import BASE, POLICY
-from rollout.errors import ConfigError
-from trainer.config.groups.model_settings import LoraConfig
-from trainer.config.schema import Config
-from trainer.distributed.distributed import Distributed
-from trainer.model.families import FAMILIES
-from trainer.model.quantized_base import method_at
-from trainer.objective.correction.modes import CORRECTION_MODES
-from trainer.setting import typed
+from lockstep.rollout.engine.adapters import RANKS, AdapterSettings, buffer_rank
+from lockstep.rollout.engine.protocol import BASE, POLICY
+from lockstep.rollout.errors import ConfigError
+from lockstep.trainer.config.groups.model_settings import LoraConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.distributed.distributed import Distributed
+from lockstep.trainer.model.families import FAMILIES
+from lockstep.trainer.model.quantized_base import method_at
+from lockstep.trainer.objective.correction.modes import CORRECTION_MODES
+from lockstep.trainer.setting import typed
 
 if TYPE_CHECKING:
     import peft
@@ -279,7 +279,7 @@ def _check_targets(model: PreTrainedModel, wanted: list[str]) -> None:
 
 def save_merged(model: PeftModel, directory: Path, distributed: Distributed) -> None:
     """Write the model with merged adapters and the adapter beside it; a collective."""
-    from rollout.weights.source import ZeroSource  # here: it imports vLLM, which takes seconds
+    from lockstep.rollout.weights.source import ZeroSource  # here: it imports vLLM, which takes seconds
 
     merged = {name: tensor.cpu() for name, tensor in ZeroSource(model, readers=[0])}
     if distributed.is_main:

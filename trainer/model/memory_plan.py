@@ -15,13 +15,13 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from rollout.engine.arguments import BATCH_TOKENS
-from rollout.errors import ConfigError
-from trainer.config.groups.rollout_settings import CPU_CACHE_GIB
-from trainer.config.schema import Config
-from trainer.distributed.sharding import Sharding
-from trainer.model.logit_tiles import LOGITS_BUDGET_GIB, TILE_K
-from trainer.model.shape import ModelShape
+from lockstep.rollout.engine.arguments import BATCH_TOKENS
+from lockstep.rollout.errors import ConfigError
+from lockstep.trainer.config.groups.rollout_settings import CPU_CACHE_GIB
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.distributed.sharding import Sharding
+from lockstep.trainer.model.logit_tiles import LOGITS_BUDGET_GIB, TILE_K
+from lockstep.trainer.model.shape import ModelShape
 
 GIB = 2**30
 INT64, FLOAT32, BFLOAT16, INT16 = 8, 4, 2, 2

@@ -21,15 +21,15 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from rollout.errors import ConfigError
-from trainer.batch.packing import PackedBatch, collate, whole_row
-from trainer.config.groups.model_settings import LoraConfig
-from trainer.model import decoder
-from trainer.model.fused_head import FusedHead
-from trainer.model.layers.routing import Routing
-from trainer.model.logit_tiles import LogitTransform
-from trainer.model.lora import add_adapters, is_adapted
-from trainer.model.quantized_base import loading_arguments, stored_method
+from lockstep.rollout.errors import ConfigError
+from lockstep.trainer.batch.packing import PackedBatch, collate, whole_row
+from lockstep.trainer.config.groups.model_settings import LoraConfig
+from lockstep.trainer.model import decoder
+from lockstep.trainer.model.fused_head import FusedHead
+from lockstep.trainer.model.layers.routing import Routing
+from lockstep.trainer.model.logit_tiles import LogitTransform
+from lockstep.trainer.model.lora import add_adapters, is_adapted
+from lockstep.trainer.model.quantized_base import loading_arguments, stored_method
 
 if TYPE_CHECKING:
     from peft import PeftModel

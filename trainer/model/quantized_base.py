@@ -18,7 +18,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.utils.quantization_config import CompressedTensorsConfig, FineGrainedFP8Config, Mxfp4Config
 
-from rollout.errors import ConfigError
+from lockstep.rollout.errors import ConfigError
 
 METHODS: dict[str, Any] = {
     "compressed-tensors": CompressedTensorsConfig,

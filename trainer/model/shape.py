@@ -9,13 +9,13 @@ import torch
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig
 
-from trainer.config.schema import Config
-from trainer.model.critic import ActorCritic, Critic
-from trainer.model.decoder import decoder_setup, packable_config
-from trainer.model.layers.router_outputs import router_coefs
-from trainer.model.layers.routing import num_experts
-from trainer.model.lora import add_adapters
-from trainer.model.policy import Policy
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.model.critic import ActorCritic, Critic
+from lockstep.trainer.model.decoder import decoder_setup, packable_config
+from lockstep.trainer.model.layers.router_outputs import router_coefs
+from lockstep.trainer.model.layers.routing import num_experts
+from lockstep.trainer.model.lora import add_adapters
+from lockstep.trainer.model.policy import Policy
 
 SHARED_WIDTHS = ("shared_expert_intermediate_size", "shared_intermediate_size")
 """Names of the width of shared experts in configs that do not count them (`n_shared_experts`)."""

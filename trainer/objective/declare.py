@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, get_args
 
-from trainer.setting import Setting
+from lockstep.trainer.setting import Setting
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -118,9 +118,9 @@ class Advantage(Declared):
 
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {}
-"""By name; filled when `trainer.objective.losses` is imported."""
+"""By name; filled when `lockstep.trainer.objective.losses` is imported."""
 ADVANTAGES: dict[str, Advantage] = {}
-"""By name; filled when `trainer.objective.advantages` is imported."""
+"""By name; filled when `lockstep.trainer.objective.advantages` is imported."""
 NEEDS: dict[Callable[..., Any], tuple[type[Declared], Mapping[str, Any]]] = {}
 """Kind and needs of decorated functions in users' files, which `trainer/objective/own/lookup.py` declares."""
 

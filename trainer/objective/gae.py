@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from trainer.objective.per_rollout import rollout_count
+from lockstep.trainer.objective.per_rollout import rollout_count
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainer.objective.per_rollout import rollout_sum
-from trainer.objective.whitening import moments
+from lockstep.trainer.objective.per_rollout import rollout_sum
+from lockstep.trainer.objective.whitening import moments
 
 
 def objective_metrics(

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.objective.per_rollout import rollout_sum
+from lockstep.trainer.objective.per_rollout import rollout_sum
 
 
 class TurnRewards(NamedTuple):

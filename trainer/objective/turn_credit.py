@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainer.objective.gae import gae_flat
+from lockstep.trainer.objective.gae import gae_flat
 
 
 def discounted_returns(rewards_K: Tensor, rollout_K: Tensor, *, gamma: float) -> Tensor:

@@ -20,11 +20,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
-from rollout.records import Rollout
-from rollout.safe_text import safe_text
-from rollout.sampler.sampler import OnRollout
-from trainer.observe.progress import ProgressLines
-from trainer.observe.transcript import conversation
+from lockstep.rollout.records import Rollout
+from lockstep.rollout.safe_text import safe_text
+from lockstep.rollout.sampler.sampler import OnRollout
+from lockstep.trainer.observe.progress import ProgressLines
+from lockstep.trainer.observe.transcript import conversation
 
 HEADER_EVERY = 20
 ALARM_AGAIN_EVERY = 20

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rollout.records import TrainingRow
-from rollout.safe_text import terminal_safe
-from trainer.batch.step_batch import StepBatch
-from trainer.diagnosis.token_classes import TokenTexts
-from trainer.objective.correction.mismatch import FORCED_LOGPROB, PREFIX, mismatch_metrics
+from lockstep.rollout.records import TrainingRow
+from lockstep.rollout.safe_text import terminal_safe
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.diagnosis.token_classes import TokenTexts
+from lockstep.trainer.objective.correction.mismatch import FORCED_LOGPROB, PREFIX, mismatch_metrics
 
 SHOWN_TOKENS = 12
 

@@ -16,13 +16,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rollout.errors import ConfigError, DataError
-from rollout.system.plain_files import plain_lines
-from trainer.config.groups.outputs_settings import LoggerConfig
-from trainer.observe.trackers.background import Background
-from trainer.observe.trackers.kinds import KINDS
-from trainer.observe.trackers.tracker import Medium, Session, Tracker
-from trainer.observe.trackers.wandb_run import Lineage, WandbRun
+from lockstep.rollout.errors import ConfigError, DataError
+from lockstep.rollout.system.plain_files import plain_lines
+from lockstep.trainer.config.groups.outputs_settings import LoggerConfig
+from lockstep.trainer.observe.trackers.background import Background
+from lockstep.trainer.observe.trackers.kinds import KINDS
+from lockstep.trainer.observe.trackers.tracker import Medium, Session, Tracker
+from lockstep.trainer.observe.trackers.wandb_run import Lineage, WandbRun
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-from rollout.records import Rollout
+from lockstep.rollout.records import Rollout
 
 EVERY_S = 30.0
 """Time between two lines of one piece of work [s]; shorter work prints none."""

@@ -13,14 +13,14 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from rollout.errors import ConfigError, DataError
-from rollout.records import Rollout
-from rollout.saved_rollouts import read_newest_rollouts
-from rollout.system.plain_files import read_plain
-from trainer.checkpoint.run_dir import RunDirectory
-from trainer.config.saved_config import read_saved
-from trainer.observe.alarms import AlarmThresholds, alarms
-from trainer.observe.metrics_log import read_metrics
+from lockstep.rollout.errors import ConfigError, DataError
+from lockstep.rollout.records import Rollout
+from lockstep.rollout.saved_rollouts import read_newest_rollouts
+from lockstep.rollout.system.plain_files import read_plain
+from lockstep.trainer.checkpoint.run_dir import RunDirectory
+from lockstep.trainer.config.saved_config import read_saved
+from lockstep.trainer.observe.alarms import AlarmThresholds, alarms
+from lockstep.trainer.observe.metrics_log import read_metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from trainer.config.schema import Config
-from trainer.diagnosis.examiner import diagnose_step
-from trainer.diagnosis.token_classes import TokenTexts
-from trainer.objective.kl import bounded
-from trainer.objective.per_rollout import rollout_mean
-from trainer.observe.pages.token_view import token_view
-from trainer.observe.step_metrics import StepReport
-from trainer.observe.trackers.tracker import Histogram, Medium, Page, Table
-from trainer.observe.transcript import content_text, tool_calls
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.diagnosis.examiner import diagnose_step
+from lockstep.trainer.diagnosis.token_classes import TokenTexts
+from lockstep.trainer.objective.kl import bounded
+from lockstep.trainer.objective.per_rollout import rollout_mean
+from lockstep.trainer.observe.pages.token_view import token_view
+from lockstep.trainer.observe.step_metrics import StepReport
+from lockstep.trainer.observe.trackers.tracker import Histogram, Medium, Page, Table
+from lockstep.trainer.observe.transcript import content_text, tool_calls
 
 BINS = 64
 VIEWED_ROLLOUTS = 16

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from rewards.shaping import OVERLONG
-from rollout.episode.token_metrics import TokenCounts, count_tokens
-from rollout.records import Rollout, RolloutStatus, TrainingRow
-from trainer.batch.step_batch import StepBatch
-from trainer.collect.groups import Collected
-from trainer.config.groups.correction_settings import CorrectionConfig
-from trainer.credit.targets import Logprobs, reference_metrics
-from trainer.objective.correction.mismatch import mismatch_metrics
-from trainer.objective.correction.weights import CorrectionResult
-from trainer.objective.distillation.sampled import teacher_metrics
-from trainer.stopwatch import Stopwatch
+from lockstep.rewards.shaping import OVERLONG
+from lockstep.rollout.episode.token_metrics import TokenCounts, count_tokens
+from lockstep.rollout.records import Rollout, RolloutStatus, TrainingRow
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.collect.groups import Collected
+from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
+from lockstep.trainer.credit.targets import Logprobs, reference_metrics
+from lockstep.trainer.objective.correction.mismatch import mismatch_metrics
+from lockstep.trainer.objective.correction.weights import CorrectionResult
+from lockstep.trainer.objective.distillation.sampled import teacher_metrics
+from lockstep.trainer.stopwatch import Stopwatch
 
 IDLE_STAGES = ("rollout", "reward", "wait")
 """Stages of a step in which the trainer computes nothing."""

@@ -11,9 +11,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from rollout.records import Message, Rollout, RolloutStatus
-from rollout.safe_text import terminal_safe
-from trainer.data.datasets import json_or_text
+from lockstep.rollout.records import Message, Rollout, RolloutStatus
+from lockstep.rollout.safe_text import terminal_safe
+from lockstep.trainer.data.datasets import json_or_text
 
 MAX_SHOWN_CHARS = 1200
 """Length above which a message loses its middle."""

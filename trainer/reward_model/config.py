@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollout.errors import ConfigError
-from trainer.checks.declared import value_problems
-from trainer.checks.names import run_name_problems
-from trainer.checks.tracking import package_problems
-from trainer.config.groups.optimizer_settings import SMALL_MODEL_LR, OptimizerConfig
-from trainer.config.groups.outputs_settings import LoggerConfig
-from trainer.data.datasets import is_file
-from trainer.setting import setting
+from lockstep.rollout.errors import ConfigError
+from lockstep.trainer.checks.declared import value_problems
+from lockstep.trainer.checks.names import run_name_problems
+from lockstep.trainer.checks.tracking import package_problems
+from lockstep.trainer.config.groups.optimizer_settings import SMALL_MODEL_LR, OptimizerConfig
+from lockstep.trainer.config.groups.outputs_settings import LoggerConfig
+from lockstep.trainer.data.datasets import is_file
+from lockstep.trainer.setting import setting
 
 
 @dataclass

@@ -18,8 +18,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from rewards.model.tokenizing import chat_ids, text_ids
-from rollout.errors import DataError
+from lockstep.rewards.model.tokenizing import chat_ids, text_ids
+from lockstep.rollout.errors import DataError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

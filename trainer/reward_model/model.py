@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
-from rewards.model.classifier import NORMALIZATION_FILE, RewardModel
-from rollout.errors import ConfigError, TrainingError
-from trainer.distributed.distributed import Distributed
-from trainer.model.decoder import disable_randomness
-from trainer.objective.whitening import moments
-from trainer.reward_model.config import RewardModelConfig
+from lockstep.rewards.model.classifier import NORMALIZATION_FILE, RewardModel
+from lockstep.rollout.errors import ConfigError, TrainingError
+from lockstep.trainer.distributed.distributed import Distributed
+from lockstep.trainer.model.decoder import disable_randomness
+from lockstep.trainer.objective.whitening import moments
+from lockstep.trainer.reward_model.config import RewardModelConfig
 
 
 def make_model(config: RewardModelConfig, distributed: Distributed, *, pad_token_id: int | None) -> RewardModel:

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
-from rewards.model.reward import StopRule, token_id_of
-from rewards.model.tokenizing import text_ids
-from rollout.errors import ConfigError, DataError
-from trainer.data.datasets import load_rows
-from trainer.reward_model.config import RewardModelConfig
-from trainer.reward_model.data import Lengths, query_ids
+from lockstep.rewards.model.reward import StopRule, token_id_of
+from lockstep.rewards.model.tokenizing import text_ids
+from lockstep.rollout.errors import ConfigError, DataError
+from lockstep.trainer.data.datasets import load_rows
+from lockstep.trainer.reward_model.config import RewardModelConfig
+from lockstep.trainer.reward_model.data import Lengths, query_ids
 
 SEED_STRIDE = 100_003
 """Difference between the seeds of ranks ("Use different seeds for different processes", same source)."""

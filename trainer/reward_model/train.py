@@ -19,20 +19,20 @@ import torch
 from omegaconf import OmegaConf
 from transformers import AutoTokenizer
 
-from rewards.model.padding import pad
-from rollout.errors import ConfigError, TrainingError
-from trainer.config.redaction import redact
-from trainer.data.datasets import load_rows
-from trainer.distributed.distributed import Distributed
-from trainer.objective.whitening import moments
-from trainer.observe.metrics_log import MetricsLog
-from trainer.reward_model.config import RewardModelConfig
-from trainer.reward_model.data import Comparison, Lengths, read_comparisons
-from trainer.reward_model.losses import best_of_n_loss
-from trainer.reward_model.model import Normalization, fit, make_model, save
-from trainer.reward_model.sampling import normalization_samples
-from trainer.update.optimizers.optimizer import make_optimizer
-from trainer.update.schedule import learning_rate
+from lockstep.rewards.model.padding import pad
+from lockstep.rollout.errors import ConfigError, TrainingError
+from lockstep.trainer.config.redaction import redact
+from lockstep.trainer.data.datasets import load_rows
+from lockstep.trainer.distributed.distributed import Distributed
+from lockstep.trainer.objective.whitening import moments
+from lockstep.trainer.observe.metrics_log import MetricsLog
+from lockstep.trainer.reward_model.config import RewardModelConfig
+from lockstep.trainer.reward_model.data import Comparison, Lengths, read_comparisons
+from lockstep.trainer.reward_model.losses import best_of_n_loss
+from lockstep.trainer.reward_model.model import Normalization, fit, make_model, save
+from lockstep.trainer.reward_model.sampling import normalization_samples
+from lockstep.trainer.update.optimizers.optimizer import make_optimizer
+from lockstep.trainer.update.schedule import learning_rate
 
 
 def train(config: RewardModelConfig) -> None:

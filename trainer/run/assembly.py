@@ -8,41 +8,41 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from rewards.composition import RewardSet
-from rollout.chat.chat import Chat
-from rollout.engine.protocol import SyncedEngine
-from rollout.system.background_loop import BackgroundLoop
-from rollout.weights.sync import WeightSync
-from trainer.build import load_policy, make_chat, make_rewards, make_sampler, make_sampling
-from trainer.checkpoint.run_dir import RunDirectory
-from trainer.checks.scale import disk_notes, overlap_warnings, size_warnings
-from trainer.collect.async_source import Producer
-from trainer.collect.source import Collector, RolloutSource
-from trainer.config.schema import Config
-from trainer.data.prompt_filter import make_prompts
-from trainer.data.prompts import Prompts
-from trainer.distributed.distributed import Distributed
-from trainer.distributed.weight_average import WeightAverage
-from trainer.engines.averaged_teacher import AveragedTeacher
-from trainer.engines.recovery import Recovery
-from trainer.engines.run_engines import Engines, start_engines
-from trainer.engines.teacher import Teacher
-from trainer.engines.teacher_start import refuse_unfit_teacher, start_teacher
-from trainer.evaluate.evaluator import Evaluation, Evaluator
-from trainer.model.chosen import with_chosen
-from trainer.model.critic import policy_of, with_critic
-from trainer.model.families import untested
-from trainer.model.layers.routing import refuse_dense
-from trainer.model.memory_plan import advice, memory_plan
-from trainer.model.shape import ModelShape, planned_shape
-from trainer.observe.console import RunConsole
-from trainer.run.library_logs import ThirdPartyLog
-from trainer.score.reference import make_reference
-from trainer.sft.cross_entropy import Demonstrations
-from trainer.sft.sft_trainer import HeldoutDemonstrations, SftTrainer
-from trainer.step import Trainer
-from trainer.update.optimizers.optimizer import make_optimizer
-from trainer.update.updater import Updater
+from lockstep.rewards.composition import RewardSet
+from lockstep.rollout.chat.chat import Chat
+from lockstep.rollout.engine.protocol import SyncedEngine
+from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.rollout.weights.sync import WeightSync
+from lockstep.trainer.build import load_policy, make_chat, make_rewards, make_sampler, make_sampling
+from lockstep.trainer.checkpoint.run_dir import RunDirectory
+from lockstep.trainer.checks.scale import disk_notes, overlap_warnings, size_warnings
+from lockstep.trainer.collect.async_source import Producer
+from lockstep.trainer.collect.source import Collector, RolloutSource
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.data.prompt_filter import make_prompts
+from lockstep.trainer.data.prompts import Prompts
+from lockstep.trainer.distributed.distributed import Distributed
+from lockstep.trainer.distributed.weight_average import WeightAverage
+from lockstep.trainer.engines.averaged_teacher import AveragedTeacher
+from lockstep.trainer.engines.recovery import Recovery
+from lockstep.trainer.engines.run_engines import Engines, start_engines
+from lockstep.trainer.engines.teacher import Teacher
+from lockstep.trainer.engines.teacher_start import refuse_unfit_teacher, start_teacher
+from lockstep.trainer.evaluate.evaluator import Evaluation, Evaluator
+from lockstep.trainer.model.chosen import with_chosen
+from lockstep.trainer.model.critic import policy_of, with_critic
+from lockstep.trainer.model.families import untested
+from lockstep.trainer.model.layers.routing import refuse_dense
+from lockstep.trainer.model.memory_plan import advice, memory_plan
+from lockstep.trainer.model.shape import ModelShape, planned_shape
+from lockstep.trainer.observe.console import RunConsole
+from lockstep.trainer.run.library_logs import ThirdPartyLog
+from lockstep.trainer.score.reference import make_reference
+from lockstep.trainer.sft.cross_entropy import Demonstrations
+from lockstep.trainer.sft.sft_trainer import HeldoutDemonstrations, SftTrainer
+from lockstep.trainer.step import Trainer
+from lockstep.trainer.update.optimizers.optimizer import make_optimizer
+from lockstep.trainer.update.updater import Updater
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,12 +14,12 @@ import huggingface_hub
 import yaml
 from huggingface_hub.errors import HfHubHTTPError
 
-from rollout.errors import HubError
-from trainer.config.groups.data_settings import SAVED_ROLLOUTS
-from trainer.config.redaction import redact_text
-from trainer.config.schema import Config
-from trainer.data.datasets import is_file, is_made
-from trainer.observe.metrics_log import read_metrics
+from lockstep.rollout.errors import HubError
+from lockstep.trainer.config.groups.data_settings import SAVED_ROLLOUTS
+from lockstep.trainer.config.redaction import redact_text
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.data.datasets import is_file, is_made
+from lockstep.trainer.observe.metrics_log import read_metrics
 
 CARD = "README.md"
 

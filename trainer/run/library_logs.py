@@ -18,10 +18,10 @@ from contextlib import contextmanager
 from logging.handlers import MemoryHandler
 from pathlib import Path
 
-from rollout.errors import ConfigError
-from rollout.system.captured_output import redirect_output
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.system.captured_output import redirect_output
 
-OWN = ("trainer", "rollout", "rewards")
+OWN = ("lockstep",)
 VERBOSE_LIBRARIES = (
     "deepspeed",
     "DeepSpeed",

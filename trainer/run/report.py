@@ -7,27 +7,34 @@ from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 
-from rollout.records import Rollout
-from rollout.saved_rollouts import write_rollouts
-from trainer.batch.saved_scores import FILE_SUFFIX as TEACHER_SUFFIX
-from trainer.batch.saved_scores import write_scores
-from trainer.batch.step_batch import StepBatch
-from trainer.checkpoint.run_dir import RunDirectory
-from trainer.credit.targets import Targets
-from trainer.evaluate.evaluator import Evaluation, comparable_settings
-from trainer.evaluate.results import compare, comparison_lines, read_results, result_lines, title, write_results
-from trainer.model.shape import update_flops
-from trainer.observe.alarms import AlarmThresholds, alarms
-from trainer.observe.console import RunConsole
-from trainer.observe.first_step import first_demonstrations, first_step_summary
-from trainer.observe.metrics_log import MetricsLog
-from trainer.observe.step_media import step_media
-from trainer.observe.step_metrics import StepReport
-from trainer.observe.trackers.view import program, shown
-from trainer.run.assembly import Parts
-from trainer.run.next_steps import script
-from trainer.update.batch_dumps import Attempt, write_dump
-from trainer.update.schedule import is_due
+from lockstep.rollout.records import Rollout
+from lockstep.rollout.saved_rollouts import write_rollouts
+from lockstep.trainer.batch.saved_scores import FILE_SUFFIX as TEACHER_SUFFIX
+from lockstep.trainer.batch.saved_scores import write_scores
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.checkpoint.run_dir import RunDirectory
+from lockstep.trainer.credit.targets import Targets
+from lockstep.trainer.evaluate.evaluator import Evaluation, comparable_settings
+from lockstep.trainer.evaluate.results import (
+    compare,
+    comparison_lines,
+    read_results,
+    result_lines,
+    title,
+    write_results,
+)
+from lockstep.trainer.model.shape import update_flops
+from lockstep.trainer.observe.alarms import AlarmThresholds, alarms
+from lockstep.trainer.observe.console import RunConsole
+from lockstep.trainer.observe.first_step import first_demonstrations, first_step_summary
+from lockstep.trainer.observe.metrics_log import MetricsLog
+from lockstep.trainer.observe.step_media import step_media
+from lockstep.trainer.observe.step_metrics import StepReport
+from lockstep.trainer.observe.trackers.view import program, shown
+from lockstep.trainer.run.assembly import Parts
+from lockstep.trainer.run.next_steps import script
+from lockstep.trainer.update.batch_dumps import Attempt, write_dump
+from lockstep.trainer.update.schedule import is_due
 
 
 class Reporter:

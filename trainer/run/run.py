@@ -7,25 +7,25 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from rollout.records import Rollout
-from rollout.system.background_loop import BackgroundLoop
-from rollout.system.gc_freeze import gc_frozen
-from trainer.checkpoint.run_dir import RunDirectory, open_run
-from trainer.checks.algorithm import algorithm_warnings
-from trainer.config.schema import Config
-from trainer.config.user_code import code_of_files, unisolated_settings
-from trainer.distributed.distributed import Distributed
-from trainer.observe.console import RunConsole
-from trainer.observe.step_metrics import StepReport
-from trainer.run.assembly import Parts, assemble, choose
-from trainer.run.heartbeat import Heartbeat, WallTime
-from trainer.run.interrupt import TERMINATED, Interrupt
-from trainer.run.library_logs import ThirdPartyLog
-from trainer.run.profiling import StepProfiler
-from trainer.run.provenance import with_hashes
-from trainer.run.report import Reporter
-from trainer.run.state import open_metrics, restore_state, save_model, save_state
-from trainer.update.schedule import is_due
+from lockstep.rollout.records import Rollout
+from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.rollout.system.gc_freeze import gc_frozen
+from lockstep.trainer.checkpoint.run_dir import RunDirectory, open_run
+from lockstep.trainer.checks.algorithm import algorithm_warnings
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.config.user_code import code_of_files, unisolated_settings
+from lockstep.trainer.distributed.distributed import Distributed
+from lockstep.trainer.observe.console import RunConsole
+from lockstep.trainer.observe.step_metrics import StepReport
+from lockstep.trainer.run.assembly import Parts, assemble, choose
+from lockstep.trainer.run.heartbeat import Heartbeat, WallTime
+from lockstep.trainer.run.interrupt import TERMINATED, Interrupt
+from lockstep.trainer.run.library_logs import ThirdPartyLog
+from lockstep.trainer.run.profiling import StepProfiler
+from lockstep.trainer.run.provenance import with_hashes
+from lockstep.trainer.run.report import Reporter
+from lockstep.trainer.run.state import open_metrics, restore_state, save_model, save_state
+from lockstep.trainer.update.schedule import is_due
 
 
 def run(config: Config, on_step: Callable[[StepReport], None] = lambda report: None) -> None:

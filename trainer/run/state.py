@@ -9,27 +9,27 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rollout.errors import DataError, HubError
-from trainer.checkpoint import checkpoint
-from trainer.checkpoint.checkpoint import TrainerState
-from trainer.checkpoint.resume import Resumed, restore
-from trainer.checkpoint.run_dir import RunDirectory
-from trainer.config.schema import Config
-from trainer.config.tree import plain
-from trainer.data.prompts import Position
-from trainer.distributed.distributed import Distributed
-from trainer.distributed.weight_average import WeightAverage
-from trainer.model.critic import ActorCritic, policy_of, save_critic
-from trainer.model.lora import ADAPTER_DIRECTORY, is_adapted, save_adapter, save_merged
-from trainer.observe.console import RunConsole
-from trainer.observe.metrics_log import MetricsLog
-from trainer.observe.trackers.view import program, shown
-from trainer.observe.trackers.wandb_run import Lineage
-from trainer.run.assembly import Parts
-from trainer.run.hub import last_metrics, push
-from trainer.run.next_steps import CHECKOUT, next_steps
-from trainer.run.provenance import provenance
-from trainer.update.entropy_control import EntropyControl
+from lockstep.rollout.errors import DataError, HubError
+from lockstep.trainer.checkpoint import checkpoint
+from lockstep.trainer.checkpoint.checkpoint import TrainerState
+from lockstep.trainer.checkpoint.resume import Resumed, restore
+from lockstep.trainer.checkpoint.run_dir import RunDirectory
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.config.tree import plain
+from lockstep.trainer.data.prompts import Position
+from lockstep.trainer.distributed.distributed import Distributed
+from lockstep.trainer.distributed.weight_average import WeightAverage
+from lockstep.trainer.model.critic import ActorCritic, policy_of, save_critic
+from lockstep.trainer.model.lora import ADAPTER_DIRECTORY, is_adapted, save_adapter, save_merged
+from lockstep.trainer.observe.console import RunConsole
+from lockstep.trainer.observe.metrics_log import MetricsLog
+from lockstep.trainer.observe.trackers.view import program, shown
+from lockstep.trainer.observe.trackers.wandb_run import Lineage
+from lockstep.trainer.run.assembly import Parts
+from lockstep.trainer.run.hub import last_metrics, push
+from lockstep.trainer.run.next_steps import CHECKOUT, next_steps
+from lockstep.trainer.run.provenance import provenance
+from lockstep.trainer.update.entropy_control import EntropyControl
 
 
 def restore_state(parts: Parts, directory: RunDirectory, console: RunConsole) -> Resumed | None:

@@ -11,13 +11,13 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
 
-from trainer.batch.step_batch import StepBatch
-from trainer.config.schema import Config
-from trainer.distributed.distributed import Distributed
-from trainer.model.critic import policy_of
-from trainer.model.lora import is_adapted
-from trainer.model.policy import Policy
-from trainer.score.scorer import Scorer
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.distributed.distributed import Distributed
+from lockstep.trainer.model.critic import policy_of
+from lockstep.trainer.model.lora import is_adapted
+from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.score.scorer import Scorer
 
 
 class Reference:

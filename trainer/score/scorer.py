@@ -15,16 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer.batch.assignment import Plan, plan
-from trainer.batch.packing import PackedBatch, collate, row_places
-from trainer.batch.prefix_bundles import plan_bundles
-from trainer.batch.prefixes import token_keys
-from trainer.batch.step_batch import StepBatch
-from trainer.distributed.distributed import Distributed
-from trainer.model import isolation
-from trainer.model.decoder import can_share_prefixes
-from trainer.model.policy import Policy
-from trainer.score.token_budget import TokenBudget
+from lockstep.trainer.batch.assignment import Plan, plan
+from lockstep.trainer.batch.packing import PackedBatch, collate, row_places
+from lockstep.trainer.batch.prefix_bundles import plan_bundles
+from lockstep.trainer.batch.prefixes import token_keys
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.distributed.distributed import Distributed
+from lockstep.trainer.model import isolation
+from lockstep.trainer.model.decoder import can_share_prefixes
+from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.score.token_budget import TokenBudget
 
 
 class Scorer:

@@ -20,9 +20,9 @@ from typing import TypeVar
 
 import torch
 
-from rollout.errors import TrainingError
-from rollout.system.device_memory import is_out_of_memory
-from trainer.distributed.distributed import Distributed
+from lockstep.rollout.errors import TrainingError
+from lockstep.rollout.system.device_memory import is_out_of_memory
+from lockstep.trainer.distributed.distributed import Distributed
 
 T = TypeVar("T")
 

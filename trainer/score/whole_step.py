@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout.errors import TrainingError
-from trainer.batch.step_batch import StepBatch
-from trainer.config.schema import Config
-from trainer.credit.old_policy import Recomputed
-from trainer.credit.targets import Targets
-from trainer.objective.declare import PolicyLoss
-from trainer.objective.losses.inputs import StepInputs
-from trainer.score.scorer import Scorer
+from lockstep.rollout.errors import TrainingError
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.credit.old_policy import Recomputed
+from lockstep.trainer.credit.targets import Targets
+from lockstep.trainer.objective.declare import PolicyLoss
+from lockstep.trainer.objective.losses.inputs import StepInputs
+from lockstep.trainer.score.scorer import Scorer
 
 
 class WholeStep:

@@ -19,22 +19,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout.chat.chat import Chat
-from rollout.errors import DataError
-from trainer.batch.packing import PackedBatch
-from trainer.batch.step_batch import StepBatch, decode, encode
-from trainer.build import vocab_size_of
-from trainer.config.groups.data_settings import DataSetConfig
-from trainer.config.schema import Config
-from trainer.data.demonstrations import Demonstration, load_demonstrations
-from trainer.data.prompts import Prompts
-from trainer.distributed.distributed import Distributed
-from trainer.engines.teacher import Teacher
-from trainer.sft.saved_teacher import SavedTeacher
-from trainer.update.components import Outputs, Share, Term, TokenSet, component_metrics
-from trainer.update.router_loss import RouterLoss, RouterStep
-from trainer.update.schedule import component_weight
-from trainer.update.teacher_divergence import DivergenceTerm, scores_of
+from lockstep.rollout.chat.chat import Chat
+from lockstep.rollout.errors import DataError
+from lockstep.trainer.batch.packing import PackedBatch
+from lockstep.trainer.batch.step_batch import StepBatch, decode, encode
+from lockstep.trainer.build import vocab_size_of
+from lockstep.trainer.config.groups.data_settings import DataSetConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.data.demonstrations import Demonstration, load_demonstrations
+from lockstep.trainer.data.prompts import Prompts
+from lockstep.trainer.distributed.distributed import Distributed
+from lockstep.trainer.engines.teacher import Teacher
+from lockstep.trainer.sft.saved_teacher import SavedTeacher
+from lockstep.trainer.update.components import Outputs, Share, Term, TokenSet, component_metrics
+from lockstep.trainer.update.router_loss import RouterLoss, RouterStep
+from lockstep.trainer.update.schedule import component_weight
+from lockstep.trainer.update.teacher_divergence import DivergenceTerm, scores_of
 
 NAME = "demonstrations"
 DIVERGENCE_NAME = "demonstrations_teacher"

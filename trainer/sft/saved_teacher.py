@@ -11,16 +11,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from rollout.errors import DataError
-from rollout.records import Rollout
-from trainer.batch.saved_scores import FILE_SUFFIX, SavedScores, row_digest
-from trainer.batch.step_batch import StepBatch
-from trainer.batch.teacher_scores import TeacherScores
-from trainer.build import vocab_size_of
-from trainer.config.schema import Config
-from trainer.data.datasets import rollout_files
-from trainer.data.demonstrations import Demonstration
-from trainer.distributed.distributed import Distributed
+from lockstep.rollout.errors import DataError
+from lockstep.rollout.records import Rollout
+from lockstep.trainer.batch.saved_scores import FILE_SUFFIX, SavedScores, row_digest
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.batch.teacher_scores import TeacherScores
+from lockstep.trainer.build import vocab_size_of
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.data.datasets import rollout_files
+from lockstep.trainer.data.demonstrations import Demonstration
+from lockstep.trainer.distributed.distributed import Distributed
 
 
 class SavedTeacher:

@@ -11,18 +11,18 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
-from rollout.chat.chat import Chat
-from rollout.sampler.sampler import OnRollout
-from trainer.batch.step_batch import StepBatch
-from trainer.config.schema import Config
-from trainer.distributed.distributed import Distributed
-from trainer.evaluate.evaluator import Evaluation
-from trainer.observe.metrics_log import BATCH
-from trainer.observe.step_metrics import StepReport
-from trainer.score.scorer import Scorer
-from trainer.sft.cross_entropy import Demonstrations, batch_of, shared, tokenized
-from trainer.stopwatch import Stopwatch
-from trainer.update.updater import Updater
+from lockstep.rollout.chat.chat import Chat
+from lockstep.rollout.sampler.sampler import OnRollout
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.distributed.distributed import Distributed
+from lockstep.trainer.evaluate.evaluator import Evaluation
+from lockstep.trainer.observe.metrics_log import BATCH
+from lockstep.trainer.observe.step_metrics import StepReport
+from lockstep.trainer.score.scorer import Scorer
+from lockstep.trainer.sft.cross_entropy import Demonstrations, batch_of, shared, tokenized
+from lockstep.trainer.stopwatch import Stopwatch
+from lockstep.trainer.update.updater import Updater
 
 
 class SftTrainer:

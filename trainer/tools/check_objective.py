@@ -11,16 +11,16 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from rollout.errors import ConfigError
-from rollout.safe_text import safe_text
-from trainer.checks.names import own_setting_problems
-from trainer.objective.declare import Declared, PolicyLoss
-from trainer.objective.examination.advantage_checks import examine_advantage
-from trainer.objective.examination.finding import Finding, Verdict
-from trainer.objective.examination.loss_checks import examine_loss
-from trainer.objective.own.lookup import advantage_named, is_advantage, policy_loss_named
-from trainer.setting import typed
-from trainer.tools.check_update import examine_update
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.safe_text import safe_text
+from lockstep.trainer.checks.names import own_setting_problems
+from lockstep.trainer.objective.declare import Declared, PolicyLoss
+from lockstep.trainer.objective.examination.advantage_checks import examine_advantage
+from lockstep.trainer.objective.examination.finding import Finding, Verdict
+from lockstep.trainer.objective.examination.loss_checks import examine_loss
+from lockstep.trainer.objective.own.lookup import advantage_named, is_advantage, policy_loss_named
+from lockstep.trainer.setting import typed
+from lockstep.trainer.tools.check_update import examine_update
 
 
 def check_objective(

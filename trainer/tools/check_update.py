@@ -22,15 +22,15 @@ from typing import Any
 import torch
 from torch.multiprocessing.spawn import ProcessContext, ProcessException, start_processes
 
-from rollout.errors import LockstepError
-from rollout.safe_text import error_text
-from rollout.system.captured_output import redirect_output
-from rollout.system.orphan_guard import exit_when_orphaned
-from trainer.objective.examination.divisions import ONE_MICROBATCH
-from trainer.objective.examination.examined_loss import change
-from trainer.objective.examination.finding import Finding, failure
-from trainer.tools import toy_update
-from trainer.tools.toy_update import KeptGradient, RankReport, divisions_of, report_of
+from lockstep.rollout.errors import LockstepError
+from lockstep.rollout.safe_text import error_text
+from lockstep.rollout.system.captured_output import redirect_output
+from lockstep.rollout.system.orphan_guard import exit_when_orphaned
+from lockstep.trainer.objective.examination.divisions import ONE_MICROBATCH
+from lockstep.trainer.objective.examination.examined_loss import change
+from lockstep.trainer.objective.examination.finding import Finding, failure
+from lockstep.trainer.tools import toy_update
+from lockstep.trainer.tools.toy_update import KeptGradient, RankReport, divisions_of, report_of
 
 TOLERANCE = 1e-5
 """Largest relative difference of float32 gradients that should be equal."""

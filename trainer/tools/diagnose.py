@@ -11,26 +11,26 @@ from pathlib import Path
 from rich.console import Console
 from torch import Tensor
 
-from rollout.chat.chat import Chat
-from rollout.engine.pool import EnginePool
-from rollout.errors import ConfigError
-from rollout.saved_rollouts import check_ids
-from rollout.system.background_loop import BackgroundLoop
-from trainer.batch.step_batch import StepBatch
-from trainer.build import load_policy, make_chat
-from trainer.config.schema import Config
-from trainer.diagnosis.cases import Case, sample_cases
-from trainer.diagnosis.causes import Cause
-from trainer.diagnosis.diagnosis import Diagnosis, print_diagnosis
-from trainer.diagnosis.examiner import Examiner
-from trainer.diagnosis.saved import load_rollouts
-from trainer.distributed.distributed import Distributed
-from trainer.engines.start import start_engine
-from trainer.model.policy import Policy
-from trainer.observe.pages.token_view import write_token_view
-from trainer.run.library_logs import quiet_third_parties
-from trainer.score.scorer import Scorer
-from trainer.update.optimizers.optimizer import make_optimizer
+from lockstep.rollout.chat.chat import Chat
+from lockstep.rollout.engine.pool import EnginePool
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.saved_rollouts import check_ids
+from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.build import load_policy, make_chat
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.diagnosis.cases import Case, sample_cases
+from lockstep.trainer.diagnosis.causes import Cause
+from lockstep.trainer.diagnosis.diagnosis import Diagnosis, print_diagnosis
+from lockstep.trainer.diagnosis.examiner import Examiner
+from lockstep.trainer.diagnosis.saved import load_rollouts
+from lockstep.trainer.distributed.distributed import Distributed
+from lockstep.trainer.engines.start import start_engine
+from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.observe.pages.token_view import write_token_view
+from lockstep.trainer.run.library_logs import quiet_third_parties
+from lockstep.trainer.score.scorer import Scorer
+from lockstep.trainer.update.optimizers.optimizer import make_optimizer
 
 WIDTH = 1000
 """Columns of the console. In a log file rich would otherwise cut tables at 80."""

@@ -22,40 +22,40 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from rewards.functions.built_in import JUDGES
-from rewards.resolve import MODEL
-from rollout.chat.chat import Chat
-from rollout.engine.protocol import Sampling
-from rollout.environments import make_environment
-from rollout.environments.mixed import environment_of
-from rollout.episode.environment import RunsItself
-from rollout.episode.episode import run_episode
-from rollout.episode.rows import rows_from_calls
-from rollout.errors import ConfigError
-from rollout.records import EngineCall, FinishReason, Rollout, TrainingRow
-from rollout.safe_text import terminal_safe
-from rollout.system.background_loop import BackgroundLoop
-from trainer.batch.step_batch import StepBatch
-from trainer.build import make_chat, make_rewards, make_sampling
-from trainer.checks.names import scores_groups_alone
-from trainer.config.redaction import redact_words
-from trainer.config.schema import Config
-from trainer.config.tree import plain, settings_tree
-from trainer.data.prompt_filter import make_prompts
-from trainer.data.prompts import Row
-from trainer.diagnosis.token_classes import TokenTexts
-from trainer.distributed.distributed import Distributed
-from trainer.engines.start import check_engine
-from trainer.engines.teacher_start import refuse_unfit_teacher
-from trainer.model.layers.routing import refuse_dense
-from trainer.model.memory_plan import GIB
-from trainer.model.shape import planned_shape
-from trainer.observe.console import RunConsole
-from trainer.observe.trackers.view import program
-from trainer.observe.transcript import conversation
-from trainer.run.assembly import choose, show_memory_plan, show_scale
-from trainer.run.library_logs import quiet_third_parties
-from trainer.sft.cross_entropy import Demonstrations, tokenized
+from lockstep.rewards.functions.built_in import JUDGES
+from lockstep.rewards.resolve import MODEL
+from lockstep.rollout.chat.chat import Chat
+from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.environments import make_environment
+from lockstep.rollout.environments.mixed import environment_of
+from lockstep.rollout.episode.environment import RunsItself
+from lockstep.rollout.episode.episode import run_episode
+from lockstep.rollout.episode.rows import rows_from_calls
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.records import EngineCall, FinishReason, Rollout, TrainingRow
+from lockstep.rollout.safe_text import terminal_safe
+from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.build import make_chat, make_rewards, make_sampling
+from lockstep.trainer.checks.names import scores_groups_alone
+from lockstep.trainer.config.redaction import redact_words
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.config.tree import plain, settings_tree
+from lockstep.trainer.data.prompt_filter import make_prompts
+from lockstep.trainer.data.prompts import Row
+from lockstep.trainer.diagnosis.token_classes import TokenTexts
+from lockstep.trainer.distributed.distributed import Distributed
+from lockstep.trainer.engines.start import check_engine
+from lockstep.trainer.engines.teacher_start import refuse_unfit_teacher
+from lockstep.trainer.model.layers.routing import refuse_dense
+from lockstep.trainer.model.memory_plan import GIB
+from lockstep.trainer.model.shape import planned_shape
+from lockstep.trainer.observe.console import RunConsole
+from lockstep.trainer.observe.trackers.view import program
+from lockstep.trainer.observe.transcript import conversation
+from lockstep.trainer.run.assembly import choose, show_memory_plan, show_scale
+from lockstep.trainer.run.library_logs import quiet_third_parties
+from lockstep.trainer.sft.cross_entropy import Demonstrations, tokenized
 
 SHOWN_ROWS = 2
 MAX_SHOWN_TOKENS = 1500

@@ -28,40 +28,40 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rollout.errors import ConfigError, DataError
-from rollout.records import Rollout
-from rollout.saved_rollouts import check_ids, read_rollouts
-from rollout.system.background_loop import BackgroundLoop
-from trainer.batch.saved_scores import FILE_SUFFIX, SavedScores
-from trainer.batch.step_batch import StepBatch
-from trainer.build import load_policy, make_chat, make_rewards, make_sampler, make_sampling
-from trainer.checkpoint import checkpoint
-from trainer.checkpoint.checkpoint import TrainerState
-from trainer.checks.validate import validate
-from trainer.cli import schema, to_config
-from trainer.collect.groups import Collected, is_kept
-from trainer.config.groups.evaluation_settings import EvalConfig
-from trainer.config.groups.task_settings import RewardConfig
-from trainer.config.groups.teacher_settings import TeacherConfig
-from trainer.config.redaction import redact_text, redact_words
-from trainer.config.saved_config import read_saved
-from trainer.config.schema import Config
-from trainer.config.user_code import outside_of, outside_of_update
-from trainer.distributed.distributed import Distributed
-from trainer.engines.run_engines import start_engines
-from trainer.model.critic import with_critic
-from trainer.observe.console import RunConsole
-from trainer.observe.metrics_log import BATCH, read_metrics
-from trainer.run.assembly import make_sync
-from trainer.run.library_logs import quiet_third_parties
-from trainer.score.reference import make_reference
-from trainer.sft.cross_entropy import EPOCH, Demonstrations
-from trainer.sft.sft_trainer import SftTrainer
-from trainer.step import Trainer
-from trainer.update.batch_dumps import read_attempt, read_dump, read_given
-from trainer.update.entropy_control import EntropyControl
-from trainer.update.optimizers.optimizer import make_optimizer
-from trainer.update.updater import Updater
+from lockstep.rollout.errors import ConfigError, DataError
+from lockstep.rollout.records import Rollout
+from lockstep.rollout.saved_rollouts import check_ids, read_rollouts
+from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.trainer.batch.saved_scores import FILE_SUFFIX, SavedScores
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.build import load_policy, make_chat, make_rewards, make_sampler, make_sampling
+from lockstep.trainer.checkpoint import checkpoint
+from lockstep.trainer.checkpoint.checkpoint import TrainerState
+from lockstep.trainer.checks.validate import validate
+from lockstep.trainer.cli import schema, to_config
+from lockstep.trainer.collect.groups import Collected, is_kept
+from lockstep.trainer.config.groups.evaluation_settings import EvalConfig
+from lockstep.trainer.config.groups.task_settings import RewardConfig
+from lockstep.trainer.config.groups.teacher_settings import TeacherConfig
+from lockstep.trainer.config.redaction import redact_text, redact_words
+from lockstep.trainer.config.saved_config import read_saved
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.config.user_code import outside_of, outside_of_update
+from lockstep.trainer.distributed.distributed import Distributed
+from lockstep.trainer.engines.run_engines import start_engines
+from lockstep.trainer.model.critic import with_critic
+from lockstep.trainer.observe.console import RunConsole
+from lockstep.trainer.observe.metrics_log import BATCH, read_metrics
+from lockstep.trainer.run.assembly import make_sync
+from lockstep.trainer.run.library_logs import quiet_third_parties
+from lockstep.trainer.score.reference import make_reference
+from lockstep.trainer.sft.cross_entropy import EPOCH, Demonstrations
+from lockstep.trainer.sft.sft_trainer import SftTrainer
+from lockstep.trainer.step import Trainer
+from lockstep.trainer.update.batch_dumps import read_attempt, read_dump, read_given
+from lockstep.trainer.update.entropy_control import EntropyControl
+from lockstep.trainer.update.optimizers.optimizer import make_optimizer
+from lockstep.trainer.update.updater import Updater
 
 CHECKPOINT = re.compile(r"step-([1-9][0-9]{0,17})")
 NOT_REPLAYED = (

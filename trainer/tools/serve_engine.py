@@ -9,21 +9,21 @@ import sys
 
 import torch
 
-from rollout.engine.arguments import engine_arguments, engine_variables
-from rollout.engine.plugin import CHILD_ENV, SCHEDULER
-from rollout.errors import ConfigError, SyncError
-from rollout.server.guard import KEY_ENV
-from rollout.system.addresses import address_towards, is_loopback
-from trainer.config.redaction import redact_words
-from trainer.config.schema import Config
-from trainer.engines.start import engine_key
-from trainer.model.lora import adapter_settings
-from trainer.model.memory_plan import cache_gib
+from lockstep.rollout.engine.arguments import engine_arguments, engine_variables
+from lockstep.rollout.engine.plugin import CHILD_ENV, SCHEDULER
+from lockstep.rollout.errors import ConfigError, SyncError
+from lockstep.rollout.server.guard import KEY_ENV
+from lockstep.rollout.system.addresses import address_towards, is_loopback
+from lockstep.trainer.config.redaction import redact_words
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.engines.start import engine_key
+from lockstep.trainer.model.lora import adapter_settings
+from lockstep.trainer.model.memory_plan import cache_gib
 
 MODULE = "vllm.entrypoints.launchers.api_server.entry"
 """Module that `vllm serve` runs for one server. The `vllm` script itself fails in the CPU build."""
-ROUTES = "rollout.server.generate_route.CompactGenerate"
-GUARD = "rollout.server.guard.RequireKey"
+ROUTES = "lockstep.rollout.server.generate_route.CompactGenerate"
+GUARD = "lockstep.rollout.server.guard.RequireKey"
 EXPLICIT_HOSTS = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "::")
 """Hosts that name loopback or all interfaces explicitly."""
 KEEP_ALIVE_S = 60

@@ -5,10 +5,10 @@ from __future__ import annotations
 import signal
 import threading
 
-from rollout.gateway.server import Gateway
-from trainer.build import make_chat, make_gateway_settings, make_sampling
-from trainer.config.schema import Config
-from trainer.tools.diagnose import open_engine
+from lockstep.rollout.gateway.server import Gateway
+from lockstep.trainer.build import make_chat, make_gateway_settings, make_sampling
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.tools.diagnose import open_engine
 
 
 def run(config: Config) -> None:

@@ -18,23 +18,23 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rollout.records import EngineCall, FinishReason, Rollout
-from trainer.batch.packing import collate
-from trainer.batch.step_batch import StepBatch
-from trainer.config.groups.algorithm_settings import AlgorithmConfig
-from trainer.config.groups.correction_settings import CorrectionConfig
-from trainer.config.schema import Config
-from trainer.credit.correction import StepCorrection
-from trainer.credit.critic_credit import critic_targets
-from trainer.credit.old_policy import FromEngine, Recomputed
-from trainer.credit.targets import Logprobs, Targets, rollout_targets
-from trainer.distributed.distributed import Distributed
-from trainer.model.critic import with_critic
-from trainer.model.policy import Policy
-from trainer.objective.examination.divisions import DIVISIONS, ONE_MICROBATCH, Division
-from trainer.objective.loss_normalization import NORMALIZERS
-from trainer.score.scorer import Scorer
-from trainer.update.updater import Updater
+from lockstep.rollout.records import EngineCall, FinishReason, Rollout
+from lockstep.trainer.batch.packing import collate
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
+from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.credit.correction import StepCorrection
+from lockstep.trainer.credit.critic_credit import critic_targets
+from lockstep.trainer.credit.old_policy import FromEngine, Recomputed
+from lockstep.trainer.credit.targets import Logprobs, Targets, rollout_targets
+from lockstep.trainer.distributed.distributed import Distributed
+from lockstep.trainer.model.critic import with_critic
+from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.objective.examination.divisions import DIVISIONS, ONE_MICROBATCH, Division
+from lockstep.trainer.objective.loss_normalization import NORMALIZERS
+from lockstep.trainer.score.scorer import Scorer
+from lockstep.trainer.update.updater import Updater
 
 VOCABULARY = 64
 TURNS = ((9,), (4, 11), (1,), (17, 3, 6), (5, 8), (13,))

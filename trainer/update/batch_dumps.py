@@ -22,14 +22,14 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
-from rollout.errors import DataError
-from rollout.system.plain_files import read_plain
-from trainer.batch.step_batch import StepBatch, decode, encode
-from trainer.config.groups.correction_settings import CorrectionConfig
-from trainer.credit.correction import StepCorrection
-from trainer.credit.old_policy import FromEngine, FromUpdate, Recomputed
-from trainer.credit.targets import Targets
-from trainer.objective.advantages.critic import Credit
+from lockstep.rollout.errors import DataError
+from lockstep.rollout.system.plain_files import read_plain
+from lockstep.trainer.batch.step_batch import StepBatch, decode, encode
+from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
+from lockstep.trainer.credit.correction import StepCorrection
+from lockstep.trainer.credit.old_policy import FromEngine, FromUpdate, Recomputed
+from lockstep.trainer.credit.targets import Targets
+from lockstep.trainer.objective.advantages.critic import Credit
 
 BATCH, TARGETS, ATTEMPT = "batch.safetensors", "targets.safetensors", "attempt.json"
 _CREDIT = "credit."

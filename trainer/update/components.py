@@ -22,11 +22,11 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from trainer.batch.packing import PackedBatch
-from trainer.batch.step_batch import StepBatch
-from trainer.credit.targets import Targets
-from trainer.model.layers.router_outputs import RouterOutput
-from trainer.update.router_loss import RouterLoss
+from lockstep.trainer.batch.packing import PackedBatch
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.credit.targets import Targets
+from lockstep.trainer.model.layers.router_outputs import RouterOutput
+from lockstep.trainer.update.router_loss import RouterLoss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

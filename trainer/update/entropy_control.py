@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.config.groups.algorithm_settings import AlgorithmConfig
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

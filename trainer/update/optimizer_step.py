@@ -14,13 +14,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from trainer.batch.packing import PackedBatch
-from trainer.distributed.distributed import Distributed
-from trainer.score.scorer import Scorer
-from trainer.update.components import Outputs, Term, TokenSet
-from trainer.update.router_loss import RouterLoss
-from trainer.update.step_sums import StepSums
-from trainer.update.update_guard import Judgment, UpdateGuard
+from lockstep.trainer.batch.packing import PackedBatch
+from lockstep.trainer.distributed.distributed import Distributed
+from lockstep.trainer.score.scorer import Scorer
+from lockstep.trainer.update.components import Outputs, Term, TokenSet
+from lockstep.trainer.update.router_loss import RouterLoss
+from lockstep.trainer.update.step_sums import StepSums
+from lockstep.trainer.update.update_guard import Judgment, UpdateGuard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

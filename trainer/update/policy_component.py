@@ -16,21 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.batch.packing import PackedBatch
-from trainer.config.groups.algorithm_settings import AlgorithmConfig
-from trainer.config.schema import Config
-from trainer.credit.old_policy import FromEngine
-from trainer.credit.targets import Targets
-from trainer.objective.kl import kl_term
-from trainer.objective.loss_normalization import StepCounts, loss_coefficients, normalized_loss
-from trainer.objective.losses.inputs import LossInputs, LossOutputs
-from trainer.objective.own.lookup import policy_loss_named
-from trainer.objective.per_rollout import rollout_count, rollout_mean
-from trainer.objective.value_loss import clipped_value_loss
-from trainer.score.scorer import Scorer
-from trainer.score.whole_step import WholeStep
-from trainer.update.components import Outputs, RolloutStep, Share, component_metrics
-from trainer.update.router_loss import RouterLoss, RouterStep
+from lockstep.trainer.batch.packing import PackedBatch
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.credit.old_policy import FromEngine
+from lockstep.trainer.credit.targets import Targets
+from lockstep.trainer.objective.kl import kl_term
+from lockstep.trainer.objective.loss_normalization import StepCounts, loss_coefficients, normalized_loss
+from lockstep.trainer.objective.losses.inputs import LossInputs, LossOutputs
+from lockstep.trainer.objective.own.lookup import policy_loss_named
+from lockstep.trainer.objective.per_rollout import rollout_count, rollout_mean
+from lockstep.trainer.objective.value_loss import clipped_value_loss
+from lockstep.trainer.score.scorer import Scorer
+from lockstep.trainer.score.whole_step import WholeStep
+from lockstep.trainer.update.components import Outputs, RolloutStep, Share, component_metrics
+from lockstep.trainer.update.router_loss import RouterLoss, RouterStep
 
 PPO_NAMES = {"approxkl": "policy/approx_kl", "clipfrac": "policy/clip_frac", "entropy": "policy/entropy"}
 """Names of metrics in the PPO literature, reported with a critic."""

@@ -18,14 +18,14 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from rollout.errors import TrainingError
-from trainer.batch.packing import PackedBatch
-from trainer.batch.step_batch import StepBatch
-from trainer.config.schema import Config
-from trainer.model.layers.router_outputs import RouterOutput, RouterOutputs, router_coefs
-from trainer.model.policy import Policy
-from trainer.objective.load_balance import aux_terms, expert_load, fractions, load_metrics, z_terms
-from trainer.score.scorer import Scorer
+from lockstep.rollout.errors import TrainingError
+from lockstep.trainer.batch.packing import PackedBatch
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.model.layers.router_outputs import RouterOutput, RouterOutputs, router_coefs
+from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.objective.load_balance import aux_terms, expert_load, fractions, load_metrics, z_terms
+from lockstep.trainer.score.scorer import Scorer
 
 LOAD = "router/load"
 """Name of the sums of (X, E) tokens per expert."""

@@ -17,9 +17,9 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from rollout.errors import TrainingError
-from trainer.distributed.distributed import Distributed, RanksDiffer
-from trainer.update.components import Term
+from lockstep.rollout.errors import TrainingError
+from lockstep.trainer.distributed.distributed import Distributed, RanksDiffer
+from lockstep.trainer.update.components import Term
 
 Totals = Mapping[Term, Mapping[str, Tensor]]
 """Sums by term and name."""

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout.errors import TrainingError
-from trainer.batch.packing import PackedBatch
-from trainer.batch.step_batch import StepBatch
-from trainer.batch.teacher_scores import TeacherScores
-from trainer.config.groups.algorithm_settings import AlgorithmConfig
-from trainer.objective.distillation.divergence import divergence
-from trainer.update.components import Outputs, RolloutStep, Share, component_metrics
+from lockstep.rollout.errors import TrainingError
+from lockstep.trainer.batch.packing import PackedBatch
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.batch.teacher_scores import TeacherScores
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
+from lockstep.trainer.objective.distillation.divergence import divergence
+from lockstep.trainer.update.components import Outputs, RolloutStep, Share, component_metrics
 
 NAME = "teacher"
 

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from rollout.errors import TrainingError
-from trainer.config.groups.optimizer_settings import OptimizerConfig
+from lockstep.rollout.errors import TrainingError
+from lockstep.trainer.config.groups.optimizer_settings import OptimizerConfig
 
 MIN_NORMS = 8
 """Number of updates from which the median norm is used."""

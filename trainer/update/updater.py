@@ -12,21 +12,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer.batch.packing import collate, whole_row
-from trainer.batch.step_batch import StepBatch
-from trainer.config.schema import Config
-from trainer.credit.targets import Targets
-from trainer.distributed.distributed import Distributed
-from trainer.score.scorer import Scorer
-from trainer.update.batch_dumps import Attempt
-from trainer.update.components import GivenRows, OnRollouts, RolloutStep, TokenSet
-from trainer.update.entropy_control import EntropyControl
-from trainer.update.optimizer_step import OptimizerStep, Stepped
-from trainer.update.policy_component import PolicyComponent
-from trainer.update.router_loss import RouterLoss
-from trainer.update.schedule import learning_rate
-from trainer.update.teacher_divergence import TeacherDivergence
-from trainer.update.update_guard import UpdateGuard
+from lockstep.trainer.batch.packing import collate, whole_row
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.credit.targets import Targets
+from lockstep.trainer.distributed.distributed import Distributed
+from lockstep.trainer.score.scorer import Scorer
+from lockstep.trainer.update.batch_dumps import Attempt
+from lockstep.trainer.update.components import GivenRows, OnRollouts, RolloutStep, TokenSet
+from lockstep.trainer.update.entropy_control import EntropyControl
+from lockstep.trainer.update.optimizer_step import OptimizerStep, Stepped
+from lockstep.trainer.update.policy_component import PolicyComponent
+from lockstep.trainer.update.router_loss import RouterLoss
+from lockstep.trainer.update.schedule import learning_rate
+from lockstep.trainer.update.teacher_divergence import TeacherDivergence
+from lockstep.trainer.update.update_guard import UpdateGuard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 
-from rollout.errors import RewardError
+from lockstep.rollout.errors import RewardError
 
 
 class AnswerCache:

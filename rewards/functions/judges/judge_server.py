@@ -26,10 +26,10 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 import aiohttp
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
-from rewards.functions.judges.answer_cache import AnswerCache
-from rewards.meter import add, average
-from rollout.errors import ConfigError, RewardError
-from rollout.records import Message
+from lockstep.rewards.functions.judges.answer_cache import AnswerCache
+from lockstep.rewards.meter import add, average
+from lockstep.rollout.errors import ConfigError, RewardError
+from lockstep.rollout.records import Message
 
 KEPT_AT_TEMPERATURE_0 = 4096
 """Replies kept where `cache` is not set. A reply of 512 tokens takes about 2 kB, all of them 8 MB."""

@@ -16,11 +16,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rewards.functions.answers import final_answer
-from rewards.functions.judges.judge_server import JudgeServer
-from rewards.meter import average
-from rollout.errors import RewardError
-from rollout.records import Message, Rollout
+from lockstep.rewards.functions.answers import final_answer
+from lockstep.rewards.functions.judges.judge_server import JudgeServer
+from lockstep.rewards.meter import average
+from lockstep.rollout.errors import RewardError
+from lockstep.rollout.records import Message, Rollout
 
 _MARKS = r"[\s*_\"'`(\[]*+"  # possessive, as in scored.py
 _VERDICT = re.compile(

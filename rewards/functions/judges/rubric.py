@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rewards.functions.judges.scored import ScoringJudge
-from rewards.meter import average
-from rollout.errors import ConfigError, RewardError
-from rollout.records import Rollout
+from lockstep.rewards.functions.judges.scored import ScoringJudge
+from lockstep.rewards.meter import average
+from lockstep.rollout.errors import ConfigError, RewardError
+from lockstep.rollout.records import Rollout
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 

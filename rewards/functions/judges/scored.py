@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from rewards.functions.answers import final_answer
-from rewards.functions.judges.judge_server import JudgeServer
-from rollout.errors import RewardError
-from rollout.records import Rollout
+from lockstep.rewards.functions.answers import final_answer
+from lockstep.rewards.functions.judges.judge_server import JudgeServer
+from lockstep.rollout.errors import RewardError
+from lockstep.rollout.records import Rollout
 
 NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 # Possessive: two runs of spaces side by side would take quadratic time on a reply of spaces.

@@ -26,11 +26,11 @@ from weakref import WeakKeyDictionary
 
 import aiohttp
 
-from rollout.chat.messages import Tools
-from rollout.environments.prompt import PromptReader
-from rollout.episode.environment import Step
-from rollout.errors import ConfigError, EnvironmentFault
-from rollout.records import Message
+from lockstep.rollout.chat.messages import Tools
+from lockstep.rollout.environments.prompt import PromptReader
+from lockstep.rollout.episode.environment import Step
+from lockstep.rollout.errors import ConfigError, EnvironmentFault
+from lockstep.rollout.records import Message
 
 MAX_MESSAGE_BYTES = 16 * 2**20
 RETRY_S = 0.2

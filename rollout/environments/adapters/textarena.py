@@ -19,14 +19,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from rollout.chat.messages import Tools
-from rollout.environments.hosts.process import Host, host, interpreter
-from rollout.episode.environment import Step
-from rollout.errors import ConfigError, DataError, EnvironmentFault
-from rollout.records import Message
-from rollout.safe_text import error_text
-from rollout.system.deadline import call_with_deadline
-from rollout.system.user_functions import load_function
+from lockstep.rollout.chat.messages import Tools
+from lockstep.rollout.environments.hosts.process import Host, host, interpreter
+from lockstep.rollout.episode.environment import Step
+from lockstep.rollout.errors import ConfigError, DataError, EnvironmentFault
+from lockstep.rollout.records import Message
+from lockstep.rollout.safe_text import error_text
+from lockstep.rollout.system.deadline import call_with_deadline
+from lockstep.rollout.system.user_functions import load_function
 
 PROGRAM = "textarena_games"
 CLOSE_TIMEOUT_S = 5.0

@@ -19,13 +19,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from rollout.environments.toolbox import Toolbox
-from rollout.environments.tools import ToolEnvironment
-from rollout.errors import ConfigError, DataError
-from rollout.records import Message
-from rollout.safe_text import error_text
-from rollout.system.deadline import call_with_deadline
-from rollout.system.user_functions import load_function
+from lockstep.rollout.environments.toolbox import Toolbox
+from lockstep.rollout.environments.tools import ToolEnvironment
+from lockstep.rollout.errors import ConfigError, DataError
+from lockstep.rollout.records import Message
+from lockstep.rollout.safe_text import error_text
+from lockstep.rollout.system.deadline import call_with_deadline
+from lockstep.rollout.system.user_functions import load_function
 
 Factory = Callable[[], Any]
 _NOT_TOOLS = ("reset", "get_reward")

@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rollout.environments.prompt import PromptReader
-from rollout.episode.environment import RunsItself
-from rollout.errors import ConfigError
-from rollout.records import Message
-from rollout.system.deadline import is_async
+from lockstep.rollout.environments.prompt import PromptReader
+from lockstep.rollout.episode.environment import RunsItself
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.records import Message
+from lockstep.rollout.system.deadline import is_async
 
 
 class TRLRollout(RunsItself):

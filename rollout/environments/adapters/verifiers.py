@@ -25,12 +25,12 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from rollout.environments.adapters.verifiers_tasks import MARGIN_S, VerifiersTasks
-from rollout.environments.agent import AgentEnvironment
-from rollout.environments.hosts.process import interpreter
-from rollout.environments.prompt import PromptReader
-from rollout.errors import ConfigError, DataError
-from rollout.system.background_loop import BackgroundLoop
+from lockstep.rollout.environments.adapters.verifiers_tasks import MARGIN_S, VerifiersTasks
+from lockstep.rollout.environments.agent import AgentEnvironment
+from lockstep.rollout.environments.hosts.process import interpreter
+from lockstep.rollout.environments.prompt import PromptReader
+from lockstep.rollout.errors import ConfigError, DataError
+from lockstep.rollout.system.background_loop import BackgroundLoop
 
 INPUT_COLUMNS = ("answer", "info", "task", "example_id")
 

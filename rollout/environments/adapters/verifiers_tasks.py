@@ -10,9 +10,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from rollout.environments.hosts.process import host
-from rollout.errors import ConfigError, DataError, EnvironmentFault
-from rollout.system.background_loop import BackgroundLoop
+from lockstep.rollout.environments.hosts.process import host
+from lockstep.rollout.errors import ConfigError, DataError, EnvironmentFault
+from lockstep.rollout.system.background_loop import BackgroundLoop
 
 PROGRAM = "verifiers_episodes"
 LOAD_TIMEOUT_S = 600.0

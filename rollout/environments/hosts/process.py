@@ -26,7 +26,7 @@ from typing import Any
 
 import psutil
 
-from rollout.errors import ConfigError, EnvironmentFault
+from lockstep.rollout.errors import ConfigError, EnvironmentFault
 
 CHILD = Path(__file__).with_name("child.py")
 MAX_ANSWER_BYTES = 16 * 2**20

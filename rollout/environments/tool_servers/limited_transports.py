@@ -24,8 +24,8 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.message import SessionMessage
 from mcp.types import jsonrpc_message_adapter
 
-from rollout.environments.tool_servers.server_settings import ServerSettings
-from rollout.system import bound_process
+from lockstep.rollout.environments.tool_servers.server_settings import ServerSettings
+from lockstep.rollout.system import bound_process
 
 CONNECT_S = 30.0
 """Time limit for connecting to an address [s]. Answers have the time limit of their call."""

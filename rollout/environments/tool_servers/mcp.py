@@ -18,14 +18,14 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from rollout.chat.messages import Tools
-from rollout.environments.prompt import PromptReader
-from rollout.environments.tool_servers.server_settings import read_servers
-from rollout.environments.tool_servers.tool_server import Limits, tool_server
-from rollout.environments.toolbox import ReadyTool, Toolbox, count_results
-from rollout.episode.environment import Step
-from rollout.errors import ConfigError
-from rollout.records import Message
+from lockstep.rollout.chat.messages import Tools
+from lockstep.rollout.environments.prompt import PromptReader
+from lockstep.rollout.environments.tool_servers.server_settings import read_servers
+from lockstep.rollout.environments.tool_servers.tool_server import Limits, tool_server
+from lockstep.rollout.environments.toolbox import ReadyTool, Toolbox, count_results
+from lockstep.rollout.episode.environment import Step
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.records import Message
 
 
 class McpEnvironment:

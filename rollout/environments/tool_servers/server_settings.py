@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout.errors import ConfigError
+from lockstep.rollout.errors import ConfigError
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,32}")
 VARIABLE = re.compile(r"\$(\w+)")

@@ -20,10 +20,10 @@ from typing import Any, TypeVar
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError
 
-from rollout.environments.tool_servers.server_settings import ServerSettings
-from rollout.errors import ConfigError, ToolServerError
-from rollout.safe_text import error_text, safe_text
-from rollout.system.background_loop import BackgroundLoop
+from lockstep.rollout.environments.tool_servers.server_settings import ServerSettings
+from lockstep.rollout.errors import ConfigError, ToolServerError
+from lockstep.rollout.safe_text import error_text, safe_text
+from lockstep.rollout.system.background_loop import BackgroundLoop
 
 T = TypeVar("T")
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -155,7 +155,7 @@ class ToolServer:
         """Hold the connection until the task is canceled: its contexts must end in the task that began them."""
         from mcp import Client
 
-        from rollout.environments.tool_servers.limited_transports import address, program
+        from lockstep.rollout.environments.tool_servers.limited_transports import address, program
 
         settings, limit = self.settings, self._limits.max_message_bytes
         if settings.url is None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from rollout.gateway.dialects.chat_reply import CHAT_COMPLETIONS
-from rollout.gateway.dialects.completions import COMPLETIONS
-from rollout.gateway.dialects.dialect import Dialect
-from rollout.gateway.dialects.messages_reply import MESSAGES
-from rollout.gateway.dialects.responses_reply import RESPONSES
+from lockstep.rollout.gateway.dialects.chat_reply import CHAT_COMPLETIONS
+from lockstep.rollout.gateway.dialects.completions import COMPLETIONS
+from lockstep.rollout.gateway.dialects.dialect import Dialect
+from lockstep.rollout.gateway.dialects.messages_reply import MESSAGES
+from lockstep.rollout.gateway.dialects.responses_reply import RESPONSES
 
 DIALECTS = (CHAT_COMPLETIONS, RESPONSES, MESSAGES, COMPLETIONS)
 

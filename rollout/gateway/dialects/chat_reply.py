@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from rollout.gateway.dialects.chat_request import read_chat_request
-from rollout.gateway.dialects.dialect import (
+from lockstep.rollout.gateway.dialects.chat_request import read_chat_request
+from lockstep.rollout.gateway.dialects.dialect import (
     Dialect,
     Reply,
     data_event,
@@ -20,7 +20,7 @@ from rollout.gateway.dialects.dialect import (
     openai_error,
     token_logprobs,
 )
-from rollout.gateway.session import Answer
+from lockstep.rollout.gateway.session import Answer
 
 STREAM_END = b"data: [DONE]\n\n"
 

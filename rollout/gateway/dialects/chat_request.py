@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rollout.gateway.dialects.fields import (
+from lockstep.rollout.gateway.dialects.fields import (
     DISTRIBUTION,
     FieldTable,
     check_tool_choice,
@@ -16,10 +16,10 @@ from rollout.gateway.dialects.fields import (
     read_stop_ids,
     read_stop_strings,
 )
-from rollout.gateway.errors import checked, not_supported
-from rollout.gateway.messages import read_last_ids, read_tools
-from rollout.gateway.request import Offer, SampleRequest
-from rollout.gateway.session import TurnMark
+from lockstep.rollout.gateway.errors import checked, not_supported
+from lockstep.rollout.gateway.messages import read_last_ids, read_tools
+from lockstep.rollout.gateway.request import Offer, SampleRequest
+from lockstep.rollout.gateway.session import TurnMark
 
 MAX_CHOICES = 128
 

@@ -13,10 +13,18 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rollout.gateway.dialects.chat_reply import STREAM_END, chat_usage
-from rollout.gateway.dialects.chat_request import MAX_CHOICES
-from rollout.gateway.dialects.dialect import Dialect, Reply, data_event, evidence, is_cut, openai_error, token_texts
-from rollout.gateway.dialects.fields import (
+from lockstep.rollout.gateway.dialects.chat_reply import STREAM_END, chat_usage
+from lockstep.rollout.gateway.dialects.chat_request import MAX_CHOICES
+from lockstep.rollout.gateway.dialects.dialect import (
+    Dialect,
+    Reply,
+    data_event,
+    evidence,
+    is_cut,
+    openai_error,
+    token_texts,
+)
+from lockstep.rollout.gateway.dialects.fields import (
     DISTRIBUTION,
     FieldTable,
     read_flag,
@@ -26,10 +34,10 @@ from rollout.gateway.dialects.fields import (
     read_stop_ids,
     read_stop_strings,
 )
-from rollout.gateway.errors import ApiError, checked, not_supported, wrong_type
-from rollout.gateway.prefix_chain import Prefix
-from rollout.gateway.request import Offer, SampleRequest
-from rollout.gateway.session import CONTEXT_FULL, Answer, TurnMark
+from lockstep.rollout.gateway.errors import ApiError, checked, not_supported, wrong_type
+from lockstep.rollout.gateway.prefix_chain import Prefix
+from lockstep.rollout.gateway.request import Offer, SampleRequest
+from lockstep.rollout.gateway.session import CONTEXT_FULL, Answer, TurnMark
 
 FIELDS = FieldTable(
     read=frozenset({"model", "prompt", "n", "stream", "stream_options", "stop", "stop_token_ids", "max_tokens"})

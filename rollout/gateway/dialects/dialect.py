@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rollout.gateway.completion import Completion, Decode
-from rollout.gateway.errors import CONVERSATION, ApiError
-from rollout.gateway.request import Offer, SampleRequest
-from rollout.gateway.session import Answer
-from rollout.records import FinishReason
+from lockstep.rollout.gateway.completion import Completion, Decode
+from lockstep.rollout.gateway.errors import CONVERSATION, ApiError
+from lockstep.rollout.gateway.request import Offer, SampleRequest
+from lockstep.rollout.gateway.session import Answer
+from lockstep.rollout.records import FinishReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

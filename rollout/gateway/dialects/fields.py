@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rollout.engine.protocol import Sampling
-from rollout.gateway.errors import ApiError, checked, not_supported, quoted, unknown_field, wrong_type
-from rollout.gateway.messages import read_function
+from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.gateway.errors import ApiError, checked, not_supported, quoted, unknown_field, wrong_type
+from lockstep.rollout.gateway.messages import read_function
 
 MAX_STOPS = 4
 MAX_STOP_IDS = 64

@@ -11,9 +11,9 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rollout.gateway.dialects.dialect import Dialect, Reply, evidence, is_cut, named_event
-from rollout.gateway.dialects.messages_request import read_message_request
-from rollout.gateway.errors import ApiError
+from lockstep.rollout.gateway.dialects.dialect import Dialect, Reply, evidence, is_cut, named_event
+from lockstep.rollout.gateway.dialects.messages_request import read_message_request
+from lockstep.rollout.gateway.errors import ApiError
 
 _ERROR_TYPES = {
     401: "authentication_error",

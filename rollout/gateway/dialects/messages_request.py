@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rollout.gateway.dialects.fields import (
+from lockstep.rollout.gateway.dialects.fields import (
     DISTRIBUTION,
     FieldTable,
     check_tool_choice,
@@ -15,12 +15,12 @@ from rollout.gateway.dialects.fields import (
     read_sampling,
     read_stop_strings,
 )
-from rollout.gateway.dialects.turn import Recorded, Turn, function_call
-from rollout.gateway.errors import ApiError, checked, not_supported, quoted, wrong_type
-from rollout.gateway.messages import MAX_MESSAGES, MAX_TOOLS, read_last_ids, read_text, refuse_many
-from rollout.gateway.request import Offer, SampleRequest
-from rollout.gateway.session import Session, TurnMark
-from rollout.records import Message
+from lockstep.rollout.gateway.dialects.turn import Recorded, Turn, function_call
+from lockstep.rollout.gateway.errors import ApiError, checked, not_supported, quoted, wrong_type
+from lockstep.rollout.gateway.messages import MAX_MESSAGES, MAX_TOOLS, read_last_ids, read_text, refuse_many
+from lockstep.rollout.gateway.request import Offer, SampleRequest
+from lockstep.rollout.gateway.session import Session, TurnMark
+from lockstep.rollout.records import Message
 
 Block = Mapping[str, Any]
 

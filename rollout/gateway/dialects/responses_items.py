@@ -15,11 +15,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rollout.gateway.dialects.turn import Recorded, Turn, function_call
-from rollout.gateway.errors import ApiError, checked, not_supported, quoted, wrong_type
-from rollout.gateway.messages import MAX_MESSAGES, read_text, refuse_many
-from rollout.gateway.session import Answer, Session
-from rollout.records import Message
+from lockstep.rollout.gateway.dialects.turn import Recorded, Turn, function_call
+from lockstep.rollout.gateway.errors import ApiError, checked, not_supported, quoted, wrong_type
+from lockstep.rollout.gateway.messages import MAX_MESSAGES, read_text, refuse_many
+from lockstep.rollout.gateway.session import Answer, Session
+from lockstep.rollout.records import Message
 
 Item = Mapping[str, Any]
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rollout.gateway.dialects.dialect import (
+from lockstep.rollout.gateway.dialects.dialect import (
     Dialect,
     Reply,
     evidence,
@@ -20,8 +20,8 @@ from rollout.gateway.dialects.dialect import (
     openai_error,
     token_logprobs,
 )
-from rollout.gateway.dialects.responses_items import item_ids
-from rollout.gateway.dialects.responses_request import ENCRYPTED, RESPONSE_ID, read_response_request
+from lockstep.rollout.gateway.dialects.responses_items import item_ids
+from lockstep.rollout.gateway.dialects.responses_request import ENCRYPTED, RESPONSE_ID, read_response_request
 
 Event = dict[str, Any]
 

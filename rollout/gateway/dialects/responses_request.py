@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollout.gateway.dialects.fields import (
+from lockstep.rollout.gateway.dialects.fields import (
     DISTRIBUTION,
     FieldTable,
     check_tool_choice,
@@ -15,11 +15,11 @@ from rollout.gateway.dialects.fields import (
     read_integer,
     read_sampling,
 )
-from rollout.gateway.dialects.responses_items import Transcript, add_input
-from rollout.gateway.errors import ApiError, checked, not_supported, quoted, wrong_type
-from rollout.gateway.messages import MAX_TOOLS, read_text, refuse_many
-from rollout.gateway.request import Offer, SampleRequest
-from rollout.gateway.session import TurnMark
+from lockstep.rollout.gateway.dialects.responses_items import Transcript, add_input
+from lockstep.rollout.gateway.errors import ApiError, checked, not_supported, quoted, wrong_type
+from lockstep.rollout.gateway.messages import MAX_TOOLS, read_text, refuse_many
+from lockstep.rollout.gateway.request import Offer, SampleRequest
+from lockstep.rollout.gateway.session import TurnMark
 
 RESPONSE_ID = "resp_"
 LOGPROBS = "message.output_text.logprobs"

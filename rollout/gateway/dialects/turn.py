@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout.gateway.messages import MAX_CALLS, refuse_deep, refuse_many
-from rollout.gateway.session import Answer, Session
+from lockstep.rollout.gateway.messages import MAX_CALLS, refuse_deep, refuse_many
+from lockstep.rollout.gateway.session import Answer, Session
 
 
 @dataclass(slots=True, kw_only=True)

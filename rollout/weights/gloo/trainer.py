@@ -19,10 +19,10 @@ from vllm.distributed.weight_transfer.base import (
     WeightSource,
 )
 
-from rollout.errors import SyncError
-from rollout.system.abandonable_thread import run_in_abandonable_thread
-from rollout.system.addresses import address_towards
-from rollout.weights.gloo.wire import (
+from lockstep.rollout.errors import SyncError
+from lockstep.rollout.system.abandonable_thread import run_in_abandonable_thread
+from lockstep.rollout.system.addresses import address_towards
+from lockstep.rollout.weights.gloo.wire import (
     ABORTED,
     PACKED_BYTES,
     GlooInitInfo,
@@ -35,7 +35,7 @@ from rollout.weights.gloo.wire import (
     join_group,
     send,
 )
-from rollout.weights.source import Sent, ZeroSource, nbytes
+from lockstep.rollout.weights.source import Sent, ZeroSource, nbytes
 
 CAUSE_WAIT_S = 5.0
 """Time that the call to the engine may take to fail after a broken transfer, so that its error is reported."""

@@ -14,9 +14,9 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore, Work  # type: ignore[attr-defined]
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from rollout.system.abandonable_thread import run_in_abandonable_thread
-from rollout.system.addresses import address_towards
-from rollout.weights.source import Part, ZeroSource
+from lockstep.rollout.system.abandonable_thread import run_in_abandonable_thread
+from lockstep.rollout.system.addresses import address_towards
+from lockstep.rollout.weights.source import Part, ZeroSource
 
 HEADER_BYTES, ABORTED = 8, -1
 """Each bucket starts with the number of bytes its sender has of it, or with ABORTED. gloo itself accepts a message that

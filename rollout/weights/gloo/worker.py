@@ -12,7 +12,7 @@ import torch
 from torch.distributed import ProcessGroupGloo
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightTransferEngine
 
-from rollout.weights.gloo.wire import (
+from lockstep.rollout.weights.gloo.wire import (
     ABORTED,
     HEADER_BYTES,
     PACKED_BYTES,
@@ -24,7 +24,7 @@ from rollout.weights.gloo.wire import (
     join_all,
     receive_into,
 )
-from rollout.weights.source import nbytes
+from lockstep.rollout.weights.source import nbytes
 
 ALIGNMENT = 16  # of a tensor's offset in its bucket: a view must start at a multiple of its item size
 

@@ -13,19 +13,19 @@ import torch
 from gradients import GradientsOnly, fixed_rollouts  # type: ignore[import-not-found]  # beside this file
 from peft import PeftModel
 
-from trainer.batch.step_batch import StepBatch
-from trainer.config.groups.algorithm_settings import AlgorithmConfig
-from trainer.config.groups.correction_settings import CorrectionConfig
-from trainer.config.groups.model_settings import LoraConfig
-from trainer.config.groups.optimizer_settings import OptimizerConfig
-from trainer.config.schema import Config
-from trainer.credit.correction import StepCorrection
-from trainer.credit.old_policy import Recomputed
-from trainer.credit.targets import Logprobs, rollout_targets
-from trainer.model.lora import save_merged
-from trainer.model.policy import Policy
-from trainer.update.optimizers.optimizer import make_optimizer
-from trainer.update.updater import Updater
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
+from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
+from lockstep.trainer.config.groups.model_settings import LoraConfig
+from lockstep.trainer.config.groups.optimizer_settings import OptimizerConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.credit.correction import StepCorrection
+from lockstep.trainer.credit.old_policy import Recomputed
+from lockstep.trainer.credit.targets import Logprobs, rollout_targets
+from lockstep.trainer.model.lora import save_merged
+from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.update.optimizers.optimizer import make_optimizer
+from lockstep.trainer.update.updater import Updater
 
 
 def main(model_dir: str, out_dir: str, dtype: str) -> None:

@@ -17,17 +17,17 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 
-from rollout.engine.protocol import Sampling
-from rollout.errors import EngineError, LockstepError
-from rollout.records import EngineCall
-from rollout.server.remote_rank_engine import EngineService
-from rollout.system.background_loop import BackgroundLoop
-from rollout.weights.sync import WeightSync
+from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.errors import EngineError, LockstepError
+from lockstep.rollout.records import EngineCall
+from lockstep.rollout.server.remote_rank_engine import EngineService
+from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.rollout.weights.sync import WeightSync
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.distributed.distributed import Distributed
+from lockstep.trainer.engines.run_engines import start_engines
 from tests.fixtures.models import perturb, sampled_logprobs
 from tests.fixtures.processes import descendants
-from trainer.config.schema import Config
-from trainer.distributed.distributed import Distributed
-from trainer.engines.run_engines import start_engines
 
 PROMPTS = [tuple(range(10 + i, 150 + i)) for i in range(6)]
 SAMPLING = Sampling(max_tokens=16, ignore_eos=True, seed=5)

@@ -15,23 +15,23 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from rollout.records import Rollout, TrainingRow
+from lockstep.rollout.records import Rollout, TrainingRow
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
+from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
+from lockstep.trainer.config.groups.model_settings import LoraConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.credit.correction import StepCorrection
+from lockstep.trainer.credit.old_policy import Recomputed
+from lockstep.trainer.credit.targets import Logprobs, rollout_targets
+from lockstep.trainer.data.demonstrations import Demonstration, Tokenized
+from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.sft.cross_entropy import Demonstrations
+from lockstep.trainer.update.updater import Updater
 from tests.fixtures.adapted import perturb_adapters
 from tests.fixtures.models import VOCAB_SIZE
 from tests.fixtures.teachers import made_up_scores
 from tests.integration.workers.gradients import ROUTER_LOSSES, GradientsOnly, fixed_rollouts
-from trainer.batch.step_batch import StepBatch
-from trainer.config.groups.algorithm_settings import AlgorithmConfig
-from trainer.config.groups.correction_settings import CorrectionConfig
-from trainer.config.groups.model_settings import LoraConfig
-from trainer.config.schema import Config
-from trainer.credit.correction import StepCorrection
-from trainer.credit.old_policy import Recomputed
-from trainer.credit.targets import Logprobs, rollout_targets
-from trainer.data.demonstrations import Demonstration, Tokenized
-from trainer.model.policy import Policy
-from trainer.sft.cross_entropy import Demonstrations
-from trainer.update.updater import Updater
 
 COUNT = 5
 """Demonstrations of a step: not a multiple of the ranks, and fewer tokens than the rollouts."""

@@ -12,20 +12,20 @@ import sys
 import numpy as np
 import torch
 
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
+from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.credit.correction import StepCorrection
+from lockstep.trainer.credit.critic_credit import critic_targets
+from lockstep.trainer.credit.old_policy import Recomputed
+from lockstep.trainer.credit.targets import Logprobs
+from lockstep.trainer.distributed.distributed import Distributed
+from lockstep.trainer.model.critic import with_critic
+from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.update.optimizers.optimizer import make_optimizer
+from lockstep.trainer.update.updater import Updater
 from tests.integration.workers.gradients import fixed_rollouts
-from trainer.batch.step_batch import StepBatch
-from trainer.config.groups.algorithm_settings import AlgorithmConfig
-from trainer.config.groups.correction_settings import CorrectionConfig
-from trainer.config.schema import Config
-from trainer.credit.correction import StepCorrection
-from trainer.credit.critic_credit import critic_targets
-from trainer.credit.old_policy import Recomputed
-from trainer.credit.targets import Logprobs
-from trainer.distributed.distributed import Distributed
-from trainer.model.critic import with_critic
-from trainer.model.policy import Policy
-from trainer.update.optimizers.optimizer import make_optimizer
-from trainer.update.updater import Updater
 
 
 def moved(model_dir: str, distributed: Distributed, warmup: int) -> torch.Tensor:

@@ -109,8 +109,8 @@ def composed(settings: list[str], *, needs_data: bool) -> Any:
     from hydra import compose, initialize_config_dir
     from hydra.core.config_store import ConfigStore
 
-    from trainer.checks.validate import validate
-    from trainer.cli import CONFIG_DIR, schema, to_config
+    from lockstep.trainer.checks.validate import validate
+    from lockstep.trainer.cli import CONFIG_DIR, schema, to_config
 
     ConfigStore.instance().store(name="schema", node=schema())
     with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
@@ -176,12 +176,12 @@ def the_entry_point_registers_the_transports(directory: Path) -> None:
 def overrides_accept_what_callers_of_the_base_classes_pass(directory: Path) -> None:
     from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient
 
-    from rollout.engine.scheduler import BufferedAsyncScheduler, BufferedOutputs, BufferedScheduler
-    from rollout.weights.control_plane import ControlPlane
-    from rollout.weights.cuda_ipc import CudaIpcTrainerWeightTransferEngine, CudaIpcWeightTransferEngine
-    from rollout.weights.gloo.trainer import GlooTrainerWeightTransferEngine
-    from rollout.weights.gloo.worker import GlooWeightTransferEngine
-    from rollout.weights.source import ZeroSource
+    from lockstep.rollout.engine.scheduler import BufferedAsyncScheduler, BufferedOutputs, BufferedScheduler
+    from lockstep.rollout.weights.control_plane import ControlPlane
+    from lockstep.rollout.weights.cuda_ipc import CudaIpcTrainerWeightTransferEngine, CudaIpcWeightTransferEngine
+    from lockstep.rollout.weights.gloo.trainer import GlooTrainerWeightTransferEngine
+    from lockstep.rollout.weights.gloo.worker import GlooWeightTransferEngine
+    from lockstep.rollout.weights.source import ZeroSource
 
     subclasses: list[type] = [
         *(CudaIpcTrainerWeightTransferEngine, CudaIpcWeightTransferEngine, GlooTrainerWeightTransferEngine),
@@ -231,9 +231,9 @@ def engine_arguments_become_a_configuration_with_our_scheduler_and_transport(dir
     from vllm.v1.executor import Executor
     from vllm.v1.worker.gpu_worker import Worker
 
-    from rollout.engine.embedded import EmbeddedEngine
-    from rollout.engine.scheduler import BufferedAsyncScheduler, buffered_scheduler
-    from trainer.engines.start import embedded_engine
+    from lockstep.rollout.engine.embedded import EmbeddedEngine
+    from lockstep.rollout.engine.scheduler import BufferedAsyncScheduler, buffered_scheduler
+    from lockstep.trainer.engines.start import embedded_engine
 
     class Unstarted(EmbeddedEngine):
         def _launch(self) -> None:
@@ -242,7 +242,7 @@ def engine_arguments_become_a_configuration_with_our_scheduler_and_transport(dir
 
     with (
         pretended_gpu(),
-        mock.patch("trainer.engines.start.EmbeddedEngine", Unstarted),
+        mock.patch("lockstep.trainer.engines.start.EmbeddedEngine", Unstarted),
         mock.patch.dict(os.environ),
     ):
         engine: Any = embedded_engine(
@@ -268,8 +268,8 @@ def engine_arguments_become_a_configuration_with_our_scheduler_and_transport(dir
 def vllm_knows_the_environment_variables_that_engines_get(directory: Path) -> None:
     from vllm import envs
 
-    from rollout.engine.embedded import _environment_variables
-    from trainer.tools import serve_engine
+    from lockstep.rollout.engine.embedded import _environment_variables
+    from lockstep.trainer.tools import serve_engine
 
     with pretended_gpu():
         variables = {
@@ -288,7 +288,7 @@ def the_embedded_engine_calls_methods_that_exist_with_arguments_that_they_take(d
     from vllm import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from rollout.engine.embedded import PAUSE_MODES, EmbeddedEngine
+    from lockstep.rollout.engine.embedded import PAUSE_MODES, EmbeddedEngine
 
     llm = mock.create_autospec(AsyncLLM, instance=True)
     llm.errored = False
@@ -330,8 +330,8 @@ def vllm_parses_the_command_line_of_a_server_and_has_its_routes(directory: Path)
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.app import build_app
 
-    from rollout.server.guard import KEY_ENV
-    from trainer.tools import serve_engine
+    from lockstep.rollout.server.guard import KEY_ENV
+    from lockstep.trainer.tools import serve_engine
 
     with pretended_gpu(), mock.patch.dict(os.environ, {"VLLM_SERVER_DEV_MODE": "1", KEY_ENV: "key"}):
         config = gpu_config(directory, **{"rollout.kv_cache_gib": 4})
@@ -343,7 +343,7 @@ def vllm_parses_the_command_line_of_a_server_and_has_its_routes(directory: Path)
         assert built.scheduler_config.async_scheduling
         assert args.middleware == [serve_engine.ROUTES, serve_engine.GUARD]
         app = build_app(args, supported_tasks=("generate",), model_config=built.model_config)
-    source = Path(inspect.getfile(sys.modules["rollout.server.server_engine"])).read_text(encoding="utf-8")
+    source = Path(inspect.getfile(sys.modules["lockstep.rollout.server.server_engine"])).read_text(encoding="utf-8")
     used = set(re.findall(r'(?:post|get)\(f?"(/[a-z_/]+)[?"]', source)) | set(re.findall(r'_update\("(\w+)"', source))
     used = {path if path.startswith("/") else f"/{path}" for path in used} | {"/inference/v1/generate", "/is_paused"}
     assert len(used) >= 12, used
@@ -376,8 +376,8 @@ def an_ipc_update_reaches_the_engine_without_the_insecure_flag_where_vllms_own_i
     from vllm.distributed.weight_transfer import packed_tensor
     from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
 
-    from rollout.weights.cuda_ipc import CudaIpcTrainerInitInfo, CudaIpcTrainerWeightTransferEngine
-    from rollout.weights.source import ZeroSource
+    from lockstep.rollout.weights.cuda_ipc import CudaIpcTrainerInitInfo, CudaIpcTrainerWeightTransferEngine
+    from lockstep.rollout.weights.source import ZeroSource
 
     handle = (
         *(torch.Tensor, torch.Size([4096]), (1,), 0, torch.storage.TypedStorage, torch.uint8, 0, b"\x00mem\xff"),
@@ -412,7 +412,7 @@ class _Encoding:
     def __init__(self) -> None:
         import torch
 
-        from rollout.weights.cuda_ipc import CudaIpcWeightTransferEngine
+        from lockstep.rollout.weights.cuda_ipc import CudaIpcWeightTransferEngine
 
         config: Any = SimpleNamespace(parallel_config=None, model_config=None)
         model = torch.nn.Module()
@@ -452,9 +452,9 @@ def a_source_fulfills_vllms_transports_on_senders_and_other_ranks(directory: Pat
     from vllm.distributed.weight_transfer import WeightTransferTrainerFactory, nccl_engine
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
-    from rollout.engine.plugin import register
-    from rollout.weights.source import ZeroSource
-    from rollout.weights.sync import WeightSync
+    from lockstep.rollout.engine.plugin import register
+    from lockstep.rollout.weights.source import ZeroSource
+    from lockstep.rollout.weights.sync import WeightSync
 
     register()
     source = ZeroSource(torch.nn.Linear(3, 5), dtype=torch.bfloat16)

@@ -10,8 +10,8 @@ from pathlib import Path
 import deepspeed
 import torch
 
-from trainer.distributed.distributed import skip_deepspeed_builds
-from trainer.distributed.unsharded_state import weights_only_loading
+from lockstep.trainer.distributed.distributed import skip_deepspeed_builds
+from lockstep.trainer.distributed.unsharded_state import weights_only_loading
 
 
 class Bomb:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
+from lockstep.trainer.checkpoint import checkpoint
+from lockstep.trainer.checkpoint.checkpoint import TrainerState
+from lockstep.trainer.distributed.distributed import Distributed
 from tests.integration.workers.reshard import layers
-from trainer.checkpoint import checkpoint
-from trainer.checkpoint.checkpoint import TrainerState
-from trainer.distributed.distributed import Distributed
 
 
 def killed(*_: object, **__: object) -> None:

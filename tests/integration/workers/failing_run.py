@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from rollout.errors import EngineError
-from rollout.sampler.sampler import Sampler
-from rollout.weights.shards import Fetch
-from rollout.weights.source import ZeroSource
-from trainer.cli import launch
-from trainer.model.policy import Policy
-from trainer.update.updater import Updater
+from lockstep.rollout.errors import EngineError
+from lockstep.rollout.sampler.sampler import Sampler
+from lockstep.rollout.weights.shards import Fetch
+from lockstep.rollout.weights.source import ZeroSource
+from lockstep.trainer.cli import launch
+from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.update.updater import Updater
 
 FAILING_PASS = 3
 """Number of syncs before the fault: of the first weights and after the first update."""
@@ -95,7 +95,7 @@ FAULTS: dict[str, Callable[[], None]] = {
 
 
 def main(config: Any) -> None:
-    from trainer.run.run import run
+    from lockstep.trainer.run.run import run
 
     run(config)
 

@@ -17,20 +17,20 @@ import numpy as np
 import torch
 import yaml
 
-from rollout.records import EngineCall, FinishReason, Rollout, VersionSpan
+from lockstep.rollout.records import EngineCall, FinishReason, Rollout, VersionSpan
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
+from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.credit.correction import StepCorrection
+from lockstep.trainer.credit.old_policy import FromEngine, Recomputed
+from lockstep.trainer.credit.targets import Logprobs, rollout_targets
+from lockstep.trainer.distributed.distributed import Distributed
+from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.objective.declare import POLICY_LOSSES
+from lockstep.trainer.score.reference import make_reference
+from lockstep.trainer.update.updater import Updater
 from tests.fixtures.teachers import made_up_scores
-from trainer.batch.step_batch import StepBatch
-from trainer.config.groups.algorithm_settings import AlgorithmConfig
-from trainer.config.groups.correction_settings import CorrectionConfig
-from trainer.config.schema import Config
-from trainer.credit.correction import StepCorrection
-from trainer.credit.old_policy import FromEngine, Recomputed
-from trainer.credit.targets import Logprobs, rollout_targets
-from trainer.distributed.distributed import Distributed
-from trainer.model.policy import Policy
-from trainer.objective.declare import POLICY_LOSSES
-from trainer.score.reference import make_reference
-from trainer.update.updater import Updater
 
 PRESETS = Path(__file__).resolve().parents[3] / "configs" / "algorithm"
 

@@ -7,8 +7,8 @@ import sys
 import time
 from pathlib import Path
 
-from trainer.distributed.distributed import Distributed
-from trainer.run.heartbeat import Heartbeat
+from lockstep.trainer.distributed.distributed import Distributed
+from lockstep.trainer.run.heartbeat import Heartbeat
 
 
 def lost_in_thought() -> None:

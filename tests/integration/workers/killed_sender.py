@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 from torch.distributed import ProcessGroupGloo, Work
 
-from rollout.weights.gloo import trainer
+from lockstep.rollout.weights.gloo import trainer
 from tests.fixtures.adapted import perturb_adapters
 from tests.fixtures.models import perturb
 from tests.fixtures.remote import trained

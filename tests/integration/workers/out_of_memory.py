@@ -9,7 +9,7 @@ import sys
 import gradients  # type: ignore[import-not-found]  # beside this file, which is run as a script
 import torch
 
-from trainer.model.policy import Policy
+from lockstep.trainer.model.policy import Policy
 
 if __name__ == "__main__":
     *arguments, limit = sys.argv[1:]

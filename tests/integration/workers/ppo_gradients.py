@@ -14,18 +14,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
+from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.credit.correction import StepCorrection
+from lockstep.trainer.credit.critic_credit import critic_targets
+from lockstep.trainer.credit.old_policy import Recomputed
+from lockstep.trainer.credit.targets import Logprobs
+from lockstep.trainer.model.critic import ActorCritic, ValueHead, save_critic, with_critic
+from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.update.updater import Updater
 from tests.integration.workers.gradients import GradientsOnly, count_runs, fixed_rollouts
-from trainer.batch.step_batch import StepBatch
-from trainer.config.groups.algorithm_settings import AlgorithmConfig
-from trainer.config.groups.correction_settings import CorrectionConfig
-from trainer.config.schema import Config
-from trainer.credit.correction import StepCorrection
-from trainer.credit.critic_credit import critic_targets
-from trainer.credit.old_policy import Recomputed
-from trainer.credit.targets import Logprobs
-from trainer.model.critic import ActorCritic, ValueHead, save_critic, with_critic
-from trainer.model.policy import Policy
-from trainer.update.updater import Updater
 
 
 def main(model_dir: str, out: str, critic: str, token_budget: str, *flags: str) -> None:

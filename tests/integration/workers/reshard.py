@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from trainer.checkpoint import checkpoint
-from trainer.checkpoint.checkpoint import TrainerState
-from trainer.config.groups.optimizer_settings import OptimizerConfig
-from trainer.distributed.distributed import Distributed
-from trainer.update.optimizers.optimizer import make_optimizer
+from lockstep.trainer.checkpoint import checkpoint
+from lockstep.trainer.checkpoint.checkpoint import TrainerState
+from lockstep.trainer.config.groups.optimizer_settings import OptimizerConfig
+from lockstep.trainer.distributed.distributed import Distributed
+from lockstep.trainer.update.optimizers.optimizer import make_optimizer
 
 
 def layers() -> nn.Module:

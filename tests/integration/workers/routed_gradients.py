@@ -11,17 +11,17 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from rollout.records import EngineCall, Rollout, Routes
+from lockstep.rollout.records import EngineCall, Rollout, Routes
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.credit.correction import StepCorrection
+from lockstep.trainer.credit.old_policy import FromEngine, Recomputed
+from lockstep.trainer.credit.targets import Logprobs, rollout_targets
+from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.score.reference import make_reference
+from lockstep.trainer.update.updater import Updater
 from tests.integration.workers.gradients import GradientsOnly, fixed_rollouts, settings_of
-from trainer.batch.step_batch import StepBatch
-from trainer.config.groups.correction_settings import CorrectionConfig
-from trainer.config.schema import Config
-from trainer.credit.correction import StepCorrection
-from trainer.credit.old_policy import FromEngine, Recomputed
-from trainer.credit.targets import Logprobs, rollout_targets
-from trainer.model.policy import Policy
-from trainer.score.reference import make_reference
-from trainer.update.updater import Updater
 
 LAYERS, EXPERTS = 2, 4
 

@@ -16,20 +16,20 @@ from pathlib import Path
 
 import torch
 
-from rollout.errors import TrainingError
+from lockstep.rollout.errors import TrainingError
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
+from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.credit.correction import StepCorrection
+from lockstep.trainer.credit.old_policy import Recomputed
+from lockstep.trainer.credit.targets import Logprobs, rollout_targets
+from lockstep.trainer.distributed.distributed import Distributed
+from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.objective.losses.inputs import LossInputs, LossOutputs
+from lockstep.trainer.update.batch_dumps import write_dump
+from lockstep.trainer.update.updater import Updater
 from tests.integration.workers.gradients import fixed_rollouts
-from trainer.batch.step_batch import StepBatch
-from trainer.config.groups.algorithm_settings import AlgorithmConfig
-from trainer.config.groups.correction_settings import CorrectionConfig
-from trainer.config.schema import Config
-from trainer.credit.correction import StepCorrection
-from trainer.credit.old_policy import Recomputed
-from trainer.credit.targets import Logprobs, rollout_targets
-from trainer.distributed.distributed import Distributed
-from trainer.model.policy import Policy
-from trainer.objective.losses.inputs import LossInputs, LossOutputs
-from trainer.update.batch_dumps import write_dump
-from trainer.update.updater import Updater
 
 
 class Amplified(torch.autograd.Function):

@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-from rollout.weights.source import ZeroSource
+from lockstep.rollout.weights.source import ZeroSource
+from lockstep.trainer.checkpoint import checkpoint
+from lockstep.trainer.checkpoint.checkpoint import TrainerState
+from lockstep.trainer.config.groups.optimizer_settings import OptimizerConfig
+from lockstep.trainer.distributed.distributed import Distributed
+from lockstep.trainer.distributed.weight_average import WeightAverage
+from lockstep.trainer.update.optimizers.optimizer import make_optimizer
 from tests.integration.workers.reshard import layers
-from trainer.checkpoint import checkpoint
-from trainer.checkpoint.checkpoint import TrainerState
-from trainer.config.groups.optimizer_settings import OptimizerConfig
-from trainer.distributed.distributed import Distributed
-from trainer.distributed.weight_average import WeightAverage
-from trainer.update.optimizers.optimizer import make_optimizer
 
 DECAY = 0.75
 

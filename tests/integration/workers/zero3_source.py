@@ -21,11 +21,11 @@ from deepspeed import zero
 from peft import LoraConfig, get_peft_model
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from rollout.weights.shards import Fetch
-from rollout.weights.source import ZeroSource, nbytes
+from lockstep.rollout.weights.shards import Fetch
+from lockstep.rollout.weights.source import ZeroSource, nbytes
+from lockstep.trainer.distributed.distributed import skip_deepspeed_builds
 from tests.fixtures.families import HEADS, SIZES
 from tests.fixtures.models import perturb, tiny_qwen3
-from trainer.distributed.distributed import skip_deepspeed_builds
 
 BUCKET_BYTES = 64 * 1024
 

@@ -13,20 +13,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from demo import manifest
-from demo.architectures import ARCHITECTURES
-from demo.make import make_rows
-from demo.manifest import ARCHITECTURE_NAMES, MANIFEST, TASK_NAMES, find_made, recipe_hash, write_manifest
-from demo.play import _sample_turns, demonstrate, sampled_reward, tokenize
-from demo.tasks import TASKS, answer_text, draw_unique
-from demo.tokenizer import MARKUP_TOKENS, PAD, TURN_END, VOCAB_SIZE, train_tokenizer, untrained
-from demo.warm_start import imitation_loss, new_model
-from rollout.chat.chat import Chat
-from rollout.environments.calculator import evaluate
-from rollout.errors import ConfigError
-from rollout.records import EngineCall, FinishReason
+from lockstep.demo import manifest
+from lockstep.demo.architectures import ARCHITECTURES
+from lockstep.demo.make import make_rows
+from lockstep.demo.manifest import ARCHITECTURE_NAMES, MANIFEST, TASK_NAMES, find_made, recipe_hash, write_manifest
+from lockstep.demo.play import _sample_turns, demonstrate, sampled_reward, tokenize
+from lockstep.demo.tasks import TASKS, answer_text, draw_unique
+from lockstep.demo.tokenizer import MARKUP_TOKENS, PAD, TURN_END, VOCAB_SIZE, train_tokenizer, untrained
+from lockstep.demo.warm_start import imitation_loss, new_model
+from lockstep.rollout.chat.chat import Chat
+from lockstep.rollout.environments.calculator import evaluate
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.records import EngineCall, FinishReason
+from lockstep.trainer.data.split import is_heldout
 from tests.fixtures.paths import ROOT
-from trainer.data.split import is_heldout
 
 
 def corpus(task: str, *, noisy: bool = True, count: int = 60):

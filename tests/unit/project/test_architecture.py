@@ -17,7 +17,8 @@ from scripts.map_code import ROOMS
 from tests.fixtures.paths import ROOT
 
 LIBRARY = ("trainer", "rewards", "rollout")
-OTHERS = ("demo", "scripts", "benchmarks", "tests")
+OTHERS = ("lockstep.demo", "scripts", "benchmarks", "tests", *LIBRARY)
+"""Packages that no module of the library imports: programs around it, and its own packages by their short names."""
 
 Imports = dict[str, set[str]]
 """From the path of each module to the paths of the modules that it imports."""
@@ -65,6 +66,7 @@ def read_imports(root: Path) -> Imports:
     paths = library_modules(root)
 
     def module_of(name: str) -> str | None:
+        name = name.removeprefix("lockstep.")
         stems = [part.replace(".", "/") for part in (name, name.rpartition(".")[0])]  # the second: of a name in it
         return next((path for stem in stems for path in (f"{stem}.py", f"{stem}/__init__.py") if path in paths), None)
 
@@ -148,7 +150,7 @@ def test_the_library_imports_nothing_of_the_programs_around_it() -> None:
         f"{path} -> {name}"
         for path, file in library_modules(ROOT).items()
         for name in imported_names(file.read_text())
-        if name.split(".")[0] in OTHERS
+        if name.startswith(OTHERS)
     ]
     assert found == []
 
@@ -164,9 +166,9 @@ def library(tmp_path: Path) -> Path:
     for file, source in {
         "trainer/__init__.py": "",
         "trainer/high/__init__.py": "import json",
-        "trainer/high/a.py": "from trainer.low.c import d\nfrom trainer.high import b",
-        "trainer/high/b.py": "import rollout.records",
-        "trainer/low/c.py": "import torch\nfrom rollout import records",
+        "trainer/high/a.py": "from lockstep.trainer.low.c import d\nfrom lockstep.trainer.high import b",
+        "trainer/high/b.py": "import lockstep.rollout.records",
+        "trainer/low/c.py": "import torch\nfrom lockstep.rollout import records",
         "rollout/records.py": "import json",
     }.items():
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
@@ -183,11 +185,11 @@ def test_a_library_without_a_fault_passes(library: Path) -> None:
 
 
 UPWARD = [
-    "from trainer.high.b import x",
-    "from trainer.high import b",
-    "import trainer.high.b as other",
-    "def late():\n    from trainer.high.b import x",
-    "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from trainer.high.b import x",
+    "from lockstep.trainer.high.b import x",
+    "from lockstep.trainer.high import b",
+    "import lockstep.trainer.high.b as other",
+    "def late():\n    from lockstep.trainer.high.b import x",
+    "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from lockstep.trainer.high.b import x",
 ]
 
 
@@ -198,7 +200,7 @@ def test_an_import_of_a_higher_room_is_found(library: Path, source: str) -> None
 
 
 def test_a_circle_within_a_room_is_found(library: Path) -> None:
-    (library / "trainer/high/b.py").write_text("def late():\n    from trainer.high.a import x")
+    (library / "trainer/high/b.py").write_text("def late():\n    from lockstep.trainer.high.a import x")
     assert set(circle(read_imports(library))) == {"trainer/high/a.py", "trainer/high/b.py"}
 
 

@@ -12,8 +12,8 @@ import time
 import psutil
 import pytest
 
-from rollout.errors import ConfigError
-from rollout.sandbox.sandbox import isolation_problem
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.sandbox.sandbox import isolation_problem
 from tests.fixtures.paths import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"

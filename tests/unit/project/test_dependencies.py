@@ -16,7 +16,7 @@ from packaging.utils import canonicalize_name
 from tests.fixtures.paths import ROOT
 
 LIBRARY = ("trainer", "rollout", "rewards", "demo")
-OURS = {*LIBRARY, "scripts", "benchmarks", "tests", "harness", "gradients"}
+OURS = {"lockstep", "scripts", "benchmarks", "tests", "harness", "gradients"}
 """Packages of this repository; the last two are beside the programs that import them."""
 NOT_DECLARED = {
     "bitsandbytes",  # optimizer.name=adamw_8bit names the command that installs it

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from rollout.records import Rollout
+from lockstep.rollout.records import Rollout
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.reward_model.config import RewardModelConfig
 from tests.fixtures.pages import PAGES, ROOT, bash_blocks, commands_outside_of_blocks
 from tests.integration.test_page_commands import PLANNED, RUN
-from trainer.config.schema import Config
-from trainer.reward_model.config import RewardModelConfig
 
 FOREIGN = {
     "first-hour.md": r"algorithm\.clip_hgh|model\.load_in_",

@@ -12,16 +12,16 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 
-from rewards.composition import make_reward_set
-from rollout.environments import ENVIRONMENTS, make_environment
-from rollout.episode.rows import rows_from_calls
-from rollout.records import Rollout, RolloutStatus
-from rollout.sampler.sampler import Sampler
+from lockstep.rewards.composition import make_reward_set
+from lockstep.rollout.environments import ENVIRONMENTS, make_environment
+from lockstep.rollout.episode.rows import rows_from_calls
+from lockstep.rollout.records import Rollout, RolloutStatus
+from lockstep.rollout.sampler.sampler import Sampler
+from lockstep.trainer.checks.validate import validate
+from lockstep.trainer.cli import CONFIG_DIR, schema, to_config
+from lockstep.trainer.config.schema import Config
 from tests.fixtures.pages import bash_blocks, python_files
 from tests.fixtures.policies import CHAT, Policy, last_turn, play, sampling, tool_call
-from trainer.checks.validate import validate
-from trainer.cli import CONFIG_DIR, schema, to_config
-from trainer.config.schema import Config
 
 DOCS = CONFIG_DIR.parent / "docs"
 

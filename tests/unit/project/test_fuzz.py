@@ -26,19 +26,19 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from omegaconf.errors import OmegaConfBaseException
 
-from rewards.outcomes import Outcome
-from rewards.workers import pool as isolation
-from rollout.environments.prompt import PromptReader
-from rollout.errors import ConfigError, DataError, EvidenceError, LockstepError
-from rollout.records import EngineCall, FinishReason, SamplingSupport, VersionSpan
+from lockstep.rewards.outcomes import Outcome
+from lockstep.rewards.workers import pool as isolation
+from lockstep.rollout.environments.prompt import PromptReader
+from lockstep.rollout.errors import ConfigError, DataError, EvidenceError, LockstepError
+from lockstep.rollout.records import EngineCall, FinishReason, SamplingSupport, VersionSpan
+from lockstep.trainer.checks.validate import validate
+from lockstep.trainer.cli import CONFIG_DIR, explain, to_config
+from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.evaluate.results import PromptResult, SetResult, read_results, write_results
+from lockstep.trainer.tools.replay import saved_step, settings_of
+from lockstep.trainer.update.batch_dumps import ATTEMPT, read_dump
 from tests.fixtures.mutations import JSON, PLAIN, mutated
-from trainer.checks.validate import validate
-from trainer.cli import CONFIG_DIR, explain, to_config
-from trainer.config.groups.correction_settings import CorrectionConfig
-from trainer.config.schema import Config
-from trainer.evaluate.results import PromptResult, SetResult, read_results, write_results
-from trainer.tools.replay import saved_step, settings_of
-from trainer.update.batch_dumps import ATTEMPT, read_dump
 
 ODD_TEXT = st.text(max_size=12) | st.sampled_from(
     [

@@ -16,9 +16,9 @@ import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
 
+from lockstep.trainer.cli import CONFIG_DIR
+from lockstep.trainer.tools.serve_engine import command
 from tests.unit.project.test_slurm import config_of
-from trainer.cli import CONFIG_DIR
-from trainer.tools.serve_engine import command
 
 ROOT = CONFIG_DIR.parent
 TOPOLOGIES = ("colocated", "servers")

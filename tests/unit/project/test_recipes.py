@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from rollout.errors import DataError
+from lockstep.rollout.errors import DataError
+from lockstep.trainer.evaluate.results import PromptResult, SetResult, write_results
+from lockstep.trainer.model.memory_plan import GIB, MIN_CACHE_GIB, USABLE
 from scripts import reproduce
 from scripts.recipes import judge as judging
 from scripts.recipes import plan as planning
@@ -21,8 +23,6 @@ from scripts.recipes.declared import RECIPES, Bound, Recipe
 from scripts.recipes.judge import Status, judge, measure, page, write_verdict
 from scripts.recipes.plan import MODELS, Machine, estimate, make_plan, refusals, shape_of, sharding_of
 from tests.fixtures.paths import ROOT
-from trainer.evaluate.results import PromptResult, SetResult, write_results
-from trainer.model.memory_plan import GIB, MIN_CACHE_GIB, USABLE
 
 UPDATES = 10
 RECIPE = Recipe(

@@ -14,20 +14,20 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rollout.chat.chat import Chat
-from rollout.engine.embedded import EmbeddedEngine
-from rollout.errors import DataError, LockstepError
-from rollout.saved_rollouts import read_rollouts, to_json
+from lockstep.rollout.chat.chat import Chat
+from lockstep.rollout.engine.embedded import EmbeddedEngine
+from lockstep.rollout.errors import DataError, LockstepError
+from lockstep.rollout.saved_rollouts import read_rollouts, to_json
+from lockstep.trainer.config.groups.serving_settings import GatewayConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.data.datasets import load_rows
+from lockstep.trainer.model.policy import Policy
 from tests.fixtures.gateway import running
 from tests.fixtures.models import save_tiny_model
 from tests.fixtures.paths import ROOT
 from tests.fixtures.sockets import is_loopback, listening
 from tests.fixtures.tokenizers import chat_tokenizer
 from tests.unit.rewards.workers.test_pool import rollout
-from trainer.config.groups.serving_settings import GatewayConfig
-from trainer.config.schema import Config
-from trainer.data.datasets import load_rows
-from trainer.model.policy import Policy
 
 SOURCES = sorted(
     path for folder in ("trainer", "rollout", "rewards", "scripts") for path in (ROOT / folder).rglob("*.py")

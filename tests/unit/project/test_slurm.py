@@ -14,11 +14,11 @@ from accelerate.commands.launch import launch_command_parser
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 
-from rollout.system.addresses import is_loopback
-from trainer.checks.validate import validate
-from trainer.cli import CONFIG_DIR, schema, to_config
-from trainer.config.schema import Config
-from trainer.tools.serve_engine import command
+from lockstep.rollout.system.addresses import is_loopback
+from lockstep.trainer.checks.validate import validate
+from lockstep.trainer.cli import CONFIG_DIR, schema, to_config
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.tools.serve_engine import command
 
 ROOT = CONFIG_DIR.parent
 SCRIPT = CONFIG_DIR / "slurm" / "servers.sbatch"

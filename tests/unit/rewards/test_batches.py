@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rewards.batches import Scope, is_group_wise
-from rewards.composition import FaultTolerance, RewardSet, make_reward_set
-from rewards.outcomes import ERRORS, Outcome, Verdict
-from rewards.shaping import Shaping
-from rewards.workers.pool import Isolation
-from rollout.errors import ConfigError
-from rollout.records import Rollout, RolloutStatus
+from lockstep.rewards.batches import Scope, is_group_wise
+from lockstep.rewards.composition import FaultTolerance, RewardSet, make_reward_set
+from lockstep.rewards.outcomes import ERRORS, Outcome, Verdict
+from lockstep.rewards.shaping import Shaping
+from lockstep.rewards.workers.pool import Isolation
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.records import Rollout, RolloutStatus
 from tests.fixtures.pages import ROOT, python_files
 from tests.unit.rewards.test_composition import rollout
 

@@ -9,13 +9,13 @@ import time
 import numpy as np
 import pytest
 
-from rewards.composition import FaultTolerance, Reward, RewardSet, make_reward_set
-from rewards.functions.built_in import (
+from lockstep.rewards.composition import FaultTolerance, Reward, RewardSet, make_reward_set
+from lockstep.rewards.functions.built_in import (
     exact_match,
 )
-from rewards.outcomes import Outcome
-from rollout.errors import ConfigError, RewardError
-from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
+from lockstep.rewards.outcomes import Outcome
+from lockstep.rollout.errors import ConfigError, RewardError
+from lockstep.rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
 
 LENIENT = FaultTolerance(max_error_rate=1.0)
 

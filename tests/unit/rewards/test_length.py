@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from rewards.composition import FaultTolerance, Reward, RewardSet
-from rewards.length import LengthControl, Member, alp, kimi, sigmoid
-from rewards.shaping import Shaping
-from rollout.records import EngineCall, FinishReason, Rollout
+from lockstep.rewards.composition import FaultTolerance, Reward, RewardSet
+from lockstep.rewards.length import LengthControl, Member, alp, kimi, sigmoid
+from lockstep.rewards.shaping import Shaping
+from lockstep.rollout.records import EngineCall, FinishReason, Rollout
 
 
 def group(*members: tuple[int, bool]) -> list[Member]:

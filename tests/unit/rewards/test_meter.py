@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from rewards.composition import Reward, RewardSet
-from rewards.meter import Meter, add, average, measuring
+from lockstep.rewards.composition import Reward, RewardSet
+from lockstep.rewards.meter import Meter, add, average, measuring
 from tests.unit.rewards.test_composition import rollout
 
 

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rewards.batches import BatchReward
-from rewards.composition import FaultTolerance, Reward, RewardSet, make_reward_set
-from rewards.outcomes import Outcome, judge
-from rewards.shaping import Shaping, turn_rewards
-from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
-from rollout.saved_rollouts import from_json, to_json
+from lockstep.rewards.batches import BatchReward
+from lockstep.rewards.composition import FaultTolerance, Reward, RewardSet, make_reward_set
+from lockstep.rewards.outcomes import Outcome, judge
+from lockstep.rewards.shaping import Shaping, turn_rewards
+from lockstep.rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
+from lockstep.rollout.saved_rollouts import from_json, to_json
 
 LENIENT = FaultTolerance(max_error_rate=1.0)
 BY_TURN = Shaping(turn_rewards=True)

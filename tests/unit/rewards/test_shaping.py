@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from rewards.composition import FaultTolerance, Reward, RewardSet
-from rewards.functions.built_in import soft_overlong
-from rewards.shaping import Shaping, length_penalty, turn_rewards
-from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
+from lockstep.rewards.composition import FaultTolerance, Reward, RewardSet
+from lockstep.rewards.functions.built_in import soft_overlong
+from lockstep.rewards.shaping import Shaping, length_penalty, turn_rewards
+from lockstep.rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
 
 
 def rollout(*lengths: int, **outcome: Any) -> Rollout:

@@ -6,11 +6,11 @@ import math
 
 import pytest
 
-from rewards.composition import Reward, RewardSet
-from rewards.outcomes import Outcome
-from rewards.trl import from_trl
-from rollout.errors import ConfigError
-from rollout.records import RolloutStatus
+from lockstep.rewards.composition import Reward, RewardSet
+from lockstep.rewards.outcomes import Outcome
+from lockstep.rewards.trl import from_trl
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.records import RolloutStatus
 from tests.unit.rewards.test_composition import LENIENT, rollout, score
 
 

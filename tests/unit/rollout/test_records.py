@@ -8,8 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout.errors import EvidenceError
-from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus, SamplingSupport, TrainingRow, VersionSpan
+from lockstep.rollout.errors import EvidenceError
+from lockstep.rollout.records import (
+    EngineCall,
+    FinishReason,
+    Rollout,
+    RolloutStatus,
+    SamplingSupport,
+    TrainingRow,
+    VersionSpan,
+)
 
 GOOD: dict[str, Any] = {
     "prompt_ids": (1, 2),

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.episode.rows import rows_from_calls
-from rollout.errors import DataError, EvidenceError
-from rollout.records import EngineCall, FinishReason, Prompt, PromptSharing, Rollout, VersionSpan
-from rollout.saved_rollouts import from_json, read_rollouts, to_json, write_rollouts
+from lockstep.rollout.episode.rows import rows_from_calls
+from lockstep.rollout.errors import DataError, EvidenceError
+from lockstep.rollout.records import EngineCall, FinishReason, Prompt, PromptSharing, Rollout, VersionSpan
+from lockstep.rollout.saved_rollouts import from_json, read_rollouts, to_json, write_rollouts
 
 OWN, SAMPLED = 3, 5
 TURNS = 2000

@@ -12,12 +12,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from rollout.engine.engine_answers import Answer, engine_call
-from rollout.episode.rows import rows_from_calls
-from rollout.errors import DataError, EvidenceError
-from rollout.records import EngineCall, FinishReason, Rollout, Routes
-from rollout.saved_rollouts import call_from_json, call_to_json, from_json, read_rollouts, to_json, write_rollouts
-from rollout.server.generate_route import decode_answer, encode_answer
+from lockstep.rollout.engine.engine_answers import Answer, engine_call
+from lockstep.rollout.episode.rows import rows_from_calls
+from lockstep.rollout.errors import DataError, EvidenceError
+from lockstep.rollout.records import EngineCall, FinishReason, Rollout, Routes
+from lockstep.rollout.saved_rollouts import (
+    call_from_json,
+    call_to_json,
+    from_json,
+    read_rollouts,
+    to_json,
+    write_rollouts,
+)
+from lockstep.rollout.server.generate_route import decode_answer, encode_answer
 from tests.fixtures.calls import a_call, call_trees
 
 LAYERS, K = 3, 2

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rollout.errors import ConfigError, LockstepError
-from rollout.records import Rollout
-from rollout.safe_text import MAX_CHARS, error_text, print_error, safe_text, terminal_safe
+from lockstep.rollout.errors import ConfigError, LockstepError
+from lockstep.rollout.records import Rollout
+from lockstep.rollout.safe_text import MAX_CHARS, error_text, print_error, safe_text, terminal_safe
 
 ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=40)
 

@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from rollout.errors import ConfigError
-from rollout.records import EngineCall, FinishReason, Rollout
-from trainer.build import make_gateway_settings, make_rewards
-from trainer.config.groups.algorithm_settings import AlgorithmConfig
-from trainer.config.schema import Config
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.records import EngineCall, FinishReason, Rollout
+from lockstep.trainer.build import make_gateway_settings, make_rewards
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
+from lockstep.trainer.config.schema import Config
 
 
 def test_settings_of_the_algorithm_shape_rewards() -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from rollout.errors import TemplateError
+from lockstep.rollout.errors import TemplateError
+from lockstep.trainer import build
+from lockstep.trainer.config.schema import Config
 from tests.fixtures.tokenizers import chat_tokenizer
-from trainer import build
-from trainer.config.schema import Config
 
 LOOP = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
 """It ends after the test, in its own thread."""

@@ -10,10 +10,10 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 
-from rollout.errors import ConfigError
-from trainer.checks.validate import validate
-from trainer.cli import CONFIG_DIR, drop_prepared_heldout, launch, schema, to_config
-from trainer.config.schema import Config
+from lockstep.rollout.errors import ConfigError
+from lockstep.trainer.checks.validate import validate
+from lockstep.trainer.cli import CONFIG_DIR, drop_prepared_heldout, launch, schema, to_config
+from lockstep.trainer.config.schema import Config
 
 ROOT = CONFIG_DIR.parent
 LAUNCHERS = ("accelerate", "kubernetes", "skypilot", "dstack")
@@ -340,7 +340,7 @@ def test_a_value_of_the_wrong_type_gets_one_line_with_a_fix(
 def test_a_mistake_is_found_before_torch_is_imported(complete: tuple[str, ...]) -> None:
     code = (
         "import sys; sys.argv = ['train.py', 'updates=0']\n"
-        "from trainer.cli import launch\n"
+        "from lockstep.trainer.cli import launch\n"
         "try: launch(print)\n"
         "except SystemExit: pass\n"
         "print(sorted({'torch', 'transformers', 'vllm', 'deepspeed'} & set(sys.modules)))"
@@ -353,7 +353,7 @@ def test_settings_of_a_reward_are_checked_before_the_environment_is_loaded(compl
     """The environment may import transformers, which takes seconds."""
     code = (
         "import sys; sys.argv = ['train.py', 'reward.settings.demo_answer.foo=1']\n"
-        "from trainer.cli import launch\n"
+        "from lockstep.trainer.cli import launch\n"
         "try: launch(print)\n"
         "except SystemExit as stop: print(stop.code)\n"
         "print(sorted({'torch', 'transformers', 'vllm', 'deepspeed'} & set(sys.modules)))"

@@ -13,8 +13,8 @@ from tests.fixtures.paths import ROOT
 
 FAILS = """
 import atexit, sys, threading
-from rollout.errors import ConfigError, EngineError
-from trainer.cli import launch
+from lockstep.rollout.errors import ConfigError, EngineError
+from lockstep.trainer.cli import launch
 
 class Aborts:  # as a transport does whose peers are still connected
     def __del__(self):

@@ -12,9 +12,9 @@ import pytest
 import yaml
 from hydra.core.global_hydra import GlobalHydra
 
-from trainer.cli import CONFIG_DIR, launch
-from trainer.config.groups.data_settings import DataSetConfig
-from trainer.config.schema import Config
+from lockstep.trainer.cli import CONFIG_DIR, launch
+from lockstep.trainer.config.groups.data_settings import DataSetConfig
+from lockstep.trainer.config.schema import Config
 
 
 def dict_settings(prefix: str, node: Any) -> Iterator[str]:

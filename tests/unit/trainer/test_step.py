@@ -11,21 +11,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout.errors import EngineError, SyncError, TrainingError
-from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus, VersionSpan
+from lockstep.rollout.errors import EngineError, SyncError, TrainingError
+from lockstep.rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus, VersionSpan
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.collect.groups import Collected
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.credit.correction import StepCorrection
+from lockstep.trainer.credit.targets import Targets, rollout_targets
+from lockstep.trainer.objective.correction.mismatch import QUANTIZATION_K3
+from lockstep.trainer.observe.step_metrics import StepReport
+from lockstep.trainer.step import MAX_EMPTY_STEPS, Trainer
+from lockstep.trainer.stopwatch import Stopwatch
+from lockstep.trainer.update.updater import Updated
 from tests.fixtures.distributed import FakeRank
 from tests.fixtures.teachers import made_up_scores
-from trainer.batch.step_batch import StepBatch
-from trainer.collect.groups import Collected
-from trainer.config.groups.algorithm_settings import AlgorithmConfig
-from trainer.config.schema import Config
-from trainer.credit.correction import StepCorrection
-from trainer.credit.targets import Targets, rollout_targets
-from trainer.objective.correction.mismatch import QUANTIZATION_K3
-from trainer.observe.step_metrics import StepReport
-from trainer.step import MAX_EMPTY_STEPS, Trainer
-from trainer.stopwatch import Stopwatch
-from trainer.update.updater import Updated
 
 UPDATES = 2
 """Optimizer steps of one rollout batch."""
@@ -179,7 +179,7 @@ def noted(world: World, call: str, function: Callable[..., Any]) -> Callable[...
 def test_the_stages_of_a_step_run_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World()
     monkeypatch.setattr(StepCorrection, "of", noted(world, "correct", StepCorrection.of))
-    monkeypatch.setattr("trainer.step.rollout_targets", noted(world, "assign credit", rollout_targets))
+    monkeypatch.setattr("lockstep.trainer.step.rollout_targets", noted(world, "assign credit", rollout_targets))
     trainer(world).step()
     assert world.calls == [
         "collect step 0 version 4",

@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep.trainer.collect.source import Collected
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.observe.step_metrics import StepReport
+from lockstep.trainer.step import Trainer
+from lockstep.trainer.stopwatch import Stopwatch
+from lockstep.trainer.update.updater import Updater
 from tests.fixtures.distributed import FakeRank
 from tests.fixtures.models import tiny_qwen3
 from tests.unit.trainer.update.test_updater import close, expected_gradient, rollouts
-from trainer.collect.source import Collected
-from trainer.config.groups.algorithm_settings import AlgorithmConfig
-from trainer.config.schema import Config
-from trainer.model.policy import Policy
-from trainer.observe.step_metrics import StepReport
-from trainer.step import Trainer
-from trainer.stopwatch import Stopwatch
-from trainer.update.updater import Updater
 
 
 class GivenRollouts:

@@ -11,24 +11,24 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rollout.errors import EvidenceError
-from rollout.records import EngineCall, FinishReason, Rollout, Routes
+from lockstep.rollout.errors import EvidenceError
+from lockstep.rollout.records import EngineCall, FinishReason, Rollout, Routes
+from lockstep.trainer.batch.packing import PackedBatch, collate
+from lockstep.trainer.batch.step_batch import StepBatch, decode, encode
+from lockstep.trainer.collect.source import Collected
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
+from lockstep.trainer.config.groups.model_settings import LoraConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.model.lora import add_adapters
+from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.score.reference import Reference
+from lockstep.trainer.score.scorer import Scorer
+from lockstep.trainer.step import Trainer
+from lockstep.trainer.stopwatch import Stopwatch
+from lockstep.trainer.update.updater import Updater
 from tests.fixtures.distributed import FakeRank, on_ranks
 from tests.fixtures.families import FAMILIES
 from tests.unit.trainer.test_step_bypass import NoEngine
-from trainer.batch.packing import PackedBatch, collate
-from trainer.batch.step_batch import StepBatch, decode, encode
-from trainer.collect.source import Collected
-from trainer.config.groups.algorithm_settings import AlgorithmConfig
-from trainer.config.groups.model_settings import LoraConfig
-from trainer.config.schema import Config
-from trainer.model.lora import add_adapters
-from trainer.model.policy import Policy
-from trainer.score.reference import Reference
-from trainer.score.scorer import Scorer
-from trainer.step import Trainer
-from trainer.stopwatch import Stopwatch
-from trainer.update.updater import Updater
 
 
 def a_policy() -> Policy:

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from trainer.stopwatch import Stopwatch
+from lockstep.trainer.stopwatch import Stopwatch
 
 
 def test_a_stage_lasts_until_the_device_has_run_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, make_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import trainer.objective.advantages  # declares the advantages
-import trainer.objective.losses  # noqa: F401  # declares the losses
-from rewards.length import RULES
-from trainer.config.conditions import (
+import lockstep.trainer.objective.advantages  # declares the advantages
+import lockstep.trainer.objective.losses  # noqa: F401  # declares the losses
+from lockstep.rewards.length import RULES
+from lockstep.trainer.config.conditions import (
     ADAPTED_KL,
     ANY_DIVERGENCE,
     CRITIC,
@@ -30,11 +30,11 @@ from trainer.config.conditions import (
     TRACKED_KL,
     TURN_REWARDS,
 )
-from trainer.objective.declare import ADVANTAGES, POLICY_LOSSES, declared_arguments
-from trainer.objective.distillation.divergence import DIVERGENCES
-from trainer.objective.kl import KL_TERMS
-from trainer.objective.loss_normalization import NORMALIZERS
-from trainer.setting import When, as_field, setting
+from lockstep.trainer.objective.declare import ADVANTAGES, POLICY_LOSSES, declared_arguments
+from lockstep.trainer.objective.distillation.divergence import DIVERGENCES
+from lockstep.trainer.objective.kl import KL_TERMS
+from lockstep.trainer.objective.loss_normalization import NORMALIZERS
+from lockstep.trainer.setting import When, as_field, setting
 
 
 @dataclass

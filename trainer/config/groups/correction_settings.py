@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.config.conditions import MEASURED, WEIGHTS
-from trainer.objective.correction.modes import CORRECTION_MODES
-from trainer.setting import setting
+from lockstep.trainer.config.conditions import MEASURED, WEIGHTS
+from lockstep.trainer.objective.correction.modes import CORRECTION_MODES
+from lockstep.trainer.setting import setting
 
 
 @dataclass

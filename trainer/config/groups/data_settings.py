@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trainer.config.conditions import (
+from lockstep.trainer.config.conditions import (
     CURRICULUM,
     DEMONSTRATED,
     LEARNABILITY,
@@ -16,8 +16,8 @@ from trainer.config.conditions import (
     SAVED,
     TAUGHT_DEMONSTRATIONS,
 )
-from trainer.objective.distillation.divergence import DIVERGENCES
-from trainer.setting import setting
+from lockstep.trainer.objective.distillation.divergence import DIVERGENCES
+from lockstep.trainer.setting import setting
 
 SAVED_ROLLOUTS = "rollouts:"
 """Beginning of a path that names saved rollouts: a run, a directory of their files, or one file."""

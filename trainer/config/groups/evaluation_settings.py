@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.config.conditions import EVALUATE_SCRIPT
-from trainer.setting import setting
+from lockstep.trainer.config.conditions import EVALUATE_SCRIPT
+from lockstep.trainer.setting import setting
 
 
 @dataclass

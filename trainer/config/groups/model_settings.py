@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from trainer.config.conditions import CRITIC, LORA, REFERENCE, SERVED_ADAPTERS
-from trainer.setting import setting
+from lockstep.trainer.config.conditions import CRITIC, LORA, REFERENCE, SERVED_ADAPTERS
+from lockstep.trainer.setting import setting
 
 ATTENTIONS = ("auto", "packed_rows", "flash_attention_2", "flash_attention_3", "sdpa", "eager")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.config.conditions import CRITIC, MOMENTUM, SPIKES
-from trainer.setting import setting
+from lockstep.trainer.config.conditions import CRITIC, MOMENTUM, SPIKES
+from lockstep.trainer.setting import setting
 
 OPTIMIZERS = ("adamw", "adamw_tf", "adamw_8bit", "muon", "sgd")
 SMALL_MODEL_LR = 3e-4

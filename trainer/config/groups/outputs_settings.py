@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from trainer.config.conditions import HUB, PROJECTS, WANDB
-from trainer.setting import setting
+from lockstep.trainer.config.conditions import HUB, PROJECTS, WANDB
+from lockstep.trainer.setting import setting
 
 
 @dataclass

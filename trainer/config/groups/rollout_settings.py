@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollout.engine.protocol import ONLINE_SCHEMES
-from trainer.config.conditions import AHEAD, COLOCATED, EMBEDDED, OWN_ENGINES, SERVERS
-from trainer.setting import setting
+from lockstep.rollout.engine.protocol import ONLINE_SCHEMES
+from lockstep.trainer.config.conditions import AHEAD, COLOCATED, EMBEDDED, OWN_ENGINES, SERVERS
+from lockstep.trainer.setting import setting
 
 CPU_CACHE_GIB = 0.25
 """`rollout.kv_cache_gib` of engines on a CPU, unless set."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.setting import setting
+from lockstep.trainer.setting import setting
 
 
 @dataclass

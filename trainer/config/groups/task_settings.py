@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rewards.functions.built_in import ISOLATED
-from trainer.config.conditions import WORKERS
-from trainer.setting import setting
+from lockstep.rewards.functions.built_in import ISOLATED
+from lockstep.trainer.config.conditions import WORKERS
+from lockstep.trainer.setting import setting
 
 
 @dataclass

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.config.conditions import AVERAGED, TAUGHT, TEACHER, TEACHER_ENGINE, TEACHER_SERVERS, WITH_CONTEXT
-from trainer.setting import declarations, setting, typed
+from lockstep.trainer.config.conditions import AVERAGED, TAUGHT, TEACHER, TEACHER_ENGINE, TEACHER_SERVERS, WITH_CONTEXT
+from lockstep.trainer.setting import declarations, setting, typed
 
 
 @dataclass

@@ -18,8 +18,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.llama4.modeling_llama4 import Llama4ForCausalLM, Llama4TextAttention
 
-from trainer.batch.packing import PackedBatch
-from trainer.batch.prefixes import Prefix
+from lockstep.trainer.batch.packing import PackedBatch
+from lockstep.trainer.batch.prefixes import Prefix
 
 MODEL_TYPE = "llama4_text"
 CHUNKED = "chunked_attention"

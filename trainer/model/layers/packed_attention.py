@@ -24,10 +24,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from trainer.batch.packing import PackedBatch
-from trainer.batch.prefixes import Prefix
-from trainer.model.layers import varlen_attention
-from trainer.model.layers.chunked_attention import QueryScale, chunks
+from lockstep.trainer.batch.packing import PackedBatch
+from lockstep.trainer.batch.prefixes import Prefix
+from lockstep.trainer.model.layers import varlen_attention
+from lockstep.trainer.model.layers.chunked_attention import QueryScale, chunks
 
 PACKED_ROWS = "packed_rows"
 """Name of the implementation in transformers' registry (`attn_implementation`)."""

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from trainer.batch.packing import PackedBatch
+from lockstep.trainer.batch.packing import PackedBatch
 
 LAYERS = ("GatedDeltaNet", "Mixer", "MambaLayer", "ShortConv")
 """Ends of the names of recurrent layers' classes in transformers."""

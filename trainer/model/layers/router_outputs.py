@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
-from rollout.errors import ConfigError
-from trainer.config.groups.algorithm_settings import AlgorithmConfig
+from lockstep.rollout.errors import ConfigError
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 
 
 class RouterOutput(NamedTuple):

@@ -31,10 +31,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from rollout.errors import ConfigError, TrainingError
-from trainer.batch.packing import NO_ROUTE, PackedBatch
-from trainer.config.schema import Config
-from trainer.model.decoder import packable_config
+from lockstep.rollout.errors import ConfigError, TrainingError
+from lockstep.trainer.batch.packing import NO_ROUTE, PackedBatch
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.model.decoder import packable_config
 
 EXPERTS = "experts"
 """Name of the experts inside a sparse block."""

@@ -17,7 +17,7 @@ from itertools import accumulate
 import torch
 from torch.nn.attention.varlen import varlen_attn
 
-from trainer.batch.packing import PackedBatch
+from lockstep.trainer.batch.packing import PackedBatch
 
 AMPERE = (8, 0)
 """Least compute capability of the kernel."""

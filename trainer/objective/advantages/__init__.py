@@ -6,7 +6,7 @@ equal rewards gets exactly 0 from every estimator with a group baseline; otherwi
 a signal. `reward/zero_std_fraction` is the share of such groups.
 """
 
-from trainer.objective.declare import ADVANTAGES, import_all
+from lockstep.trainer.objective.declare import ADVANTAGES, import_all
 
 import_all(__name__, __path__)
 

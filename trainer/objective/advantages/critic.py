@@ -13,10 +13,10 @@ Dimensions: `_N` trained tokens of the step.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-from trainer.objective.declare import advantage
-from trainer.objective.gae import GaeResult, gae_flat, length_adaptive_lambda
-from trainer.objective.whitening import moments, standardize
-from trainer.setting import Setting
+from lockstep.trainer.objective.declare import advantage
+from lockstep.trainer.objective.gae import GaeResult, gae_flat, length_adaptive_lambda
+from lockstep.trainer.objective.whitening import moments, standardize
+from lockstep.trainer.setting import Setting
 
 if TYPE_CHECKING:
     from torch import Tensor

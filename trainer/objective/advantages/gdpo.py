@@ -3,10 +3,10 @@
 from dataclasses import replace
 from typing import Annotated
 
-from rollout.errors import RewardError
-from trainer.objective.advantages.inputs import DDOF, EPS, AdvantageInputs, Advantages, GroupStatistics
-from trainer.objective.declare import advantage
-from trainer.objective.per_rollout import rollout_max
+from lockstep.rollout.errors import RewardError
+from lockstep.trainer.objective.advantages.inputs import DDOF, EPS, AdvantageInputs, Advantages, GroupStatistics
+from lockstep.trainer.objective.declare import advantage
+from lockstep.trainer.objective.per_rollout import rollout_max
 
 
 @advantage(compares_group=True, takes_turns=False)

@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import Annotated
 
-from trainer.objective.advantages.inputs import DDOF, EPS, STD, AdvantageInputs, Advantages, GroupStatistics
-from trainer.objective.declare import advantage
-from trainer.setting import Setting
+from lockstep.trainer.objective.advantages.inputs import DDOF, EPS, STD, AdvantageInputs, Advantages, GroupStatistics
+from lockstep.trainer.objective.declare import advantage
+from lockstep.trainer.setting import Setting
 
 
 @advantage(compares_group=True, needs_states=True)

@@ -2,8 +2,8 @@
 
 from typing import Annotated
 
-from trainer.objective.advantages.inputs import DDOF, EPS, STD, AdvantageInputs, Advantages, GroupStatistics
-from trainer.objective.declare import advantage
+from lockstep.trainer.objective.advantages.inputs import DDOF, EPS, STD, AdvantageInputs, Advantages, GroupStatistics
+from lockstep.trainer.objective.declare import advantage
 
 
 @advantage(compares_group=True)

@@ -3,9 +3,9 @@
 import math
 from typing import Annotated
 
-from trainer.objective.advantages.inputs import DDOF, EPS, STD, AdvantageInputs, Advantages, GroupStatistics
-from trainer.objective.declare import advantage
-from trainer.objective.per_rollout import rollout_max, rollout_sum
+from lockstep.trainer.objective.advantages.inputs import DDOF, EPS, STD, AdvantageInputs, Advantages, GroupStatistics
+from lockstep.trainer.objective.declare import advantage
+from lockstep.trainer.objective.per_rollout import rollout_max, rollout_sum
 
 
 @advantage(compares_group=True, takes_turns=False)

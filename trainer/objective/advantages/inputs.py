@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from rollout.errors import RewardError
-from trainer.objective.per_rollout import rollout_count, rollout_max, rollout_sum
-from trainer.setting import Setting
+from lockstep.rollout.errors import RewardError
+from lockstep.trainer.objective.per_rollout import rollout_count, rollout_max, rollout_sum
+from lockstep.trainer.setting import Setting
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,8 +1,8 @@
 """MaxRL (Tajwar et al. 2026, "Maximum likelihood reinforcement learning", arXiv 2602.02710)."""
 
-from rollout.errors import RewardError
-from trainer.objective.advantages.inputs import AdvantageInputs, Advantages, GroupStatistics
-from trainer.objective.declare import advantage
+from lockstep.rollout.errors import RewardError
+from lockstep.trainer.objective.advantages.inputs import AdvantageInputs, Advantages, GroupStatistics
+from lockstep.trainer.objective.declare import advantage
 
 
 @advantage(compares_group=True, takes_turns=False)

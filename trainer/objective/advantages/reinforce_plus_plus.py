@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING, Annotated
 
-from trainer.objective.advantages.inputs import EPS, AdvantageInputs, Advantages, GroupStatistics
-from trainer.objective.declare import advantage
+from lockstep.trainer.objective.advantages.inputs import EPS, AdvantageInputs, Advantages, GroupStatistics
+from lockstep.trainer.objective.declare import advantage
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,7 +1,7 @@
 """ReMax (Li et al. 2023, arXiv 2310.10505): the reward of the greedy answer as the baseline."""
 
-from trainer.objective.advantages.inputs import AdvantageInputs, Advantages, GroupStatistics
-from trainer.objective.declare import advantage
+from lockstep.trainer.objective.advantages.inputs import AdvantageInputs, Advantages, GroupStatistics
+from lockstep.trainer.objective.declare import advantage
 
 
 @advantage(needs_greedy=True, takes_turns=False, kl_in_reward=True)

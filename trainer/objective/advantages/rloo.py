@@ -1,7 +1,7 @@
 """RLOO (Ahmadian et al. 2024, "Back to Basics"): leave-one-out baseline."""
 
-from trainer.objective.advantages.inputs import AdvantageInputs, Advantages, GroupStatistics
-from trainer.objective.declare import advantage
+from lockstep.trainer.objective.advantages.inputs import AdvantageInputs, Advantages, GroupStatistics
+from lockstep.trainer.objective.declare import advantage
 
 
 @advantage(compares_group=True, kl_in_reward=True)

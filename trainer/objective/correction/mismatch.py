@@ -21,9 +21,9 @@ import math
 import torch
 from torch import Tensor
 
-from trainer.objective.correction.weights import CorrectionResult
-from trainer.objective.kl import bounded, k2, k3
-from trainer.objective.per_rollout import rollout_count, rollout_mean, rollout_sum
+from lockstep.trainer.objective.correction.weights import CorrectionResult
+from lockstep.trainer.objective.kl import bounded, k2, k3
+from lockstep.trainer.objective.per_rollout import rollout_count, rollout_mean, rollout_sum
 
 PREFIX = "rollout_correction/"
 QUANTIZATION_K3 = PREFIX + "quantization_k3"

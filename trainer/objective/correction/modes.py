@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from trainer.objective.kl import k1, k2, k3
+from lockstep.trainer.objective.kl import k1, k2, k3
 
 if TYPE_CHECKING:
     from torch import Tensor

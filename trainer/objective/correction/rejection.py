@@ -14,9 +14,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from trainer.objective.correction.modes import REJECTION_CRITERIA
-from trainer.objective.kl import bounded, k1
-from trainer.objective.per_rollout import rollout_count, rollout_max, rollout_mean, rollout_sum
+from lockstep.trainer.objective.correction.modes import REJECTION_CRITERIA
+from lockstep.trainer.objective.kl import bounded, k1
+from lockstep.trainer.objective.per_rollout import rollout_count, rollout_max, rollout_mean, rollout_sum
 
 
 def rejection_mask(

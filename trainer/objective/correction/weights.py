@@ -25,11 +25,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rollout.errors import EvidenceError
-from trainer.objective.correction.modes import CORRECTION_MODES, Control, Granularity
-from trainer.objective.correction.rejection import rejection_mask
-from trainer.objective.kl import bounded
-from trainer.objective.per_rollout import rollout_count, rollout_mean, rollout_sum
+from lockstep.rollout.errors import EvidenceError
+from lockstep.trainer.objective.correction.modes import CORRECTION_MODES, Control, Granularity
+from lockstep.trainer.objective.correction.rejection import rejection_mask
+from lockstep.trainer.objective.kl import bounded
+from lockstep.trainer.objective.per_rollout import rollout_count, rollout_mean, rollout_sum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainer.objective.kl import k3
+from lockstep.trainer.objective.kl import k3
 
 if TYPE_CHECKING:
     from torch import Tensor

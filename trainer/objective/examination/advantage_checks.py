@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout.errors import LockstepError, RewardError, TrainingError
-from trainer.objective.advantages.critic import Credit, TokenAdvantages
-from trainer.objective.advantages.inputs import AdvantageInputs, RewardTerms, TurnInputs
-from trainer.objective.declare import Advantage
-from trainer.objective.examination.finding import Finding, Verdict, failure
+from lockstep.rollout.errors import LockstepError, RewardError, TrainingError
+from lockstep.trainer.objective.advantages.critic import Credit, TokenAdvantages
+from lockstep.trainer.objective.advantages.inputs import AdvantageInputs, RewardTerms, TurnInputs
+from lockstep.trainer.objective.declare import Advantage
+from lockstep.trainer.objective.examination.finding import Finding, Verdict, failure
 
 REWARDS = (0.1, 0.7, 0.4, 1.0, 0.0, 1.0, 0.1, 0.1, 0.1, 0.6)
 GROUPS = (0, 0, 0, 1, 1, 1, 2, 2, 2, 3)

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout.errors import TrainingError
-from trainer.objective.examination.examined_loss import ExaminedLoss
-from trainer.objective.examination.finding import Finding, Verdict, failure
-from trainer.objective.losses.inputs import LossInputs
+from lockstep.rollout.errors import TrainingError
+from lockstep.trainer.objective.examination.examined_loss import ExaminedLoss
+from lockstep.trainer.objective.examination.finding import Finding, Verdict, failure
+from lockstep.trainer.objective.losses.inputs import LossInputs
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "get_world_size", "get_rank", "barrier")
 """Beginnings of names in torch.distributed that tell ranks apart."""

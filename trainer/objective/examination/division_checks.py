@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from trainer.objective.examination.examined_loss import TOLERANCE, ExaminedLoss, change
-from trainer.objective.examination.finding import Finding, failure
-from trainer.objective.examination.toy_step import partitions
-from trainer.objective.loss_normalization import NORMALIZERS
+from lockstep.trainer.objective.examination.examined_loss import TOLERANCE, ExaminedLoss, change
+from lockstep.trainer.objective.examination.finding import Finding, failure
+from lockstep.trainer.objective.examination.toy_step import partitions
+from lockstep.trainer.objective.loss_normalization import NORMALIZERS
 
 
 def check_own_token(examined: ExaminedLoss) -> Finding:

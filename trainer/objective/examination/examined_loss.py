@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout.errors import TrainingError
-from trainer.objective.declare import PolicyLoss
-from trainer.objective.examination.toy_step import ToyStep, settings_of
-from trainer.objective.losses.inputs import LossInputs, LossOutputs
+from lockstep.rollout.errors import TrainingError
+from lockstep.trainer.objective.declare import PolicyLoss
+from lockstep.trainer.objective.examination.toy_step import ToyStep, settings_of
+from lockstep.trainer.objective.losses.inputs import LossInputs, LossOutputs
 
 TOLERANCE = 1e-9
 """Largest relative difference of float64 results that should be equal."""

@@ -7,11 +7,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from trainer.objective.examination.examined_loss import TOLERANCE, ExaminedLoss, change, slope
-from trainer.objective.examination.finding import Finding, failure
-from trainer.objective.examination.stop_gradients import finite_differences
-from trainer.objective.examination.toy_step import sequence_ratios, step_values
-from trainer.objective.losses.inputs import LossInputs, StepInputs
+from lockstep.trainer.objective.examination.examined_loss import TOLERANCE, ExaminedLoss, change, slope
+from lockstep.trainer.objective.examination.finding import Finding, failure
+from lockstep.trainer.objective.examination.stop_gradients import finite_differences
+from lockstep.trainer.objective.examination.toy_step import sequence_ratios, step_values
+from lockstep.trainer.objective.losses.inputs import LossInputs, StepInputs
 
 LOG_RATIOS = (0.0, 0.1, 1.0, 20.0, 100.0, 1000.0)
 """Absolute log ratios of the extreme tokens [nats]; exp overflows float32 at 88.7."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from rollout.errors import LockstepError
-from trainer.objective.declare import PolicyLoss
-from trainer.objective.examination.contract_checks import (
+from lockstep.rollout.errors import LockstepError
+from lockstep.trainer.objective.declare import PolicyLoss
+from lockstep.trainer.objective.examination.contract_checks import (
     check_communication,
     check_inputs,
     check_metrics,
@@ -15,10 +15,10 @@ from trainer.objective.examination.contract_checks import (
     check_ratio,
     check_repetition,
 )
-from trainer.objective.examination.division_checks import check_divisions, check_own_token
-from trainer.objective.examination.examined_loss import ExaminedLoss
-from trainer.objective.examination.finding import Finding, Verdict, failure
-from trainer.objective.examination.gradient_checks import (
+from lockstep.trainer.objective.examination.division_checks import check_divisions, check_own_token
+from lockstep.trainer.objective.examination.examined_loss import ExaminedLoss
+from lockstep.trainer.objective.examination.finding import Finding, Verdict, failure
+from lockstep.trainer.objective.examination.gradient_checks import (
     check_extremes,
     check_finite_differences,
     check_first_update,

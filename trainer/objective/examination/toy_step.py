@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.objective.correction.weights import correction_weights
-from trainer.objective.declare import PolicyLoss
-from trainer.objective.examination.divisions import DIVISIONS, Division, Part
-from trainer.objective.kl import kl_term
-from trainer.objective.loss_normalization import StepCounts, loss_coefficients, normalized_loss
-from trainer.objective.losses.inputs import LossInputs, StepInputs
-from trainer.objective.per_rollout import rollout_count, rollout_mean
+from lockstep.trainer.objective.correction.weights import correction_weights
+from lockstep.trainer.objective.declare import PolicyLoss
+from lockstep.trainer.objective.examination.divisions import DIVISIONS, Division, Part
+from lockstep.trainer.objective.kl import kl_term
+from lockstep.trainer.objective.loss_normalization import StepCounts, loss_coefficients, normalized_loss
+from lockstep.trainer.objective.losses.inputs import LossInputs, StepInputs
+from lockstep.trainer.objective.per_rollout import rollout_count, rollout_mean
 
 LENGTHS = (9, 1, 5, 3, 0, 0)
 """Tokens per rollout."""

@@ -10,7 +10,7 @@ The inputs hold only tokens of the loss mask. Normalization (`trainer/objective/
 to which mixtures of experts may add losses about their routers (`trainer/objective/load_balance.py`).
 """
 
-from trainer.objective.declare import POLICY_LOSSES, import_all
+from lockstep.trainer.objective.declare import POLICY_LOSSES, import_all
 
 import_all(__name__, __path__)
 

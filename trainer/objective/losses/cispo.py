@@ -2,8 +2,8 @@
 
 from typing import Annotated
 
-from trainer.objective.declare import policy_loss
-from trainer.objective.losses.inputs import (
+from lockstep.trainer.objective.declare import policy_loss
+from lockstep.trainer.objective.losses.inputs import (
     CLIP_HIGH,
     CLIP_LOW,
     LossInputs,

@@ -2,8 +2,8 @@
 
 from typing import Annotated
 
-from trainer.objective.declare import policy_loss
-from trainer.objective.losses.inputs import (
+from lockstep.trainer.objective.declare import policy_loss
+from lockstep.trainer.objective.losses.inputs import (
     CLIP_HIGH,
     LossInputs,
     LossOutputs,
@@ -14,7 +14,7 @@ from trainer.objective.losses.inputs import (
     token_ratio,
     weighted,
 )
-from trainer.setting import Setting
+from lockstep.trainer.setting import Setting
 
 LEVEL = Setting(
     default="token", description="clipped_tis: one ratio per token or per rollout", choices=("token", "sequence")

@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING, Annotated
 
-from trainer.objective.declare import policy_loss
-from trainer.objective.losses.inputs import LossInputs, LossOutputs, common_metrics, count, sampling_ratio
-from trainer.setting import Setting
+from lockstep.trainer.objective.declare import policy_loss
+from lockstep.trainer.objective.losses.inputs import LossInputs, LossOutputs, common_metrics, count, sampling_ratio
+from lockstep.trainer.setting import Setting
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -3,8 +3,8 @@
 import math
 from typing import TYPE_CHECKING, Annotated
 
-from trainer.objective.declare import policy_loss
-from trainer.objective.losses.inputs import (
+from lockstep.trainer.objective.declare import policy_loss
+from lockstep.trainer.objective.losses.inputs import (
     CLIP_HIGH,
     CLIP_LOW,
     LossInputs,

@@ -2,8 +2,8 @@
 
 from typing import Annotated
 
-from trainer.objective.declare import policy_loss
-from trainer.objective.losses.inputs import (
+from lockstep.trainer.objective.declare import policy_loss
+from lockstep.trainer.objective.losses.inputs import (
     CLIP_HIGH,
     CLIP_LOW,
     LossInputs,
@@ -13,7 +13,7 @@ from trainer.objective.losses.inputs import (
     sequence_ratio,
     weighted,
 )
-from trainer.objective.losses.ppo_clip import clipped_surrogate
+from lockstep.trainer.objective.losses.ppo_clip import clipped_surrogate
 
 
 @policy_loss(sequence_log_ratio=plain_log_ratio)

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from trainer.objective.kl import bounded, k2
-from trainer.setting import Setting
+from lockstep.trainer.objective.kl import bounded, k2
+from lockstep.trainer.setting import Setting
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,7 +1,7 @@
 """REINFORCE (Williams 1992)."""
 
-from trainer.objective.declare import policy_loss
-from trainer.objective.losses.inputs import LossInputs, LossOutputs, common_metrics, token_ratio, weighted
+from lockstep.trainer.objective.declare import policy_loss
+from lockstep.trainer.objective.losses.inputs import LossInputs, LossOutputs, common_metrics, token_ratio, weighted
 
 
 @policy_loss(has_ratio=False)

@@ -2,9 +2,9 @@
 
 from typing import Annotated
 
-from trainer.objective.declare import policy_loss
-from trainer.objective.losses.inputs import LossInputs, LossOutputs, common_metrics, token_ratio, weighted
-from trainer.setting import Setting
+from lockstep.trainer.objective.declare import policy_loss
+from lockstep.trainer.objective.losses.inputs import LossInputs, LossOutputs, common_metrics, token_ratio, weighted
+from lockstep.trainer.setting import Setting
 
 
 @policy_loss()

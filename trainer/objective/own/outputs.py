@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from rollout.errors import LockstepError, TrainingError
-from rollout.system.user_functions import fault
-from trainer.objective.advantages.critic import Credit, TokenAdvantages
-from trainer.objective.advantages.inputs import AdvantageInputs, Advantages, GroupStatistics
-from trainer.objective.losses.inputs import LossInputs, LossOutputs, common_metrics, token_ratio
+from lockstep.rollout.errors import LockstepError, TrainingError
+from lockstep.rollout.system.user_functions import fault
+from lockstep.trainer.objective.advantages.critic import Credit, TokenAdvantages
+from lockstep.trainer.objective.advantages.inputs import AdvantageInputs, Advantages, GroupStatistics
+from lockstep.trainer.objective.losses.inputs import LossInputs, LossOutputs, common_metrics, token_ratio
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,7 +81,9 @@ def checked_critic_advantage(function: Callable[..., Any], spec: str) -> Callabl
 def _named(spec: str) -> Iterator[None]:
     """Raise `TrainingError` with file and line for an exception in a user's function; memory that ran out stays as it
     is, because the update is then repeated in smaller packs."""
-    from rollout.system.device_memory import is_out_of_memory  # imports torch: settings are checked before that
+    from lockstep.rollout.system.device_memory import (
+        is_out_of_memory,
+    )  # imports torch: settings are checked before that
 
     try:
         yield

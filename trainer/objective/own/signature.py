@@ -7,8 +7,8 @@ from collections.abc import Callable
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
-from trainer.objective.declare import Argument
-from trainer.setting import Setting, typed
+from lockstep.trainer.objective.declare import Argument
+from lockstep.trainer.setting import Setting, typed
 
 _WORDS: dict[Any, str] = {bool: "true or false", int: "an integer", float: "a number", str: "a text", NoneType: "null"}
 

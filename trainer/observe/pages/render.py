@@ -11,7 +11,7 @@ from typing import Any
 
 import jinja2
 
-from rollout.system.plain_files import write_whole
+from lockstep.rollout.system.plain_files import write_whole
 
 TEMPLATES = Path(__file__).parent
 

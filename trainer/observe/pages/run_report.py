@@ -8,12 +8,12 @@ from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
 
-from trainer.config.tree import flow, settings
-from trainer.objective.correction.mismatch import PREFIX
-from trainer.observe.pages.chart import Chart, Curve, legend, number
-from trainer.observe.pages.render import render, write_page
-from trainer.observe.saved_run import SavedRun
-from trainer.observe.transcript import content_text, parts, shortened, tool_calls
+from lockstep.trainer.config.tree import flow, settings
+from lockstep.trainer.objective.correction.mismatch import PREFIX
+from lockstep.trainer.observe.pages.chart import Chart, Curve, legend, number
+from lockstep.trainer.observe.pages.render import render, write_page
+from lockstep.trainer.observe.saved_run import SavedRun
+from lockstep.trainer.observe.transcript import content_text, parts, shortened, tool_calls
 
 TEMPLATE = "report.html.jinja"
 SHOWN_ROLLOUTS = 3

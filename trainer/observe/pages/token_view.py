@@ -16,11 +16,11 @@ import numpy as np
 from markupsafe import Markup
 from torch import Tensor
 
-from trainer.diagnosis.diagnosis import CaseReport, Diagnosis
-from trainer.diagnosis.evidence import ScoredTokens
-from trainer.diagnosis.token_classes import CLASSES
-from trainer.observe.pages.chart import round_up
-from trainer.observe.pages.render import render, write_page
+from lockstep.trainer.diagnosis.diagnosis import CaseReport, Diagnosis
+from lockstep.trainer.diagnosis.evidence import ScoredTokens
+from lockstep.trainer.diagnosis.token_classes import CLASSES
+from lockstep.trainer.observe.pages.chart import round_up
+from lockstep.trainer.observe.pages.render import render, write_page
 
 TEMPLATE = "token_view.html.jinja"
 MAX_ROLLOUTS = 64

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from queue import Full, Queue
 
-from trainer.observe.trackers.tracker import (
+from lockstep.trainer.observe.trackers.tracker import (
     LocalTracker,
     Session,
     TrackedRun,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from trainer.observe.trackers.mlflow_run import MlflowRun
-from trainer.observe.trackers.swanlab_run import SwanlabRun
-from trainer.observe.trackers.tensorboard_run import TensorBoardRun
-from trainer.observe.trackers.tracker import LocalTracker
-from trainer.observe.trackers.trackio_run import TrackioRun
+from lockstep.trainer.observe.trackers.mlflow_run import MlflowRun
+from lockstep.trainer.observe.trackers.swanlab_run import SwanlabRun
+from lockstep.trainer.observe.trackers.tensorboard_run import TensorBoardRun
+from lockstep.trainer.observe.trackers.tracker import LocalTracker
+from lockstep.trainer.observe.trackers.trackio_run import TrackioRun
 
 KINDS: dict[str, type[LocalTracker]] = {
     "tensorboard": TensorBoardRun,

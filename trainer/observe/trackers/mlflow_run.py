@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from trainer.config.groups.outputs_settings import LoggerConfig
-from trainer.config.redaction import redact_text
-from trainer.observe.trackers.tracker import (
+from lockstep.trainer.config.groups.outputs_settings import LoggerConfig
+from lockstep.trainer.config.redaction import redact_text
+from lockstep.trainer.observe.trackers.tracker import (
     Medium,
     Page,
     Place,
@@ -27,7 +27,7 @@ from trainer.observe.trackers.tracker import (
     numbers,
     tracker_directory,
 )
-from trainer.observe.trackers.view import shown
+from lockstep.trainer.observe.trackers.view import shown
 
 FORBIDDEN = re.compile(r"[^\w\-. :/]")
 """Characters that MLflow refuses in names; none of Lockstep's own metrics has one."""

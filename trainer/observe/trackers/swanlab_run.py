@@ -12,9 +12,18 @@ import shlex
 from pathlib import Path
 from typing import ClassVar
 
-from trainer.config.groups.outputs_settings import LoggerConfig
-from trainer.observe.trackers.tracker import Medium, Page, Place, Session, Values, media, numbers, tracker_directory
-from trainer.observe.trackers.view import shown
+from lockstep.trainer.config.groups.outputs_settings import LoggerConfig
+from lockstep.trainer.observe.trackers.tracker import (
+    Medium,
+    Page,
+    Place,
+    Session,
+    Values,
+    media,
+    numbers,
+    tracker_directory,
+)
+from lockstep.trainer.observe.trackers.view import shown
 
 OFFLINE = "offline"
 PROBES = ("hardware", "runtime", "requirements", "conda", "git", "swanlab", "monitor")

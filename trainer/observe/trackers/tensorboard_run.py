@@ -12,8 +12,8 @@ from typing import ClassVar
 import numpy as np
 import yaml
 
-from trainer.config.groups.outputs_settings import LoggerConfig
-from trainer.observe.trackers.tracker import (
+from lockstep.trainer.config.groups.outputs_settings import LoggerConfig
+from lockstep.trainer.observe.trackers.tracker import (
     Histogram,
     Medium,
     Place,
@@ -24,7 +24,7 @@ from trainer.observe.trackers.tracker import (
     numbers,
     tracker_directory,
 )
-from trainer.observe.trackers.view import shown
+from lockstep.trainer.observe.trackers.view import shown
 
 
 class TensorBoardRun:

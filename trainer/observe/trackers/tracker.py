@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from trainer.config.groups.outputs_settings import LoggerConfig
+from lockstep.trainer.config.groups.outputs_settings import LoggerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import ClassVar
 from urllib.parse import urlsplit
 
-from trainer.config.groups.outputs_settings import LoggerConfig
-from trainer.observe.trackers.tracker import (
+from lockstep.trainer.config.groups.outputs_settings import LoggerConfig
+from lockstep.trainer.observe.trackers.tracker import (
     Histogram,
     Medium,
     Page,

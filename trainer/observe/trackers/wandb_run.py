@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.config.groups.outputs_settings import LoggerConfig
-from trainer.observe.trackers.tracker import Histogram, Medium, Page, Place, Table, Values
-from trainer.observe.trackers.view import shown
+from lockstep.trainer.config.groups.outputs_settings import LoggerConfig
+from lockstep.trainer.observe.trackers.tracker import Histogram, Medium, Page, Place, Table, Values
+from lockstep.trainer.observe.trackers.view import shown
 
 log = logging.getLogger(__name__)
 

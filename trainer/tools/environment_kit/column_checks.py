@@ -6,10 +6,10 @@ import re
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from rollout.records import Rollout
-from trainer.data.prompts import Row
-from trainer.objective.examination.finding import Finding, Verdict, failure
-from trainer.tools.environment_kit.reference_answer import (
+from lockstep.rollout.records import Rollout
+from lockstep.trainer.data.prompts import Row
+from lockstep.trainer.objective.examination.finding import Finding, Verdict, failure
+from lockstep.trainer.tools.environment_kit.reference_answer import (
     Reference,
     earn_reference,
     in_form,
@@ -17,8 +17,8 @@ from trainer.tools.environment_kit.reference_answer import (
     text_of,
     unrelated_columns,
 )
-from trainer.tools.environment_kit.reward_probes import EPSILON, Earned
-from trainer.tools.environment_kit.subject import Subject, reward_of, with_value
+from lockstep.trainer.tools.environment_kit.reward_probes import EPSILON, Earned
+from lockstep.trainer.tools.environment_kit.subject import Subject, reward_of, with_value
 
 LEAK = "answer in the prompt"
 DEPENDS = "prompt without the reference"

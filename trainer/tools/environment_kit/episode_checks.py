@@ -6,15 +6,15 @@ import statistics
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
-from rollout.engine.protocol import Engine
-from rollout.episode.rows import rows_from_calls
-from rollout.episode.token_metrics import TokenCounts, count_tokens
-from rollout.errors import EvidenceError
-from rollout.records import Rollout, RolloutStatus
-from trainer.objective.examination.finding import Finding, Verdict, failure
-from trainer.tools.environment_kit.reward_probes import EPSILON, Earned
-from trainer.tools.environment_kit.scripted_engine import RecordingEngine
-from trainer.tools.environment_kit.subject import Subject, reward_of
+from lockstep.rollout.engine.protocol import Engine
+from lockstep.rollout.episode.rows import rows_from_calls
+from lockstep.rollout.episode.token_metrics import TokenCounts, count_tokens
+from lockstep.rollout.errors import EvidenceError
+from lockstep.rollout.records import Rollout, RolloutStatus
+from lockstep.trainer.objective.examination.finding import Finding, Verdict, failure
+from lockstep.trainer.tools.environment_kit.reward_probes import EPSILON, Earned
+from lockstep.trainer.tools.environment_kit.scripted_engine import RecordingEngine
+from lockstep.trainer.tools.environment_kit.subject import Subject, reward_of
 
 SAME_TEXTS = "same texts, same episode"
 SAME_SEED = "same seed, same episode"

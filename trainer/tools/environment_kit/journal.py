@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any
 
-from trainer.objective.examination.finding import Finding
+from lockstep.trainer.objective.examination.finding import Finding
 
 
 class Journal:

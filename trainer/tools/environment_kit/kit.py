@@ -12,23 +12,23 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 
-from rollout.engine.pool import EnginePool
-from rollout.records import RolloutStatus
-from rollout.system.background_loop import BackgroundLoop
-from trainer.build import make_chat, make_rewards
-from trainer.config.schema import Config
-from trainer.data.prompts import Prompts, training_data
-from trainer.objective.examination.finding import Finding, Verdict, failure
-from trainer.run.library_logs import quiet_third_parties
-from trainer.tools.diagnose import open_engine
-from trainer.tools.environment_kit.column_checks import examine_columns
-from trainer.tools.environment_kit.episode_checks import examine_again, examine_episodes
-from trainer.tools.environment_kit.journal import Journal
-from trainer.tools.environment_kit.reference_answer import find_reference
-from trainer.tools.environment_kit.reward_probes import examine_probes, play_probes
-from trainer.tools.environment_kit.subject import Hung, Options, Subject
-from trainer.tools.environment_kit.tool_checks import examine_tools
-from trainer.tools.environment_kit.watched_environment import FaultKind
+from lockstep.rollout.engine.pool import EnginePool
+from lockstep.rollout.records import RolloutStatus
+from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.trainer.build import make_chat, make_rewards
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.data.prompts import Prompts, training_data
+from lockstep.trainer.objective.examination.finding import Finding, Verdict, failure
+from lockstep.trainer.run.library_logs import quiet_third_parties
+from lockstep.trainer.tools.diagnose import open_engine
+from lockstep.trainer.tools.environment_kit.column_checks import examine_columns
+from lockstep.trainer.tools.environment_kit.episode_checks import examine_again, examine_episodes
+from lockstep.trainer.tools.environment_kit.journal import Journal
+from lockstep.trainer.tools.environment_kit.reference_answer import find_reference
+from lockstep.trainer.tools.environment_kit.reward_probes import examine_probes, play_probes
+from lockstep.trainer.tools.environment_kit.subject import Hung, Options, Subject
+from lockstep.trainer.tools.environment_kit.tool_checks import examine_tools
+from lockstep.trainer.tools.environment_kit.watched_environment import FaultKind
 
 START_LIMIT_S = 300.0
 """Time limit for model, data and engine to load."""

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from rewards.functions.built_in import FUNCTIONS
-from rollout.environments.prompt import PROMPT_COLUMNS
-from rollout.errors import DataError
-from rollout.records import Message, Rollout
-from rollout.system.deadline import call_with_deadline
-from rollout.system.user_functions import load_function
-from trainer.config.schema import Config
-from trainer.data.prompts import DATASET, Row
-from trainer.tools.dry_run import ANSWER_COLUMNS
-from trainer.tools.environment_kit.subject import Answer, Options, Player, Subject, reward_of
+from lockstep.rewards.functions.built_in import FUNCTIONS
+from lockstep.rollout.environments.prompt import PROMPT_COLUMNS
+from lockstep.rollout.errors import DataError
+from lockstep.rollout.records import Message, Rollout
+from lockstep.rollout.system.deadline import call_with_deadline
+from lockstep.rollout.system.user_functions import load_function
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.data.prompts import DATASET, Row
+from lockstep.trainer.tools.dry_run import ANSWER_COLUMNS
+from lockstep.trainer.tools.environment_kit.subject import Answer, Options, Player, Subject, reward_of
 
 FORMS = (
     "{answer}",

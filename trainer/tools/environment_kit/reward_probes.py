@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
-from rollout.records import Message, Rollout
-from trainer.objective.examination.finding import Finding, Verdict, failure
-from trainer.tools.environment_kit.reference_answer import Reference, earn_reference, in_form
-from trainer.tools.environment_kit.subject import Answer, Subject, reward_of
+from lockstep.rollout.records import Message, Rollout
+from lockstep.trainer.objective.examination.finding import Finding, Verdict, failure
+from lockstep.trainer.tools.environment_kit.reference_answer import Reference, earn_reference, in_form
+from lockstep.trainer.tools.environment_kit.subject import Answer, Subject, reward_of
 
 EPSILON = 1e-6
 """Differences of rewards up to this are rounding."""

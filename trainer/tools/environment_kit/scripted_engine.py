@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 
-from rollout.engine.protocol import Engine, Sampling
-from rollout.engine.token_scores import TokenScores
-from rollout.errors import EngineError, EvidenceError
-from rollout.records import EngineCall
-from trainer.tools.dry_run import sampled_answer
+from lockstep.rollout.engine.protocol import Engine, Sampling
+from lockstep.rollout.engine.token_scores import TokenScores
+from lockstep.rollout.errors import EngineError, EvidenceError
+from lockstep.rollout.records import EngineCall
+from lockstep.trainer.tools.dry_run import sampled_answer
 
 Key = tuple[tuple[int, ...], int | None]
 """Prompt and seed of a request."""

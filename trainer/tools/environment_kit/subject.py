@@ -8,22 +8,28 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from rewards.composition import DOES_NOT_APPLY, RewardSet
-from rewards.outcomes import Outcome
-from rollout.chat.chat import Chat
-from rollout.chat.messages import Tools
-from rollout.engine.protocol import Engine, Sampling
-from rollout.environments import make_environment
-from rollout.environments.mixed import AnyEnvironment, environment_of
-from rollout.records import Message, Rollout, RolloutStatus
-from rollout.safe_text import error_text
-from rollout.sampler.sampler import Sampler
-from trainer.build import make_gateway_settings, make_sampling
-from trainer.config.schema import Config
-from trainer.data.prompts import Row
-from trainer.tools.environment_kit.journal import Journal
-from trainer.tools.environment_kit.scripted_engine import ScriptedEngine
-from trainer.tools.environment_kit.watched_environment import Fault, FaultKind, Watch, Watched, watch_environment
+from lockstep.rewards.composition import DOES_NOT_APPLY, RewardSet
+from lockstep.rewards.outcomes import Outcome
+from lockstep.rollout.chat.chat import Chat
+from lockstep.rollout.chat.messages import Tools
+from lockstep.rollout.engine.protocol import Engine, Sampling
+from lockstep.rollout.environments import make_environment
+from lockstep.rollout.environments.mixed import AnyEnvironment, environment_of
+from lockstep.rollout.records import Message, Rollout, RolloutStatus
+from lockstep.rollout.safe_text import error_text
+from lockstep.rollout.sampler.sampler import Sampler
+from lockstep.trainer.build import make_gateway_settings, make_sampling
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.data.prompts import Row
+from lockstep.trainer.tools.environment_kit.journal import Journal
+from lockstep.trainer.tools.environment_kit.scripted_engine import ScriptedEngine
+from lockstep.trainer.tools.environment_kit.watched_environment import (
+    Fault,
+    FaultKind,
+    Watch,
+    Watched,
+    watch_environment,
+)
 
 Answer = str | Message
 """An assistant turn: its text, or a message with tool calls."""

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollout.safe_text import safe_text
-from trainer.objective.examination.finding import Finding, Verdict, failure
+from lockstep.rollout.safe_text import safe_text
+from lockstep.trainer.objective.examination.finding import Finding, Verdict, failure
 
 START_LIMIT_S = 300.0
 """Time limit until the examination has read its settings and loaded the user's file."""

@@ -6,14 +6,14 @@ import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-from rollout.chat.messages import Tools
-from rollout.environments.toolbox import ToolFault
-from rollout.errors import TemplateError
-from rollout.records import Message, Rollout
-from rollout.safe_text import terminal_safe
-from trainer.objective.examination.finding import Finding, Verdict, failure
-from trainer.tools.environment_kit.subject import Answer, Subject
-from trainer.tools.environment_kit.watched_environment import FaultKind
+from lockstep.rollout.chat.messages import Tools
+from lockstep.rollout.environments.toolbox import ToolFault
+from lockstep.rollout.errors import TemplateError
+from lockstep.rollout.records import Message, Rollout
+from lockstep.rollout.safe_text import terminal_safe
+from lockstep.trainer.objective.examination.finding import Finding, Verdict, failure
+from lockstep.trainer.tools.environment_kit.subject import Answer, Subject
+from lockstep.trainer.tools.environment_kit.watched_environment import FaultKind
 
 MAX_TOOLS = 16
 """Tools that are called; an environment may have hundreds."""

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from rollout.chat.messages import Tools
-from rollout.environments.mixed import AnyEnvironment, Mixed
-from rollout.episode.environment import (
+from lockstep.rollout.chat.messages import Tools
+from lockstep.rollout.environments.mixed import AnyEnvironment, Mixed
+from lockstep.rollout.episode.environment import (
     Closes,
     Concludes,
     Environment,
@@ -25,10 +25,10 @@ from rollout.episode.environment import (
     RunsItself,
     Step,
 )
-from rollout.errors import EvidenceError
-from rollout.records import Message
-from rollout.safe_text import error_text
-from trainer.tools.environment_kit.journal import Journal
+from lockstep.rollout.errors import EvidenceError
+from lockstep.rollout.records import Message
+from lockstep.rollout.safe_text import error_text
+from lockstep.trainer.tools.environment_kit.journal import Journal
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 PLACEHOLDER: tuple[Message, ...] = ({"role": "user", "content": ""},)

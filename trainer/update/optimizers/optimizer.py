@@ -22,14 +22,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from rollout.errors import ConfigError
-from trainer.config.groups.optimizer_settings import OPTIMIZERS, OptimizerConfig
-from trainer.config.launcher import MUON_UNDER_ZERO, NO_BITSANDBYTES
-from trainer.distributed.distributed import IS_CRITIC, IS_HELD, LR_SCALE
-from trainer.update.optimizers.tf_adam import TFAdamW
+from lockstep.rollout.errors import ConfigError
+from lockstep.trainer.config.groups.optimizer_settings import OPTIMIZERS, OptimizerConfig
+from lockstep.trainer.config.launcher import MUON_UNDER_ZERO, NO_BITSANDBYTES
+from lockstep.trainer.distributed.distributed import IS_CRITIC, IS_HELD, LR_SCALE
+from lockstep.trainer.update.optimizers.tf_adam import TFAdamW
 
 CRITIC_PREFIX = "critic."
-"""Prefix of a critic's parameters in `trainer.model.critic.ActorCritic`."""
+"""Prefix of a critic's parameters in `lockstep.trainer.model.critic.ActorCritic`."""
 NOT_IN_LAYERS = ("embed", "wte", "wpe", "head", "score")
 """Name parts of matrices that do not map between hidden states, to which Muon's theory does not apply."""
 

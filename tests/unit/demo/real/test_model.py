@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from demo.real import model
-from demo.real.model import GGUF, MANIFEST, convert, download, extract, is_made, make_model
-from rollout.errors import ConfigError
+from lockstep.demo.real import model
+from lockstep.demo.real.model import GGUF, MANIFEST, convert, download, extract, is_made, make_model
+from lockstep.rollout.errors import ConfigError
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TEMPLATE = (

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from demo.real import tasks
-from demo.real.tasks import TASKS, make_data, make_rows
-from rewards.composition import make_reward_set
-from rewards.functions.reasoning_gym import make_task
-from rollout.environments import make_environment
-from rollout.errors import ConfigError
-from rollout.records import Rollout
+from lockstep.demo.real import tasks
+from lockstep.demo.real.tasks import TASKS, make_data, make_rows
+from lockstep.rewards.composition import make_reward_set
+from lockstep.rewards.functions.reasoning_gym import make_task
+from lockstep.rollout.environments import make_environment
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.records import Rollout
 from tests.fixtures.paths import ROOT
 from tests.unit.trainer.data.test_ready_data import composed
 

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from rewards.functions.answers import last_number
-from rewards.functions.built_in import (
+from lockstep.rewards.functions.answers import last_number
+from lockstep.rewards.functions.built_in import (
     FUNCTIONS,
     contains,
     demo_answer,
@@ -18,8 +18,8 @@ from rewards.functions.built_in import (
     soft_overlong,
     think_format,
 )
-from rollout.errors import ConfigError, DataError
-from rollout.records import Rollout
+from lockstep.rollout.errors import ConfigError, DataError
+from lockstep.rollout.records import Rollout
 from tests.unit.rewards.test_composition import rollout
 
 

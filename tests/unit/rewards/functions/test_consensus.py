@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from rewards.composition import FaultTolerance, make_reward_set
-from rewards.functions import consensus
-from rewards.functions.consensus import MajorityVote, Novelty
-from rewards.resolve import check_built_in
-from rollout.errors import ConfigError
+from lockstep.rewards.composition import FaultTolerance, make_reward_set
+from lockstep.rewards.functions import consensus
+from lockstep.rewards.functions.consensus import MajorityVote, Novelty
+from lockstep.rewards.resolve import check_built_in
+from lockstep.rollout.errors import ConfigError
 from tests.unit.rewards.test_composition import rollout
 
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rewards.composition import make_reward_set
+from lockstep.rewards.composition import make_reward_set
 from tests.unit.rewards.workers.test_pool import rollout
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-import rewards.functions.programs
-from rewards.functions.programs import code_tests, last_program
-from rollout.errors import DataError
-from rollout.sandbox.execution import Ended, Execution
+import lockstep.rewards.functions.programs
+from lockstep.rewards.functions.programs import code_tests, last_program
+from lockstep.rollout.errors import DataError
+from lockstep.rollout.sandbox.execution import Ended, Execution
 from tests.unit.rewards.workers.test_pool import rollout
 
 ANSWER = "Here it is:\n```python\ndef f(n):\n    return n * n\n```\nDone."
@@ -66,7 +66,7 @@ def test_a_program_whose_output_was_cut_does_not_pass(sep):
 def test_programs_run_without_isolation_only_if_asked(monkeypatch):
     asked = []
     monkeypatch.setattr(
-        rewards.functions.programs, "run_python", lambda *_, unsafe, **__: asked.append(unsafe) or PASSED
+        lockstep.rewards.functions.programs, "run_python", lambda *_, unsafe, **__: asked.append(unsafe) or PASSED
     )
     for settings in ({}, {"unsafe": True}):
         assert judged(ANSWER, [{"input": "", "output": "4"}], **settings) == 1.0

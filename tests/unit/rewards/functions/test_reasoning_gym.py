@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from rewards.composition import make_reward_set
-from rewards.functions.reasoning_gym import (
+from lockstep.rewards.composition import make_reward_set
+from lockstep.rewards.functions.reasoning_gym import (
     EVALUATES,
     UNREADABLE_ANSWER,
     is_harmless,
@@ -20,8 +20,8 @@ from rewards.functions.reasoning_gym import (
     reasoning_gym,
     write_entry,
 )
-from rollout.errors import ConfigError, DataError
-from rollout.records import Rollout
+from lockstep.rollout.errors import ConfigError, DataError
+from lockstep.rollout.records import Rollout
 
 pytest.importorskip("reasoning_gym", reason="pip install 'lockstep-rl[reasoning-gym]'")
 

@@ -7,8 +7,8 @@ from difflib import SequenceMatcher
 
 import pytest
 
-from rewards.functions.tagged import between_tags, question_answer, similarity
-from rollout.errors import DataError
+from lockstep.rewards.functions.tagged import between_tags, question_answer, similarity
+from lockstep.rollout.errors import DataError
 from tests.unit.rewards.test_composition import rollout
 
 

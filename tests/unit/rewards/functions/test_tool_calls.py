@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from rewards.functions.tool_calls import tool_calls_match
-from rollout.errors import DataError
-from rollout.records import Rollout
+from lockstep.rewards.functions.tool_calls import tool_calls_match
+from lockstep.rollout.errors import DataError
+from lockstep.rollout.records import Rollout
 
 ROME, OSLO = {"name": "weather", "arguments": {"city": "Rome", "days": 3}}, {"name": "weather", "arguments": "{}"}
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, GPT2Config, GPT2ForSequenceClassification
 
-from rewards.model.classifier import RewardModel, load_reward_model
-from rewards.model.padding import pad
-from rollout.errors import ConfigError
+from lockstep.rewards.model.classifier import RewardModel, load_reward_model
+from lockstep.rewards.model.padding import pad
+from lockstep.rollout.errors import ConfigError
 from tests.fixtures.reward_models import CLASSIFIERS, gpt2_classifier
 from tests.unit.rewards.model.test_padding import padded_left
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from rewards.model.padding import PaddedBatch, pad, position_ids
+from lockstep.rewards.model.padding import PaddedBatch, pad, position_ids
 
 
 def padded_left(rows: list[list[int]], width: int = 31) -> PaddedBatch:

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 from transformers import AutoTokenizer
 
-from demo.preferences.language import STOP, VOCABULARY, make_tokenizer
-from rewards.composition import make_reward_set
-from rewards.model.classifier import load_reward_model
-from rewards.model.reward import ModelReward, StopRule, messages_up_to, token_id_of
-from rollout.errors import ConfigError
-from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
+from lockstep.demo.preferences.language import STOP, VOCABULARY, make_tokenizer
+from lockstep.rewards.composition import make_reward_set
+from lockstep.rewards.model.classifier import load_reward_model
+from lockstep.rewards.model.reward import ModelReward, StopRule, messages_up_to, token_id_of
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
 from tests.fixtures.reward_models import gpt2_classifier
 
 STOP_ID = VOCABULARY.index(STOP)

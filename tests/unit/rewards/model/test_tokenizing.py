@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rewards.model.tokenizing import chat_ids
+from lockstep.rewards.model.tokenizing import chat_ids
 from tests.fixtures.reward_models import chat_tokenizer, said
 
 

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from rewards.composition import FaultTolerance, RewardSet, make_reward_set
-from rewards.outcomes import Outcome
-from rewards.workers import pool as isolation
-from rewards.workers.pool import Isolation
-from rollout.errors import ConfigError
-from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
+from lockstep.rewards.composition import FaultTolerance, RewardSet, make_reward_set
+from lockstep.rewards.outcomes import Outcome
+from lockstep.rewards.workers import pool as isolation
+from lockstep.rewards.workers.pool import Isolation
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
 
 HOSTILE = """
 import os, pathlib, signal, subprocess, sys, time
@@ -307,8 +307,8 @@ def test_a_pool_that_is_garbage_ends_its_workers_and_their_children(functions, t
 
 TRAINER = """
     import asyncio, json, sys
-    from rewards.composition import FaultTolerance, make_reward_set
-    from rollout.saved_rollouts import from_json
+    from lockstep.rewards.composition import FaultTolerance, make_reward_set
+    from lockstep.rollout.saved_rollouts import from_json
     rewards = make_reward_set([sys.argv[1]], tolerance=FaultTolerance(timeout_s=60, max_error_rate=1.0))
     asyncio.run(rewards.score([from_json(json.loads(sys.argv[2]))]))
 """
@@ -316,7 +316,7 @@ TRAINER = """
 
 @pytest.mark.parametrize("name", ["leaves_a_child", "sleeps_then_leaves"])
 def test_no_process_is_left_when_the_trainer_ends_or_is_killed(functions, tmp_path, name):
-    from rollout.saved_rollouts import to_json
+    from lockstep.rollout.saved_rollouts import to_json
 
     file = tmp_path / "pids"
     line = json.dumps(to_json(rollout(file=str(file))))

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from rollout.chat.chat import Chat
-from rollout.errors import ConfigError, TemplateError
-from rollout.records import FinishReason
+from lockstep.rollout.chat.chat import Chat
+from lockstep.rollout.errors import ConfigError, TemplateError
+from lockstep.rollout.records import FinishReason
 from tests.fixtures.conversations import FAMILIES, USER, WEATHER, a_call, encoded
 from tests.fixtures.paths import ROOT
 from tests.fixtures.tokenizers import TEMPLATES, chat_tokenizer

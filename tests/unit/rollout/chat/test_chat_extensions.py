@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rollout.chat.chat import Chat
-from rollout.episode.rows import rows_from_calls
-from rollout.records import FinishReason
+from lockstep.rollout.chat.chat import Chat
+from lockstep.rollout.episode.rows import rows_from_calls
+from lockstep.rollout.records import FinishReason
 from tests.fixtures.conversations import FAMILIES, USER, WEATHER, a_call, controls_in, encoded, hostile_text, rendered
 from tests.fixtures.tokenizers import chat_tokenizer
 

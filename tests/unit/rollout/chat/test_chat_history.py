@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from rollout.chat.chat import Chat
-from rollout.episode.rows import rows_from_calls
-from rollout.records import EngineCall, FinishReason
+from lockstep.rollout.chat.chat import Chat
+from lockstep.rollout.episode.rows import rows_from_calls
+from lockstep.rollout.records import EngineCall, FinishReason
 from tests.fixtures.conversations import USER, WEATHER, a_call, encoded
 from tests.fixtures.tokenizers import chat_tokenizer
 

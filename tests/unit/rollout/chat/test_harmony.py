@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.chat.harmony import (
+from lockstep.rollout.chat.harmony import (
     CONTROL_IDS,
     HarmonyRenderer,
     load_encoding,
@@ -23,10 +23,10 @@ from rollout.chat.harmony import (
     parse_harmony,
     to_harmony,
 )
-from rollout.chat.template import History
-from rollout.chat.tool_calls import ToolCall, Turn
-from rollout.errors import ConfigError, TemplateError
-from rollout.records import EngineCall, FinishReason
+from lockstep.rollout.chat.template import History
+from lockstep.rollout.chat.tool_calls import ToolCall, Turn
+from lockstep.rollout.errors import ConfigError, TemplateError
+from lockstep.rollout.records import EngineCall, FinishReason
 
 WEATHER: dict[str, Any] = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
 USER = {"role": "user", "content": "weather in Paris?"}

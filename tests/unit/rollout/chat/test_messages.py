@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollout.chat.messages import normalize_messages
+from lockstep.rollout.chat.messages import normalize_messages
 
 
 def test_annotations_and_empty_lists_of_calls_do_not_reach_the_template() -> None:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.chat.chat import Chat
-from rollout.chat.template import TemplateRenderer
+from lockstep.rollout.chat.chat import Chat
+from lockstep.rollout.chat.template import TemplateRenderer
 from tests.fixtures.conversations import (
     EVERY_CONTROL_TOKEN,
     FAMILIES,

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from rollout.chat.chat import Chat
-from rollout.errors import TemplateError
-from rollout.records import EngineCall
+from lockstep.rollout.chat.chat import Chat
+from lockstep.rollout.errors import TemplateError
+from lockstep.rollout.records import EngineCall
 from tests.fixtures.conversations import USER, WEATHER, a_call, controls_in, encoded
 from tests.fixtures.tokenizers import byte_tokenizer_of, chat_tokenizer, shipped_templates
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout.chat.chat import Chat
-from rollout.errors import TemplateError
+from lockstep.rollout.chat.chat import Chat
+from lockstep.rollout.errors import TemplateError
 from tests.fixtures.gateway import running
 from tests.fixtures.tokenizers import chat_tokenizer
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.chat.harmony import parse_harmony
-from rollout.chat.tool_calls import (
+from lockstep.rollout.chat.harmony import parse_harmony
+from lockstep.rollout.chat.tool_calls import (
     MAX_DEPTH,
     PYTHON_TAG,
     ToolCall,

@@ -8,8 +8,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from rollout.chat.untrusted import Mask, UntrustedTextEncoder, word_not_in
-from rollout.errors import ConfigError
+from lockstep.rollout.chat.untrusted import Mask, UntrustedTextEncoder, word_not_in
+from lockstep.rollout.errors import ConfigError
 from tests.fixtures.tokenizers import chat_tokenizer
 
 CONVERSATION = "<s>[INST] hello there [/INST] general kenobi</s>\n  <s>[INST] again[/INST]"

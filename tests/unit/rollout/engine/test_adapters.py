@@ -11,9 +11,9 @@ import torch
 from vllm.config.lora import MaxLoRARanks
 from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES
 
-from rollout.engine.adapters import RANKS, AdapterReceiver, AdapterSettings, buffer_rank, refuse_adapter
-from rollout.engine.protocol import ONLINE_SCHEMES
-from rollout.errors import EngineError
+from lockstep.rollout.engine.adapters import RANKS, AdapterReceiver, AdapterSettings, buffer_rank, refuse_adapter
+from lockstep.rollout.engine.protocol import ONLINE_SCHEMES
+from lockstep.rollout.errors import EngineError
 
 
 def receiver() -> AdapterReceiver:

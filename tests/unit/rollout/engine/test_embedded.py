@@ -16,13 +16,13 @@ from vllm.config import ModelConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import RetryableRequestError
 
-from rollout.engine.adapters import AdapterSettings
-from rollout.engine.arguments import CPU_BLOCK_TOKENS, engine_arguments
-from rollout.engine.embedded import EmbeddedEngine, _check_compiler
-from rollout.engine.engine_answers import UNUSABLE_PREFIX
-from rollout.engine.protocol import Sampling
-from rollout.errors import ConfigError, EngineError
-from rollout.system.background_loop import BackgroundLoop
+from lockstep.rollout.engine.adapters import AdapterSettings
+from lockstep.rollout.engine.arguments import CPU_BLOCK_TOKENS, engine_arguments
+from lockstep.rollout.engine.embedded import EmbeddedEngine, _check_compiler
+from lockstep.rollout.engine.engine_answers import UNUSABLE_PREFIX
+from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.errors import ConfigError, EngineError
+from lockstep.rollout.system.background_loop import BackgroundLoop
 from tests.fixtures.families import FAMILIES
 from tests.fixtures.models import save_tiny_model
 
@@ -57,10 +57,10 @@ def test_qwen3_5_without_torchvision_is_refused_with_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Qwen3_5Config(text_config=FAMILIES["qwen3_5"]().to_dict()).save_pretrained(tmp_path)
-    monkeypatch.setattr("rollout.engine.arguments.find_spec", lambda name: None)
+    monkeypatch.setattr("lockstep.rollout.engine.arguments.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"model type qwen3_5,.*pip install torchvision.*whl/cpu"):
         arguments(tmp_path, is_cpu=True)
-    monkeypatch.setattr("rollout.engine.arguments.find_spec", lambda name: object())
+    monkeypatch.setattr("lockstep.rollout.engine.arguments.find_spec", lambda name: object())
     assert arguments(tmp_path, is_cpu=True)["limit_mm_per_prompt"] == {"image": 0, "video": 0}
 
 

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rollout.engine.engine_answers import Answer, engine_call, version_number
-from rollout.errors import ConfigError, EngineError, EvidenceError
-from rollout.server.client import read_json
-from rollout.server.generate_route import encode_answer
-from rollout.server.server_engine import read_answer, read_checksums, read_facts, read_label, read_scores
+from lockstep.rollout.engine.engine_answers import Answer, engine_call, version_number
+from lockstep.rollout.errors import ConfigError, EngineError, EvidenceError
+from lockstep.rollout.server.client import read_json
+from lockstep.rollout.server.generate_route import encode_answer
+from lockstep.rollout.server.server_engine import read_answer, read_checksums, read_facts, read_label, read_scores
 from tests.fixtures.fake_server import SERVER_INFO, completion
 from tests.fixtures.mutations import JSON, mutated
 from tests.unit.rollout.server.test_generate_route import BODY, Engine, answer

@@ -7,7 +7,7 @@ import logging
 
 from vllm.model_executor.model_loader.reload import layerwise
 
-from rollout.engine.plugin import RELOAD_LOGGER, register
+from lockstep.rollout.engine.plugin import RELOAD_LOGGER, register
 
 
 def test_a_tied_head_without_weights_of_its_own_is_not_warned_of() -> None:

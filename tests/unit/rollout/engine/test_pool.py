@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from rollout.engine.pool import SKEW_FACTOR, SKEW_REQUESTS, EnginePool
-from rollout.engine.protocol import Sampling
-from rollout.errors import ConfigError, EngineError
+from lockstep.rollout.engine.pool import SKEW_FACTOR, SKEW_REQUESTS, EnginePool
+from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.errors import ConfigError, EngineError
 
 SAMPLING = Sampling(max_tokens=4)
 

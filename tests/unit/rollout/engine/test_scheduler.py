@@ -15,9 +15,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import LogprobsLists
 
-from rollout.engine import scheduler as schedulers
-from rollout.engine.plugin import SCHEDULER
-from rollout.engine.scheduler import BufferedAsyncScheduler, BufferedOutputs, BufferedScheduler
+from lockstep.rollout.engine import scheduler as schedulers
+from lockstep.rollout.engine.plugin import SCHEDULER
+from lockstep.rollout.engine.scheduler import BufferedAsyncScheduler, BufferedOutputs, BufferedScheduler
 
 FINAL_ONLY = RequestOutputKind.FINAL_ONLY
 NOTHING = SimpleNamespace(logprobs=None)

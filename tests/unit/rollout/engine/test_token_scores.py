@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout.engine.token_scores import TokenScores, token_scores
-from rollout.errors import EvidenceError
+from lockstep.rollout.engine.token_scores import TokenScores, token_scores
+from lockstep.rollout.errors import EvidenceError
 
 IDS = [5, 6, 7]
 # Per position the token, then the two most probable ones: token 6 is among them, token 7 is not.

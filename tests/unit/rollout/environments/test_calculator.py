@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.environments import make_environment
-from rollout.environments.calculator import MAX_EXPRESSION_CHARS, evaluate
+from lockstep.rollout.environments import make_environment
+from lockstep.rollout.environments.calculator import MAX_EXPRESSION_CHARS, evaluate
 from tests.fixtures.turns import say, use
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.environments import make_environment
-from rollout.errors import DataError
+from lockstep.rollout.environments import make_environment
+from lockstep.rollout.errors import DataError
 from tests.fixtures.turns import use
 
 

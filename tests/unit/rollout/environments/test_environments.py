@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.environments import ENVIRONMENTS, make_environment
-from rollout.environments.mixed import environment_of
-from rollout.episode.environment import RunsItself
-from rollout.errors import ConfigError
+from lockstep.rollout.environments import ENVIRONMENTS, make_environment
+from lockstep.rollout.environments.mixed import environment_of
+from lockstep.rollout.episode.environment import RunsItself
+from lockstep.rollout.errors import ConfigError
 
 NEEDED = {
     "mixed": {"environments": {"calculator": {}}},

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.environments import make_environment
-from rollout.environments.calculator import CalculatorEnvironment
-from rollout.environments.mixed import environment_of
-from rollout.environments.single_turn import SingleTurn
-from rollout.errors import ConfigError, DataError
+from lockstep.rollout.environments import make_environment
+from lockstep.rollout.environments.calculator import CalculatorEnvironment
+from lockstep.rollout.environments.mixed import environment_of
+from lockstep.rollout.environments.single_turn import SingleTurn
+from lockstep.rollout.errors import ConfigError, DataError
 
 
 async def test_a_row_names_its_environment_and_all_share_settings():

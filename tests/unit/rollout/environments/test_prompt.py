@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.environments.prompt import PromptReader
-from rollout.errors import DataError
+from lockstep.rollout.environments.prompt import PromptReader
+from lockstep.rollout.errors import DataError
 
 
 def test_a_text_column_becomes_a_user_turn():

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from rollout.environments import make_environment
-from rollout.environments.sandboxed_tools import SandboxEnvironment, result_text
-from rollout.episode.environment import ChecksSystem, Closes
-from rollout.episode.rows import rows_from_calls
-from rollout.errors import ConfigError
-from rollout.records import Rollout, RolloutStatus
-from rollout.sandbox.execution import Ended, Execution
+from lockstep.rollout.environments import make_environment
+from lockstep.rollout.environments.sandboxed_tools import SandboxEnvironment, result_text
+from lockstep.rollout.episode.environment import ChecksSystem, Closes
+from lockstep.rollout.episode.rows import rows_from_calls
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.records import Rollout, RolloutStatus
+from lockstep.rollout.sandbox.execution import Ended, Execution
 from tests.fixtures.policies import Policy, play, tool_call
 from tests.fixtures.turns import use
 from tests.unit.rollout.sandbox.test_program_session import launchers, mark
@@ -181,7 +181,7 @@ class TestEnds:
         assert sandbox._session.is_closed
 
     async def test_a_system_without_namespaces_costs_the_rollout_and_names_the_setting(self, monkeypatch):
-        monkeypatch.setattr("rollout.sandbox.sandbox.refusing_filter", lambda: bytes(8))
+        monkeypatch.setattr("lockstep.rollout.sandbox.sandbox.refusing_filter", lambda: bytes(8))
         rollout = await episode(tool_call("shell", command="ls"))
         assert rollout.status is RolloutStatus.FAILED
         assert "so it did not run; allow user namespaces" in str(rollout.error)

@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from rollout.environments import make_environment
-from rollout.environments import search as module
-from rollout.environments.search import SearchEnvironment
-from rollout.errors import ConfigError, SearchError
+from lockstep.rollout.environments import make_environment
+from lockstep.rollout.environments import search as module
+from lockstep.rollout.environments.search import SearchEnvironment
+from lockstep.rollout.errors import ConfigError, SearchError
 
 CORPUS = {"paris": "Paris\nParis is the capital of France.", "rome": "Rome\nRome is the capital of Italy."}
 

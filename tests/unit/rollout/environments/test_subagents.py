@@ -7,15 +7,15 @@ from functools import partial
 
 import pytest
 
-from rollout.engine.protocol import Sampling
-from rollout.environments import make_environment
-from rollout.environments.calculator import calculator
-from rollout.environments.subagents import SubAgents
-from rollout.episode.rows import rows_from_calls
-from rollout.episode.token_metrics import count_tokens
-from rollout.errors import ConfigError, EngineError, EvidenceError
-from rollout.records import EngineCall, FinishReason, RolloutStatus
-from rollout.sampler.sampler import Sampler
+from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.environments import make_environment
+from lockstep.rollout.environments.calculator import calculator
+from lockstep.rollout.environments.subagents import SubAgents
+from lockstep.rollout.episode.rows import rows_from_calls
+from lockstep.rollout.episode.token_metrics import count_tokens
+from lockstep.rollout.errors import ConfigError, EngineError, EvidenceError
+from lockstep.rollout.records import EngineCall, FinishReason, RolloutStatus
+from lockstep.rollout.sampler.sampler import Sampler
 from tests.fixtures.gateway import ScriptedEngine
 from tests.fixtures.policies import CHAT, TOKENIZER, Policy, last_turn, play, sampling, tool_call
 

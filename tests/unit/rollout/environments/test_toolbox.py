@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.environments.toolbox import MAX_CALLS, Toolbox, ToolFault, count_results
-from rollout.errors import ConfigError
+from lockstep.rollout.environments.toolbox import MAX_CALLS, Toolbox, ToolFault, count_results
+from lockstep.rollout.errors import ConfigError
 
 
 def add(a: int, b: int = 1) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rollout.environments.calculator import calculator
-from rollout.environments.tools import ToolEnvironment
+from lockstep.rollout.environments.calculator import calculator
+from lockstep.rollout.environments.tools import ToolEnvironment
 from tests.fixtures.turns import use
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.environments.user import SimulatedUser
-from rollout.errors import DataError
+from lockstep.rollout.environments.user import SimulatedUser
+from lockstep.rollout.errors import DataError
 from tests.fixtures.turns import say
 
 

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout.chat.chat import Chat
-from rollout.engine.protocol import Sampling
-from rollout.environments.calculator import CalculatorEnvironment
-from rollout.episode.demonstration import demonstrated_calls
-from rollout.episode.environment import Step
-from rollout.episode.episode import run_episode
-from rollout.episode.rows import rows_from_calls
-from rollout.errors import ConfigError, TemplateError
-from rollout.records import Message, Rollout, TrainingRow
+from lockstep.rollout.chat.chat import Chat
+from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.environments.calculator import CalculatorEnvironment
+from lockstep.rollout.episode.demonstration import demonstrated_calls
+from lockstep.rollout.episode.environment import Step
+from lockstep.rollout.episode.episode import run_episode
+from lockstep.rollout.episode.rows import rows_from_calls
+from lockstep.rollout.errors import ConfigError, TemplateError
+from lockstep.rollout.records import Message, Rollout, TrainingRow
 from tests.fixtures.conversations import USER, WEATHER
 from tests.fixtures.gateway import ScriptedEngine
 from tests.fixtures.policies import Policy, play, tool_call

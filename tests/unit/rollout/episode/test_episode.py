@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from rollout.chat.chat import Chat
-from rollout.environments.calculator import CalculatorEnvironment
-from rollout.episode.environment import OpenConversation, Step
-from rollout.episode.episode import run_episode
-from rollout.episode.rows import rows_from_calls
-from rollout.errors import ConfigError, ContextFullError, LockstepError
-from rollout.records import Message, RolloutStatus
+from lockstep.rollout.chat.chat import Chat
+from lockstep.rollout.environments.calculator import CalculatorEnvironment
+from lockstep.rollout.episode.environment import OpenConversation, Step
+from lockstep.rollout.episode.episode import run_episode
+from lockstep.rollout.episode.rows import rows_from_calls
+from lockstep.rollout.errors import ConfigError, ContextFullError, LockstepError
+from lockstep.rollout.records import Message, RolloutStatus
 from tests.fixtures.policies import Policy, play, sampling
 from tests.fixtures.tokenizers import chat_tokenizer
 

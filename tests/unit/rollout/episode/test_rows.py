@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.episode.rows import extension_count, is_trainable, rows_from_calls
-from rollout.errors import EvidenceError
-from rollout.records import EngineCall, FinishReason, SamplingSupport, TrainingRow
+from lockstep.rollout.episode.rows import extension_count, is_trainable, rows_from_calls
+from lockstep.rollout.errors import EvidenceError
+from lockstep.rollout.records import EngineCall, FinishReason, SamplingSupport, TrainingRow
 from tests.fixtures.calls import a_call, call_trees
 
 

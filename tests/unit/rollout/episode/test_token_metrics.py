@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from rollout.episode.rows import rows_from_calls
-from rollout.episode.token_metrics import TokenCounts, count_tokens
-from rollout.records import EngineCall, FinishReason
+from lockstep.rollout.episode.rows import rows_from_calls
+from lockstep.rollout.episode.token_metrics import TokenCounts, count_tokens
+from lockstep.rollout.records import EngineCall, FinishReason
 from tests.fixtures.calls import a_call, call_trees
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rollout.gateway.completion import cut_at_stop
-from rollout.records import EngineCall, FinishReason, VersionSpan
+from lockstep.rollout.gateway.completion import cut_at_stop
+from lockstep.rollout.records import EngineCall, FinishReason, VersionSpan
 
 
 def test_the_first_stop_string_ends_the_call_with_its_evidence():

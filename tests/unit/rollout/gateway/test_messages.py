@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.gateway.messages import forget_ids, read_last_ids, read_message, read_tools
+from lockstep.rollout.gateway.messages import forget_ids, read_last_ids, read_message, read_tools
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from rollout.gateway import prefix_chain as module
-from rollout.gateway.errors import ApiError
-from rollout.gateway.messages import MAX_MESSAGES
-from rollout.gateway.prefix_chain import Prefixes
+from lockstep.rollout.gateway import prefix_chain as module
+from lockstep.rollout.gateway.errors import ApiError
+from lockstep.rollout.gateway.messages import MAX_MESSAGES
+from lockstep.rollout.gateway.prefix_chain import Prefixes
 from tests.fixtures.cost import cpu_s
 from tests.fixtures.gateway import running
 from tests.fixtures.tokenizers import chat_tokenizer

@@ -8,8 +8,8 @@ import threading
 import openai
 import pytest
 
-from rollout.gateway.prefix_chain import Prefixes
-from rollout.gateway.prompt_maker import longest_token
+from lockstep.rollout.gateway.prefix_chain import Prefixes
+from lockstep.rollout.gateway.prompt_maker import longest_token
 from tests.fixtures.gateway import running
 from tests.fixtures.tokenizers import chat_tokenizer
 

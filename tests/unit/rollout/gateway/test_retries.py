@@ -11,8 +11,8 @@ from typing import Any
 import aiohttp
 import openai
 
-from rollout.engine.protocol import Sampling
-from rollout.gateway.server import Gateway
+from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.gateway.server import Gateway
 from tests.fixtures.gateway import Running, running
 from tests.fixtures.tokenizers import chat_tokenizer
 
@@ -166,7 +166,7 @@ async def test_an_answer_that_could_not_be_written_is_not_recorded(monkeypatch):
 
 
 async def test_a_client_that_does_not_read_its_answer_is_disconnected(monkeypatch):
-    monkeypatch.setattr("rollout.gateway.transfer.TRANSFER_S", 0.3)
+    monkeypatch.setattr("lockstep.rollout.gateway.transfer.TRANSFER_S", 0.3)
     long = QWEN.encode("word " * 3000) + QWEN.encode("<|im_end|>")
     async with running(QWEN, long, max_model_len=100_000, sampling=Sampling(max_tokens=20_000)) as server:
         monkeypatch.setattr("tests.unit.rollout.gateway.test_retries.BODY", BODY.replace("}]", '}], "n": 128'))

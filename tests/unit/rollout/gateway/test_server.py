@@ -9,11 +9,11 @@ import aiohttp
 import openai
 import pytest
 
-from rollout.engine.protocol import Sampling
-from rollout.errors import EngineError, EvidenceError
-from rollout.gateway.server import GatewaySettings
-from rollout.records import FinishReason
-from rollout.saved_rollouts import from_json
+from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.errors import EngineError, EvidenceError
+from lockstep.rollout.gateway.server import GatewaySettings
+from lockstep.rollout.records import FinishReason
+from lockstep.rollout.saved_rollouts import from_json
 from tests.fixtures.gateway import Running, running, says
 from tests.fixtures.tokenizers import chat_tokenizer
 
@@ -331,7 +331,7 @@ async def test_a_request_that_is_too_large_is_refused():
 
 
 async def test_requests_without_a_session_forget_the_oldest_turns_and_continue(monkeypatch):
-    monkeypatch.setattr("rollout.gateway.server.MAX_CALLS_WITHOUT_SESSION", 2)
+    monkeypatch.setattr("lockstep.rollout.gateway.server.MAX_CALLS_WITHOUT_SESSION", 2)
     async with running(QWEN, *(f"turn {i}<|im_end|>" for i in range(4))) as server:
         messages = [(await server.ask([USER])).choices[0].message for _ in range(3)]
         kinds = [(await server.ask([USER, m, USER])).model_extra["prompt_kind"] for m in (messages[0], messages[2])]
@@ -339,7 +339,7 @@ async def test_requests_without_a_session_forget_the_oldest_turns_and_continue(m
 
 
 async def test_requests_without_a_session_remember_many_agents_and_say_when_they_forget_one(monkeypatch, caplog):
-    monkeypatch.setattr("rollout.gateway.server.MAX_TOKENS_WITHOUT_SESSION", 6000)
+    monkeypatch.setattr("lockstep.rollout.gateway.server.MAX_TOKENS_WITHOUT_SESSION", 6000)
     async with running(QWEN, "hello<|im_end|>") as server:
         starts = [[{"role": "user", "content": f"agent {i}"}] for i in range(300)]
         messages = [[*start, (await server.ask(start)).choices[0].message, USER] for start in starts]

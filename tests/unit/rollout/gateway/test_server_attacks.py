@@ -15,9 +15,9 @@ import aiohttp
 import openai
 import pytest
 
-from rollout.errors import EngineError
-from rollout.gateway.dialects import DIALECTS
-from rollout.gateway.errors import ApiError
+from lockstep.rollout.errors import EngineError
+from lockstep.rollout.gateway.dialects import DIALECTS
+from lockstep.rollout.gateway.errors import ApiError
 from tests.fixtures.gateway import Running, running
 from tests.fixtures.tokenizers import chat_tokenizer
 
@@ -67,8 +67,8 @@ async def test_malformed_requests_leave_neither_a_key_nor_a_traceback_in_the_log
 
 
 async def test_a_request_that_is_half_sent_times_out_and_others_are_served_meanwhile(monkeypatch):
-    monkeypatch.setattr("rollout.gateway.server.IDLE_S", 0.5)
-    monkeypatch.setattr("rollout.gateway.transfer.TRANSFER_S", 0.5)
+    monkeypatch.setattr("lockstep.rollout.gateway.server.IDLE_S", 0.5)
+    monkeypatch.setattr("lockstep.rollout.gateway.transfer.TRANSFER_S", 0.5)
     async with running(QWEN, "hello<|im_end|>") as server:
         start = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.gateway.api_key}\r\n"
         half = [b"", b"GET /v1/models HT", start.encode(), f"{start}Content-Length: 99\r\n\r\n{{".encode()]
@@ -84,7 +84,7 @@ async def test_a_request_that_is_half_sent_times_out_and_others_are_served_meanw
 
 @pytest.mark.parametrize(("route", "has_key"), [("/v1/models", True), ("/v1/models", False), ("/nothing", False)])
 async def test_a_client_that_does_not_read_its_answers_is_disconnected(monkeypatch, route, has_key):
-    monkeypatch.setattr("rollout.gateway.transfer.TRANSFER_S", 0.5)
+    monkeypatch.setattr("lockstep.rollout.gateway.transfer.TRANSFER_S", 0.5)
     async with running(QWEN, "hello<|im_end|>") as server:
         key = f"Authorization: Bearer {server.gateway.api_key}\r\n" if has_key else ""
         requests = f"GET {route} HTTP/1.1\r\nHost: x\r\n{key}\r\n".encode() * 1000
@@ -113,7 +113,7 @@ async def test_a_compressed_request_is_refused_before_it_is_unpacked():
 
 
 async def test_only_an_answer_opens_a_session(monkeypatch):
-    monkeypatch.setattr("rollout.gateway.server.MAX_NAMED_SESSIONS", 2)
+    monkeypatch.setattr("lockstep.rollout.gateway.server.MAX_NAMED_SESSIONS", 2)
     async with running(QWEN, "hello<|im_end|>", max_model_len=64) as server, aiohttp.ClientSession() as http:
         root, headers = server.gateway.base_url.removesuffix("/v1"), headers_of(server)
         for number in range(8):
@@ -246,7 +246,7 @@ async def test_connections_beyond_half_of_the_open_files_are_closed_and_the_othe
 
 async def test_a_request_of_many_small_parts_is_refused_before_it_is_parsed(monkeypatch):
     async with running(QWEN, "hello<|im_end|>") as server, aiohttp.ClientSession() as http:
-        monkeypatch.setattr("rollout.gateway.server.read_json", lambda raw: pytest.fail("it was parsed"))
+        monkeypatch.setattr("lockstep.rollout.gateway.server.read_json", lambda raw: pytest.fail("it was parsed"))
         url, body = f"{server.gateway.base_url}/chat/completions", "[" + "[]," * 200_000 + "[]]"
         async with http.post(url, data=body, headers=headers_of(server)) as response:
             assert response.status == 400

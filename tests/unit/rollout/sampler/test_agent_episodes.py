@@ -12,15 +12,15 @@ from typing import Any
 import openai
 import pytest
 
-from rollout.chat.chat import Chat
-from rollout.engine.protocol import Sampling
-from rollout.environments import ENVIRONMENTS, make_environment
-from rollout.environments.agent import AgentEnvironment
-from rollout.episode.rows import rows_from_calls
-from rollout.errors import ConfigError, EngineError
-from rollout.gateway.server import GatewaySettings
-from rollout.records import FinishReason, Rollout, RolloutStatus
-from rollout.sampler.sampler import Sampler
+from lockstep.rollout.chat.chat import Chat
+from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.environments import ENVIRONMENTS, make_environment
+from lockstep.rollout.environments.agent import AgentEnvironment
+from lockstep.rollout.episode.rows import rows_from_calls
+from lockstep.rollout.errors import ConfigError, EngineError
+from lockstep.rollout.gateway.server import GatewaySettings
+from lockstep.rollout.records import FinishReason, Rollout, RolloutStatus
+from lockstep.rollout.sampler.sampler import Sampler
 from tests.fixtures.gateway import ScriptedEngine, says
 from tests.fixtures.tokenizers import chat_tokenizer
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from rollout.chat.chat import Chat
-from rollout.engine.protocol import Sampling
-from rollout.environments.single_turn import SingleTurn
-from rollout.errors import EngineError, EvidenceError, RequestError
-from rollout.records import EngineCall, Rollout, RolloutStatus
-from rollout.sampler.sampler import REISSUES, Sampler
+from lockstep.rollout.chat.chat import Chat
+from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.environments.single_turn import SingleTurn
+from lockstep.rollout.errors import EngineError, EvidenceError, RequestError
+from lockstep.rollout.records import EngineCall, Rollout, RolloutStatus
+from lockstep.rollout.sampler.sampler import REISSUES, Sampler
 from tests.fixtures.gateway import ScriptedEngine
 from tests.fixtures.tokenizers import chat_tokenizer
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from rewards.composition import make_reward_set
-from rollout.environments import make_environment
-from rollout.episode.rows import rows_from_calls
-from rollout.errors import ConfigError, ContextFullError, DataError, EngineError, EvidenceError
-from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
-from rollout.sampler.sampler import Sampler
-from rollout.sampler.trl_episodes import Trainer, check_against_record
+from lockstep.rewards.composition import make_reward_set
+from lockstep.rollout.environments import make_environment
+from lockstep.rollout.episode.rows import rows_from_calls
+from lockstep.rollout.errors import ConfigError, ContextFullError, DataError, EngineError, EvidenceError
+from lockstep.rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
+from lockstep.rollout.sampler.sampler import Sampler
+from lockstep.rollout.sampler.trl_episodes import Trainer, check_against_record
 from tests.fixtures.policies import CHAT, TOKENIZER, Policy, last_turn, sampling
 
 GO = [{"role": "user", "content": "go"}]

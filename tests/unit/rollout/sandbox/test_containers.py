@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from rollout.environments import make_environment
-from rollout.environments.sandboxed_tools import SandboxEnvironment
-from rollout.errors import SandboxError
-from rollout.records import RolloutStatus
-from rollout.sandbox.containers import container_enclosure, container_problem, docker_run
-from rollout.sandbox.execution import Ended, Language, Limits
-from rollout.sandbox.program_session import Session, SessionSandbox, tool_call
+from lockstep.rollout.environments import make_environment
+from lockstep.rollout.environments.sandboxed_tools import SandboxEnvironment
+from lockstep.rollout.errors import SandboxError
+from lockstep.rollout.records import RolloutStatus
+from lockstep.rollout.sandbox.containers import container_enclosure, container_problem, docker_run
+from lockstep.rollout.sandbox.execution import Ended, Language, Limits
+from lockstep.rollout.sandbox.program_session import Session, SessionSandbox, tool_call
 from tests.fixtures.docker import commands, install
 from tests.fixtures.paths import ROOT
 from tests.fixtures.policies import play
@@ -122,9 +122,9 @@ class TestContainers:
         name = mark("k")
         trainer = (
             "import sys, threading, time\n"
-            "from rollout.sandbox.containers import container_enclosure\n"
-            "from rollout.sandbox.execution import Language, Limits\n"
-            "from rollout.sandbox.program_session import Session, tool_call\n"
+            "from lockstep.rollout.sandbox.containers import container_enclosure\n"
+            "from lockstep.rollout.sandbox.execution import Language, Limits\n"
+            "from lockstep.rollout.sandbox.program_session import Session, tool_call\n"
             "session = Session(container_enclosure('docker', 'a', Limits(timeout_s=60)))\n"
             "call = tool_call(session.enclosure, Language.PYTHON, sys.argv[1])\n"
             "work = lambda: session.run(call, timeout_s=60, output_bytes=9)\n"
@@ -175,7 +175,7 @@ async def test_a_missing_program_is_found_before_the_run(tmp_path):
 
 
 def test_a_daemon_that_hangs_is_found_before_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr("rollout.sandbox.containers.COMMAND_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("lockstep.rollout.sandbox.containers.COMMAND_TIMEOUT_S", 0.5)
     program = tmp_path / "docker"
     program.write_text("#!/bin/sh\nexec sleep 60\n")
     program.chmod(0o755)

@@ -72,7 +72,7 @@ def test_without_namespaces_the_limits_hold(name):
 
 
 REFUSED = """
-import rollout.sandbox.sandbox as sandbox
+import lockstep.rollout.sandbox.sandbox as sandbox
 print(sandbox.isolation_problem())
 try:
     print("ran", sandbox.run_python("print(6 * 7)"))

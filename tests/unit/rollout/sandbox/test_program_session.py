@@ -18,10 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from rollout.errors import SandboxError
-from rollout.sandbox.execution import Ended, Execution, Language, Limits
-from rollout.sandbox.program_session import Enclosure, Session, SessionSandbox, tool_call
-from rollout.sandbox.sandbox import local_enclosure
+from lockstep.rollout.errors import SandboxError
+from lockstep.rollout.sandbox.execution import Ended, Execution, Language, Limits
+from lockstep.rollout.sandbox.program_session import Enclosure, Session, SessionSandbox, tool_call
+from lockstep.rollout.sandbox.sandbox import local_enclosure
 from tests.fixtures.processes import descendants
 from tests.unit.rollout.sandbox.test_sandbox import contained, named, processes, read, wait_until
 
@@ -202,9 +202,9 @@ class TestLimits:
 SLEEPER = "open('mine', 'w').write('x')\ntime.sleep(60)"
 TRAINER = """
 import os, sys, threading, time
-from rollout.sandbox.program_session import Session, tool_call
-from rollout.sandbox.execution import Language, Limits
-from rollout.sandbox.sandbox import local_enclosure
+from lockstep.rollout.sandbox.program_session import Session, tool_call
+from lockstep.rollout.sandbox.execution import Language, Limits
+from lockstep.rollout.sandbox.sandbox import local_enclosure
 made = []
 def work():
     made.append(Session(local_enclosure(Limits(timeout_s=60), unsafe=False, setting="x")))
@@ -357,7 +357,7 @@ def test_a_sandbox_that_lies_about_a_program_is_lost(answer):
 
 
 def test_a_sandbox_that_never_answers_counts_as_out_of_time(monkeypatch):
-    monkeypatch.setattr("rollout.sandbox.program_session.STOP_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("lockstep.rollout.sandbox.program_session.STOP_TIMEOUT_S", 0.5)
     session = Session(liar(STARTED + "time.sleep(60)"))
     assert run(session).ended is Ended.TIMEOUT
     assert session.is_closed

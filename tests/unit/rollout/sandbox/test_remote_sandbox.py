@@ -17,14 +17,14 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from rollout.environments import make_environment
-from rollout.errors import ConfigError, SandboxError
-from rollout.records import RolloutStatus
-from rollout.sandbox.execution import Ended, Language, Limits
-from rollout.sandbox.program_session import SessionSandbox
-from rollout.sandbox.remote_sandbox import RemoteSandbox
-from rollout.sandbox.sandbox import local_enclosure
-from rollout.sandbox.sandbox_service import SandboxService
+from lockstep.rollout.environments import make_environment
+from lockstep.rollout.errors import ConfigError, SandboxError
+from lockstep.rollout.records import RolloutStatus
+from lockstep.rollout.sandbox.execution import Ended, Language, Limits
+from lockstep.rollout.sandbox.program_session import SessionSandbox
+from lockstep.rollout.sandbox.remote_sandbox import RemoteSandbox
+from lockstep.rollout.sandbox.sandbox import local_enclosure
+from lockstep.rollout.sandbox.sandbox_service import SandboxService
 from tests.fixtures.paths import ROOT
 from tests.fixtures.policies import play, tool_call
 from tests.unit.rollout.environments.test_sandboxed_tools import results, script
@@ -158,7 +158,7 @@ class TestService:
             await first.close()
             await (await second).close()
             third = await RemoteSandbox.open(url, TOKEN, LIMITS)
-            monkeypatch.setattr("rollout.sandbox.remote_sandbox.OPEN_TIMEOUT_S", 1.0)
+            monkeypatch.setattr("lockstep.rollout.sandbox.remote_sandbox.OPEN_TIMEOUT_S", 1.0)
             with pytest.raises(SandboxError, match="full for 1 s"):
                 await RemoteSandbox.open(url, TOKEN, LIMITS)
             await third.close()
@@ -239,8 +239,8 @@ RESULT = {"ended": "exited", "status": 0, "stdout": "", "stderr": "", "is_cut": 
     ids=lambda value: value if isinstance(value, str) else "",
 )
 async def test_a_service_that_lies_is_an_error(liar, says, monkeypatch):
-    monkeypatch.setattr("rollout.sandbox.remote_sandbox.ANSWER_TIMEOUT_S", 0.5)
-    monkeypatch.setattr("rollout.sandbox.remote_sandbox.CLOSE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("lockstep.rollout.sandbox.remote_sandbox.ANSWER_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("lockstep.rollout.sandbox.remote_sandbox.CLOSE_TIMEOUT_S", 0.5)
     async with liar as url:
         with pytest.raises(SandboxError, match=f"sandbox service .*{re.escape(says)}"):
             await open_and_run(url)

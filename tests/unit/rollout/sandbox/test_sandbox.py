@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-import rollout.sandbox.sandbox
-from rollout.errors import ConfigError, SandboxError
-from rollout.sandbox.execution import Ended, Limits
-from rollout.sandbox.sandbox import isolation_problem, run_python
+import lockstep.rollout.sandbox.sandbox
+from lockstep.rollout.errors import ConfigError, SandboxError
+from lockstep.rollout.sandbox.execution import Ended, Limits
+from lockstep.rollout.sandbox.sandbox import isolation_problem, run_python
 
 IS_ISOLATED = isolation_problem() is None
 contained = pytest.mark.skipif(not IS_ISOLATED, reason="this system allows no namespaces")
@@ -26,8 +26,8 @@ contained = pytest.mark.skipif(not IS_ISOLATED, reason="this system allows no na
 # Runs without namespaces only where the test says so: the program is the test's own.
 WORKER = """
 import os, sys
-from rollout.sandbox.execution import Limits
-from rollout.sandbox.sandbox import run_python
+from lockstep.rollout.sandbox.execution import Limits
+from lockstep.rollout.sandbox.sandbox import run_python
 unsafe = sys.argv[1] == "without"
 if unsafe:
     os.geteuid = lambda: 1000
@@ -188,7 +188,7 @@ def test_root_of_a_container_with_few_user_ids_uses_no_other_user_id():
     container = ["unshare", "--user", "--map-root-user"]
     if subprocess.run([*container, "true"], capture_output=True).returncode:
         pytest.skip("this system allows no user namespaces")
-    source = "import os, rollout.sandbox.sandbox\nprint(os.geteuid(), rollout.sandbox.sandbox._is_root_of_all())"
+    source = "import os\nfrom lockstep.rollout.sandbox import sandbox\nprint(os.geteuid(), sandbox._is_root_of_all())"
     assert subprocess.check_output([*container, sys.executable, "-c", source], text=True) == "0 False\n"
 
 
@@ -248,7 +248,7 @@ def test_as_root_without_namespaces_nothing_is_run(monkeypatch):
 
 @contained
 def test_a_failure_to_isolate_is_an_error_each_time_and_not_remembered(monkeypatch):
-    monkeypatch.setattr(rollout.sandbox.sandbox, "refusing_filter", lambda: bytes(8))  # the kernel refuses it
+    monkeypatch.setattr(lockstep.rollout.sandbox.sandbox, "refusing_filter", lambda: bytes(8))  # the kernel refuses it
     for _ in range(2):
         with pytest.raises(SandboxError, match=r"did not isolate .* so it did not run; .*code_tests.unsafe=true"):
             run_python("print(1)")
@@ -258,7 +258,7 @@ def test_a_failure_to_isolate_is_an_error_each_time_and_not_remembered(monkeypat
 
 @contained
 def test_a_program_that_was_not_started_in_time_is_an_error_not_a_result(monkeypatch):
-    monkeypatch.setattr(rollout.sandbox.sandbox, "START_TIMEOUT_S", 0.001)
+    monkeypatch.setattr(lockstep.rollout.sandbox.sandbox, "START_TIMEOUT_S", 0.001)
     with pytest.raises(SandboxError, match="no program after"):
         run_python("print(1)")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout.errors import SandboxError
-from rollout.sandbox.system_calls import PRLIMIT, REFUSED, SOCKET_CALLS, refusing_filter
+from lockstep.rollout.errors import SandboxError
+from lockstep.rollout.sandbox.system_calls import PRLIMIT, REFUSED, SOCKET_CALLS, refusing_filter
 
 HEADERS = (Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"), Path("/usr/include/asm-generic/unistd.h"))
 

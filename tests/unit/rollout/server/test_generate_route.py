@@ -13,7 +13,7 @@ import pytest
 from vllm.exceptions import VLLMValidationError
 from vllm.logprobs import FlatLogprobs
 
-from rollout.server.generate_route import ROUTE, CompactGenerate, decode_answer, decode_scores
+from lockstep.rollout.server.generate_route import ROUTE, CompactGenerate, decode_answer, decode_scores
 
 BODY = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 2, "logprobs": 0, "seed": 3, "flat_logprobs": True}}
 

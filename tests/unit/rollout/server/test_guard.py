@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rollout.server.guard import KEY_ENV, RequireKey
+from lockstep.rollout.server.guard import KEY_ENV, RequireKey
 
 KEY = "a-key"
 

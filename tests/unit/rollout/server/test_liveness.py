@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from rollout.errors import EngineError, EvidenceError
-from rollout.server.liveness import Liveness
+from lockstep.rollout.errors import EngineError, EvidenceError
+from lockstep.rollout.server.liveness import Liveness
 
 SILENT_S = 0.2
 

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.engine.protocol import Sampling
-from rollout.engine.token_scores import TokenScores, token_scores
-from rollout.errors import EngineError, EvidenceError, RequestError
-from rollout.records import EngineCall, FinishReason, SamplingSupport, VersionSpan
-from rollout.saved_rollouts import call_to_json
-from rollout.server import remote_rank_engine
-from rollout.server.remote_rank_engine import EngineService, RemoteRankEngine
-from rollout.system.background_loop import BackgroundLoop
+from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.engine.token_scores import TokenScores, token_scores
+from lockstep.rollout.errors import EngineError, EvidenceError, RequestError
+from lockstep.rollout.records import EngineCall, FinishReason, SamplingSupport, VersionSpan
+from lockstep.rollout.saved_rollouts import call_to_json
+from lockstep.rollout.server import remote_rank_engine
+from lockstep.rollout.server.remote_rank_engine import EngineService, RemoteRankEngine
+from lockstep.rollout.system.background_loop import BackgroundLoop
 
 SAMPLING = Sampling(max_tokens=7, stop_token_ids=(3, 4), seed=11, affinity=(0, 5), top_k=2)
 CALL = EngineCall(

@@ -16,14 +16,14 @@ import pytest
 import torch
 from aiohttp import web
 
-from rollout.engine.engine_answers import Answer
-from rollout.engine.protocol import Sampling
-from rollout.errors import ConfigError, EngineError, EvidenceError, RequestError
-from rollout.records import FinishReason, VersionSpan
-from rollout.server import client as server_client
-from rollout.server.generate_route import ROUTE, encode_answer
-from rollout.server.server_engine import GENERATE, ServerEngine, read_facts
-from rollout.system.background_loop import BackgroundLoop
+from lockstep.rollout.engine.engine_answers import Answer
+from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.errors import ConfigError, EngineError, EvidenceError, RequestError
+from lockstep.rollout.records import FinishReason, VersionSpan
+from lockstep.rollout.server import client as server_client
+from lockstep.rollout.server.generate_route import ROUTE, encode_answer
+from lockstep.rollout.server.server_engine import GENERATE, ServerEngine, read_facts
+from lockstep.rollout.system.background_loop import BackgroundLoop
 from tests.fixtures.fake_server import (
     KEY,
     SERVER_INFO,

@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from rollout.errors import SyncError
-from rollout.system.addresses import address_towards, interface_of, is_loopback, rendezvous_address
+from lockstep.rollout.errors import SyncError
+from lockstep.rollout.system.addresses import address_towards, interface_of, is_loopback, rendezvous_address
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost"])
@@ -17,7 +17,7 @@ def test_loopback_is_recognized(host: str):
 
 def test_the_rendezvous_is_on_the_address_that_reaches_a_remote_worker(monkeypatch: pytest.MonkeyPatch):
     assert rendezvous_address(["127.0.0.1", "localhost"]) == "127.0.0.1"
-    monkeypatch.setattr("rollout.system.addresses.address_towards", lambda host: f"towards {host}")
+    monkeypatch.setattr("lockstep.rollout.system.addresses.address_towards", lambda host: f"towards {host}")
     assert rendezvous_address(["127.0.0.1", "10.0.0.7", "10.0.0.8"]) == "towards 10.0.0.7"
 
 
@@ -28,7 +28,7 @@ def fake_names(monkeypatch: pytest.MonkeyPatch, **addresses: str) -> None:
         socket, "getaddrinfo", lambda host, *rest, **more: resolve(addresses.get(host, host), *rest, **more)
     )
     monkeypatch.setattr(
-        "rollout.system.addresses.address_towards",
+        "lockstep.rollout.system.addresses.address_towards",
         lambda host: "10.0.0.1" if addresses.get(host, host).startswith("10.") else address_towards(host),
     )
 

@@ -8,9 +8,11 @@ import sys
 
 import pytest
 
-from rollout.system.compute_threads import CHOICES, wait_briefly
+from lockstep.rollout.system.compute_threads import CHOICES, wait_briefly
 
-LOADS_TORCH = "from trainer.cli import launch\nlaunch(lambda config: __import__('torch'), check=lambda config: None)"
+LOADS_TORCH = (
+    "from lockstep.trainer.cli import launch\nlaunch(lambda config: __import__('torch'), check=lambda config: None)"
+)
 
 
 def environment_of(variables: dict[str, str]) -> dict[str, str]:

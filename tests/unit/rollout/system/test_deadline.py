@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from rollout.system import deadline
-from rollout.system.deadline import DeadlineExceeded, TooManyAbandoned, call_with_deadline
+from lockstep.rollout.system import deadline
+from lockstep.rollout.system.deadline import DeadlineExceeded, TooManyAbandoned, call_with_deadline
 
 
 async def test_sync_and_async_functions_return_their_value():

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from rollout.system.gc_freeze import gc_collect_all, gc_frozen
+from lockstep.rollout.system.gc_freeze import gc_collect_all, gc_frozen
 
 
 class Ring:

@@ -11,7 +11,7 @@ from tests.fixtures.paths import ROOT
 
 CHILD = """
 import sys, time
-from rollout.system.orphan_guard import exit_when_orphaned
+from lockstep.rollout.system.orphan_guard import exit_when_orphaned
 exit_when_orphaned(message="the launcher is gone")
 print("watching", flush=True)
 time.sleep(60)

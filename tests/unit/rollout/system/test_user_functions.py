@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout.errors import ConfigError
-from rollout.system.user_functions import load_function, load_functions, written_names
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.system.user_functions import load_function, load_functions, written_names
 
 
 def test_a_user_file_imports_a_file_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from rollout.errors import SyncError
-from rollout.weights.source import ZeroSource
+from lockstep.rollout.errors import SyncError
+from lockstep.rollout.weights.source import ZeroSource
 from tests.fixtures.adapted import LAYERS, perturb_adapters, with_lora
 from tests.fixtures.models import tiny_qwen3
 

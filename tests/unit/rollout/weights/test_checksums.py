@@ -6,7 +6,7 @@ import hashlib
 
 import torch
 
-from rollout.weights.checksums import EMPTY_HASH, describe_differences
+from lockstep.rollout.weights.checksums import EMPTY_HASH, describe_differences
 
 
 def digest(*tensors: torch.Tensor) -> str:

@@ -13,14 +13,14 @@ from torch.multiprocessing import reductions
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory, WeightTransferTrainerFactory, packed_tensor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from rollout.engine.plugin import register
-from rollout.weights.cuda_ipc import (
+from lockstep.rollout.engine.plugin import register
+from lockstep.rollout.weights.cuda_ipc import (
     BufferHandle,
     CudaIpcTrainerInitInfo,
     CudaIpcTrainerWeightTransferEngine,
     CudaIpcWeightTransferEngine,
 )
-from rollout.weights.source import ZeroSource
+from lockstep.rollout.weights.source import ZeroSource
 
 UUID = "GPU-4c1d"
 BUFFER_BYTES = 64

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroupGloo
 
-from rollout.system.addresses import LOOPBACK
-from rollout.weights.gloo.trainer import GlooTrainerInitInfo, GlooTrainerWeightTransferEngine
-from rollout.weights.gloo.wire import GlooInitInfo, GlooUpdateInfo, Receivers, join_all, listen
-from rollout.weights.gloo.worker import receive
-from rollout.weights.source import Sent, ZeroSource
+from lockstep.rollout.system.addresses import LOOPBACK
+from lockstep.rollout.weights.gloo.trainer import GlooTrainerInitInfo, GlooTrainerWeightTransferEngine
+from lockstep.rollout.weights.gloo.wire import GlooInitInfo, GlooUpdateInfo, Receivers, join_all, listen
+from lockstep.rollout.weights.gloo.worker import receive
+from lockstep.rollout.weights.source import Sent, ZeroSource
 
 TIMEOUT_S = 30.0
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from rollout.weights import shards
-from rollout.weights.shards import StreamOrder
+from lockstep.rollout.weights import shards
+from lockstep.rollout.weights.shards import StreamOrder
 
 
 @dataclass(eq=False)

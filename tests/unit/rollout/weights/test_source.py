@@ -10,11 +10,11 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from vllm.distributed.weight_transfer.base import ParamMeta
 
-from rollout.errors import SyncError
-from rollout.weights.checkpoint_tensors import unwrap
-from rollout.weights.gloo.worker import bucket_layout, views
-from rollout.weights.shards import Fetch
-from rollout.weights.source import ZeroSource, nbytes, plan_buckets
+from lockstep.rollout.errors import SyncError
+from lockstep.rollout.weights.checkpoint_tensors import unwrap
+from lockstep.rollout.weights.gloo.worker import bucket_layout, views
+from lockstep.rollout.weights.shards import Fetch
+from lockstep.rollout.weights.source import ZeroSource, nbytes, plan_buckets
 from tests.fixtures.models import tiny_qwen3
 
 

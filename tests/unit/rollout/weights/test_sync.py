@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rollout.errors import ConfigError, SyncError
-from rollout.weights.sync import WeightSync, _free_port
+from lockstep.rollout.errors import ConfigError, SyncError
+from lockstep.rollout.weights.sync import WeightSync, _free_port
 from tests.unit.rollout.system.test_addresses import fake_names
 
 

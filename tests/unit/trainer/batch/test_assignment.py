@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.batch.assignment import plan, row_cost
+from lockstep.trainer.batch.assignment import plan, row_cost
 
 
 def log_normal_lengths(count: int, *, median: int = 600) -> list[int]:

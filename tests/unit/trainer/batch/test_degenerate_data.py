@@ -8,16 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
+from lockstep.rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.credit.correction import StepCorrection
+from lockstep.trainer.credit.old_policy import Recomputed
+from lockstep.trainer.credit.targets import Logprobs, rollout_targets
+from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.observe.step_metrics import token_metrics
+from lockstep.trainer.update.updater import Updater
 from tests.fixtures.distributed import FakeRank
 from tests.unit.trainer.update.test_updater import config, policy, rollouts  # noqa: F401  # `policy` is a fixture
-from trainer.batch.step_batch import StepBatch
-from trainer.credit.correction import StepCorrection
-from trainer.credit.old_policy import Recomputed
-from trainer.credit.targets import Logprobs, rollout_targets
-from trainer.model.policy import Policy
-from trainer.observe.step_metrics import token_metrics
-from trainer.update.updater import Updater
 
 
 def update(policy: Policy, batch: StepBatch) -> tuple[dict[str, float], torch.Tensor, int]:  # noqa: F811

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.errors import EvidenceError
-from rollout.records import SamplingSupport, TrainingRow
-from trainer.batch.packing import StepLayout, collate, pack
+from lockstep.rollout.errors import EvidenceError
+from lockstep.rollout.records import SamplingSupport, TrainingRow
+from lockstep.trainer.batch.packing import StepLayout, collate, pack
 
 
 def row(ids: list[int], trained: list[int], *, rollout_id: int = 0, supports: list[list[int]] | None = None):

@@ -11,24 +11,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from rollout.records import EngineCall, FinishReason, Rollout, VersionSpan
+from lockstep.rollout.records import EngineCall, FinishReason, Rollout, VersionSpan
+from lockstep.trainer.batch.assignment import plan
+from lockstep.trainer.batch.packing import collate
+from lockstep.trainer.batch.prefix_bundles import plan_bundles
+from lockstep.trainer.batch.prefixes import MIN_SHARED, shared
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.credit.correction import StepCorrection
+from lockstep.trainer.credit.critic_credit import critic_targets
+from lockstep.trainer.credit.old_policy import Recomputed
+from lockstep.trainer.credit.targets import Logprobs, rollout_targets
+from lockstep.trainer.model.critic import ActorCritic, Critic
+from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.update.updater import Updater
 from tests.fixtures.distributed import FakeRank
 from tests.fixtures.families import FAMILIES
 from tests.integration.workers.gradients import settings_of
-from trainer.batch.assignment import plan
-from trainer.batch.packing import collate
-from trainer.batch.prefix_bundles import plan_bundles
-from trainer.batch.prefixes import MIN_SHARED, shared
-from trainer.batch.step_batch import StepBatch
-from trainer.config.groups.algorithm_settings import AlgorithmConfig
-from trainer.config.schema import Config
-from trainer.credit.correction import StepCorrection
-from trainer.credit.critic_credit import critic_targets
-from trainer.credit.old_policy import Recomputed
-from trainer.credit.targets import Logprobs, rollout_targets
-from trainer.model.critic import ActorCritic, Critic
-from trainer.model.policy import Policy
-from trainer.update.updater import Updater
 
 PRESETS = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "clipped_tis", "rloo", "remax")
 
@@ -80,7 +80,7 @@ def test_every_row_is_a_path_through_the_stretches(rows: list[list[int]]) -> Non
 def _every_token_counts():
     """Lower the threshold so that short rows share prefixes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer.batch.prefixes.MIN_SHARED", 1)
+        patch.setattr("lockstep.trainer.batch.prefixes.MIN_SHARED", 1)
         yield
 
 
@@ -255,7 +255,7 @@ def test_recomputed_and_masked_prefixes_give_the_same_gradient(
     long_stretch: float, policy: Policy, batch: StepBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Attention recomputes the prefix as part of a causal row, or uses a mask."""
-    monkeypatch.setattr("trainer.model.layers.packed_attention.LONG_STRETCH", long_stretch)
+    monkeypatch.setattr("lockstep.trainer.model.layers.packed_attention.LONG_STRETCH", long_stretch)
     assert_equal_gradients(policy, batch, "grpo")
 
 

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from rollout.errors import DataError
-from rollout.records import TrainingRow
+from lockstep.rollout.errors import DataError
+from lockstep.rollout.records import TrainingRow
+from lockstep.trainer.batch.saved_scores import COUNTS, DIGESTS, SavedScores, write_scores
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.batch.teacher_scores import TeacherScores
+from lockstep.trainer.config.groups.teacher_settings import TeacherConfig
 from tests.fixtures.teachers import made_up_scores
 from tests.unit.trainer.batch.test_step_batch import rollout
-from trainer.batch.saved_scores import COUNTS, DIGESTS, SavedScores, write_scores
-from trainer.batch.step_batch import StepBatch
-from trainer.batch.teacher_scores import TeacherScores
-from trainer.config.groups.teacher_settings import TeacherConfig
 
 NAMED = "teacher.source=model teacher.path=models/teacher"
 

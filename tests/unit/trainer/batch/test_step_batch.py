@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from rollout.errors import EvidenceError
-from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus, SamplingSupport, VersionSpan
-from trainer.batch.step_batch import StepBatch, decode, encode
+from lockstep.rollout.errors import EvidenceError
+from lockstep.rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus, SamplingSupport, VersionSpan
+from lockstep.trainer.batch.step_batch import StepBatch, decode, encode
 
 
 def rollout(

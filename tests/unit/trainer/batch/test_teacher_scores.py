@@ -7,13 +7,13 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from rollout.engine.token_scores import TokenScores, token_scores
-from rollout.errors import EvidenceError
-from rollout.records import TrainingRow
+from lockstep.rollout.engine.token_scores import TokenScores, token_scores
+from lockstep.rollout.errors import EvidenceError
+from lockstep.rollout.records import TrainingRow
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.batch.teacher_scores import TeacherScores
 from tests.fixtures.teachers import made_up_scores
 from tests.unit.trainer.batch.test_step_batch import over_ranks, rollout
-from trainer.batch.step_batch import StepBatch
-from trainer.batch.teacher_scores import TeacherScores
 
 
 def batch() -> StepBatch:

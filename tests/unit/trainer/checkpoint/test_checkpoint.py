@@ -22,12 +22,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.errors import CheckpointError
+from lockstep.rollout.errors import CheckpointError
+from lockstep.trainer.checkpoint import checkpoint
+from lockstep.trainer.checkpoint.checkpoint import MANIFEST, TrainerState
 from tests.fixtures.mutations import JSON, mutated
 from tests.fixtures.paths import ROOT
 from tests.fixtures.saved_state import SavedState, save_for_ever
-from trainer.checkpoint import checkpoint
-from trainer.checkpoint.checkpoint import MANIFEST, TrainerState
 
 KILLS = 20
 
@@ -144,10 +144,10 @@ def test_a_full_disk_is_a_checkpoint_error(tmp_path):
 FILLS = """
     import sys
     from pathlib import Path
-    from rollout.errors import CheckpointError
+    from lockstep.rollout.errors import CheckpointError
     from tests.fixtures.saved_state import SavedState
-    from trainer.checkpoint import checkpoint
-    from trainer.checkpoint.checkpoint import TrainerState
+    from lockstep.trainer.checkpoint import checkpoint
+    from lockstep.trainer.checkpoint.checkpoint import TrainerState
 
     directory, saved = Path(sys.argv[1]), SavedState()
     for update in range(1, 99):

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from rollout.errors import CheckpointError, ConfigError
+from lockstep.rollout.errors import CheckpointError, ConfigError
+from lockstep.trainer.checkpoint import checkpoint
+from lockstep.trainer.checkpoint.checkpoint import TrainerState
+from lockstep.trainer.checkpoint.resume import restore
+from lockstep.trainer.checkpoint.run_dir import open_run
+from lockstep.trainer.config.changes import changes, settings_hash
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
+from lockstep.trainer.config.schema import Config
 from tests.fixtures.saved_state import SavedState
-from trainer.checkpoint import checkpoint
-from trainer.checkpoint.checkpoint import TrainerState
-from trainer.checkpoint.resume import restore
-from trainer.checkpoint.run_dir import open_run
-from trainer.config.changes import changes, settings_hash
-from trainer.config.groups.algorithm_settings import AlgorithmConfig
-from trainer.config.schema import Config
 
 
 def config(**changed: Any) -> Config:

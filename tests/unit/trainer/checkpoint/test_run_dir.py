@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from rollout.errors import ConfigError
+from lockstep.rollout.errors import ConfigError
+from lockstep.trainer.checkpoint.run_dir import open_run
+from lockstep.trainer.config.groups.serving_settings import GatewayConfig
+from lockstep.trainer.config.redaction import REDACTED
+from lockstep.trainer.config.schema import Config
 from tests.fixtures.forked_python import forked_python
 from tests.fixtures.saved_state import SavedState
-from trainer.checkpoint.run_dir import open_run
-from trainer.config.groups.serving_settings import GatewayConfig
-from trainer.config.redaction import REDACTED
-from trainer.config.schema import Config
 
 
 def test_the_saved_config_holds_no_key(tmp_path):
@@ -58,10 +58,10 @@ def test_only_one_process_runs_in_a_directory(tmp_path):
     assert lock is not None
     other = textwrap.dedent(f"""
         import sys
-        from rollout.errors import ConfigError
+        from lockstep.rollout.errors import ConfigError
         from tests.fixtures.saved_state import SavedState
-        from trainer.config.schema import Config
-        from trainer.checkpoint.run_dir import open_run
+        from lockstep.trainer.config.schema import Config
+        from lockstep.trainer.checkpoint.run_dir import open_run
         try:
             open_run(Config(run_root={str(tmp_path)!r}, run_name="a", resume="auto"), SavedState())
         except ConfigError as error:

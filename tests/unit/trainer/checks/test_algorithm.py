@@ -8,9 +8,9 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 
-from trainer.checks.algorithm import algorithm_problems, algorithm_warnings
-from trainer.cli import CONFIG_DIR, schema, to_config
-from trainer.config.schema import Config
+from lockstep.trainer.checks.algorithm import algorithm_problems, algorithm_warnings
+from lockstep.trainer.cli import CONFIG_DIR, schema, to_config
+from lockstep.trainer.config.schema import Config
 
 
 def composed(*overrides: str) -> Config:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.checks.correction import correction_problems
-from trainer.config.schema import Config
+from lockstep.trainer.checks.correction import correction_problems
+from lockstep.trainer.config.schema import Config
 
 
 def problems(mode: str, low: float, high: float) -> list[str]:

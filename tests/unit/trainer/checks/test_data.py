@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.trainer.checks.data import data_file_problems, evaluation_problems
 from tests.unit.trainer.test_cli import composed
-from trainer.checks.data import data_file_problems, evaluation_problems
 
 
 def test_a_missing_held_out_file_can_be_left_out_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

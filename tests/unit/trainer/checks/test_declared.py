@@ -6,14 +6,14 @@ import shlex
 
 import pytest
 
-from rollout.errors import ConfigError
+from lockstep.rollout.errors import ConfigError
+from lockstep.trainer.checks.declared import unused_problems
+from lockstep.trainer.checks.validate import validate
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.objective.declare import declared_arguments
+from lockstep.trainer.setting import declarations
 from tests.fixtures.pages import PAGES, bash_blocks
 from tests.unit.trainer.test_cli import complete, composed
-from trainer.checks.declared import unused_problems
-from trainer.checks.validate import validate
-from trainer.config.schema import Config
-from trainer.objective.declare import declared_arguments
-from trainer.setting import declarations
 
 __all__ = ["complete"]  # a fixture
 

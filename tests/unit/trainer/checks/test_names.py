@@ -6,19 +6,19 @@ from pathlib import Path
 
 import pytest
 
-import trainer.checks.names
-from rollout.errors import ConfigError
+import lockstep.trainer.checks.names
+from lockstep.rollout.errors import ConfigError
+from lockstep.trainer.checks.names import reward_name_problems, sandbox_problems
+from lockstep.trainer.checks.validate import validate
+from lockstep.trainer.config.user_code import runs_unisolated, unisolated_settings
 from tests.unit.trainer.test_cli import composed
-from trainer.checks.names import reward_name_problems, sandbox_problems
-from trainer.checks.validate import validate
-from trainer.config.user_code import runs_unisolated, unisolated_settings
 
 CODE = "reward.functions=[code_tests]"
 UNSAFE = "+reward.settings.code_tests.unsafe=true"
 
 
 def test_a_system_that_cannot_isolate_programs_is_refused_at_the_start(monkeypatch):
-    monkeypatch.setattr(trainer.checks.names, "isolation_problem", lambda: "no namespaces here")
+    monkeypatch.setattr(lockstep.trainer.checks.names, "isolation_problem", lambda: "no namespaces here")
     assert list(sandbox_problems(composed(CODE))) == ["reward.functions names code_tests: no namespaces here"]
     assert list(sandbox_problems(composed(CODE, UNSAFE))) == []
     assert list(sandbox_problems(composed("reward.functions=[exact_match]"))) == []
@@ -66,7 +66,7 @@ def test_environments_say_what_the_system_lacks(monkeypatch):
     alone = composed("environment=sandbox")
     among = composed("environment.name=mixed", "environment.settings.environments={chain: {}, sandbox: {}}")
     assert list(sandbox_problems(alone)) == list(sandbox_problems(among)) == []
-    monkeypatch.setattr("rollout.sandbox.sandbox.refusing_filter", lambda: bytes(8))
+    monkeypatch.setattr("lockstep.rollout.sandbox.sandbox.refusing_filter", lambda: bytes(8))
     for config in (alone, among):
         (problem,) = sandbox_problems(config)
         assert "did not isolate a program of the model" in problem
@@ -94,9 +94,9 @@ def arguments(tmp_path: Path) -> list[str]:
 
 
 def test_the_check_of_a_run_includes_the_sandbox(arguments, monkeypatch):
-    monkeypatch.setattr(trainer.checks.names, "isolation_problem", lambda: None)
+    monkeypatch.setattr(lockstep.trainer.checks.names, "isolation_problem", lambda: None)
     validate(composed(*arguments, CODE))
-    monkeypatch.setattr(trainer.checks.names, "isolation_problem", lambda: "no namespaces here")
+    monkeypatch.setattr(lockstep.trainer.checks.names, "isolation_problem", lambda: "no namespaces here")
     with pytest.raises(ConfigError, match="no namespaces here"):
         validate(composed(*arguments, CODE))
     validate(composed(*arguments, CODE), needs_data=False)

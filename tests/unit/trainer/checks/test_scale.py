@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.trainer.checks.scale import disk_notes, overlap_warnings, size_warnings
+from lockstep.trainer.config.groups.data_settings import DataSetConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.data.prompts import load_data_set
+from lockstep.trainer.model.shape import ModelShape, planned_shape
 from tests.fixtures.models import tiny_qwen3
 from tests.fixtures.policies import TOKENIZER
-from trainer.checks.scale import disk_notes, overlap_warnings, size_warnings
-from trainer.config.groups.data_settings import DataSetConfig
-from trainer.config.schema import Config
-from trainer.data.prompts import load_data_set
-from trainer.model.shape import ModelShape, planned_shape
 
 
 @pytest.fixture(scope="module")

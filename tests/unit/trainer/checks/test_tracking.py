@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.trainer.checks.tracking import tracking_problems
 from tests.unit.trainer.test_cli import composed
-from trainer.checks.tracking import tracking_problems
 
 
 @pytest.fixture(autouse=True)

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from rollout.errors import ConfigError
-from trainer.checks.algorithm import algorithm_problems
-from trainer.checks.declared import unused_problems
-from trainer.checks.validate import validate
-from trainer.checks.without_rollouts import (
+from lockstep.rollout.errors import ConfigError
+from lockstep.trainer.checks.algorithm import algorithm_problems
+from lockstep.trainer.checks.declared import unused_problems
+from lockstep.trainer.checks.validate import validate
+from lockstep.trainer.checks.without_rollouts import (
     demonstration_problems,
     demonstration_row_problems,
     without_rollouts_problems,
 )
-from trainer.config.groups.algorithm_settings import AlgorithmConfig
-from trainer.config.groups.teacher_settings import TeacherConfig
-from trainer.config.schema import Config
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
+from lockstep.trainer.config.groups.teacher_settings import TeacherConfig
+from lockstep.trainer.config.schema import Config
 
 TALK = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 

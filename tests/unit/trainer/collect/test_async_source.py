@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
-from rollout.engine.protocol import Sampling
-from rollout.errors import EngineError
-from rollout.records import EngineCall, FinishReason, Rollout, VersionSpan
-from rollout.system.background_loop import BackgroundLoop
+from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.errors import EngineError
+from lockstep.rollout.records import EngineCall, FinishReason, Rollout, VersionSpan
+from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.trainer.collect.async_source import Producer
+from lockstep.trainer.collect.groups import Collected
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.data.prompts import Prompts
+from lockstep.trainer.stopwatch import Stopwatch
 from tests.fixtures.distributed import FakeRank
-from trainer.collect.async_source import Producer
-from trainer.collect.groups import Collected
-from trainer.config.schema import Config
-from trainer.data.prompts import Prompts
-from trainer.stopwatch import Stopwatch
 
 BATCH, GROUP = 3, 2
 

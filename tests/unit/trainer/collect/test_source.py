@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from rewards.composition import Reward, RewardSet
-from rewards.shaping import Shaping
-from rollout.engine.protocol import Sampling
-from rollout.errors import EngineError
-from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
+from lockstep.rewards.composition import Reward, RewardSet
+from lockstep.rewards.shaping import Shaping
+from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.errors import EngineError
+from lockstep.rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
+from lockstep.trainer.collect.groups import Collected, has_spread
+from lockstep.trainer.collect.source import Collector
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.data.prompts import Position, Prompts
+from lockstep.trainer.stopwatch import Stopwatch
 from tests.fixtures.distributed import FakeRank, on_ranks
-from trainer.collect.groups import Collected, has_spread
-from trainer.collect.source import Collector
-from trainer.config.groups.algorithm_settings import AlgorithmConfig
-from trainer.config.schema import Config
-from trainer.data.prompts import Position, Prompts
-from trainer.stopwatch import Stopwatch
 
 GROUP = 4
 

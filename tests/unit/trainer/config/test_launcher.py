@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.config.launcher import launch_problems
-from trainer.config.schema import Config
+from lockstep.trainer.config.launcher import launch_problems
+from lockstep.trainer.config.schema import Config
 
 
 @pytest.fixture(autouse=True)

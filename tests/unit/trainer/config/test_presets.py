@@ -8,15 +8,15 @@ import pytest
 import torch
 import yaml
 
-from rollout.records import EngineCall, FinishReason, Rollout
+from lockstep.rollout.records import EngineCall, FinishReason, Rollout
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
+from lockstep.trainer.config.groups.model_settings import ATTENTIONS
+from lockstep.trainer.credit.targets import rollout_advantages
+from lockstep.trainer.model.decoder import AUTO
+from lockstep.trainer.model.layers.packed_attention import PACKED_ROWS
+from lockstep.trainer.objective.declare import ADVANTAGES, POLICY_LOSSES
 from tests.fixtures.paths import ROOT
-from trainer.batch.step_batch import StepBatch
-from trainer.config.groups.algorithm_settings import AlgorithmConfig
-from trainer.config.groups.model_settings import ATTENTIONS
-from trainer.credit.targets import rollout_advantages
-from trainer.model.decoder import AUTO
-from trainer.model.layers.packed_attention import PACKED_ROWS
-from trainer.objective.declare import ADVANTAGES, POLICY_LOSSES
 
 PRESETS = {file.stem: yaml.safe_load(file.read_text()) for file in (ROOT / "configs/algorithm").glob("*.yaml")}
 OF_ROLLOUTS = {

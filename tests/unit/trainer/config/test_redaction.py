@@ -8,9 +8,9 @@ import re
 import pytest
 from omegaconf import OmegaConf
 
+from lockstep.trainer.config.redaction import REDACTED, redact, redact_words
+from lockstep.trainer.config.schema import Config
 from tests.fixtures.paths import ROOT
-from trainer.config.redaction import REDACTED, redact, redact_words
-from trainer.config.schema import Config
 
 SECRETS = {
     "gateway": {"api_key": "hunter2", "port": 8000, "host": "127.0.0.1"},

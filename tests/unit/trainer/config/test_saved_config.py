@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout.errors import ConfigError
-from trainer.config.saved_config import MAX_BYTES, read_saved
+from lockstep.rollout.errors import ConfigError
+from lockstep.trainer.config.saved_config import MAX_BYTES, read_saved
 
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 12))
 

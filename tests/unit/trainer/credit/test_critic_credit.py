@@ -6,22 +6,22 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.errors import ConfigError
-from rollout.records import EngineCall, FinishReason, Rollout
-from trainer.batch.step_batch import StepBatch
-from trainer.checks.declared import unused_problems
-from trainer.checks.validate import validate
-from trainer.config.groups.algorithm_settings import AlgorithmConfig
-from trainer.config.groups.correction_settings import CorrectionConfig
-from trainer.config.schema import Config
-from trainer.credit.correction import StepCorrection
-from trainer.credit.critic_credit import CriticTargets, critic_targets
-from trainer.credit.old_policy import Recomputed
-from trainer.credit.targets import Logprobs
-from trainer.objective.advantages import ADVANTAGES
-from trainer.objective.advantages.critic import Credit
-from trainer.objective.gae import gae
-from trainer.objective.whitening import moments, standardize
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.records import EngineCall, FinishReason, Rollout
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.checks.declared import unused_problems
+from lockstep.trainer.checks.validate import validate
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
+from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.credit.correction import StepCorrection
+from lockstep.trainer.credit.critic_credit import CriticTargets, critic_targets
+from lockstep.trainer.credit.old_policy import Recomputed
+from lockstep.trainer.credit.targets import Logprobs
+from lockstep.trainer.objective.advantages import ADVANTAGES
+from lockstep.trainer.objective.advantages.critic import Credit
+from lockstep.trainer.objective.gae import gae
+from lockstep.trainer.objective.whitening import moments, standardize
 
 assign = ADVANTAGES["gae"]
 PLAIN = {"whiten_rewards": False, "whiten_advantages": False}
@@ -81,7 +81,7 @@ def test_masked_tokens_pass_credit_on_but_do_not_enter_statistics():
 
 
 def test_every_epoch_visits_every_rollout_once_in_its_own_order():
-    from trainer.update.updater import Updater
+    from lockstep.trainer.update.updater import Updater
 
     config = Config(algorithm=AlgorithmConfig(advantage="gae", epochs=3, minibatches=4))
     updater = Updater(torch.nn.Linear(1, 1), distributed=None, config=config)  # type: ignore[arg-type]  # cuts, no more

@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
+from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.credit.correction import StepCorrection
+from lockstep.trainer.credit.old_policy import FromEngine, FromUpdate, OldPolicy, Recomputed, form_of
+from lockstep.trainer.credit.targets import Targets
+from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.update.batch_dumps import Attempt, read_dump, write_dump
+from lockstep.trainer.update.updater import Updater
 from tests.fixtures.distributed import FakeRank
 from tests.fixtures.models import tiny_qwen3
 from tests.unit.trainer.update.test_updater import rollouts
-from trainer.batch.step_batch import StepBatch
-from trainer.config.groups.algorithm_settings import AlgorithmConfig
-from trainer.config.groups.correction_settings import CorrectionConfig
-from trainer.config.schema import Config
-from trainer.credit.correction import StepCorrection
-from trainer.credit.old_policy import FromEngine, FromUpdate, OldPolicy, Recomputed, form_of
-from trainer.credit.targets import Targets
-from trainer.model.policy import Policy
-from trainer.update.batch_dumps import Attempt, read_dump, write_dump
-from trainer.update.updater import Updater
 
 
 @pytest.fixture(scope="module")

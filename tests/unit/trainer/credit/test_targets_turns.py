@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.records import EngineCall, FinishReason, Rollout
-from trainer.batch.step_batch import StepBatch
-from trainer.config.groups.algorithm_settings import AlgorithmConfig
-from trainer.credit.targets import turn_advantages
+from lockstep.rollout.records import EngineCall, FinishReason, Rollout
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
+from lockstep.trainer.credit.targets import turn_advantages
 
 
 def rollout(rollout_id: int, group_id: int, reward: float, given: list[float], *, turns: int = 2) -> Rollout:

@@ -10,21 +10,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from rewards.composition import Reward, RewardSet
-from rewards.shaping import Shaping
-from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
+from lockstep.rewards.composition import Reward, RewardSet
+from lockstep.rewards.shaping import Shaping
+from lockstep.rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
+from lockstep.trainer.batch.step_batch import StepBatch, decode, encode
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
+from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.credit.correction import StepCorrection
+from lockstep.trainer.credit.old_policy import FromUpdate
+from lockstep.trainer.credit.targets import Logprobs, rollout_targets
+from lockstep.trainer.objective.loss_normalization import StepCounts, loss_coefficients, normalized_loss
+from lockstep.trainer.objective.losses import POLICY_LOSSES
+from lockstep.trainer.objective.losses.inputs import LossInputs
+from lockstep.trainer.objective.per_rollout import rollout_count
 from tests.unit.trainer.config.test_presets import PRESETS
-from trainer.batch.step_batch import StepBatch, decode, encode
-from trainer.config.groups.algorithm_settings import AlgorithmConfig
-from trainer.config.groups.correction_settings import CorrectionConfig
-from trainer.config.schema import Config
-from trainer.credit.correction import StepCorrection
-from trainer.credit.old_policy import FromUpdate
-from trainer.credit.targets import Logprobs, rollout_targets
-from trainer.objective.loss_normalization import StepCounts, loss_coefficients, normalized_loss
-from trainer.objective.losses import POLICY_LOSSES
-from trainer.objective.losses.inputs import LossInputs
-from trainer.objective.per_rollout import rollout_count
 
 FIRST, LAST = 10, 20
 """First sampled token of the two turns; the second one says which rollout it is."""

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.errors import CheckpointError
-from trainer.config.groups.data_settings import CurriculumConfig
-from trainer.data.curriculum import Curriculum, RowRecord, Visit
-from trainer.data.prompts import Position, Prompts
+from lockstep.rollout.errors import CheckpointError
+from lockstep.trainer.config.groups.data_settings import CurriculumConfig
+from lockstep.trainer.data.curriculum import Curriculum, RowRecord, Visit
+from lockstep.trainer.data.prompts import Position, Prompts
 
 GROUP = 8
 

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout.chat.chat import Chat
-from rollout.episode.demonstration import demonstrated_calls
-from rollout.episode.rows import rows_from_calls
-from rollout.errors import DataError
+from lockstep.rollout.chat.chat import Chat
+from lockstep.rollout.episode.demonstration import demonstrated_calls
+from lockstep.rollout.episode.rows import rows_from_calls
+from lockstep.rollout.errors import DataError
+from lockstep.trainer.config.groups.data_settings import DataSetConfig
+from lockstep.trainer.data.demonstrations import Demonstration, load_demonstrations
 from tests.fixtures.conversations import USER, WEATHER
 from tests.fixtures.tokenizers import chat_tokenizer
-from trainer.config.groups.data_settings import DataSetConfig
-from trainer.data.demonstrations import Demonstration, load_demonstrations
 
 CHAT = Chat(chat_tokenizer("qwen3"))
 CALL = {"id": "a", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from rewards.composition import make_reward_set
-from rollout.errors import ConfigError
-from rollout.records import Rollout
+from lockstep.rewards.composition import make_reward_set
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.records import Rollout
+from lockstep.trainer.checks.validate import validate
+from lockstep.trainer.data.gym_rows import gym_rows
+from lockstep.trainer.data.prompts import Prompts, heldout_data, training_data
+from lockstep.trainer.data.split import HELDOUT_ONE_IN
 from tests.fixtures.paths import ROOT
 from tests.unit.trainer.data.test_ready_data import composed
-from trainer.checks.validate import validate
-from trainer.data.gym_rows import gym_rows
-from trainer.data.prompts import Prompts, heldout_data, training_data
-from trainer.data.split import HELDOUT_ONE_IN
 
 pytest.importorskip("reasoning_gym", reason="pip install 'lockstep-rl[reasoning-gym]'")
 
@@ -38,7 +38,7 @@ def test_no_question_is_in_two_rows_and_the_splits_have_none_in_common() -> None
 
 def test_another_process_draws_the_same_rows() -> None:
     program = (
-        "import sys; from trainer.data.gym_rows import gym_rows; "
+        "import sys; from lockstep.trainer.data.gym_rows import gym_rows; "
         f"print('|'.join(gym_rows('reasoning_gym:{BY_HASH}', 'train', {{'size': 40}})['reasoning_gym']))"
     )
     texts = {

@@ -15,14 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from rollout.environments import make_environment
-from rollout.errors import DataError
-from rollout.system.background_loop import BackgroundLoop
+from lockstep.rollout.environments import make_environment
+from lockstep.rollout.errors import DataError
+from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.trainer.config.groups.data_settings import DataSetConfig
+from lockstep.trainer.data.datasets import load_rows, read_first_row, rename
+from lockstep.trainer.data.prompt_filter import short_enough
+from lockstep.trainer.data.prompts import DataSet, Position, Prompts, load_data_set
 from tests.fixtures.policies import CHAT
-from trainer.config.groups.data_settings import DataSetConfig
-from trainer.data.datasets import load_rows, read_first_row, rename
-from trainer.data.prompt_filter import short_enough
-from trainer.data.prompts import DataSet, Position, Prompts, load_data_set
 
 ROWS = [{"question": f"q{i}", "answer": str(i)} for i in range(3)]
 

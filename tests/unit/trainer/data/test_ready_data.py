@@ -12,19 +12,19 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 
-from rewards.composition import make_reward_set
-from rollout.chat.chat import Chat
-from rollout.environments import make_environment
-from rollout.records import Rollout
+from lockstep.rewards.composition import make_reward_set
+from lockstep.rollout.chat.chat import Chat
+from lockstep.rollout.environments import make_environment
+from lockstep.rollout.records import Rollout
+from lockstep.trainer.checks.validate import validate
+from lockstep.trainer.cli import CONFIG_DIR, schema, to_config
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.data.prompts import load_data_set, training_data
+from lockstep.trainer.reward_model.config import RewardModelConfig
+from lockstep.trainer.reward_model.config import check as check_reward_model
+from lockstep.trainer.reward_model.data import Lengths, read_comparisons
 from tests.fixtures.paths import FIXTURES
 from tests.fixtures.tokenizers import chat_tokenizer
-from trainer.checks.validate import validate
-from trainer.cli import CONFIG_DIR, schema, to_config
-from trainer.config.schema import Config
-from trainer.data.prompts import load_data_set, training_data
-from trainer.reward_model.config import RewardModelConfig
-from trainer.reward_model.config import check as check_reward_model
-from trainer.reward_model.data import Lengths, read_comparisons
 
 FILES = FIXTURES / "data"
 EXPERIMENTS = sorted((CONFIG_DIR / "experiment").glob("*.yaml"))

@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollout.chat.chat import Chat
-from rollout.episode.rows import rows_from_calls
-from rollout.errors import DataError
-from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
-from rollout.saved_rollouts import write_rollouts
+from lockstep.rollout.chat.chat import Chat
+from lockstep.rollout.episode.rows import rows_from_calls
+from lockstep.rollout.errors import DataError
+from lockstep.rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
+from lockstep.rollout.saved_rollouts import write_rollouts
+from lockstep.trainer.config.groups.data_settings import DataSetConfig
+from lockstep.trainer.data.demonstrations import Demonstration, load_demonstrations
 from tests.fixtures.tokenizers import chat_tokenizer
-from trainer.config.groups.data_settings import DataSetConfig
-from trainer.data.demonstrations import Demonstration, load_demonstrations
 
 CHAT = Chat(chat_tokenizer("qwen3"))
 VOCAB_SIZE = 500

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.errors import ConfigError
-from trainer.data.datasets import load_rows
-from trainer.data.seeds import seeds
+from lockstep.rollout.errors import ConfigError
+from lockstep.trainer.data.datasets import load_rows
+from lockstep.trainer.data.seeds import seeds
 
 
 def test_each_split_has_seeds_of_its_own() -> None:

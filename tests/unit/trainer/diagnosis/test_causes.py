@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from trainer.diagnosis.causes import VARIANTS, Cause, Severity, judge, severity_of
-from trainer.diagnosis.evidence import EngineCheck, Evidence, TokenMatch
+from lockstep.trainer.diagnosis.causes import VARIANTS, Cause, Severity, judge, severity_of
+from lockstep.trainer.diagnosis.evidence import EngineCheck, Evidence, TokenMatch
 
 EXACT = TokenMatch(sampled=10, trained=10, same_id=10, same=10)
 BAD = {"kl_v1": 0.5, "kl_v2": 0.5}
@@ -90,7 +90,7 @@ class TestCauses:
 
 
 def test_the_command_line_learns_the_variants_without_torch():
-    code = "import sys, trainer.diagnosis.causes; print('torch' in sys.modules)"
+    code = "import sys, lockstep.trainer.diagnosis.causes; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
     assert [str(variant) for variant in VARIANTS] == [

@@ -8,11 +8,11 @@ from io import StringIO
 
 from rich.console import Console
 
-from rollout.records import Rollout
+from lockstep.rollout.records import Rollout
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.diagnosis.causes import Cause, Finding, Severity
+from lockstep.trainer.diagnosis.diagnosis import CaseReport, Diagnosis, conclude, print_diagnosis
 from tests.fixtures.made_up_model import FakeEngine, FakeTrainer, examine, two_turns
-from trainer.config.schema import Config
-from trainer.diagnosis.causes import Cause, Finding, Severity
-from trainer.diagnosis.diagnosis import CaseReport, Diagnosis, conclude, print_diagnosis
 
 
 def printed(diagnosis: Diagnosis) -> str:

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rollout.records import FinishReason, Rollout, TrainingRow
+from lockstep.rollout.records import FinishReason, Rollout, TrainingRow
+from lockstep.trainer.diagnosis import evidence
+from lockstep.trainer.diagnosis.evidence import TokenMatch, match_rows
 from tests.fixtures.made_up_model import TEXTS, FakeTrainer, call, ids_of, letters, scored_tokens, step_batch, two_turns
-from trainer.diagnosis import evidence
-from trainer.diagnosis.evidence import TokenMatch, match_rows
 
 
 class TestMatchRows:

@@ -6,7 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from rollout.records import Rollout
+from lockstep.rollout.records import Rollout
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.diagnosis.causes import Cause, Severity
+from lockstep.trainer.diagnosis.diagnosis import Diagnosis
+from lockstep.trainer.diagnosis.examiner import diagnose_step, retokenization_note
 from tests.fixtures.made_up_model import (
     TEXTS,
     FakeEngine,
@@ -18,10 +22,6 @@ from tests.fixtures.made_up_model import (
     step_batch,
     two_turns,
 )
-from trainer.config.schema import Config
-from trainer.diagnosis.causes import Cause, Severity
-from trainer.diagnosis.diagnosis import Diagnosis
-from trainer.diagnosis.examiner import diagnose_step, retokenization_note
 
 ROLLOUTS = [two_turns(i, said=said) for i, said in enumerate(("hello", "there", "the answer is 42"))]
 ROW_VARIANTS = [Cause.RETOKENIZE, Cause.MISSING_FINAL, Cause.SHIFT]

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from rollout.errors import ConfigError
-from rollout.saved_rollouts import write_rollouts
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.saved_rollouts import write_rollouts
+from lockstep.trainer.diagnosis.saved import MAX_ROLLOUTS, find_rollouts, load_rollouts, run_overrides
 from tests.fixtures.made_up_model import two_turns
-from trainer.diagnosis.saved import MAX_ROLLOUTS, find_rollouts, load_rollouts, run_overrides
 
 
 @pytest.fixture

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rollout.episode.rows import rows_from_calls
+from lockstep.rollout.episode.rows import rows_from_calls
+from lockstep.trainer.diagnosis.token_classes import CLASSES, TokenTexts, classify
 from tests.fixtures.made_up_model import TEXTS, TOKENIZER, call, ids_of, two_turns
-from trainer.diagnosis.token_classes import CLASSES, TokenTexts, classify
 
 
 def names_of(sampled: tuple[int, ...]) -> list[str]:

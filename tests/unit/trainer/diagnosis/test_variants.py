@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from rollout.episode.rows import rows_from_calls
+from lockstep.rollout.episode.rows import rows_from_calls
+from lockstep.trainer.diagnosis.causes import Cause
+from lockstep.trainer.diagnosis.evidence import match_rows
+from lockstep.trainer.diagnosis.variants import damaged_policy, damaged_rows, retokenize
 from tests.fixtures.made_up_model import TOKENIZER, ids_of, two_turns
-from trainer.diagnosis.causes import Cause
-from trainer.diagnosis.evidence import match_rows
-from trainer.diagnosis.variants import damaged_policy, damaged_rows, retokenize
 
 POLICY_VARIANTS = (Cause.STALE_WEIGHTS, Cause.DROPOUT)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.distributed.distributed import drop_stale_build_locks
+from lockstep.trainer.distributed.distributed import drop_stale_build_locks
 
 
 def test_only_locks_too_old_to_have_an_owner_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.errors import ConfigError, EngineError, LockstepError
+from lockstep.rollout.errors import ConfigError, EngineError, LockstepError
 from tests.fixtures.distributed import FakeRank, on_ranks
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from rollout.errors import CheckpointError, SyncError
+from lockstep.rollout.errors import CheckpointError, SyncError
+from lockstep.trainer.distributed.weight_average import DIRECTORY, WeightAverage
 from tests.fixtures.distributed import FakeRank
-from trainer.distributed.weight_average import DIRECTORY, WeightAverage
 
 
 def layer(*values: float) -> nn.Linear:

@@ -15,15 +15,13 @@ import torch
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from rollout.errors import ConfigError
-from rollout.system.background_loop import BackgroundLoop
-from tests.fixtures.fake_server import KEY, SERVER_INFO, FakeServer
-from tests.fixtures.models import save_tiny_model
-from trainer.checks.declared import value_problems
-from trainer.checks.engines import engine_problems
-from trainer.config.schema import Config
-from trainer.distributed.distributed import choose_interface
-from trainer.engines.start import (
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.trainer.checks.declared import value_problems
+from lockstep.trainer.checks.engines import engine_problems
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.distributed.distributed import choose_interface
+from lockstep.trainer.engines.start import (
     check_cores,
     check_engine,
     check_quantization,
@@ -31,7 +29,9 @@ from trainer.engines.start import (
     engine_key,
     start_engine,
 )
-from trainer.tools.serve_engine import check_host, command, shell_line
+from lockstep.trainer.tools.serve_engine import check_host, command, shell_line
+from tests.fixtures.fake_server import KEY, SERVER_INFO, FakeServer
+from tests.fixtures.models import save_tiny_model
 
 URL = "http://10.0.0.7:8000"
 
@@ -98,14 +98,17 @@ def test_a_server_is_started_on_loopback_and_guarded(monkeypatch: pytest.MonkeyP
     words = command(config())
     assert words[words.index("--host") + 1] == "127.0.0.1"
     middleware = [words[index + 1] for index, word in enumerate(words) if word == "--middleware"]
-    assert middleware == ["rollout.server.generate_route.CompactGenerate", "rollout.server.guard.RequireKey"]
+    assert middleware == [
+        "lockstep.rollout.server.generate_route.CompactGenerate",
+        "lockstep.rollout.server.guard.RequireKey",
+    ]
     assert words[words.index("--logprobs-mode") + 1] == "processed_logprobs"
     assert "--no-enable-chunked-prefill" in words
     line = shell_line(config())
     assert "VLLM_SERVER_DEV_MODE=1" in line
     assert "VLLM_API_KEY=$LOCKSTEP_ENGINE_KEY" in line
     assert "do-not-show-this" not in line
-    assert "rollout.server.guard.RequireKey" not in command(config(rollout__api_key_env=None))
+    assert "lockstep.rollout.server.guard.RequireKey" not in command(config(rollout__api_key_env=None))
 
 
 @pytest.mark.parametrize("words", [["--hf-token", "hunter2"], ["--hf-token=hunter2"], ["--api-key", "hunter2"]])
@@ -149,8 +152,8 @@ def test_a_host_that_resolves_to_loopback_unintentionally_is_refused(monkeypatch
 
 
 def test_gloo_takes_the_interface_that_reaches_rank_0(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("trainer.distributed.distributed.address_towards", lambda host: "10.0.0.12")
-    monkeypatch.setattr("trainer.distributed.distributed.interface_of", {"10.0.0.12": "ib0"}.get)
+    monkeypatch.setattr("lockstep.trainer.distributed.distributed.address_towards", lambda host: "10.0.0.12")
+    monkeypatch.setattr("lockstep.trainer.distributed.distributed.interface_of", {"10.0.0.12": "ib0"}.get)
     several = {"MASTER_ADDR": "node-0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
     choose_interface(several)
     assert several["GLOO_SOCKET_IFNAME"] == "ib0"
@@ -163,7 +166,7 @@ def test_gloo_takes_the_interface_that_reaches_rank_0(monkeypatch: pytest.Monkey
 def test_a_loopback_address_of_rank_0_is_refused_with_several_machines(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr("trainer.distributed.distributed.address_towards", lambda host: "127.0.1.1")
+    monkeypatch.setattr("lockstep.trainer.distributed.distributed.address_towards", lambda host: "127.0.1.1")
     several = {"MASTER_ADDR": "node-0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
     with pytest.raises(ConfigError, match=r"--main_process_ip node-0 is loopback on this machine \(127\.0\.1\.1\)"):
         choose_interface(several)

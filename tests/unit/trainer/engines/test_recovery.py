@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from rollout.errors import ConfigError, EngineError, LockstepError, RankLostError, SyncError
+from lockstep.rollout.errors import ConfigError, EngineError, LockstepError, RankLostError, SyncError
+from lockstep.trainer.engines.recovery import Recovery
 from tests.fixtures.distributed import FakeRank, on_ranks
-from trainer.engines.recovery import Recovery
 
 
 class World:

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollout.errors import ConfigError
+from lockstep.rollout.errors import ConfigError
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.engines.run_engines import _memory, check_allocator
+from lockstep.trainer.model.memory_plan import GIB, cache_gib
 from tests.fixtures.distributed import FakeRank
 from tests.fixtures.models import save_tiny_model
-from trainer.config.schema import Config
-from trainer.engines.run_engines import _memory, check_allocator
-from trainer.model.memory_plan import GIB, cache_gib
 
 RANK = FakeRank(world_size=2, zero_stage=3, device_memory=8 * GIB)
 

@@ -9,13 +9,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rollout.engine.token_scores import TokenScores, token_scores
-from rollout.errors import EngineError, EvidenceError
-from rollout.system.background_loop import BackgroundLoop
+from lockstep.rollout.engine.token_scores import TokenScores, token_scores
+from lockstep.rollout.errors import EngineError, EvidenceError
+from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.engines.teacher import Teacher
 from tests.fixtures.distributed import FakeRank
 from tests.unit.trainer.batch.test_step_batch import rollout
-from trainer.batch.step_batch import StepBatch
-from trainer.engines.teacher import Teacher
 
 
 class FakeEngine:

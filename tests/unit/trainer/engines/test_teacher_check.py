@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from rollout.errors import EvidenceError
-from rollout.system.background_loop import BackgroundLoop
+from lockstep.rollout.errors import EvidenceError
+from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.trainer.config.groups.teacher_settings import TeacherConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.engines import teacher_check
+from lockstep.trainer.engines.teacher_check import canary_diff, is_checked
 from tests.fixtures.models import sampled_logprobs, tiny_qwen3
-from trainer.config.groups.teacher_settings import TeacherConfig
-from trainer.config.schema import Config
-from trainer.engines import teacher_check
-from trainer.engines.teacher_check import canary_diff, is_checked
 
 
 class Serving:

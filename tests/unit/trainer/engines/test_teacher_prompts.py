@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout.engine.token_scores import token_scores
-from rollout.episode.demonstration import demonstrated_calls
-from rollout.errors import ConfigError, DataError, EvidenceError
-from rollout.records import Rollout
+from lockstep.rollout.engine.token_scores import token_scores
+from lockstep.rollout.episode.demonstration import demonstrated_calls
+from lockstep.rollout.errors import ConfigError, DataError, EvidenceError
+from lockstep.rollout.records import Rollout
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.batch.teacher_scores import TeacherRow, TeacherScores
+from lockstep.trainer.engines.teacher_prompts import TeacherPrompts
 from tests.fixtures.policies import CHAT
-from trainer.batch.step_batch import StepBatch
-from trainer.batch.teacher_scores import TeacherRow, TeacherScores
-from trainer.engines.teacher_prompts import TeacherPrompts
 
 TEMPLATE = "An answer of someone else: {answer}"
 

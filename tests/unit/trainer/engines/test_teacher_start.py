@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from rollout.errors import ConfigError
+from lockstep.rollout.errors import ConfigError
+from lockstep.trainer.config.groups.teacher_settings import TeacherConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.engines.teacher_start import refuse_short, refuse_unfit_teacher
 from tests.fixtures.models import tiny_qwen3
 from tests.fixtures.tokenizers import chat_tokenizer
-from trainer.config.groups.teacher_settings import TeacherConfig
-from trainer.config.schema import Config
-from trainer.engines.teacher_start import refuse_short, refuse_unfit_teacher
 
 
 def test_a_teacher_with_another_tokenizer_is_refused(tmp_path: Path) -> None:

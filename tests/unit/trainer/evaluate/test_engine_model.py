@@ -15,16 +15,16 @@ pytest.importorskip("lm_eval", reason="pip install 'lm-eval<0.5' for tasks of lm
 from lm_eval.api.instance import Instance  # type: ignore[import-not-found]
 from lm_eval.models.huggingface import HFLM  # type: ignore[import-not-found]
 
-from rollout.engine.pool import EnginePool
-from rollout.engine.protocol import Sampling
-from rollout.errors import ConfigError, DataError
-from rollout.records import EngineCall, FinishReason, VersionSpan
-from rollout.system.background_loop import BackgroundLoop
+from lockstep.rollout.engine.pool import EnginePool
+from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.errors import ConfigError, DataError
+from lockstep.rollout.records import EngineCall, FinishReason, VersionSpan
+from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.evaluate.engine_model import EngineModel, Generation
+from lockstep.trainer.evaluate.tasks import TaskRun, Tasks
 from tests.fixtures.lm_eval_tasks import NAMES, task_files, text_model, values_by_metric
 from tests.fixtures.models import byte_tokenizer, sampled_logprobs
-from trainer.config.schema import Config
-from trainer.evaluate.engine_model import EngineModel, Generation
-from trainer.evaluate.tasks import TaskRun, Tasks
 
 MODEL = text_model()
 CONTEXT = 128

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.evaluate import estimates
+from lockstep.trainer.evaluate import estimates
 
 PROPORTIONS = st.lists(st.integers(0, 16).map(lambda passed: passed / 16), min_size=1, max_size=40)
 

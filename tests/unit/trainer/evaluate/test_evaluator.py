@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from rewards.composition import Reward, RewardSet
-from rollout.episode.conversation import request_seed
-from rollout.records import Rollout
-from rollout.system.background_loop import BackgroundLoop
+from lockstep.rewards.composition import Reward, RewardSet
+from lockstep.rollout.episode.conversation import request_seed
+from lockstep.rollout.records import Rollout
+from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.trainer.checks.data import evaluation_problems
+from lockstep.trainer.config.groups.data_settings import DataSetConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.evaluate.evaluator import Evaluator, comparable_settings
 from tests.unit.rewards.test_shaping import rollout
-from trainer.checks.data import evaluation_problems
-from trainer.config.groups.data_settings import DataSetConfig
-from trainer.config.schema import Config
-from trainer.evaluate.evaluator import Evaluator, comparable_settings
 
 
 class FakeSampler:

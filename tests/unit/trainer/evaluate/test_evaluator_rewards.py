@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
-from rewards.composition import Reward, RewardSet
-from rewards.shaping import Shaping
-from rollout.records import Rollout
-from rollout.system.background_loop import BackgroundLoop
+from lockstep.rewards.composition import Reward, RewardSet
+from lockstep.rewards.shaping import Shaping
+from lockstep.rollout.records import Rollout
+from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.evaluate.evaluator import Evaluator
 from tests.unit.rewards.test_shaping import rollout
-from trainer.config.schema import Config
-from trainer.evaluate.evaluator import Evaluator
 
 
 class FakeSampler:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from rollout.errors import DataError
-from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
-from trainer.evaluate.results import (
+from lockstep.rollout.errors import DataError
+from lockstep.rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
+from lockstep.trainer.evaluate.results import (
     SetResult,
     compare,
     comparison_lines,

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from rollout.errors import DataError
-from trainer.evaluate import estimates
-from trainer.evaluate.results import write_results
-from trainer.evaluate.task_results import (
+from lockstep.rollout.errors import DataError
+from lockstep.trainer.evaluate import estimates
+from lockstep.trainer.evaluate.results import write_results
+from lockstep.trainer.evaluate.task_results import (
     TaskMetric,
     compare_tasks,
     read_tasks,

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from trainer.config.schema import Config
-from trainer.distributed.sharding import Sharding
-from trainer.model.chosen import affordable_tokens, with_chosen
-from trainer.model.memory_plan import GIB, advice, memory_plan
-from trainer.model.shape import ModelShape
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.distributed.sharding import Sharding
+from lockstep.trainer.model.chosen import affordable_tokens, with_chosen
+from lockstep.trainer.model.memory_plan import GIB, advice, memory_plan
+from lockstep.trainer.model.shape import ModelShape
 
 SMOLLM2 = ModelShape(
     parameters=134_515_008, trained=134_515_008, engine_parameters=134_515_008, largest=49_152 * 576, layers=30,

@@ -7,12 +7,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, GPT2Config, GPT2LMHeadModel
 
-from rollout.errors import ConfigError
-from rollout.records import TrainingRow
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.records import TrainingRow
+from lockstep.trainer.batch.packing import collate
+from lockstep.trainer.model.critic import ActorCritic, Critic, ValueHead, policy_of
+from lockstep.trainer.model.policy import Policy
 from tests.fixtures.models import tiny_qwen3
-from trainer.batch.packing import collate
-from trainer.model.critic import ActorCritic, Critic, ValueHead, policy_of
-from trainer.model.policy import Policy
 
 
 def row(length: int, seed: int) -> TrainingRow:
@@ -118,8 +118,8 @@ def test_a_critic_path_without_a_model_is_refused(tmp_path):
 
 
 def test_a_critic_can_have_a_learning_rate_of_its_own(saved):
-    from trainer.config.groups.optimizer_settings import OptimizerConfig
-    from trainer.update.optimizers.optimizer import LR_SCALE, make_optimizer
+    from lockstep.trainer.config.groups.optimizer_settings import OptimizerConfig
+    from lockstep.trainer.update.optimizers.optimizer import LR_SCALE, make_optimizer
 
     module = make(saved, "separate")
     groups = make_optimizer(module, OptimizerConfig(lr=1e-4, critic_lr=1e-3)).param_groups

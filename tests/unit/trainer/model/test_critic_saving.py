@@ -14,12 +14,12 @@ from transformers import (
     GraniteForCausalLM,
 )
 
+from lockstep.trainer.batch.packing import collate
+from lockstep.trainer.config.groups.model_settings import LoraConfig
+from lockstep.trainer.model.critic import ActorCritic, Critic, save_critic
+from lockstep.trainer.model.policy import Policy
 from tests.fixtures.distributed import FakeRank
 from tests.unit.trainer.model.test_critic import MODELS, ROWS, give_weight
-from trainer.batch.packing import collate
-from trainer.config.groups.model_settings import LoraConfig
-from trainer.model.critic import ActorCritic, Critic, save_critic
-from trainer.model.policy import Policy
 
 
 def values_of(module: ActorCritic) -> torch.Tensor:

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from rollout.errors import ConfigError
+from lockstep.rollout.errors import ConfigError
+from lockstep.trainer.batch.packing import collate
+from lockstep.trainer.checks.validate import validate
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.model.decoder import _compile_on_all_cores, compile_layers
+from lockstep.trainer.model.policy import Policy
 from tests.fixtures.models import tiny_qwen3
 from tests.unit.trainer.model.test_critic import ROWS
-from trainer.batch.packing import collate
-from trainer.checks.validate import validate
-from trainer.config.schema import Config
-from trainer.model.decoder import _compile_on_all_cores, compile_layers
-from trainer.model.policy import Policy
 
 PACKINGS = ([[0, 1, 2]], [[2], [0, 1]], [[1, 2], [0]])
 

@@ -7,10 +7,10 @@ import itertools
 import pytest
 import torch
 
-from trainer.model import logit_tiles
-from trainer.model.fused_head import REST_FLOOR, FusedHead, fused_candidates, fused_logprobs
-from trainer.model.logit_tiles import LogitTransform
-from trainer.objective.distillation.divergence import DIVERGENCES, divergence
+from lockstep.trainer.model import logit_tiles
+from lockstep.trainer.model.fused_head import REST_FLOOR, FusedHead, fused_candidates, fused_logprobs
+from lockstep.trainer.model.logit_tiles import LogitTransform
+from lockstep.trainer.objective.distillation.divergence import DIVERGENCES, divergence
 
 N, D, V, E = 23, 8, 50, 5
 TRANSFORM = LogitTransform(temperature=0.7, scale=1.3)

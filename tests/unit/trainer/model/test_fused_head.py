@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.model import logit_tiles
-from trainer.model.fused_head import FusedHead, fused_logprobs
-from trainer.model.logit_tiles import LogitTransform
+from lockstep.trainer.model import logit_tiles
+from lockstep.trainer.model.fused_head import FusedHead, fused_logprobs
+from lockstep.trainer.model.logit_tiles import LogitTransform
 
 N, D, V = 23, 8, 50
 

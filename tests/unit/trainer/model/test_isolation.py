@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollout.errors import ConfigError
+from lockstep.rollout.errors import ConfigError
+from lockstep.trainer.batch.packing import PackedBatch
+from lockstep.trainer.model import isolation
+from lockstep.trainer.model.critic import ActorCritic
+from lockstep.trainer.model.layers import recurrent
+from lockstep.trainer.model.policy import Policy
 from tests.fixtures.families import FAMILIES, save_family
 from tests.fixtures.models import VOCAB_SIZE
-from trainer.batch.packing import PackedBatch
-from trainer.model import isolation
-from trainer.model.critic import ActorCritic
-from trainer.model.layers import recurrent
-from trainer.model.policy import Policy
 
 RECURRENT = ("falcon_h1", "nemotron_h", "granite_hybrid", "qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "lfm2_moe")
 F32 = torch.float32

@@ -11,18 +11,18 @@ from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from transformers import AutoModelForCausalLM
 
-from rollout.engine.adapters import AdapterSettings
-from rollout.errors import ConfigError
+from lockstep.rollout.engine.adapters import AdapterSettings
+from lockstep.rollout.errors import ConfigError
+from lockstep.trainer.config.groups.model_settings import LoraConfig
+from lockstep.trainer.config.groups.optimizer_settings import OptimizerConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.distributed.distributed import Distributed
+from lockstep.trainer.model.lora import ADAPTER_DIRECTORY, adapter_settings, add_adapters, save_adapter, save_merged
+from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.update.optimizers.optimizer import make_optimizer
 from tests.fixtures.adapted import with_lora
 from tests.fixtures.families import save_family
 from tests.fixtures.models import save_tiny_model, tiny_qwen3
-from trainer.config.groups.model_settings import LoraConfig
-from trainer.config.groups.optimizer_settings import OptimizerConfig
-from trainer.config.schema import Config
-from trainer.distributed.distributed import Distributed
-from trainer.model.lora import ADAPTER_DIRECTORY, adapter_settings, add_adapters, save_adapter, save_merged
-from trainer.model.policy import Policy
-from trainer.update.optimizers.optimizer import make_optimizer
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 

@@ -23,15 +23,15 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from rollout.errors import ConfigError
-from rollout.records import TrainingRow
-from trainer.batch.packing import collate
-from trainer.config.groups.model_settings import LoraConfig
-from trainer.config.groups.optimizer_settings import OptimizerConfig
-from trainer.config.schema import Config
-from trainer.distributed.sharding import BUFFERS, LIVE, REDUCE, Sharding, set_buffers
-from trainer.model.lora import add_adapters
-from trainer.model.memory_plan import (
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.records import TrainingRow
+from lockstep.trainer.batch.packing import collate
+from lockstep.trainer.config.groups.model_settings import LoraConfig
+from lockstep.trainer.config.groups.optimizer_settings import OptimizerConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.distributed.sharding import BUFFERS, LIVE, REDUCE, Sharding, set_buffers
+from lockstep.trainer.model.lora import add_adapters
+from lockstep.trainer.model.memory_plan import (
     GIB,
     PROGRAM,
     MemoryPlan,
@@ -42,9 +42,9 @@ from trainer.model.memory_plan import (
     route_bytes,
     router_bytes,
 )
-from trainer.model.policy import Policy
-from trainer.model.shape import ModelShape
-from trainer.update.optimizers.optimizer import make_optimizer
+from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.model.shape import ModelShape
+from lockstep.trainer.update.optimizers.optimizer import make_optimizer
 
 TOKENS = 1024
 

@@ -10,17 +10,17 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 from transformers.core_model_loading import Chunk, WeightConverter, WeightRenaming
 
-from rollout.episode.rows import rows_from_calls
-from rollout.errors import ConfigError, SyncError
-from rollout.records import EngineCall, FinishReason
-from rollout.weights.source import ZeroSource
+from lockstep.rollout.episode.rows import rows_from_calls
+from lockstep.rollout.errors import ConfigError, SyncError
+from lockstep.rollout.records import EngineCall, FinishReason
+from lockstep.rollout.weights.source import ZeroSource
+from lockstep.trainer.batch.packing import collate
+from lockstep.trainer.config.groups.model_settings import LoraConfig
+from lockstep.trainer.model import families
+from lockstep.trainer.model.layers import recurrent
+from lockstep.trainer.model.policy import Policy
 from tests.fixtures.families import FAMILIES, WINDOW, save_family
 from tests.integration import test_routing_replay
-from trainer.batch.packing import collate
-from trainer.config.groups.model_settings import LoraConfig
-from trainer.model import families
-from trainer.model.layers import recurrent
-from trainer.model.policy import Policy
 
 
 @pytest.mark.parametrize("family", FAMILIES)

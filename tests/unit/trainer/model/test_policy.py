@@ -19,11 +19,11 @@ from transformers import (
     Qwen3Config,
 )
 
-from rollout.errors import ConfigError
-from rollout.records import TrainingRow
-from trainer.batch.packing import PackedBatch, collate
-from trainer.model.critic import Critic
-from trainer.model.policy import Policy
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.records import TrainingRow
+from lockstep.trainer.batch.packing import PackedBatch, collate
+from lockstep.trainer.model.critic import Critic
+from lockstep.trainer.model.policy import Policy
 
 VOCAB = 512
 LENGTHS = (5, 17, 9, 30, 2)

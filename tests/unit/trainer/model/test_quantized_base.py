@@ -9,16 +9,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rollout.errors import ConfigError
+from lockstep.rollout.errors import ConfigError
+from lockstep.trainer.config.groups.model_settings import LoraConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.model import quantized_base
+from lockstep.trainer.model.critic import Critic
+from lockstep.trainer.model.lora import adapter_settings
+from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.model.shape import planned_shape
 from scripts.gpu_checks.quantized_checkpoint import write_quantized_checkpoint
 from tests.fixtures.models import tiny_qwen3
-from trainer.config.groups.model_settings import LoraConfig
-from trainer.config.schema import Config
-from trainer.model import quantized_base
-from trainer.model.critic import Critic
-from trainer.model.lora import adapter_settings
-from trainer.model.policy import Policy
-from trainer.model.shape import planned_shape
 
 LORA = LoraConfig(rank=4, alpha=8)
 

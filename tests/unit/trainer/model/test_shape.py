@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
+from lockstep.trainer.config.groups.model_settings import LoraConfig, ModelConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.model.critic import with_critic
+from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.model.shape import ModelShape, planned_shape, update_flops
 from tests.fixtures.models import tiny_qwen3
-from trainer.config.groups.algorithm_settings import AlgorithmConfig
-from trainer.config.groups.model_settings import LoraConfig, ModelConfig
-from trainer.config.schema import Config
-from trainer.model.critic import with_critic
-from trainer.model.policy import Policy
-from trainer.model.shape import ModelShape, planned_shape, update_flops
 
 LENGTHS = (24, 40)
 

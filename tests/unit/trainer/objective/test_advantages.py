@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.errors import RewardError
-from trainer.objective.advantages import ADVANTAGES
-from trainer.objective.advantages.inputs import AdvantageInputs, Advantages, RewardTerms
-from trainer.objective.turn_credit import discounted_returns, spread_turns, turn_groups
+from lockstep.rollout.errors import RewardError
+from lockstep.trainer.objective.advantages import ADVANTAGES
+from lockstep.trainer.objective.advantages.inputs import AdvantageInputs, Advantages, RewardTerms
+from lockstep.trainer.objective.turn_credit import discounted_returns, spread_turns, turn_groups
 
 REWARDS = [1.0, 0.1, 0.0, 0.1, 0.5, 0.1]
 GROUPS = [7, 3, 7, 3, 7, 3]  # group numbers are labels; rollouts of a group need not be adjacent

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.objective.gae import gae, gae_flat, length_adaptive_lambda
+from lockstep.trainer.objective.gae import gae, gae_flat, length_adaptive_lambda
 
 
 def naive(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:

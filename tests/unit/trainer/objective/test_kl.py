@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.objective.kl import KL_TERMS, k1, k2, k3, kl_term
+from lockstep.trainer.objective.kl import KL_TERMS, k1, k2, k3, kl_term
 
 
 def test_estimators_by_hand():

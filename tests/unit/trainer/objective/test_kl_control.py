@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.objective.kl_control import adapted_kl_coef
+from lockstep.trainer.objective.kl_control import adapted_kl_coef
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from transformers.models.switch_transformers.modeling_switch_transformers import router_z_loss_func
 
-from trainer.objective.load_balance import aux_terms, expert_load, fractions, load_metrics, z_terms
+from lockstep.trainer.objective.load_balance import aux_terms, expert_load, fractions, load_metrics, z_terms
 
 LAYERS, TOKENS, EXPERTS, CHOSEN = 3, 40, 6, 2
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainer.objective.loss_normalization import NORMALIZERS, StepCounts, loss_coefficients, normalized_loss
+from lockstep.trainer.objective.loss_normalization import NORMALIZERS, StepCounts, loss_coefficients, normalized_loss
 
 # Rollout 0 has 2 trained tokens, rollout 1 has 4; rollout 2 was delivered with all of its tokens masked.
 ROLLOUT_T = torch.tensor([0, 1, 1, 0, 1, 1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainer.objective.ppo_metrics import explained_variance, objective_metrics, value_metrics
+from lockstep.trainer.objective.ppo_metrics import explained_variance, objective_metrics, value_metrics
 
 
 def test_objective_metrics_are_means_over_episodes_of_sums_over_tokens():

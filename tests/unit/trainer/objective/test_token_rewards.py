@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from trainer.objective.token_rewards import TurnRewards, last_token, token_rewards
+from lockstep.trainer.objective.token_rewards import TurnRewards, last_token, token_rewards
 
 
 def scores(*values: float) -> TurnRewards:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainer.objective.value_loss import clipped_value_loss
+from lockstep.trainer.objective.value_loss import clipped_value_loss
 
 
 def test_value_loss_is_half_the_larger_of_the_two_squared_errors():

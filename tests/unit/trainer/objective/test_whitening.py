@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainer.objective.whitening import moments, standardize
+from lockstep.trainer.objective.whitening import moments, standardize
 
 REWARDS = torch.tensor([[1.2, 1.3, 1.4], [1.5, 1.6, 1.7], [1.8, 1.9, 2.0]], dtype=torch.float64)
 WHITENED = torch.tensor(

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from lockstep.trainer.observe.console import ALARM_AGAIN_EVERY, COLUMNS, Pace, RunConsole, fitting
+from lockstep.trainer.observe.transcript import MAX_SHOWN_CHARS, shortened, tool_calls
 from tests.fixtures.paths import ROOT
 from tests.unit.rewards.workers.test_pool import rollout
-from trainer.observe.console import ALARM_AGAIN_EVERY, COLUMNS, Pace, RunConsole, fitting
-from trainer.observe.transcript import MAX_SHOWN_CHARS, shortened, tool_calls
 
 STEP = {column.key: 0.5 for column in COLUMNS if not column.is_optional}
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from rollout.records import Rollout
+from lockstep.rollout.records import Rollout
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.observe.first_step import SHOWN_TOKENS, first_step_summary
 from tests.fixtures.made_up_model import TEXTS, TOKENIZER, FakeTrainer, step_batch, two_turns
-from trainer.batch.step_batch import StepBatch
-from trainer.observe.first_step import SHOWN_TOKENS, first_step_summary
 
 
 def summary_of(rollouts: list[Rollout], *, bias: float = 0.25) -> tuple[StepBatch, list[str]]:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import wandb
 
-from rollout.errors import ConfigError, DataError
-from trainer.config.groups.outputs_settings import LoggerConfig
-from trainer.config.schema import Config
-from trainer.observe.metrics_log import BATCH, MetricsLog, read_metrics
+from lockstep.rollout.errors import ConfigError, DataError
+from lockstep.trainer.config.groups.outputs_settings import LoggerConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.observe.metrics_log import BATCH, MetricsLog, read_metrics
 
 TORN = '{"step": 4, "reward/me'
 

@@ -9,9 +9,9 @@ import time
 import pytest
 from rich.console import Console
 
+from lockstep.trainer.observe import progress
+from lockstep.trainer.observe.console import RunConsole
 from tests.unit.rewards.workers.test_pool import rollout
-from trainer.observe import progress
-from trainer.observe.console import RunConsole
 
 
 def console(*, is_terminal: bool) -> tuple[RunConsole, io.StringIO]:

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from rollout.errors import ConfigError, DataError
-from rollout.records import Rollout
-from rollout.saved_rollouts import read_newest_rollouts, read_rollouts, write_rollouts
+from lockstep.rollout.errors import ConfigError, DataError
+from lockstep.rollout.records import Rollout
+from lockstep.rollout.saved_rollouts import read_newest_rollouts, read_rollouts, write_rollouts
+from lockstep.trainer.observe.metrics_log import BATCH
+from lockstep.trainer.observe.pages.run_report import report
+from lockstep.trainer.observe.saved_run import SavedRun
+from lockstep.trainer.run.hub import last_metrics
+from lockstep.trainer.tools.replay import checkpoints_up_to, saved_step
 from tests.fixtures.forked_python import forked_python
 from tests.fixtures.paths import ROOT
 from tests.unit.trainer.observe.pages.test_run_report import line, rollout, write_run
-from trainer.observe.metrics_log import BATCH
-from trainer.observe.pages.run_report import report
-from trainer.observe.saved_run import SavedRun
-from trainer.run.hub import last_metrics
-from trainer.tools.replay import checkpoints_up_to, saved_step
 
 TORN = '{"step": 4, "reward/me'
 

@@ -14,19 +14,19 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollout.errors import ConfigError, DataError, LockstepError
-from rollout.saved_rollouts import check_ids, to_json
+from lockstep.rollout.errors import ConfigError, DataError, LockstepError
+from lockstep.rollout.saved_rollouts import check_ids, to_json
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.config.tree import plain
+from lockstep.trainer.observe.console import RunConsole
+from lockstep.trainer.observe.metrics_log import read_metrics
+from lockstep.trainer.observe.pages.run_report import report
+from lockstep.trainer.observe.saved_run import SavedRun
+from lockstep.trainer.tools.replay import settings_of
 from tests.fixtures.mutations import JSON, mutated
 from tests.unit.project.test_security import evil_model  # noqa: F401  # a fixture
 from tests.unit.trainer.observe.pages.test_run_report import line, rollout, write_run
 from tests.unit.trainer.observe.test_saved_run_damaged import tool
-from trainer.config.schema import Config
-from trainer.config.tree import plain
-from trainer.observe.console import RunConsole
-from trainer.observe.metrics_log import read_metrics
-from trainer.observe.pages.run_report import report
-from trainer.observe.saved_run import SavedRun
-from trainer.tools.replay import settings_of
 
 CONFIG = plain(Config())
 PROVENANCE = {"code": {"commit": "abc", "is_changed": True}, "packages": {}}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.errors import ConfigError
-from trainer.reward_model.config import RewardModelConfig, check
+from lockstep.rollout.errors import ConfigError
+from lockstep.trainer.reward_model.config import RewardModelConfig, check
 
 
 @pytest.mark.parametrize(

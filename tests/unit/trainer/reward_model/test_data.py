@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from demo.preferences.language import make_tokenizer
-from rollout.errors import DataError
+from lockstep.demo.preferences.language import make_tokenizer
+from lockstep.rollout.errors import DataError
+from lockstep.trainer.reward_model.data import Comparison, Lengths, query_ids, read_comparisons
 from tests.fixtures.reward_models import chat_tokenizer, said
-from trainer.reward_model.data import Comparison, Lengths, query_ids, read_comparisons
 
 
 def test_all_forms_of_comparisons_are_read():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.reward_model.losses import ComparisonLoss, best_of_n_loss
+from lockstep.trainer.reward_model.losses import ComparisonLoss, best_of_n_loss
 
 
 def loss_of(

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, GPT2ForSequenceClassification
 
-from rewards.model.classifier import NORMALIZATION_FILE, RewardModel, load_reward_model
-from rewards.model.padding import pad
+from lockstep.rewards.model.classifier import NORMALIZATION_FILE, RewardModel, load_reward_model
+from lockstep.rewards.model.padding import pad
+from lockstep.trainer.reward_model.model import Normalization, bias_place, fold, init_reward_head
 from tests.fixtures.reward_models import CLASSIFIERS
-from trainer.reward_model.model import Normalization, bias_place, fold, init_reward_head
 
 
 def test_the_head_starts_with_the_square_root_in_its_standard_deviation():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rollout.errors import TrainingError
-from trainer.reward_model.model import Normalization, fit
+from lockstep.rollout.errors import TrainingError
+from lockstep.trainer.reward_model.model import Normalization, fit
 
 
 def test_normalized_rewards_have_mean_zero_and_population_variance_one():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from demo.preferences.queries import select_query
-from trainer.reward_model.sampling import sample_responses
+from lockstep.demo.preferences.queries import select_query
+from lockstep.trainer.reward_model.sampling import sample_responses
 
 
 def test_a_query_begins_after_the_first_start_and_ends_with_the_last_end_in_the_window():

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.config.schema import Config
-from trainer.run import assembly
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.run import assembly
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import os
 import subprocess
 import textwrap
 
+from lockstep.trainer.run.heartbeat import Heartbeat, WallTime
 from tests.fixtures.forked_python import forked_python
-from trainer.run.heartbeat import Heartbeat, WallTime
 
 
 def test_a_heartbeat_holds_stage_and_update_of_a_rank(tmp_path):
@@ -24,7 +24,7 @@ def test_a_heartbeat_holds_stage_and_update_of_a_rank(tmp_path):
 HANGS = """
     import sys, time
     from pathlib import Path
-    from trainer.run.heartbeat import Heartbeat
+    from lockstep.trainer.run.heartbeat import Heartbeat
     def waits_forever():
         sum(range(10**8))
     heart = Heartbeat(Path(sys.argv[1]), rank=0, step_timeout_s=0.3)

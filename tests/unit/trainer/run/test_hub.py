@@ -10,11 +10,11 @@ import huggingface_hub
 import pytest
 import yaml
 
-from rollout.errors import HubError
-from trainer.config.groups.data_settings import DataSetConfig
-from trainer.config.groups.outputs_settings import HubConfig
-from trainer.config.schema import Config
-from trainer.run import hub
+from lockstep.rollout.errors import HubError
+from lockstep.trainer.config.groups.data_settings import DataSetConfig
+from lockstep.trainer.config.groups.outputs_settings import HubConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.run import hub
 
 METRICS = {
     "eval/reward_mean": 0.5, "eval/prompts": 8.0, "eval/rollouts": 32.0,

@@ -14,19 +14,19 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep.trainer.checkpoint import checkpoint
+from lockstep.trainer.run.run import Life
 from tests.fixtures.forked_python import forked_python
 from tests.fixtures.paths import ROOT
-from trainer.checkpoint import checkpoint
-from trainer.run.run import Life
 
 SAVES = """
     import sys, time
     from pathlib import Path
     from tests.fixtures.saved_state import SavedState
-    from trainer.checkpoint import checkpoint
-    from trainer.run import interrupt
-    from trainer.checkpoint.checkpoint import TrainerState
-    from trainer.run.interrupt import Interrupt
+    from lockstep.trainer.checkpoint import checkpoint
+    from lockstep.trainer.run import interrupt
+    from lockstep.trainer.checkpoint.checkpoint import TrainerState
+    from lockstep.trainer.run.interrupt import Interrupt
 
     interrupt.ECHO_S = float(sys.argv[2])
     signals, saved, directory, update = Interrupt(), SavedState(), Path(sys.argv[1]), 0

@@ -10,7 +10,7 @@ from pathlib import Path
 LIBRARIES = """
     import logging, os, sys, warnings
     from pathlib import Path
-    from trainer.run.library_logs import ThirdPartyLog
+    from lockstep.trainer.run.library_logs import ThirdPartyLog
     libraries = ThirdPartyLog()
     noisy = logging.getLogger("DeepSpeed")
     noisy.addHandler(logging.StreamHandler(sys.stdout))
@@ -20,11 +20,11 @@ LIBRARIES = """
     libraries.open(Path(sys.argv[1]), lambda text: print("warned", text))
     noisy.info("after the file")
     warnings.warn("deprecated")
-    logging.getLogger("trainer.observe.metrics_log").warning("one of ours")
+    logging.getLogger("lockstep.trainer.observe.metrics_log").warning("one of ours")
     with libraries.output_to_file():
         os.system("echo compiled")
     if len(sys.argv) > 2:
-        from rollout.errors import TrainingError
+        from lockstep.rollout.errors import TrainingError
         with libraries.shown_on_failure():
             raise TrainingError("it failed")
 """
@@ -46,7 +46,7 @@ def test_library_output_goes_to_the_file_and_own_warnings_to_the_console(tmp_pat
 def test_held_output_is_printed_if_the_start_fails():
     code = """
         import os
-        from trainer.run.library_logs import ThirdPartyLog
+        from lockstep.trainer.run.library_logs import ThirdPartyLog
         with ThirdPartyLog().held_output():
             os.system("echo no compiler")
             raise OSError("it failed")

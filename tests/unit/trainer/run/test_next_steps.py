@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.trainer.observe.trackers.view import program
+from lockstep.trainer.run.next_steps import next_steps
 from tests.fixtures.paths import ROOT
-from trainer.observe.trackers.view import program
-from trainer.run.next_steps import next_steps
 
 RUN = Path("runs/my run")
 DATA = ["data.path=a.jsonl", "data.columns={prompt: task}", "reward.functions=[f.py:g]"]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.run.profiling import StepProfiler
-from trainer.stopwatch import Stopwatch
+from lockstep.trainer.run.profiling import StepProfiler
+from lockstep.trainer.stopwatch import Stopwatch
 
 
 def run(directory: Path, *, steps: int, made: int) -> list[str]:

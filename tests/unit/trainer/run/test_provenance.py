@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from rollout.errors import ConfigError
+from lockstep.rollout.errors import ConfigError
+from lockstep.trainer.config.changes import changes
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.config.tree import plain
+from lockstep.trainer.run.provenance import code_version, with_hashes
 from tests.fixtures.distributed import FakeRank, on_ranks
-from trainer.config.changes import changes
-from trainer.config.groups.algorithm_settings import AlgorithmConfig
-from trainer.config.schema import Config
-from trainer.config.tree import plain
-from trainer.run.provenance import code_version, with_hashes
 
 
 def test_code_outside_git_has_no_commit(tmp_path: Path):

@@ -6,12 +6,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from trainer.checkpoint.run_dir import RunDirectory
-from trainer.config.schema import Config
-from trainer.evaluate.evaluator import Evaluation
-from trainer.evaluate.results import PromptResult, SetResult
-from trainer.observe.metrics_log import MetricsLog
-from trainer.run.report import Reporter
+from lockstep.trainer.checkpoint.run_dir import RunDirectory
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.evaluate.evaluator import Evaluation
+from lockstep.trainer.evaluate.results import PromptResult, SetResult
+from lockstep.trainer.observe.metrics_log import MetricsLog
+from lockstep.trainer.run.report import Reporter
 
 FACTS = {"sampled_tokens_mean": 5.0, "turns_mean": 1.0, "failed_fraction": 0.0}
 

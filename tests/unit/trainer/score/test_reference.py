@@ -9,18 +9,18 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
+from lockstep.trainer.config.groups.model_settings import LoraConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.distributed.distributed import Distributed
+from lockstep.trainer.model.critic import with_critic
+from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.score.reference import make_reference
+from lockstep.trainer.score.scorer import Scorer
 from tests.fixtures.distributed import FakeRank
 from tests.fixtures.models import save_tiny_model
 from tests.unit.trainer.update.test_updater import rollouts
-from trainer.batch.step_batch import StepBatch
-from trainer.config.groups.algorithm_settings import AlgorithmConfig
-from trainer.config.groups.model_settings import LoraConfig
-from trainer.config.schema import Config
-from trainer.distributed.distributed import Distributed
-from trainer.model.critic import with_critic
-from trainer.model.policy import Policy
-from trainer.score.reference import make_reference
-from trainer.score.scorer import Scorer
 
 
 @pytest.fixture(scope="module")

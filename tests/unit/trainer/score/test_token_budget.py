@@ -8,8 +8,14 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from rollout.errors import TrainingError
-from rollout.system.device_memory import is_out_of_memory
+from lockstep.rollout.errors import TrainingError
+from lockstep.rollout.system.device_memory import is_out_of_memory
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.credit.targets import Targets
+from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.score.scorer import Scorer
+from lockstep.trainer.score.token_budget import TokenBudget
+from lockstep.trainer.update.updater import Updater
 from tests.fixtures.distributed import FakeRank, on_ranks
 from tests.unit.trainer.update.test_updater import (
     batch,
@@ -20,12 +26,6 @@ from tests.unit.trainer.update.test_updater import (
     scored,
     targets_of,
 )
-from trainer.batch.step_batch import StepBatch
-from trainer.credit.targets import Targets
-from trainer.model.policy import Policy
-from trainer.score.scorer import Scorer
-from trainer.score.token_budget import TokenBudget
-from trainer.update.updater import Updater
 
 __all__ = ["batch", "policy"]  # fixtures
 

@@ -11,7 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout.errors import TrainingError
+from lockstep.rollout.errors import TrainingError
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.credit.old_policy import FromEngine, FromUpdate, OldPolicy, Recomputed
+from lockstep.trainer.credit.targets import Targets
+from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.objective.declare import PolicyLoss
+from lockstep.trainer.objective.losses.inputs import StepInputs
+from lockstep.trainer.score.scorer import Scorer
+from lockstep.trainer.score.whole_step import WholeStep
+from lockstep.trainer.update.updater import Updater
 from tests.fixtures.distributed import FakeRank, on_ranks
 from tests.unit.trainer.update.test_updater import (
     batch,
@@ -24,15 +33,6 @@ from tests.unit.trainer.update.test_updater import (
     scored,
     targets_of,
 )
-from trainer.batch.step_batch import StepBatch
-from trainer.credit.old_policy import FromEngine, FromUpdate, OldPolicy, Recomputed
-from trainer.credit.targets import Targets
-from trainer.model.policy import Policy
-from trainer.objective.declare import PolicyLoss
-from trainer.objective.losses.inputs import StepInputs
-from trainer.score.scorer import Scorer
-from trainer.score.whole_step import WholeStep
-from trainer.update.updater import Updater
 
 __all__ = ["batch", "policy"]  # fixtures
 

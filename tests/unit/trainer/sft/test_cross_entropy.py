@@ -11,20 +11,20 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.errors import DataError
-from rollout.records import Rollout
+from lockstep.rollout.errors import DataError
+from lockstep.rollout.records import Rollout
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
+from lockstep.trainer.config.groups.teacher_settings import TeacherConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.objective.distillation.divergence import divergence
+from lockstep.trainer.sft.cross_entropy import Demonstrations, refuse_long
+from lockstep.trainer.update.updater import Updater
 from tests.fixtures.distributed import FakeRank, flat_gradient, on_ranks
 from tests.fixtures.models import VOCAB_SIZE, tiny_qwen3
 from tests.fixtures.teachers import made_up_scores
 from tests.integration.workers.component_gradients import fixed_demonstrations
-from trainer.batch.step_batch import StepBatch
-from trainer.config.groups.algorithm_settings import AlgorithmConfig
-from trainer.config.groups.teacher_settings import TeacherConfig
-from trainer.config.schema import Config
-from trainer.model.policy import Policy
-from trainer.objective.distillation.divergence import divergence
-from trainer.sft.cross_entropy import Demonstrations, refuse_long
-from trainer.update.updater import Updater
 
 TOP_K = 6
 

@@ -9,21 +9,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollout.episode.rows import rows_from_calls
-from rollout.errors import DataError
-from rollout.records import Rollout, TrainingRow
-from rollout.saved_rollouts import write_rollouts
+from lockstep.rollout.episode.rows import rows_from_calls
+from lockstep.rollout.errors import DataError
+from lockstep.rollout.records import Rollout, TrainingRow
+from lockstep.rollout.saved_rollouts import write_rollouts
+from lockstep.trainer.batch.saved_scores import FILE_SUFFIX, write_scores
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.data.demonstrations import Demonstration, Tokenized
+from lockstep.trainer.sft import saved_teacher
+from lockstep.trainer.sft.cross_entropy import batch_of
+from lockstep.trainer.sft.saved_teacher import SavedTeacher
 from tests.fixtures.distributed import FakeRank, on_ranks
 from tests.fixtures.teachers import made_up_scores
 from tests.unit.trainer.batch.test_step_batch import rollout
-from trainer.batch.saved_scores import FILE_SUFFIX, write_scores
-from trainer.batch.step_batch import StepBatch
-from trainer.config.groups.algorithm_settings import AlgorithmConfig
-from trainer.config.schema import Config
-from trainer.data.demonstrations import Demonstration, Tokenized
-from trainer.sft import saved_teacher
-from trainer.sft.cross_entropy import batch_of
-from trainer.sft.saved_teacher import SavedTeacher
 
 VOCAB_SIZE, TOP_K = 40, 4
 STEPS = (range(0, 3), range(3, 5))

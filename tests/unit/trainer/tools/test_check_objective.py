@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from rollout.errors import ConfigError
+from lockstep.rollout.errors import ConfigError
+from lockstep.trainer.objective.examination.finding import Finding
+from lockstep.trainer.tools.check_objective import check_objective
 from tests.fixtures.pages import ROOT, python_files
-from trainer.objective.examination.finding import Finding
-from trainer.tools.check_objective import check_objective
 
 FILES = python_files(ROOT / "docs/tutorials/own_loss.md")
 

@@ -14,18 +14,25 @@ import pytest
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from rollout.engine.protocol import Sampling
-from rollout.episode.rows import rows_from_calls
-from rollout.records import FinishReason, Rollout, RolloutStatus
+from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.episode.rows import rows_from_calls
+from lockstep.rollout.records import FinishReason, Rollout, RolloutStatus
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
+from lockstep.trainer.config.groups.rollout_settings import RolloutConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.config.tree import plain, settings, settings_tree
+from lockstep.trainer.diagnosis.token_classes import TokenTexts
+from lockstep.trainer.tools.dry_run import (
+    MAX_SHOWN_TOKENS,
+    PLACEHOLDER,
+    masked_text,
+    preview,
+    run_counts,
+    sampled_answer,
+)
 from tests.fixtures.models import tiny_qwen3
 from tests.fixtures.paths import ROOT
 from tests.fixtures.policies import CHAT, TOKENIZER
-from trainer.config.groups.algorithm_settings import AlgorithmConfig
-from trainer.config.groups.rollout_settings import RolloutConfig
-from trainer.config.schema import Config
-from trainer.config.tree import plain, settings, settings_tree
-from trainer.diagnosis.token_classes import TokenTexts
-from trainer.tools.dry_run import MAX_SHOWN_TOKENS, PLACEHOLDER, masked_text, preview, run_counts, sampled_answer
 
 DEMO_ROW = {"question": "compute 64*22-55", "answer": "1353"}
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from rollout.errors import ConfigError
-from trainer.config.schema import Config
-from trainer.config.tree import plain
-from trainer.tools.replay import settings_of
+from lockstep.rollout.errors import ConfigError
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.config.tree import plain
+from lockstep.trainer.tools.replay import settings_of
 
 
 @pytest.fixture

@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from demo.warm_start import new_model
-from rollout.errors import ConfigError, DataError
-from rollout.saved_rollouts import write_rollouts
+from lockstep.demo.warm_start import new_model
+from lockstep.rollout.errors import ConfigError, DataError
+from lockstep.rollout.saved_rollouts import write_rollouts
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.config.tree import plain
+from lockstep.trainer.tools.diagnose import run as diagnose
+from lockstep.trainer.tools.replay import replay
+from lockstep.trainer.update.batch_dumps import write_dump
 from tests.fixtures.policies import TOKENIZER
 from tests.unit.trainer.observe.pages.test_run_report import rollout
 from tests.unit.trainer.update.test_update_guard import ATTEMPT, batch, targets  # noqa: F401  # a fixture
-from trainer.batch.step_batch import StepBatch
-from trainer.config.schema import Config
-from trainer.config.tree import plain
-from trainer.tools.diagnose import run as diagnose
-from trainer.tools.replay import replay
-from trainer.update.batch_dumps import write_dump
 
 
 @pytest.fixture(scope="module")

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import torch
 
+from lockstep.trainer.batch.assignment import plan
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.objective.advantages import ADVANTAGES
+from lockstep.trainer.objective.examination.divisions import DIVISIONS, ONE_MICROBATCH
+from lockstep.trainer.objective.examination.examined_loss import change
+from lockstep.trainer.objective.losses import POLICY_LOSSES
+from lockstep.trainer.tools.check_update import TOLERANCE
+from lockstep.trainer.tools.toy_update import RankReport, divisions_of, report_of, tiny_model, token_budget, toy_step
 from tests.fixtures.distributed import FakeRank
-from trainer.batch.assignment import plan
-from trainer.config.groups.algorithm_settings import AlgorithmConfig
-from trainer.config.schema import Config
-from trainer.model.policy import Policy
-from trainer.objective.advantages import ADVANTAGES
-from trainer.objective.examination.divisions import DIVISIONS, ONE_MICROBATCH
-from trainer.objective.examination.examined_loss import change
-from trainer.objective.losses import POLICY_LOSSES
-from trainer.tools.check_update import TOLERANCE
-from trainer.tools.toy_update import RankReport, divisions_of, report_of, tiny_model, token_budget, toy_step
 
 FAULTY = Path(__file__).parents[1] / "objective" / "examination" / "faulty_losses.py"
 

@@ -10,6 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.credit.targets import Targets
+from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.sft.cross_entropy import CrossEntropyTerm
+from lockstep.trainer.update.batch_dumps import read_given, write_dump
+from lockstep.trainer.update.components import TokenSet
+from lockstep.trainer.update.updater import Updater
 from tests.fixtures.distributed import FakeRank
 from tests.fixtures.models import tiny_qwen3
 from tests.unit.trainer.update.test_updater import (
@@ -20,15 +29,6 @@ from tests.unit.trainer.update.test_updater import (
     scored,
     targets_of,
 )
-from trainer.batch.step_batch import StepBatch
-from trainer.config.groups.algorithm_settings import AlgorithmConfig
-from trainer.config.schema import Config
-from trainer.credit.targets import Targets
-from trainer.model.policy import Policy
-from trainer.sft.cross_entropy import CrossEntropyTerm
-from trainer.update.batch_dumps import read_given, write_dump
-from trainer.update.components import TokenSet
-from trainer.update.updater import Updater
 
 WEIGHT = 0.3
 

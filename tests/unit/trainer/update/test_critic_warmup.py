@@ -6,24 +6,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout.records import EngineCall, FinishReason, Rollout
+from lockstep.rollout.records import EngineCall, FinishReason, Rollout
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
+from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
+from lockstep.trainer.config.groups.optimizer_settings import OptimizerConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.credit.correction import StepCorrection
+from lockstep.trainer.credit.critic_credit import critic_targets
+from lockstep.trainer.credit.old_policy import Recomputed
+from lockstep.trainer.credit.targets import Logprobs
+from lockstep.trainer.distributed.distributed import Distributed
+from lockstep.trainer.model.critic import ActorCritic, Critic
+from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.update.entropy_control import EntropyControl
+from lockstep.trainer.update.optimizers.optimizer import make_optimizer
+from lockstep.trainer.update.updater import Updater
 from tests.fixtures.distributed import FakeRank
 from tests.fixtures.models import tiny_qwen3
-from trainer.batch.step_batch import StepBatch
-from trainer.config.groups.algorithm_settings import AlgorithmConfig
-from trainer.config.groups.correction_settings import CorrectionConfig
-from trainer.config.groups.optimizer_settings import OptimizerConfig
-from trainer.config.schema import Config
-from trainer.credit.correction import StepCorrection
-from trainer.credit.critic_credit import critic_targets
-from trainer.credit.old_policy import Recomputed
-from trainer.credit.targets import Logprobs
-from trainer.distributed.distributed import Distributed
-from trainer.model.critic import ActorCritic, Critic
-from trainer.model.policy import Policy
-from trainer.update.entropy_control import EntropyControl
-from trainer.update.optimizers.optimizer import make_optimizer
-from trainer.update.updater import Updater
 
 OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1)
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
+from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.update.entropy_control import EntropyControl
+from lockstep.trainer.update.updater import Updater
 from tests.fixtures.distributed import FakeRank
 from tests.unit.trainer.update.test_updater import batch, close, config, policy, random_logp, scored, targets_of
-from trainer.batch.step_batch import StepBatch
-from trainer.config.groups.algorithm_settings import AlgorithmConfig
-from trainer.model.policy import Policy
-from trainer.update.entropy_control import EntropyControl
-from trainer.update.updater import Updater
 
 __all__ = ["batch", "policy"]  # fixtures
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollout.errors import ConfigError
+from lockstep.rollout.errors import ConfigError
+from lockstep.trainer.config.groups.model_settings import LoraConfig
+from lockstep.trainer.config.groups.optimizer_settings import OptimizerConfig
+from lockstep.trainer.distributed.distributed import Distributed
+from lockstep.trainer.model.lora import add_adapters
+from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.update.optimizers.optimizer import Together, make_optimizer
 from tests.fixtures.models import tiny_qwen3
-from trainer.config.groups.model_settings import LoraConfig
-from trainer.config.groups.optimizer_settings import OptimizerConfig
-from trainer.distributed.distributed import Distributed
-from trainer.model.lora import add_adapters
-from trainer.model.policy import Policy
-from trainer.update.optimizers.optimizer import Together, make_optimizer
 
 NAMES = ("adamw", "adamw_tf", "muon", "sgd")
 

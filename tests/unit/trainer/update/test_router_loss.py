@@ -13,26 +13,26 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from rollout.episode.rows import rows_from_calls
-from rollout.errors import TrainingError
-from rollout.records import EngineCall, FinishReason, Rollout
+from lockstep.rollout.episode.rows import rows_from_calls
+from lockstep.rollout.errors import TrainingError
+from lockstep.rollout.records import EngineCall, FinishReason, Rollout
+from lockstep.trainer.batch.step_batch import ROW_ARRAYS, StepBatch
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
+from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
+from lockstep.trainer.config.groups.model_settings import LoraConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.credit.correction import StepCorrection
+from lockstep.trainer.credit.old_policy import Recomputed
+from lockstep.trainer.credit.targets import Targets
+from lockstep.trainer.model.critic import ActorCritic, Critic
+from lockstep.trainer.model.layers import router_outputs
+from lockstep.trainer.model.lora import add_adapters
+from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.score.scorer import Scorer
+from lockstep.trainer.update.updater import Updater
 from tests.fixtures.distributed import FakeRank, flat_gradient, on_ranks
 from tests.fixtures.families import FAMILIES
 from tests.integration.workers.gradients import fixed_rollouts
-from trainer.batch.step_batch import ROW_ARRAYS, StepBatch
-from trainer.config.groups.algorithm_settings import AlgorithmConfig
-from trainer.config.groups.correction_settings import CorrectionConfig
-from trainer.config.groups.model_settings import LoraConfig
-from trainer.config.schema import Config
-from trainer.credit.correction import StepCorrection
-from trainer.credit.old_policy import Recomputed
-from trainer.credit.targets import Targets
-from trainer.model.critic import ActorCritic, Critic
-from trainer.model.layers import router_outputs
-from trainer.model.lora import add_adapters
-from trainer.model.policy import Policy
-from trainer.score.scorer import Scorer
-from trainer.update.updater import Updater
 
 AUX, Z = 0.7, 0.03
 LOSSES = {"router_aux_coef": AUX, "router_z_coef": Z}

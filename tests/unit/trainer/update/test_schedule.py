@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from trainer.update.schedule import is_due, learning_rate
+from lockstep.trainer.update.schedule import is_due, learning_rate
 
 
 def lr(update: int, schedule: str = "linear", warmup: int = 0, total: int = 11, final: float = 0.0) -> float:

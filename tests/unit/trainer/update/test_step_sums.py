@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout.errors import TrainingError
+from lockstep.rollout.errors import TrainingError
+from lockstep.trainer.update.components import Outputs, Share
+from lockstep.trainer.update.step_sums import StepSums, Totals
 from tests.fixtures.distributed import FakeRank, on_ranks
-from trainer.update.components import Outputs, Share
-from trainer.update.step_sums import StepSums, Totals
 
 
 class Silent:

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout.errors import TrainingError
+from lockstep.rollout.errors import TrainingError
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.objective.distillation.divergence import divergence
+from lockstep.trainer.update.updater import Updater
 from tests.fixtures.distributed import FakeRank, flat_gradient
 from tests.fixtures.models import VOCAB_SIZE, tiny_qwen3
 from tests.fixtures.teachers import made_up_scores
 from tests.unit.trainer.update.test_updater import close, config, gradient, random_logp, rollouts, scored, targets_of
-from trainer.batch.step_batch import StepBatch
-from trainer.model.policy import Policy
-from trainer.objective.distillation.divergence import divergence
-from trainer.update.updater import Updater
 
 TOP_K = 6
 COEF = 0.7

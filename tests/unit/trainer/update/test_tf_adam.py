@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from trainer.update.optimizers.tf_adam import tf_epsilon
+from lockstep.trainer.update.optimizers.tf_adam import tf_epsilon
 
 
 def tensorflow_adam(gradients, lr, beta1, beta2, epsilon):

@@ -6,12 +6,12 @@ from __future__ import annotations
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from lockstep.trainer.batch.packing import collate
+from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.objective.losses.inputs import LossInputs
+from lockstep.trainer.objective.losses.ppo_clip import ppo_clip
+from lockstep.trainer.update.optimizers.tf_adam import TFAdamW
 from tests.unit.trainer.model.test_critic import ROWS
-from trainer.batch.packing import collate
-from trainer.model.policy import Policy
-from trainer.objective.losses.inputs import LossInputs
-from trainer.objective.losses.ppo_clip import ppo_clip
-from trainer.update.optimizers.tf_adam import TFAdamW
 
 EPSILON, LR, EPOCHS = 1e-5, 1e-4, 2
 

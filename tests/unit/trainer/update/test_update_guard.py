@@ -9,19 +9,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rollout.errors import DataError, TrainingError
+from lockstep.rollout.errors import DataError, TrainingError
+from lockstep.trainer.batch.step_batch import StepBatch, decode, encode
+from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
+from lockstep.trainer.config.groups.optimizer_settings import OptimizerConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.credit.targets import Targets
+from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.objective.advantages.critic import Credit
+from lockstep.trainer.update.batch_dumps import Attempt, read_dump, write_dump
+from lockstep.trainer.update.update_guard import MIN_NORMS, UpdateGuard
+from lockstep.trainer.update.updater import Updater
 from tests.fixtures.distributed import FakeRank
 from tests.unit.trainer.update.test_updater import batch, config, policy, random_logp, scored, targets_of  # noqa: F401
-from trainer.batch.step_batch import StepBatch, decode, encode
-from trainer.config.groups.correction_settings import CorrectionConfig
-from trainer.config.groups.optimizer_settings import OptimizerConfig
-from trainer.config.schema import Config
-from trainer.credit.targets import Targets
-from trainer.model.policy import Policy
-from trainer.objective.advantages.critic import Credit
-from trainer.update.batch_dumps import Attempt, read_dump, write_dump
-from trainer.update.update_guard import MIN_NORMS, UpdateGuard
-from trainer.update.updater import Updater
 
 
 def guard(**settings: object) -> UpdateGuard:

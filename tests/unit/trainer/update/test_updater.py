@@ -11,20 +11,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
+from lockstep.rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
+from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.credit.correction import StepCorrection
+from lockstep.trainer.credit.old_policy import Recomputed
+from lockstep.trainer.credit.targets import Logprobs, Targets, penalized, reference_metrics
+from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.objective.correction.weights import CorrectionResult
+from lockstep.trainer.objective.kl import kl_term
+from lockstep.trainer.update.updater import Updater
 from tests.fixtures.distributed import FakeRank, flat_gradient
 from tests.fixtures.models import tiny_qwen3
-from trainer.batch.step_batch import StepBatch
-from trainer.config.groups.algorithm_settings import AlgorithmConfig
-from trainer.config.groups.correction_settings import CorrectionConfig
-from trainer.config.schema import Config
-from trainer.credit.correction import StepCorrection
-from trainer.credit.old_policy import Recomputed
-from trainer.credit.targets import Logprobs, Targets, penalized, reference_metrics
-from trainer.model.policy import Policy
-from trainer.objective.correction.weights import CorrectionResult
-from trainer.objective.kl import kl_term
-from trainer.update.updater import Updater
 
 
 def rollouts() -> list[Rollout]:
@@ -257,7 +257,7 @@ def test_results_of_microbatches_are_copied_to_the_host_after_the_last_backward(
 
 def test_a_loss_of_a_file_gives_the_gradient_of_the_same_built_in_one(policy: Policy, batch: StepBatch, tmp_path):
     (tmp_path / "own.py").write_text(
-        "from trainer.objective.losses.inputs import LossInputs, weighted\n"
+        "from lockstep.trainer.objective.losses.inputs import LossInputs, weighted\n"
         "def fn(inputs: LossInputs, *, factor: float = 1.0):\n"
         "    return factor * weighted(-inputs.advantages_T * inputs.logp_T, inputs)\n"
     )

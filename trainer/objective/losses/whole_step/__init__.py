@@ -3,6 +3,6 @@
 A token whose mask is 0 keeps its place in the denominators, like a clipped one.
 """
 
-from trainer.objective.declare import import_all
+from lockstep.trainer.objective.declare import import_all
 
 import_all(__name__, __path__)

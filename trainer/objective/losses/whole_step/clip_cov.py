@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING, Annotated
 
-from trainer.objective.declare import policy_loss
-from trainer.objective.losses.inputs import (
+from lockstep.trainer.objective.declare import policy_loss
+from lockstep.trainer.objective.losses.inputs import (
     CLIP_HIGH,
     CLIP_LOW,
     LossInputs,
@@ -14,9 +14,9 @@ from trainer.objective.losses.inputs import (
     token_ratio,
     weighted,
 )
-from trainer.objective.losses.ppo_clip import clipped_surrogate
-from trainer.objective.losses.whole_step.selection import covariances
-from trainer.setting import Setting
+from lockstep.trainer.objective.losses.ppo_clip import clipped_surrogate
+from lockstep.trainer.objective.losses.whole_step.selection import covariances
+from lockstep.trainer.setting import Setting
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING, Annotated
 
-from trainer.objective.declare import policy_loss
-from trainer.objective.losses.inputs import (
+from lockstep.trainer.objective.declare import policy_loss
+from lockstep.trainer.objective.losses.inputs import (
     LossInputs,
     LossOutputs,
     StepInputs,
@@ -12,9 +12,9 @@ from trainer.objective.losses.inputs import (
     token_ratio,
     weighted,
 )
-from trainer.objective.losses.whole_step.clip_cov import COV_FRACTION
-from trainer.objective.losses.whole_step.selection import covariances, largest
-from trainer.setting import Setting
+from lockstep.trainer.objective.losses.whole_step.clip_cov import COV_FRACTION
+from lockstep.trainer.objective.losses.whole_step.selection import covariances, largest
+from lockstep.trainer.setting import Setting
 
 if TYPE_CHECKING:
     from torch import Tensor

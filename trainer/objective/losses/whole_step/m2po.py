@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING, Annotated
 
-from trainer.objective.declare import policy_loss
-from trainer.objective.losses.inputs import (
+from lockstep.trainer.objective.declare import policy_loss
+from lockstep.trainer.objective.losses.inputs import (
     LossInputs,
     LossOutputs,
     StepInputs,
@@ -11,8 +11,8 @@ from trainer.objective.losses.inputs import (
     count,
     sampling_ratio,
 )
-from trainer.objective.losses.whole_step.selection import threshold_below
-from trainer.setting import Setting
+from lockstep.trainer.objective.losses.whole_step.selection import threshold_below
+from lockstep.trainer.setting import Setting
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -3,11 +3,11 @@
 import math
 from typing import TYPE_CHECKING, Annotated
 
-from trainer.objective.declare import policy_loss
-from trainer.objective.kl import LOG_RATIO_BOUND, bounded
-from trainer.objective.losses.inputs import LossInputs, LossOutputs, StepInputs, common_metrics, sampling_ratio
-from trainer.objective.per_rollout import rollout_sum
-from trainer.setting import Setting
+from lockstep.trainer.objective.declare import policy_loss
+from lockstep.trainer.objective.kl import LOG_RATIO_BOUND, bounded
+from lockstep.trainer.objective.losses.inputs import LossInputs, LossOutputs, StepInputs, common_metrics, sampling_ratio
+from lockstep.trainer.objective.per_rollout import rollout_sum
+from lockstep.trainer.setting import Setting
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from rewards.functions.judges.answer_cache import AnswerCache
-from rollout.errors import RewardError
+from lockstep.rewards.functions.judges.answer_cache import AnswerCache
+from lockstep.rollout.errors import RewardError
 
 
 class Source:

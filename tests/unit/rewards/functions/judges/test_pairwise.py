@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from rewards.functions.judges.pairwise import PairwiseJudge, pairs
-from rewards.resolve import check_built_in
-from rollout.errors import ConfigError, RewardError
-from rollout.records import Rollout, RolloutStatus
+from lockstep.rewards.functions.judges.pairwise import PairwiseJudge, pairs
+from lockstep.rewards.resolve import check_built_in
+from lockstep.rollout.errors import ConfigError, RewardError
+from lockstep.rollout.records import Rollout, RolloutStatus
 from tests.fixtures.cost import cpu_s
 from tests.unit.rewards.functions.judges.test_scored import Judge
 from tests.unit.rewards.workers.test_pool import rollout

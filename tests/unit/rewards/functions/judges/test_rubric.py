@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rewards.resolve import check_built_in
-from rollout.errors import ConfigError
-from rollout.records import RolloutStatus
+from lockstep.rewards.resolve import check_built_in
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.records import RolloutStatus
 from tests.unit.rewards.functions.judges.test_scored import Judge
 from tests.unit.rewards.workers.test_pool import rollout
 

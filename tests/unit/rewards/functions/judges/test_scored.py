@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from rewards.composition import FaultTolerance, RewardSet, make_reward_set
-from rewards.resolve import check_built_in
-from rollout.errors import ConfigError
-from rollout.records import Rollout, RolloutStatus
+from lockstep.rewards.composition import FaultTolerance, RewardSet, make_reward_set
+from lockstep.rewards.resolve import check_built_in
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.records import Rollout, RolloutStatus
 from tests.fixtures.cost import cpu_s
 from tests.unit.rewards.workers.test_pool import rollout
 

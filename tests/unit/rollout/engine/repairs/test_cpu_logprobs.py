@@ -7,8 +7,8 @@ import torch
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.sample.sampler import Sampler
 
-from rollout.engine.plugin import register
-from rollout.engine.repairs.cpu_logprobs import log_softmax
+from lockstep.rollout.engine.plugin import register
+from lockstep.rollout.engine.repairs.cpu_logprobs import log_softmax
 
 ROWS = 8
 

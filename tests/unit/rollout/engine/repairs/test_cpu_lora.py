@@ -7,8 +7,8 @@ import torch
 from vllm.lora.layers import LoRAMapping
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-from rollout.engine.plugin import register
-from rollout.engine.repairs.cpu_lora import by_slot
+from lockstep.rollout.engine.plugin import register
+from lockstep.rollout.engine.repairs.cpu_lora import by_slot
 
 INPUTS, RANK, SIZES, SLOTS = 6, 2, (4, 3), 3
 

@@ -7,7 +7,7 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-from rollout.engine.plugin import register
+from lockstep.rollout.engine.plugin import register
 
 TOKENS, HEADS, PASSED, ROTATED = 5, 3, 8, 16
 POSITIONS = torch.arange(TOKENS) + 7

@@ -6,7 +6,7 @@ import pytest
 import torch
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
-from rollout.engine.plugin import register
+from lockstep.rollout.engine.plugin import register
 
 TOKENS, EXPERTS, CHOSEN = 50, 8, 3
 

@@ -12,7 +12,7 @@ from vllm.distributed.aux_output_connector.worker import PendingAuxOutput
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
-from rollout.engine.repairs import cpu_routes
+from lockstep.rollout.engine.repairs import cpu_routes
 from tests.fixtures.families import save_family
 
 SETTINGS: dict[str, Any] = {

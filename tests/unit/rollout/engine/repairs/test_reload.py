@@ -15,8 +15,8 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.model_loader import reload
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from rollout.engine.plugin import register
-from rollout.weights.cuda_ipc import CudaIpcWeightTransferEngine
+from lockstep.rollout.engine.plugin import register
+from lockstep.rollout.weights.cuda_ipc import CudaIpcWeightTransferEngine
 
 Named = list[tuple[str, torch.Tensor]]
 

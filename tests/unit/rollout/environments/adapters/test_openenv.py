@@ -13,11 +13,11 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from rollout.environments import make_environment
-from rollout.environments.adapters.openenv import OpenEnvironment
-from rollout.episode.rows import rows_from_calls
-from rollout.errors import ConfigError, EnvironmentFault
-from rollout.sampler.sampler import Sampler
+from lockstep.rollout.environments import make_environment
+from lockstep.rollout.environments.adapters.openenv import OpenEnvironment
+from lockstep.rollout.episode.rows import rows_from_calls
+from lockstep.rollout.errors import ConfigError, EnvironmentFault
+from lockstep.rollout.sampler.sampler import Sampler
 from tests.fixtures.gateway import ScriptedEngine, says
 from tests.fixtures.openenv import server
 from tests.fixtures.policies import CHAT, TOKENIZER, sampling

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from rollout.environments import make_environment
-from rollout.environments.adapters.textarena import PROGRAM, TextArenaEnvironment
-from rollout.environments.hosts.process import host
-from rollout.episode.rows import rows_from_calls
-from rollout.errors import ConfigError, DataError, EnvironmentFault
-from rollout.records import Rollout, RolloutStatus
-from rollout.sampler.sampler import Sampler
+from lockstep.rollout.environments import make_environment
+from lockstep.rollout.environments.adapters.textarena import PROGRAM, TextArenaEnvironment
+from lockstep.rollout.environments.hosts.process import host
+from lockstep.rollout.episode.rows import rows_from_calls
+from lockstep.rollout.errors import ConfigError, DataError, EnvironmentFault
+from lockstep.rollout.records import Rollout, RolloutStatus
+from lockstep.rollout.sampler.sampler import Sampler
 from tests.fixtures.gateway import ScriptedEngine, says
 from tests.fixtures.interpreters import python_with
 from tests.fixtures.policies import CHAT, TOKENIZER, sampling

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from rewards.composition import make_reward_set
-from rollout.environments import make_environment
-from rollout.environments.adapters.trl import TRLEnvironment
-from rollout.errors import ConfigError, DataError
-from rollout.records import RolloutStatus
+from lockstep.rewards.composition import make_reward_set
+from lockstep.rollout.environments import make_environment
+from lockstep.rollout.environments.adapters.trl import TRLEnvironment
+from lockstep.rollout.errors import ConfigError, DataError
+from lockstep.rollout.records import RolloutStatus
 from tests.fixtures.policies import Policy, last_turn, play, tool_call
 
 

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from rollout.environments import make_environment
-from rollout.environments.adapters import verifiers as adapter
-from rollout.episode.rows import rows_from_calls
-from rollout.errors import ConfigError, DataError
-from rollout.records import RolloutStatus
-from rollout.sampler.sampler import Sampler
+from lockstep.rollout.environments import make_environment
+from lockstep.rollout.environments.adapters import verifiers as adapter
+from lockstep.rollout.episode.rows import rows_from_calls
+from lockstep.rollout.errors import ConfigError, DataError
+from lockstep.rollout.records import RolloutStatus
+from lockstep.rollout.sampler.sampler import Sampler
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.data.prompts import heldout_data
 from tests.fixtures.gateway import ScriptedEngine, says
 from tests.fixtures.paths import FIXTURES
 from tests.fixtures.policies import CHAT, TOKENIZER, sampling
-from trainer.config.schema import Config
-from trainer.data.prompts import heldout_data
 
 ENVIRONMENTS = FIXTURES / "verifiers_environments"
 needs_verifiers = pytest.mark.skipif(

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from rollout.environments import make_environment
-from rollout.environments.adapters import verifiers_tasks
-from rollout.environments.adapters.verifiers import evaluation_rows
-from rollout.environments.adapters.verifiers_tasks import PROGRAM, position
-from rollout.environments.hosts.process import host
-from rollout.episode.rows import rows_from_calls
-from rollout.errors import ConfigError, DataError
-from rollout.records import Rollout, RolloutStatus
-from rollout.sampler.sampler import Sampler
+from lockstep.rollout.environments import make_environment
+from lockstep.rollout.environments.adapters import verifiers_tasks
+from lockstep.rollout.environments.adapters.verifiers import evaluation_rows
+from lockstep.rollout.environments.adapters.verifiers_tasks import PROGRAM, position
+from lockstep.rollout.environments.hosts.process import host
+from lockstep.rollout.episode.rows import rows_from_calls
+from lockstep.rollout.errors import ConfigError, DataError
+from lockstep.rollout.records import Rollout, RolloutStatus
+from lockstep.rollout.sampler.sampler import Sampler
 from tests.fixtures.gateway import ScriptedEngine, says
 from tests.fixtures.interpreters import python_with
 from tests.fixtures.paths import FIXTURES

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from rollout.environments.hosts.process import Host, host, interpreter
-from rollout.errors import ConfigError, EnvironmentFault
+from lockstep.rollout.environments.hosts.process import Host, host, interpreter
+from lockstep.rollout.errors import ConfigError, EnvironmentFault
 from tests.fixtures.paths import FIXTURES, ROOT
 
 PROGRAM = "answers_program"
@@ -93,7 +93,7 @@ async def test_a_full_pipe_does_not_block_the_event_loop(running: Host):
 
 def test_a_host_ends_with_the_process_that_started_it():
     program = (
-        "import asyncio, os, sys; from rollout.environments.hosts.process import host; "
+        "import asyncio, os, sys; from lockstep.rollout.environments.hosts.process import host; "
         f"one = host(sys.executable, '{PROGRAM}'); asyncio.run(one.ask('echo', timeout_s=30)); "
         "print(one._process.pid, flush=True); os.kill(os.getpid(), 9)"
     )

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from rollout.environments.tool_servers.mcp import McpEnvironment
-from rollout.environments.tool_servers.tool_server import close_servers
-from rollout.errors import ConfigError
+from lockstep.rollout.environments.tool_servers.mcp import McpEnvironment
+from lockstep.rollout.environments.tool_servers.tool_server import close_servers
+from lockstep.rollout.errors import ConfigError
 from tests.fixtures.paths import ROOT
 from tests.fixtures.policies import Policy, play, tool_call
 from tests.fixtures.turns import use
@@ -226,7 +226,7 @@ class TestRefused:
 
 USES = f"""
 import asyncio, os, sys, time
-from rollout.environments.tool_servers.mcp import McpEnvironment
+from lockstep.rollout.environments.tool_servers.mcp import McpEnvironment
 from tests.fixtures.turns import use
 
 async def main():

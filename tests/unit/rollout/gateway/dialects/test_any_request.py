@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.chat.chat import Chat
-from rollout.engine.protocol import Sampling
-from rollout.errors import TemplateError
-from rollout.gateway.dialects import DIALECTS
-from rollout.gateway.dialects.dialect import Dialect
-from rollout.gateway.errors import ApiError
-from rollout.gateway.request import read_json
-from rollout.gateway.session import Session
-from rollout.gateway.splice import make_prompt
+from lockstep.rollout.chat.chat import Chat
+from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.errors import TemplateError
+from lockstep.rollout.gateway.dialects import DIALECTS
+from lockstep.rollout.gateway.dialects.dialect import Dialect
+from lockstep.rollout.gateway.errors import ApiError
+from lockstep.rollout.gateway.request import read_json
+from lockstep.rollout.gateway.session import Session
+from lockstep.rollout.gateway.splice import make_prompt
 from tests.fixtures.gateway import offer_of
 from tests.fixtures.tokenizers import chat_tokenizer
 

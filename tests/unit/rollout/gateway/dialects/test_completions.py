@@ -7,11 +7,11 @@ from typing import Any
 import openai
 import pytest
 
-from rollout.engine.protocol import Sampling
-from rollout.episode.rows import rows_from_calls
-from rollout.gateway.dialects.completions import COMPLETIONS
-from rollout.gateway.errors import ApiError
-from rollout.gateway.session import Session
+from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.episode.rows import rows_from_calls
+from lockstep.rollout.gateway.dialects.completions import COMPLETIONS
+from lockstep.rollout.gateway.errors import ApiError
+from lockstep.rollout.gateway.session import Session
 from tests.fixtures.gateway import Running, offer_of, running
 from tests.fixtures.tokenizers import chat_tokenizer
 

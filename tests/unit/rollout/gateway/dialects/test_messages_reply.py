@@ -8,7 +8,7 @@ import aiohttp
 import anthropic
 import pytest
 
-from rollout.errors import EngineError
+from lockstep.rollout.errors import EngineError
 from tests.fixtures.gateway import Running, running
 from tests.fixtures.tokenizers import chat_tokenizer
 from tests.unit.rollout.gateway.dialects.test_responses_reply import CALLS, events_of

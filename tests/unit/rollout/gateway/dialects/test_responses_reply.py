@@ -9,7 +9,7 @@ import aiohttp
 import openai
 import pytest
 
-from rollout.records import FinishReason
+from lockstep.rollout.records import FinishReason
 from tests.fixtures.gateway import Running, running
 from tests.fixtures.tokenizers import chat_tokenizer
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from rollout.engine.protocol import Sampling
-from rollout.gateway.dialects.responses_reply import RESPONSES
-from rollout.gateway.errors import ApiError
-from rollout.gateway.request import SampleRequest
-from rollout.gateway.session import Session
+from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.gateway.dialects.responses_reply import RESPONSES
+from lockstep.rollout.gateway.errors import ApiError
+from lockstep.rollout.gateway.request import SampleRequest
+from lockstep.rollout.gateway.session import Session
 from tests.fixtures.gateway import offer_of
 
 OFFER = offer_of(Session("", offered=[Sampling(max_tokens=16)]))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollout.episode.rows import rows_from_calls
+from lockstep.rollout.episode.rows import rows_from_calls
 from tests.fixtures.gateway import Running, running
 from tests.fixtures.tokenizers import chat_tokenizer
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rollout.errors import ConfigError
+from lockstep.rollout.errors import ConfigError
+from lockstep.trainer.batch.packing import PackedBatch
+from lockstep.trainer.model.layers import packed_attention, varlen_attention
+from lockstep.trainer.model.layers.chunked_attention import QueryScale, adapt, chunks
+from lockstep.trainer.model.policy import Policy
 from tests.fixtures.families import FAMILIES
 from tests.unit.trainer.model.layers.test_varlen_attention import kernel, pack
-from trainer.batch.packing import PackedBatch
-from trainer.model.layers import packed_attention, varlen_attention
-from trainer.model.layers.chunked_attention import QueryScale, adapt, chunks
-from trainer.model.policy import Policy
 
 SCALE = QueryScale(slope=0.5, interval=16)
 

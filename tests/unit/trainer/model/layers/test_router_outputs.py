@@ -9,14 +9,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Llama4TextConfig, Llama4TextModel, PreTrainedModel
 
-from rollout.errors import ConfigError
+from lockstep.rollout.errors import ConfigError
+from lockstep.trainer.batch.packing import collate, whole_row
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.model.layers.router_outputs import RouterOutputs, router_coefs, routers
+from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.model.shape import planned_shape
 from tests.fixtures.families import FAMILIES, SIZES
-from trainer.batch.packing import collate, whole_row
-from trainer.config.groups.algorithm_settings import AlgorithmConfig
-from trainer.config.schema import Config
-from trainer.model.layers.router_outputs import RouterOutputs, router_coefs, routers
-from trainer.model.policy import Policy
-from trainer.model.shape import planned_shape
 
 MIXTURES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "granitemoe", "gpt_oss")
 DEEPSEEK = DeepseekV3Config(

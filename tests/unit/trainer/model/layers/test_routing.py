@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
-from rollout.errors import ConfigError, TrainingError
-from rollout.records import TrainingRow
+from lockstep.rollout.errors import ConfigError, TrainingError
+from lockstep.rollout.records import TrainingRow
+from lockstep.trainer.batch.packing import NO_ROUTE, PackedBatch, collate, row_places, whole_row
+from lockstep.trainer.batch.prefixes import MIN_SHARED
+from lockstep.trainer.config.groups.model_settings import LoraConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.model.critic import ActorCritic, Critic
+from lockstep.trainer.model.layers.routing import refuse_dense
+from lockstep.trainer.model.lora import add_adapters
+from lockstep.trainer.model.policy import Policy
 from tests.fixtures.families import FAMILIES
 from tests.fixtures.models import save_tiny_model
-from trainer.batch.packing import NO_ROUTE, PackedBatch, collate, row_places, whole_row
-from trainer.batch.prefixes import MIN_SHARED
-from trainer.config.groups.model_settings import LoraConfig
-from trainer.config.schema import Config
-from trainer.model.critic import ActorCritic, Critic
-from trainer.model.layers.routing import refuse_dense
-from trainer.model.lora import add_adapters
-from trainer.model.policy import Policy
 
 SPARSE = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "glm4_moe", "granitemoe", "gpt_oss", "qwen3_next")
 DAMPED = ("granite_hybrid", "lfm2_moe")

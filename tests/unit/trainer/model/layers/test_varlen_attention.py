@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rollout.episode.rows import rows_from_calls
-from rollout.records import EngineCall, FinishReason, VersionSpan
+from lockstep.rollout.episode.rows import rows_from_calls
+from lockstep.rollout.records import EngineCall, FinishReason, VersionSpan
+from lockstep.trainer.batch.packing import PackedBatch, collate
+from lockstep.trainer.model.layers import packed_attention, varlen_attention
+from lockstep.trainer.model.layers.varlen_attention import key_layout
+from lockstep.trainer.model.policy import Policy
 from tests.fixtures.families import FAMILIES
-from trainer.batch.packing import PackedBatch, collate
-from trainer.model.layers import packed_attention, varlen_attention
-from trainer.model.layers.varlen_attention import key_layout
-from trainer.model.policy import Policy
 
 PROMPT, HISTORY = tuple(range(10, 50)), tuple(range(60, 90))
 ROWS = [(*PROMPT, *HISTORY, 5, 6, 7), (*PROMPT, *HISTORY, 8), (*PROMPT, 9, 11, 12, 13), tuple(range(100, 117))]

@@ -7,8 +7,8 @@ import statistics
 import pytest
 import torch
 
-from trainer.objective.advantages import ADVANTAGES
-from trainer.objective.advantages.inputs import AdvantageInputs, Advantages, TurnInputs
+from lockstep.trainer.objective.advantages import ADVANTAGES
+from lockstep.trainer.objective.advantages.inputs import AdvantageInputs, Advantages, TurnInputs
 
 REWARDS, GROUPS = [1.0, 0.0, 0.25, 2.0, 2.0], [4, 4, 4, 1, 1]
 ROLLOUT = [0, 0, 1, 1, 2, 2, 3, 4]  # of each turn

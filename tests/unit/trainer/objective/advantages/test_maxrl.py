@@ -8,9 +8,9 @@ import math
 import pytest
 import torch
 
-from rollout.errors import RewardError
-from trainer.objective.advantages import ADVANTAGES
-from trainer.objective.advantages.inputs import AdvantageInputs
+from lockstep.rollout.errors import RewardError
+from lockstep.trainer.objective.advantages import ADVANTAGES
+from lockstep.trainer.objective.advantages.inputs import AdvantageInputs
 
 
 def advantages(rewards: list[float], groups: list[int]) -> list[float]:

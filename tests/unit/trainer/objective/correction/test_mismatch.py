@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.objective.correction.mismatch import (
+from lockstep.trainer.objective.correction.mismatch import (
     LENGTH_BUCKETS,
     PREFIX,
     QUANTIZATION_K3,
@@ -19,8 +19,8 @@ from trainer.objective.correction.mismatch import (
     noise_floor,
     quantization_cost,
 )
-from trainer.objective.correction.weights import CorrectionResult, correction_weights
-from trainer.observe.alarms import AlarmThresholds, alarms
+from lockstep.trainer.objective.correction.weights import CorrectionResult, correction_weights
+from lockstep.trainer.observe.alarms import AlarmThresholds, alarms
 
 TRAIN = [-1.0, -2.0, -0.5, -0.001, -3.0, -0.7]
 SAMP = [-1.1, -1.5, -0.5, -0.002, -3.4, -1.9]

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.errors import EvidenceError
-from trainer.objective.correction.modes import CORRECTION_MODES, REJECTION_CRITERIA
-from trainer.objective.correction.rejection import rejection_mask
-from trainer.objective.correction.weights import correction_weights, kl_penalized_advantages
+from lockstep.rollout.errors import EvidenceError
+from lockstep.trainer.objective.correction.modes import CORRECTION_MODES, REJECTION_CRITERIA
+from lockstep.trainer.objective.correction.rejection import rejection_mask
+from lockstep.trainer.objective.correction.weights import correction_weights, kl_penalized_advantages
 
 LOG = math.log
 # Two rollouts; ratios 4, 1/4, 1 (rollout 0: product 1, geometric mean 1) and 8, 2 (rollout 1: product 16, mean 4).

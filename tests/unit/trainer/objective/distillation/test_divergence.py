@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from trainer.objective.distillation.divergence import DIVERGENCES, REST_FLOOR, divergence, with_rest
+from lockstep.trainer.objective.distillation.divergence import DIVERGENCES, REST_FLOOR, divergence, with_rest
 
 T, V, K = 40, 12, 4
 

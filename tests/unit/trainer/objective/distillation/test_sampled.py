@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainer.objective.distillation.sampled import teacher_advantages, teacher_metrics
+from lockstep.trainer.objective.distillation.sampled import teacher_advantages, teacher_metrics
 
 
 def test_the_expected_gradient_is_that_of_the_reverse_kl():

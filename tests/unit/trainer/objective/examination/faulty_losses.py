@@ -2,8 +2,8 @@
 
 import torch
 
-from trainer.objective.declare import policy_loss
-from trainer.objective.losses.inputs import (
+from lockstep.trainer.objective.declare import policy_loss
+from lockstep.trainer.objective.losses.inputs import (
     LossInputs,
     LossOutputs,
     plain_log_ratio,

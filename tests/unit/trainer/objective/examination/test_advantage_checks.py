@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from trainer.objective.advantages import ADVANTAGES
-from trainer.objective.examination.advantage_checks import examine_advantage
-from trainer.objective.examination.finding import Verdict
-from trainer.objective.own.lookup import advantage_named
+from lockstep.trainer.objective.advantages import ADVANTAGES
+from lockstep.trainer.objective.examination.advantage_checks import examine_advantage
+from lockstep.trainer.objective.examination.finding import Verdict
+from lockstep.trainer.objective.own.lookup import advantage_named
 
 FAULTS = {
     "by_place": (
@@ -28,9 +28,9 @@ FAULTS = {
 }
 HEAD = """
 import torch
-from trainer.objective.advantages.inputs import AdvantageInputs, Advantages, GroupStatistics
-from trainer.objective.advantages.critic import Credit, TokenAdvantages
-from trainer.objective.declare import advantage
+from lockstep.trainer.objective.advantages.inputs import AdvantageInputs, Advantages, GroupStatistics
+from lockstep.trainer.objective.advantages.critic import Credit, TokenAdvantages
+from lockstep.trainer.objective.declare import advantage
 """
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from trainer.objective.examination.finding import Finding, Verdict
-from trainer.objective.examination.loss_checks import examine_loss
-from trainer.objective.losses import POLICY_LOSSES
-from trainer.objective.own.lookup import policy_loss_named
+from lockstep.trainer.objective.examination.finding import Finding, Verdict
+from lockstep.trainer.objective.examination.loss_checks import examine_loss
+from lockstep.trainer.objective.losses import POLICY_LOSSES
+from lockstep.trainer.objective.own.lookup import policy_loss_named
 
 FAULTY = Path(__file__).with_name("faulty_losses.py")
 SETTINGS = {"gspo": {"clip_low": 0.3, "clip_high": 0.4}}

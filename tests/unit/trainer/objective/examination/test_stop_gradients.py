@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainer.objective.examination.stop_gradients import finite_differences
+from lockstep.trainer.objective.examination.stop_gradients import finite_differences
 
 AT = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
 

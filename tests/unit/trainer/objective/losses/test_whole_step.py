@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from lockstep.trainer.objective.losses import POLICY_LOSSES
+from lockstep.trainer.objective.losses.dppo import binary_divergence
+from lockstep.trainer.objective.losses.inputs import LossInputs, StepInputs
+from lockstep.trainer.objective.losses.whole_step.selection import covariances, largest
+from lockstep.trainer.objective.per_rollout import rollout_mean
 from tests.fixtures.losses import step_values
-from trainer.objective.losses import POLICY_LOSSES
-from trainer.objective.losses.dppo import binary_divergence
-from trainer.objective.losses.inputs import LossInputs, StepInputs
-from trainer.objective.losses.whole_step.selection import covariances, largest
-from trainer.objective.per_rollout import rollout_mean
 
 NUM_ROLLOUTS, LENGTH = 6, 20
 

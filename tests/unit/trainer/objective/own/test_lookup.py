@@ -8,21 +8,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rollout.errors import ConfigError, TrainingError
-from trainer.objective.advantages import ADVANTAGES
-from trainer.objective.advantages.inputs import AdvantageInputs, Advantages, TurnInputs
-from trainer.objective.declare import declared_arguments
-from trainer.objective.losses import POLICY_LOSSES
-from trainer.objective.losses.inputs import LossInputs
-from trainer.objective.own.lookup import advantage_named, is_advantage, policy_loss_named
+from lockstep.rollout.errors import ConfigError, TrainingError
+from lockstep.trainer.objective.advantages import ADVANTAGES
+from lockstep.trainer.objective.advantages.inputs import AdvantageInputs, Advantages, TurnInputs
+from lockstep.trainer.objective.declare import declared_arguments
+from lockstep.trainer.objective.losses import POLICY_LOSSES
+from lockstep.trainer.objective.losses.inputs import LossInputs
+from lockstep.trainer.objective.own.lookup import advantage_named, is_advantage, policy_loss_named
 
 HEAD = """
 from typing import Annotated
 import torch
-from trainer.objective.advantages.inputs import AdvantageInputs, Advantages
-from trainer.objective.declare import advantage, policy_loss
-from trainer.objective.losses.inputs import LossInputs, LossOutputs, plain_log_ratio
-from trainer.setting import Setting
+from lockstep.trainer.objective.advantages.inputs import AdvantageInputs, Advantages
+from lockstep.trainer.objective.declare import advantage, policy_loss
+from lockstep.trainer.objective.losses.inputs import LossInputs, LossOutputs, plain_log_ratio
+from lockstep.trainer.setting import Setting
 """
 
 

@@ -15,18 +15,18 @@ from xml.etree import ElementTree
 import pytest
 from omegaconf import OmegaConf
 
-from rollout.errors import ConfigError, DataError
-from rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
-from rollout.saved_rollouts import write_rollouts
+from lockstep.rollout.errors import ConfigError, DataError
+from lockstep.rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
+from lockstep.rollout.saved_rollouts import write_rollouts
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.config.tree import plain
+from lockstep.trainer.observe.pages.chart import HEIGHT, MAX_POINTS, WIDTH, Chart, Curve, number
+from lockstep.trainer.observe.pages.run_report import learning_charts, report, stages, tiles, write_report
+from lockstep.trainer.observe.pages.token_view import TEMPLATE as TOKEN_VIEW
+from lockstep.trainer.observe.saved_run import SavedRun
 from tests.fixtures.browser import WIDTHS, dom, needs_chromium
 from tests.fixtures.forked_python import forked_python
 from tests.fixtures.paths import ROOT
-from trainer.config.schema import Config
-from trainer.config.tree import plain
-from trainer.observe.pages.chart import HEIGHT, MAX_POINTS, WIDTH, Chart, Curve, number
-from trainer.observe.pages.run_report import learning_charts, report, stages, tiles, write_report
-from trainer.observe.pages.token_view import TEMPLATE as TOKEN_VIEW
-from trainer.observe.saved_run import SavedRun
 
 HOSTILE = "</p><script>document.title='owned'</script><img src=x onerror=alert(1)>&amp;"
 LONG = "x" * 400

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lockstep.trainer.diagnosis.diagnosis import Diagnosis
+from lockstep.trainer.diagnosis.token_classes import TokenTexts
+from lockstep.trainer.observe.pages.token_view import color_scale, script_json, token_view, write_token_view
 from tests.fixtures.browser import dom, needs_chromium
 from tests.fixtures.made_up_model import TOKENIZER, FakeTrainer, examine, scored_tokens, two_turns
-from trainer.diagnosis.diagnosis import Diagnosis
-from trainer.diagnosis.token_classes import TokenTexts
-from trainer.observe.pages.token_view import color_scale, script_json, token_view, write_token_view
 
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>&amp;"
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer.config.groups.outputs_settings import LoggerConfig
-from trainer.observe.metrics_log import MetricsLog
-from trainer.observe.trackers import background
-from trainer.observe.trackers.kinds import KINDS
-from trainer.observe.trackers.tracker import Histogram, Medium, Page, Place, Session, Table, Values
-from trainer.observe.trackers.wandb_run import Lineage
+from lockstep.trainer.config.groups.outputs_settings import LoggerConfig
+from lockstep.trainer.observe.metrics_log import MetricsLog
+from lockstep.trainer.observe.trackers import background
+from lockstep.trainer.observe.trackers.kinds import KINDS
+from lockstep.trainer.observe.trackers.tracker import Histogram, Medium, Page, Place, Session, Table, Values
+from lockstep.trainer.observe.trackers.wandb_run import Lineage
 
 NAMES = ("rollout_correction/kl", "eval/pass_at_1", "reward/mean")
 Series = dict[str, dict[int, float]]

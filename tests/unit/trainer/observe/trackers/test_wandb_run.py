@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from lockstep.trainer.config.groups.outputs_settings import LoggerConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.observe.metrics_log import MetricsLog
+from lockstep.trainer.observe.step_media import COLUMNS, distributions, step_media, table_rows
+from lockstep.trainer.observe.step_metrics import StepReport
+from lockstep.trainer.observe.trackers.wandb_run import SUMMARIES, Lineage, WandbRun
+from lockstep.trainer.run.provenance import provenance
 from tests.fixtures import wandb_files
 from tests.fixtures.made_up_model import TOKENIZER, FakeTrainer, step_batch, two_turns
 from tests.fixtures.paths import ROOT
-from trainer.config.groups.outputs_settings import LoggerConfig
-from trainer.config.schema import Config
-from trainer.observe.metrics_log import MetricsLog
-from trainer.observe.step_media import COLUMNS, distributions, step_media, table_rows
-from trainer.observe.step_metrics import StepReport
-from trainer.observe.trackers.wandb_run import SUMMARIES, Lineage, WandbRun
-from trainer.run.provenance import provenance
 
 OFFLINE = LoggerConfig(wandb="offline", group="sweep")
 HOSTILE = "</script><script>alert(1)</script>"
@@ -146,12 +146,12 @@ SECRET = "correct-horse-battery"
 LOGGING_SCRIPT = """
 from pathlib import Path
 
-from trainer.config.groups.outputs_settings import LoggerConfig
-from trainer.config.schema import Config
-from trainer.cli import launch
-from trainer.observe.metrics_log import MetricsLog
-from trainer.run.provenance import provenance
-from trainer.config.tree import plain
+from lockstep.trainer.config.groups.outputs_settings import LoggerConfig
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.cli import launch
+from lockstep.trainer.observe.metrics_log import MetricsLog
+from lockstep.trainer.run.provenance import provenance
+from lockstep.trainer.config.tree import plain
 
 
 def main(config: Config) -> None:

@@ -11,21 +11,21 @@ from typing import Any
 
 import pytest
 
-from rollout.system.background_loop import BackgroundLoop
+from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.objective.examination.finding import Finding, Verdict
+from lockstep.trainer.tools.environment_kit.journal import Journal
+from lockstep.trainer.tools.environment_kit.kit import findings
+from lockstep.trainer.tools.environment_kit.subject import Options
 from tests.fixtures.models import tiny_qwen3
 from tests.fixtures.policies import TOKENIZER, Policy
-from trainer.config.schema import Config
-from trainer.objective.examination.finding import Finding, Verdict
-from trainer.tools.environment_kit.journal import Journal
-from trainer.tools.environment_kit.kit import findings
-from trainer.tools.environment_kit.subject import Options
 
 ROWS = [
     {"question": f"What is {number} times 11?", "answer": str(11 * number), "level": f"level{number % 3}"}
     for number in range(3, 9)
 ]
 RIGHT = """
-from rollout.episode.environment import Step
+from lockstep.rollout.episode.environment import Step
 
 
 class Question:

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.trainer.tools.environment_kit import supervisor
+from lockstep.trainer.tools.environment_kit.supervisor import supervise
 from tests.fixtures.paths import ROOT
 from tests.fixtures.processes import wait_until_gone
-from trainer.tools.environment_kit import supervisor
-from trainer.tools.environment_kit.supervisor import supervise
 
 BEGINNING = """
 import faulthandler, os, signal, sys, time
-from trainer.objective.examination.finding import Finding
-from trainer.tools.environment_kit.journal import Journal
+from lockstep.trainer.objective.examination.finding import Finding
+from lockstep.trainer.tools.environment_kit.journal import Journal
 faulthandler.register(signal.SIGUSR1)
 journal = Journal(os.fdopen(int(sys.argv[-1]), "w"))
 journal.found(Finding(check="first", measured="1"))
@@ -49,7 +49,7 @@ def test_findings_are_lines_and_sentences(outcome):
 
 def test_a_failure_is_exit_status_1_and_json_has_all_of_it(outcome):
     body = (
-        "from trainer.objective.examination.finding import failure\n"
+        "from lockstep.trainer.objective.examination.finding import failure\n"
         "journal.found(failure('second', 'It is wrong.', '2'))\njournal.done()"
     )
     status, shown, _ = outcome(body, as_json=True)

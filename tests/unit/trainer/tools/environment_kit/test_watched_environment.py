@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollout.environments.tools import ToolEnvironment
+from lockstep.rollout.environments.tools import ToolEnvironment
+from lockstep.trainer.tools.environment_kit.journal import Journal
+from lockstep.trainer.tools.environment_kit.watched_environment import Watch, watch_environment
 from tests.fixtures.policies import Policy, play
-from trainer.tools.environment_kit.journal import Journal
-from trainer.tools.environment_kit.watched_environment import Watch, watch_environment
 
 
 async def test_what_an_environment_holds_is_let_go_also_after_a_fault():
