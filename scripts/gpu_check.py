@@ -1,19 +1,23 @@
-"""Check every path that needs a GPU, on this machine: about 15 minutes on two GPUs, without network.
+"""Check every path that needs a GPU, on this machine: about 30 minutes on two GPUs, without network.
 
     make gpu-check                                    all checks
+    python -m scripts.gpu_check --quick               the first ones, in about five minutes
     python -m scripts.gpu_check --only transfer loop  these
     python -m scripts.gpu_check --rehearse            on a machine without a GPU: the program itself, in small sizes
 
 Each check runs in a process of its own with a time limit. The table, `gpu_check.json`, `index.html` and a folder with
-the log of each check are in the run directory. Exit status: 0 if checks passed and none failed, 1 if one failed or none
-passed, 2 if nothing can be checked here. docs/gpu.md describes the checks.
+the log of each check are in the run directory; a zip file beside it has what a report needs, without secrets. Exit
+status: 0 if checks passed and none failed, 1 if one failed or none passed, 2 if nothing can be checked here.
+docs/gpu.md describes the checks.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -28,10 +32,13 @@ from rich.table import Table
 
 from scripts.gpu_checks import CHECKS, Check
 from scripts.gpu_checks.one import RESULT
+from scripts.gpu_checks.parcel import pack, without_secrets
 
 ROOT = Path(__file__).resolve().parents[1]
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 COLORS = {PASSED: "green", FAILED: "red", SKIPPED: "yellow"}
+SHOWN_LINES = 15
+"""Last lines of the log of a check that died, in its reason."""
 BADGES = {PASSED: "ok", FAILED: "critical", SKIPPED: "warning"}
 
 
@@ -80,7 +87,9 @@ def run_check(check: Check, directory: Path, *, rehearses: bool) -> Result:
     folder.mkdir(parents=True)
     command = [os.environ.get("PYTHON_EXEC", sys.executable), "-m", "scripts.gpu_checks.one"]
     command += [check.module, check.name, str(folder), *(["--rehearse"] if rehearses else [])]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"} | ({"OMP_NUM_THREADS": "1"} if rehearses else {})
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONFAULTHANDLER": "1"} | (
+        {"OMP_NUM_THREADS": "1"} if rehearses else {}
+    )
     started = time.monotonic()
     with (folder / "log.txt").open("wb") as log:
         process = subprocess.Popen(
@@ -94,18 +103,25 @@ def run_check(check: Check, directory: Path, *, rehearses: bool) -> Result:
             reason = f"timed out after {check.limit_s:g} s; see {folder / 'log.txt'}"
         finally:
             _end(process)
+    if process.returncode:
+        reason += "\n" + "\n".join((folder / "log.txt").read_text(errors="replace").splitlines()[-SHOWN_LINES:])
     return _result(check, folder / RESULT, reason, time.monotonic() - started)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all that it started, engines and ranks included."""
+    """End a process and all that it started, engines and ranks included, after each wrote the stacks of its threads."""
     import psutil
 
     if process.poll() is None:
-        family = psutil.Process(process.pid).children(recursive=True)
-        for one in [*family, process]:
-            one.kill()
-        psutil.wait_procs(family, timeout=30)
+        family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+        for each in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.send_signal(signal.SIGABRT)  # PYTHONFAULTHANDLER answers it with stacks
+        _, alive = psutil.wait_procs(family, timeout=5)
+        for each in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        psutil.wait_procs(alive, timeout=30)
         process.wait()
 
 
@@ -200,6 +216,7 @@ def main(arguments: Sequence[str] | None = None, checks: Sequence[Check] = CHECK
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )  # fmt: skip
     parser.add_argument("--rehearse", action="store_true", help="run the small CPU form of each check that has one")
+    parser.add_argument("--quick", action="store_true", help="only the checks of the first five minutes")
     parser.add_argument("--only", nargs="+", choices=[check.name for check in checks], metavar="NAME", default=[])
     parser.add_argument("--out", type=Path, help="run directory, new or empty (default: runs/gpu-check-<time>)")
     parsed = parser.parse_args(arguments)
@@ -217,7 +234,8 @@ def main(arguments: Sequence[str] | None = None, checks: Sequence[Check] = CHECK
     directory.mkdir(parents=True, exist_ok=True)
     console = Console()
     chosen = [check for check in checks if check.name in parsed.only or not parsed.only]
-    title = "GPU check, rehearsed on a CPU" if parsed.rehearse else "GPU check"
+    chosen = [check for check in chosen if check.is_quick or not parsed.quick]
+    title = f"GPU check{', quick form' * parsed.quick}{', rehearsed on a CPU' * parsed.rehearse}"
 
     def say(result: Result) -> None:
         verdict = f"[{COLORS[result.verdict]}]{result.verdict}[/]"
@@ -227,8 +245,10 @@ def main(arguments: Sequence[str] | None = None, checks: Sequence[Check] = CHECK
     facts = machine()
     write(results, facts, directory, title)
     console.print(table(results))
+    report = without_secrets()(markdown(results, facts, title))
+    (directory / "report.md").write_text(report, encoding="utf-8")
     console.print(f"{counts(results)}; {directory}/index.html, gpu_check.json", soft_wrap=True)
-    print(f"\nTo paste into an issue:\n\n{markdown(results, facts, title)}")
+    print(f"\nTo paste into an issue:\n\n{report}\n\nTo attach to it: {pack(directory)}")
     return status(results)
 
 

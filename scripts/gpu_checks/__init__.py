@@ -22,6 +22,8 @@ class Check:
     """True if the check has a form for machines without a GPU."""
     needs_vnni: bool = False
     """True if its bounds hold for CPUs with VNNI, whose int8 products are not saturated."""
+    is_quick: bool = False
+    """True if the check is one of the first five minutes (`--quick`)."""
     limit_s: float = 300.0
 
 
@@ -32,7 +34,16 @@ CHECKS = (
         expected="CUDA 13, driver 580, NCCL 2.29.7 or newer; vLLM's kernels load; torch allocates no expandable "
         "segments; 90 % of the memory is free",
         rehearses=True,
+        is_quick=True,
         limit_s=120,
+    ),
+    Check(
+        name="first_update",
+        module="scripts.gpu_checks.runs",
+        expected="two updates of scripts/train.py on one GPU, the second one traced: token match 1, |kl| < 2e-3, k3 < "
+        "5e-3, ess > 0.95",
+        rehearses=True,
+        is_quick=True,
     ),
     Check(
         name="engine",
@@ -44,16 +55,18 @@ CHECKS = (
     Check(
         name="evidence",
         module="scripts.gpu_checks.engines",
-        expected="sampled logprobs against the engine's scores and the trainer's: mean |Δ| < 0.02, largest < 0.5; the "
-        "float32 head at least halves the mean against the trainer",
+        expected="sampled logprobs against the engine's scores and the trainer's: mean |Δ| less than twice, largest "
+        "less than three times the floor of the same tokens; logits in float32",
         rehearses=True,
+        is_quick=True,
     ),
     Check(
         name="transfer",
         module="scripts.gpu_checks.engines",
-        expected="five pushes of different weights: version read back, canary < 0.3, all comparable checksums equal; "
-        "20 GB/s; memory level to 100 MiB after the second push",
+        expected="five pushes of different weights: version read back, canary < 0.3, |Δ| within the floor, all "
+        "comparable checksums equal; 20 GB/s; memory level to 100 MiB after the second push",
         rehearses=True,
+        is_quick=True,
     ),
     Check(
         name="canary",
@@ -64,8 +77,8 @@ CHECKS = (
     Check(
         name="graphs",
         module="scripts.gpu_checks.engines",
-        expected="after pushes, an engine with CUDA graphs scores as an eager one with the same weights: mean |Δ| < "
-        "0.02",
+        expected="after pushes, an engine with CUDA graphs scores as an eager one with the same weights: |Δ| within "
+        "the floor",
         limit_s=400,
     ),
     Check(
@@ -85,8 +98,8 @@ CHECKS = (
     Check(
         name="adapters",
         module="scripts.gpu_checks.adapters",
-        expected="pushes of LoRA adapters: mean |Δ| < 0.02 after updates that make five times that, the base's weights "
-        "unchanged, less than a tenth of the model's bytes sent",
+        expected="pushes of LoRA adapters: |Δ| within the floor after updates that make three times its mean, the "
+        "base's weights unchanged, less than a tenth of the model's bytes sent",
         rehearses=True,
     ),
     Check(
@@ -163,10 +176,68 @@ CHECKS = (
         rehearses=True,
     ),
     Check(
+        name="ranks",
+        module="scripts.gpu_checks.runs",
+        expected="two updates under DDP, ZeRO-2 and ZeRO-3, an engine on every GPU, asleep during updates: as "
+        "first_update",
+        num_gpus=2,
+        limit_s=600,
+    ),
+    Check(
+        name="adapter_ranks",
+        module="scripts.gpu_checks.runs",
+        expected="two updates of LoRA under DDP and ZeRO-3: as first_update",
+        num_gpus=2,
+        limit_s=500,
+    ),
+    Check(
+        name="critic",
+        module="scripts.gpu_checks.runs",
+        expected="two updates of PPO with a critic and a reference under ZeRO-3: as first_update; KL to the reference "
+        "< 0.01 before the first update",
+        limit_s=500,
+    ),
+    Check(
+        name="mixture",
+        module="scripts.gpu_checks.runs",
+        expected="two updates of a mixture of experts, with routes of the trainer and of the engine: as first_update",
+        limit_s=500,
+    ),
+    Check(
+        name="long_row",
+        module="scripts.gpu_checks.runs",
+        expected="two updates on rows of 16 k tokens: as first_update",
+        rehearses=True,
+        limit_s=500,
+    ),
+    Check(
+        name="stale",
+        module="scripts.gpu_checks.runs",
+        expected="four updates with rollout.max_staleness=1: as first_update, ess > 0.9",
+        rehearses=True,
+    ),
+    Check(
+        name="resume",
+        module="scripts.gpu_checks.runs",
+        expected="two updates, and two more after a resume: as first_update",
+        rehearses=True,
+        limit_s=500,
+    ),
+    Check(
+        name="offload",
+        module="scripts.gpu_checks.runs",
+        expected="two updates under ZeRO-3 with weights and optimizer in main memory: as first_update",
+    ),
+    Check(
+        name="adam_8bit",
+        module="scripts.gpu_checks.runs",
+        expected="two updates with 8-bit Adam, if bitsandbytes is installed: as first_update",
+    ),
+    Check(
         name="loop",
-        module="scripts.gpu_checks.loop",
-        expected="five updates, colocated on all GPUs: token match 1, |kl| < 2e-3, k3 < 5e-3, ess > 0.95, sync < 10 % "
-        "of a step, mfu >= 0.35",
+        module="scripts.gpu_checks.runs",
+        expected="five updates of a model of 0.7 B parameters, colocated on all GPUs: as first_update; sync < 10 % of "
+        "a step; the update reaches 0.25 of the rate of products that is measured beside it",
         rehearses=True,
         limit_s=600,
     ),

@@ -48,23 +48,21 @@ def engine(subject: Subject) -> list[Measured]:
 
 
 def evidence(subject: Subject) -> list[Measured]:
-    mean, largest = subject.pick((0.02, 0.5), (1e-5, 1e-4))
     prompts, tokens = subject.prompts(subject.pick(64, 8), 24), subject.pick(256, 48)
     with subject.served() as served:
         calls = served.sample(prompts, tokens)
-        from_trainer = served.mismatch(calls)
         from_scores = torch.cat([_score_differences(served, call) for call in calls])
-    found = [
-        below("mean |Δ|, sampled and scored", from_scores.mean().item(), mean),
-        below("largest |Δ|, sampled and scored", from_scores.max().item(), largest),
-        below("mean |Δ|, engine and trainer", from_trainer.mean().item(), mean),
-        below("largest |Δ|, engine and trainer", from_trainer.max().item(), largest),
-    ]
+        head = str(served.engine.llm.vllm_config.model_config.head_dtype).removeprefix("torch.")
+        found = [
+            *served.agreement("sampled and scored", from_scores, calls),
+            *served.agreement("engine and trainer", served.mismatch(calls), calls),
+            equal("dtype of the engine's logits", head, "float32"),
+        ]
     if subject.rehearses:
         return found
     with subject.served(arguments={"hf_overrides": {}}) as served:
         rounded = served.mismatch(served.sample(prompts, tokens)).mean().item()
-    return [*found, below("mean of the float32 head over a bfloat16 one", from_trainer.mean().item() / rounded, 0.5)]
+    return [*found, shown("mean |Δ| with logits in bfloat16", rounded)]
 
 
 def _score_differences(served: Served, call: EngineCall) -> torch.Tensor:
@@ -80,6 +78,7 @@ def transfer(subject: Subject) -> list[Measured]:
             reports.append(served.push())
             used.append(_used_memory())
         calls = served.sample(subject.prompts(8, 24), 24)
+        agreed = served.agreement("engine and trainer", served.mismatch(calls), calls)
         dtype = getattr(torch, subject.dtype)
         source = ZeroSource(served.policy.model, dtype=dtype, bucket_bytes=2**29, readers=[0])
         checksums = served.engine.loop.run(served.engine.weight_checksums())
@@ -89,7 +88,7 @@ def transfer(subject: Subject) -> list[Measured]:
     return [
         equal("versions of the tokens", str({call.oldest_version for call in calls}), "{5}"),
         below("largest canary", max(report.canary_abs_diff for report in reports), subject.pick(0.3, 1e-3)),
-        below("largest |Δ|, engine and trainer", served.mismatch(calls).max().item(), subject.pick(0.5, 1e-4)),
+        *agreed,
         above("parameters compared by checksum", int(number.group(1)) if number else 0, 0),
         equal("checksums", "equal" if "equal the sent ones" in compared else compared, "equal"),
         above("GB/s, fastest", rate, 20) if subject.is_fast_gpu else shown("GB/s, fastest", rate),
@@ -133,16 +132,13 @@ def graphs(subject: Subject) -> list[Measured]:
     with subject.engine({"enforce_eager": True}, path=path) as eager:
         other = Served(subject=subject, engine=eager, policy=served.policy)
         differences = torch.cat([_score_differences(other, call) for call in calls])
-    return [
-        below("mean |Δ|, sampled with graphs and scored eagerly", differences.mean().item(), 0.02),
-        shown("largest |Δ|", differences.max().item()),
-    ]
+    return other.agreement("sampled with graphs and scored eagerly", differences, calls)
 
 
 def sleep(subject: Subject) -> list[Measured]:
     wakes: list[float] = []
     asleep: list[float] = []
-    mismatches: list[float] = []
+    agreed: list[Measured] = []
     for level, rounds in ((2, 10), (1, 2)):
         with subject.served(sleep_level=level, local_place=(0, 1)) as served:
             served.push()
@@ -155,11 +151,12 @@ def sleep(subject: Subject) -> list[Measured]:
                 served.perturb(seed)
                 wakes.append(0.0)
                 served.push()
-                mismatches.append(served.mismatch(served.sample(subject.prompts(8, 24), 32)).mean().item())
+                calls = served.sample(subject.prompts(8, 24), 32)
+                agreed += served.agreement(f"level {level}, wake {seed + 1}", served.mismatch(calls), calls)
     return [
         below("slowest wake of weights and cache, s", max(wakes), 1),
         below("memory of the sleeping engine and two contexts, most, GiB", max(asleep), 3),
-        below("mean |Δ| after a wake, largest", max(mismatches), 0.02),
+        *agreed,
     ]
 
 
@@ -193,8 +190,8 @@ def restart(subject: Subject) -> list[Measured]:
             served.perturb(1)
             served.sync.reconnect()
             served.push()
-            differences = served.mismatch(served.sample(subject.prompts(8, 24), 24))
-            found.append(below(f"{name}: mean |Δ| afterwards", differences.mean().item(), subject.pick(0.02, 1e-5)))
+            calls = served.sample(subject.prompts(8, 24), 24)
+            found += served.agreement(f"{name}, afterwards", served.mismatch(calls), calls)
             del resident
             gc.collect()
     return found
@@ -224,7 +221,7 @@ def scheduler(subject: Subject) -> list[Measured]:
             equal("tokens without a version", sum(map(len, (c.sampled_ids for c in calls))) - _labeled(calls), 0),
             above("requests sampled under two versions", len(spans) - len(calls), 0),
             equal("requests with a support of 20", sum(call.support is not None for call in calls), number // 2),
-            below("largest |Δ|, engine and trainer", served.mismatch(calls).max().item(), subject.pick(0.5, 1e-4)),
+            *served.agreement("engine and trainer", served.mismatch(calls), calls),
         ]
         if not subject.rehearses:
             rates = [_decoding_rate(served, subject, length) for length in (32, int(0.95 * subject.max_model_len))]

@@ -2,7 +2,8 @@
 
     python -m scripts.gpu_checks.one MODULE NAME DIRECTORY [--rehearse]
 
-`measured.json` in the directory has the measurements, or the error that ended the check.
+`measured.json` in the directory has the measurements, or the error that ended the check; `memory.txt` torch's summary
+of the GPU's memory afterwards.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ RESULT = "measured.json"
 
 
 def main(module: str, name: str, directory: str, *flags: str) -> int:
+    import torch
+
     from scripts.gpu_checks.subject import Subject
 
     folder = Path(directory)
@@ -35,6 +38,8 @@ def main(module: str, name: str, directory: str, *flags: str) -> int:
         traceback.print_exc()
         found = {"error": f"{type(error).__name__}: {error}"}
     (folder / RESULT).write_text(json.dumps(found), encoding="utf-8")
+    if not subject.rehearses:
+        (folder / "memory.txt").write_text(torch.cuda.memory_summary(), encoding="utf-8")
     return 0
 
 

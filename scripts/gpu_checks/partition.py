@@ -24,8 +24,8 @@ from lockstep.trainer.credit.targets import Logprobs, rollout_targets
 from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.model.policy import Policy
 from lockstep.trainer.update.updater import Updater
-from scripts.gpu_checks.loop import ROOT, launched
 from scripts.gpu_checks.measured import Measured, above, below, equal
+from scripts.gpu_checks.runs import ROOT, launched
 from scripts.gpu_checks.subject import Subject
 
 ONE_PACK, MANY_PACKS = 100_000, 96

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +27,7 @@ from lockstep.trainer.config.groups.model_settings import LoraConfig
 from lockstep.trainer.model.lora import add_adapters
 from lockstep.trainer.model.policy import Policy
 from lockstep.trainer.update.updater import whole_row
+from scripts.gpu_checks.measured import Measured, within_floor
 
 ENGINE_SHARE = 0.3
 """Share of the GPU's memory that an engine may use, so that two fit beside a trainer."""
@@ -123,6 +126,7 @@ class Subject:
                 weight_transfer_backend=self.pick("cuda_ipc", "gloo"),
                 **settings,
             )
+            (self.directory / "engine_settings.txt").write_text(str(engine.llm.vllm_config), encoding="utf-8")
             try:
                 yield engine
             finally:
@@ -189,16 +193,39 @@ class Served:
         with self.subject.autocast():
             return self.policy(packed, with_entropy=False)[0].float().tolist()
 
-    @torch.no_grad()
+    def trained_logprobs(self, calls: Sequence[EngineCall]) -> torch.Tensor:
+        """Return the trainer's log π of every sampled token, call by call."""
+        return _logprobs(self.policy, calls, self.subject.autocast(), self.subject.device)
+
     def mismatch(self, calls: Sequence[EngineCall]) -> torch.Tensor:
         """Return |Δ log π| between engine and trainer of every sampled token."""
-        found = []
-        for call in calls:
-            packed = collate(rows_from_calls([call]), [0], device=self.subject.device)
-            with self.subject.autocast():
-                logp, _ = self.policy(packed, with_entropy=False)
-            found.append((logp.float() - packed.sampling_logprobs_T).abs().cpu())
-        return torch.cat(found)
+        sampled = torch.tensor([logprob for call in calls for logprob in call.sampled_logprobs])
+        return (self.trained_logprobs(calls) - sampled).abs()
+
+    def agreement(self, name: str, differences: torch.Tensor, calls: Sequence[EngineCall]) -> list[Measured]:
+        """Expect |Δ log π| of these calls to be no more than what rounding explains.
+
+        The floor is measured on the same tokens without the engine: the trainer's mixed precision (float32 weights and
+        residuals) against its weights and residuals rounded to the engine's dtype. Two computations that round
+        independently of each other and of the truth differ by no more than twice the one, on average.
+        """
+        floor = (self.trained_logprobs(calls) - self.rounded_logprobs(calls)).abs()
+        return within_floor(name, differences, floor, least=self.subject.pick(1e-4, 1e-5))
+
+    def rounded_logprobs(self, calls: Sequence[EngineCall]) -> torch.Tensor:
+        """Return log π of every sampled token with all weights in the engine's dtype, as the engine holds them."""
+        dtype = getattr(torch, self.subject.dtype)
+        rounded = Policy(copy.deepcopy(self.policy.model).to(dtype), compute_dtype=self.subject.dtype)
+        return _logprobs(rounded, calls, contextlib.nullcontext(), self.subject.device)
+
+
+@torch.no_grad()
+def _logprobs(
+    policy: Policy, calls: Sequence[EngineCall], context: AbstractContextManager[Any], device: str
+) -> torch.Tensor:
+    with context:
+        packs = [collate(rows_from_calls([call]), [0], device=device) for call in calls]
+        return torch.cat([policy(packed, with_entropy=False)[0].float().cpu() for packed in packs])
 
 
 class _ChangedEngine(EmbeddedEngine):

@@ -493,7 +493,7 @@ def names_that_the_gpu_checks_read_exist(directory: Path) -> None:
     from vllm.v1.worker import gpu_worker
 
     from scripts.gpu_checks import CHECKS as ON_GPUS
-    from scripts.gpu_checks.loop import _settings
+    from scripts.gpu_checks.runs import _settings
     from scripts.gpu_checks.subject import Subject
 
     for one in ON_GPUS:

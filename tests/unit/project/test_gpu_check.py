@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from scripts import gpu_check
 from scripts.gpu_check import FAILED, PASSED, SKIPPED, Result, main, reason_to_skip, run_check, status
 from scripts.gpu_checks import CHECKS, Check
+from scripts.gpu_checks.parcel import TAIL_BYTES, pack
 from tests.fixtures.forked_python import forked_python
 from tests.fixtures.made_up_checks import made_up
 from tests.fixtures.paths import ROOT
@@ -131,3 +133,33 @@ def test_the_page_describes_every_check_in_order() -> None:
     rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| `")]
     assert [row[0].strip("| `") for row in rows] == [check.name for check in CHECKS]
     assert [row[1] for row in rows] == [check.expected.replace("|", r"\|") for check in CHECKS]
+
+
+def test_the_file_to_send_has_logs_and_machine_but_no_secrets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    key = "hf_" + "a1" * 16
+    monkeypatch.setenv("HF_TOKEN", key)
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    directory = tmp_path / "gpu-check-1"
+    (directory / "evidence" / "model").mkdir(parents=True)
+    (directory / "evidence" / "log.txt").write_text("x" * TAIL_BYTES + f"the end, with {key} in {Path.home()}/run\n")
+    (directory / "evidence" / "model" / "config.json").write_text("{}")
+    (directory / "evidence" / "weights.safetensors").write_bytes(b"w")
+    with zipfile.ZipFile(pack(directory)) as archive:
+        names = set(archive.namelist())
+        log, variables = archive.read("evidence/log.txt").decode(), archive.read("machine/environment.txt").decode()
+        whole = b"".join(archive.read(name) for name in names).decode()
+    assert {"machine/nvidia-smi.txt", "machine/topology.txt", "machine/packages.txt", "machine/limits.txt"} < names
+    assert not any("model" in name or "weights" in name for name in names)
+    assert log.startswith("[the first ")
+    assert log.endswith("run\n")
+    assert key not in whole
+    assert "HF_TOKEN=<redacted>" in variables
+    assert "NCCL_DEBUG=INFO" in variables
+
+
+def test_quick_runs_only_the_first_checks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PYTHON_EXEC", forked_python())
+    monkeypatch.setattr(gpu_check, "machine", dict)
+    checks = [made_up("good", is_quick=True), made_up("bad")]
+    assert main(["--rehearse", "--quick", "--out", str(tmp_path / "run")], checks) == 0
+    assert [check.name for check in CHECKS if check.is_quick][:2] == ["environment", "first_update"]
