@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import math
-import re
 from typing import Any
 
 from lockstep.rollout.errors import DataError
 from lockstep.rollout.records import Rollout
-
-NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:[eE][-+]?\d+)?|[-+]?\.\d+")
 
 
 def final_answer(rollout: Rollout) -> str:
@@ -30,13 +26,8 @@ def reference(rollout: Rollout, column: str) -> Any:
 
 
 def expected(rollout: Rollout, column: str) -> str:
-    """Return the reference answer of the data row as text. Raises `DataError` if it is missing or null."""
-    return str(reference(rollout, column)).strip()
-
-
-def last_number(text: str) -> float | None:
-    """Return the last finite number in a text, or in its last `\\boxed{}`; None without one."""
-    boxed = re.findall(r"\\boxed\{([^{}]*)\}", text)
-    found = NUMBER.findall(boxed[-1] if boxed else text)
-    value = float(found[-1].replace(",", "")) if found else None
-    return value if value is not None and math.isfinite(value) else None
+    """Return the reference answer of the data row as text. Raises `DataError` if it is missing, null or empty."""
+    text = str(reference(rollout, column)).strip()
+    if not text:
+        raise DataError(f"the reward needs a text in column {column!r} of the data row, found an empty one")
+    return text

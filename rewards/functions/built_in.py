@@ -6,18 +6,18 @@ answer is the content of the last assistant turn; it is empty in a rollout that 
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.rewards.functions.answers import NUMBER, expected, final_answer, last_number
+from lockstep.rewards.functions.answers import expected, final_answer, reference
 from lockstep.rewards.functions.consensus import MajorityVote, Novelty
 from lockstep.rewards.functions.judges.pairwise import PairwiseJudge
 from lockstep.rewards.functions.judges.rubric import RubricJudge
 from lockstep.rewards.functions.judges.scored import LlmJudge
 from lockstep.rewards.functions.mathematics import math_equal
+from lockstep.rewards.functions.numbers import final_number, first_number, only_number
 from lockstep.rewards.functions.programs import code_tests
 from lockstep.rewards.functions.reasoning_gym import reasoning_gym
 from lockstep.rewards.functions.tagged import question_answer, similarity
@@ -51,8 +51,13 @@ def exact_match(rollout: Rollout, *, column: str = "answer", ignore_case: bool =
 
 
 def contains(rollout: Rollout, *, column: str = "answer", ignore_case: bool = False) -> float:
-    """Return 1 if the reference occurs in the answer as whole words: 7 does not occur in 17."""
-    pattern = rf"(?<!\w){re.escape(expected(rollout, column))}(?!\w)"
+    """Return 1 if the reference occurs in the answer as whole words: 7 does not occur in 17, 7.5, 1,007 or -7."""
+    text = expected(rollout, column)
+    before, after = (
+        (r"(?<![-−])(?<!\d[.,])" if text[0].isdigit() else ""),
+        (r"(?![.,]\d)" if text[-1].isdigit() else ""),
+    )
+    pattern = rf"(?<!\w){before}{re.escape(text)}{after}(?!\w)"
     return float(re.search(pattern, final_answer(rollout), re.IGNORECASE if ignore_case else 0) is not None)
 
 
@@ -61,30 +66,28 @@ def numeric(
     *,
     column: str = "answer",
     after: str | None = None,
-    rel_tol: float = 1e-6,
-    abs_tol: float = 1e-9,
+    rel_tol: float | None = None,
+    abs_tol: float | None = None,
 ) -> float:
-    r"""Return 1 if the last number of the answer equals the last number of the reference.
+    r"""Return 1 if the last number of the answer is the reference (`rewards/functions/numbers.py`).
 
-    A number in the last `\boxed{}` of either wins over later ones. Thousands may be separated by commas.
+    The content of the last `\boxed{}` wins over later numbers; if it is not a number, the answer is none.
     after: only the number that directly follows the last `after` of the answer counts, `#### 72` for "####".
+    rel_tol, abs_tol: largest difference, as a share of the larger number and absolute; without them numbers must be
+    equal, but for rounded decimals (`Number.equals`). Raises `DataError` if the reference is not one number.
     """
+    stated = only_number(reference(rollout, column))
+    if stated is None:
+        raise DataError(
+            f"numeric: column {column!r} holds {rollout.example[column]!r:.200}, expected one number such as 72, -1.5 "
+            r"or 3/4, or a text with one, or with \boxed{72} or #### 72; mend the row, or choose another reward"
+        )
     answer = final_answer(rollout)
-    value, reference = last_number(answer), last_number(expected(rollout, column))
     if after is not None:
-        value = _number_after(answer, after)
-    if reference is None:
-        raise DataError(f"numeric: column {column!r} holds no number: {rollout.example[column]!r}")
-    return float(value is not None and math.isclose(value, reference, rel_tol=rel_tol, abs_tol=abs_tol))
-
-
-def _number_after(text: str, marker: str) -> float | None:
-    """Return the number behind the last marker that has one: a model may end with further, empty markers."""
-    for part in reversed(text.split(marker)[1:]):
-        found = NUMBER.match(part.lstrip(" $"))
-        if found is not None:
-            return last_number(found[0])
-    return None
+        answered = first_number(next((part for part in reversed(answer.split(after)[1:]) if part.strip()), ""))
+    else:
+        answered = final_number(answer)
+    return float(answered is not None and answered.equals(stated, rel_tol=rel_tol, abs_tol=abs_tol))
 
 
 def regex(rollout: Rollout, *, pattern: str, full: bool = False) -> float:

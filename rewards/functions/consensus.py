@@ -2,7 +2,7 @@
 
 | `answer` | final answer                                     | two are the same if                              |
 |----------|--------------------------------------------------|--------------------------------------------------|
-| `number` | last number, or that in the last `\\boxed{}`      | they differ by at most 1e-6 of the larger one    |
+| `number` | last number, as `numeric` reads it               | they are equal, but for rounded decimals         |
 | `text`   | the last turn                                    | they are equal, but for case and amount of space |
 | `math`   | expression that math-verify reads (extra `math`) | they are equal as mathematics                    |
 
@@ -12,14 +12,14 @@ With `tag`, the answer is looked for in the last `<tag>` of the last turn.
 from __future__ import annotations
 
 import importlib.util
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lockstep.rewards.functions import mathematics
-from lockstep.rewards.functions.answers import final_answer, last_number
+from lockstep.rewards.functions.answers import final_answer
+from lockstep.rewards.functions.numbers import Number, final_number
 from lockstep.rewards.functions.tagged import between_tags
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.records import Rollout
@@ -106,7 +106,7 @@ def _plain(text: str) -> str | None:
 
 
 _ANSWERS: Mapping[str, tuple[Callable[[str], Any], Callable[[Any, Any], bool]]] = {
-    "number": (last_number, lambda left, right: math.isclose(left, right, rel_tol=1e-6, abs_tol=1e-9)),
+    "number": (final_number, Number.equals),
     "text": (_plain, lambda left, right: left == right),
     "math": (lambda text: mathematics.read(text) or None, mathematics.is_equal),
 }

@@ -6,6 +6,7 @@ off here: the function runs in a worker that is killed at the deadline, so that 
 
 from __future__ import annotations
 
+import re
 from types import ModuleType
 from typing import Any
 
@@ -13,17 +14,23 @@ from lockstep.rewards.functions.answers import expected, final_answer
 from lockstep.rollout.errors import ConfigError, DataError
 from lockstep.rollout.records import Rollout
 
+_TEXT = re.compile(r"\\text *\{[^{}]*\}")
+_PROSE = re.compile(r"\$|\\[(\[]|\\boxed|(?<![\\a-zA-Z])[a-zA-Z]{4}")
+"""Parts of texts that no expression has: of `2^{10}` without dollars, math-verify would read the 2 alone."""
 INSTALL = "pip install 'lockstep-rl[math]'"
 
 
 def math_equal(rollout: Rollout, *, column: str = "answer", precision: int = 6) -> float:
     """Return 1 if the answer equals the reference as mathematics: 1/2, 0.5 and \\frac{1}{2} are the same.
 
-    A boxed answer wins over others. The reference is parsed with and without dollar signs around it.
+    A boxed answer wins over others. The reference, or what follows its last `####`, is one expression with or without
+    dollar signs around it, or a text with one.
     Raises `ConfigError` without math-verify, `DataError` if the reference cannot be parsed.
     """
     reference = expected(rollout, column)
-    gold = read(reference) or read(f"${reference}$")
+    bare = reference.rpartition("####")[2].strip()
+    forms = (bare, f"${bare}$") if _PROSE.search(_TEXT.sub("", bare)) else (f"${bare}$", bare)
+    gold = read(forms[0]) or read(forms[1])
     if not gold:
         raise DataError(f"math_equal: column {column!r} is not a mathematical expression: {reference!r:.80}")
     answer = read(final_answer(rollout))

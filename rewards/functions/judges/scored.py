@@ -12,12 +12,14 @@ from typing import TypeVar
 
 from lockstep.rewards.functions.answers import final_answer
 from lockstep.rewards.functions.judges.judge_server import JudgeServer
+from lockstep.rewards.functions.numbers import first_number
 from lockstep.rollout.errors import RewardError
 from lockstep.rollout.records import Rollout
 
-NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 # Possessive: two runs of spaces side by side would take quadratic time on a reply of spaces.
-_SCORE = re.compile(rf"score\s*+:\s*+\**+\s*+({NUMBER.pattern})", re.IGNORECASE)
+_SCORE = re.compile(r"score[\s*_]*+:[\s*_]*+([^\n]*\d[^\n]*)", re.IGNORECASE)
+_SHARE = re.compile(r"(\W*+[\d.]++)\s*+(?:/|out of\b)\s*+([\d.]++)")
+"""`8/10`, `8 out of 10`: 8 if 10 is the highest score."""
 
 
 T = TypeVar("T")
@@ -39,15 +41,16 @@ class ScoringJudge(JudgeServer):
             self.refuse("high", f"a number above low={self.low:g}", f"high={self.low + 10:g}")
 
     def scaled(self, score: str, *, of: str) -> float:
-        """Return a score, the text of a number, scaled from low .. high to 0 .. 1. Raises `RewardError`.
+        """Return a score, a text that begins with a number, scaled from low .. high to 0 .. 1. Raises `RewardError`.
 
         of: what is scored, for the error.
         """
-        if not NUMBER.fullmatch(score) or not self.low <= float(score) <= self.high:
+        number = None if _SHARE.match(score) else first_number(score)
+        if number is None or not self.low <= number.value <= self.high:
             raise RewardError(
                 f"judge {self.url}: {of} has {score[:80]!r}, expected a number from {self.low:g} to {self.high:g}"
             )
-        return (float(score) - self.low) / (self.high - self.low)
+        return (float(number.value) - self.low) / (self.high - self.low)
 
     async def ask_about(self, rollout: Rollout, task: str, reply: str, read: Callable[[str], T]) -> T:
         """Ask about the final answer of a rollout. Raises as `ask` and `texts_of`."""
@@ -76,4 +79,6 @@ class LlmJudge(ScoringJudge):
         scores = _SCORE.findall(reply)
         if not scores:
             raise RewardError(f"judge {self.url}: no line 'Score: <number>' in its reply, which ends {reply[-80:]!r}")
-        return self.scaled(scores[-1], of="its last 'Score'")
+        share = _SHARE.match(scores[-1])
+        is_of_high = share is not None and share[2].rstrip(".") == f"{self.high:g}"
+        return self.scaled(share[1] if share is not None and is_of_high else scores[-1], of="its last 'Score'")

@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-from lockstep.rewards.functions.answers import last_number
 from lockstep.rewards.functions.built_in import (
     FUNCTIONS,
     contains,
@@ -50,32 +49,17 @@ def test_exact_match_and_contains():
     assert exact_match(rollout("paris", reference="Paris")) == 0
     assert exact_match(rollout("paris", reference="Paris"), ignore_case=True) == 1
     assert contains(rollout("it is 7, I think")) == 1
-    assert contains(rollout("it is 17")) == 0
+    for other in ("it is 17", "it is -7", "it is 7.5", "it is 1,007", "it is 0.7"):
+        assert contains(rollout(other)) == 0
+    assert contains(rollout("it is 7, or 7.")) == 1
     assert contains(rollout("a+b", reference="a+b")) == 1
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [("7", 7), ("so 3 and then 7", 7), ("1,234.5", 1234.5), ("-7", -7), (r"\boxed{7} is not 8", 7), ("7.", 7),
-     ("1e3", 1000), (".5", 0.5), ("none", None), ("", None), ("1e999", None), (r"\boxed{x} 3", None)],
-)  # fmt: skip
-def test_the_last_number_of_a_text(text, number):
-    assert last_number(text) == number
-
-
-def test_numeric_compares_values_not_text():
-    assert numeric(rollout("The answer is 7.0")) == 1
-    assert numeric(rollout("7.01")) == 0
-    assert numeric(rollout("7.01"), rel_tol=0.01) == 1
-    assert numeric(rollout("no idea")) == 0
-    with pytest.raises(DataError, match="holds no number"):
-        numeric(rollout("7", reference="seven"))
 
 
 def test_a_missing_reference_is_an_error_not_a_zero():
     for function in (demo_answer, exact_match, contains, numeric):
-        with pytest.raises(DataError, match="'answer'"):
-            function(rollout("7", reference=None))
+        for missing in (None, " "):
+            with pytest.raises(DataError, match="'answer'"):
+                function(rollout("7", reference=missing))
 
 
 def test_regex_and_format():

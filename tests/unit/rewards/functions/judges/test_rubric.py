@@ -35,6 +35,7 @@ def test_a_rubric_is_scored_in_one_call_and_each_criterion_is_a_metric():
         ("right: 10\nclear: 11", "expected a number from 0 to 10"),
         ("right: 10\nclear: good", "expected a number from 0 to 10"),
         ("right: 10\nclear: nan", "expected a number from 0 to 10"),
+        ("right: 10\nclear: 3-4", "expected a number from 0 to 10"),
         ("right: 10\nclear: 3/10", "expected a number from 0 to 10"),
         ("", "no score for 'right'"),
     ],

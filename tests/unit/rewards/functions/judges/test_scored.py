@@ -82,6 +82,21 @@ def test_the_score_of_a_judge_is_scaled():
     assert Judge((200, "Score: -1"))(low=-1.0, high=1.0)[0].reward == 0.0
 
 
+@pytest.mark.parametrize(
+    ("reply", "reward"),
+    [("Score: 7.5", 0.75), ("**Score**: 8", 0.8), ("Score: **8**", 0.8), ("Score: 8/10", 0.8),
+     ("Score: 8 out of 10.", 0.8),
+     ("Score: 8 (good)", 0.8), ("Score: 7\nScore: 8.", 0.8), ("Score:\n8", 0.8), ("Score: [8]", 0.8),
+     (r"Score: $\boxed{8}$", 0.8), ("Score: 1e1", 1.0),
+     ("Score: 4/5", None), ("Score: 7-8", None), ("Score: 7,5", None), ("Score: 3\nScore: −5", None),
+     ("Score: 80%", None),
+     ("Score: good, 8", None)],
+)  # fmt: skip
+def test_a_score_is_a_whole_number_and_never_the_beginning_of_another(reply, reward):
+    scored, _ = Judge((200, reply))()
+    assert scored.reward == reward if reward is not None else "expected a number from 0 to 10" in (scored.error or "")
+
+
 def test_a_request_to_a_busy_judge_is_retried():
     judge = Judge((503, {}), (429, {}), (200, "Score: 10"))
     assert judge()[0].reward == 1.0
