@@ -77,6 +77,7 @@ ROOMS = (
     "rollout/saved_rollouts.py",
     "rollout/system",
     "rollout/records.py",
+    "rollout/replies.py",
     "rollout/errors.py",
     "rollout/safe_text.py",
 )

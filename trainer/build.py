@@ -89,6 +89,7 @@ def make_sampler(config: Config, *, engine: Engine, chat: Chat) -> Sampler:
         chat=chat,
         make_environment=partial(make_environment, environment.name, **environment.settings),
         max_turns=environment.max_turns,
+        call_timeout_s=environment.call_timeout_s,
         seed=config.seed,
         gateway=make_gateway_settings(config),
     )

@@ -19,14 +19,13 @@ import re
 from array import array
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
+
+from lockstep.rollout.replies import MAX_DEPTH, depth_of
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 TOOL_CALL_OPEN, TOOL_CALL_CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
-
-MAX_DEPTH = 100
-"""Greatest nesting of arguments. Templates and JSON writers recurse, and a model must not exhaust the stack."""
 
 _HERMES_CALL = re.compile(rf"{TOOL_CALL_OPEN}(.*?)(?:{TOOL_CALL_CLOSE}|(?={TOOL_CALL_OPEN})|\Z)", re.DOTALL)
 
@@ -221,24 +220,9 @@ def read_arguments(name: str, arguments: Any) -> ToolCall | str:
     return ToolCall(name=without_surrogates(name), arguments=without_surrogates(dumped))
 
 
-def refuse_constant(text: str) -> NoReturn:
-    """Refuse NaN and Infinity, which Python's parser would accept (its `parse_constant`)."""
-    raise ValueError(f"{text} is not JSON")
-
-
 def without_surrogates(text: str) -> str:
     """Replace lone surrogates by U+FFFD: JSON escapes can contain them, and no tokenizer can encode them."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def depth_of(value: object) -> int:
-    """Count the levels of nesting of a JSON value, without recursion."""
-    depth, level = 0, [value]
-    while level:
-        depth += 1
-        containers = [item for item in level if isinstance(item, (dict, list))]
-        level = [item for c in containers for item in (c.values() if isinstance(c, dict) else c)]
-    return depth
 
 
 def _kind(value: object) -> str:

@@ -21,9 +21,9 @@ from typing import Any
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 
-from lockstep.rollout.chat.tool_calls import refuse_constant
 from lockstep.rollout.errors import ConfigError, ToolServerError
 from lockstep.rollout.records import Message
+from lockstep.rollout.replies import read_json
 from lockstep.rollout.safe_text import error_text
 from lockstep.rollout.system.deadline import DeadlineExceeded, TooManyAbandoned, call_with_deadline, function_name
 from lockstep.rollout.system.user_functions import load_functions
@@ -153,7 +153,7 @@ class Toolbox:
             return _error_text(f"there is no tool {name!r}; tools: {known}"), ToolFault.UNKNOWN_TOOL
         try:
             arguments = _read_arguments(raw_arguments)
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             return _error_text(f"the arguments of {name} are not a JSON object: {error}"), ToolFault.MALFORMED
         problem = best_match(self._validators[name].iter_errors(arguments))
         if problem is not None:
@@ -241,7 +241,7 @@ def _read_arguments(raw: Any) -> dict[str, Any]:
         return dict(raw)
     if raw is None or raw == "":
         return {}
-    value = json.loads(raw, parse_constant=refuse_constant) if isinstance(raw, str) else raw
+    value = read_json(raw) if isinstance(raw, str) else raw
     if not isinstance(value, dict):
         raise ValueError(f"found {type(value).__name__}")
     return value

@@ -15,6 +15,8 @@ from lockstep.rollout.chat.messages import Tools
 from lockstep.rollout.engine.protocol import Engine, Sampling
 from lockstep.rollout.errors import CallLimitError, ContextFullError, EngineError, EvidenceError, LockstepError
 from lockstep.rollout.records import EngineCall, FinishReason, Message, PromptSharing
+from lockstep.rollout.safe_text import error_text
+from lockstep.rollout.system.deadline import uncounted
 
 if TYPE_CHECKING:  # it imports transformers, which takes seconds: environments are made while settings are checked
     from lockstep.rollout.chat.chat import Chat
@@ -97,17 +99,23 @@ class CallRecord:
     """Calls of one episode in order of arrival, and their limits."""
 
     def __init__(
-        self, *, engine: Engine, chat: Chat, sampling: Sampling, seed: int, max_calls: Callable[[], int | None]
+        self,
+        *,
+        engine: Engine,
+        chat: Chat,
+        sampling: Sampling,
+        seed: int,
+        max_calls: Callable[[], int | None] = lambda: None,
     ) -> None:
         """max_calls: read before each call, because it may depend on the data row; None for no limit."""
         self.chat = chat
         self.calls: list[EngineCall] = []
+        self.max_calls = max_calls
         self.failure: LockstepError | None = None
         """First failure of the engine or its evidence: it ends the episode, even if an environment caught it."""
         self._engine = engine
         self._sampling = sampling
         self._seed = seed
-        self._max_calls = max_calls
         self._sharing = PromptSharing()
         self._num_begun = 0
         self._num_opened = 0
@@ -120,9 +128,8 @@ class CallRecord:
 
     async def sample(self, prompt_ids: Sequence[int], *, seed: int) -> EngineCall:
         """Make one engine call. Raises as `Conversation.ask` does, `EvidenceError` also for an aborted call."""
-        if self._is_closed:
-            raise CallLimitError("the episode is over")
-        max_calls = self._max_calls()
+        self._refuse_if_closed()
+        max_calls = self.max_calls()
         if max_calls is not None and self._num_begun >= max_calls:
             raise CallLimitError(f"the episode has made its {max_calls} engine calls")
         room = self._engine.max_model_len - len(prompt_ids)
@@ -133,13 +140,19 @@ class CallRecord:
         self._num_begun += 1
         request = replace(self._sampling, max_tokens=min(self._sampling.max_tokens, room), seed=seed)
         try:
-            call = await self._engine.generate(prompt_ids, request)
+            with uncounted():
+                call = await self._engine.generate(prompt_ids, request)
+            self._refuse_if_closed()  # an answer after the end
             self.calls.append(self._sharing.add(call))
             if call.finish_reason is FinishReason.ABORT:
                 raise EvidenceError("the engine aborted the request")
-        except (EngineError, EvidenceError) as failure:
-            self.failure = self.failure or failure
+        except CallLimitError:
             raise
+        except Exception as error:
+            if not isinstance(error, LockstepError):
+                error = EngineError(f"the engine raised {type(error).__name__}: {error_text(error)}")
+            self.failure = self.failure or error
+            raise error
         return call
 
     def raise_failure(self) -> None:
@@ -149,3 +162,7 @@ class CallRecord:
 
     def close(self) -> None:
         self._is_closed = True
+
+    def _refuse_if_closed(self) -> None:
+        if self._is_closed:
+            raise CallLimitError("the episode is over")

@@ -1,21 +1,44 @@
 """One episode: an environment and the engine take turns until one of them is done.
 
 Calls of further conversations that the environment opens (sub-agents) join the same rollout in order of arrival.
+
+Covered: whatever an environment's methods raise or return, and a method that awaits too long, costs its episode and no
+other. Not covered: a method that blocks the event loop, and then stops all episodes.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Mapping
+import traceback
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.engine.protocol import Engine, Sampling
+from lockstep.rollout.episode.contract import opening_problem, outcome_problem, read_facts, step_problem, tools_problem
 from lockstep.rollout.episode.conversation import CallRecord, Conversation
 from lockstep.rollout.episode.environment import Closes, Concludes, Environment, HostsConversations
-from lockstep.rollout.errors import CallLimitError, ContextFullError, EnvironmentFault, EvidenceError, TemplateError
+from lockstep.rollout.errors import (
+    CallLimitError,
+    ConfigError,
+    ContextFullError,
+    EngineError,
+    EnvironmentFault,
+    LockstepError,
+)
 from lockstep.rollout.records import FinishReason, Rollout, RolloutStatus
+from lockstep.rollout.safe_text import error_text
+from lockstep.rollout.system import deadline
+from lockstep.rollout.system.deadline import Clock, DeadlineExceeded
+
+CLOSE_S = 30.0
+"""Time for a canceled episode to close its environment [s]."""
+OWN_FILES = (__file__, deadline.__file__)
+CALL_TIMEOUT_S = 600.0
+"""Default limit of one call of an environment's method, without the engine, tools, and waits for a place [s]."""
 
 
 async def run_episode(
@@ -29,77 +52,159 @@ async def run_episode(
     rollout_id: int,
     group_id: int,
     seed: int,
+    call_timeout_s: float = CALL_TIMEOUT_S,
 ) -> Rollout:
     """Run one episode on one data row. Each turn is sampled with its own seed, derived from `seed`.
 
-    The rollout is FAILED, with the sentence of the error, if the engine's evidence cannot be trusted, the template
-    cannot be rendered, or the process or server of the environment fails. A dead engine raises `EngineError`, a
-    template that drops the environment's tools `ConfigError`.
+    The rollout is FAILED, with a sentence, if a method of the environment raises, takes longer than `call_timeout_s`,
+    or returns what it must not, if the engine's evidence cannot be trusted, or the template cannot be rendered. Raises
+    `EngineError` for a dead engine, `ConfigError` of the environment, or for a template that drops its tools.
     max_turns: of the episode's own conversation only.
     """
     started = time.perf_counter()
-    host = environment if isinstance(environment, HostsConversations) else None
-    record = CallRecord(
-        engine=engine,
-        chat=chat,
-        sampling=sampling,
-        seed=seed,
-        max_calls=lambda: None if host is None else host.max_calls,
-    )
-    if host is not None:
-        host.host(record.open)
-    conversation = None
-    outcome: dict[str, Any] = {}
-    error = None
+    record = CallRecord(engine=engine, chat=chat, sampling=sampling, seed=seed)
+    episode = _Episode(environment, record, call_timeout_s)
+    # A task that can be left alone; one for all methods, because contexts must end in the task that began them.
+    task = asyncio.create_task(episode.play(example, max_turns=max_turns, seed=seed))
     try:
-        conversation = Conversation(record, await environment.reset(example), environment.tools, seed=seed)
-        status = await _take_turns(conversation, environment, record, outcome, max_turns=max_turns)
-        if isinstance(environment, Concludes):
-            with suppress(ContextFullError, CallLimitError):  # of a last question to the model; earlier samples count
-                _merge(outcome, await environment.conclude())
-        record.raise_failure()
-    except (EvidenceError, TemplateError, EnvironmentFault) as failure:
-        status, error = RolloutStatus.FAILED, f"{type(failure).__name__}: {failure}"
+        await asyncio.wait({task, episode.is_stuck}, return_when=asyncio.FIRST_COMPLETED)
     finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task, episode.is_stuck}, timeout=CLOSE_S, return_when=asyncio.FIRST_COMPLETED)
         record.close()
-        if isinstance(environment, Closes):
-            await environment.close()
+    status, error = task.result() if task.done() else (RolloutStatus.FAILED, episode.is_stuck.result())
     return Rollout(
         rollout_id=rollout_id,
         group_id=group_id,
         calls=tuple(record.calls),
-        messages=() if conversation is None else conversation.messages,
+        messages=() if episode.conversation is None else episode.conversation.messages,
         example=example,
         status=status,
-        outcome=outcome,
+        outcome=episode.outcome,
         error=error,
         duration_s=time.perf_counter() - started,
     )
 
 
-async def _take_turns(
-    conversation: Conversation, environment: Environment, record: CallRecord, outcome: dict[str, Any], *, max_turns: int
-) -> RolloutStatus:
-    for _ in range(max_turns):
+class _Episode:
+    """State of an episode that is played."""
+
+    def __init__(self, environment: Environment, record: CallRecord, call_timeout_s: float) -> None:
+        self.conversation: Conversation | None = None
+        self.outcome: dict[str, Any] = {}
+        self.is_stuck: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Done, with a sentence, once a method ignores its cancellation."""
+        self._environment, self._record, self._call_timeout_s = environment, record, call_timeout_s
+
+    async def play(self, example: Mapping[str, Any], *, max_turns: int, seed: int) -> tuple[RolloutStatus, str | None]:
+        """Return the status, and a sentence if it is FAILED. Raises as `failure_of`."""
+        failure, status = None, RolloutStatus.FAILED
         try:
-            message = await conversation.ask()
-            step = await environment.step(message)  # which may ask in conversations of its own
-        except (ContextFullError, CallLimitError) as limit:
+            status = await self._converse(example, max_turns=max_turns, seed=seed)
+        except BaseException as error:
+            failure = error
+        self._record.close()
+        try:
+            if isinstance(self._environment, Closes):
+                await self._call("close", self._environment.close)
+        except BaseException as error:
+            failure = failure or error
+        failure = self._record.failure or failure
+        return (status, None) if failure is None else (RolloutStatus.FAILED, failure_of(failure))
+
+    async def _converse(self, example: Mapping[str, Any], *, max_turns: int, seed: int) -> RolloutStatus:
+        environment, record = self._environment, self._record
+        await self._call("host", self._host)
+        opening = await self._call("reset", lambda: environment.reset(example), opening_problem)
+        tools = await self._call("tools", self._tools, tools_problem)
+        self.conversation = Conversation(record, opening, tools, seed=seed)
+        status = await self._take_turns(self.conversation, max_turns=max_turns)
+        if isinstance(environment, Concludes):
+            with suppress(ContextFullError, CallLimitError):  # of a last question to the model; earlier samples count
+                _merge(self.outcome, await self._call("conclude", environment.conclude, outcome_problem))
+        return status
+
+    async def _take_turns(self, conversation: Conversation, *, max_turns: int) -> RolloutStatus:
+        record = self._record
+        for _ in range(max_turns):
+            try:
+                message = await conversation.ask()
+                # It may ask in conversations of its own.
+                step = await self._call("step", lambda message=message: self._environment.step(message), step_problem)
+            except (ContextFullError, CallLimitError) as limit:
+                record.raise_failure()
+                return RolloutStatus.CONTEXT_FULL if isinstance(limit, ContextFullError) else RolloutStatus.MAX_TURNS
             record.raise_failure()
-            return RolloutStatus.CONTEXT_FULL if isinstance(limit, ContextFullError) else RolloutStatus.MAX_TURNS
-        record.raise_failure()
-        conversation.add(step.messages)
-        _merge(outcome, step.outcome)
-        if step.done:
-            assert conversation.last_call is not None
-            was_cut = conversation.last_call.finish_reason is FinishReason.LENGTH
-            return RolloutStatus.TRUNCATED if was_cut else RolloutStatus.COMPLETED
-    return RolloutStatus.MAX_TURNS
+            conversation.add(step.messages)
+            _merge(self.outcome, step.outcome)
+            if step.done:
+                assert conversation.last_call is not None
+                was_cut = conversation.last_call.finish_reason is FinishReason.LENGTH
+                return RolloutStatus.TRUNCATED if was_cut else RolloutStatus.COMPLETED
+        return RolloutStatus.MAX_TURNS
+
+    async def _host(self) -> None:
+        host = self._environment
+        if isinstance(host, HostsConversations):
+            host.host(self._record.open)
+            self._record.max_calls = lambda: host.max_calls
+
+    async def _tools(self) -> Any:
+        return self._environment.tools
+
+    async def _call(
+        self,
+        method: str,
+        function: Callable[[], Awaitable[Any]],
+        problem_of: Callable[[Any], str] = lambda value: "",
+    ) -> Any:
+        """Return what a method returns. Raises `LockstepError`, for any other error an `EnvironmentFault`."""
+        where = f"{type(self._environment).__name__}.{method}"
+        late = f"{where} did not return in {self._call_timeout_s:g} s; raise environment.call_timeout_s"
+
+        def give_up() -> None:
+            if not self.is_stuck.done():
+                self.is_stuck.set_result(f"EnvironmentFault: {late}")
+
+        try:
+            value = await Clock(self._call_timeout_s, give_up).run(function)
+            problem = problem_of(value)
+        except DeadlineExceeded:
+            raise EnvironmentFault(late) from None
+        except BaseException as error:
+            if _is_own_cancellation(error) or (isinstance(error, LockstepError) and not isinstance(error, EngineError)):
+                raise
+            said = f"{type(error).__name__}{_place(error)}: {error_text(error)}"
+            raise EnvironmentFault(f"{where} raised {said}") from error
+        if problem:
+            raise EnvironmentFault(f"{where} {problem}")
+        return value
+
+
+def failure_of(error: BaseException) -> str:
+    """Return why an episode failed. Raises errors of the engine and of settings, and the cancellation of this task."""
+    if _is_own_cancellation(error) or isinstance(error, EngineError | ConfigError):
+        raise error
+    return f"{type(error).__name__}: {error_text(error)}"
+
+
+def _is_own_cancellation(error: BaseException) -> bool:
+    """True unless a method raised it by itself."""
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
+
+
+def _place(error: BaseException) -> str:
+    """Return the innermost line in the file of the method that raised."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in OWN_FILES]
+    lines = [frame.lineno for frame in frames if frame.filename == frames[0].filename]
+    return f" ({Path(frames[0].filename).name}, line {lines[-1]})" if lines else ""
 
 
 def _merge(outcome: dict[str, Any], facts: Mapping[str, Any]) -> None:
     """Add up numbers of the same name; of anything else keep the last one."""
-    for name, value in facts.items():
+    for name, value in read_facts(facts).items():
         adds_up = _is_number(value) and _is_number(outcome.get(name))
         outcome[name] = outcome[name] + value if adds_up else value
 

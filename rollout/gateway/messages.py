@@ -13,9 +13,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lockstep.rollout.chat.tool_calls import MAX_DEPTH, depth_of
 from lockstep.rollout.gateway.errors import ApiError, checked, not_supported, quoted, wrong_type
 from lockstep.rollout.records import Message
+from lockstep.rollout.replies import MAX_DEPTH, depth_of
 
 ID_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 """Token evidence that harnesses send back on assistant messages. The gateway's messages have the last two.

@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.rollout.chat.tool_calls import MAX_DEPTH, depth_of, refuse_constant, without_surrogates
+from lockstep.rollout.chat.tool_calls import without_surrogates
 from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.gateway.errors import ApiError, checked
 from lockstep.rollout.gateway.messages import forget_ids
 from lockstep.rollout.gateway.prefix_chain import Prefix
 from lockstep.rollout.gateway.session import Session, TurnMark
+from lockstep.rollout.replies import MAX_DEPTH, depth_of, refuse_constant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

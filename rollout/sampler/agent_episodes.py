@@ -16,7 +16,7 @@ from typing import Any
 
 from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.environments.agent import AgentEnvironment
-from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.episode.contract import read_facts
 from lockstep.rollout.gateway.server import Gateway
 from lockstep.rollout.gateway.session import CONTEXT_FULL, TOO_MANY_REQUESTS
 from lockstep.rollout.records import Rollout, RolloutStatus
@@ -46,11 +46,11 @@ async def run_agent_episode(
     Requests are seeded in their order of arrival, so a deterministic agent that makes one request at a time gets the
     same answers in every run. `messages` are those of the last request and its answer.
 
-    The rollout is FAILED if the agent raises or does not end in time. If it was refused for the limit of requests
-    (`max_turns`) or of the context, the samples before are trained. One of the `slots` is held while the agent runs.
+    The rollout is FAILED if the agent raises, does not end in time, or returns no facts.
+    If it was refused for the limit of requests (`max_turns`) or of the context, the samples before are trained. One of
+    the `slots` is held while the agent runs.
 
-    Raises `EngineError` if the engine failed, `ConfigError` if the agent returned neither a mapping nor None, or if the
-    chat template drops the tools of its requests.
+    Raises `EngineError` if the engine failed, `ConfigError` if the chat template drops the tools of its requests.
     """
     session = gateway.open_session(sampling=sampling, seed=seed, max_requests=max_turns)
     try:
@@ -70,6 +70,11 @@ async def run_agent_episode(
     status, error = ending("the agent", error=finished.error, failure=session.failure, limit=limit, calls=calls)
     if status is RolloutStatus.COMPLETED and not calls:
         status, error = RolloutStatus.FAILED, "the agent made no request; it must call the base_url that it is given"
+    outcome: dict[str, Any] = {}
+    try:
+        outcome = {} if finished.value is None else read_facts(finished.value)
+    except ValueError as problem:
+        status, error = RolloutStatus.FAILED, f"the agent returned {problem}"
     return Rollout(
         rollout_id=rollout_id,
         group_id=group_id,
@@ -77,7 +82,7 @@ async def run_agent_episode(
         messages=session.last_conversation,
         example=example,
         status=status,
-        outcome={**_outcome(finished.value), **{f"prompts_{kind}": n for kind, n in session.prompts.items()}},
+        outcome={**outcome, **{f"prompts_{kind}": n for kind, n in session.prompts.items()}},
         error=error,
         duration_s=time.perf_counter() - started,
     )
@@ -98,13 +103,3 @@ def _in_own_loop(agent: Callable[..., Any], timeout_s: float) -> Callable[..., A
             raise error
 
     return lambda *arguments: asyncio.run(in_time(*arguments))
-
-
-def _outcome(value: Any) -> Mapping[str, Any]:
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise ConfigError(
-            f"the agent returned {type(value).__name__}, expected None or a dictionary of facts for the rewards"
-        )
-    return value

@@ -19,7 +19,7 @@ from lockstep.rollout.environments.adapters.trl_rollout import TRLRollout
 from lockstep.rollout.environments.agent import AgentEnvironment
 from lockstep.rollout.environments.mixed import AnyEnvironment, Mixed, environment_of
 from lockstep.rollout.episode.conversation import request_seed
-from lockstep.rollout.episode.episode import run_episode
+from lockstep.rollout.episode.episode import CALL_TIMEOUT_S, failure_of, run_episode
 from lockstep.rollout.errors import RequestError
 from lockstep.rollout.gateway.server import Gateway, GatewaySettings
 from lockstep.rollout.records import Rollout, RolloutStatus
@@ -46,14 +46,17 @@ class Sampler:
         max_turns: int,
         seed: int,
         gateway: GatewaySettings | None = None,
+        call_timeout_s: float = CALL_TIMEOUT_S,
     ) -> None:
-        """gateway: address at which agents find the model, for `rollout/environments/agent.py`."""
+        """gateway: address at which agents find the model (`rollout/environments/agent.py`). call_timeout_s: of
+        `run_episode`."""
         self._engine = engine
         self._chat = chat
         self._make_environment = make_environment
         self._max_turns = max_turns
         self._seed = seed
         self._gateway = gateway
+        self._call_timeout_s = call_timeout_s
         self._faults: Counter[str] = Counter()
 
     def take_metrics(self) -> dict[str, float]:
@@ -79,7 +82,8 @@ class Sampler:
         seeds. If it still fails, all rollouts of its group are FAILED: the mean of a partial group would depend on the
         fault.
 
-        Raises `EngineError` if the engine died; the remaining episodes are canceled.
+        Whatever else an episode raises fails it alone, its environment's constructor included. Raises `EngineError` if
+        the engine died, and `ConfigError`; the remaining episodes are canceled.
 
         step: part of the seeds, so that the same prompt gets other samples in another step.
         first_group: group ids are prompt indices from here on (for a batch that completes an earlier one of the same
@@ -87,6 +91,16 @@ class Sampler:
         run: from `open`, to share a gateway between batches; None: open one for this batch alone.
         """
         lost_groups: dict[int, str] = {}
+
+        def failed(rollout_id: int, reason: str) -> Rollout:
+            return Rollout(
+                rollout_id=rollout_id,
+                group_id=rollout_id // samples_per_prompt,
+                calls=(),
+                example=examples[rollout_id // samples_per_prompt - first_group],
+                status=RolloutStatus.FAILED,
+                error=reason,
+            )
 
         async def sample(run: RunEpisode, rollout_id: int) -> Rollout:
             group_id = rollout_id // samples_per_prompt
@@ -107,16 +121,12 @@ class Sampler:
                 except RequestError as error:
                     self._faults["reissued"] += attempt < REISSUES
                     reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                except BaseException as error:  # of an environment's constructor, of a row that it refuses
+                    rollout = failed(rollout_id, failure_of(error))
+                    break
             else:
                 lost_groups[group_id] = reason
-                rollout = Rollout(
-                    rollout_id=rollout_id,
-                    group_id=group_id,
-                    calls=(),
-                    example=example,
-                    status=RolloutStatus.FAILED,
-                    error=reason,
-                )
+                rollout = failed(rollout_id, reason)
             on_rollout(rollout)
             return rollout
 
@@ -153,7 +163,7 @@ class Sampler:
                     drivers[type(part)] = partial(
                         run_agent_episode, gateway=gateway, slots=asyncio.Semaphore(part.max_concurrent)
                     )
-            turns = partial(run_episode, engine=self._engine, chat=self._chat)
+            turns = partial(run_episode, engine=self._engine, chat=self._chat, call_timeout_s=self._call_timeout_s)
 
             async def run(*, environment: AnyEnvironment, example: Mapping[str, Any], **episode: Any) -> Rollout:
                 chosen = environment_of(environment, example)

@@ -26,8 +26,10 @@ from transformers import PreTrainedTokenizerFast
 from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.engine.protocol import Engine, Sampling
 from lockstep.rollout.environments.adapters.trl_rollout import TRLRollout
+from lockstep.rollout.episode.contract import read_facts
 from lockstep.rollout.episode.conversation import CallRecord, request_seed
-from lockstep.rollout.errors import CallLimitError, ConfigError, ContextFullError, EvidenceError
+from lockstep.rollout.episode.episode import failure_of
+from lockstep.rollout.errors import CallLimitError, ContextFullError, EvidenceError
 from lockstep.rollout.records import EngineCall, Rollout, RolloutStatus
 from lockstep.rollout.sampler.ending import ending
 from lockstep.rollout.system.deadline import call_with_deadline
@@ -144,11 +146,12 @@ async def run_trl_episode(
 ) -> Rollout:
     """Run the function on one data row, as `run_episode` runs an environment, with at most `max_turns` engine calls.
 
-    The rollout is FAILED if the function raises, does not end in time, or returns other tokens than were sampled.
+    The rollout is FAILED if the function raises, does not end in time, or returns something else than TRL's contract
+    says, or other tokens than were sampled.
     `messages` are the row's prompt and every sampled turn; text that the function adds exists as token ids only. One of
     the `slots` is held while the function runs. tokenizer: the function's own copy (`copy_tokenizer`).
 
-    Raises `EngineError` if the engine failed, `ConfigError` if the output does not have the form of TRL's contract.
+    Raises `EngineError` if the engine failed.
     """
     prompt, messages = environment.prompt(example)
     record = CallRecord(engine=engine, chat=chat, sampling=sampling, seed=seed, max_calls=lambda: max_turns)
@@ -166,12 +169,12 @@ async def run_trl_episode(
     status, error = ending("rollout_func", error=finished.error, failure=record.failure, limit=limit, calls=calls)
     outcome: Mapping[str, Any] = {}
     if finished.error is None and status is not RolloutStatus.FAILED:
-        output = _checked_form(finished.value)
-        outcome = {name: _first(value) for name, value in output.items() if name not in _NOT_FACTS}
         try:
+            output = _checked_form(finished.value)
+            outcome = read_facts({name: _first(value) for name, value in output.items() if name not in _NOT_FACTS})
             check_against_record(output, trainer.calls)
-        except EvidenceError as mismatch:
-            status, error = RolloutStatus.FAILED, f"EvidenceError: {mismatch}"
+        except Exception as mismatch:  # an EvidenceError, or of values of the function's own classes
+            status, error = RolloutStatus.FAILED, failure_of(mismatch)
     return Rollout(
         rollout_id=rollout_id,
         group_id=group_id,
@@ -261,14 +264,14 @@ def _integers(output: Mapping[str, Any], name: str) -> list[int]:
 def _checked_form(value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping) or any(name not in value for name in REQUIRED):
         found = f"keys {', '.join(map(str, value))}" if isinstance(value, Mapping) else type(value).__name__
-        raise ConfigError(f"rollout_func returned {found}; expected a dictionary with {', '.join(REQUIRED)}")
+        raise EvidenceError(f"rollout_func returned {found}; expected a dictionary with {', '.join(REQUIRED)}")
     for name in (*REQUIRED, "env_mask"):
         items = value.get(name)
         if items is None and name in ("logprobs", "env_mask"):
             continue
         if not isinstance(items, list | tuple) or len(items) != 1:
             found = f"{len(items)} items" if isinstance(items, list | tuple) else type(items).__name__
-            raise ConfigError(
+            raise EvidenceError(
                 f"rollout_func returned {found} as {name}; expected a list with one item: it is called with one prompt "
                 "and trainer.num_generations=1"
             )

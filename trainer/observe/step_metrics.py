@@ -136,9 +136,19 @@ def token_metrics(rollouts: Sequence[Rollout], batch: StepBatch) -> dict[str, fl
 
 
 def outcome_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Return the mean over rollouts of every number that environments report."""
+    """Return the mean over rollouts of every number that environments report, with 0 for those that do not.
+
+    Where some report something else under the name, the mean is over the others, and `<name>/not_numbers` counts them.
+    """
     names = sorted({name for r in rollouts for name, value in r.outcome.items() if isinstance(value, (int, float))})
-    return {f"environment/{name}": float(np.mean([r.outcome.get(name, 0) for r in rollouts])) for name in names}
+    metrics = {}
+    for name in names:
+        reported = [r.outcome.get(name, 0) for r in rollouts]
+        numbers = [value for value in reported if isinstance(value, (int, float))]
+        metrics[f"environment/{name}"] = float(np.mean(numbers, dtype=np.float64))
+        if len(numbers) < len(reported):
+            metrics[f"environment/{name}/not_numbers"] = float(len(reported) - len(numbers))
+    return metrics
 
 
 def throughput(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -21,10 +21,11 @@ from typing import Any
 
 from lockstep.rollout.environments.toolbox import Toolbox
 from lockstep.rollout.environments.tools import ToolEnvironment
-from lockstep.rollout.errors import ConfigError, DataError
+from lockstep.rollout.errors import ConfigError, DataError, EnvironmentFault
 from lockstep.rollout.records import Message
+from lockstep.rollout.replies import read_number
 from lockstep.rollout.safe_text import error_text
-from lockstep.rollout.system.deadline import call_with_deadline
+from lockstep.rollout.system.deadline import DeadlineExceeded, call_with_deadline
 from lockstep.rollout.system.user_functions import load_function
 
 Factory = Callable[[], Any]
@@ -48,7 +49,7 @@ class TRLEnvironment(ToolEnvironment):
 
         factory: a class, or a function without arguments that makes an instance; or `path/to/file.py:name`; or several
         of them by name. column: with several factories, the column of the row that holds the name.
-        tool_timeout_s: limit of one method call, `reset` and `get_reward` included.
+        tool_timeout_s: limit of one method call, the factory, `reset` and `get_reward` included.
         """
         if not factory:
             raise ConfigError("no factory is set; set environment.settings.factory=path/to/file.py:ClassName")
@@ -67,7 +68,7 @@ class TRLEnvironment(ToolEnvironment):
                 f"trl: column {self._column!r} says {name!r}, expected one of {', '.join(map(str, self._factories))}; "
                 "add it to environment.settings.factory"
             )
-        self._instance = self._factories[name]()
+        self._instance = await self._call(self._factories[name], "the factory")
         methods = _methods(self._instance)
         if "reset" not in methods:
             raise ConfigError(
@@ -75,10 +76,7 @@ class TRLEnvironment(ToolEnvironment):
             )
         self._toolbox = self._make_toolbox([method for key, method in methods.items() if key not in _NOT_TOOLS])
         row = {key: value for key, value in example.items() if key != self._column}
-        finished = await call_with_deadline(partial(methods["reset"], **row), timeout_s=self._timeout_s)
-        if finished.error is not None:
-            raise finished.error
-        return self._opening(example, finished.value)
+        return self._opening(example, await self._call(partial(methods["reset"], **row), "reset"))
 
     async def conclude(self) -> Mapping[str, Any]:
         """Return the reward of an environment that owns one."""
@@ -86,14 +84,22 @@ class TRLEnvironment(ToolEnvironment):
         if get_reward is None:
             return {}
         finished = await call_with_deadline(get_reward, timeout_s=self._timeout_s)
-        if finished.error is not None:  # reported by the reward function, which then finds no reward
+        # Reported by the reward function, which then finds no reward.
+        if finished.error is not None:
             return {"environment_error": f"get_reward: {type(finished.error).__name__}: {error_text(finished.error)}"}
-        if finished.value is None:
-            return {"environment_error": "get_reward returned None"}
         try:
-            return {"environment_reward": float(finished.value)}
-        except OverflowError:
-            return {"environment_error": "get_reward returned an integer that does not fit a float"}
+            return {"environment_reward": read_number(finished.value)}
+        except ValueError as error:
+            return {"environment_error": f"get_reward returned no reward: {error}"}
+
+    async def _call(self, function: Callable[..., Any], name: str) -> Any:
+        finished = await call_with_deadline(function, timeout_s=self._timeout_s)
+        if isinstance(finished.error, DeadlineExceeded):
+            late = f"trl: {name} gave {finished.error}; raise environment.settings.tool_timeout_s"
+            raise EnvironmentFault(late) from None
+        if finished.error is not None:
+            raise finished.error
+        return finished.value
 
     def _opening(self, example: Mapping[str, Any], observation: Any) -> Sequence[Message]:
         if self._prompt.find(example) is None:  # the environment owns the prompt

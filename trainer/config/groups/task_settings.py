@@ -15,6 +15,11 @@ class EnvironmentConfig:
     name: str = setting("calculator", "key of rollout.environments.ENVIRONMENTS, or path/to/file.py:ClassName")
     settings: dict[str, Any] = setting({}, "keyword arguments of the environment")
     max_turns: int = setting(3, "maximum number of assistant turns per episode", low=1)
+    call_timeout_s: float = setting(
+        600.0,
+        "limit of one reset, step, conclude or close, without the engine, tool calls and waits for a place [s]",
+        above=0,
+    )
     history: str = setting(
         "keep",
         "keep: past turns stay as sampled; template: as the chat template renders them (branches where it drops "

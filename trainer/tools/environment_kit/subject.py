@@ -142,7 +142,11 @@ class Subject:
         """
 
         def make() -> AnyEnvironment:
-            environment = make_environment(self.config.environment.name, **self.config.environment.settings)
+            try:
+                environment = make_environment(self.config.environment.name, **self.config.environment.settings)
+            except Exception as error:  # of a user's constructor
+                self._raised("the constructor", error)
+                raise
             watched = watch_environment(environment, self.watch)
             if made is not None:
                 made.append(watched)
@@ -160,8 +164,7 @@ class Subject:
         try:
             return await collect(rows, samples_per_prompt=samples, first_group=first_group)
         except Exception as error:  # of a user's file, or of a row that it refuses
-            text = f"raised {type(error).__name__}: {error_text(error)}"
-            self.watch.faults.append(Fault(place="the episode", kind=FaultKind.RAISED, text=text))
+            text = self._raised("the episode", error)
             return [
                 Rollout(
                     rollout_id=group * samples + number,
@@ -174,6 +177,11 @@ class Subject:
                 for group, row in enumerate(rows, first_group)
                 for number in range(samples)
             ]
+
+    def _raised(self, place: str, error: Exception) -> str:
+        text = f"raised {type(error).__name__}: {error_text(error)}"
+        self.watch.faults.append(Fault(place=place, kind=FaultKind.RAISED, text=text))
+        return text
 
     async def score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Return the rollouts with their rewards; those whose reward failed are FAILED, and counted in `errors`.

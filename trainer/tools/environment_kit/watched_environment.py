@@ -16,6 +16,7 @@ from typing import Any
 
 from lockstep.rollout.chat.messages import Tools
 from lockstep.rollout.environments.mixed import AnyEnvironment, Mixed
+from lockstep.rollout.episode.contract import opening_problem, outcome_problem, step_problem, tools_problem
 from lockstep.rollout.episode.environment import (
     Closes,
     Concludes,
@@ -30,7 +31,6 @@ from lockstep.rollout.records import Message
 from lockstep.rollout.safe_text import error_text
 from lockstep.trainer.tools.environment_kit.journal import Journal
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
 PLACEHOLDER: tuple[Message, ...] = ({"role": "user", "content": ""},)
 """Messages in place of those of a `reset` that failed."""
 
@@ -173,61 +173,6 @@ class WatchedHost(Watched):
 
     def host(self, open_conversation: OpenConversation) -> None:
         self.inner.host(open_conversation)
-
-
-def opening_problem(value: Any) -> str:
-    """Return what is wrong with the first messages of an episode; "" if nothing is."""
-    if problem := _messages_problem(value):
-        return problem
-    if not value:
-        return "returned no messages; expected at least one that the model can answer"
-    return "returned messages that end with the assistant's" if value[-1]["role"] == "assistant" else ""
-
-
-def tools_problem(value: Any) -> str:
-    """Return what is wrong with the tools; "" if nothing is."""
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        return f"holds {_type(value)}; expected a list of tools in the OpenAI form"
-    for tool in value:
-        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            return f"holds {tool!r:.80}; expected tools in the OpenAI form, with a name"
-    return ""
-
-
-def step_problem(value: Any) -> str:
-    """Return what is wrong with the answer to an assistant turn; "" if nothing is."""
-    if not isinstance(value, Step):
-        return f"returned {_type(value)}; expected rollout.episode.environment.Step"
-    if problem := _messages_problem(value.messages):
-        return problem
-    if not isinstance(value.done, bool):
-        return f"returned done={value.done!r:.80}; expected True or False"
-    if not value.done and not value.messages:
-        return "returned neither messages nor done=True, so the model would answer its own turn"
-    return outcome_problem(value.outcome)
-
-
-def outcome_problem(value: Any) -> str:
-    """Return what is wrong with facts for rewards; "" if nothing is."""
-    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
-        return f"returned an outcome of type {_type(value)}; expected a mapping with texts as keys"
-    return ""
-
-
-def _messages_problem(value: Any) -> str:
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        return f"returned {_type(value)}; expected a list of messages"
-    for message in value:
-        if not isinstance(message, Mapping) or message.get("role") not in ROLES:
-            return f"returned the message {message!r:.80}; expected a mapping with a role ({', '.join(ROLES)})"
-        if not isinstance(message.get("content", ""), str | list | None):
-            return f"returned a message whose content is of type {_type(message['content'])}; expected a text"
-    return ""
-
-
-def _type(value: Any) -> str:
-    return "None" if value is None else type(value).__name__
 
 
 def _summary(message: Message) -> str:

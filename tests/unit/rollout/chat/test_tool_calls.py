@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from lockstep.rollout.chat.harmony import parse_harmony
 from lockstep.rollout.chat.tool_calls import (
-    MAX_DEPTH,
     PYTHON_TAG,
     ToolCall,
     Turn,
@@ -18,6 +17,7 @@ from lockstep.rollout.chat.tool_calls import (
     parse_llama3,
     split_reasoning,
 )
+from lockstep.rollout.replies import MAX_DEPTH
 from tests.fixtures.cost import cpu_s
 
 

@@ -97,8 +97,10 @@ async def test_a_conversation_answers_one_question_at_a_time():
             await asyncio.gather(voice.ask(), voice.ask())
             return ()
 
-    with pytest.raises(RuntimeError, match="one thing at a time"):
-        await play(Hasty(), Policy(lambda prompt: "aye"))
+    rollout = await play(Hasty(), Policy(lambda prompt: "aye"))
+    assert rollout.status is RolloutStatus.FAILED
+    assert "Hasty.reset raised RuntimeError (test_episode.py, line" in str(rollout.error)
+    assert "one thing at a time" in str(rollout.error)
 
 
 class AsksOnce:

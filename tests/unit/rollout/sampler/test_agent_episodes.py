@@ -269,13 +269,14 @@ async def test_a_template_that_drops_the_tools_ends_the_batch_even_if_agents_cat
     assert rollout.status is RolloutStatus.COMPLETED
 
 
-async def test_an_outcome_that_is_not_a_mapping_is_refused():
+async def test_an_outcome_that_is_not_a_mapping_fails_the_rollout():
     async def agent(base_url, api_key, example):
         await two_turns(base_url, api_key, example)
         return 1.0
 
-    with pytest.raises(ConfigError, match="returned float, expected None or a dictionary"):
-        await collect(agent, engine_saying("fine<|im_end|>"))
+    (rollout,) = await collect(agent, engine_saying("fine<|im_end|>"))
+    assert rollout.status is RolloutStatus.FAILED
+    assert rollout.error == ("the agent returned an outcome of type float; expected a mapping with texts as keys")
 
 
 async def test_a_summarized_history_branches_and_trains_every_sampled_token():

@@ -11,7 +11,7 @@ import pytest
 from lockstep.rewards.composition import make_reward_set
 from lockstep.rollout.environments import make_environment
 from lockstep.rollout.episode.rows import rows_from_calls
-from lockstep.rollout.errors import ConfigError, ContextFullError, DataError, EngineError, EvidenceError
+from lockstep.rollout.errors import ConfigError, ContextFullError, EngineError, EvidenceError
 from lockstep.rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
 from lockstep.rollout.sampler.sampler import Sampler
 from lockstep.rollout.sampler.trl_episodes import Trainer, check_against_record
@@ -229,9 +229,10 @@ def test_logprobs_may_be_left_out_and_trailing_environment_tokens_are_free():
         ({"prompt_ids": None, "completion_ids": [[1]], "logprobs": None}, "NoneType as prompt_ids"),
     ],
 )
-async def test_output_in_another_form_than_the_contract_ends_the_run(value: Any, says: str):
-    with pytest.raises(ConfigError, match=says):
-        await run(lambda prompts, trainer: value)
+async def test_output_in_another_form_than_the_contract_fails_the_rollout(value: Any, says: str):
+    (rollout,) = await run(lambda prompts, trainer: value)
+    assert rollout.status is RolloutStatus.FAILED
+    assert says in str(rollout.error)
 
 
 async def test_the_function_sees_the_prompt_and_the_settings():
@@ -329,5 +330,5 @@ async def test_wrong_settings_and_rows_are_refused():
     ):
         with pytest.raises(ConfigError, match=says):
             make_environment("trl_rollout", **settings)
-    with pytest.raises(DataError, match="no prompt"):
-        await run(two_turns, example={"text": "go"})
+    (rollout,) = await run(two_turns, example={"text": "go"})
+    assert "DataError: no prompt in a data row" in str(rollout.error)
