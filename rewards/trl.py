@@ -36,7 +36,7 @@ def from_trl(function: Callable[..., Any], *, conversational: bool = True, **set
 
     def arguments(rollouts: Sequence[Rollout]) -> Mapping[str, Any]:
         columns = sorted({key for rollout in rollouts for key in rollout.example if key not in _RENAMED})
-        halves = [_split(copy.deepcopy(rollout.messages)) for rollout in rollouts]
+        halves = [copy.deepcopy((list(rollout.prompt), list(rollout.completion))) for rollout in rollouts]
         everything = {
             **{column: [copy.deepcopy(rollout.example.get(column)) for rollout in rollouts] for column in columns},
             "prompts": [prompt if conversational else _text(prompt) for prompt, _ in halves],
@@ -47,15 +47,6 @@ def from_trl(function: Callable[..., Any], *, conversational: bool = True, **set
         return {key: value for key, value in everything.items() if takes_all or key in parameters}
 
     return BatchReward(function=function, arguments=arguments)
-
-
-def _split(messages: Sequence[Message]) -> tuple[list[Message], list[Message]]:
-    """Split messages into prompt and completion at the first assistant turn.
-
-    Wrong for prompts with assistant turns of their own: roles do not tell these from sampled turns.
-    """
-    border = next((index for index, turn in enumerate(messages) if turn["role"] == "assistant"), len(messages))
-    return list(messages[:border]), list(messages[border:])
 
 
 def _text(messages: Sequence[Message]) -> str:

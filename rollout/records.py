@@ -366,6 +366,9 @@ class Rollout:
     calls: tuple[EngineCall, ...]
     messages: tuple[Message, ...] = ()
     """Conversation for display and rewards. Never tokenized for training."""
+    call_messages: tuple[int | None, ...] | None = None
+    """For each call, the index in `messages` of the turn that it sampled; None: it is in no message, as those of
+    sub-agents. None for all: not recorded, as in files of earlier versions; `places` infers it."""
     example: Mapping[str, Any] = field(default_factory=dict)
     """Data row of the episode."""
     status: RolloutStatus = RolloutStatus.COMPLETED
@@ -377,6 +380,8 @@ class Rollout:
     """Weighted sum, from which advantages are computed."""
     turn_rewards: tuple[float, ...] = ()
     """Weighted sum over the reward functions that gave one number per turn, by turn; empty: none did."""
+    logged: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Columns that reward functions log, by name of the function (`log_extra` of TRL)."""
     error: str | None = None
     """Reason of a failure, as safe text (`rollout/safe_text.py`)."""
     duration_s: float = 0.0
@@ -397,12 +402,65 @@ class Rollout:
         return sum(len(call.sampled_ids) for call in self.calls)
 
     @property
+    def sampled_at(self) -> tuple[int, ...]:
+        """Indices in `messages` of the turns that the model sampled, in order."""
+        if self.calls or self.call_messages is not None or self.status is not RolloutStatus.COMPLETED:
+            return tuple(sorted(index for index in self.places if index is not None))
+        # No episode completes without a call: a conversation written by hand, with its answers after the last user.
+        roles = [message["role"] for message in self.messages]
+        start = max((index for index, role in enumerate(roles) if role == "user"), default=-1)
+        return tuple(index for index, role in enumerate(roles) if index > start and role == "assistant")
+
+    @property
+    def places(self) -> tuple[int | None, ...]:
+        """`call_messages`. Without it, the calls of the first conversation have the last assistant turns, in order.
+
+        Calls of sub-agents are others: their prompts do not begin with most of the first one.
+        """
+        if self.call_messages is not None:
+            return self.call_messages
+        shared: dict[int, int] = {}
+        for call in self.calls:
+            most = min(call.prompt.num_shared, shared.get(id(call.prompt.base), 0))
+            shared[id(call)] = most if shared else len(call.prompt)
+        own = [
+            index
+            for index, call in enumerate(self.calls)
+            if 2 * shared[id(call)] >= len(self.calls[0].prompt) and call.finish_reason is not FinishReason.ABORT
+        ]
+        said = [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
+        found = dict(zip(reversed(own), reversed(said), strict=False))
+        return tuple(found.get(index) for index in range(len(self.calls)))
+
+    @property
+    def sampled_turns(self) -> tuple[Message, ...]:
+        return tuple(self.messages[index] for index in self.sampled_at)
+
+    @property
+    def answer(self) -> str:
+        """Text of the last sampled turn, without surrounding space; empty without one, and if it only calls tools."""
+        return str(self.messages[self.sampled_at[-1]].get("content") or "").strip() if self.sampled_at else ""
+
+    @property
     def num_prompt_messages(self) -> int:
         """Number of messages before the first that the model sampled. Assistant turns of the prompt are among them."""
-        said = [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
-        if not said or not self.num_turns:
-            return len(self.messages)
-        return said[max(0, len(said) - self.num_turns)]
+        return self.sampled_at[0] if self.sampled_at else len(self.messages)
+
+    @property
+    def num_example_messages(self) -> int:
+        """Number of messages up to the last turn of an assistant or a tool in the prompt: worked examples."""
+        given = [index for index, message in enumerate(self.prompt) if message["role"] in ("assistant", "tool")]
+        return given[-1] + 1 if given else 0
+
+    @property
+    def prompt(self) -> tuple[Message, ...]:
+        """Messages before the first that the model sampled."""
+        return self.messages[: self.num_prompt_messages]
+
+    @property
+    def completion(self) -> tuple[Message, ...]:
+        """Messages from the first that the model sampled on: its turns, and what the environment said between them."""
+        return self.messages[self.num_prompt_messages :]
 
     @property
     def is_cut_off(self) -> bool:

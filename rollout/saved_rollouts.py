@@ -124,6 +124,10 @@ def to_json(rollout: Rollout, *, shares_prompts: bool = False) -> dict[str, Any]
         "messages": [dict(message) for message in rollout.messages],
         "calls": calls,
     }
+    if rollout.call_messages is not None:
+        data["call_messages"] = list(rollout.call_messages)
+    if rollout.logged:
+        data["logged"] = {name: dict(columns) for name, columns in rollout.logged.items()}
     return data | {"turn_rewards": list(rollout.turn_rewards)} if rollout.turn_rewards else data
 
 
@@ -135,6 +139,13 @@ def from_json(data: Mapping[str, Any]) -> Rollout:
     turn_rewards = data.get("turn_rewards", [])
     if len(turn_rewards) not in (0, len(data["calls"])):
         raise ValueError(f"{len(turn_rewards)} turn_rewards for {len(data['calls'])} calls")
+    places, logged = data.get("call_messages"), data.get("logged", {})
+    known = token_ids("call_messages", [place for place in places or () if place is not None])
+    is_unclear = len(set(known)) < len(known) or max(known, default=-1) >= len(data["messages"])
+    if is_unclear or (places is not None and len(places) != len(data["calls"])):
+        raise ValueError(f"call_messages are {places!r:.80} for {len(data['calls'])} calls")
+    if not isinstance(logged, dict) or not all(isinstance(columns, dict) for columns in logged.values()):
+        raise TypeError(f"logged is {logged!r:.80}")
     for value in (data["reward"], data["duration_s"], *data["rewards"].values(), *turn_rewards):
         if isinstance(value, bool) or not math.isfinite(value):
             raise ValueError(f"{value!r:.80} is not a finite number")
@@ -147,6 +158,8 @@ def from_json(data: Mapping[str, Any]) -> Rollout:
             "messages": tuple(data["messages"]),
             "calls": _calls_from_json(data["calls"]),
             "turn_rewards": tuple(turn_rewards),
+            "call_messages": None if places is None else tuple(places),
+            "logged": logged,
         }
     )
 

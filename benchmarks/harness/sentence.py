@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from lockstep.demo.tasks import answer_text
-from lockstep.rewards.functions.answers import final_answer
 from lockstep.rollout.records import Rollout
 
 
@@ -13,4 +12,4 @@ def is_right(text: str, answer: str) -> bool:
 
 def right_sentence(rollout: Rollout) -> float:
     """Return the reward in Lockstep's form; `trl_side.py` has TRL's."""
-    return float(is_right(final_answer(rollout), str(rollout.example["answer"])))
+    return float(is_right(rollout.answer, str(rollout.example["answer"])))

@@ -8,14 +8,6 @@ from lockstep.rollout.errors import DataError
 from lockstep.rollout.records import Rollout
 
 
-def final_answer(rollout: Rollout) -> str:
-    """Return the content of the last assistant turn, without surrounding space; empty without one."""
-    for message in reversed(rollout.messages):
-        if message["role"] == "assistant":
-            return str(message.get("content") or "").strip()
-    return ""
-
-
 def reference(rollout: Rollout, column: str) -> Any:
     """Return the value of a column of the data row. Raises `DataError` if it is missing or null."""
     value = rollout.example.get(column)

@@ -1,7 +1,7 @@
 """Built-in reward functions: of one rollout, `fn(rollout, **settings) -> float`, or of a group (`rewards/batches.py`).
 
-They read `rollout.messages` and `rollout.example` (the data row); only the length reward counts sampled tokens. The
-answer is the content of the last assistant turn; it is empty in a rollout that ends in a tool call.
+They read what was sampled (`rollout.answer`, `rollout.sampled_turns`) and `rollout.example` (the data row); only the
+length reward counts sampled tokens. The answer is the text of the last sampled turn; a tool call alone has none.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.rewards.functions.answers import expected, final_answer, reference
+from lockstep.rewards.functions.answers import expected, reference
 from lockstep.rewards.functions.consensus import MajorityVote, Novelty
 from lockstep.rewards.functions.judges.pairwise import PairwiseJudge
 from lockstep.rewards.functions.judges.rubric import RubricJudge
@@ -29,7 +29,7 @@ from lockstep.rollout.records import Rollout
 
 def demo_answer(rollout: Rollout) -> float:
     """Return 1 for the reference in the sentence "The answer is 1353", else 0. The reward of the demo tasks."""
-    return float(final_answer(rollout) == f"The answer is {expected(rollout, 'answer')}")
+    return float(rollout.answer == f"The answer is {expected(rollout, 'answer')}")
 
 
 def environment_reward(rollout: Rollout, *, fact: str = "environment_reward") -> float:
@@ -46,7 +46,7 @@ def environment_reward(rollout: Rollout, *, fact: str = "environment_reward") ->
 
 def exact_match(rollout: Rollout, *, column: str = "answer", ignore_case: bool = False) -> float:
     """Return 1 if the answer is the reference, up to surrounding space."""
-    answer, reference = final_answer(rollout), expected(rollout, column)
+    answer, reference = rollout.answer, expected(rollout, column)
     return float(answer.casefold() == reference.casefold() if ignore_case else answer == reference)
 
 
@@ -58,7 +58,7 @@ def contains(rollout: Rollout, *, column: str = "answer", ignore_case: bool = Fa
         (r"(?![.,]\d)" if text[-1].isdigit() else ""),
     )
     pattern = rf"(?<!\w){before}{re.escape(text)}{after}(?!\w)"
-    return float(re.search(pattern, final_answer(rollout), re.IGNORECASE if ignore_case else 0) is not None)
+    return float(re.search(pattern, rollout.answer, re.IGNORECASE if ignore_case else 0) is not None)
 
 
 def numeric(
@@ -82,7 +82,7 @@ def numeric(
             f"numeric: column {column!r} holds {rollout.example[column]!r:.200}, expected one number such as 72, -1.5 "
             r"or 3/4, or a text with one, or with \boxed{72} or #### 72; mend the row, or choose another reward"
         )
-    answer = final_answer(rollout)
+    answer = rollout.answer
     if after is not None:
         answered = first_number(next((part for part in reversed(answer.split(after)[1:]) if part.strip()), ""))
     else:
@@ -96,15 +96,15 @@ def regex(rollout: Rollout, *, pattern: str, full: bool = False) -> float:
     Runs in a process that can be killed: a pattern with nested repetition can take exponential time on a model's text.
     """
     match = re.fullmatch if full else re.search
-    return float(match(pattern, final_answer(rollout), re.DOTALL) is not None)
+    return float(match(pattern, rollout.answer, re.DOTALL) is not None)
 
 
 def think_format(rollout: Rollout) -> float:
-    """Return 1 if the last assistant turn is `<think>…</think>` (or `reasoning_content`) once, with text after it."""
-    turns = [message for message in rollout.messages if message["role"] == "assistant"]
+    """Return 1 if the last sampled turn is `<think>…</think>` (or `reasoning_content`) once, with text after it."""
+    turns = rollout.sampled_turns
     if not turns:
         return 0.0
-    content = str(turns[-1].get("content") or "").strip()
+    content = rollout.answer
     if turns[-1].get("reasoning_content"):
         return float(bool(content) and "<think>" not in content and "</think>" not in content)
     parts = re.fullmatch(r"<think>(.*?)</think>(.+)", content, re.DOTALL)
@@ -125,9 +125,7 @@ def repetition(rollout: Rollout, *, ngram: int = 4) -> float:
     """Return minus the share of word n-grams that repeat an earlier one: 0 without repetition, near -1 in a loop."""
     if ngram < 1:
         raise ConfigError(f"repetition: ngram must be at least 1, found {ngram}")
-    words = " ".join(
-        str(message.get("content") or "") for message in rollout.messages if message["role"] == "assistant"
-    ).split()
+    words = " ".join(str(turn.get("content") or "") for turn in rollout.sampled_turns).split()
     grams = Counter(tuple(words[start : start + ngram]) for start in range(len(words) - ngram + 1))
     total = sum(grams.values())
     return -(total - len(grams)) / total if total else 0.0

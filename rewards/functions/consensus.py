@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lockstep.rewards.functions import mathematics
-from lockstep.rewards.functions.answers import final_answer
 from lockstep.rewards.functions.numbers import Number, final_number
 from lockstep.rewards.functions.tagged import between_tags
 from lockstep.rollout.errors import ConfigError
@@ -67,7 +66,7 @@ class Consensus:
     def _kinds(self, rollouts: Sequence[Rollout]) -> list[int | None]:
         """Return a number for each rollout, equal for equal answers; None without an answer."""
         read, is_same = _ANSWERS[self.answer]
-        texts = [final_answer(rollout) for rollout in rollouts]
+        texts = [rollout.answer for rollout in rollouts]
         answers = [read(text if self.tag is None else between_tags(text, self.tag) or "") for text in texts]
         kinds: list[int | None] = []
         for found in answers:

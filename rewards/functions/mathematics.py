@@ -10,7 +10,7 @@ import re
 from types import ModuleType
 from typing import Any
 
-from lockstep.rewards.functions.answers import expected, final_answer
+from lockstep.rewards.functions.answers import expected
 from lockstep.rollout.errors import ConfigError, DataError
 from lockstep.rollout.records import Rollout
 
@@ -33,7 +33,7 @@ def math_equal(rollout: Rollout, *, column: str = "answer", precision: int = 6) 
     gold = read(forms[0]) or read(forms[1])
     if not gold:
         raise DataError(f"math_equal: column {column!r} is not a mathematical expression: {reference!r:.80}")
-    answer = read(final_answer(rollout))
+    answer = read(rollout.answer)
     return float(bool(answer) and is_equal(gold, answer, precision=precision))
 
 

@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lockstep.rewards.functions.answers import final_answer, reference
+from lockstep.rewards.functions.answers import reference
 from lockstep.rollout.errors import ConfigError, DataError
 from lockstep.rollout.records import Rollout
 from lockstep.rollout.sandbox.execution import Ended, Execution, Limits
@@ -52,7 +52,7 @@ def code_tests(
         raise ConfigError(f"code_tests: max_tests={max_tests} must be at least 1")
     tests = _tests(reference(rollout, column), column)[:max_tests]
     limits = Limits(timeout_s=timeout_s, memory_mib=memory_mib)
-    program = last_program(final_answer(rollout))
+    program = last_program(rollout.answer)
     if program is None:
         return 0.0
     passed = 0

@@ -21,7 +21,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from lockstep.rewards.functions.answers import final_answer, reference
+from lockstep.rewards.functions.answers import reference
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.records import Rollout
 from lockstep.rollout.safe_text import error_text
@@ -57,7 +57,7 @@ def reasoning_gym(rollout: Rollout, *, tag: str = "answer") -> float:
     Raises `ConfigError` without reasoning-gym, `DataError` for a row of other data.
     """
     held = json.loads(reference(rollout, COLUMN))
-    said = final_answer(rollout)
+    said = rollout.answer
     tagged = re.findall(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", said, re.DOTALL)
     answer = tagged[-1].strip() if tagged else said
     if held["task"] in EVALUATES and not is_harmless(answer):

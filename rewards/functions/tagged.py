@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from difflib import SequenceMatcher
 from typing import Any
 
-from lockstep.rewards.functions.answers import final_answer, reference
+from lockstep.rewards.functions.answers import reference
 from lockstep.rollout.errors import DataError
 from lockstep.rollout.records import Rollout
 
@@ -27,14 +27,14 @@ def question_answer(rollout: Rollout, *, column: str = "answer", tag: str = "ans
     """Return 1 if the answer between tags is one of the references, up to case, punctuation, articles and space.
 
     column: holds a text or a list of texts. The answer of `environment=search` is its outcome `answer`, so that one
-    written behind a search call does not count; elsewhere it is the last one in the last assistant turn.
+    written behind a search call does not count; elsewhere it is the last one in the last sampled turn.
 
     Source: exact match of SQuAD (Rajpurkar et al. 2016, arXiv:1606.05250), as in github.com/PeterGriffinJin/Search-R1,
     verl/utils/reward_score/qa_em.py.
     """
     references = _texts(reference(rollout, column), column)
     found = rollout.outcome.get("answer")
-    answer = between_tags(final_answer(rollout), tag) if found is None else str(found)
+    answer = between_tags(rollout.answer, tag) if found is None else str(found)
     return float(answer is not None and _normal(answer) in map(_normal, references))
 
 
@@ -50,7 +50,7 @@ def similarity(rollout: Rollout, *, column: str = "answer", tag: str | None = No
     expected = str(reference(rollout, column))
     if is_reversed:
         expected = expected[::-1]
-    answer = final_answer(rollout)
+    answer = rollout.answer
     if tag is not None:
         answer = between_tags(answer, tag) or ""
     return SequenceMatcher(None, answer, expected).ratio()

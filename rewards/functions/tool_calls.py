@@ -12,14 +12,14 @@ from lockstep.rollout.records import Rollout
 
 
 def tool_calls_match(rollout: Rollout, *, column: str = "answer") -> float:
-    """Return 1 if the first assistant turn makes exactly the calls of the reference, in any order; else 0.
+    """Return 1 if the first sampled turn makes exactly the calls of the reference, in any order; else 0.
 
     The reference is a list, or its JSON text, of `{"name": ..., "arguments": {...}}`; an empty list expects no call.
     Calls are equal if name and arguments are equal as JSON: 1 equals 1.0, but not "1" or true. A call that could not be
     parsed is wrong. Raises `DataError`: the reference is not such a list.
     """
     expected = [_call(entry, column) for entry in _list(reference(rollout, column), column)]
-    turn = next((message for message in rollout.messages if message["role"] == "assistant"), {})
+    turn = next(iter(rollout.sampled_turns), {})
     if turn.get("tool_call_errors"):
         return 0.0
     made = [_call(call, column) for call in turn.get("tool_calls") or ()]

@@ -134,17 +134,17 @@ class ModelReward(ModelSettings):
 
 
 def messages_up_to(rollout: Rollout, turn: int) -> tuple[Message, ...]:
-    """Return the conversation up to the end of a turn. The last assistant messages are those of the calls.
+    """Return the conversation up to the end of a turn, the index of a call.
 
-    Raises ValueError: fewer assistant messages than calls, as of agents whose conversation branches.
+    Raises ValueError: a call is in no message, as those of sub-agents, and of agents whose conversation branches.
     """
-    ends = [index for index, message in enumerate(rollout.messages) if message["role"] == "assistant"]
+    ends = [end for end in rollout.places if end is not None]
     if len(ends) < rollout.num_turns:
         raise ValueError(
-            f"found {len(ends)} assistant messages for {rollout.num_turns} calls; set "
+            f"{len(ends)} of {rollout.num_turns} calls are in a message of the conversation; set "
             "reward.settings.model.input=tokens"
         )
-    return rollout.messages[: ends[len(ends) - rollout.num_turns + turn] + 1]
+    return rollout.messages[: ends[turn] + 1]
 
 
 def token_id_of(tokenizer: PreTrainedTokenizerFast, text: str) -> int:

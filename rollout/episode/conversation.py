@@ -57,6 +57,8 @@ class Conversation:
         self._num_turns = 0
         self._is_asking = False
         self.last_call: EngineCall | None = None
+        self.sampled_at: dict[int, int] = {}
+        """Index of the message that each call sampled, by the `id` of the call in the record."""
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -86,6 +88,7 @@ class Conversation:
         finally:
             self._is_asking = False
         message = self._record.chat.parse(call.sampled_ids, self._tools, prompt_ids=call.prompt_ids)
+        self.sampled_at[id(call)] = len(self.messages)
         self._messages, self._unanswered = (*self.messages, message), ()
         self._num_turns += 1
         self.last_call = call
@@ -141,9 +144,9 @@ class CallRecord:
         request = replace(self._sampling, max_tokens=min(self._sampling.max_tokens, room), seed=seed)
         try:
             with uncounted():
-                call = await self._engine.generate(prompt_ids, request)
+                call = self._sharing.add(await self._engine.generate(prompt_ids, request))
             self._refuse_if_closed()  # an answer after the end
-            self.calls.append(self._sharing.add(call))
+            self.calls.append(call)
             if call.finish_reason is FinishReason.ABORT:
                 raise EvidenceError("the engine aborted the request")
         except CallLimitError:

@@ -74,11 +74,13 @@ async def run_episode(
             await asyncio.wait({task, episode.is_stuck}, timeout=CLOSE_S, return_when=asyncio.FIRST_COMPLETED)
         record.close()
     status, error = task.result() if task.done() else (RolloutStatus.FAILED, episode.is_stuck.result())
+    sampled_at = {} if episode.conversation is None else episode.conversation.sampled_at
     return Rollout(
         rollout_id=rollout_id,
         group_id=group_id,
         calls=tuple(record.calls),
         messages=() if episode.conversation is None else episode.conversation.messages,
+        call_messages=tuple(sampled_at.get(id(call)) for call in record.calls),
         example=example,
         status=status,
         outcome=episode.outcome,

@@ -75,7 +75,12 @@ class Prefix:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        return tuple(prefix.message for prefix in self._backwards())[::-1]
+        return tuple(prefix.message for prefix in self.prefixes)
+
+    @property
+    def prefixes(self) -> tuple[Prefix, ...]:
+        """The conversations up to each message, this one last."""
+        return tuple(self._backwards())[::-1]
 
     def up_to_last_turn(self) -> Prefix | None:
         """Return the conversation up to its last assistant message; None without one."""

@@ -381,6 +381,7 @@ class Gateway:
             group_id=0,
             calls=session.calls,
             messages=session.last_conversation,
+            call_messages=session.call_messages,
             outcome={f"prompts_{kind}": count for kind, count in session.prompts.items()},
         )
         return web.json_response(to_json(rollout))

@@ -128,11 +128,30 @@ class Session:
     @property
     def last_conversation(self) -> tuple[Message, ...]:
         """Messages of the last request and its first answer; empty before the first request."""
+        return self._last_answer.conversation.messages if self._answers else ()
+
+    @property
+    def call_messages(self) -> tuple[int | None, ...]:
+        """For each call, the index in `last_conversation` of the turn that it sampled; None: it is not there.
+
+        A client may send a turn back changed, for instance without its reasoning. A turn with the words of an answer is
+        that answer, unless the first request has it: nothing was sampled before.
+        """
         answers = self._in_order()
         if not answers:
             return ()
-        last = next(answer for answer in answers if answer.order[0] == answers[-1].order[0])
-        return last.conversation.messages
+        history = self._last_answer.conversation.prefixes[:-1]
+        given = {prefix.digest for prefix in answers[0].conversation.prefixes[:-1]}
+        by_words: dict[bytes, list[Answer]] = {}
+        for answer in answers:
+            by_words.setdefault(_words(answer.message), []).append(answer)
+        places = {self._last_answer.order: len(history)}
+        for index, prefix in enumerate(history):
+            same = self.find(prefix) or by_words.get(_words(prefix.message), [])
+            free = [answer.order for answer in same if answer.order not in places]
+            if free and prefix.digest not in given:
+                places[free[0]] = index
+        return tuple(places.get(answer.order) for answer in answers)
 
     def begin_request(self) -> int:
         """Return the number of a new request, to be ended by `record` or `give_back`. Raises `ApiError` at a limit."""
@@ -241,6 +260,12 @@ class Session:
     def close(self) -> None:
         self._is_closed = True
 
+    @property
+    def _last_answer(self) -> Answer:
+        """The first answer to the last request."""
+        answers = self._in_order()
+        return next(answer for answer in answers if answer.order[0] == answers[-1].order[0])
+
     def _in_order(self) -> list[Answer]:
         return sorted(self._answers, key=lambda answer: answer.order)
 
@@ -253,6 +278,12 @@ class Session:
         _count_down(self._by_message, message_digest(answer.message))
         _count_down(self._by_ids, answer.call.sampled_ids)
         self._num_tokens -= len(answer.call.prompt_ids) + len(answer.call.sampled_ids)
+
+
+def _words(message: Message) -> bytes:
+    """Return a digest of role, text and tool calls, without the reasoning and the space around the text."""
+    text = str(message.get("content") or "").strip()
+    return message_digest({**message, "content": text, "reasoning_content": None})
 
 
 def _count_down(counts: Counter[T], key: T) -> None:

@@ -80,6 +80,7 @@ async def run_agent_episode(
         group_id=group_id,
         calls=calls,
         messages=session.last_conversation,
+        call_messages=session.call_messages,
         example=example,
         status=status,
         outcome={**outcome, **{f"prompts_{kind}": n for kind, n in session.prompts.items()}},

@@ -180,6 +180,7 @@ async def run_trl_episode(
         group_id=group_id,
         calls=calls,
         messages=(*messages, *(chat.parse(call.sampled_ids, (), prompt_ids=call.prompt_ids) for call in calls)),
+        call_messages=tuple(range(len(messages), len(messages) + len(calls))),
         example=example,
         status=status,
         outcome=outcome,

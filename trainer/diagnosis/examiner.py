@@ -72,8 +72,7 @@ class Examiner:
         )
         note = ""
         if case.name == "single_turn" and case.rollouts:
-            prompt = [message for message in case.rollouts[0].messages if message["role"] != "assistant"]
-            note = self.chat.parity(prompt)
+            note = self.chat.parity(case.rollouts[0].prompt)
         return report_case(case, scored, engine=self._ask_engine(scored), note=note)
 
     def _ask_engine(self, scored: ScoredTokens) -> EngineCheck | None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from itertools import takewhile
 from typing import Any
 
 from lockstep.rollout.chat.chat import Chat
@@ -94,8 +93,7 @@ class TeacherPrompts:
             if other.group_id == rollout.group_id and other.is_trainable and other.reward >= self._solved_reward
         ]
         solved.sort(key=lambda other: (other is rollout, other.rollout_id))
-        answers = [message for message in solved[0].messages if message["role"] == "assistant"] if solved else []
-        return str(answers[-1].get("content") or "") if answers else None
+        return solved[0].answer if solved and solved[0].sampled_turns else None
 
     def _refuse_unknown(self, rollouts: Sequence[Rollout] | Any) -> None:
         known = {SOLUTION, *(name for one in rollouts for name in (*one.example, *one.outcome))}
@@ -111,7 +109,7 @@ class TeacherPrompts:
 
     def _prompt(self, rollout: Rollout, context: str) -> list[int]:
         """Return the ids of the first prompt with the context."""
-        first = tuple(takewhile(lambda message: message["role"] != "assistant", rollout.messages))
+        first = rollout.prompt
         tools = self._tools_of(rollout.example)
         if not first or tuple(self._chat.prompt(first, tools)) != rollout.calls[0].prompt_ids:
             raise DataError(

@@ -41,10 +41,9 @@ def conversation(rollout: Rollout, *, wrapped: bool) -> RenderableType:
 
 def parts(rollout: Rollout) -> tuple[list[Message], list[Message]]:
     """Return the worked examples in the prompt, and the other messages."""
-    prompt = rollout.messages[: rollout.num_prompt_messages]
-    count = 1 + max((i for i, message in enumerate(prompt) if message["role"] in ("assistant", "tool")), default=-1)
-    examples = [message for message in prompt[:count] if message["role"] != "system"]
-    systems = [message for message in prompt[:count] if message["role"] == "system"]
+    count = rollout.num_example_messages
+    examples = [message for message in rollout.messages[:count] if message["role"] != "system"]
+    systems = [message for message in rollout.messages[:count] if message["role"] == "system"]
     return examples, [*systems, *rollout.messages[count:]]
 
 

@@ -29,7 +29,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt,
 from lockstep.rewards.functions.judges.answer_cache import AnswerCache
 from lockstep.rewards.meter import add, average
 from lockstep.rollout.errors import ConfigError, RewardError
-from lockstep.rollout.records import Message
+from lockstep.rollout.records import Message, Rollout
 
 KEPT_AT_TEMPERATURE_0 = 4096
 """Replies kept where `cache` is not set. A reply of 512 tokens takes about 2 kB, all of them 8 MB."""
@@ -148,20 +148,21 @@ class JudgeServer:
             )
         return {"Authorization": f"Bearer {key}"}
 
-    def texts_of(
-        self, question: Iterable[Message], example: Mapping[str, Any], answers: Mapping[str, str]
-    ) -> dict[str, str]:
-        """Return the user's turns of the question, the reference of the data row if there is one, and the answers.
+    def texts_of(self, rollout: Rollout, answers: Mapping[str, str]) -> dict[str, str]:
+        """Return worked examples of the prompt, the user's turns after them, the row's reference, and the answers.
 
         Raises `ConfigError` if the data row has no reference.
         """
-        asked = "\n".join(str(turn.get("content") or "") for turn in question if turn["role"] == "user")
-        if self.column is None:
-            return {"Question": asked, **answers}
-        if example.get(self.column) is None:
-            found = ", ".join(example)
-            raise ConfigError(f"{self.NAME}: the data row has no column {self.column!r}; it has {found}")
-        return {"Question": asked, "Reference": str(example[self.column]), **answers}
+        count, example = rollout.num_example_messages, rollout.example
+        texts = {"Earlier turns": _transcript(rollout.messages[:count])} if count else {}
+        asked = (turn for turn in rollout.prompt[count:] if turn["role"] == "user")
+        texts["Question"] = "\n".join(str(turn.get("content") or "") for turn in asked)
+        if self.column is not None:
+            if example.get(self.column) is None:
+                found = ", ".join(example)
+                raise ConfigError(f"{self.NAME}: the data row has no column {self.column!r}; it has {found}")
+            texts["Reference"] = str(example[self.column])
+        return {**texts, **answers}
 
     def _marked(self, reply: str, texts: Mapping[str, str]) -> str:
         digest = hmac.new(self._secret, json.dumps(texts).encode(), hashlib.sha256).hexdigest()
@@ -208,6 +209,25 @@ class JudgeServer:
                 ) from error
         _count_tokens(completion.get("usage"))
         return text
+
+
+def answer_texts(rollout: Rollout, name: str = "Answer") -> dict[str, str]:
+    """Return the answer, and the turns since the question if the user spoke in between."""
+    start, end = rollout.num_prompt_messages, max(rollout.sampled_at, default=0)
+    between = rollout.messages[start:end]
+    is_talk = any(turn["role"] == "user" for turn in between)
+    return {**({f"Turns before {name}": _transcript(between)} if is_talk else {}), name: rollout.answer}
+
+
+def _transcript(messages: Iterable[Message]) -> str:
+    """Return messages as text for the judge, without system turns."""
+    lines = []
+    for turn in messages:
+        functions = (call["function"] for call in turn.get("tool_calls") or ())
+        words = [turn.get("content") or "", *(f"{one['name']}({one['arguments']})" for one in functions)]
+        if turn["role"] not in ("system", "developer"):
+            lines.append(f"{turn['role'].capitalize()}: {' '.join(map(str, words)).strip()}")
+    return "\n".join(lines)
 
 
 def _count_tokens(usage: Any) -> None:

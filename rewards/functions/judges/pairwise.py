@@ -16,11 +16,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lockstep.rewards.functions.answers import final_answer
-from lockstep.rewards.functions.judges.judge_server import JudgeServer
+from lockstep.rewards.functions.judges.judge_server import JudgeServer, answer_texts
 from lockstep.rewards.meter import average
 from lockstep.rollout.errors import RewardError
-from lockstep.rollout.records import Message, Rollout
+from lockstep.rollout.records import Rollout
 
 _MARKS = r"[\s*_\"'`(\[]*+"  # possessive, as in scored.py
 _VERDICT = re.compile(
@@ -83,7 +82,7 @@ class PairwiseJudge(JudgeServer):
     ) -> float | RewardError:
         """Return the points of the first rollout of a pair, or why there are none."""
         first, second = (rollouts[index] for index in pair)
-        if final_answer(first) == final_answer(second):
+        if answer_texts(first) == answer_texts(second):
             return 0.5
         is_swapped = bool(sum(pair) % 2)  # with one order, each rollout comes first in about half of its comparisons
         orders = (False, True) if self.both_orders else (is_swapped,)
@@ -95,10 +94,8 @@ class PairwiseJudge(JudgeServer):
 
     async def _points(self, first: Rollout, second: Rollout, slots: asyncio.Semaphore, *, is_swapped: bool) -> float:
         """Return the points of the first rollout from one request. Raises as `ask` and `texts_of`."""
-        question = _common_beginning(first.messages, second.messages)
-        shown = (second, first) if is_swapped else (first, second)
-        answers = {f"Answer {letter}": final_answer(one) for letter, one in zip("AB", shown, strict=True)}
-        texts = self.texts_of(question, first.example, answers)
+        left, right = (second, first) if is_swapped else (first, second)
+        texts = self.texts_of(first, answer_texts(left, "Answer A") | answer_texts(right, "Answer B"))
         async with slots:
             points = await self.ask(
                 f"You compare two answers to a question. {self.criteria}",
@@ -142,13 +139,3 @@ def _mean(points: Sequence[float], errors: Sequence[RewardError]) -> float | Rew
     if len(errors) > len(points):
         return RewardError(f"{len(errors)} of {len(points) + len(errors)} comparisons failed, the last: {errors[-1]}")
     return sum(points) / len(points)
-
-
-def _common_beginning(left: Sequence[Message], right: Sequence[Message]) -> list[Message]:
-    """Return the messages that two conversations share: the question, without the turns that answer it."""
-    found = []
-    for one, other in zip(left, right, strict=False):
-        if one != other:
-            break
-        found.append(one)
-    return found

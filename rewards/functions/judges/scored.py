@@ -10,8 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from lockstep.rewards.functions.answers import final_answer
-from lockstep.rewards.functions.judges.judge_server import JudgeServer
+from lockstep.rewards.functions.judges.judge_server import JudgeServer, answer_texts
 from lockstep.rewards.functions.numbers import first_number
 from lockstep.rollout.errors import RewardError
 from lockstep.rollout.records import Rollout
@@ -54,7 +53,7 @@ class ScoringJudge(JudgeServer):
 
     async def ask_about(self, rollout: Rollout, task: str, reply: str, read: Callable[[str], T]) -> T:
         """Ask about the final answer of a rollout. Raises as `ask` and `texts_of`."""
-        texts = self.texts_of(rollout.messages, rollout.example, {"Answer": final_answer(rollout)})
+        texts = self.texts_of(rollout, answer_texts(rollout))
         return await self.ask(task, reply, texts, read)
 
 

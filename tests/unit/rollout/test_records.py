@@ -42,7 +42,7 @@ def test_complete_evidence_is_accepted() -> None:
     assert EngineCall(**GOOD).oldest_version == -1
 
 
-@pytest.mark.parametrize(("turns", "expected"), [(0, 5), (1, 4), (2, 2), (3, 2)])
+@pytest.mark.parametrize(("turns", "expected"), [(0, 2), (1, 4), (2, 2), (3, 2)])
 def test_the_prompt_ends_before_the_first_sampled_message(turns: int, expected: int) -> None:
     roles = ("system", "user", "assistant", "tool", "assistant")
     calls = (EngineCall(**GOOD),) * turns

@@ -185,6 +185,4 @@ def _cost(rollouts: Sequence[Rollout], environment_s: float) -> Finding:
 
 
 def _said(rollout: Rollout) -> str:
-    return next(
-        (str(message.get("content") or "") for message in rollout.messages if message["role"] == "assistant"), ""
-    )
+    return next((str(turn.get("content") or "") for turn in rollout.sampled_turns), "")

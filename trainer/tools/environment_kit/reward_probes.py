@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
-from lockstep.rollout.records import Message, Rollout
+from lockstep.rollout.records import Rollout
 from lockstep.trainer.objective.examination.finding import Finding, Verdict, failure
 from lockstep.trainer.tools.environment_kit.reference_answer import Reference, earn_reference, in_form
 from lockstep.trainer.tools.environment_kit.subject import Answer, Subject, reward_of
@@ -53,7 +53,7 @@ async def play_probes(subject: Subject, reference: Reference) -> Earned:
         earned.rollouts[name] = await subject.earn(rows, answers)
 
     await probe("empty answer", [""] * len(rows))
-    openings = [last_user_text(rollout.messages) for rollout in earned.rollouts["empty answer"]]
+    openings = [last_user_text(rollout) for rollout in earned.rollouts["empty answer"]]
     await probe("echoed prompt", openings)
     await probe("format only", [FORMAT_ONLY] * len(rows))
     answers: list[Answer] = ["yes"] * len(rows)
@@ -69,15 +69,10 @@ async def play_probes(subject: Subject, reference: Reference) -> Earned:
     return earned
 
 
-def last_user_text(messages: Sequence[Message]) -> str:
-    """Return the text of the last user turn before the first turn of the assistant."""
-    text = ""
-    for message in messages:
-        if message["role"] == "assistant":
-            break
-        if message["role"] == "user":
-            text = str(message.get("content") or "")
-    return text
+def last_user_text(rollout: Rollout) -> str:
+    """Return the text of the last user turn of the prompt."""
+    texts = [str(message.get("content") or "") for message in rollout.prompt if message["role"] == "user"]
+    return texts[-1] if texts else ""
 
 
 async def examine_probes(earned: Earned) -> AsyncIterator[Finding]:
@@ -212,5 +207,4 @@ def _summary(rewards: Sequence[float | None]) -> str:
 
 
 def _answer_shown(rollout: Rollout) -> str:
-    answers = [str(message.get("content") or "") for message in rollout.messages if message["role"] == "assistant"]
-    return f"{answers[-1]:.80}".replace("\n", " ") if answers else "(no answer)"
+    return f"{rollout.answer:.80}".replace("\n", " ") if rollout.sampled_turns else "(no answer)"

@@ -95,7 +95,7 @@ async def _call(subject: Subject, name: str, arguments: Any) -> Finding:
 
 
 def _result(rollout: Rollout) -> str:
-    for message in rollout.messages:
+    for message in rollout.completion:
         if message["role"] == "tool":
             return str(message.get("content") or "(empty)")
     return "no tool message"

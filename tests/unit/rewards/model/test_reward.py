@@ -155,5 +155,7 @@ def test_the_conversation_of_a_turn_ends_with_it_and_begins_with_the_prompt():
     assert messages_up_to(given, 0) == given.messages[:4], "the prompt has an assistant message of its own"
     assert messages_up_to(given, 1) == given.messages
     branched = replace(given, messages=given.messages[:2])
-    with pytest.raises(ValueError, match=r"1 assistant messages for 2 calls; set reward.settings.model.input=tokens"):
+    with pytest.raises(
+        ValueError, match=r"1 of 2 calls are in a message of the conversation; set reward.settings.model.input=tokens"
+    ):
         messages_up_to(branched, 1)

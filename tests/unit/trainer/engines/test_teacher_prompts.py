@@ -11,7 +11,7 @@ import pytest
 from lockstep.rollout.engine.token_scores import token_scores
 from lockstep.rollout.episode.demonstration import demonstrated_calls
 from lockstep.rollout.errors import ConfigError, DataError, EvidenceError
-from lockstep.rollout.records import Rollout
+from lockstep.rollout.records import Prompt, Rollout
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.batch.teacher_scores import TeacherRow, TeacherScores
 from lockstep.trainer.engines.teacher_prompts import TeacherPrompts
@@ -159,3 +159,23 @@ def test_a_plain_row_ends_with_the_last_trained_token() -> None:
     mask[-2:] = False
     plain = TeacherRow.plain(replace(row, loss_mask=mask))
     assert (plain.start, plain.shift, len(plain.ids)) == (0, 0, int(np.flatnonzero(mask)[-1]) + 1)
+
+
+def test_the_context_follows_the_question_behind_worked_examples() -> None:
+    examples = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+    messages = (*examples, {"role": "user", "content": "3+4?"}, {"role": "assistant", "content": "7"})
+    sampled = demonstrated_calls(CHAT, messages)[-1]
+    shown = Rollout(
+        rollout_id=1,
+        group_id=0,
+        calls=(replace(sampled, prompt=Prompt(own_ids=tuple(CHAT.prompt(messages[:-1])))),),
+        messages=messages,
+        example={"answer": "42"},
+        reward=1.0,
+    )
+    (text,), share = texts(TEMPLATE, shown)
+    assert "1+1?<|im_end|>" in text
+    assert f"3+4?\n\n{TEMPLATE.format(answer='42')}<|im_end|>" in text
+    assert share == 1.0
+    (solution,), _ = texts("Solved: {solution}", shown)
+    assert "3+4?\n\nSolved: 7<|im_end|>" in solution

@@ -202,6 +202,7 @@ def test_turns_after_the_first_difference_are_not_part_of_the_question() -> None
         replace(
             rollout("x"),
             rollout_id=number,
+            calls=rollout("x").calls * 2,
             messages=(
                 {"role": "user", "content": "Sum?"},
                 {"role": "assistant", "content": f"Of what, {letter}?"},
@@ -213,7 +214,8 @@ def test_turns_after_the_first_difference_are_not_part_of_the_question() -> None
     ]
     asyncio.run(judge.judge_all(given))
     text = judge.requests[0]["messages"][0]["content"]
-    assert re.search(r"Question:\n(\[\w+\])\nSum\?\n\1\nAnswer A:\n\1\n", text)
+    between = r"Turns before Answer A:\n\1\nAssistant: Of what, (.)\?\nUser: Of mine, \2\.\n\1\n"
+    assert re.search(rf"Question:\n(\[\w+\])\nSum\?\n\1\n{between}Answer A:\n\1\n\2\n", text)
 
 
 @pytest.mark.parametrize("count", range(2, 10))
