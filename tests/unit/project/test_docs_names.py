@@ -37,7 +37,7 @@ def settings_of(node: object, prefix: str = "") -> set[str]:
 GROUPS = {name.partition(".")[0] for name in settings_of(Config()) if "." in name}
 SETTINGS = settings_of(Config()) | settings_of(RewardModelConfig())
 WITH_SETTINGS = {name.rpartition(".")[0] for name in SETTINGS}
-READ_BY_REWARDS = {f"rollout.{field.name}" for field in dataclasses.fields(Rollout)}
+READ_BY_REWARDS = {f"rollout.{name}" for name in dir(Rollout) if not name.startswith("_")}
 
 
 def exists(dotted: str) -> bool:
