@@ -28,6 +28,7 @@ A room is a folder or a module directly inside a package. It imports only rooms 
 """
 
 ROOMS = (
+    "trainer/__init__.py",
     "trainer/tools",
     "trainer/run",
     "trainer/sft",
@@ -65,6 +66,7 @@ ROOMS = (
     "rewards/length.py",
     "rewards/meter.py",
     "rewards/outcomes.py",
+    "rollout/__init__.py",
     "rollout/sampler",
     "rollout/gateway",
     "rollout/environments",
