@@ -16,7 +16,7 @@ ALLOWED = {
     "trainer/checks/without_rollouts.py": "refuses demonstrations without a turn to train",
     "trainer/reward_model/data.py": "reads comparisons, which were not sampled",
     "trainer/observe/transcript.py": "gives roles colors",
-    "trainer/tools/environment_kit/watched_environment.py": "checks the roles that an environment returns",
+    "rollout/episode/contract.py": "checks the messages that an environment returns",
 }
 """Modules that name the role for something else, and what for."""
 
