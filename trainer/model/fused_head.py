@@ -28,6 +28,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from lockstep.trainer.model.layers.autocast import operand_dtype
 from lockstep.trainer.model.logit_tiles import EXCLUDED, IDENTITY, LogitTiles, LogitTransform, VocabEntries
 
 REST_FLOOR = math.log(1e-30)
@@ -150,14 +151,11 @@ class _FusedLogprobs(torch.autograd.Function):
         with_entropy: bool,
         candidate_ids_NE: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        # Autocast rounds the operands of products, except float64.
-        device, rounded_to = hidden_ND.device.type, None
-        if torch.is_autocast_enabled(device) and torch.float64 not in (hidden_ND.dtype, weight_VD.dtype):
-            rounded_to = torch.get_autocast_dtype(device)
+        rounded_to = operand_dtype(hidden_ND, weight_VD)
         tiles = LogitTiles(hidden_ND, weight_VD, bias_V, transform, support, rounded_to)
         candidates = None if candidate_ids_NE is None else VocabEntries.of_table(candidate_ids_NE)
         num_candidates = 0 if candidate_ids_NE is None else candidate_ids_NE.shape[1]
-        with torch.autocast(device, enabled=False):
+        with torch.autocast(hidden_ND.device.type, enabled=False):
             found = _normalize(tiles, target_ids_N, with_entropy, candidates, num_candidates)
         logp_NF = torch.cat([found.candidate_logit_NE - found.lse_N[:, None], found.log_rest_N[:, None]], 1)
         ctx.save_for_backward(

@@ -1,9 +1,9 @@
 """Causal attention within the rows of a pack, registered with transformers as the implementation `packed_rows`.
 
-On NVIDIA GPUs in half precision it is one kernel per layer (trainer/model/layers/varlen_attention.py). Elsewhere,
-mainly on CPU, it is one causal SDPA call per row, on slices of the pack. No mask is built and no work crosses rows. On
-CPU with 64 rows, a block-diagonal mask over the pack was 35 to 47 times slower (and takes L² memory); right-padded
-batches of similar lengths were 1.6 to 2.5 times slower.
+On NVIDIA GPUs in half precision, under autocast too, it is one kernel per layer
+(trainer/model/layers/varlen_attention.py). Elsewhere, mainly on CPU, it is one causal SDPA call per row, on slices of
+the pack. No mask is built and no work crosses rows. On CPU with 64 rows, a block-diagonal mask over the pack was 35 to
+47 times slower (and takes L² memory); right-padded batches of similar lengths were 1.6 to 2.5 times slower.
 
 If rows share prefixes (trainer/batch/prefixes.py), a row's call has the queries of its own stretch, and its keys are
 preceded by those of its prefix, which other rows have computed.
@@ -26,7 +26,7 @@ from transformers.masking_utils import sdpa_mask
 
 from lockstep.trainer.batch.packing import PackedBatch
 from lockstep.trainer.batch.prefixes import Prefix
-from lockstep.trainer.model.layers import varlen_attention
+from lockstep.trainer.model.layers import autocast, varlen_attention
 from lockstep.trainer.model.layers.chunked_attention import QueryScale, chunks
 
 PACKED_ROWS = "packed_rows"
@@ -114,7 +114,8 @@ def packed_rows_attention(
 
     assert query.shape[:3:2] == (1, packed.num_tokens), "row lengths must add up to the pack"
     assert dropout == 0.0, "the policy has no dropout"
-    if not written_out and varlen_attention.can_compute(query):
+    query, key, value = autocast.cast(query, key, value)  # norms and rotations widen them, and kernels take half
+    if not written_out and varlen_attention.can_compute(query, value):
         return (
             varlen_attention.varlen_attention(
                 query, key, value, packed, scaling=scaling, sliding_window=sliding_window

@@ -15,21 +15,31 @@ from functools import lru_cache
 from itertools import accumulate
 
 import torch
+from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 
 from lockstep.trainer.batch.packing import PackedBatch
 
 AMPERE = (8, 0)
 """Least compute capability of the kernel."""
+MULTIPLE, MAX_HEAD_DIM = 8, 256
+"""Widths of heads that the kernel takes: multiples up to the largest one."""
 
 
-def can_compute(query: torch.Tensor) -> bool:
-    """Return True if the kernel exists for this tensor's device and dtype."""
-    return (
-        query.is_cuda
-        and query.dtype in (torch.bfloat16, torch.float16)
-        and torch.cuda.get_device_capability(query.device) >= AMPERE
-    )
+def has_kernel(device: torch.device) -> bool:
+    """Return True if the kernel runs on this device."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= AMPERE
+
+
+def can_compute(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Return True if the kernel takes tensors of this dtype, these head widths and this device."""
+    is_half = query.dtype in (torch.bfloat16, torch.float16)
+    return is_half and _width(query, value) <= MAX_HEAD_DIM and has_kernel(query.device)
+
+
+def _width(query: torch.Tensor, value: torch.Tensor) -> int:
+    """Return the width to which heads are padded: the wider of the two, as a multiple that the kernel takes."""
+    return -(-max(query.shape[-1], value.shape[-1]) // MULTIPLE) * MULTIPLE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,10 +85,13 @@ def varlen_attention(
     """Compute the attention of a pack; arguments as `packed_rows_attention`.
 
     Returns:
-        (1, L, heads, head_dim).
+        (1, L, heads, head_dim), as wide as `value`.
     """
-    layout = key_layout(packed)
-    q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
+    layout, width = key_layout(packed), _width(query, value)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling  # of the heads without padding
+    # Latent attention has wider queries and keys than values.
+    widened = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
+    q, k, v = (states[0].transpose(0, 1) for states in widened)
     if layout.index is not None:
         k, v = k.index_select(0, layout.index), v.index_select(0, layout.index)
     output = varlen_attn(
@@ -89,10 +102,10 @@ def varlen_attention(
         layout.offsets,
         layout.max_queries,
         layout.max_keys,
-        scale=scaling,
+        scale=scale,
         # torch counts the tokens to the left of a query's own; -1: all of them.
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
         enable_gqa=q.shape[1] != k.shape[1],
     )
     assert isinstance(output, torch.Tensor), "without auxiliary outputs"
-    return output[None]
+    return output[None, ..., : value.shape[-1]]

@@ -42,7 +42,7 @@ def by_mask(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: PackedBat
 def test_a_token_sees_its_chunk_up_to_itself(
     monkeypatch: pytest.MonkeyPatch, is_kernel: bool, share_prefixes: bool, size: int
 ) -> None:
-    monkeypatch.setattr(varlen_attention, "can_compute", lambda query: is_kernel)
+    monkeypatch.setattr(varlen_attention, "can_compute", lambda query, value: is_kernel)
     monkeypatch.setattr(varlen_attention, "varlen_attn", kernel)
     packed = pack(share_prefixes=share_prefixes)
     assert (packed.prefixes is not None) == share_prefixes
