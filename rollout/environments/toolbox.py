@@ -11,7 +11,6 @@ import asyncio
 import functools
 import inspect
 import itertools
-import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,11 +20,12 @@ from typing import Any
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 
+from lockstep.rollout.chat.tool_functions import BadArgumentsError, describe
 from lockstep.rollout.errors import ConfigError, ToolServerError
 from lockstep.rollout.records import Message
 from lockstep.rollout.replies import read_json
 from lockstep.rollout.safe_text import error_text
-from lockstep.rollout.system.deadline import DeadlineExceeded, TooManyAbandoned, call_with_deadline, function_name
+from lockstep.rollout.system.deadline import DeadlineExceeded, TooManyAbandoned, call_with_deadline
 from lockstep.rollout.system.user_functions import load_functions
 
 MAX_ERROR_CHARS = 500
@@ -101,17 +101,17 @@ class Toolbox:
         """
         functions = [*functions, *itertools.chain(*map(load_functions, files))]
         # Methods are described once for their class, not for every episode's instance.
-        described = [_describe(function.__func__ if inspect.ismethod(function) else function) for function in functions]
-        described += [(tool.schema, Draft202012Validator(tool.schema["function"]["parameters"])) for tool in ready]
-        self.schemas = [schema for schema, _ in described]
+        signatures = [describe(function.__func__ if inspect.ismethod(function) else function) for function in functions]
+        self.schemas = [*(signature.schema for signature in signatures), *(tool.schema for tool in ready)]
         """In the OpenAI form: {"type": "function", "function": {"name", "description", "parameters"}}."""
         names = [schema["function"]["name"] for schema in self.schemas]
         for name, count in Counter(names).items():
             if count > 1:
                 raise ConfigError(f"{count} tools are named {name!r}; rename all but one of the functions")
-        calls = [*functions, *(_by_keyword(tool.call) for tool in ready)]
-        self._functions = dict(zip(names, calls, strict=True))
-        self._validators = dict(zip(names, (validator for _, validator in described), strict=True))
+        calls = [signature.bind(function) for signature, function in zip(signatures, functions, strict=True)]
+        self._functions = dict(zip(names, [*calls, *(_by_keyword(tool.call) for tool in ready)], strict=True))
+        arguments = [*(one.arguments for one in signatures), *(tool.schema["function"]["parameters"] for tool in ready)]
+        self._validators = dict(zip(names, map(Draft202012Validator, arguments), strict=True))
         self._timeout_s = timeout_s
         self._max_result_chars = max_result_chars
 
@@ -163,17 +163,16 @@ class Toolbox:
         finished = await call_with_deadline(tool, timeout_s=self._timeout_s)
         if isinstance(finished.error, DeadlineExceeded | TooManyAbandoned):
             return _error_text(f"{name} timed out: {finished.error}"), ToolFault.TIMEOUT
+        if isinstance(finished.error, BadArgumentsError):
+            return _error_text(f"wrong arguments for {name} {finished.error}"), ToolFault.BAD_ARGUMENTS
         if isinstance(finished.error, ToolServerError):
             return _error_text(f"{name}: {finished.error}"), ToolFault.SERVER
         if finished.error is not None:
             return _exception_text(finished.error), ToolFault.EXCEPTION
-        try:
-            return self._result_text(finished.value), None
-        except Exception as error:  # an integer of more than 4300 digits, a list too deep, `__str__` of a user's class
-            return _exception_text(error), ToolFault.EXCEPTION
+        return self._cut(finished.value), None
 
-    def _result_text(self, value: Any) -> str:
-        text = _printable(value if isinstance(value, str) else _to_json(value))
+    def _cut(self, text: str) -> str:
+        text = _printable(text)
         if len(text) <= self._max_result_chars:
             return text
         return f"{text[: self._max_result_chars]}\n[cut: {len(text)} characters, {self._max_result_chars} shown]"
@@ -196,45 +195,6 @@ def _by_keyword(call: Callable[[Mapping[str, Any]], Awaitable[str]]) -> ToolFunc
     return called
 
 
-@functools.lru_cache(maxsize=256)
-def _describe(function: ToolFunction) -> tuple[Mapping[str, Any], Draft202012Validator]:
-    """Return the schema of a function with type hints and a Google-style docstring, and a validator of its arguments.
-
-    Raises `ConfigError`: type hints or the docstring are missing or cannot be a JSON schema.
-    """
-    # The import takes seconds on a busy machine; naming an environment, as the checks of the settings do, needs none.
-    from transformers.utils.chat_template_utils import (
-        DocstringParsingException,
-        TypeHintParsingException,
-        get_json_schema,
-    )
-
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise ConfigError(
-                f"tool {function_name(function)}: a model cannot name parameter {parameter}; use plain parameters"
-            )
-    try:
-        schema = get_json_schema(function)
-    except (DocstringParsingException, TypeHintParsingException, NameError) as error:
-        raise ConfigError(
-            f"tool {function_name(function)}: {error}. A tool needs type hints and a docstring with an Args: section "
-            "that describes every argument"
-        ) from error
-    parameters = {**_with_null(schema["function"]["parameters"]), "additionalProperties": False}
-    return schema, Draft202012Validator(parameters)
-
-
-def _with_null(schema: Any) -> Any:
-    """Replace `nullable` (OpenAPI's keyword, which transformers writes for Optional) by JSON schema's anyOf."""
-    if isinstance(schema, list):
-        return [_with_null(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    plain = {key: _with_null(value) for key, value in schema.items() if key != "nullable"}
-    return {"anyOf": [plain, {"type": "null"}]} if schema.get("nullable") is True else plain
-
-
 def _read_arguments(raw: Any) -> dict[str, Any]:
     """Return the arguments as a mapping; they come parsed, as JSON text, or empty for a tool without arguments."""
     if isinstance(raw, Mapping):
@@ -245,13 +205,6 @@ def _read_arguments(raw: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"found {type(value).__name__}")
     return value
-
-
-def _to_json(value: Any) -> str:
-    try:
-        return json.dumps(value, ensure_ascii=False, default=str)
-    except (TypeError, ValueError, RecursionError):  # keys that are not strings, cycles, depth
-        return str(value)
 
 
 def _error_text(text: str) -> str:

@@ -20,6 +20,10 @@ MAX_TOOLS = 16
 MAX_SHOWN_CHARS = 60
 SAMPLES: dict[str, Any] = {"string": "a", "integer": 1, "number": 1.0, "boolean": True, "null": None}
 """Arguments by their type in the schema."""
+FORMATS = {"date": "2024-01-31", "date-time": "2024-01-31T12:00:00Z", "time": "12:00:00", "duration": "PT1M"} | {
+    "uuid": "12345678-1234-5678-1234-567812345678"
+}
+"""Texts by their format in the schema."""
 
 
 async def examine_tools(subject: Subject, tools: Tools) -> AsyncIterator[Finding]:
@@ -49,10 +53,10 @@ def sample_of(schema: Any) -> Any:
         properties = schema.get("properties") or {}
         return {name: sample_of(properties.get(name)) for name in schema.get("required", ())}
     if kind == "array":
-        return [sample_of(schema.get("items"))]
+        return [sample_of(item) for item in schema.get("prefixItems") or [schema.get("items")]]
     if kind in ("integer", "number"):
         return schema.get("minimum", SAMPLES[kind])
-    return SAMPLES.get(str(kind), "a")
+    return FORMATS.get(schema.get("format", ""), SAMPLES.get(str(kind), "a"))
 
 
 async def _call(subject: Subject, name: str, arguments: Any) -> Finding:
