@@ -206,7 +206,7 @@ class Served:
         """Expect |Δ log π| of these calls to be no more than what rounding explains.
 
         The floor is measured on the same tokens without the engine: the trainer's mixed precision (float32 weights and
-        residuals) against its weights and residuals rounded to the engine's dtype. Two computations that round
+        norms) against its weights and norms rounded to the engine's dtype. Two computations that round
         independently of each other and of the truth differ by no more than twice the one, on average.
         """
         floor = (self.trained_logprobs(calls) - self.rounded_logprobs(calls)).abs()

@@ -23,7 +23,7 @@ from lockstep.trainer.batch.packing import PackedBatch
 from lockstep.trainer.config.groups.model_settings import ATTENTIONS
 from lockstep.trainer.config.launcher import COMPILE_UNDER_ZERO3
 from lockstep.trainer.config.schema import Config
-from lockstep.trainer.model.layers import chunked_attention, experts, packed_attention, recurrent
+from lockstep.trainer.model.layers import autocast, chunked_attention, experts, packed_attention, recurrent
 from lockstep.trainer.model.quantized_base import refuse_quantized
 
 AUTO = "auto"
@@ -99,6 +99,7 @@ def prepare(
     refuse_unpackable(model)
     packed_attention.register()
     recurrent.isolate_rows(model)
+    autocast.cast_embeddings(model)
     experts.cast_experts(model)
     model.set_attn_implementation(choose_attention(attn_implementation, model, compute_dtype))
     disable_randomness(model)

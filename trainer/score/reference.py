@@ -38,8 +38,7 @@ def make_reference(config: Config, distributed: Distributed, module: nn.Module) 
     """Make the configured reference; a collective under ZeRO-3. module: policy from `Distributed.prepare`.
 
     It computes as the policy does, so that the KL of an unchanged policy is exactly 0: in bfloat16 over float32 weights
-    like the policy under autocast (residuals and norms stay float32 there), in bfloat16 throughout if DeepSpeed has
-    cast the policy.
+    like the policy under autocast (norms stay float32 there), in bfloat16 throughout if DeepSpeed has cast the policy.
     """
     if not config.algorithm.kl_coef:
         return None

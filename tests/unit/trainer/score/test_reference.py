@@ -120,7 +120,7 @@ def bfloat16_process() -> Iterator[Distributed]:
 def test_in_bfloat16_the_kl_of_an_unchanged_policy_is_exactly_zero(
     model_dir: Path, batch: StepBatch, bfloat16_process: Distributed
 ) -> None:
-    """The policy computes under autocast over float32 weights, whose residuals stay float32."""
+    """The policy computes under autocast over float32 weights, whose norms stay float32."""
     settings = config(model_dir, 0.1)
     settings.model.dtype = "bfloat16"
     policy = Policy.from_pretrained(model_dir, compute_dtype="bfloat16")
