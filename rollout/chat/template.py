@@ -220,27 +220,31 @@ class TemplateRenderer:
             text = extended[len(ended) - len(closing) :]
         if not is_proven or not text:
             return None
-        if self._history is History.KEEP and tools and all(mask.hide(name) in text for name in _names(tools)):
+        names = [mask.hide(name) for name in _names(tools)]
+        if self._history is History.KEEP and names and all(name in text for name in names):
             with contextlib.suppress(TemplateError):
                 without_tools = _after(marker, self._render_masked([*dummy, *new], (), mask, opens_turn=True))
-                text = self._without_repeated_tools(text, without_tools[len(extended) - len(text) :], call, mask)
+                without_tools = without_tools[len(extended) - len(text) :]
+                if self._repeats_tools(text, without_tools, names, call, mask):
+                    text = without_tools
         return mask.restore(text), self._encoder.encode_continuation(text, mask), end is not None
 
-    def _without_repeated_tools(self, text: str, without_tools: str, call: EngineCall, mask: Mask) -> str:
-        """Return the glue without its tool list if the prompt has the same list.
+    def _repeats_tools(self, text: str, without_tools: str, names: Sequence[str], call: EngineCall, mask: Mask) -> bool:
+        """Return True if the glue has a tool list that the prompt has too.
 
         Mistral 7B v0.3, for example, shows the tools before the last user turn only. Where the earlier list stays, each
         user turn would add another one.
         """
+        ids, ids_without = (self._encoder.encode_continuation(part, mask) for part in (text, without_tools))
+        # If the list ends like the text before it, or begins like that behind it, its place is not known, but its core.
+        core = ids[_num_common(ids, ids_without) : len(ids) - _num_common(ids[::-1], ids_without[::-1])]
+        start = _num_common(text, without_tools)
         num_added = len(text) - len(without_tools)
-        start = next((i for i, (one, other) in enumerate(zip(text, without_tools, strict=False)) if one != other), 0)
-        if num_added <= 0 or text[start + num_added :] != without_tools[start:]:
-            return text
-        while start > 0 and text[start - 1] == text[start + num_added - 1]:  # the list may begin as what follows it
-            start -= 1
-        tools = self._encoder.encode_continuation(text[start : start + num_added], mask)
-        is_known = array("q", tools).tobytes() in array("q", call.prompt_ids).tobytes()
-        return without_tools if is_known else text
+        is_insertion = num_added > 0 and text[start + num_added :] == without_tools[start:]
+        if not is_insertion or not all(name in text[start : start + num_added] for name in names) or len(core) < 3:
+            return False
+        # The text around the list may change its outer tokens.
+        return array("q", core[1:-1]).tobytes() in array("q", call.prompt_ids).tobytes()
 
     def _render_ended(self, turn: dict[str, Any], tools: Tools, mask: Mask) -> tuple[dict[str, Any], str]:
         """Render a dummy that ends with this turn; without its calls only if the template refuses them.
@@ -317,6 +321,12 @@ class TemplateRenderer:
         )
         assert isinstance(rendered, str)
         return rendered
+
+
+def _num_common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return the length of the common beginning."""
+    length = min(len(one), len(other))
+    return next((place for place in range(length) if one[place] != other[place]), length)
 
 
 def _with_text_arguments(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.errors import TemplateError
@@ -244,3 +246,44 @@ def test_a_tool_list_that_the_prompt_does_not_hold_is_shown() -> None:
     extended = chat.extend(call, [USER, chat.parse(call.sampled_ids)], [USER], [WEATHER])
     assert extended is not None
     assert tokenizer.decode(extended).count("[TOOLS]") == 1
+
+
+PIECES = ("", "\n", "\n\n", " ", "a", "<|im_end|>\n", "<|im_start|>", "<|im_start|>system\n", "[", "]\n", "# Tools\n\n")
+"""Texts around a tool list, alike with those around turns."""
+
+
+def toy_template(before: str, after: str, opening: str, closing: str) -> str:
+    """Return a template that shows the tools before the last user turn."""
+    return (
+        "{%- set users = messages | selectattr('role', 'equalto', 'user') | list %}"
+        "{%- for m in messages %}"
+        f"{{%- if tools and m == users[-1] %}}{{{{ {before!r} + (tools | tojson) + {after!r} }}}}{{%- endif %}}"
+        f"{{{{ {opening!r} + m.role + '\n' + m.content + {closing!r} }}}}"
+        "{%- endfor %}"
+        f"{{%- if add_generation_prompt %}}{{{{ {opening!r} + 'assistant\n' }}}}{{%- endif %}}"
+    )
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    before=st.lists(st.sampled_from(PIECES), max_size=2).map("".join),
+    after=st.lists(st.sampled_from(PIECES), max_size=2).map("".join),
+    closing=st.sampled_from(["<|im_end|>\n", "<|im_end|>", "<|im_end|>\n\n", "<|im_end|>]\n"]),
+    is_known=st.booleans(),
+)
+@example(before="<|im_start|>system\n", after="<|im_end|>\n", closing="<|im_end|>\n", is_known=True)
+def test_a_tool_list_is_shown_once_wherever_the_text_around_it_repeats(
+    before: str, after: str, closing: str, is_known: bool
+) -> None:
+    tokenizer = chat_tokenizer("chatml", template=toy_template(before, after, "<|im_start|>", closing))
+    chat = Chat(tokenizer)
+    ids = chat.prompt([USER], [WEATHER] if is_known else [])
+    messages: list[Mapping[str, Any]] = [USER]
+    for number in range(3):
+        call = a_call(ids, encoded(tokenizer, "fine<|im_end|>"))
+        messages.append(chat.parse(call.sampled_ids, [WEATHER]))
+        new = [{"role": "user", "content": f"get_weather {number}"}]
+        extended = chat.extend(call, messages, new, [WEATHER])
+        assert extended is not None
+        ids, messages = extended, messages + new
+        assert tokenizer.decode(ids).count('"description"') == str(WEATHER).count("'description'")
