@@ -62,7 +62,7 @@ def summary(name: str, runs: Sequence[list[Metrics]]) -> Row:
     """Return a row of means over the updates of all runs (seeds)."""
     steady = [line for lines in runs for line in lines[WARM_UP:]]
     lines = [line for lines in runs for line in lines]
-    dropped = sum(line.get("rollout/stale_dropped", 0.0) for line in lines)
+    dropped = sum(line.get("rollout/dropped_stale", 0.0) for line in lines)
     rewards = np.mean([[line["reward/mean"] for line in lines] for lines in runs], axis=0)
     return {
         "": name,

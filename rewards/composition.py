@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,8 +23,9 @@ from lockstep.rewards.resolve import resolve
 from lockstep.rewards.shaping import Shaping
 from lockstep.rewards.workers.pool import IsolatedReward, Isolation, WorkerPool
 from lockstep.rollout.errors import ConfigError, RewardError
-from lockstep.rollout.records import Rollout, RolloutStatus
+from lockstep.rollout.records import Cause, Rollout, RolloutStatus, at_row
 from lockstep.rollout.system.deadline import call_with_deadline, is_async
+from lockstep.rollout.system.user_functions import written_at
 
 OnError = Literal["drop", "raise"] | float
 """Action on an error: drop the rollout (status FAILED), end the run, or use this number as the value."""
@@ -40,10 +41,17 @@ class Reward:
     name: str
     function: Callable[..., Any] | BatchReward | IsolatedReward
     weight: float = 1.0
+    place: str = ""
+    """Line and file of a user's function."""
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.weight):
             raise ConfigError(f"reward {self.name}: found weight {self.weight}, expected a finite number")
+
+    def failure(self, verdict: Verdict) -> str:
+        """Return a failed verdict in words, with a line of the user's code."""
+        is_named = self.place.rpartition(" of ")[2] in verdict.detail
+        return f"reward {self.name}: {verdict.outcome}: {verdict.detail}{'' if is_named else f' ({self.place})'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,17 +63,15 @@ class FaultTolerance:
     on_error: Mapping[Outcome, OnError] = field(default_factory=dict)
     """By outcome; `drop` where none is named."""
     max_error_rate: float = 0.5
-    """End the run if more than this share of the last `window` verdicts are errors."""
-    window: int = 128
+    """End the run if more than this share of the calls of a step are errors."""
     concurrency: int = 16
     """Maximum number of concurrent calls in this process. Its threads share one interpreter, so more of them only delay
     CPU-bound functions."""
 
     def __post_init__(self) -> None:
-        if self.timeout_s <= 0 or self.window < 1 or self.concurrency < 1:
+        if self.timeout_s <= 0 or self.concurrency < 1:
             raise ConfigError(
-                f"reward: found timeout_s={self.timeout_s}, window={self.window}, concurrency={self.concurrency}; "
-                "expected positive numbers"
+                f"reward: found timeout_s={self.timeout_s}, concurrency={self.concurrency}; expected positive numbers"
             )
         for outcome, action in self.on_error.items():
             if outcome not in ERRORS:
@@ -80,8 +86,10 @@ class _Tally:
 
     values: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     """By name of the function."""
+    num_calls: int = 0
     errors: Counter[Outcome] = field(default_factory=Counter)
-    num_dropped: int = 0
+    first: str = ""
+    """First error, in words."""
     meters: defaultdict[str, Meter] = field(default_factory=lambda: defaultdict(Meter))
     """Measures of the functions themselves, by name of the function."""
 
@@ -101,7 +109,6 @@ class RewardSet:
         self._rewards = tuple(rewards)
         self._tolerance = tolerance or FaultTolerance()
         self._shaping = shaping or Shaping()
-        self._recent: deque[bool] = deque(maxlen=self._tolerance.window)
         self._tally = _Tally()
 
     @property
@@ -136,9 +143,9 @@ class RewardSet:
         A rollout whose reward fails becomes FAILED with the reason in `error` (`drop`); so does one to which no
         function applies, because its reward is unknown, not zero.
 
-        Raises `RewardError` for too many errors in the window, or an outcome with the action `raise`.
+        Raises `RewardError` for an outcome with the action `raise`.
 
-        in_metrics: False keeps rollouts that are not trained out of `take_metrics` (not out of the error rate).
+        in_metrics: False keeps rollouts that are not trained out of `take_metrics`, and raises for too many errors.
         is_shaped: False leaves the shaping out, for evaluation.
         """
         alive = [index for index, rollout in enumerate(rollouts) if _is_scored(rollout)]
@@ -150,11 +157,23 @@ class RewardSet:
         tally = self._tally if in_metrics else _Tally()  # looked up late: metrics may be taken during the await
         for reward, verdicts, meter in zip(self._rewards, columns, meters, strict=True):
             tally.meters[reward.name].merge(meter)
-            self._count(reward, verdicts, tally)
+            self._count(reward, batch, verdicts, tally)
+        if not in_metrics:
+            self.refuse_errors(tally)
         scored = list(rollouts)
         for index, verdicts in zip(alive, zip(*columns, strict=True), strict=True):
-            scored[index] = self._combine(rollouts[index], verdicts, tally)
+            scored[index] = self._combine(rollouts[index], verdicts)
         return self._shaping.apply_to(scored) if is_shaped else scored
+
+    def refuse_errors(self, tally: _Tally | None = None) -> None:
+        """Raise `RewardError` if too large a share of the calls since the last `take_metrics` are errors."""
+        tally = tally or self._tally
+        number, limit = sum(tally.errors.values()), self._tolerance.max_error_rate
+        if number > limit * tally.num_calls:
+            raise RewardError(
+                f"{number} of {tally.num_calls} reward calls failed, expected at most {limit:.0%} of a step "
+                f"(reward.max_error_rate); the first one: {tally.first}"
+            )
 
     def take_metrics(self) -> dict[str, float]:
         """Return means and measures by function and counts of errors since the last call of this method."""
@@ -162,7 +181,6 @@ class RewardSet:
         names = (reward.name for reward in self._rewards)
         metrics = {f"reward/{name}/mean": sum(found) / len(found) for name in names if (found := tally.values[name])}
         metrics |= {f"reward/errors/{outcome}": float(tally.errors[outcome]) for outcome in ERRORS}
-        metrics["reward/dropped"] = float(tally.num_dropped)
         for name, meter in tally.meters.items():
             metrics |= {f"judge/{name}/{measure}": float(value) for measure, value in meter.read().items()}
         return metrics
@@ -197,26 +215,19 @@ class RewardSet:
                 functools.partial(function, *args, **kwargs), timeout_s=self._tolerance.timeout_s
             )
 
-    def _count(self, reward: Reward, verdicts: Sequence[Verdict], tally: _Tally) -> None:
-        for verdict in verdicts:
-            self._recent.append(verdict.outcome.is_error)
+    def _count(self, reward: Reward, rollouts: Sequence[Rollout], verdicts: Sequence[Verdict], tally: _Tally) -> None:
+        tally.num_calls += len(verdicts)
+        for rollout, verdict in zip(rollouts, verdicts, strict=True):
             if verdict.outcome is Outcome.VALUE:
                 tally.values[reward.name].append(verdict.value)
             elif verdict.outcome.is_error:
                 tally.errors[verdict.outcome] += 1
+                sentence = at_row(reward.failure(verdict), rollout.example)
+                tally.first = tally.first or sentence
                 if self._tolerance.on_error.get(verdict.outcome) == "raise":
-                    raise RewardError(f"reward {reward.name}: {verdict.outcome}: {verdict.detail}")
-        window = self._tolerance.window
-        rate = sum(self._recent) / len(self._recent) if self._recent else 0.0
-        if len(self._recent) == window and rate > self._tolerance.max_error_rate:
-            last = next((verdict for verdict in reversed(verdicts) if verdict.outcome.is_error), None)
-            detail = f"; the last one, of {reward.name}: {last.outcome}: {last.detail}" if last is not None else ""
-            raise RewardError(
-                f"{rate:.0%} of the last {window} reward calls failed, expected at most "
-                f"{self._tolerance.max_error_rate:.0%} (reward.max_error_rate){detail}"
-            )
+                    raise RewardError(sentence)
 
-    def _combine(self, rollout: Rollout, verdicts: Sequence[Verdict], tally: _Tally) -> Rollout:
+    def _combine(self, rollout: Rollout, verdicts: Sequence[Verdict]) -> Rollout:
         values: dict[str, float] = {}
         by_turn: list[tuple[float, ...]] = []
         for reward, verdict in zip(self._rewards, verdicts, strict=True):
@@ -227,10 +238,10 @@ class RewardSet:
             elif verdict.outcome.is_error:
                 action = self._tolerance.on_error.get(verdict.outcome, "drop")
                 if isinstance(action, str):
-                    return _dropped(rollout, f"reward {reward.name}: {verdict.outcome}: {verdict.detail}", tally)
+                    return _failed(rollout, reward.failure(verdict), Cause.REWARD)
                 values[reward.name] = float(action)
         if not values:
-            return _dropped(rollout, DOES_NOT_APPLY, tally)
+            return _failed(rollout, DOES_NOT_APPLY, Cause.UNSCORED)
         total = sum(reward.weight * values[reward.name] for reward in self._rewards if reward.name in values)
         turn_rewards = tuple(map(sum, zip(*by_turn, strict=True)))
         return replace(rollout, rewards=values, reward=total, turn_rewards=turn_rewards)
@@ -241,9 +252,9 @@ def _is_scored(rollout: Rollout) -> bool:
     return rollout.status is not RolloutStatus.FAILED and not is_over_early
 
 
-def _dropped(rollout: Rollout, reason: str, tally: _Tally) -> Rollout:
-    tally.num_dropped += 1
-    return replace(rollout, status=RolloutStatus.FAILED, error=reason, rewards={}, reward=0.0, turn_rewards=())
+def _failed(rollout: Rollout, reason: str, cause: Cause) -> Rollout:
+    status = RolloutStatus.FAILED
+    return replace(rollout, status=status, error=reason, cause=cause, rewards={}, reward=0.0, turn_rewards=())
 
 
 def make_reward_set(
@@ -273,7 +284,12 @@ def make_reward_set(
     isolation = isolation or Isolation()
     pool = WorkerPool(isolation)
     rewards = [
-        Reward(name=name, function=_prepare(spec, dict((settings or {}).get(name, {})), pool, isolation), weight=weight)
+        Reward(
+            name=name,
+            function=_prepare(spec, dict((settings or {}).get(name, {})), pool, isolation),
+            weight=weight,
+            place=written_at(spec) if ":" in spec else "",
+        )
         for name, spec, weight in zip(names, functions, weights or [1.0] * len(functions), strict=True)
     ]
     return RewardSet(rewards, tolerance, shaping)

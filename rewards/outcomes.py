@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.rollout.safe_text import error_text, safe_text
+from lockstep.rollout.safe_text import safe_text
 from lockstep.rollout.system.deadline import DeadlineExceeded, Finished, TooManyAbandoned
+from lockstep.rollout.system.user_functions import fault
 
 MAX_DETAIL_CHARS = 2_000
 
@@ -131,7 +132,7 @@ def _judge_turns(values: Sequence[Any], num_turns: int) -> Verdict:
 def _judge_error(error: BaseException) -> Verdict:
     if isinstance(error, DeadlineExceeded | TooManyAbandoned):
         return Verdict(outcome=Outcome.TIMEOUT, detail=str(error))
-    return Verdict(outcome=Outcome.EXCEPTION, detail=f"{type(error).__name__}: {error_text(error)}")
+    return Verdict(outcome=Outcome.EXCEPTION, detail=fault(error))
 
 
 def _short(value: Any) -> str:

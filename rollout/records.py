@@ -31,6 +31,19 @@ Message = Mapping[str, Any]
 """Chat message in the OpenAI format: role, content, and optionally tool_calls, reasoning_content, name."""
 
 
+class DataRow(dict[str, Any]):
+    """Row of a data set."""
+
+    place: str = ""
+    """Number of the row and its data set, for errors."""
+
+
+def at_row(text: str, row: Mapping[str, Any]) -> str:
+    """Return the text with the place of the row, unless it names it."""
+    place = row.place if isinstance(row, DataRow) else ""
+    return text if place in text else f"{text} ({place})"
+
+
 class FinishReason(StrEnum):
     """Reason the engine stopped sampling."""
 
@@ -55,6 +68,32 @@ class RolloutStatus(StrEnum):
     """The conversation no longer fits the context. Tokens sampled before are trainable."""
     FAILED = "failed"
     """Evidence, engine or environment failed. Never trained, always counted."""
+
+
+class Cause(StrEnum):
+    """Cause for which a rollout is not trained."""
+
+    REWARD = "reward"
+    """A reward function failed."""
+    UNSCORED = "unscored"
+    """No reward function applies to it."""
+    BASELINE = "baseline"
+    """The greedy answer to its prompt failed."""
+    ENVIRONMENT = "environment"
+    """The environment, its tools, or the agent failed."""
+    TEMPLATE = "template"
+    """The chat template refused the conversation."""
+    ENGINE = "engine"
+    """The engine failed, for it or another rollout of its group, or gave evidence that cannot be trusted."""
+    PROMPT = "prompt"
+    """Nothing was sampled: the prompt fills the context."""
+
+
+CAUSES = {
+    "TemplateError": Cause.TEMPLATE,
+    **dict.fromkeys(("EvidenceError", "EngineError", "RequestError"), Cause.ENGINE),
+}
+"""Cause by the class of the error, with whose name the sentence begins; others are of the environment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -383,7 +422,9 @@ class Rollout:
     logged: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Columns that reward functions log, by name of the function (`log_extra` of TRL)."""
     error: str | None = None
-    """Reason of a failure, as safe text (`rollout/safe_text.py`)."""
+    """Reason of a failure, as safe text (`rollout/safe_text.py`), with the place of the data row."""
+    cause: Cause | None = None
+    """Cause of a failure; None: that of `CAUSES`."""
     duration_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -391,7 +432,7 @@ class Rollout:
             sharing = PromptSharing()
             object.__setattr__(self, "calls", tuple(map(sharing.add, self.calls)))
         if self.error is not None:
-            object.__setattr__(self, "error", safe_text(self.error))
+            object.__setattr__(self, "error", safe_text(at_row(self.error, self.example)))
 
     @property
     def num_turns(self) -> int:
@@ -471,7 +512,14 @@ class Rollout:
 
     @property
     def is_trainable(self) -> bool:
-        return self.status is not RolloutStatus.FAILED and self.num_sampled > 0
+        return self.dropped_by is None
+
+    @property
+    def dropped_by(self) -> Cause | None:
+        """Cause for which it cannot be trained; None: it can."""
+        if self.status is RolloutStatus.FAILED:
+            return self.cause or CAUSES.get((self.error or "").partition(":")[0], Cause.ENVIRONMENT)
+        return None if self.num_sampled else Cause.PROMPT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

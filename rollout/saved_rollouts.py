@@ -24,6 +24,7 @@ import numpy as np
 
 from lockstep.rollout.errors import DataError
 from lockstep.rollout.records import (
+    Cause,
     EngineCall,
     FinishReason,
     Prompt,
@@ -128,7 +129,8 @@ def to_json(rollout: Rollout, *, shares_prompts: bool = False) -> dict[str, Any]
         data["call_messages"] = list(rollout.call_messages)
     if rollout.logged:
         data["logged"] = {name: dict(columns) for name, columns in rollout.logged.items()}
-    return data | {"turn_rewards": list(rollout.turn_rewards)} if rollout.turn_rewards else data
+    optional = {"turn_rewards": list(rollout.turn_rewards), "cause": rollout.cause}
+    return data | {name: value for name, value in optional.items() if value}
 
 
 def from_json(data: Mapping[str, Any]) -> Rollout:
@@ -158,6 +160,7 @@ def from_json(data: Mapping[str, Any]) -> Rollout:
             "messages": tuple(data["messages"]),
             "calls": _calls_from_json(data["calls"]),
             "turn_rewards": tuple(turn_rewards),
+            "cause": Cause(data["cause"]) if "cause" in data else None,
             "call_messages": None if places is None else tuple(places),
             "logged": logged,
         }

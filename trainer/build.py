@@ -137,7 +137,6 @@ def make_rewards(config: Config) -> RewardSet:
             timeout_s=settings.timeout_s,
             on_error={Outcome(outcome): action for outcome, action in settings.on_error.items()},
             max_error_rate=settings.max_error_rate,
-            window=settings.error_window,
         ),
         Isolation(
             mode=settings.isolation,  # type: ignore[arg-type]  # Hydra refuses Literal; its choices are checked

@@ -14,10 +14,12 @@ and trains the part that `trainer/batch/assignment.py` assigns to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from lockstep.rollout.errors import TrainingError
+from lockstep.rollout.records import Rollout
 from lockstep.rollout.sampler.sampler import OnRollout
 from lockstep.rollout.weights.sync import SyncReport, WeightSync
 from lockstep.trainer.batch.step_batch import StepBatch, decode, encode
@@ -179,14 +181,22 @@ class Trainer:
             batch = decode(self._distributed.broadcast_bytes(encode(batch) if self._distributed.is_main else b""))
         self._empty_steps = 0 if batch.num_rollouts else self._empty_steps + 1
         if self._empty_steps >= MAX_EMPTY_STEPS:
-            cause = "look at `error` in the newest file of rollouts/ in the run directory"
-            if self._config.algorithm.dynamic_sampling:
-                cause = (
-                    "either all rewards of every group are equal (reward/mean says whether the data is solved or too "
-                    "hard; algorithm.dynamic_sampling=false trains on), or rollouts fail: " + cause
-                )
-            raise TrainingError(f"{MAX_EMPTY_STEPS} steps in a row had no trainable rollout; {cause}")
+            self._distributed.together(lambda: self._refuse_empty(collected.rollouts))
         return batch
+
+    def _refuse_empty(self, rollouts: Sequence[Rollout]) -> None:
+        """Raise `TrainingError` on rank 0, with the first failure."""
+        if not self._distributed.is_main:
+            return
+        counts = Counter(rollout.dropped_by or "filtered" for rollout in rollouts)
+        why = ", ".join(f"{cause} {count}" for cause, count in counts.items())
+        first = next((f"; the first failure: {rollout.error}" for rollout in rollouts if rollout.error), "")
+        if "filtered" in counts:
+            first += (
+                "; filtered are groups whose rewards are all equal: reward/mean says whether the data is solved or too "
+                "hard, and algorithm.dynamic_sampling=false trains on"
+            )
+        raise TrainingError(f"{MAX_EMPTY_STEPS} steps in a row had no trainable rollout ({why}){first}")
 
     def _score(self, batch: StepBatch) -> tuple[Logprobs, StepBatch]:
         """Score the trained tokens with policy, critic and reference, as far as the update needs it.

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from lockstep.rollout.chat.chat import Chat
@@ -30,13 +28,11 @@ from lockstep.rollout.errors import (
     LockstepError,
 )
 from lockstep.rollout.records import FinishReason, Rollout, RolloutStatus
-from lockstep.rollout.safe_text import error_text
-from lockstep.rollout.system import deadline
 from lockstep.rollout.system.deadline import Clock, DeadlineExceeded
+from lockstep.rollout.system.user_functions import fault
 
 CLOSE_S = 30.0
 """Time for a canceled episode to close its environment [s]."""
-OWN_FILES = (__file__, deadline.__file__)
 CALL_TIMEOUT_S = 600.0
 """Default limit of one call of an environment's method, without the engine, tools, and waits for a place [s]."""
 
@@ -177,8 +173,7 @@ class _Episode:
         except BaseException as error:
             if _is_own_cancellation(error) or (isinstance(error, LockstepError) and not isinstance(error, EngineError)):
                 raise
-            said = f"{type(error).__name__}{_place(error)}: {error_text(error)}"
-            raise EnvironmentFault(f"{where} raised {said}") from error
+            raise EnvironmentFault(f"{where} raised {fault(error)}") from error
         if problem:
             raise EnvironmentFault(f"{where} {problem}")
         return value
@@ -188,20 +183,13 @@ def failure_of(error: BaseException) -> str:
     """Return why an episode failed. Raises errors of the engine and of settings, and the cancellation of this task."""
     if _is_own_cancellation(error) or isinstance(error, EngineError | ConfigError):
         raise error
-    return f"{type(error).__name__}: {error_text(error)}"
+    return f"{type(error).__name__}: {error}" if isinstance(error, LockstepError) else fault(error)
 
 
 def _is_own_cancellation(error: BaseException) -> bool:
     """True unless a method raised it by itself."""
     task = asyncio.current_task()
     return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
-
-
-def _place(error: BaseException) -> str:
-    """Return the innermost line in the file of the method that raised."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in OWN_FILES]
-    lines = [frame.lineno for frame in frames if frame.filename == frames[0].filename]
-    return f" ({Path(frames[0].filename).name}, line {lines[-1]})" if lines else ""
 
 
 def _merge(outcome: dict[str, Any], facts: Mapping[str, Any]) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from lockstep.rollout.errors import ConfigError, EngineError, LockstepError
 from lockstep.rollout.records import EngineCall, FinishReason, RolloutStatus
-from lockstep.rollout.safe_text import error_text
 from lockstep.rollout.system.deadline import DeadlineExceeded
+from lockstep.rollout.system.user_functions import fault
 
 
 def ending(
@@ -37,6 +37,6 @@ def ending(
     if isinstance(error, DeadlineExceeded):
         return RolloutStatus.FAILED, f"{name} did not finish: {error}; raise environment.settings.timeout_s"
     if error is not None:
-        return RolloutStatus.FAILED, f"{name} raised {type(error).__name__}: {error_text(error)}"
+        return RolloutStatus.FAILED, f"{name} raised {fault(error)}"
     was_cut = bool(calls) and calls[-1].finish_reason is FinishReason.LENGTH
     return (RolloutStatus.TRUNCATED if was_cut else RolloutStatus.COMPLETED), None

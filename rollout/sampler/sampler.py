@@ -20,9 +20,9 @@ from lockstep.rollout.environments.agent import AgentEnvironment
 from lockstep.rollout.environments.mixed import AnyEnvironment, Mixed, environment_of
 from lockstep.rollout.episode.conversation import request_seed
 from lockstep.rollout.episode.episode import CALL_TIMEOUT_S, failure_of, run_episode
-from lockstep.rollout.errors import RequestError
+from lockstep.rollout.errors import ConfigError, RequestError
 from lockstep.rollout.gateway.server import Gateway, GatewaySettings
-from lockstep.rollout.records import Rollout, RolloutStatus
+from lockstep.rollout.records import Cause, Rollout, RolloutStatus, at_row
 from lockstep.rollout.sampler.agent_episodes import run_agent_episode
 from lockstep.rollout.sampler.trl_episodes import copy_tokenizer, run_trl_episode
 
@@ -121,6 +121,8 @@ class Sampler:
                 except RequestError as error:
                     self._faults["reissued"] += attempt < REISSUES
                     reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                except ConfigError as error:
+                    raise ConfigError(at_row(str(error), example)) from error
                 except BaseException as error:  # of an environment's constructor, of a row that it refuses
                     rollout = failed(rollout_id, failure_of(error))
                     break
@@ -177,4 +179,4 @@ def _without_lost(rollout: Rollout, lost_groups: Mapping[int, str]) -> Rollout:
     if rollout.group_id not in lost_groups or rollout.status is RolloutStatus.FAILED:
         return rollout
     reason = f"another rollout of its group failed in the engine: {lost_groups[rollout.group_id]}"
-    return replace(rollout, status=RolloutStatus.FAILED, error=reason)
+    return replace(rollout, status=RolloutStatus.FAILED, error=reason, cause=Cause.ENGINE)

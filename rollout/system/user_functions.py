@@ -10,10 +10,11 @@ import importlib.util
 import re
 import symtable
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from lockstep.rollout.errors import ConfigError
@@ -21,6 +22,8 @@ from lockstep.rollout.safe_text import error_text
 
 MOVED = ("trainer", "rollout", "rewards", "demo")
 """Packages that were importable by these names before they moved into `lockstep`."""
+INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+"""Directories of Python and of installed packages."""
 _HIDES_NAMES = re.compile(r"import\s*\*|^\s*global\s|\b(?:globals|vars|locals|exec|eval|setattr)\s*\(", re.MULTILINE)
 """Ways to define a name of a module that its symbol table does not show."""
 
@@ -58,20 +61,32 @@ def written_names(spec: str) -> Mapping[str, tuple[str, ...] | None]:
     """
     path_text, _, name = spec.rpartition(":")
     path = Path(path_text).expanduser()
-    try:
-        source = path.read_text(encoding="utf-8")
-        table = symtable.symtable(source, str(path.resolve()), "exec")
-    except (OSError, SyntaxError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path_text} cannot be loaded: {fault(error, path)}") from error
     names: dict[str, tuple[str, ...] | None] = {}
-    for symbol in table.get_symbols():
+    for symbol in _table(path).get_symbols():
         if symbol.is_assigned() or symbol.is_imported():
             inner = [of for of in symbol.get_namespaces() if isinstance(of, symtable.Function)]
             names[symbol.get_name()] = inner[-1].get_parameters() if inner else None
-    if name not in names and not _HIDES_NAMES.search(source):
+    if name not in names and not _HIDES_NAMES.search(path.read_text(encoding="utf-8")):
         written = [key for key, parameters in names.items() if parameters is not None]
         raise ConfigError(_lacks(path_text, name, written or names))
     return names
+
+
+def _table(path: Path) -> symtable.SymbolTable:
+    """Return the names in a file, without running it. Raises `ConfigError` for a file that is not Python."""
+    try:
+        return symtable.symtable(path.read_text(encoding="utf-8"), str(path.resolve()), "exec")
+    except (OSError, SyntaxError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be loaded: {fault(error, path)}") from error
+
+
+def written_at(spec: str) -> str:
+    """Return the line and file where the function or class of `path.py:name` is written; the file alone if its text
+    does not show it. Raises `ConfigError` for a file that is not Python."""
+    path_text, _, name = spec.rpartition(":")
+    path = Path(path_text).expanduser()
+    lines = [table.get_lineno() for table in _table(path).get_children() if table.get_name() == name]
+    return _place(str(path.resolve()), lines[-1] if lines else None)
 
 
 def _load_module(path: Path) -> ModuleType:
@@ -99,14 +114,30 @@ def _load_module(path: Path) -> ModuleType:
     return module
 
 
-def fault(error: BaseException, path: str | Path) -> str:
-    """Return an exception on one line: type, the innermost line of the file that led to it, and message."""
-    file = str(Path(path).resolve())
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    if isinstance(error, SyntaxError) and error.filename == file:
-        lines.append(error.lineno)
-    where = f" in line {lines[-1]}" if lines else ""
+def fault(error: BaseException, path: str | Path | None = None) -> str:
+    """Return an exception on one line: type, the innermost line of the user's code that led to it, and message.
+
+    path: the file, if the sentence around it names it; None: any file that is not installed, and its name is given.
+    """
+    file = None if path is None else str(Path(path).resolve())
+    frames = traceback.walk_tb(error.__traceback__)
+    places = [(frame.f_code.co_filename, line) for frame, line in frames if file is not None or _is_own(frame)]
+    if isinstance(error, SyntaxError) and file is not None and error.filename == file:
+        places.append((file, error.lineno or 1))
+    places = [place for place in places if file in (None, place[0])]
+    where = (f" in {_place(*places[-1])}" if file is None else f" in line {places[-1][1]}") if places else ""
     return f"{type(error).__name__}{where}: {' '.join(error_text(error).split())}"
+
+
+def _is_own(frame: FrameType) -> bool:
+    """Return True for code of a user: neither Lockstep's, nor installed, nor made from a text."""
+    name, file = str(frame.f_globals.get("__name__")), frame.f_code.co_filename
+    return not name.startswith(f"{__name__.partition('.')[0]}.") and not file.startswith(("<", *INSTALLED))
+
+
+def _place(file: str, line: int | None) -> str:
+    shown = str(Path(file).relative_to(Path.cwd()) if Path(file).is_relative_to(Path.cwd()) else file)
+    return shown if line is None else f"line {line} of {shown}"
 
 
 def file_sha256(spec: str) -> str:

@@ -52,7 +52,7 @@ def test_rollouts_are_made_ahead_and_never_too_old(run: Path) -> None:
     for line in lines:
         assert line["rollout/delivered"] == 16, "groups are whole"
         assert line["rollout/token_match_rate"] == line["rollout/trained_fraction"] == 1.0
-        assert line["rollout/stale_dropped"] == 0
+        assert line["rollout/dropped_stale"] == 0
         assert line["rollout/inflight"] + line["rollout/queue"] <= 2 * 16
         assert 0 <= line["perf/idle_frac"] <= 1
         assert line["time/wait"] >= 0

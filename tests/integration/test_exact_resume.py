@@ -137,7 +137,7 @@ def test_kills_with_rollouts_made_ahead_train_every_prompt_once(demo: tuple[str,
     for line in lines:
         assert line["rollout/delivered"] == 6, "groups are whole"
         assert line["rollout/token_match_rate"] == line["rollout/trained_fraction"] == 1.0
-        assert line["rollout/stale_dropped"] == 0
+        assert line["rollout/dropped_stale"] == 0
     files = sorted((run / "rollouts").glob("step-*.jsonl"))
     assert len(files) == updates
     trained = [sorted({rollout.group_id for rollout in read_rollouts(file)}) for file in files]

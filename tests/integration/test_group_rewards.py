@@ -73,7 +73,7 @@ def test_a_reward_that_only_compares_within_groups_trains(run: Path) -> None:
     for line in lines:
         assert 0 <= line["reward/brief/mean"] <= 0.5, "ties count for none, so the mean is at most a half"
         assert line["reward/majority_vote/mean"] > 0
-        assert line["reward/errors/exception"] == line["reward/dropped"] == 0
+        assert line["reward/errors/exception"] == line["rollout/dropped_fraction"] == 0
 
 
 def test_every_saved_group_has_the_rewards_of_its_own_lengths(run: Path) -> None:

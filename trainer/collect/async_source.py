@@ -209,13 +209,14 @@ class Producer(RolloutSource):
         greedy = [answer for result in results for answer in result.greedy]
         dropped = [work.task.result().group for work in silent]
         collected = Collected.of([result.group for result in results], dropped, greedy, self._config)
+        self._rewards.refuse_errors()
         group_size, num_complete = self._config.rollout.samples_per_prompt, len(self._complete())
         metrics = {
             **self._take_metrics(),
             **collected.metrics,
             "rollout/inflight": float(group_size * (len(self._works) - num_complete)),
             "rollout/queue": float(group_size * num_complete),
-            "rollout/stale_dropped": float(group_size * num_too_old),
+            "rollout/dropped_stale": float(group_size * num_too_old),
         }
         return replace(collected, metrics=metrics)
 

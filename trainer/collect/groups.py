@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from lockstep.rewards.shaping import turn_rewards
-from lockstep.rollout.records import Rollout, RolloutStatus
+from lockstep.rollout.records import Cause, Rollout, RolloutStatus
 from lockstep.trainer.config.schema import Config
 
 Group = Sequence[Rollout]
@@ -40,7 +40,7 @@ class Collected:
             num_with_spread = sum(has_spread(group, by_turn=config.algorithm.turn_rewards) for group in groups)
             metrics |= {
                 "rollout/refill_factor": (len(trained) + len(others)) / max(len(trained), 1),
-                "rollout/dropped_groups": float(len(dropped)),
+                "rollout/dropped_filtered": float(sum(rollout.is_trainable for rollout in others)),
                 "reward/zero_std_fraction": 1 - num_with_spread / len(groups),
             }
         baselines: dict[int, float] = {}
@@ -83,4 +83,5 @@ def _with_baseline(rollout: Rollout, greedy_rewards: Mapping[int, float]) -> Rol
     """Mark the rollout as FAILED if its baseline is missing, because its advantage is unknown, not zero."""
     if rollout.group_id in greedy_rewards or not rollout.is_trainable:
         return rollout
-    return replace(rollout, status=RolloutStatus.FAILED, error="the greedy answer to its prompt failed: no baseline")
+    error = "the greedy answer to its prompt failed: no baseline"
+    return replace(rollout, status=RolloutStatus.FAILED, error=error, cause=Cause.BASELINE)

@@ -112,6 +112,7 @@ class Collector(RolloutSource):
         for place, _, group in sampled:
             self._prompts.learn(place, rewards_of(group))
         self._prompts.finish(place for place, *_ in sampled)
+        self._rewards.refuse_errors()
         return replace(collected, metrics={**self._take_metrics(), **collected.metrics})
 
     def _sample_groups(

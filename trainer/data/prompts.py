@@ -24,6 +24,7 @@ import numpy as np
 from lockstep.rollout.environments.adapters.verifiers import evaluation_rows
 from lockstep.rollout.environments.prompt import PROMPT_COLUMNS, PromptReader
 from lockstep.rollout.errors import DataError
+from lockstep.rollout.records import DataRow
 from lockstep.trainer.config.groups.data_settings import CurriculumConfig, DataSetConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.data.curriculum import Curriculum
@@ -42,14 +43,18 @@ MIX_BLOCK = 1000
 class DataSet:
     """A data set with the columns that environments and rewards read."""
 
-    def __init__(self, rows: Any, settings: DataSetConfig, *, name: str | None = None) -> None:
-        """rows: a `datasets.Dataset`. name: written into each row; None for a single data set.
+    def __init__(
+        self, rows: Any, settings: DataSetConfig, *, name: str | None = None, numbers: Sequence[int] | None = None
+    ) -> None:
+        """rows: a `datasets.Dataset`. name: written into each row; None for a single data set. numbers: of the rows in
+        their file; None: from 0 on.
 
         Raises `DataError` if the first row lacks a column of `settings`.
         """
         self._rows = rows
         self._settings = settings
         self.name = name
+        self._numbers = range(len(rows)) if numbers is None else numbers
         self[0]
 
     def __len__(self) -> int:
@@ -61,7 +66,8 @@ class DataSet:
             values = self._rows[index]
         except UNREADABLE as error:
             raise DataError(f"data set {settings.path}: row {index} cannot be read: {reason(error)}") from error
-        row = rename(values, settings.columns or {}, of=settings.path)
+        row = DataRow(rename(values, settings.columns or {}, of=settings.path))
+        row.place = f"row {self._numbers[index]} of {settings.path}"
         if settings.system_prompt is not None:
             row["messages"] = list(PromptReader(system=settings.system_prompt).messages(row))
         if settings.environment is not None:
@@ -87,7 +93,8 @@ class DataSet:
             raise DataError(
                 f"data set {self._settings.path}: no prompt has at most data.max_prompt_tokens tokens; raise it"
             )
-        return DataSet(self._rows.select(kept), self._settings, name=self.name)
+        numbers = [self._numbers[index] for index in kept]
+        return DataSet(self._rows.select(kept), self._settings, name=self.name, numbers=numbers)
 
 
 def load_data_set(settings: DataSetConfig, *, name: str | None = None) -> DataSet:

@@ -1,4 +1,4 @@
-"""Alarms: messages about metrics beyond their thresholds."""
+"""Alarms: messages about metrics beyond their thresholds. Notes: messages about what is well, but not useful."""
 
 from __future__ import annotations
 
@@ -15,6 +15,16 @@ K3_NEGLIGIBLE = {"float32": 1e-8, "bfloat16": 5e-3}
 differ by about 1e-6 per logprob, which is k3 = 1e-12; two bfloat16 programs by 2e-2, which is 4e-4 to 7e-4 (random
 4-layer model). The noise of one program can be smaller or zero: another packing may round the same way."""
 
+SETTINGS = {
+    "kl": "correction.alarm_kl",
+    "ess": "correction.alarm_ess",
+    "k3_over_noise_floor": "correction.alarm_k3",
+    "solved": "eval.pass_threshold",
+}
+"""Settings of thresholds, by field."""
+DROPPED = "rollout/dropped_"
+"""Prefix of the metrics that count the rollouts of a step that are not trained, by cause."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlarmThresholds:
@@ -30,6 +40,10 @@ class AlarmThresholds:
     """No alarm if k3_kl is below, whatever the noise floor [nats per token]. See `K3_NEGLIGIBLE`."""
     token_match_rate: float = 1.0
     """Alarm if the share of trained positions with the engine's own id and logprob is below."""
+    dropped: float = 0.05
+    """Alarm if the share of a step's rollouts that fail is above."""
+    solved: float = 1.0
+    """Reward from which a rollout passes."""
 
     @classmethod
     def of(cls, setting: Callable[[str], Any]) -> AlarmThresholds:
@@ -41,10 +55,10 @@ class AlarmThresholds:
         if dtype is not None and dtype not in tuple(K3_NEGLIGIBLE):
             raise ConfigError(f"model.dtype is {dtype!r:.80}, expected one of {', '.join(K3_NEGLIGIBLE)}")
         thresholds = cls() if dtype is None else cls(k3_negligible=K3_NEGLIGIBLE[dtype])
-        for field, name in (("kl", "alarm_kl"), ("ess", "alarm_ess"), ("k3_over_noise_floor", "alarm_k3")):
-            value = setting(f"correction.{name}")
+        for field, name in SETTINGS.items():
+            value = setting(name)
             if value is not None and type(value) not in (int, float):
-                raise ConfigError(f"correction.{name} is {value!r:.80}, expected a number")
+                raise ConfigError(f"{name} is {value!r:.80}, expected a number")
             thresholds = thresholds if value is None else replace(thresholds, **{field: value})
         return thresholds
 
@@ -98,9 +112,37 @@ def alarms(metrics: Mapping[str, float], thresholds: AlarmThresholds) -> list[st
             f"another. With policy/entropy {metrics.get('policy/entropy', math.nan):.3g} the policy may repeat itself: "
             "read some rollouts with scripts/inspect_run.py, and lower optimizer.lr or set algorithm=adaptive_entropy."
         )
-    if metrics.get("reward/std") == 0.0:
+    if metrics.get("reward/std") == 0.0 and not _is_solved(metrics, thresholds):
         found.append(
             f"reward/std is 0: every rollout of this step has the reward {metrics.get('reward/mean', math.nan):g}, so "
-            "none is better than another. Read some with scripts/inspect_run.py."
+            "none is better than another: the task is too hard for the model, or the reward does not recognize right "
+            "answers. Read some with scripts/inspect_run.py."
+        )
+    share = metrics.get(f"{DROPPED}fraction", math.nan)
+    if share > thresholds.dropped:
+        found.append(
+            f"{DROPPED}fraction is {share:.3g}, above {thresholds.dropped:g}: rollouts of this step fail "
+            f"({dropped(metrics)}) and are not trained. Read why with scripts/inspect_run.py."
         )
     return found
+
+
+def notes(metrics: Mapping[str, float], thresholds: AlarmThresholds) -> list[str]:
+    """Return one message per metric that is as good as it can be."""
+    if metrics.get("reward/std") != 0.0 or not _is_solved(metrics, thresholds):
+        return []
+    return [
+        f"reward/mean is {metrics['reward/mean']:g} for every rollout of this step: all are solved, so none is better "
+        "than another. Harder data trains further; algorithm.dynamic_sampling=true leaves solved prompts out."
+    ]
+
+
+def dropped(metrics: Mapping[str, float]) -> str:
+    """Return the rollouts of a step that are not trained, by cause, in words; "" for none."""
+    counts = {name.removeprefix(DROPPED): int(value) for name, value in metrics.items() if name.startswith(DROPPED)}
+    counts.pop("fraction", None)
+    return ", ".join(f"{cause} {count}" for cause, count in counts.items() if count)
+
+
+def _is_solved(metrics: Mapping[str, float], thresholds: AlarmThresholds) -> bool:
+    return metrics.get("reward/mean", -math.inf) >= thresholds.solved

@@ -23,6 +23,7 @@ from rich.text import Text
 from lockstep.rollout.records import Rollout
 from lockstep.rollout.safe_text import safe_text
 from lockstep.rollout.sampler.sampler import OnRollout
+from lockstep.trainer.observe.alarms import dropped
 from lockstep.trainer.observe.progress import ProgressLines
 from lockstep.trainer.observe.transcript import conversation
 
@@ -197,13 +198,17 @@ class RunConsole:
                 if not (is_given and column.of_rollouts)
                 and (not (column.is_optional or column.is_stage) or column.key in metrics)
             )
+        lost = dropped(metrics)
         if self._console.is_terminal:
             self._table_row(update, metrics)
+            if lost:
+                self._console.print(Text(f"  dropped: {lost}", style="yellow"))
         else:
             shortest = SHOWN_SHARE * metrics.get("time/step", 0.0)
             shown = (c for c in self._columns if not c.is_stage or metrics.get(c.key, 0.0) > shortest)
             named = "  ".join(f"{column.name} {column.cell(metrics)}" for column in shown)
-            self.say(f"update {update}/{self._total_updates}  {named}  {self._remaining}".rstrip())
+            lost = f"  dropped {lost}" if lost else ""
+            self.say(f"update {update}/{self._total_updates}  {named}{lost}  {self._remaining}".rstrip())
         self._rows += 1
 
     def _table_row(self, update: int, metrics: Mapping[str, float]) -> None:
@@ -216,9 +221,9 @@ class RunConsole:
         cells = [first.rjust(width), *(column.cell(metrics).rjust(column.width) for column in columns)]
         self._console.print(Text(" ".join(cells)), no_wrap=True)
 
-    def alarms(self, sentences: Sequence[str]) -> None:
-        """Print each alarm when it begins, repeatedly while it lasts, and when it is over."""
-        now = {sentence.partition(" is ")[0]: sentence for sentence in sentences}
+    def alarms(self, sentences: Sequence[str], notes: Sequence[str] = ()) -> None:
+        """Print each alarm and each note when it begins, repeatedly while it lasts, and when it is over."""
+        now = {sentence.partition(" is ")[0]: sentence for sentence in (*sentences, *notes)}
         for name in [name for name in self._alarms if name not in now]:
             del self._alarms[name]
             line = Text.assemble(("over", "green"), f"  {safe_text(name)} is back to normal")
@@ -228,7 +233,8 @@ class RunConsole:
             self._alarms[name] = lasted + 1
             if lasted % ALARM_AGAIN_EVERY == 0:
                 since = f" (for {lasted + 1} steps)" if lasted else ""
-                line = Text.assemble(("alarm", "bold red"), " ", safe_text(sentence), (since, "dim"))
+                label = ("note", "green") if sentence in notes else ("alarm", "bold red")
+                line = Text.assemble(label, " ", safe_text(sentence), (since, "dim"))
                 self._console.print(line, soft_wrap=True)
 
     def sample(self, rollout: Rollout) -> None:

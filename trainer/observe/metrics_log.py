@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,10 +77,13 @@ class MetricsLog:
         return {**({} if place is None else {WandbRun.label: str(place)}), **self._places}
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one step. Non-finite numbers become null, because JSON has none."""
+        """Write one step; the file has the time, too. Non-finite numbers become null, because JSON has none."""
         if self._errors:
             metrics = {**metrics, "health/logger_errors": float(self._errors)}
-        line = {"step": step, **{k: (v if math.isfinite(v) else None) for k, v in sorted(metrics.items())}}
+        started = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        run_s = time.clock_gettime(time.CLOCK_BOOTTIME) - started
+        timed = {**metrics, "time/run": run_s, "time/unix": time.time()}
+        line = {"step": step, **{k: (v if math.isfinite(v) else None) for k, v in sorted(timed.items())}}
         with self.tolerating(str(self._path)), self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
         for label, tracker in self._trackers.items():

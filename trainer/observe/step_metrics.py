@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from lockstep.rewards.shaping import OVERLONG
 from lockstep.rollout.episode.token_metrics import TokenCounts, count_tokens
-from lockstep.rollout.records import Rollout, RolloutStatus, TrainingRow
+from lockstep.rollout.records import Cause, Rollout, RolloutStatus, TrainingRow
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.collect.groups import Collected
 from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
@@ -87,6 +88,7 @@ def rollout_metrics(collected: Collected, batch: StepBatch) -> dict[str, float]:
     metrics = {
         "rollout/delivered": float(batch.num_rollouts),
         "rollout/trained_tokens": float(batch.layout.num_tokens),
+        "rollout/dropped_truncated": float((~batch.is_kept_S).sum()),
     }
     if not collected.rollouts:
         return metrics
@@ -120,6 +122,9 @@ def _sampling_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "rollout/sampled_tokens_max": float(sampled.max()),
         "rollout/duration_s_max": max(rollout.duration_s for rollout in rollouts),
     }
+    dropped = Counter(rollout.dropped_by for rollout in rollouts)
+    metrics |= {f"rollout/dropped_{cause}": float(dropped[cause]) for cause in Cause}
+    metrics["rollout/dropped_fraction"] = 1 - dropped[None] / len(rollouts)
     for status in RolloutStatus:
         metrics[f"rollout/{status}_fraction"] = sum(r.status is status for r in rollouts) / len(rollouts)
     return metrics

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 
-from lockstep.rollout.records import Rollout
+import torch
+
+from lockstep.rollout.records import Cause, Rollout
 from lockstep.rollout.saved_rollouts import write_rollouts
 from lockstep.trainer.batch.saved_scores import FILE_SUFFIX as TEACHER_SUFFIX
 from lockstep.trainer.batch.saved_scores import write_scores
@@ -23,8 +26,9 @@ from lockstep.trainer.evaluate.results import (
     title,
     write_results,
 )
+from lockstep.trainer.model.memory_plan import GIB
 from lockstep.trainer.model.shape import update_flops
-from lockstep.trainer.observe.alarms import AlarmThresholds, alarms
+from lockstep.trainer.observe.alarms import AlarmThresholds, alarms, notes
 from lockstep.trainer.observe.console import RunConsole
 from lockstep.trainer.observe.first_step import first_demonstrations, first_step_summary
 from lockstep.trainer.observe.metrics_log import MetricsLog
@@ -46,21 +50,29 @@ class Reporter:
         self._directory = directory
         self._console = console
         self.log = metrics
+        self._explained: set[Cause | None] = set()
+        """Causes of dropped rollouts of which the first was printed."""
         parts.updater.dump = self._dump
 
     def step(self, report: StepReport, evaluation: Mapping[str, float], *, before: int, checkpoint_s: float) -> None:
         """Report one step. before: update before it. checkpoint_s: seconds of the checkpoint before it; 0 without."""
         is_first = self._parts.trainer.num_steps == 1
-        sentences = alarms(report.metrics, AlarmThresholds.of(lambda name: attrgetter(name)(self._config)))
+        thresholds = AlarmThresholds.of(lambda name: attrgetter(name)(self._config))
+        sentences = alarms(report.metrics, thresholds)
         costs = {"time/checkpoint": checkpoint_s} if checkpoint_s else {}
         health = {"health/alarms": float(len(sentences))}
+        health |= self._memory()
         self.log.write(report.update, {**report.metrics, **evaluation, **costs, **self._mfu(report), **health})
         if is_first:
             summary = first_step_summary if self._config.has_rollouts else first_demonstrations
             for line in summary(report.batch, report.logp_train_N, self._parts.chat.tokenizer):
                 self._console.say(line)
         self._console.row({**report.metrics, "step": report.update})
-        self._console.alarms(sentences)
+        self._console.alarms(sentences, notes(report.metrics, thresholds))
+        for rollout in report.rollouts:
+            if rollout.error is not None and rollout.dropped_by not in self._explained:
+                self._explained.add(rollout.dropped_by)
+                self._console.warn(f"rollouts are dropped ({rollout.dropped_by}), this one because: {rollout.error}")
         # A step that trained nothing has the update number of the one before it.
         untrained = f"-untrained-{self._parts.trainer.num_steps}" if report.update == before else ""
         if self._config.has_rollouts:
@@ -129,6 +141,15 @@ class Reporter:
         flops = update_flops(shape, [len(row) for row in report.batch.rows])
         flops *= computed * self._config.algorithm.epochs
         return {"perf/mfu": flops / (seconds * peak_tflops * 1e12 * self._parts.distributed.world_size)}
+
+    def _memory(self) -> dict[str, float]:
+        """Return the memory of this process, and the most that this step allocated on the device [GiB]."""
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        found = {"perf/process_gib": pages * os.sysconf("SC_PAGE_SIZE") / GIB}
+        if (device := self._parts.distributed.device).type == "cuda":
+            found["perf/device_gib"] = torch.cuda.max_memory_allocated(device) / GIB
+            torch.cuda.reset_peak_memory_stats(device)
+        return found
 
     def _dump(
         self,

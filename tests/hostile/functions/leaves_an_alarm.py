@@ -1,6 +1,6 @@
 # Leaves alarms, as a function with a time limit of its own does when it raises.
 # outcome: exception
-# says: ValueError: no
+# says: leaves_an_alarm.py: no
 import signal
 
 

@@ -187,7 +187,7 @@ def test_a_worker_that_dies_is_counted_for_each_rollout_of_the_group(file: Path)
 
 def test_another_parameter_name_gets_a_rollout_and_says_so(file: Path, mode: str) -> None:
     found, _ = score(file, mode, "not_a_group")
-    assert "TypeError: object of type 'Rollout' has no len()" in str(found[0].error)
+    assert "mine.py: object of type 'Rollout' has no len()" in str(found[0].error)
 
 
 def test_settings_of_a_group_wise_function_are_checked(file: Path, mode: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,8 +15,9 @@ from lockstep.rewards.functions.built_in import (
     exact_match,
 )
 from lockstep.rewards.outcomes import Outcome
+from lockstep.rewards.workers.pool import Isolation
 from lockstep.rollout.errors import ConfigError, RewardError
-from lockstep.rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
+from lockstep.rollout.records import Cause, DataRow, EngineCall, FinishReason, Rollout, RolloutStatus
 
 LENIENT = FaultTolerance(max_error_rate=1.0)
 
@@ -114,12 +116,11 @@ def test_a_hostile_function_drops_the_rollout_and_is_counted(function, outcome):
     assert time.monotonic() - started < 8
     for one in scored:
         assert one.status is RolloutStatus.FAILED
-        assert not one.is_trainable
+        assert one.dropped_by is Cause.REWARD
         assert f"reward bad: {outcome}" in (one.error or "")
         assert one.rewards == {}
     metrics = rewards.take_metrics()
     assert metrics[f"reward/errors/{outcome}"] == 2
-    assert metrics["reward/dropped"] == 2
     assert sum(value for name, value in metrics.items() if name.startswith("reward/errors/")) == 2
 
 
@@ -146,7 +147,7 @@ def test_the_action_on_an_error_is_set_by_outcome():
     assert scored.is_trainable
     assert rewards.take_metrics()["reward/errors/non_finite"] == 1
     strict = FaultTolerance(on_error={Outcome.EXCEPTION: "raise"})
-    with pytest.raises(RewardError, match=r"reward raises: exception: ZeroDivisionError: oh"):
+    with pytest.raises(RewardError, match=r"reward raises: exception: ZeroDivisionError in line \d+ of .*: oh"):
         score(RewardSet([Reward(name="raises", function=raises)], strict), [rollout()])
     with pytest.raises(ConfigError, match="expected drop, raise or a number"):
         FaultTolerance(on_error={Outcome.TIMEOUT: math.nan})
@@ -154,17 +155,45 @@ def test_the_action_on_an_error_is_set_by_outcome():
         FaultTolerance(on_error={Outcome.VALUE: "drop"})
 
 
-def test_too_many_errors_in_the_window_end_the_run():
-    tolerance = FaultTolerance(window=8, max_error_rate=0.5)
+def half(r):
+    return 1.0 if r.rollout_id % 2 else math.nan
 
-    def half(r):
-        return 1.0 if r.rollout_id % 2 else math.nan
 
-    rewards = RewardSet([Reward(name="half", function=half)], tolerance)
-    for _ in range(4):
-        score(rewards, [rollout(number=n) for n in range(8)])
-    with pytest.raises(RewardError, match=r"100% of the last 8 reward calls failed, expected at most 50%.* nan"):
-        score(rewards, [rollout(number=0) for _ in range(8)])
+def test_too_many_errors_in_a_step_end_the_run_however_small_it_is():
+    rewards = RewardSet([Reward(name="half", function=half)], FaultTolerance(max_error_rate=0.5))
+    score(rewards, [rollout(number=n) for n in range(4)])
+    rewards.refuse_errors()
+    rewards.take_metrics()
+    score(rewards, [rollout(number=n) for n in (0, 2, 3)])
+    with pytest.raises(RewardError, match=r"2 of 3 reward calls failed, expected at most 50% of a step .* nan"):
+        rewards.refuse_errors()
+
+
+def test_errors_of_an_evaluation_do_not_count_for_the_step():
+    rewards = RewardSet([Reward(name="half", function=half)], FaultTolerance(max_error_rate=0.5))
+    score(rewards, [rollout(number=1)])
+    with pytest.raises(RewardError, match="2 of 2 reward calls failed"):
+        asyncio.run(rewards.score([rollout(number=n) for n in (0, 2)], in_metrics=False))
+    rewards.refuse_errors()
+
+
+@pytest.mark.parametrize("isolation", ["process", "thread"])
+def test_an_error_names_file_line_and_row(tmp_path, isolation):
+    (tmp_path / "mine.py").write_text(
+        "def inner(row):\n    return row['missing']\n\n\ndef raises(rollout):\n    return inner(rollout.example)\n\n\n"
+        "def returns_text(rollout):\n    return 'good'\n"
+    )
+    row = DataRow(answer="7")
+    row.place = "row 12 of rows.jsonl"
+    for name, what in (
+        ("raises", "exception: KeyError in line 2 of {}: 'missing'"),
+        ("returns_text", "wrong_type: returned str 'good'; expected a float (line 9 of {})"),
+    ):
+        spec = f"{tmp_path}/mine.py:{name}"
+        rewards = make_reward_set([spec], isolation=Isolation(mode=isolation), tolerance=LENIENT)
+        (scored,) = score(rewards, [replace(rollout(), example=row)])
+        rewards.close()
+        assert scored.error == f"reward {name}: {what.format(tmp_path / 'mine.py')} (row 12 of rows.jsonl)"
 
 
 def test_a_function_cannot_change_the_input_of_others():

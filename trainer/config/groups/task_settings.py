@@ -44,8 +44,7 @@ class RewardConfig:
     on_error: dict[str, Any] = setting(
         {}, "by outcome (timeout, exception, ...): drop (the default), raise, or the reward to use instead"
     )
-    max_error_rate: float = setting(0.5, "share of failed recent reward calls above which the run ends", low=0, high=1)
-    error_window: int = setting(128, "recent reward calls for max_error_rate", low=1)
+    max_error_rate: float = setting(0.5, "share of a step's reward calls that may fail, or the run ends", low=0, high=1)
 
     @property
     def weight_by_name(self) -> dict[str, float]:

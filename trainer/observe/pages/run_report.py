@@ -10,6 +10,7 @@ from statistics import fmean
 
 from lockstep.trainer.config.tree import flow, settings
 from lockstep.trainer.objective.correction.mismatch import PREFIX
+from lockstep.trainer.observe.alarms import DROPPED
 from lockstep.trainer.observe.pages.chart import Chart, Curve, legend, number
 from lockstep.trainer.observe.pages.render import render, write_page
 from lockstep.trainer.observe.saved_run import SavedRun
@@ -128,6 +129,9 @@ def learning_charts(run: SavedRun) -> Iterator[Chart]:
     ends = curves(run, {name.replace("_", " "): f"rollout/{name}_fraction" for name in statuses})
     happened = [curve for curve in ends if any(value for _, value in curve.points)]
     yield Chart(title="How episodes end", unit="share", curves=happened, limits=(0.0, 1.0))
+    causes = sorted({name for line in run.lines for name, count in line.items() if name.startswith(DROPPED) and count})
+    lost = {name.removeprefix(DROPPED): name for name in causes if name != f"{DROPPED}fraction"}
+    yield Chart(title="Rollouts that are not trained", unit="", curves=curves(run, lost), limits=(0.0, None))
     for title, unit, name, metric, limits in (
         ("Turns", "", "per rollout", "rollout/turns", (0.0, None)),
         ("Entropy", "nats", "policy", "policy/entropy", (0.0, None)),

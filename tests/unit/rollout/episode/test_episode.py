@@ -99,7 +99,7 @@ async def test_a_conversation_answers_one_question_at_a_time():
 
     rollout = await play(Hasty(), Policy(lambda prompt: "aye"))
     assert rollout.status is RolloutStatus.FAILED
-    assert "Hasty.reset raised RuntimeError (test_episode.py, line" in str(rollout.error)
+    assert "Hasty.reset raised RuntimeError in line" in str(rollout.error)
     assert "one thing at a time" in str(rollout.error)
 
 

@@ -107,7 +107,7 @@ async def test_any_error_of_any_method_fails_the_episode_with_its_reason(method:
     assert type(ERRORS[name]()).__name__ in str(rollout.error)
     if rollout.error is not None and rollout.error.startswith("EnvironmentFault"):
         assert f"Faulty.{method} raised " in rollout.error
-        assert "(test_faults.py, line" in rollout.error
+        assert "test_faults.py: " in rollout.error
 
 
 @pytest.mark.parametrize("method", METHODS)

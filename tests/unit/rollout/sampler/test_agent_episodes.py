@@ -169,7 +169,7 @@ async def test_an_agent_that_raises_fails_its_own_rollout_only():
 
     failed, fine = await collect(agent, engine_saying("fine<|im_end|>"), prompts=2)
     assert failed.status is RolloutStatus.FAILED
-    assert "ValueError: cannot read the answer" in (failed.error or "")
+    assert "test_agent_episodes.py: cannot read the answer" in (failed.error or "")
     assert fine.status is RolloutStatus.COMPLETED
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.rollout.errors import ConfigError
-from lockstep.rollout.system.user_functions import load_function, load_functions, written_names
+from lockstep.rollout.system.user_functions import fault, load_function, load_functions, written_at, written_names
 
 
 def test_a_user_file_imports_a_file_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -72,3 +72,58 @@ def test_a_file_that_is_not_python_cannot_be_read(content: bytes, tmp_path: Path
     (tmp_path / "own.py").write_bytes(content)
     with pytest.raises(ConfigError, match=r"own\.py cannot be loaded: "):
         written_names(f"{tmp_path}/own.py:f")
+
+
+FAULTY = """
+import ast
+import json
+from helper_5523 import helper
+
+def parses(text):
+    value = json.loads(text)
+    return value
+
+def evaluates(text):
+    return ast.literal_eval(text)
+
+def calls(text):
+    return helper(text)
+
+class Scorer:
+    def __call__(self, text): return 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("parses", "{", "JSONDecodeError in line 7 of {}/own.py: Expecting property name"),
+        ("evaluates", "(", "SyntaxError in line 11 of {}/own.py: "),
+        ("calls", "x", "ValueError in line 2 of {}/helper_5523.py: two lines"),
+    ],
+)
+def test_a_fault_names_the_innermost_line_that_is_not_installed(
+    name: str, text: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "helper_5523", raising=False)
+    (tmp_path / "helper_5523.py").write_text("def helper(text):\n    raise ValueError('two\\nlines')\n")
+    (tmp_path / "own.py").write_text(FAULTY)
+    with pytest.raises(Exception) as raised:  # noqa: PT011 - of any kind
+        load_function(f"{tmp_path}/own.py:{name}")(text)
+    assert fault(raised.value).startswith(told.format(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert fault(raised.value).startswith(told.replace("{}/", ""))
+
+
+def test_a_fault_of_lockstep_alone_names_no_line():
+    with pytest.raises(ConfigError) as raised:
+        load_function("nothing")
+    raised.value.__traceback__ = raised.value.__traceback__.tb_next  # without this file
+    assert fault(raised.value).startswith("ConfigError: found 'nothing'")
+
+
+@pytest.mark.parametrize(("name", "line"), [("parses", "line 6 of "), ("Scorer", "line 16 of "), ("absent", "")])
+def test_the_line_of_a_function_is_read_without_running_its_file(name: str, line: str, tmp_path: Path):
+    (tmp_path / "own.py").write_text(FAULTY)
+    assert written_at(f"{tmp_path}/own.py:{name}") == f"{line}{tmp_path}/own.py"

@@ -47,6 +47,14 @@ class TestRows:
         assert first.endswith("step s 100.00  score s 95.00  update s 4.00")
         assert "step s 100.00  reward s 5.00  update s 94.00" in second
 
+    @pytest.mark.parametrize("width", [None, 120])
+    def test_a_step_names_the_rollouts_that_are_not_trained_by_cause(self, width: int | None):
+        run, stream = console(width=width)
+        causes = {"reward": 8.0, "environment": 4.0, "engine": 0.0, "fraction": 0.2}
+        run.row({**STEP, "step": 1} | {f"rollout/dropped_{cause}": value for cause, value in causes.items()})
+        run.row({**STEP, "step": 2} | {f"rollout/dropped_{cause}": 0.0 for cause in causes})
+        assert re.findall(r"dropped:? (.*?)(?:  |$)", stream.getvalue(), re.MULTILINE) == ["reward 8, environment 4"]
+
     def test_every_timed_stage_has_a_column(self):
         sources = [*(ROOT / "trainer" / "collect").glob("*.py"), ROOT / "trainer" / "step.py"]
         timed = {name for path in sources for name in re.findall(r'watch\.stage\("(\w+)"\)', path.read_text())}
@@ -113,6 +121,11 @@ class TestAlarms:
             f"alarm |kl| is 0.2, above 0.1: sampler and trainer disagree. (for {ALARM_AGAIN_EVERY + 1} steps)",
             "over  |kl| is back to normal",
         ]
+
+    def test_what_is_well_is_a_note_and_no_alarm(self):
+        run, stream = console()
+        run.alarms([], ["reward/mean is 1 for every rollout of this step."])
+        assert stream.getvalue() == "note reward/mean is 1 for every rollout of this step.\n"
 
 
 class TestLines:

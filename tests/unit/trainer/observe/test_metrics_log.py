@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from pathlib import Path
 
 import pytest
@@ -109,3 +110,13 @@ def test_a_damaged_file_does_not_stop_a_resume(tmp_path: Path):
     path.write_bytes(b'{"step": 1}\n\xff{"st\n{"step": 2}\n' + TORN.encode())
     MetricsLog(path, Config().logger, run_config={}).truncate_after(update=2, batch=2)
     assert read_metrics(path) == [{"step": 1}, {"step": 2}]
+
+
+def test_every_line_has_the_time(tmp_path: Path):
+    metrics = MetricsLog(tmp_path / "metrics.jsonl", LoggerConfig(), run_config={})
+    before = time.time()
+    metrics.write(1, {})
+    metrics.write(2, {})
+    first, second = read_metrics(tmp_path / "metrics.jsonl")
+    assert before <= first["time/unix"] <= second["time/unix"] <= time.time()
+    assert 0 < first["time/run"] <= second["time/run"] < 1e6

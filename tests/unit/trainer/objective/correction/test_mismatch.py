@@ -20,7 +20,7 @@ from lockstep.trainer.objective.correction.mismatch import (
     quantization_cost,
 )
 from lockstep.trainer.objective.correction.weights import CorrectionResult, correction_weights
-from lockstep.trainer.observe.alarms import AlarmThresholds, alarms
+from lockstep.trainer.observe.alarms import AlarmThresholds, alarms, notes
 
 TRAIN = [-1.0, -2.0, -0.5, -0.001, -3.0, -0.7]
 SAMP = [-1.1, -1.5, -0.5, -0.002, -3.4, -1.9]
@@ -303,6 +303,26 @@ def test_equal_rewards_of_a_whole_step_raise_an_alarm():
     (alarm,) = alarms(HEALTHY | {"reward/mean": 0.0, "reward/std": 0.0}, AlarmThresholds())
     assert alarm.startswith("reward/std is 0: every rollout of this step has the reward 0")
     assert alarms(HEALTHY | {"reward/mean": 0.5, "reward/std": 0.5}, AlarmThresholds()) == []
+
+
+def test_a_step_whose_rollouts_are_all_solved_raises_no_alarm_but_a_note():
+    solved = HEALTHY | {"reward/mean": 1.0, "reward/std": 0.0, "reward/zero_std_fraction": 1.0}
+    assert alarms(solved, AlarmThresholds()) == []
+    (note,) = notes(solved, AlarmThresholds())
+    assert "all are solved" in note
+    assert "Harder data" in note
+    for failed, thresholds in ((solved | {"reward/mean": 0.2}, {}), (solved, {"solved": 1.5})):
+        (alarm,) = alarms(failed, AlarmThresholds(**thresholds))
+        assert "too hard for the model, or the reward does not recognize right answers" in alarm
+        assert notes(failed, AlarmThresholds(**thresholds)) == []
+    assert AlarmThresholds.of({"eval.pass_threshold": 0.5}.get).solved == 0.5
+
+
+def test_a_share_of_failed_rollouts_raises_an_alarm_with_their_causes():
+    lost = HEALTHY | {"rollout/dropped_reward": 8.0, "rollout/dropped_engine": 0.0, "rollout/dropped_filtered": 16.0}
+    (alarm,) = alarms(lost | {"rollout/dropped_fraction": 0.125}, AlarmThresholds())
+    assert alarm.startswith("rollout/dropped_fraction is 0.125, above 0.05: rollouts of this step fail (reward 8,")
+    assert alarms(lost | {"rollout/dropped_fraction": 0.05}, AlarmThresholds()) == []
 
 
 def test_equal_rewards_within_every_group_raise_an_alarm_unless_a_teacher_is_the_signal():

@@ -112,6 +112,20 @@ class TestContent:
         assert "updates 4 to 5" in page
         assert "1 alarm<" in page  # the badge counts the alarms of the last step
 
+    def test_rollouts_that_are_not_trained_are_shown_by_cause(self, run: Path, tmp_path: Path):
+        lines = [
+            line(update, **{"rollout/dropped_reward": 3.0 * (update == 2), "rollout/dropped_engine": 0.0})
+            for update in (1, 2)
+        ]
+        lines[1]["rollout/dropped_fraction"] = 0.5
+        lost = SavedRun.read(write_run(tmp_path / "lost", lines, []))
+        (chart,) = [chart for chart in learning_charts(lost) if chart.title == "Rollouts that are not trained"]
+        assert [(curve.name, curve.points) for curve in chart.curves] == [("reward", [(1, 0.0), (2, 3.0)])]
+        page = report(lost)
+        assert "Rollouts that are not trained" in page
+        assert "rollout/dropped_fraction is 0.5" in page
+        assert "Rollouts that are not trained" not in report(SavedRun.read(run))
+
     def test_the_load_of_experts_is_shown_for_models_that_have_them(self, run: Path, tmp_path: Path):
         load = {"router/load_max": 2.0, "router/load_cv": 0.5, "router/unused_experts": 3.0}
         lines = [line(update, **load) for update in (1, 2)]
