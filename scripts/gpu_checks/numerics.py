@@ -15,9 +15,9 @@ from lockstep.demo.architectures import ARCHITECTURES
 from lockstep.rollout.episode.rows import rows_from_calls
 from lockstep.rollout.records import EngineCall, FinishReason, TrainingRow
 from lockstep.trainer.batch.packing import PackedBatch, collate
-from lockstep.trainer.model import isolation
 from lockstep.trainer.model.fused_head import fused_logprobs
 from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.model.start_checks import isolation
 from scripts.gpu_checks.measured import Measured, above, below, equal
 from scripts.gpu_checks.subject import Subject
 

@@ -152,7 +152,10 @@ def _load_trained(
     updater.scorer.budget.warn = console.warn
     if (sentence := untested(policy.causal_lm.config.get_text_config().model_type)) is not None:
         console.warn(sentence)
-    updater.scorer.refuse_leaks(policy, dtype=getattr(torch, config.model.dtype), with_values=config.has_critic)
+    dtype = getattr(torch, config.model.dtype)
+    updater.scorer.refuse_leaks(policy, dtype=dtype, with_values=config.has_critic)
+    if not policy.is_quantized:
+        updater.scorer.refuse_imprecise_layers(policy, dtype=dtype, length=config.rollout.max_model_len)
     return Trained(module=prepared, shape=shape, updater=updater, chat=chat, demonstrations=demonstrations)
 
 

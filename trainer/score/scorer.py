@@ -21,9 +21,9 @@ from lockstep.trainer.batch.prefix_bundles import plan_bundles
 from lockstep.trainer.batch.prefixes import token_keys
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.distributed.distributed import Distributed
-from lockstep.trainer.model import isolation
 from lockstep.trainer.model.decoder import can_share_prefixes
 from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.model.start_checks import isolation, layer_precision
 from lockstep.trainer.score.token_budget import TokenBudget
 
 
@@ -172,6 +172,20 @@ class Scorer:
             name=type(policy.causal_lm).__name__,
             dtype=dtype,
             device=self._distributed.device,
+        )
+
+    def refuse_imprecise_layers(self, policy: Policy, *, dtype: torch.dtype, length: int) -> None:
+        """Raise `ConfigError` if a layer differs from its computation in float32; a collective.
+
+        policy: the one inside the module. dtype: of the computation. length: longest row, of which a part is computed.
+        """
+        device = self._distributed.device
+        layer_precision.check(
+            policy,
+            self.forward,
+            length=min(length, layer_precision.TOKENS[device.type]),
+            dtype=dtype,
+            gather=self._distributed.whole_parameters,
         )
 
     def total(self, batch: StepBatch, rows: Sequence[int], measure: Callable[[PackedBatch], Tensor]) -> Tensor:

@@ -60,6 +60,15 @@ def adapt(model: PreTrainedModel) -> None:
             layer.register_forward_pre_hook(partial(_add_arguments, arguments), with_kwargs=True)
 
 
+def plain_attributes(layer: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a layer that `adapt` has changed, as transformers sets them."""
+    return (
+        {"attn_temperature_tuning": layer.config.attn_temperature_tuning}
+        if isinstance(layer, Llama4TextAttention)
+        else {}
+    )
+
+
 def _add_arguments(
     arguments: dict[str, Any], layer: nn.Module, positional: tuple[Any, ...], by_name: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:

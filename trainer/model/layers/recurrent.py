@@ -10,7 +10,8 @@ On NVIDIA GPUs the kernels of causal-conv1d, flash-linear-attention and mamba-ss
 the whole pack is one call, where they are installed.
 
 Covered: Qwen3-Next, Qwen3.5, Falcon-H1, Nemotron-H, Granite 4 hybrids, Bamba, LFM2. Recurrent layers of other classes
-are refused by `trainer/model/isolation.py`. Not covered: shared prefixes, whose state would have to be handed on.
+are refused by `trainer/model/start_checks/isolation.py`. Not covered: shared prefixes, whose state would have to be
+handed on.
 """
 
 from __future__ import annotations

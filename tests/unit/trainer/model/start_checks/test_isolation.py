@@ -10,10 +10,10 @@ import torch
 
 from lockstep.rollout.errors import ConfigError
 from lockstep.trainer.batch.packing import PackedBatch
-from lockstep.trainer.model import isolation
 from lockstep.trainer.model.critic import ActorCritic
 from lockstep.trainer.model.layers import recurrent
 from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.model.start_checks import isolation
 from tests.fixtures.families import FAMILIES, save_family
 from tests.fixtures.models import VOCAB_SIZE
 
