@@ -104,6 +104,14 @@ class _Examination:
             return failure("", "Two calls with the same rewards differ, so ranks would train on different advantages.")
         if not bool(first_S.any()):
             return failure("", "All advantages are 0 for rewards that differ, so nothing is trained.")
+        for group in (0, 1):
+            rewards_G, found_G = rewards_S[group_S == group], first_S[group_S == group]
+            if bool(found_G[rewards_G.argmax()] < found_G[rewards_G.argmin()]):
+                return failure(
+                    "",
+                    "The best rollout of a group has a smaller advantage than the worst, so wrong answers are "
+                    "rewarded: the sign is wrong; subtract the baseline from the reward.",
+                )
         return OK
 
     def order(self) -> Finding:

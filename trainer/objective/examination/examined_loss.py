@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lockstep.rollout.errors import TrainingError
 from lockstep.trainer.objective.declare import PolicyLoss
-from lockstep.trainer.objective.examination.toy_step import ToyStep, settings_of
-from lockstep.trainer.objective.losses.inputs import LossInputs, LossOutputs
+from lockstep.trainer.objective.examination.toy_step import ToyStep, sequence_ratios, settings_of, step_values
+from lockstep.trainer.objective.losses.inputs import LossInputs, LossOutputs, StepInputs
 
 TOLERANCE = 1e-9
 """Largest relative difference of float64 results that should be equal."""
@@ -37,6 +37,35 @@ class ExaminedLoss:
         ratios = self.step.sequence_ratios(self.loss, self.settings)
         of_step = self.step.step_values(self.loss, self.settings)
         return self.step.inputs(tokens, logp_T.requires_grad_(), ratios, of_step)
+
+    def tokens(
+        self, log_ratio_T: Tensor, advantages_T: Tensor, rollout_T: Tensor, weights_T: Tensor | None = None
+    ) -> LossInputs:
+        """Return a microbatch of tokens with these log ratios of the policy to the old one, which sampled them."""
+        logp_T, old_T = log_ratio_T.clamp(max=0) - 0.1, (-log_ratio_T).clamp(max=0) - 0.1
+        num_rollouts = int(rollout_T.max()) + 1
+        of_step = StepInputs(
+            logp_N=logp_T.clone(),
+            old_logp_N=old_T,
+            sampling_logp_N=old_T,
+            advantages_N=advantages_T,
+            rollout_N=rollout_T,
+            num_rollouts=num_rollouts,
+            seed=0,
+            entropy_N=torch.ones_like(logp_T),
+        )
+        ratios = sequence_ratios(self.loss, logp_T - old_T, advantages_T, rollout_T, num_rollouts, **self.settings)
+        return LossInputs(
+            logp_T=logp_T.requires_grad_(),
+            old_logp_T=old_T,
+            advantages_T=advantages_T,
+            rollout_T=rollout_T,
+            num_rollouts=num_rollouts,
+            weights_T=weights_T,
+            sampling_logp_T=old_T,
+            step_values=step_values(self.loss, of_step, **self.settings),
+            seq_log_ratio_S=ratios,
+        )
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         return self.loss(inputs, **self.settings)

@@ -1,4 +1,4 @@
-"""Checks of the gradient of a policy loss: constants, weights, finite differences, the first update, extreme values."""
+"""Checks of the gradient of a policy loss: constants, weights, finite differences, extreme values."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from torch import Tensor
 from lockstep.trainer.objective.examination.examined_loss import TOLERANCE, ExaminedLoss, change, slope
 from lockstep.trainer.objective.examination.finding import Finding, failure
 from lockstep.trainer.objective.examination.stop_gradients import finite_differences
-from lockstep.trainer.objective.examination.toy_step import sequence_ratios, step_values
-from lockstep.trainer.objective.losses.inputs import LossInputs, StepInputs
 
 LOG_RATIOS = (0.0, 0.1, 1.0, 20.0, 100.0, 1000.0)
 """Absolute log ratios of the extreme tokens [nats]; exp overflows float32 at 88.7."""
@@ -79,20 +77,6 @@ def check_finite_differences(examined: ExaminedLoss) -> Finding:
     )
 
 
-def check_first_update(examined: ExaminedLoss) -> Finding:
-    """Look for a gradient at π_θ = π_old, where the first update of every rollout batch is."""
-    name = "gradient in the first update"
-    inputs = examined.inputs()
-    inputs = replace(inputs, old_logp_T=inputs.logp_T.detach())
-    if inputs.seq_log_ratio_S is not None:
-        inputs = replace(inputs, seq_log_ratio_S=torch.zeros_like(inputs.seq_log_ratio_S))
-    if bool(examined.gradient(inputs).any()):
-        return Finding(check=name)
-    return failure(
-        name, "The gradient is 0 at π_θ = π_old, so nothing is trained with one update per rollout batch, the default."
-    )
-
-
 def check_extremes(examined: ExaminedLoss) -> Finding:
     """Call the loss in float32 with log ratios of up to ±1000 nats, one token per rollout."""
     name = "finite at extreme log ratios"
@@ -104,35 +88,7 @@ def check_extremes(examined: ExaminedLoss) -> Finding:
         for weight in (0.0, 1.0)
     ]
     ratio_T, advantages_T, weights_T = (torch.tensor(column) for column in zip(*cases, strict=True))
-    logp_T, old_T = ratio_T.clamp(max=0) - 0.1, (-ratio_T).clamp(max=0) - 0.1
-    rollout_T = torch.arange(len(cases))
-    of_step = step_values(
-        examined.loss,
-        StepInputs(
-            logp_N=logp_T.clone(),
-            old_logp_N=old_T,
-            sampling_logp_N=old_T,
-            advantages_N=advantages_T,
-            rollout_N=rollout_T,
-            num_rollouts=len(cases),
-            seed=0,
-            entropy_N=torch.ones_like(logp_T),
-        ),
-        **examined.settings,
-    )
-    inputs = LossInputs(
-        logp_T=logp_T.requires_grad_(),
-        old_logp_T=old_T,
-        advantages_T=advantages_T,
-        rollout_T=rollout_T,
-        num_rollouts=len(cases),
-        weights_T=weights_T,
-        sampling_logp_T=old_T,
-        step_values=of_step,
-        seq_log_ratio_S=sequence_ratios(
-            examined.loss, logp_T - old_T, advantages_T, rollout_T, len(cases), **examined.settings
-        ),
-    )
+    inputs = examined.tokens(ratio_T, advantages_T, torch.arange(len(cases)), weights_T)
     outputs = examined(inputs)
     gradient_T = slope(outputs.loss_T.sum(), inputs.logp_T)
     for what, values_T in (("loss", outputs.loss_T), ("gradient", gradient_T)):

@@ -15,13 +15,13 @@ from lockstep.trainer.objective.examination.contract_checks import (
     check_ratio,
     check_repetition,
 )
+from lockstep.trainer.objective.examination.direction_checks import check_bounds, check_first_update
 from lockstep.trainer.objective.examination.division_checks import check_divisions, check_own_token
 from lockstep.trainer.objective.examination.examined_loss import ExaminedLoss
 from lockstep.trainer.objective.examination.finding import Finding, Verdict, failure
 from lockstep.trainer.objective.examination.gradient_checks import (
     check_extremes,
     check_finite_differences,
-    check_first_update,
     check_old_logprobs,
     check_weights,
 )
@@ -35,6 +35,7 @@ CHECKS = (
     check_weights,
     check_finite_differences,
     check_first_update,
+    check_bounds,
     check_extremes,
     check_ratio,
 )

@@ -143,3 +143,76 @@ def under_no_grad(inputs: LossInputs):
 
 def no_ratio(inputs: LossInputs):
     return weighted(-inputs.advantages_T * inputs.logp_T, inputs)
+
+
+def wrong_sign(inputs: LossInputs):
+    return -surrogate(inputs)
+
+
+def absolute_advantage(inputs: LossInputs):
+    return weighted(-token_ratio(inputs) * inputs.advantages_T.abs(), inputs)
+
+
+def wrong_sign_of_large_advantages(inputs: LossInputs):
+    """Large advantages have the wrong sign."""
+    return weighted(-token_ratio(inputs) * inputs.advantages_T * (1.5 - inputs.advantages_T.abs()), inputs)
+
+
+def _surrogates(inputs: LossInputs):
+    ratio_T = token_ratio(inputs)
+    return ratio_T * inputs.advantages_T, ratio_T.clamp(0.8, 1.2) * inputs.advantages_T
+
+
+def clipped(inputs: LossInputs):
+    one_T, other_T = _surrogates(inputs)
+    return weighted(-torch.minimum(one_T, other_T), inputs)
+
+
+def max_for_min(inputs: LossInputs):
+    one_T, other_T = _surrogates(inputs)
+    return weighted(-torch.maximum(one_T, other_T), inputs)
+
+
+@policy_loss(sequence_log_ratio=plain_log_ratio)
+def max_for_min_in_sequences(inputs: LossInputs):
+    ratio_T = sequence_ratio(inputs, _log_ratio(inputs))
+    advantages_T = inputs.advantages_T
+    return weighted(-torch.maximum(ratio_T * advantages_T, ratio_T.clamp(0.8, 1.2) * advantages_T), inputs)
+
+
+def swapped_bounds(inputs: LossInputs):
+    """The bounds of rewarded and punished tokens are swapped."""
+    ratio_T, advantages_T = token_ratio(inputs), inputs.advantages_T
+    bounded_T = torch.where(advantages_T > 0, ratio_T.clamp(min=0.8), ratio_T.clamp(max=1.2))
+    return weighted(-bounded_T * advantages_T, inputs)
+
+
+def masked_on_both_sides(inputs: LossInputs):
+    ratio_T = token_ratio(inputs)
+    is_near_T = (ratio_T > 0.5) & (ratio_T < 5.0)
+    return weighted(-ratio_T * inputs.advantages_T * is_near_T, inputs)
+
+
+def bounded_above(inputs: LossInputs):
+    return weighted(-token_ratio(inputs).clamp(max=2.0) * inputs.advantages_T, inputs)
+
+
+def without_first_rollout(inputs: LossInputs):
+    return surrogate(inputs) * (inputs.rollout_T > 0)
+
+
+def without_last_rollout(inputs: LossInputs):
+    return surrogate(inputs) * (inputs.rollout_T < inputs.num_rollouts - 1)
+
+
+def without_first_token(inputs: LossInputs):
+    is_first_T = torch.cat([inputs.rollout_T.new_ones(1), inputs.rollout_T.diff()]) != 0
+    return surrogate(inputs) * ~is_first_T[: len(inputs.rollout_T)]
+
+
+def without_small_advantages(inputs: LossInputs):
+    return surrogate(inputs) * (inputs.advantages_T.abs() > 0.75)
+
+
+def only_rewarded(inputs: LossInputs):
+    return surrogate(inputs) * (inputs.advantages_T > 0)

@@ -24,6 +24,7 @@ FAULTS = {
     "random": ("r * torch.rand(())", "Two calls with the same rewards differ"),
     "in_place": ("r.sub_(1.0)", "It changes its inputs in place"),
     "nothing": ("0 * r", "All advantages are 0"),
+    "wrong_sign": ("g.mean_S - r", "The best rollout of a group has a smaller advantage than the worst"),
     "overflow": ("(r * 1e3).exp()", "returned the advantage inf"),
 }
 HEAD = """

@@ -74,6 +74,19 @@ def test_a_mean_per_rollout_changes_only_where_rollouts_are_divided() -> None:
         ("without_weights", "With weights of 2 the losses are not 2 times those without weights"),
         ("flat_at_old", "The gradient is 0 at π_θ = π_old"),
         ("undeclared_sequence", "AttributeError in line"),
+        (
+            "wrong_sign",
+            "lowers the probability of rewarded tokens (7 of 7) and raises the probability of punished tokens",
+        ),
+        ("absolute_advantage", "The first update raises the probability of punished tokens (8 of 8)"),
+        ("wrong_sign_of_large_advantages", "lowers the probability of rewarded tokens (1 of 7)"),
+        ("max_for_min", "max stands in place of min"),
+        ("max_for_min_in_sequences", "max stands in place of min"),
+        ("swapped_bounds", "max stands in place of min"),
+        ("without_first_rollout", "Only 7 of 8 rollouts, 12 of 15 tokens have a gradient at π_θ = π_old"),
+        ("without_last_rollout", "Only 7 of 8 rollouts, 13 of 15 tokens have a gradient"),
+        ("without_first_token", "The first without one is in rollout 0, with the advantage 1"),
+        ("without_small_advantages", "Only 6 of 8 rollouts, 10 of 15 tokens have a gradient"),
     ],
 )
 def test_a_planted_fault_is_named(function: str, sentence: str) -> None:
@@ -85,6 +98,19 @@ def test_a_planted_fault_is_named(function: str, sentence: str) -> None:
 )
 def test_one_fault_does_not_blame_the_division(function: str) -> None:
     assert not any("the gradient changes" in sentence for sentence in sentences(function))
+
+
+def test_a_loss_of_one_sign_is_noted_with_the_share_of_rollouts() -> None:
+    findings = {found.check: found for found in examine_loss(policy_loss_named(f"{FAULTY}:only_rewarded"), {})}
+    found = findings["gradient in the first update"]
+    assert (found.verdict, found.measured) == (Verdict.NOTE, "4 of 8 rollouts, 7 of 15 tokens")
+    assert found.sentence == "Only tokens whose advantage is above 0 are trained."
+    assert sentences("only_rewarded") == []
+
+
+@pytest.mark.parametrize("function", ["clipped", "masked_on_both_sides", "bounded_above"])
+def test_bounds_of_other_algorithms_pass(function: str) -> None:
+    assert sentences(function) == []
 
 
 @pytest.mark.parametrize("function", ["random", "in_place", "crashes"])
